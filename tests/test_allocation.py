@@ -239,8 +239,8 @@ def test_long_runs_are_not_amplified(monkeypatch):
 )
 @kills(
     "accounting/pld.py",
-    "return min(proven, pld_epsilon(plain, delta, neighbours))",
-    "return 0.9 * min(proven, pld_epsilon(plain, delta, neighbours))",
+    "_bounds(known, neighbours)",
+    "_bounds(known._replace(precision=known.precision / 2), neighbours)",
     slow=True,
 )
 @kills("accounting/user_level.py", "known_bins(split(event, records))", "split(event)", slow=True)

@@ -458,7 +458,7 @@ def test_chance_alone_refutes_no_estimated_norms():
     assert auditing.Separation(np.ones(3), np.ones(3), 1.0, 30, 0.9).epsilon(0.9) == 0.0
 
 
-@kills("auditing/algorithm_step.py", "delta / p)", "delta)", slow=True)
+@kills("auditing/algorithm_step.py", "delta / share)", "delta)", slow=True)
 def test_a_share_of_keys_bounds_epsilon_by_its_share():
     """A Gaussian that only this share of the projections lets through has delta / share."""
     keys = 500

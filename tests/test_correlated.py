@@ -181,7 +181,7 @@ class TestEvents:
         assert planned.event_of(planned.multipliers[:1]) == accounting.gaussian(1.3)
         assert planned.epsilon_of(planned.multipliers[:0], 1e-3) == 0
 
-    @kills("mechanism/correlated.py", "(strategy.bands or strategy.steps) <= cycle", "cycle > 1")
+    @kills("mechanism/correlated.py", "strategy.bands <= cycle", "cycle > 1")
     @kills("sampling/cycles.py", "strategies.cycles(cycle)", "strategies.once()", slow=True)
     @kills(
         "sampling/cycles.py",
@@ -202,11 +202,12 @@ class TestEvents:
         assert planned.event == accounting.gaussian(1.0)
         assert planned.strategy_sensitivity == strategies.sensitivity(wide, strategies.cycles(4))
 
-    @kills("mechanism/correlated.py", "strategy.bands or strategy.steps", "strategy.bands or 1")
+    @kills("strategies/buffered.py", "return self.steps\n", "return 1\n", case="buffered")
     @kills(
-        "mechanism/correlated.py",
-        "strategy.bands or strategy.steps",
-        "strategy.bands or strategy.steps + 1",
+        "strategies/tree.py",
+        "return self.steps\n",
+        "return self.steps + 1\n",
+        case="tree",
         slow=True,
     )
     @pytest.mark.parametrize("name", SHORT)

@@ -18,7 +18,7 @@ from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, reports, sampling, strategies, verify
-from dpjax.accounting import pld
+from dpjax.accounting.loss_distributions import rounded
 from dpjax.accounting.rounding import upwards
 from dpjax.mechanism.correlated import is_amplified
 from dpjax.verify import cards, events, gaussian
@@ -106,7 +106,7 @@ def test_rounding_to_levels_makes_no_step_cheaper():
     assert found.total() == pairs.total()
     assert found[1.0, 7.77] == found[0.3, math.inf] == 2
     whole = Counter(dict.fromkeys([(1.0, 7.77), (0.3, math.inf)], 2))
-    assert found == Counter(pld.rounded(pairs - whole)) + whole
+    assert found == Counter(rounded(pairs - whole)) + whole
     cost = [sum(n * (q / z) ** 2 for (q, z), n in each.items()) for each in (pairs, found)]
     assert cost[0] < cost[1] < 1.3 * cost[0]
     assert events.at_levels(few := Counter({(0.1, 1.0): 5})) == few

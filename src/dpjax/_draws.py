@@ -32,6 +32,7 @@ same bits on every platform.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -166,15 +167,7 @@ def distinct(key: Key, examples: int, size: int) -> Array:
       examples: Size of the data set; several times ``size``, or many places are drawn again.
       size: The length of the list.
     """
-
-    def body(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        turn, found, again = state
-        fresh = _uniform(jax.random.fold_in(key, turn), examples, size)
-        found = jnp.where(again[:, None], fresh, found)
-        return turn + 1, found, _found_before(found)
-
-    start = jnp.uint32(0), jnp.zeros((size, 2), jnp.uint32), jnp.ones(size, bool)
-    found = jax.lax.while_loop(lambda state: jnp.any(state[2]), body, start)[1]
+    found = _redrawn(key, size, lambda key: _uniform(key, examples, size), _found_before)
     return _joined(found[:, 0], found[:, 1], _WIDEST, examples)
 
 
@@ -185,14 +178,24 @@ def _uniform(key: Key, examples: int, size: int) -> UInt[Array, "size 2"]:
     shifts = [32 - highest.bit_length(), 32 - min(last.bit_length(), _WIDEST)]
     limit = jnp.array([[examples >> _WIDEST, examples % 2**_WIDEST]], jnp.uint32)
 
-    def body(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        turn, found, again = state
-        words = jax.random.bits(jax.random.fold_in(key, turn), (size, 2), jnp.uint32)
+    def digits(key: Key) -> Array:
+        words = jax.random.bits(key, (size, 2), jnp.uint32)
         # A shift by 32 bits is not defined, and a digit of no bits is 0.
         high = words[:, 0] >> shifts[0] if highest else jnp.zeros(size, jnp.uint32)
-        fresh = jnp.stack([high, words[:, 1] >> shifts[1]], axis=1)
-        found = jnp.where(again[:, None], fresh, found)
-        return turn + 1, found, ~_less(found, limit)
+        return jnp.stack([high, words[:, 1] >> shifts[1]], axis=1)
+
+    return _redrawn(key, size, digits, lambda found: ~_less(found, limit))
+
+
+def _redrawn(
+    key: Key, size: int, draw: Callable[[Key], Array], wrong: Callable[[Array], Array]
+) -> UInt[Array, "size 2"]:
+    """Draws all places, then the wrong places again until none is wrong."""
+
+    def body(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        turn, found, again = state
+        found = jnp.where(again[:, None], draw(jax.random.fold_in(key, turn)), found)
+        return turn + 1, found, wrong(found)
 
     start = jnp.uint32(0), jnp.zeros((size, 2), jnp.uint32), jnp.ones(size, bool)
     return jax.lax.while_loop(lambda state: jnp.any(state[2]), body, start)[1]

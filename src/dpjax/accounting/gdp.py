@@ -9,11 +9,9 @@ calibration and budgets refuse the method. Unsampled Gaussians enter exactly.
 
 import math
 
-import dp_accounting
-import numpy as np
-from scipy.special import log_ndtr
-
+from dpjax.accounting import profiles
 from dpjax.accounting.event_parts import Parts
+from dpjax.accounting.profiles import Profile
 
 
 class Estimate(float):
@@ -32,29 +30,15 @@ class Estimate(float):
         return f"Estimate({float(self)!r}, not a bound)"
 
 
-def clt_epsilon(parts: Parts, delta: float, neighbours: str) -> Estimate:
-    """The epsilon at which a Gaussian of signal ``mu`` has this delta.
+def central_limit(parts: Parts, neighbours: str) -> Profile:
+    """The profile of the Gaussian that many small sampled steps look like.
 
     "replace-one" doubles the signal of unsampled Gaussians and refuses sampled ones.
 
     References:
       Bu, Dong, Long, Su, *Deep learning with Gaussian differential privacy*, 2020, §3.
     """
-    mu = _signal(parts, neighbours)
-    if mu == 0 or math.isinf(mu):
-        return Estimate(mu)
-    with np.errstate(all="ignore"):  # the library takes logarithms of zero on its way
-        return Estimate(max(0.0, float(dp_accounting.get_epsilon_gaussian(1 / mu, delta))))
-
-
-def clt_delta(parts: Parts, epsilon: float, neighbours: str) -> Estimate:
-    """``delta(epsilon) = Phi(-epsilon/mu + mu/2) - e^epsilon Phi(-epsilon/mu - mu/2)``."""
-    mu = _signal(parts, neighbours)
-    if mu == 0 or math.isinf(mu):
-        return Estimate(min(mu, 1.0))
-    # In logarithms: for large epsilon both terms underflow, and their difference loses all digits.
-    upper, lower = log_ndtr(mu / 2 - epsilon / mu), epsilon + log_ndtr(-mu / 2 - epsilon / mu)
-    return Estimate(-math.exp(upper) * math.expm1(lower - upper))
+    return profiles.gaussian(_signal(parts, neighbours))
 
 
 def _signal(parts: Parts, neighbours: str) -> float:

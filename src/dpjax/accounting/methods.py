@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Epsilon and delta of an event, by a named method.
 
-One table with a row per method: its name, whether it is proven, and its two functions. `epsilon`
+One table with a row per method: its name, whether it is proven, and its profile. `epsilon`
 and `delta` check their arguments, flatten the event once, answer the cases that need no method (no
 step ran; a release without noise) and call the row. A new method is a new row.
 """
@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dp_accounting import DpEvent
 
 from dpjax import checks
-from dpjax.accounting import allocation, gdp, random_projections, rdp_accountant
+from dpjax.accounting import allocation, gdp, pld, random_projections, rdp_accountant
 from dpjax.accounting.event_parts import Parts, relation, split
+from dpjax.accounting.profiles import Profile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,15 +27,13 @@ class Method:
       proven: Whether its answer is an upper bound; if not, it may be shown but nothing may rest
         on it.
       words: One line for reports.
-      epsilon: ``(parts, delta, neighbours) -> epsilon``.
-      delta: ``(parts, epsilon, neighbours) -> delta``.
+      profile: ``(parts, neighbours) -> Profile``: epsilon at a delta, and delta at an epsilon.
     """
 
     name: str
     proven: bool
     words: str
-    epsilon: Callable[[Parts, float, str], float] = dataclasses.field(repr=False)
-    delta: Callable[[Parts, float, str], float] = dataclasses.field(repr=False)
+    profile: Callable[[Parts, str], Profile] = dataclasses.field(repr=False)
 
 
 _FEW = 4  # different steps for which a PLD takes a second
@@ -51,29 +50,25 @@ METHODS: dict[str, Method] = {
             name="rdp",
             proven=True,
             words="upper bound by Rényi divergences, improved conversion",
-            epsilon=rdp_accountant.rdp_epsilon,
-            delta=rdp_accountant.rdp_delta,
+            profile=rdp_accountant.improved,
         ),
         Method(
             name="pld",
             proven=True,
             words="tightest upper bound, by privacy loss distributions",
-            epsilon=random_projections.pld_epsilon,
-            delta=random_projections.pld_delta,
+            profile=pld.profile,
         ),
         Method(
             name="rdp-classic",
             proven=True,
             words="looser upper bound, as older papers print",
-            epsilon=rdp_accountant.classic_epsilon,
-            delta=rdp_accountant.classic_delta,
+            profile=rdp_accountant.classic,
         ),
         Method(
             name="gdp",
             proven=False,
             words="an estimate, not a bound: central limit of Gaussian DP",
-            epsilon=gdp.clt_epsilon,
-            delta=gdp.clt_delta,
+            profile=gdp.central_limit,
         ),
     )
 }
@@ -117,8 +112,7 @@ def epsilon(
     parts = _sorted(event, neighbours, method)
     if not parts.private or parts.empty:
         return _as(row, 0.0 if parts.private else math.inf)
-    # The improved conversion can be negative for large delta; epsilon is not.
-    return _as(row, max(0.0, row.epsilon(parts, delta, neighbours)))
+    return _as(row, row.profile(parts, neighbours).epsilon(delta))
 
 
 def delta(
@@ -137,16 +131,13 @@ def delta(
       >>> round(accounting.delta(event, epsilon=1.0, method="pld"), 5)
       0.12694
     """
-    if not checks.number("accounting.delta", "epsilon", epsilon) >= 0:
-        raise ValueError(
-            f"accounting.delta(epsilon={epsilon}): epsilon must be zero or more. It is usually "
-            "between 0.1 and 10; a negative one often means that its logarithm was given."
-        )
+    hint = "It is usually 0.1 to 10; a negative one often means that its logarithm was given."
+    epsilon = checks.not_negative("accounting.delta", "epsilon", epsilon, hint)
     row, parts = checked_method("accounting.delta", method), _sorted(event, neighbours, method)
     if not parts.private or parts.empty:
         return _as(row, 0.0 if parts.private else 1.0)
     # An infinite epsilon allows everything, and conversions would compute inf - inf.
-    return _as(row, 0.0 if math.isinf(epsilon) else row.delta(parts, epsilon, neighbours))
+    return _as(row, 0.0 if math.isinf(epsilon) else row.profile(parts, neighbours).delta(epsilon))
 
 
 def tightest(

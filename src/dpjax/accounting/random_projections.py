@@ -27,11 +27,13 @@ from dp_accounting.pld import privacy_loss_distribution as library
 from scipy import stats
 
 from dpjax import checks
-from dpjax.accounting import pld
+from dpjax.accounting import profiles
 from dpjax.accounting.event_parts import Parts
 from dpjax.accounting.events import rewritten
+from dpjax.accounting.loss_distributions import MIXED, one_step, proven, rounded
+from dpjax.accounting.profiles import Profile
 
-_GRID = pld.MIXED
+_GRID = MIXED
 _BULK, _TAIL = 80, 140  # how many values `s` is rounded up to, where it is likely and where not
 _RARE = 0.05
 _LEAST = 0.13  # below this multiplier, and beyond the chance below, all is taken for lost
@@ -90,7 +92,7 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
 
 def refuse(parts: Parts, method: str) -> None:
     """Raises if norms were estimated and the method is not PLD."""
-    if method != "pld" and _steps(parts):
+    if method != "pld" and steps_of(parts):
         raise ValueError(
             f"accounting: method {method!r} has no number for norms from random projections: an "
             "estimate may be too small by any factor, so that Renyi divergences are infinite at "
@@ -98,36 +100,22 @@ def refuse(parts: Parts, method: str) -> None:
         )
 
 
-def pld_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
-    """As `pld.pld_epsilon`, for events with estimated norms too.
+def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
+    """What composed loss distributions prove of parts with these steps.
 
     Example:
       >>> from dpjax.accounting.event_parts import split
       >>> parts = split(ProjectedGaussianDpEvent(4.0, projections=50))
-      >>> round(pld_epsilon(parts, 1e-5, "add-or-remove"), 2)
+      >>> round(profile(steps_of(parts), parts, "add-or-remove").epsilon(1e-5), 2)
       1.02
     """
-    steps = _steps(parts)
-    if not steps:
-        return pld.pld_epsilon(parts, delta, neighbours)
     if _bare(steps):
-        return math.inf
+        return profiles.gaussian(math.inf)
     whole = _whole(parts, steps, neighbours)
-    return pld.epsilon_at(whole.get_epsilon_for_delta, parts, delta)
+    return proven(whole.get_epsilon_for_delta, whole.get_delta_for_epsilon, parts)
 
 
-def pld_delta(parts: Parts, epsilon: float, neighbours: str) -> float:
-    """As `pld.pld_delta`, for events with estimated norms too."""
-    steps = _steps(parts)
-    if not steps:
-        return pld.pld_delta(parts, epsilon, neighbours)
-    if _bare(steps):
-        return 1.0
-    whole = _whole(parts, steps, neighbours)
-    return min(1.0, pld.delta_at(whole.get_delta_for_epsilon, parts, epsilon))
-
-
-def _steps(parts: Parts) -> Steps:
+def steps_of(parts: Parts) -> Steps:
     """``{(rate, multiplier, projections): count}`` of the steps with estimated norms."""
     found: Steps = {}
     for event, count in parts.foreign.values():
@@ -162,9 +150,9 @@ def _whole(parts: Parts, steps: Steps, neighbours: str) -> library.PrivacyLossDi
     total = library.identity(_GRID)
     if parts.precision:
         z = parts.unsampled_multiplier
-        total = total.compose(pld.one_step(1.0, z, _GRID, neighbours))
-    for (q, z), count in pld.rounded(parts.sampled).items():
-        total = total.compose(pld.one_step(q, z, _GRID, neighbours).self_compose(count))
+        total = total.compose(one_step(1.0, z, _GRID, neighbours))
+    for (q, z), count in rounded(parts.sampled).items():
+        total = total.compose(one_step(q, z, _GRID, neighbours).self_compose(count))
     for (q, z, r), count in _rounded(steps).items():
         total = total.compose(_mixture(q, z, r, neighbours).self_compose(count))
     return total
@@ -175,7 +163,7 @@ def _rounded(steps: Steps) -> Steps:
     out: Steps = {}
     for projections in {r for _, _, r in steps}:
         same = {(q, z): count for (q, z, r), count in steps.items() if r == projections}
-        fewer = pld.rounded(same, _LEVELS)
+        fewer = rounded(same, _LEVELS)
         out |= {(q, z, projections): count for (q, z), count in fewer.items()}
     return out
 
@@ -198,7 +186,7 @@ def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLoss
     # From the rarest scale to the most likely: mixing two distributions rescales the weights of
     # what was mixed before.
     for s, share in zip(values[:0:-1], -np.diff(chances)[::-1], strict=True):
-        one = pld.one_step(q, z / float(s), _GRID, neighbours)
+        one = one_step(q, z / float(s), _GRID, neighbours)
         total = total.compute_mixture(one, weight / (weight + float(share)))
         weight += float(share)
     return total

@@ -12,6 +12,7 @@ are not on the list.
 """
 
 import math
+from functools import partial
 
 import dp_accounting
 import numpy as np
@@ -22,11 +23,18 @@ from dp_accounting.rdp import rdp_privacy_accountant as library
 from dpjax.accounting import allocation
 from dpjax.accounting.event_parts import Parts, relation
 from dpjax.accounting.events import AllocatedGaussianDpEvent, rewritten
+from dpjax.accounting.profiles import Profile
 from dpjax.accounting.rdp_divergence import CLASSIC, ORDERS, curves
 
 
-def rdp_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
-    """Epsilon by RDP and the improved conversion.
+def improved(parts: Parts, neighbours: str) -> Profile:
+    """The profile by the improved conversion."""
+    divergences = total(parts, neighbours)
+    return Profile(partial(to_epsilon, divergences), partial(to_delta, divergences))
+
+
+def to_epsilon(divergences: np.ndarray, delta: float) -> float:
+    """Epsilon by the improved conversion of divergences on `ORDERS`.
 
     ``min_alpha rdp(alpha) + log((alpha-1)/alpha) - (log delta + log alpha) / (alpha-1)``.
 
@@ -34,17 +42,15 @@ def rdp_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
       Canonne, Kamath, Steinke, *The discrete Gaussian for differential privacy*, 2020,
       proposition 12.
     """
-    return float(
-        # The library's improved conversion, on our exact divergences: a divergence that is exact is
-        # never above the library's upper bound.
-        library.compute_epsilon(ORDERS.tolist(), total(parts, neighbours).tolist(), delta)[0]
-    )
+    # The library's conversion, on our exact divergences: a divergence that is exact is never above
+    # the library's upper bound.
+    return float(library.compute_epsilon(ORDERS.tolist(), divergences.tolist(), delta)[0])
 
 
-def rdp_delta(parts: Parts, epsilon: float, neighbours: str) -> float:
-    """Delta by RDP and the improved conversion."""
+def to_delta(divergences: np.ndarray, epsilon: float) -> float:
+    """Delta by the improved conversion of divergences on `ORDERS`."""
     # Below 1e-15 the library takes the logarithm of zero; rounding a divergence up is always sound.
-    divergences = np.maximum(total(parts, neighbours), 1e-15)
+    divergences = np.maximum(divergences, 1e-15)
     return float(library.compute_delta(ORDERS.tolist(), divergences.tolist(), epsilon)[0])
 
 
@@ -65,29 +71,32 @@ def least_epsilon(delta: float, method: str) -> float:
     return -math.log(delta) / (ORDERS[CLASSIC].max() - 1) if method == "rdp-classic" else 0.0
 
 
-def classic_epsilon(parts: Parts, delta: float, neighbours: str) -> float:
-    """Epsilon by the first conversion: ``min_alpha rdp(alpha) + log(1/delta) / (alpha - 1)``.
+def classic(parts: Parts, neighbours: str) -> Profile:
+    """The profile by the first conversion.
+
+    ``epsilon(delta) = min_alpha rdp(alpha) + log(1/delta) / (alpha - 1)`` and
+    ``delta(epsilon) = min_alpha exp((alpha - 1) (rdp(alpha) - epsilon))``.
 
     Example:
       >>> from dpjax.accounting.events import subsampled_gaussian
       >>> from dpjax.accounting.event_parts import split
       >>> parts = split(subsampled_gaussian(1.1, 256 / 60_000, 14_063))
-      >>> round(classic_epsilon(parts, 1e-5, "add-or-remove"), 4)
+      >>> round(classic(parts, "add-or-remove").epsilon(1e-5), 4)
       3.0084
 
     References:
       Mironov, *Rényi differential privacy*, 2017, proposition 3.
     """
-    orders = ORDERS[CLASSIC]
-    return float(np.min(total(parts, neighbours)[CLASSIC] - math.log(delta) / (orders - 1)))
+    orders, divergences = ORDERS[CLASSIC], total(parts, neighbours)[CLASSIC]
 
+    def delta_at(epsilon: float) -> float:
+        log_delta = np.min((orders - 1) * (divergences - epsilon))
+        # A bound above 1 says nothing more than 1.
+        return math.exp(min(0.0, float(log_delta)))
 
-def classic_delta(parts: Parts, epsilon: float, neighbours: str) -> float:
-    """Delta by the first conversion: ``min_alpha exp((alpha - 1) (rdp(alpha) - epsilon))``."""
-    orders = ORDERS[CLASSIC]
-    log_delta = np.min((orders - 1) * (total(parts, neighbours)[CLASSIC] - epsilon))
-    # A bound above 1 says nothing more than 1.
-    return math.exp(min(0.0, float(log_delta)))
+    return Profile(
+        lambda delta: float(np.min(divergences - math.log(delta) / (orders - 1))), delta_at
+    )
 
 
 def total(parts: Parts, neighbours: str) -> np.ndarray:

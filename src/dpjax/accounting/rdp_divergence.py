@@ -10,6 +10,7 @@ digits and large rates converge. Curves are cached by (q, z).
 """
 
 import math
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -111,8 +112,8 @@ def _divergences(z: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray
         out[sampled, column] = log_a / (orders[column] - 1)
     if not np.all(whole):
         for size, rows in _by_grid_size(z, sampled, orders[~whole].max()).items():
-            moment = _log_moment_integral if size else _log_moment_bound
-            log_a = moment(z[rows], q[rows], orders[~whole], size)
+            moment = partial(_log_moment_integral, size=size) if size else _log_moment_bound
+            log_a = moment(z[rows], q[rows], orders[~whole])
             out[np.ix_(rows, ~whole)] = log_a / (orders[~whole] - 1)
     return out
 
@@ -183,9 +184,8 @@ def _log_gap(log_f: np.ndarray, excess: np.ndarray, order: np.ndarray) -> np.nda
     return np.where(np.abs(slope) < 1e-4, taylor, gap)
 
 
-def _log_moment_bound(z: np.ndarray, q: np.ndarray, orders: np.ndarray, size: int) -> np.ndarray:
+def _log_moment_bound(z: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray:
     """An upper bound on ``log A``, convex in alpha: the chord between whole orders."""
-    del size
     low = np.floor(orders).astype(int)
     whole = {int(k): _log_moment_whole(z, q, int(k)) for k in np.union1d(low, low + 1)}
     # log A is convex in the order, so the chord between whole orders lies above it.

@@ -206,13 +206,8 @@ def _check(target: float, delta: float, method: str, who: str) -> None:
             "it would promise what is not proven. Use 'rdp' or 'pld', and print the estimate "
             "beside them."
         )
-    if not checks.number(who, "epsilon", target) > 0:
-        raise ValueError(
-            f"{who}(epsilon={target}): expected a target above 0; at epsilon 0 nothing about the "
-            "data is learnt."
-        )
-    if math.isinf(target):
-        raise ValueError(
-            f"{who}(epsilon={target}): expected a finite target. Usually a run without noise is "
-            "wanted, to compare with: build its mechanism with noise_multiplier=0.0 instead."
-        )
+    hint = (
+        "At epsilon 0 nothing about the data is learnt. For a run without noise, to compare with, "
+        "build the mechanism with noise_multiplier=0.0 instead."
+    )
+    checks.positive(who, "epsilon", target, hint)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from dp_accounting import DpEvent
-from dp_accounting.rdp import rdp_privacy_accountant as library
 from scipy import stats
 from scipy.optimize import root_scalar
 from scipy.special import exprel
@@ -126,8 +125,9 @@ def select_best(
         return Selection(math.inf, math.inf, math.inf, runs)
     # The theorems are stated for one divergence curve that bounds every run.
     one = np.max([rdp_accountant.total(split(each), neighbours) for each in events], axis=0)
-    best, every = row.divergence(one, runs), math.ceil(runs) * one
-    return Selection(alone, _epsilon(best, delta), _epsilon(every, delta), runs)
+    curves = row.divergence(one, runs), math.ceil(runs) * one
+    best, every = (rdp_accountant.to_epsilon(curve, delta) for curve in curves)
+    return Selection(alone, best, every, runs)
 
 
 def draw_runs(key: Key, runs: float, distribution: str = "geometric") -> int:
@@ -162,8 +162,7 @@ def _truncated(one: np.ndarray, runs: float, eta: float, tail: float) -> np.ndar
 
 def _poisson(one: np.ndarray, runs: float) -> np.ndarray:
     """Theorem 6; the largest epsilon_hat that it allows has the smallest delta_hat."""
-    orders, r = ORDERS.tolist(), np.maximum(one, 1e-15).tolist()
-    delta_hat = [library.compute_delta(orders, r, math.log1p(1 / (a - 1)))[0] for a in orders]
+    delta_hat = [rdp_accountant.to_delta(one, math.log1p(1 / (a - 1))) for a in ORDERS]
     return one + runs * np.array(delta_hat) + math.log(runs) / (ORDERS - 1)
 
 
@@ -199,10 +198,6 @@ DISTRIBUTIONS: dict[str, Distribution] = {
         lambda runs, coin, _: int(stats.poisson.ppf(coin, runs)),
     ),
 }
-
-
-def _epsilon(curve: np.ndarray, delta: float) -> float:
-    return float(library.compute_epsilon(ORDERS.tolist(), curve.tolist(), delta)[0])
 
 
 def _row(name: str, who: str) -> Distribution:

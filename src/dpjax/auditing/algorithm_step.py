@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float
 from numpy.typing import ArrayLike
 
 from dpjax import accounting, checks, noise, trees
+from dpjax.accounting.profiles import gaussian
 from dpjax.mechanism import Mechanism
 from dpjax.types import Algorithm, Draw, Key, PyTree, Sampler, State
 
@@ -67,9 +68,9 @@ class Separation(NamedTuple):
 
     def epsilon(self, delta: float) -> float:
         """The lower bound on the epsilon of one step that draws the canary."""
-        at, shares = self._shares()
-        pairs = zip(at, shares, strict=True)
-        return max((_gaussian_epsilon(mu, delta / p) for mu, p in pairs if p > delta), default=0.0)
+        checks.fraction("Separation.epsilon", "delta", delta, "It is the delta of the claim.")
+        pairs = [(mu, share) for mu, share in zip(*self._shares(), strict=True) if share > delta]
+        return max((gaussian(mu).epsilon(delta / share) for mu, share in pairs), default=0.0)
 
     def claimed_epsilon(self, delta: float) -> float:
         """The epsilon that the accountant states for such a step."""
@@ -351,12 +352,3 @@ def _seeds_that_draw(sampling: Sampler, row: int, count: int) -> Iterator[int]:
         f"{found} of the {_SEEDS} keys that were tried. Usually the sampling rate is very small or "
         "0; audit the step with dpjax.sampling.full, which draws every row."
     )
-
-
-def _gaussian_epsilon(mu: float, delta: float) -> float:
-    """The epsilon of a Gaussian whose neighbours are this far apart; exact."""
-    if mu == 0 or delta >= 1:
-        return 0.0
-    if not mu < math.inf:
-        return math.inf
-    return float(accounting.epsilon(accounting.gaussian(1 / mu), delta, "gdp"))

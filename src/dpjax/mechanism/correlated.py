@@ -81,7 +81,7 @@ def is_amplified(strategy: Strategy, sampler: Sampler) -> bool:
     # participation is a sampled Gaussian, given what was released before. C has at most `steps`
     # bands: a run of one cycle has one coin for an example, whatever C is.
     cycle = sampler.facts.get("cycle")
-    return cycle is not None and (strategy.bands or strategy.steps) <= cycle
+    return cycle is not None and strategy.bands <= cycle
 
 
 def participation_of(strategy: Strategy, sampler: Sampler) -> Participation:

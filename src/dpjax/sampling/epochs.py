@@ -116,14 +116,13 @@ def curriculum(
         ),
         "a public fixed order; no amplification is proved: one Gaussian an epoch",
         lambda epoch, steps: strategies.cycles(epoch),
-        trees.fingerprint(indices),
+        fingerprint=trees.fingerprint(indices),
+        # A part of a run's identity: a run recorded with public=False can be neither resumed nor
+        # reported as public=True.
+        facts={"public": public},
     )
-    # `facts` are part of a run's identity: a run recorded with public=False can be neither
-    # resumed nor reported as public=True.
-    sampler = dataclasses.replace(sampler, facts={"public": public})
     if public:
         return sampler
-
     claim = "the order comes from the private data without noise: not private"
     return dataclasses.replace(sampler, event=bare, claim=claim, participation=None)
 
@@ -135,7 +134,7 @@ def _epochs(
     batch: Callable[[Key, Any, Any], Array],
     claim: str,
     participation: Callable[[int, int], Participation],
-    fingerprint: str | None = None,
+    **known: Any,
 ) -> Sampler:
     """A sampler whose batches are disjoint in an epoch: ``batch(key, epoch, number)``.
 
@@ -163,6 +162,6 @@ def _epochs(
         event=event,
         neighbours=Neighbours.ZERO_OUT,
         claim=claim,
-        fingerprint=fingerprint,
         participation=lambda planned: participation(steps, planned),
+        **known,
     )

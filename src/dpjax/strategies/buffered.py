@@ -50,9 +50,9 @@ class Buffered:
         object.__setattr__(self, "decays", decays)
 
     @property
-    def bands(self) -> int | None:
+    def bands(self) -> int:
         """All: powers never end."""
-        return None if self.steps > 1 else 1
+        return self.steps
 
     @property
     def remembers(self) -> int:

@@ -58,10 +58,9 @@ class Dense:
             )
 
     @property
-    def bands(self) -> int | None:
+    def bands(self) -> int:
         """Counted."""
-        below = [int(t - np.flatnonzero(row)[0]) + 1 for t, row in enumerate(self.matrix())]
-        return max(below) if max(below) < max(self.steps, 2) else None
+        return max(int(t - np.flatnonzero(row)[0]) + 1 for t, row in enumerate(self.matrix()))
 
     @property
     def remembers(self) -> int:

@@ -9,7 +9,6 @@ any gradient within the clipping bound.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from dpjax import checks
 
@@ -47,11 +46,6 @@ class Participation:
         """The largest number of steps that one example can have in a run of ``steps`` steps."""
         fit = -(-steps // self.separation)
         return fit if self.most is None else min(self.most, fit)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The fields as plain JSON: ``Participation(**participation.facts)`` is equal."""
-        return {"separation": self.separation, "most": self.most, "even": self.even}
 
 
 def once() -> Participation:

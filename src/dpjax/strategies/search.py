@@ -101,13 +101,13 @@ def banded_coefficients(
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
         found = unpacked(x)
         inverse = series.reciprocal(found, steps)
-        error, by_inverse = variance_of(inverse)
+        spread, by_inverse = variance_of(inverse)
         solved = series.filtered([1.0], found, by_inverse[::-1])[::-1]
-        by_error = -series.correlated(solved, inverse, bands)
+        by_spread = -series.correlated(solved, inverse, bands)
         squared, by_squared = squared_sensitivity(np.pad(found, (0, steps - bands)), participation)
-        gradient = by_error / error + by_squared[:bands] / squared
+        gradient = by_spread / spread + by_squared[:bands] / squared
         by_steps = np.cumsum(gradient) * 2 * x if decreasing else gradient[1:]
-        return math.log(error * squared), by_steps
+        return math.log(spread * squared), by_steps
 
     x = np.sqrt(-np.diff(begin, append=0.0)) if decreasing else begin[1:]
     best = unpacked(descent.minimum(objective, x)) if x.size else begin

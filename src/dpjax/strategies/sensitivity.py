@@ -80,7 +80,7 @@ def sensitivity(strategy: Strategy, participation: Participation) -> float:
     checks.instance(call, "participation", participation, Participation, hint)
     most = participation.within(strategy.steps)
     squares = strategy.form.column_squares()
-    apart = strategy.bands is not None and strategy.bands <= participation.separation
+    apart = strategy.bands <= participation.separation
     if most == 1 or apart:
         # Sums of whole numbers, such as the squared norms of white noise, are exact.
         whole = bool(np.all(squares == np.round(squares)))
@@ -190,9 +190,8 @@ def _crowded(form: Tree, participation: Participation) -> float:
 
 def _additions(strategy: Strategy) -> int:
     """How many float64 roundings a column norm and its coefficients may have."""
-    bands = strategy.bands
-    if bands is not None and bands <= strategy.steps and strategy.remembers + 1 == bands:
-        return bands - 1
+    if strategy.remembers + 1 == strategy.bands < max(strategy.steps, 2):
+        return strategy.bands - 1
     return strategy.steps * (strategy.remembers + 2)
 
 

@@ -10,7 +10,6 @@ where it multiplies by an inverse or by normalized columns, to within a rounding
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -39,7 +38,7 @@ class Form(Protocol):
         ...
 
     @property
-    def bands(self) -> int | None:
+    def bands(self) -> int:
         """Bands of C."""
         ...
 
@@ -129,8 +128,8 @@ class Strategy:
         return self.form.steps
 
     @property
-    def bands(self) -> int | None:
-        """The number of diagonals of C that are not zero; None if the number is ``steps``."""
+    def bands(self) -> int:
+        """The number of diagonals of C up to the last that is not zero, the main one included."""
         return self.form.bands
 
     @property
@@ -264,38 +263,6 @@ class Strategy:
                 f"strategy.{method}: {self.steps} steps; expected at most {2 * LARGEST_MATRIX} for "
                 "a whole matrix. Use strategy.coefficients, column_norms() or row(step)."
             )
-
-
-def from_facts(facts: dict[str, Any]) -> Strategy:
-    """The strategy that these facts describe.
-
-    Args:
-      facts: ``strategy.facts``, or what JSON made of them.
-
-    Example:
-      >>> from dpjax import strategies
-      >>> strategies.from_facts({"kind": "tree", "name": "tree", "steps": 4}).remembers
-      2
-    """
-    from dpjax.strategies.buffered import Buffered
-    from dpjax.strategies.dense import Dense
-    from dpjax.strategies.toeplitz import InverseToeplitz, Toeplitz
-    from dpjax.strategies.tree import Tree
-
-    call = "strategies.from_facts"
-    forms: dict[str, Callable[..., Form]] = {
-        each.kind: each for each in (Toeplitz, InverseToeplitz, Buffered, Tree, Dense)
-    }
-    given = dict(checks.instance(call, "facts", facts, dict, "They are strategy.facts."))
-    kind = checks.one_of(call, "kind", given.pop("kind", None), list(forms))
-    name = checks.instance(call, "name", given.pop("name", kind), str)
-    try:
-        return Strategy(name=name, form=forms[kind](**given))
-    except TypeError as error:
-        raise ValueError(
-            f"{call}(keys {sorted(facts)}): expected the keys of a {kind} strategy, and no others "
-            f"({error}). Usually the facts come from another version."
-        ) from error
 
 
 def narrowed(call: str, name: str, values: Any, most: int) -> tuple[float, ...]:

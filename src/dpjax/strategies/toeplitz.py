@@ -45,9 +45,9 @@ class Toeplitz:
         object.__setattr__(self, "normalized", normalized)
 
     @property
-    def bands(self) -> int | None:
+    def bands(self) -> int:
         """As many as there are coefficients."""
-        return len(self.values) if len(self.values) < max(self.steps, 2) else None
+        return len(self.values)
 
     @property
     def remembers(self) -> int:
@@ -135,9 +135,9 @@ class InverseToeplitz:
         object.__setattr__(self, "values", values)
 
     @property
-    def bands(self) -> int | None:
+    def bands(self) -> int:
         """The inverse of a banded matrix is not banded."""
-        return None if len(self.values) > 1 else 1
+        return self.steps if len(self.values) > 1 else 1
 
     @property
     def remembers(self) -> int:

@@ -44,9 +44,9 @@ class Tree:
         object.__setattr__(self, "steps", steps)
 
     @property
-    def bands(self) -> int | None:
+    def bands(self) -> int:
         """The last row reaches back to step 0."""
-        return None if self.steps > 1 else 1
+        return self.steps
 
     @property
     def coefficients(self) -> Float[np.ndarray, " bands"] | None:
@@ -199,11 +199,12 @@ def tree(steps: int) -> Strategy:
 
     Each node of a binary tree over the steps has noise of its own, and the estimate of a prefix sum
     combines all nodes with the least variance (the "full" estimator, not the online one, which uses
-    only nodes that have ended). See `dpjax.strategies.tree` for why a stream can have it.
+    only nodes that have ended). This noise is $C^{-1} Z$ of a lower-triangular C, so that a stream
+    can add it step by step.
 
     Args:
-      steps: The number of steps T of the run. Example counts for one example: $\sqrt{1 + \lceil
-        \log_2 T \rceil}$ if it takes part once.
+      steps: The number of steps T of the run. The sensitivity to an example that takes part once
+        is $\sqrt{1 + \lceil \log_2 T \rceil}$.
 
     Example:
       >>> strategy = tree(steps=8)
