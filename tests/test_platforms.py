@@ -100,16 +100,12 @@ def test_an_unknown_accelerator_is_the_one_that_is_here(monkeypatch):
             assert not platforms.on_tpu()
 
 
-def pair(params, x):
-    return convolved(params, x), None
-
-
 def test_an_accelerator_takes_the_batch_in_one_piece_while_it_fits():
     row = jax.ShapeDtypeStruct(IMAGES.shape[1:], jnp.float32)
-    on_cpu = gradients.layout(pair, PARAMS, row, 512)
+    on_cpu = gradients.layout(convolved, PARAMS, row, 512)
     with platforms.traced_for("tpu"):
-        assert gradients.layout(pair, PARAMS, row, 512) == gradients.Layout(512)
-        assert gradients.layout(pair, PARAMS, row, 2**20).microbatch_size < 2**14
+        assert gradients.layout(convolved, PARAMS, row, 512) == gradients.Layout(512)
+        assert gradients.layout(convolved, PARAMS, row, 2**20).microbatch_size < 2**14
     assert on_cpu.microbatch_size < 64
 
 
@@ -122,7 +118,7 @@ def test_more_memory_is_for_microbatches_of_a_gpu_alone(monkeypatch):
     for gigabytes, platform in itertools.product((16, 96), ("tpu", "gpu")):
         monkeypatch.setattr(platforms, "memory_limit", lambda of=gigabytes: of * 2**30)
         with platforms.traced_for(platform):
-            found = gradients.layout(pair, PARAMS, row, 2**20)
+            found = gradients.layout(convolved, PARAMS, row, 2**20)
         sizes[gigabytes, platform] = found.microbatch_size
     assert sizes[96, "tpu"] == sizes[16, "tpu"]
     assert sizes[96, "gpu"] > 2 * sizes[16, "gpu"]

@@ -8,6 +8,7 @@ computed). An engine means speed only: all engines give the same `ClippedSum`.
 | place | content |
 |---|---|
 | `clipped_grad.py`, `plain_grad.py` | the public functions: checks, then one engine |
+| `traced.py` | the loss as engines receive it: traced once |
 | `engines.py` | the table of engines; ``ghost`` is the fast one |
 | `_bookkeeping/` | ``ghost``: norms and sums without per-example gradients; see `explain` |
 | `layout.py`, `batching.py` | how many examples are differentiated together, and on which devices |

@@ -37,7 +37,7 @@ from dpjax._jaxpr import (
     own_vjp,
     row_by_row,
 )
-from dpjax.gradients._bookkeeping.trace import Traced
+from dpjax.gradients.traced import Traced
 from dpjax.types import PyTree
 
 _HOST = "calls the host, which may keep what it saw of other examples or see the whole batch"
@@ -129,7 +129,7 @@ def check_loss(loss: Traced, params: PyTree, example: PyTree, name: str) -> Clos
     """The program of a loss; raises unless it is one real number, of one example alone.
 
     Args:
-      loss: ``loss(params, example) -> (scalar, aux)``.
+      loss: The loss.
       params: Parameters.
       example: Shapes of one example.
       name: How errors call the function that received the loss.

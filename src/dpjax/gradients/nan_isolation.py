@@ -23,13 +23,13 @@ from jax.extend.core import JaxprEqn
 from dpjax import trees
 from dpjax._jaxpr import convolutions
 from dpjax.gradients import platforms
-from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients.batching import Engine, Rows, microbatched
 from dpjax.gradients.loss_checks import has_own_derivatives
 from dpjax.gradients.sharding_checks import refuse_split
-from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
+from dpjax.gradients.traced import Traced
+from dpjax.types import ClippedSum, Clipping, PyTree
 
-Harmless = Callable[[LossFn, PyTree, PyTree], int]
+Harmless = Callable[[Traced, PyTree, PyTree], int]
 """``(loss, params, example)`` to the number of convolutions whose kernel gradients are products."""
 
 
@@ -45,7 +45,7 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
     alone = microbatched(engine, 1)
 
     def guarded(
-        loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
+        loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
     ) -> ClippedSum:
         if not differentiates_kernels(loss, params, trees.one_row(rows.batch), harmless):
             return engine(loss, rule, params, rows, start)
@@ -72,10 +72,9 @@ def each(function: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
 
 
 def differentiates_kernels(
-    loss: LossFn, params: PyTree, example: PyTree, harmless: Harmless
+    loss: Traced, params: PyTree, example: PyTree, harmless: Harmless
 ) -> bool:
     """Whether a vmapped convolution may be differentiated by each example's own kernel."""
-    loss = loss if isinstance(loss, Traced) else Traced(loss)
     program = jax.make_jaxpr(loss)(params, example).jaxpr
     found, hidden = len(convolutions(program)), False
     if has_own_derivatives(program):

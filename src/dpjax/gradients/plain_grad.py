@@ -19,11 +19,11 @@ from dpjax import clipping, trees
 from dpjax.clipping.shards import refuse_explicit, refuse_tracking
 from dpjax.gradients._bookkeeping.ghost import backward, by_patches, wide_leaves
 from dpjax.gradients._bookkeeping.leaf_sums import into_table, summed, weighted_sum
-from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients.batching import Rows
 from dpjax.gradients.layout import run_laid_out
 from dpjax.gradients.nan_isolation import differentiates_kernels
 from dpjax.gradients.sharding_checks import refuse_split
+from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
 
@@ -51,8 +51,8 @@ def plain_grad(
       Array([-2., -3.], dtype=float32)
     """
 
-    def with_aux(params: PyTree, example: PyTree) -> tuple[Array, None]:
-        return (loss(params, example)[0] if has_aux else loss(params, example)), None
+    def scalar(params: PyTree, example: PyTree) -> Array:
+        return loss(params, example)[0] if has_aux else loss(params, example)
 
     def gradient(params: PyTree, batch: PyTree) -> PyTree:
         size = trees.leading_size(batch)
@@ -65,7 +65,7 @@ def plain_grad(
         found = run_laid_out(
             "gradients.plain_grad",
             lambda _: _unclipped,
-            Traced(with_aux),
+            Traced(scalar),
             clipping.flat(jnp.inf),
             params,
             rows,
@@ -78,7 +78,7 @@ def plain_grad(
 
 
 def _unclipped(
-    loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
+    loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
 ) -> ClippedSum:
     """An engine that sums gradients as they are."""
     del rule
