@@ -343,7 +343,7 @@ except ValueError as error:
 )
 @kills("trees.py", "None if isinstance(leaf, Tracer) else leaf.sharding", "None", slow=True)
 @kills("meshes.py", " and _devices(leaf.sharding) != devices", " and False", slow=True)
-@kills("gradients/layout.py", "if not committed or found.mesh is None", "if True", slow=True)
+@kills("gradients/layout.py", "if found.mesh and committed", "if False", slow=True)
 def test_committed_arrays_and_states_of_other_meshes_run():
     """With several host devices, among which dpjax chooses."""
     program = [sys.executable, "-c", PLACES]

@@ -16,7 +16,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,15 @@ _WRITES = _PRODUCTS | {
 }
 
 
+class Choice(NamedTuple):
+    """What a layout follows from beside the shapes; the arguments of `layout`."""
+
+    batch_size: int
+    engine: str = "ghost"
+    microbatch_size: int | None = None
+    devices: int | Mesh | None = None
+
+
 def layout(
     loss: LossFn,
     params: PyTree,
@@ -88,22 +97,13 @@ def layout(
       Layout(microbatch_size=32, mesh=None, axes=())
     """
     engine = named("gradients.layout", engine)
-    return _chosen(
-        Traced(loss), params, example, batch_size, engine, microbatch_size, devices=devices
-    )
+    choice = Choice(batch_size, engine, microbatch_size, devices)
+    return _layout(choice, Traced(loss), params, example)
 
 
-def _chosen(
-    loss: Traced,
-    params: PyTree,
-    example: PyTree,
-    batch_size: int,
-    engine: str,
-    microbatch_size: int | None,
-    *,
-    devices: int | Mesh | None,
-) -> Layout:
+def _layout(choice: Choice, loss: Traced, params: PyTree, example: PyTree) -> Layout:
     """`layout`, of a loss that is traced."""
+    batch_size, engine, microbatch_size, devices = choice
     if batch_size == 0:
         return Layout(1)
     with platforms.traced_for(devices):
@@ -120,7 +120,8 @@ def _chosen(
 
 
 def run_laid_out(
-    called: str,
+    call: str,
+    choice: Choice,
     engine: Callable[[Key], Engine],
     loss: Traced,
     rule: Clipping,
@@ -128,10 +129,6 @@ def run_laid_out(
     rows: Rows,
     start: PyTree,
     key: Key = None,
-    *,
-    name: str = "ghost",
-    microbatch_size: int | None = None,
-    devices: int | Mesh | None = None,
 ) -> ClippedSum:
     """Runs an engine on a batch, in the layout of its arrays' devices.
 
@@ -139,7 +136,8 @@ def run_laid_out(
     because the caller adds the result to others there.
 
     Args:
-      called: The function, for the error about arrays on different devices.
+      call: The function, for the error about arrays on different devices.
+      choice: What the user chose; `layout` chooses the rest.
       engine: From the key, or None, to the engine.
       loss: What the engine receives, and so ``rule``, ``params``, ``rows`` and ``start``.
       rule: The rule.
@@ -147,35 +145,26 @@ def run_laid_out(
       rows: The examples.
       start: The sum to which this one is added.
       key: For an engine that draws.
-      name: The name of the engine, for `layout`, and so ``microbatch_size`` and ``devices``.
-      microbatch_size: The user's choice, if any.
-      devices: The user's choice, if any.
     """
-    example, size = trees.one_row(rows.batch), rows.mask.shape[0]
+    devices, example = choice.devices, trees.one_row(rows.batch)
     parts = {"params": params, "batch": rows, "key": key, "start": start}
     mesh = meshes.automatic(devices) if isinstance(devices, Mesh) else meshes.of_host(devices or 1)
     if mesh is not None:
         parts = {part: meshes.gathered(tree, mesh) for part, tree in parts.items()}
-    committed = meshes.committed(called, **parts)
+    committed = meshes.committed(call, **parts)
 
     def run(params: PyTree, rows: Rows, key: Key, start: PyTree) -> ClippedSum:
         # Chosen here, because the layout is that of the platform for which this is traced.
-        arguments = (loss, params, example, size, name, microbatch_size)
-        chosen = _beside(committed, *arguments, devices=devices)
-        return laid_out(engine(key), chosen)(loss, rule, params, rows, start)
+        found = _layout(choice, loss, params, example)
+        if found.mesh and committed and committed != tuple(found.mesh.devices.flat):
+            # JAX would refuse the arrays on other devices than theirs. A single share runs on any.
+            ours = committed == tuple(jax.local_devices()[: len(committed)])
+            beside = choice._replace(devices=len(committed) if ours else 1)
+            found = _layout(beside, loss, params, example)
+        return laid_out(engine(key), found)(loss, rule, params, rows, start)
 
     with platforms.traced_for(devices):
         return platforms.each(run, *parts.values())
-
-
-def _beside(committed: tuple[Any, ...], *arguments: Any, devices: int | Mesh | None) -> Layout:
-    """`layout`, of the devices to which arrays are committed already, if they are."""
-    found = _chosen(*arguments, devices=devices)
-    if not committed or found.mesh is None or committed == tuple(found.mesh.devices.flat):
-        return found
-    # JAX would refuse the arrays on other devices than theirs. A single share runs on any.
-    ours = committed == tuple(jax.local_devices()[: len(committed)])
-    return _chosen(*arguments, devices=len(committed) if ours else 1)
 
 
 def _mesh(devices: int | Mesh | None, microbatches: int) -> Mesh | None:
