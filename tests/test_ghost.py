@@ -783,14 +783,14 @@ def assert_is_the_definition(name, rule_of, microbatch_size, tolerance=2e-5):
     slow=True,
 )
 @kills(
-    "gradients/_bookkeeping/outer_products.py",
+    "gradients/_bookkeeping/patches.py",
     "order = [0, *range(3, 3 + 2 * rank, 2),",
     "order = [0, *reversed(range(3, 3 + 2 * rank, 2)),",
     case="conv of patches",
     slow=True,
 )
 @kills(
-    "gradients/_bookkeeping/outer_products.py",
+    "gradients/_bookkeeping/patches.py",
     "jax.lax.fori_loop(0, len(starts)",
     "jax.lax.fori_loop(1, len(starts)",
     case="conv of many entries",

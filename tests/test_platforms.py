@@ -14,7 +14,7 @@ from mutation import kills
 from dpjax import clipped_grad, clipping, gradients, testing
 from dpjax._jaxpr import equations
 from dpjax.gradients import platforms, sharding_checks
-from dpjax.gradients._bookkeeping import cost, leaf_norms, leaf_sums, outer_products
+from dpjax.gradients._bookkeeping import cost, leaf_norms, leaf_sums, outer_products, patches
 from dpjax.gradients._bookkeeping.trace import trace
 
 FLAT = clipping.flat(0.5)
@@ -260,12 +260,12 @@ def of_sides(w, x, **options):
 
 
 @kills(
-    "gradients/_bookkeeping/outer_products.py",
+    "gradients/_bookkeeping/patches.py",
     "for a in range(pairs.ndim)]",
     "for a in range(0)] * pairs.ndim",
     slow=True,
 )
-@kills("gradients/_bookkeeping/outer_products.py", "(place < n)", "(place <= n)", slow=True)
+@kills("gradients/_bookkeeping/patches.py", "(place < n)", "(place <= n)", slow=True)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("rule", "kernel", "image", "options"),
@@ -412,11 +412,11 @@ def convolutions(clipped, *arguments):
 @pytest.fixture
 def alone(monkeypatch):
     """As on a machine with a single accelerator."""
-    monkeypatch.setattr(outer_products, "may_be_split", lambda: False)
+    monkeypatch.setattr(patches, "may_be_split", lambda: False)
 
 
 @kills(
-    "gradients/_bookkeeping/outer_products.py",
+    "gradients/_bookkeeping/patches.py",
     "not platforms.on_tpu() or may_be_split() or",
     "not platforms.on_tpu() or",
     slow=True,
@@ -431,7 +431,7 @@ def test_examples_are_groups_only_where_nothing_splits_them(monkeypatch):
 
     few, many = ((3, 3, 4, 4), (5, 6, 6, 4)), ((3, 3, 32, 4), (5, 12, 12, 32))
     assert not groups(*few)
-    monkeypatch.setattr(outer_products, "may_be_split", lambda: False)
+    monkeypatch.setattr(patches, "may_be_split", lambda: False)
     assert groups(*few) == 1
     # On a GPU they are slow. On a TPU 32 channels are shifted images. One position, or disjoint
     # patches, are matrix products; small patches are written.
