@@ -67,7 +67,7 @@ def test_the_mesh_in_force_settles_the_platform():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
         assert platforms.known() == "cpu"
-    with platforms.traced_for(mesh):
+    with platforms.traced_for(platforms.of(mesh)):
         assert platforms.known() == platforms.current() == "cpu"
     with platforms.traced_for("tpu"), platforms.traced_for(None):
         assert not platforms.on_cpu()

@@ -106,7 +106,7 @@ def _layout(choice: Choice, loss: Traced, params: PyTree, example: PyTree) -> La
     batch_size, engine, microbatch_size, devices = choice
     if batch_size == 0:
         return Layout(1)
-    with platforms.traced_for(devices):
+    with platforms.traced_for(platforms.of(devices)):
         together = microbatch_size or _together(loss, params, example, batch_size, engine)
         mesh = _mesh(devices, -(-batch_size // together))
         # Traced for a mesh of the user's alone: the layout of one device should cost no trace.
@@ -163,7 +163,7 @@ def run_laid_out(
             found = _layout(beside, loss, params, example)
         return laid_out(engine(key), found)(loss, rule, params, rows, start)
 
-    with platforms.traced_for(devices):
+    with platforms.traced_for(platforms.of(devices)):
         return platforms.each(run, *parts.values())
 
 

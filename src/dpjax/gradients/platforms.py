@@ -60,15 +60,15 @@ def known() -> str | None:
     return _TRACED.get() if device is None else device.platform
 
 
-@contextlib.contextmanager
-def traced_for(devices: int | Mesh | str | None) -> Iterator[None]:
-    """Settles the platform of what is traced inside.
+def of(devices: int | Mesh | None) -> str | None:
+    """The platform of a mesh; None for a number of devices."""
+    return devices.devices.flat[0].platform if isinstance(devices, Mesh) else None
 
-    Args:
-      devices: A mesh, or the name of a platform. Without either nothing changes.
-    """
-    given = devices.devices.flat[0].platform if isinstance(devices, Mesh) else devices
-    token = _TRACED.set(given if isinstance(given, str) else _TRACED.get())
+
+@contextlib.contextmanager
+def traced_for(platform: str | None) -> Iterator[None]:
+    """Settles the platform of what is traced inside; None changes nothing."""
+    token = _TRACED.set(platform or _TRACED.get())
     try:
         yield
     finally:
