@@ -35,6 +35,7 @@ from dpjax._jaxpr import (
     of_jax,
     outputs_depend,
     own_vjp,
+    parts,
     row_by_row,
 )
 from dpjax.gradients.traced import Traced
@@ -389,6 +390,5 @@ def _constants(part: Any) -> Iterator[Any]:
         part = part.jaxpr
     if isinstance(part, Jaxpr):
         for equation in part.eqns:
-            for value in equation.params.values():
-                for inner in value if isinstance(value, tuple | list) else [value]:
-                    yield from _constants(inner)
+            for inner in parts(equation):
+                yield from _constants(inner)
