@@ -85,14 +85,15 @@ def _unclipped(
     if differentiates_kernels(loss, params, trees.one_row(rows.batch), by_patches):
         refuse_split("gradients.plain_grad", rows.batch)
     leaves, ones = wide_leaves(params), jnp.where(rows.mask, rows.weights[:, 0], 0)
-    losses, _, entries, gradients = backward(loss, params, rows.batch)
+    found = backward(loss, params, rows.batch)
     sums = jax.tree.leaves(start)
-    for i, found in entries.items():
-        put = into_table(i, found)
+    for i, entries in found.entries.items():
+        put = into_table(i, entries)
         # No norms are computed, which is the whole saving.
-        part = None if put else summed(i, [entry.scaled(ones) for entry in found], leaves)
+        part = None if put else summed(i, [entry.scaled(ones) for entry in entries], leaves)
         sums[i] = put(sums[i], ones) if put else sums[i] + part
-    for i, each in gradients.items():
+    for i, each in found.gradients.items():
         sums[i] = sums[i] + weighted_sum(each, ones)
     value = jax.tree.structure(params).unflatten(sums)
-    return ClippedSum(value, losses, rows.weights, rows.weights)
+    # Weights stand for the norms, which the caller does not read.
+    return ClippedSum(value, found.losses, norms=rows.weights, factors=rows.weights)

@@ -14,7 +14,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,8 +105,19 @@ def computed(entries: Mapping[int, Sequence[Entry]], leaves: Sequence[Array]) ->
     return instantiated(by, found, forms, leaves, exact=False) if by else {}
 
 
-def backward(loss: Traced, params: PyTree, batch: PyTree) -> tuple[Any, ...]:
-    """One vmapped backward pass: losses, aux, entries by leaf, gradients by materialised leaf.
+class Backward(NamedTuple):
+    """What one backward pass finds of each example."""
+
+    losses: Array
+    aux: Any
+    entries: dict[int, list[Entry]]
+    """For each leaf with sites, the data and the cotangent at them."""
+    gradients: dict[int, Array]
+    """Of each materialised leaf."""
+
+
+def backward(loss: Traced, params: PyTree, batch: PyTree) -> Backward:
+    """One vmapped backward pass.
 
     Args:
       loss: The loss.
@@ -132,7 +143,7 @@ def backward(loss: Traced, params: PyTree, batch: PyTree) -> tuple[Any, ...]:
         entry = Entry(site, wide[:-1], wide[-1])
         for leaf in site.leaves:
             entries.setdefault(leaf, []).append(entry)
-    return losses, aux, entries, gradients
+    return Backward(losses, aux, entries, gradients)
 
 
 def by_patches(loss: Traced, params: PyTree, example: PyTree) -> int:
