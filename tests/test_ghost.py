@@ -1477,28 +1477,28 @@ def in_two_dtypes(name):
 
 @kills(
     "gradients/_bookkeeping/trace.py",
-    'if sources and name != "scan" and _mixes(equation):',
+    'if sources and name != "scan" and _mixed_precision(equation):',
     "if False:",
     case="two uses",
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
-    'name != "scan" and _mixes',
-    'name == "convert_element_type" and _mixes',
+    'name != "scan" and _mixed_precision',
+    'name == "convert_element_type" and _mixed_precision',
     case="a product",
     slow=True,
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
-    'name != "scan" and _mixes',
-    'name not in {"scan", "conv_general_dilated"} and _mixes',
+    'name != "scan" and _mixed_precision',
+    'name not in {"scan", "conv_general_dilated"} and _mixed_precision',
     case="a convolution",
     slow=True,
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
-    'name != "scan" and _mixes',
-    'name == "dot_general" and _mixes',
+    'name != "scan" and _mixed_precision',
+    'name == "dot_general" and _mixed_precision',
     case="a common gradient",
     slow=True,
 )
@@ -1841,7 +1841,7 @@ def test_a_broken_image_stays_alone_in_float64(engine, kernel):
 
 @kills(
     "gradients/nan_isolation.py",
-    "if _mixes(lambda some: engine(loss, rule, params, some, start), rows):",
+    "if _grouped_by_rows(lambda some: engine(loss, rule, params, some, start), rows):",
     "if False:",
     case="vmap",
     slow=True,

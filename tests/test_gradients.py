@@ -530,7 +530,7 @@ def images(broken=None):
 @pytest.mark.slow
 @kills(
     "gradients/nan_isolation.py",
-    "jax.lax.map(function, rows) if _mixes(together, rows) else together(rows)",
+    "jax.lax.map(function, rows) if _grouped_by_rows(together, rows) else together(rows)",
     "together(rows)",
     slow=True,
 )

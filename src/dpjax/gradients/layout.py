@@ -164,7 +164,7 @@ def run_laid_out(
         return laid_out(engine(key), found)(loss, rule, params, rows, start)
 
     with platforms.traced_for(platforms.of(devices)):
-        return platforms.each(run, *parts.values())
+        return platforms.dependent(run, *parts.values())
 
 
 def _mesh(devices: int | Mesh | None, microbatches: int) -> Mesh | None:

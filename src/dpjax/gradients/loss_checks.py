@@ -232,7 +232,7 @@ def require_one_example(program: Jaxpr, name: str) -> None:
       ValueError: It holds a primitive that could mix examples.
     """
     for equation in _not_vouched(program):
-        if why := _mixes(equation):
+        if why := _why_mixing(equation):
             raise ValueError(
                 f"{name}: its program holds {name_of(equation)}, which {why}; expected a "
                 "function of one example. Clipping could then not bound what one example moves. "
@@ -243,7 +243,7 @@ def require_one_example(program: Jaxpr, name: str) -> None:
             )
 
 
-def _mixes(equation: JaxprEqn) -> str | None:
+def _why_mixing(equation: JaxprEqn) -> str | None:
     """How an equation could see several examples under `jax.vmap`, if it could."""
     name, p = equation.primitive.name, equation.params
     if not of_jax(equation.primitive):

@@ -51,7 +51,7 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
             return engine(loss, rule, params, rows, start)
         # XLA partitions exactly these convolutions wrongly, with or without NaN.
         refuse_split("clipped_grad", rows.batch)
-        if _mixes(lambda some: engine(loss, rule, params, some, start), rows):
+        if _grouped_by_rows(lambda some: engine(loss, rule, params, some, start), rows):
             return alone(loss, rule, params, rows, start)
         together = engine(loss, rule, params, rows, start)
         if platforms.on_cpu():
@@ -68,7 +68,7 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
 def each(function: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
     """`jax.vmap` of a function over rows, or `jax.lax.map` where their convolutions would mix."""
     together = jax.vmap(function)
-    return jax.lax.map(function, rows) if _mixes(together, rows) else together(rows)
+    return jax.lax.map(function, rows) if _grouped_by_rows(together, rows) else together(rows)
 
 
 def differentiates_kernels(
@@ -83,7 +83,7 @@ def differentiates_kernels(
     return hidden or (found > 0 and found != harmless(loss, params, example))
 
 
-def _mixes(run: Callable[[PyTree], PyTree], rows: PyTree) -> bool:
+def _grouped_by_rows(run: Callable[[PyTree], PyTree], rows: PyTree) -> bool:
     """Whether rows become groups of a convolution that XLA compiles with zeros between groups."""
     # Channels may be groups as well, but their number does not grow with the number of rows.
     # Traced on the whole microbatch and on one row: groups that grow with rows are examples.

@@ -3,8 +3,8 @@
 
 Microbatches, forms of gradients and versions of primitives differ between a CPU and accelerators.
 JAX learns the platform late, when it lowers: a CPU machine can compile for a TPU. So a decision
-reads `on_cpu`, and what decides runs inside `each`, which traces a program for the CPU and one for
-accelerators and leaves the choice to the lowering, unless the platform is known already.
+reads `on_cpu`, and what decides runs inside `dependent`, which traces a program for the CPU and one
+for accelerators and leaves the choice to the lowering, unless the platform is known already.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TRACED: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform",
 def current() -> str:
     """The platform that a program is traced for.
 
-    That of the mesh in force, else of the branch of `each` that is traced, else of the default
+    That of the mesh in force, else of the branch of `dependent` that is traced, else of the default
     device.
     """
     return known() or _default()
@@ -75,7 +75,7 @@ def traced_for(platform: str | None) -> Iterator[None]:
         _TRACED.reset(token)
 
 
-def each(function: Callable[..., T], *arguments: Any) -> T:
+def dependent(function: Callable[..., T], *arguments: Any) -> T:
     """``function(*arguments)``, with the decisions of the platform for which it is lowered.
 
     Args:

@@ -134,7 +134,7 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
     if name == _REMATERIALISED:
         return _rematerialised(equation, inputs, book)
     sources = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
-    if sources and name != "scan" and _mixes(equation):
+    if sources and name != "scan" and _mixed_precision(equation):
         # Norms add a bound on rounding errors in one dtype. The pull-back through this equation
         # rounds each part of the sum in another one.
         return bind_fast(equation, plain(inputs, book, f"{name} of float32 and float64"))
@@ -403,7 +403,7 @@ def _narrow(x: Any) -> bool:
     return _is(jnp.floating, x) and x.dtype.itemsize < 4
 
 
-def _mixes(equation: JaxprEqn) -> bool:
+def _mixed_precision(equation: JaxprEqn) -> bool:
     """Whether float64 and a narrower dtype meet in an equation, also as input and output."""
     kinds: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
     return len({trees.wide(x.dtype) for x in kinds if _is(jnp.floating, x)}) > 1
