@@ -189,12 +189,12 @@ def _tell_of_idle_cores() -> None:
     number, chosen = meshes.host_devices(), getattr(jax.config, "jax_num_cpu_devices", -1)
     if chosen < 0 and number > jax.local_device_count():
         logging.warning(
-            "dpjax: JAX has one device for %d cores. Microbatches can run on %d devices: "
-            "steps of convolutional networks take about two thirds of the time. Set "
-            "JAX_NUM_CPU_DEVICES=%d before Python starts, or call "
-            "jax.config.update('jax_num_cpu_devices', %d) before the first array. With 1 this "
-            "message ends.",
-            *(os.cpu_count(), number, number, number),
+            "dpjax: JAX has one device for %(cores)d cores. Microbatches can run on %(devices)d "
+            "devices: steps of convolutional networks take about two thirds of the time. Set "
+            "JAX_NUM_CPU_DEVICES=%(devices)d before Python starts, or call "
+            "jax.config.update('jax_num_cpu_devices', %(devices)d) before the first array. With 1 "
+            "this message ends.",
+            {"cores": os.cpu_count(), "devices": number},
         )
 
 

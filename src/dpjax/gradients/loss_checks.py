@@ -345,7 +345,8 @@ def tell_of_one_draw(name: str, loss: Jaxpr) -> None:
             "all examples and steps share the numbers. If they are a random projection or other "
             "constants, all is well. Usually they are dropout: with one mask, what it drops is "
             "never trained. %s",
-            *(name, _OWN_KEY),
+            name,
+            _OWN_KEY,
         )
 
 
