@@ -28,6 +28,7 @@ from dpjax.gradients._bookkeeping import cost, outer_products, structure, trace
 from dpjax.gradients._bookkeeping.ghost import backward
 from dpjax.gradients._xla_cpu.convolution import convolution
 from dpjax.gradients._xla_cpu.primitives import FAST
+from dpjax.gradients.traced import Traced
 
 # Its name before JAX 0.11 comes second.
 HiPrim = getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive
@@ -782,14 +783,14 @@ def assert_is_the_definition(name, rule_of, microbatch_size, tolerance=2e-5):
     slow=True,
 )
 @kills(
-    "gradients/_bookkeeping/outer_products.py",
+    "gradients/_bookkeeping/patches.py",
     "order = [0, *range(3, 3 + 2 * rank, 2),",
     "order = [0, *reversed(range(3, 3 + 2 * rank, 2)),",
     case="conv of patches",
     slow=True,
 )
 @kills(
-    "gradients/_bookkeeping/outer_products.py",
+    "gradients/_bookkeeping/patches.py",
     "jax.lax.fori_loop(0, len(starts)",
     "jax.lax.fori_loop(1, len(starts)",
     case="conv of many entries",
@@ -1353,7 +1354,7 @@ def test_a_max_pool_in_a_loop_reads_what_nothing_has_written_over():
     batch = jnp.round(jax.random.normal(jax.random.fold_in(KEY, 3), (4, 12, 12, 1)) / 2)
 
     def cotangents(examples):
-        _, _, entries, _ = backward(lambda p, x: (loss(p, x), None), params, examples)
+        entries = backward(Traced(loss), params, examples).entries
         return [entry.cotangent for found in entries.values() for entry in found]
 
     def looped(pairs):
@@ -1476,28 +1477,28 @@ def in_two_dtypes(name):
 
 @kills(
     "gradients/_bookkeeping/trace.py",
-    'if sources and name != "scan" and _mixes(equation):',
+    'if sources and name != "scan" and _mixed_precision(equation):',
     "if False:",
     case="two uses",
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
-    'name != "scan" and _mixes',
-    'name == "convert_element_type" and _mixes',
+    'name != "scan" and _mixed_precision',
+    'name == "convert_element_type" and _mixed_precision',
     case="a product",
     slow=True,
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
-    'name != "scan" and _mixes',
-    'name not in {"scan", "conv_general_dilated"} and _mixes',
+    'name != "scan" and _mixed_precision',
+    'name not in {"scan", "conv_general_dilated"} and _mixed_precision',
     case="a convolution",
     slow=True,
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
-    'name != "scan" and _mixes',
-    'name == "dot_general" and _mixes',
+    'name != "scan" and _mixed_precision',
+    'name == "dot_general" and _mixed_precision',
     case="a common gradient",
     slow=True,
 )
@@ -1848,7 +1849,7 @@ def test_a_broken_image_stays_alone_in_float64(engine, kernel):
 
 @kills(
     "gradients/nan_isolation.py",
-    "if _mixes(lambda some: engine(loss, rule, params, some, start), rows):",
+    "if _grouped_by_rows(lambda some: engine(loss, rule, params, some, start), rows):",
     "if False:",
     case="vmap",
     slow=True,
@@ -2034,7 +2035,7 @@ def test_what_a_rematerialised_region_holds_is_found(name):
     loss = squared(lambda w, x: REGIONS[name](w, x))
     assert_ghost_agrees(loss, params, array(5, 4, seed=2))
     # No leaf is materialised but the one that meets the data in a maximum.
-    found = backward(lambda w, x: (loss(w, x), None), params, array(5, 4, seed=2))[3]
+    found = backward(Traced(loss), params, array(5, 4, seed=2)).gradients
     assert set(found) == ({0} if name == "a leaf meets the data" else set())
 
 

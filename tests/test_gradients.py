@@ -25,6 +25,7 @@ from dpjax.gradients.batching import Rows
 from dpjax.gradients.clipped_grad import clipped_sum
 from dpjax.gradients.layout import bytes_per_example
 from dpjax.gradients.nan_isolation import isolated
+from dpjax.gradients.traced import Traced
 
 RULE = clipping.flat(1.0)
 
@@ -73,17 +74,14 @@ def test_layouts_are_chosen_from_the_shapes():
     params = {"w": jax.ShapeDtypeStruct((784, 65_536), jnp.float32)}
 
     def matrix(p, x):
-        return jnp.sum((x @ p["w"]) ** 2), None
+        return jnp.sum((x @ p["w"]) ** 2)
 
-    def vector(w, x):
-        return loss(w, x), None
-
-    small = gradients.layout(vector, jnp.zeros(784), example, 4096, "scan")
+    small = gradients.layout(loss, jnp.zeros(784), example, 4096, "scan")
     large = gradients.layout(matrix, params, example, 4096, "scan")
     assert small.microbatch_size == 4096
     assert 1 <= large.microbatch_size < small.microbatch_size
     # Book-keeping holds activations; the matrix never has a gradient per example.
-    held = functools.partial(bytes_per_example, matrix, params, example)
+    held = functools.partial(bytes_per_example, Traced(matrix), params, example)
     assert held("ghost") < held("vmap") / 50
     assert gradients.layout(matrix, params, example, 3) == gradients.Layout(3)
     assert gradients.layout(matrix, params, example, 0) == gradients.Layout(1)
@@ -97,12 +95,12 @@ def test_frozen_weights_are_worth_larger_microbatches():
     def product(inputs):
         weights = np.zeros((inputs, 512), np.float32)
         example = jax.ShapeDtypeStruct((inputs,), jnp.float32)
-        return size(lambda b, x: (jnp.sum(jnp.tanh(x @ weights + b)), None), example)
+        return size(lambda b, x: jnp.sum(jnp.tanh(x @ weights + b)), example)
 
     # A table whose rows are read is no weight of a product.
     table = jnp.zeros((32_768, 512))
     row = jax.ShapeDtypeStruct((), jnp.int32)
-    rows = size(lambda b, i: (jnp.sum(jnp.tanh(table[i] + b)), None), row)
+    rows = size(lambda b, i: jnp.sum(jnp.tanh(table[i] + b)), row)
     assert product(32_768) > 8 * max(product(8), rows)
 
 
@@ -110,7 +108,7 @@ def test_programs_inside_a_program_are_counted():
     w, x = jnp.zeros((10, 1000)), jnp.zeros(10)
 
     def bytes_of(inside):
-        return bytes_per_example(lambda w, x: (inside(w, x), None), w, x, "vmap")
+        return bytes_per_example(Traced(inside), w, x, "vmap")
 
     def values(w, x):
         return jnp.sum(jnp.sin(x @ w))
@@ -499,8 +497,7 @@ def test_under_a_mesh_of_ones_own_devices_are_not_chosen():
         patch.setattr(meshes, "of_host", asked.append)
         for entered in (contextlib.nullcontext, lambda: jax.set_mesh(mesh)):
             with entered():
-                args = lambda w, x: (loss(w, x), None), jnp.ones(3), jnp.ones(3)
-                gradients.layout(*args, batch_size=64, microbatch_size=8)
+                gradients.layout(loss, jnp.ones(3), jnp.ones(3), batch_size=64, microbatch_size=8)
     assert asked == [2, 1]
 
 
@@ -533,7 +530,7 @@ def images(broken=None):
 @pytest.mark.slow
 @kills(
     "gradients/nan_isolation.py",
-    "jax.lax.map(function, rows) if _mixes(together, rows) else together(rows)",
+    "jax.lax.map(function, rows) if _grouped_by_rows(together, rows) else together(rows)",
     "together(rows)",
     slow=True,
 )
@@ -587,7 +584,7 @@ def test_examples_are_taken_one_by_one_where_another_compiler_mixes_them(monkeyp
 
     def found(x, mask):
         rows = Rows(x, jnp.asarray(mask), jnp.ones((5, 1)))
-        return isolated(mixing)(lambda w, x: (convolved(w, x), None), RULE, w, rows, 0 * w)
+        return isolated(mixing)(Traced(convolved), RULE, w, rows, 0 * w)
 
     (x, w), (broken, _) = images(), images(1)
     x, broken, w = (jnp.asarray(a, jnp.float32) for a in (x, broken, w))

@@ -273,7 +273,7 @@ def noised(gradient):
 
 
 @kills(
-    "gradients/_bookkeeping/trace.py",
+    "gradients/traced.py",
     "jax.make_jaxpr(derivative)(params, example)",
     "jax.make_jaxpr(self)(params, example)",
     slow=True,

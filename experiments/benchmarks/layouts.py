@@ -70,7 +70,7 @@ def measure(name: str, batch_size: int, around: float, **limits: Any) -> dict[st
     """The choice, and the fastest turn of it and of the layouts around it."""
     loss, params, batch = prepared(name, batch_size)
     example = jax.tree.map(lambda x: x[0], batch)
-    choice = gradients.layout(lambda p, x: (loss(p, x), None), params, example, batch_size)
+    choice = gradients.layout(loss, params, example, batch_size)
     near = [
         layout
         for layout in candidates(batch_size, jax.local_device_count())

@@ -39,12 +39,9 @@ def plain_gradients(loss: Any) -> dict[str, Any]:
 def accumulated(loss: Any) -> Any:
     """The plain gradient, as a loop over the microbatches that dpjax chooses for its own."""
 
-    def with_aux(params: Any, example: Any) -> Any:
-        return loss(params, example), None
-
     def gradient(params: Any, batch: Any) -> Any:
         size, example = len(batch[1]), jax.tree.map(lambda x: x[0], batch)
-        layout = gradients.layout(with_aux, params, example, size)
+        layout = gradients.layout(loss, params, example, size)
         micro, devices = layout.microbatch_size, layout.shares
         micro = math.gcd(size // devices, micro)
 

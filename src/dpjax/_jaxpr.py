@@ -45,6 +45,7 @@ __all__ = [
     "of_jax",
     "outputs_depend",
     "own_vjp",
+    "parts",
     "row_by_row",
     "scan_counts",
     "steady",
@@ -213,14 +214,15 @@ def _hash_program(program: Jaxpr, write: Callable[[bytes], Any]) -> None:
         variable(v)
 
 
+def parts(equation: JaxprEqn) -> Iterator[Any]:
+    """The parameters of an equation, and what is in a tuple one by one: branches of a `cond`."""
+    for value in equation.params.values():
+        yield from value if isinstance(value, tuple | list) else [value]
+
+
 def inner_programs(equation: JaxprEqn) -> list[Jaxpr]:
     """The programs inside an equation: of a call, a loop, every branch of a `cond`."""
-    held = [
-        part
-        for value in equation.params.values()
-        for part in (value if isinstance(value, tuple | list) else [value])
-    ]
-    opened = [part.jaxpr if isinstance(part, ClosedJaxpr) else part for part in held]
+    opened = [part.jaxpr if isinstance(part, ClosedJaxpr) else part for part in parts(equation)]
     return [part for part in opened if isinstance(part, Jaxpr)]
 
 

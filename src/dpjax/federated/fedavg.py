@@ -23,8 +23,8 @@ from dpjax.federated.clients import Clients
 from dpjax.federated.local import Local, ball
 from dpjax.federated.rounds import Row, by_size, client_loss, round_info
 from dpjax.federated.weights import Weights
-from dpjax.gradients._bookkeeping.trace import Traced, without_aux
 from dpjax.gradients.loss_checks import check_loss, check_params
+from dpjax.gradients.traced import Traced
 from dpjax.mechanism import Mechanism
 from dpjax.training.assembly import assemble
 from dpjax.training.checks import check_is_optimizer, update_program
@@ -211,7 +211,7 @@ def _algorithm(
         one = trees.one_row(clients.examples)
         check_params(f"{call}: init(key, params)", params)
         # The user's loss of one example; the step itself only sees the client's loss.
-        check_loss(Traced(without_aux(local.loss)), params, one, call)
+        check_loss(Traced(local.loss), params, one, call)
         # A client's optimizer is given no loss either.
         client = jax.eval_shape(local.optimizer.init, trees.widened(params))
         update_program(f"{call}: client_optimizer", local.optimizer, client, params)

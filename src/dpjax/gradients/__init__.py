@@ -8,6 +8,7 @@ computed). An engine means speed only: all engines give the same `ClippedSum`.
 | place | content |
 |---|---|
 | `clipped_grad.py`, `plain_grad.py` | the public functions: checks, then one engine |
+| `traced.py` | the loss as engines receive it: traced once |
 | `engines.py` | the table of engines; ``ghost`` is the fast one |
 | `_bookkeeping/` | ``ghost``: norms and sums without per-example gradients; see `explain` |
 | `layout.py`, `batching.py` | how many examples are differentiated together, and on which devices |
@@ -17,7 +18,8 @@ computed). An engine means speed only: all engines give the same `ClippedSum`.
 | `_estimated_norms/` | `dpjax.clipping.jl` |
 
 In `_bookkeeping`, `trace` finds the sites of a loss, `outer_products` brings the gradient at a site
-into one form, `cost` chooses a rule for each leaf, `leaf_norms` and `leaf_sums` apply it.
+into one form (that of a kernel with `patches`), `cost` chooses a rule for each leaf, `leaf_norms`
+and `leaf_sums` apply it.
 """
 
 from dpjax.gradients.batching import Layout

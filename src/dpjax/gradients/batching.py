@@ -18,7 +18,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from dpjax import meshes, sampling, trees
-from dpjax.types import ClippedSum, Clipping, Draw, LossFn, PyTree
+from dpjax.gradients.traced import Traced
+from dpjax.types import ClippedSum, Clipping, Draw, PyTree
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -260,16 +261,15 @@ class Rows(NamedTuple):
     weights: Float[Array, "batch groups"]
 
 
-Engine = Callable[[LossFn, Clipping, PyTree, Rows, PyTree], ClippedSum]
-"""``(loss, rule, params, rows, start) -> clipped sum``, added to what was there at the start;
-the loss returns ``(scalar, aux)``."""
+Engine = Callable[[Traced, Clipping, PyTree, Rows, PyTree], ClippedSum]
+"""``(loss, rule, params, rows, start) -> clipped sum``, added to what was there at the start."""
 
 
-def adding(engine: Callable[[LossFn, Clipping, PyTree, Rows], ClippedSum]) -> Engine:
+def adding(engine: Callable[[Traced, Clipping, PyTree, Rows], ClippedSum]) -> Engine:
     """An engine that adds to ``start``, from one that starts at zero."""
 
     def added(
-        loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
+        loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
     ) -> ClippedSum:
         found = engine(loss, rule, params, rows)
         return found._replace(value=jax.tree.map(jnp.add, start, found.value))
@@ -285,7 +285,7 @@ def microbatched(engine: Engine, size: int) -> Engine:
       size: Rows in a microbatch; the last one is padded.
     """
 
-    def loop(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
+    def loop(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
         count = rows.mask.shape[0]
         if count <= size:
             return engine(loss, rule, params, rows, start)
@@ -335,7 +335,7 @@ def spread(engine: Engine, layout: Layout) -> Engine:
       layout: The devices.
     """
 
-    def together(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
+    def together(loss: Traced, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
         def part(which: Any, params: PyTree, some: Rows) -> ClippedSum:
             return engine(loss, rule, params, some, trees.zeros_wide(params))
 

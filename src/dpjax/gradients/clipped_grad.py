@@ -24,13 +24,13 @@ from dpjax.clipping.application import real_rows
 from dpjax.clipping.shards import refuse_explicit, refuse_tracking
 from dpjax.gradients import complex_leaves
 from dpjax.gradients._bookkeeping.ghost import by_patches
-from dpjax.gradients._bookkeeping.trace import Traced, without_aux
 from dpjax.gradients._estimated_norms.jl import projected
 from dpjax.gradients.batching import Engine, Rows, adding
 from dpjax.gradients.engines import ENGINES, WHOLE_BATCH, named
-from dpjax.gradients.layout import run_laid_out
+from dpjax.gradients.layout import Choice, run_laid_out
 from dpjax.gradients.loss_checks import check_loss, check_params, require_one_example
 from dpjax.gradients.nan_isolation import isolated
+from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 
 
@@ -171,7 +171,7 @@ def _of_reals(
     refuse_tracking("clipped_grad")
     refuse_explicit("clipped_grad", "data", batch)
     refuse_explicit("clipped_grad", "parameters", params)
-    traced = Traced(loss)
+    traced = Traced(loss, has_aux=True)
     check_loss(traced, params, trees.one_row(batch), "clipped_grad")
     real = real_rows("clipped_grad", mask, size)
     # Held to [0, 1] whatever the caller computed: a weight of 2 would double one example's
@@ -182,8 +182,10 @@ def _of_reals(
     # In float32 or wider, whatever the parameters are: the sum must not lose what one example
     # adds.
     start = trees.zeros_wide(params) if start is None else start
+    together = microbatch_size or (size if name in WHOLE_BATCH else None)
     found = run_laid_out(
         "clipped_grad",
+        Choice(size, name, together, devices),
         functools.partial(_engine, name, rule),
         traced,
         rule,
@@ -191,9 +193,6 @@ def _of_reals(
         Rows(batch, real, held),
         start,
         key,
-        name=name,
-        microbatch_size=microbatch_size or (size if name in WHOLE_BATCH else None),
-        devices=devices,
     )
     return certified(found, rule)
 
@@ -227,7 +226,7 @@ def clipped_sum(
     refuse_tracking(call)
     held = _held_weights(weights, mask.shape[0], rule.partition.size)
     run = _engine(named(call, engine), rule, key)
-    traced = Traced(without_aux(loss))
+    traced = Traced(loss)
     # Where the loss is mapped over examples, so that no path to a step goes around it.
     check_loss(traced, params, trees.one_row(rows), call)
     return run(traced, rule, params, Rows(rows, mask, held), start)

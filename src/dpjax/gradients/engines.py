@@ -14,10 +14,11 @@ from dpjax import checks, clipping
 from dpjax.gradients._bookkeeping.ghost import by_patches, ghost
 from dpjax.gradients.batching import Engine, Rows, adding
 from dpjax.gradients.nan_isolation import isolated
-from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
+from dpjax.gradients.traced import Traced
+from dpjax.types import ClippedSum, Clipping, PyTree
 
 
-def vmap(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
+def vmap(loss: Traced, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
     """All per-example gradients, vectorised: the definition that other engines must equal."""
     per_example = jax.vmap(jax.value_and_grad(loss, has_aux=True), in_axes=(None, 0))
     (losses, aux), gradients = per_example(params, rows.batch)

@@ -15,7 +15,7 @@ import jax
 from dpjax import trees
 from dpjax.gradients._bookkeeping.cost import foresee
 from dpjax.gradients._bookkeeping.sites import Site
-from dpjax.gradients._bookkeeping.trace import trace, without_aux
+from dpjax.gradients.traced import Traced
 from dpjax.types import LossFn, PyTree
 
 
@@ -40,7 +40,7 @@ def explain(loss: LossFn, params: PyTree, example: PyTree) -> str:
       kernel  dot_general  product             5
       power   materialised: enters pow
     """
-    program = trace(without_aux(loss), params, example)
+    program = Traced(loss).program(params, example)
     leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(params)]
     rows: list[tuple[str, ...]] = []
     for i, name in enumerate(trees.leaf_names(params)):

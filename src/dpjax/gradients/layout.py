@@ -16,7 +16,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,9 @@ from dpjax import meshes, trees
 from dpjax._jaxpr import convolutions, equations, evaluate, inner_programs
 from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.cost import foresee
-from dpjax.gradients._bookkeeping.trace import trace
 from dpjax.gradients.batching import Engine, Layout, Rows, laid_out
 from dpjax.gradients.engines import named
+from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 
 # The share of the memory for one microbatch.
@@ -55,6 +55,15 @@ _WRITES = _PRODUCTS | {
 }
 
 
+class Choice(NamedTuple):
+    """What a layout follows from beside the shapes; the arguments of `layout`."""
+
+    batch_size: int
+    engine: str = "ghost"
+    microbatch_size: int | None = None
+    devices: int | Mesh | None = None
+
+
 def layout(
     loss: LossFn,
     params: PyTree,
@@ -71,7 +80,7 @@ def layout(
     of one microbatch, or on an accelerator, stays on one device unless a mesh is given.
 
     Args:
-      loss: ``loss(params, example) -> (scalar, aux)``.
+      loss: ``loss(params, example) -> scalar``.
       params: Parameters, or their shapes.
       example: One example, or its shapes.
       batch_size: The largest useful microbatch.
@@ -84,14 +93,20 @@ def layout(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> loss = lambda w, x: (jnp.vdot(w, x), None)
-      >>> layout(loss, jnp.zeros(10), jnp.zeros(10), batch_size=32, devices=1)
+      >>> layout(jnp.vdot, jnp.zeros(10), jnp.zeros(10), batch_size=32, devices=1)
       Layout(microbatch_size=32, mesh=None, axes=())
     """
+    engine = named("gradients.layout", engine)
+    choice = Choice(batch_size, engine, microbatch_size, devices)
+    return _layout(choice, Traced(loss), params, example)
+
+
+def _layout(choice: Choice, loss: Traced, params: PyTree, example: PyTree) -> Layout:
+    """`layout`, of a loss that is traced."""
+    batch_size, engine, microbatch_size, devices = choice
     if batch_size == 0:
         return Layout(1)
-    engine = named("gradients.layout", engine)
-    with platforms.traced_for(devices):
+    with platforms.traced_for(platforms.of(devices)):
         together = microbatch_size or _together(loss, params, example, batch_size, engine)
         mesh = _mesh(devices, -(-batch_size // together))
         # Traced for a mesh of the user's alone: the layout of one device should cost no trace.
@@ -105,18 +120,15 @@ def layout(
 
 
 def run_laid_out(
-    called: str,
+    call: str,
+    choice: Choice,
     engine: Callable[[Key], Engine],
-    loss: LossFn,
+    loss: Traced,
     rule: Clipping,
     params: PyTree,
     rows: Rows,
     start: PyTree,
     key: Key = None,
-    *,
-    name: str = "auto",
-    microbatch_size: int | None = None,
-    devices: int | Mesh | None = None,
 ) -> ClippedSum:
     """Runs an engine on a batch, in the layout of its arrays' devices.
 
@@ -124,45 +136,35 @@ def run_laid_out(
     because the caller adds the result to others there.
 
     Args:
-      called: The function, for the error about arrays on different devices.
+      call: The function, for the error about arrays on different devices.
+      choice: What the user chose; `layout` chooses the rest.
       engine: From the key, or None, to the engine.
-      loss: ``loss(params, example) -> (scalar, aux)``.
-      rule: What the engine receives, and so ``params``, ``rows`` and ``start``.
+      loss: What the engine receives, and so ``rule``, ``params``, ``rows`` and ``start``.
+      rule: The rule.
       params: Parameters.
       rows: The examples.
       start: The sum to which this one is added.
       key: For an engine that draws.
-      name: The name of the engine, for `layout`, and so ``microbatch_size`` and ``devices``.
-      microbatch_size: The user's choice, if any.
-      devices: The user's choice, if any.
     """
-    example, size = trees.one_row(rows.batch), rows.mask.shape[0]
+    devices, example = choice.devices, trees.one_row(rows.batch)
     parts = {"params": params, "batch": rows, "key": key, "start": start}
     mesh = meshes.automatic(devices) if isinstance(devices, Mesh) else meshes.of_host(devices or 1)
     if mesh is not None:
         parts = {part: meshes.gathered(tree, mesh) for part, tree in parts.items()}
-    committed = meshes.committed(called, **parts)
+    committed = meshes.committed(call, **parts)
 
     def run(params: PyTree, rows: Rows, key: Key, start: PyTree) -> ClippedSum:
         # Chosen here, because the layout is that of the platform for which this is traced.
-        options = {"microbatch_size": microbatch_size, "devices": devices}
-        chosen = _beside(committed, loss, params, example, size, name, **options)
-        return laid_out(engine(key), chosen)(loss, rule, params, rows, start)
+        found = _layout(choice, loss, params, example)
+        if found.mesh and committed and committed != tuple(found.mesh.devices.flat):
+            # JAX would refuse the arrays on other devices than theirs. A single share runs on any.
+            ours = committed == tuple(jax.local_devices()[: len(committed)])
+            beside = choice._replace(devices=len(committed) if ours else 1)
+            found = _layout(beside, loss, params, example)
+        return laid_out(engine(key), found)(loss, rule, params, rows, start)
 
-    with platforms.traced_for(devices):
-        return platforms.each(run, *parts.values())
-
-
-def _beside(
-    committed: tuple[Any, ...], *arguments: Any, devices: int | Mesh | None, **options: Any
-) -> Layout:
-    """`layout`, of the devices to which arrays are committed already, if they are."""
-    found = layout(*arguments, devices=devices, **options)
-    if not committed or found.mesh is None or committed == tuple(found.mesh.devices.flat):
-        return found
-    # JAX would refuse the arrays on other devices than theirs. A single share runs on any.
-    ours = committed == tuple(jax.local_devices()[: len(committed)])
-    return layout(*arguments, devices=len(committed) if ours else 1, **options)
+    with platforms.traced_for(platforms.of(devices)):
+        return platforms.dependent(run, *parts.values())
 
 
 def _mesh(devices: int | Mesh | None, microbatches: int) -> Mesh | None:
@@ -187,12 +189,12 @@ def _tell_of_idle_cores() -> None:
     number, chosen = meshes.host_devices(), getattr(jax.config, "jax_num_cpu_devices", -1)
     if chosen < 0 and number > jax.local_device_count():
         logging.warning(
-            "dpjax: JAX has one device for %d cores. Microbatches can run on %d devices: "
-            "steps of convolutional networks take about two thirds of the time. Set "
-            "JAX_NUM_CPU_DEVICES=%d before Python starts, or call "
-            "jax.config.update('jax_num_cpu_devices', %d) before the first array. With 1 this "
-            "message ends.",
-            *(os.cpu_count(), number, number, number),
+            "dpjax: JAX has one device for %(cores)d cores. Microbatches can run on %(devices)d "
+            "devices: steps of convolutional networks take about two thirds of the time. Set "
+            "JAX_NUM_CPU_DEVICES=%(devices)d before Python starts, or call "
+            "jax.config.update('jax_num_cpu_devices', %(devices)d) before the first array. With 1 "
+            "this message ends.",
+            {"cores": os.cpu_count(), "devices": number},
         )
 
 
@@ -209,7 +211,7 @@ def _batch_axes(mesh: Mesh, program: Jaxpr | None) -> tuple[str, ...]:
     return tuple(name for name in mesh.axis_names if every or name != meshes.MODEL)
 
 
-def _together(loss: LossFn, params: PyTree, example: PyTree, batch_size: int, engine: str) -> int:
+def _together(loss: Traced, params: PyTree, example: PyTree, batch_size: int, engine: str) -> int:
     """The number of examples in flight on all devices: a power of two, or all."""
     if engine != "ghost" and platforms.on_cpu() and _trains_kernels(loss, params, example):
         return 1
@@ -218,7 +220,7 @@ def _together(loss: LossFn, params: PyTree, example: PyTree, batch_size: int, en
     return min(batch_size, 2 ** max(0, round(math.log2(fits))))
 
 
-def _trains_kernels(loss: LossFn, params: PyTree, example: PyTree) -> bool:
+def _trains_kernels(loss: Traced, params: PyTree, example: PyTree) -> bool:
     """Whether the loss trains a convolutional network, as that of a client does.
 
     Kernels then differ between examples, and vmapped they are groups of a convolution, which XLA on
@@ -230,7 +232,7 @@ def _trains_kernels(loss: LossFn, params: PyTree, example: PyTree) -> bool:
     return any(convolutions(inner) for loop in loops for inner in inner_programs(loop))
 
 
-def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree, engine: str) -> int:
+def bytes_per_example(loss: Traced, params: PyTree, example: PyTree, engine: str) -> int:
     """An estimate of the memory for one example in flight.
 
     It counts the values of the forward pass that depend on the example. For the book-keeping
@@ -243,7 +245,7 @@ def bytes_per_example(loss: LossFn, params: PyTree, example: PyTree, engine: str
     if engine != "ghost":
         return 4 * _program_bytes(program, moving) + 2 * _bytes(leaves)
     # From the trace that the engine will use, so the forecast knows which leaves are materialised.
-    found = trace(loss, params, example)
+    found = loss.program(params, example)
     numbers = sum(leaves[i].size for i in found.materialised)
     for i, leaf in enumerate(leaves):
         if sites := [site for site in found.sites if i in site.leaves]:
@@ -263,7 +265,7 @@ def _program_bytes(jaxpr: Jaxpr, moving: Sequence[bool], fused: bool = False) ->
     return _total(jaxpr, moving, written)
 
 
-def _frozen_bytes(loss: LossFn, params: PyTree, example: PyTree) -> int:
+def _frozen_bytes(loss: Traced, params: PyTree, example: PyTree) -> int:
     """Bytes of the weights that the loss closes over, as far as products read them."""
     program = jax.make_jaxpr(loss)(params, example).jaxpr
 
@@ -296,7 +298,7 @@ def _total(
     return total
 
 
-def _budget(loss: LossFn, params: PyTree, example: PyTree, engine: str) -> int:
+def _budget(loss: Traced, params: PyTree, example: PyTree, engine: str) -> int:
     """Bytes that may be in flight on one device."""
     if platforms.on_cpu() and engine == "ghost":
         frozen = _FROZEN_PASSES * _frozen_bytes(loss, params, example)

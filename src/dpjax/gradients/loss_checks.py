@@ -35,10 +35,11 @@ from dpjax._jaxpr import (
     of_jax,
     outputs_depend,
     own_vjp,
+    parts,
     row_by_row,
 )
 from dpjax.checks import KEY_OF_EXAMPLE
-from dpjax.gradients._bookkeeping.trace import Traced
+from dpjax.gradients.traced import Traced
 from dpjax.types import PyTree
 
 _HOST = "calls the host, which may keep what it saw of other examples or see the whole batch"
@@ -124,7 +125,7 @@ def check_loss(loss: Traced, params: PyTree, example: PyTree, name: str) -> Clos
     """The program of a loss; raises unless it is one real number, of one example alone.
 
     Args:
-      loss: ``loss(params, example) -> (scalar, aux)``.
+      loss: The loss.
       params: Parameters.
       example: Shapes of one example.
       name: How errors call the function that received the loss.
@@ -226,7 +227,7 @@ def require_one_example(program: Jaxpr, name: str) -> None:
       ValueError: It holds a primitive that could mix examples.
     """
     for equation in _not_vouched(program):
-        if why := _mixes(equation):
+        if why := _why_mixing(equation):
             raise ValueError(
                 f"{name}: its program holds {name_of(equation)}, which {why}; expected a "
                 "function of one example. Clipping could then not bound what one example moves. "
@@ -237,7 +238,7 @@ def require_one_example(program: Jaxpr, name: str) -> None:
             )
 
 
-def _mixes(equation: JaxprEqn) -> str | None:
+def _why_mixing(equation: JaxprEqn) -> str | None:
     """How an equation could see several examples under `jax.vmap`, if it could."""
     name, p = equation.primitive.name, equation.params
     if not of_jax(equation.primitive):
@@ -339,7 +340,8 @@ def tell_of_one_draw(name: str, loss: Jaxpr) -> None:
             "all examples and steps share the numbers. If they are a random projection or other "
             "constants, all is well. Usually they are dropout: with one mask, what it drops is "
             "never trained. %s",
-            *(name, KEY_OF_EXAMPLE),
+            name,
+            KEY_OF_EXAMPLE,
         )
 
 
@@ -384,6 +386,5 @@ def _constants(part: Any) -> Iterator[Any]:
         part = part.jaxpr
     if isinstance(part, Jaxpr):
         for equation in part.eqns:
-            for value in equation.params.values():
-                for inner in value if isinstance(value, tuple | list) else [value]:
-                    yield from _constants(inner)
+            for inner in parts(equation):
+                yield from _constants(inner)

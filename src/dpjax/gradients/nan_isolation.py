@@ -23,13 +23,13 @@ from jax.extend.core import JaxprEqn
 from dpjax import trees
 from dpjax._jaxpr import convolutions
 from dpjax.gradients import platforms
-from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients.batching import Engine, Rows, microbatched
 from dpjax.gradients.loss_checks import has_own_derivatives
 from dpjax.gradients.sharding_checks import refuse_split
-from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
+from dpjax.gradients.traced import Traced
+from dpjax.types import ClippedSum, Clipping, PyTree
 
-Harmless = Callable[[LossFn, PyTree, PyTree], int]
+Harmless = Callable[[Traced, PyTree, PyTree], int]
 """``(loss, params, example)`` to the number of convolutions whose kernel gradients are products."""
 
 
@@ -45,13 +45,13 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
     alone = microbatched(engine, 1)
 
     def guarded(
-        loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
+        loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
     ) -> ClippedSum:
         if not differentiates_kernels(loss, params, trees.one_row(rows.batch), harmless):
             return engine(loss, rule, params, rows, start)
         # XLA partitions exactly these convolutions wrongly, with or without NaN.
         refuse_split("clipped_grad", rows.batch)
-        if _mixes(lambda some: engine(loss, rule, params, some, start), rows):
+        if _grouped_by_rows(lambda some: engine(loss, rule, params, some, start), rows):
             return alone(loss, rule, params, rows, start)
         together = engine(loss, rule, params, rows, start)
         if platforms.on_cpu():
@@ -68,14 +68,13 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
 def each(function: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
     """`jax.vmap` of a function over rows, or `jax.lax.map` where their convolutions would mix."""
     together = jax.vmap(function)
-    return jax.lax.map(function, rows) if _mixes(together, rows) else together(rows)
+    return jax.lax.map(function, rows) if _grouped_by_rows(together, rows) else together(rows)
 
 
 def differentiates_kernels(
-    loss: LossFn, params: PyTree, example: PyTree, harmless: Harmless
+    loss: Traced, params: PyTree, example: PyTree, harmless: Harmless
 ) -> bool:
     """Whether a vmapped convolution may be differentiated by each example's own kernel."""
-    loss = loss if isinstance(loss, Traced) else Traced(loss)
     program = jax.make_jaxpr(loss)(params, example).jaxpr
     found, hidden = len(convolutions(program)), False
     if has_own_derivatives(program):
@@ -84,7 +83,7 @@ def differentiates_kernels(
     return hidden or (found > 0 and found != harmless(loss, params, example))
 
 
-def _mixes(run: Callable[[PyTree], PyTree], rows: PyTree) -> bool:
+def _grouped_by_rows(run: Callable[[PyTree], PyTree], rows: PyTree) -> bool:
     """Whether rows become groups of a convolution that XLA compiles with zeros between groups."""
     # Channels may be groups as well, but their number does not grow with the number of rows.
     # Traced on the whole microbatch and on one row: groups that grow with rows are examples.

@@ -19,11 +19,11 @@ from dpjax import clipping, trees
 from dpjax.clipping.shards import refuse_explicit, refuse_tracking
 from dpjax.gradients._bookkeeping.ghost import backward, by_patches, wide_leaves
 from dpjax.gradients._bookkeeping.leaf_sums import into_table, summed, weighted_sum
-from dpjax.gradients._bookkeeping.trace import Traced
 from dpjax.gradients.batching import Rows
-from dpjax.gradients.layout import run_laid_out
+from dpjax.gradients.layout import Choice, run_laid_out
 from dpjax.gradients.nan_isolation import differentiates_kernels
 from dpjax.gradients.sharding_checks import refuse_split
+from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
 
@@ -51,8 +51,8 @@ def plain_grad(
       Array([-2., -3.], dtype=float32)
     """
 
-    def with_aux(params: PyTree, example: PyTree) -> tuple[Array, None]:
-        return (loss(params, example)[0] if has_aux else loss(params, example)), None
+    def scalar(params: PyTree, example: PyTree) -> Array:
+        return loss(params, example)[0] if has_aux else loss(params, example)
 
     def gradient(params: PyTree, batch: PyTree) -> PyTree:
         size = trees.leading_size(batch)
@@ -64,13 +64,13 @@ def plain_grad(
         rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))
         found = run_laid_out(
             "gradients.plain_grad",
+            Choice(size, devices=devices),
             lambda _: _unclipped,
-            Traced(with_aux),
+            Traced(scalar),
             clipping.flat(jnp.inf),
             params,
             rows,
             start=trees.zeros_wide(params),
-            devices=devices,
         )
         return jax.tree.map(lambda x: x / size, found.value)
 
@@ -78,21 +78,22 @@ def plain_grad(
 
 
 def _unclipped(
-    loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
+    loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
 ) -> ClippedSum:
     """An engine that sums gradients as they are."""
     del rule
     if differentiates_kernels(loss, params, trees.one_row(rows.batch), by_patches):
         refuse_split("gradients.plain_grad", rows.batch)
     leaves, ones = wide_leaves(params), jnp.where(rows.mask, rows.weights[:, 0], 0)
-    losses, _, entries, gradients = backward(loss, params, rows.batch)
+    found = backward(loss, params, rows.batch)
     sums = jax.tree.leaves(start)
-    for i, found in entries.items():
-        put = into_table(i, found)
+    for i, entries in found.entries.items():
+        put = into_table(i, entries)
         # No norms are computed, which is the whole saving.
-        part = None if put else summed(i, [entry.scaled(ones) for entry in found], leaves)
+        part = None if put else summed(i, [entry.scaled(ones) for entry in entries], leaves)
         sums[i] = put(sums[i], ones) if put else sums[i] + part
-    for i, each in gradients.items():
+    for i, each in found.gradients.items():
         sums[i] = sums[i] + weighted_sum(each, ones)
     value = jax.tree.structure(params).unflatten(sums)
-    return ClippedSum(value, losses, rows.weights, rows.weights)
+    # Weights stand for the norms, which the caller does not read.
+    return ClippedSum(value, found.losses, norms=rows.weights, factors=rows.weights)

@@ -3,8 +3,8 @@
 
 Microbatches, forms of gradients and versions of primitives differ between a CPU and accelerators.
 JAX learns the platform late, when it lowers: a CPU machine can compile for a TPU. So a decision
-reads `on_cpu`, and what decides runs inside `each`, which traces a program for the CPU and one for
-accelerators and leaves the choice to the lowering, unless the platform is known already.
+reads `on_cpu`, and what decides runs inside `dependent`, which traces a program for the CPU and one
+for accelerators and leaves the choice to the lowering, unless the platform is known already.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TRACED: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform",
 def current() -> str:
     """The platform that a program is traced for.
 
-    That of the mesh in force, else of the branch of `each` that is traced, else of the default
+    That of the mesh in force, else of the branch of `dependent` that is traced, else of the default
     device.
     """
     return known() or _default()
@@ -60,22 +60,22 @@ def known() -> str | None:
     return _TRACED.get() if device is None else device.platform
 
 
-@contextlib.contextmanager
-def traced_for(devices: int | Mesh | str | None) -> Iterator[None]:
-    """Settles the platform of what is traced inside.
+def of(devices: int | Mesh | None) -> str | None:
+    """The platform of a mesh; None for a number of devices."""
+    return devices.devices.flat[0].platform if isinstance(devices, Mesh) else None
 
-    Args:
-      devices: A mesh, or the name of a platform. Without either nothing changes.
-    """
-    given = devices.devices.flat[0].platform if isinstance(devices, Mesh) else devices
-    token = _TRACED.set(given if isinstance(given, str) else _TRACED.get())
+
+@contextlib.contextmanager
+def traced_for(platform: str | None) -> Iterator[None]:
+    """Settles the platform of what is traced inside; None changes nothing."""
+    token = _TRACED.set(platform or _TRACED.get())
     try:
         yield
     finally:
         _TRACED.reset(token)
 
 
-def each(function: Callable[..., T], *arguments: Any) -> T:
+def dependent(function: Callable[..., T], *arguments: Any) -> T:
     """``function(*arguments)``, with the decisions of the platform for which it is lowered.
 
     Args:

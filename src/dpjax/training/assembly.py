@@ -23,7 +23,6 @@ from dpjax._foreign import arrays
 from dpjax._jaxpr import fingerprint
 from dpjax.clipping.shards import refuse_explicit
 from dpjax.data import Stream
-from dpjax.gradients._bookkeeping.trace import Traced, without_aux
 from dpjax.gradients.clipped_grad import check_rule, checked_size
 from dpjax.gradients.loss_checks import (
     check_loss,
@@ -31,6 +30,7 @@ from dpjax.gradients.loss_checks import (
     leaks_noted,
     tell_of_one_draw,
 )
+from dpjax.gradients.traced import Traced
 from dpjax.noise.link import first_memory
 from dpjax.noise.seals import require_one_release
 from dpjax.training import environment
@@ -260,7 +260,7 @@ def _read_loss(recipe: Recipe, params: PyTree, row: PyTree, *, tell: bool) -> No
       tell: Whether constants may be the data; a client's loss closes over all clients.
     """
     name, example = recipe.name, example_of(recipe, row)
-    loss = Traced(without_aux(recipe.loss))
+    loss = Traced(recipe.loss)
     program = check_loss(loss, params, example, name)
     tell_of_idle(name, loss.gradient(params, example), params)
     tell_of_batch_norm(name, program.jaxpr, params)

@@ -21,7 +21,6 @@ from jaxtyping import Array, Float, Int
 
 from dpjax import trees
 from dpjax.gradients import layout
-from dpjax.gradients._bookkeeping.trace import without_aux
 from dpjax.gradients.batching import Layout
 from dpjax.gradients.loss_checks import require_one_example
 from dpjax.gradients.nan_isolation import each
@@ -94,7 +93,7 @@ def layout_of(recipe: Recipe, params: PyTree, row: PyTree) -> Layout:
       row: Shapes of one row of the data.
     """
     return layout(
-        without_aux(recipe.loss),
+        recipe.loss,
         params,
         example_of(recipe, row),
         recipe.mechanism.sampling.usual_size,

@@ -14,7 +14,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +33,12 @@ from dpjax.gradients._bookkeeping.leaf_sums import (
     into_table,
 )
 from dpjax.gradients._bookkeeping.outer_products import form_of
-from dpjax.gradients._bookkeeping.trace import trace
 from dpjax.gradients.batching import Rows
-from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
+from dpjax.gradients.traced import Traced
+from dpjax.types import ClippedSum, Clipping, PyTree
 
 
-def ghost(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
+def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
     """The clipped sum; an engine as in `dpjax.gradients.batching`."""
     groups, leaves = rule.partition.assign(params), wide_leaves(params)
     losses, aux, entries, gradients = backward(loss, params, rows.batch)
@@ -106,16 +106,27 @@ def computed(entries: Mapping[int, Sequence[Entry]], leaves: Sequence[Array]) ->
     return instantiated(by, found, forms, leaves, exact=False) if by else {}
 
 
-def backward(loss: LossFn, params: PyTree, batch: PyTree) -> tuple[Any, ...]:
-    """One vmapped backward pass: losses, aux, entries by leaf, gradients by materialised leaf.
+class Backward(NamedTuple):
+    """What one backward pass finds of each example."""
+
+    losses: Array
+    aux: Any
+    entries: dict[int, list[Entry]]
+    """For each leaf with sites, the data and the cotangent at them."""
+    gradients: dict[int, Array]
+    """Of each materialised leaf."""
+
+
+def backward(loss: Traced, params: PyTree, batch: PyTree) -> Backward:
+    """One vmapped backward pass.
 
     Args:
-      loss: ``loss(params, example) -> (scalar, aux)``.
+      loss: The loss.
       params: Parameters.
       batch: Examples, along the leading axis of every leaf.
     """
     leaves = jax.tree.leaves(params)
-    program = trace(loss, params, trees.one_row(batch))
+    program = loss.program(params, trees.one_row(batch))
     # Taps and leaves are not batched: vmap of the derivative gives each example's own cotangents.
     taps = [jnp.zeros(site.output.shape, site.output.dtype) for site in program.sites]
     whole = {i: leaves[i] for i in program.materialised}
@@ -133,16 +144,16 @@ def backward(loss: LossFn, params: PyTree, batch: PyTree) -> tuple[Any, ...]:
         entry = Entry(site, wide[:-1], wide[-1])
         for leaf in site.leaves:
             entries.setdefault(leaf, []).append(entry)
-    return losses, aux, entries, gradients
+    return Backward(losses, aux, entries, gradients)
 
 
-def by_patches(loss: LossFn, params: PyTree, example: PyTree) -> int:
+def by_patches(loss: Traced, params: PyTree, example: PyTree) -> int:
     """The number of convolutions whose kernel gradients mix no examples.
 
     They are products, or on accelerators grouped convolutions without what is not finite.
     """
     # Operand 1 is the kernel. Other convolutions, such as of parameters alone, are not counted.
-    sites = [site.equation for site in trace(loss, params, example).sites if site.operand == 1]
+    sites = [site.equation for site in loss.program(params, example).sites if site.operand == 1]
     convolutions = [e for e in sites if e.primitive.name == "conv_general_dilated"]
     return sum(e.params["batch_group_count"] == 1 for e in convolutions)
 

@@ -64,8 +64,6 @@ _LINEAR_IN: dict[str, tuple[int, ...]] = {
 }
 # Primitives that are linear in all inputs from this one on together: several may be views.
 _LINEAR_FROM = {"concatenate": 0, "polynomial": 1, "select_n": 1}
-# The setting under which matrix products are traced; pyright does not know its attribute.
-_PRECISION = "jax_default_matmul_precision"
 # A view calls the views that it is computed from, and Python's stack ends at about 1,000 calls.
 _DEEP = 100
 # A leaf is large if it has this many times the entries of a leaf or a product beside it.
@@ -76,75 +74,14 @@ _CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "xla_metadata_call": "jax
 _REMATERIALISED = "remat2"  # a region of `jax.checkpoint`
 
 
-class Traced:
-    """A loss that remembers its trace, so that layout, guards and engine share one.
-
-    It lives as long as one call of `dpjax.clipped_grad`: a trace may hold values of the JAX
-    transformation around that call, which are invalid afterwards.
-
-    Args:
-      loss: ``loss(params, example) -> (scalar, aux)``.
-    """
-
-    def __init__(self, loss: LossFn) -> None:
-        self.loss = loss
-        self.jaxprs: dict[Any, tuple[Any, Any]] = {}
-        self.gradients: dict[Any, Jaxpr] = {}
-        self.programs: dict[Any, Program] = {}
-
-    def __call__(self, params: PyTree, example: PyTree) -> Any:
-        """The loss, evaluated from its jaxpr: its Python code runs once for the same shapes."""
-        leaves, key = _shapes(params, example)
-        if key not in self.jaxprs:
-            jaxpr, found = jax.make_jaxpr(self.loss, return_shape=True)(params, example)
-            self.jaxprs[key] = jaxpr_as_fun(jaxpr), jax.tree.structure(found)
-        run, structure = self.jaxprs[key]
-        return structure.unflatten(run(*leaves))
-
-    def gradient(self, params: PyTree, example: PyTree) -> Jaxpr:
-        """The jaxpr of the gradient by the parameters, with the derivatives that users wrote."""
-        _, key = _shapes(params, example)
-        if key not in self.gradients:
-            derivative = jax.grad(self, has_aux=True, allow_int=True)
-            self.gradients[key] = jax.make_jaxpr(derivative)(params, example).jaxpr
-        return self.gradients[key]
-
-    def program(self, params: PyTree, example: PyTree) -> Program:
-        """The trace for these shapes; inside a `jax.shard_map` it is another one."""
-        _, key = _shapes(params, example)
-        if key not in self.programs:
-            # Through this object, whose jaxpr JAX has cached since the checks of the loss.
-            self.programs[key] = _trace(self, params, example)
-        return self.programs[key]
-
-
-def without_aux(loss: LossFn) -> LossFn:
-    """A loss that returns a scalar, as engines take it: ``(scalar, None)``."""
-    return lambda params, example: (loss(params, example), None)
-
-
-def _shapes(params: PyTree, example: PyTree) -> tuple[list[Any], Any]:
-    """The leaves of the arguments of a loss, and the key of its trace for their shapes."""
-    leaves, structure = jax.tree.flatten((params, example))
-    kinds = tuple((jnp.shape(x), jnp.result_type(x), bool(jax.typeof(x).weak_type)) for x in leaves)
-    # Both settings change the jaxpr: the estimator of `clipping.jl` raises the precision.
-    context = jax.sharding.get_abstract_mesh(), getattr(jax.config, _PRECISION)
-    return leaves, (structure, kinds, context)
-
-
 def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
     """Finds the sites of ``loss(params, example) -> (scalar, aux)``.
 
     Args:
-      loss: The loss of one example. A `Traced` loss is traced once for the same shapes.
+      loss: The loss of one example.
       params: Parameters, or their shapes.
       example: One example, or its shapes.
     """
-    remembers = isinstance(loss, Traced)
-    return loss.program(params, example) if remembers else _trace(loss, params, example)
-
-
-def _trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
     closed, shape = jax.make_jaxpr(loss, return_shape=True)(params, example)
     structure = jax.tree.structure(shape)
 
@@ -197,7 +134,7 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
     if name == _REMATERIALISED:
         return _rematerialised(equation, inputs, book)
     sources = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
-    if sources and name != "scan" and _mixes(equation):
+    if sources and name != "scan" and _mixed_precision(equation):
         # Norms add a bound on rounding errors in one dtype. The pull-back through this equation
         # rounds each part of the sum in another one.
         return bind_fast(equation, plain(inputs, book, f"{name} of float32 and float64"))
@@ -466,7 +403,7 @@ def _narrow(x: Any) -> bool:
     return _is(jnp.floating, x) and x.dtype.itemsize < 4
 
 
-def _mixes(equation: JaxprEqn) -> bool:
+def _mixed_precision(equation: JaxprEqn) -> bool:
     """Whether float64 and a narrower dtype meet in an equation, also as input and output."""
     kinds: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
     return len({trees.wide(x.dtype) for x in kinds if _is(jnp.floating, x)}) > 1

@@ -11,7 +11,7 @@ when that benchmark shows no gain; ``tests/test_ghost.py`` then still tests the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,28 +35,31 @@ def _pad(parameters: dict[str, Any], x: Array, filling: Any) -> Array:
     return jnp.where(outside, filling, jax.lax.pad(x, jnp.zeros((), x.dtype), edges))
 
 
-FAST: dict[str, Callable[..., Array]] = {
-    "conv_general_dilated": convolution,
-    "pad": _pad,
-    "reduce_window_max": pool_max,
-    "tanh": tanh,
-}
+class Version(NamedTuple):
+    """A version of a primitive, ``(parameters, *inputs) -> output``, and where it is better."""
 
-# XLA for a GPU scatters the cotangents of a max-pool, and sorts them first where a step must
-# release the same bits again. This row does neither.
-_ON_GPUS = {"reduce_window_max"}
+    run: Callable[..., Array]
+    # Compilers for accelerators have better forms of most.
+    better: Callable[[], bool] = platforms.on_cpu
+
+
+FAST = {
+    "conv_general_dilated": Version(convolution),
+    # It works around JAX, not XLA.
+    "pad": Version(_pad, lambda: True),
+    # XLA for a GPU scatters the cotangents of a max-pool, and sorts them first where a step must
+    # release the same bits again. This row does neither.
+    "reduce_window_max": Version(pool_max, lambda: not platforms.on_tpu()),
+    "tanh": Version(tanh),
+}
 
 
 def bind_fast(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation, by its row of `FAST` if it has one that is better here.
-
-    On accelerators the compiler has better forms of all rows but ``pad``, which works around JAX,
-    and on a GPU of max-pools.
-    """
-    name = equation.primitive.name
-    better = platforms.on_cpu() or name == "pad" or (name in _ON_GPUS and platforms.on_gpu())
-    fast = FAST.get(name) if better else None
-    return bind(equation, inputs) if fast is None else [fast(equation.params, *inputs)]
+    """Evaluates one equation, by its row of `FAST` if it has one that is better here."""
+    row = FAST.get(equation.primitive.name)
+    if row is None or not row.better():
+        return bind(equation, inputs)
+    return [row.run(equation.params, *inputs)]
 
 
 def fast(function: Callable[..., Any]) -> Callable[..., Any]:

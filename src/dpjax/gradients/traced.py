@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Traced`: the loss as engines receive it.
+
+Checks, layout, guards and engine read the same program, so each trace is made once. A `Traced`
+lives as long as one call of `dpjax.clipped_grad`: a trace may hold values of the JAX transformation
+around that call, which are invalid afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, jaxpr_as_fun
+
+from dpjax.gradients._bookkeeping.sites import Program
+from dpjax.gradients._bookkeeping.trace import trace
+from dpjax.types import LossFn, PyTree
+
+# The setting under which matrix products are traced; pyright does not know its attribute.
+_PRECISION = "jax_default_matmul_precision"
+
+
+class Traced:
+    """``(params, example) -> (scalar, aux)``: a loss that remembers its trace.
+
+    Args:
+      loss: ``loss(params, example) -> scalar``.
+      has_aux: Whether it returns ``(scalar, aux)``; otherwise aux is None.
+    """
+
+    def __init__(self, loss: LossFn, has_aux: bool = False) -> None:
+        self.loss = loss if has_aux else lambda params, example: (loss(params, example), None)
+        self.jaxprs: dict[Any, tuple[Any, Any]] = {}
+        self.gradients: dict[Any, Jaxpr] = {}
+        self.programs: dict[Any, Program] = {}
+
+    def __call__(self, params: PyTree, example: PyTree) -> Any:
+        """The loss, evaluated from its jaxpr: its Python code runs once for the same shapes."""
+        leaves, key = _shapes(params, example)
+        if key not in self.jaxprs:
+            jaxpr, found = jax.make_jaxpr(self.loss, return_shape=True)(params, example)
+            self.jaxprs[key] = jaxpr_as_fun(jaxpr), jax.tree.structure(found)
+        run, structure = self.jaxprs[key]
+        return structure.unflatten(run(*leaves))
+
+    def gradient(self, params: PyTree, example: PyTree) -> Jaxpr:
+        """The jaxpr of the gradient by the parameters, with the derivatives that users wrote."""
+        _, key = _shapes(params, example)
+        if key not in self.gradients:
+            derivative = jax.grad(self, has_aux=True, allow_int=True)
+            self.gradients[key] = jax.make_jaxpr(derivative)(params, example).jaxpr
+        return self.gradients[key]
+
+    def program(self, params: PyTree, example: PyTree) -> Program:
+        """The trace for these shapes; inside a `jax.shard_map` it is another one."""
+        _, key = _shapes(params, example)
+        if key not in self.programs:
+            # Through this object, whose jaxpr JAX has cached since the checks of the loss.
+            self.programs[key] = trace(self, params, example)
+        return self.programs[key]
+
+
+def _shapes(params: PyTree, example: PyTree) -> tuple[list[Any], Any]:
+    """The leaves of the arguments of a loss, and the key of its trace for their shapes."""
+    leaves, structure = jax.tree.flatten((params, example))
+    kinds = tuple((jnp.shape(x), jnp.result_type(x), bool(jax.typeof(x).weak_type)) for x in leaves)
+    # Both settings change the jaxpr: the estimator of `clipping.jl` raises the precision.
+    context = jax.sharding.get_abstract_mesh(), getattr(jax.config, _PRECISION)
+    return leaves, (structure, kinds, context)
