@@ -395,7 +395,13 @@ def test_what_has_no_price_was_not_spent():
 
 
 @pytest.mark.parametrize(
-    "runs", [[(1.5, 40)], [[1.5, 40.0]], ((np.float32(1.5), np.int64(40)),), np.array([[1.5, 40]])]
+    "runs",
+    [
+        [(1.5, 40)],
+        [[1.5, 40.0], [2.0, 0]],
+        ((np.float32(1.5), np.int64(40)),),
+        np.array([[1.5, 40]]),
+    ],
 )
 def test_what_was_spent_is_the_same_however_it_is_written(runs):
     plain = spent(preparation=(8.0,))
@@ -446,9 +452,29 @@ def test_a_relation_that_does_not_hold_for_what_was_spent_is_refused():
     assert make(100, 20, before=[before], neighbours="replace-one").before == (before,)
 
 
-def test_a_curriculum_is_not_restored_from_its_name():
-    with pytest.raises(ValueError, match="cannot be restored from their name"):
-        sampling.by_name("curriculum", 10, 2)
+ORDER, BINS = np.arange(100)[::-1], np.arange(100) % 2
+RATES = [[0.1, 0.2], [0.4, 0.3]]
+UNDRAWN = {
+    "private": sampling.curriculum(ORDER, 20),
+    "public": sampling.curriculum(ORDER, 20, public=True),
+    "scored": sampling.scored(BINS, RATES, steps_per_row=4, batch_size=20),
+}
+
+
+@kills("sampling/names.py", "public=public)", "public=True)", case="private", slow=True)
+@kills("sampling/names.py", "steps_per_row=steps", "steps_per_row=1", case="scored", slow=True)
+@kills("sampling/names.py", "[[rate] for rate, _ in rows]", "[[0.1]]", case="scored", slow=True)
+@pytest.mark.parametrize("name", UNDRAWN)
+def test_an_order_or_bins_are_counted_from_a_description_and_not_drawn(name):
+    planned = make(sampling=UNDRAWN[name], steps=12)
+    (found,) = spent_of(json.loads(json.dumps(planned.facts)), 7)
+    assert found.event == planned.spent(planned.multipliers[:7]).event
+    assert found.sampling.facts == UNDRAWN[name].facts
+    later = make(before=[found], neighbours="zero-out")
+    assert later.prepared == found.event
+    assert later.facts["before"][0]["sampling"] == planned.facts["sampling"]
+    with pytest.raises(ValueError, match="neither the order of a curriculum nor the bins"):
+        found.sampling.draw(jax.random.key(0), 0)
 
 
 ALIKE = {  # what costs the same, and does not do the same

@@ -290,7 +290,7 @@ def test_a_rate_for_a_batch_size_is_noticed(caplog):
             lambda: sampling.scored([0], [[0.1]], steps_per_row=2**31, batch_size=1),
             "and at most 2147483647",
         ),
-        (lambda: sampling.by_name("scored", 10, 1), "build the sampler with sampling.curriculum"),
+        (lambda: sampling.by_name("scored", 10, 1), "curriculum with public=, or scored with its"),
         (lambda: sampling.by_name("scored", 10, 1), r"Spent\(sampling=that sampler, runs="),
         (lambda: sampling.curriculum([1, 0], 1, public="no"), "expected True or False"),
         (lambda: sampling.curriculum([1, 0], 1, public=1), "expected True or False"),

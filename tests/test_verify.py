@@ -141,7 +141,9 @@ CHANGES = [
     (["delta"], 0, "at delta=0"),
     (["steps"], 41, "counts 41 steps at delta=1e-05, and its mechanism plans 40"),
     (["steps"], 20, "IS OF OTHER FACTS"),
-    (["steps"], "many", "cannot be accounted"),
+    (["steps"], "many", "counts 'many' steps"),
+    (["steps"], True, "counts True steps"),
+    (["delta"], "1e-5", "at delta='1e-5'"),
     (["seed_published"], 7, "not for release: the seed of the run is known or small (7)"),
     (["seed_published"], True, "not for release: the seed"),
     (
@@ -149,7 +151,11 @@ CHANGES = [
         True,
         "not for release: the seed of the run or of an ea",
     ),
+    (["mechanism", "before", 0, "seeded"], 0, "not for release: the seed of the run or of an ea"),
     (["mechanism", "before", 0, "seeded"], None, "seeded is missing"),
+    (["mechanism", "before", 0, "multiplier_and_steps"], [[1.2, 0]], "not whole, or below 1"),
+    (["mechanism", "before", 0, "multiplier_and_steps"], [[1.2, True]], "not whole, or below 1"),
+    (["mechanism", "before", 0, "preparation"], ["8.0"], "is negative, or no number"),
     (["not_private"], "The rule's bound is infinite", "not for release: the card says"),
     (["remark"], "sound", "remark is unknown"),
     (["claim"], None, "claim is missing"),
@@ -162,6 +168,7 @@ CHANGES = [
     (["mechanism", "sampling", "name"], "shuffled", "proved for zero-out and replace-one"),
     (["mechanism", "sampling", "name"], "own", "a sampler that is not known here"),
     (["mechanism", "sampling", "batch_size"], 2000, "batch size is not between"),
+    (["mechanism", "before", 0, "sampling", "batch_size"], True, "batch size is not between"),
     (["mechanism", "multiplier_and_steps"], [[1.8, 40]], "IS OF OTHER FACTS"),
     (["mechanism", "multiplier_and_steps"], [[-1.2, 40]], "multiplier is negative"),
     (["mechanism", "multipliers_by_group"], [1.0], "are worth 1 together"),
@@ -171,6 +178,7 @@ CHANGES = [
     (["mechanism", "clipping"], {"groups": [], "bounds": []}, "0 groups, which are one or more"),
     (["mechanism", "clipping", "bounds"], ["nan"], "not one of 0 or more"),
     (["mechanism", "clipping", "bounds"], [-1.0], "not one of 0 or more"),
+    (["mechanism", "clipping", "bounds"], [True], "not one of 0 or more"),
     (["mechanism", "unit"], "client", "adds what one example costs to what one client costs"),
     (["mechanism", "unit"], "household", "expected 'example' or 'client'"),
     (["mechanism", "sampling", "examples"], 10**400, "cannot be accounted (OverflowError"),
@@ -193,7 +201,10 @@ CHANGES = [
     "False:",
     slow=True,
 )
-@kills("verify/fields.py", "float(bound) >= 0 for bound", "True for bound", slow=True)
+@kills("verify/fields.py", "number(bound) >= 0 for bound", "True for bound", slow=True)
+@kills("verify/fields.py", "type(value) is int", "isinstance(value, int)", slow=True)
+@kills("verify/fields.py", "whole(steps) >= 1 for _,", "whole(steps) >= 0 for _,", slow=True)
+@kills("verify/cards.py", '["seeded"] is not False', '["seeded"]', slow=True)
 @kills("verify/fields.py", 'len(bounds) != len(rule["groups"]) or', "", slow=True)
 @kills("verify/fields.py", "sound = bounds and all(", "sound = all(", slow=True)
 @kills(
@@ -222,6 +233,9 @@ CONTRADICTIONS = [
     ({"adaptive": clipping.Quantile()}, ["adaptive", "count_multiplier"], 1.2, "cost less than"),
     ({"adaptive": clipping.Quantile()}, ["adaptive", "note"], 1, "note is unknown"),
     ({"adaptive": clipping.Quantile()}, ["adaptive", "target"], None, "target is missing"),
+    ({"adaptive": clipping.Quantile()}, ["adaptive", "target"], 3, "a target from 0 to 1"),
+    ({"adaptive": clipping.Quantile()}, ["adaptive", "rate"], -0.2, "a finite rate above 0"),
+    ({"adaptive": clipping.Quantile()}, ["adaptive", "geometric"], [], "or false for geometric"),
     ({"sampling": OWN_FACTS["scored"]}, ["sampling", "rates"], [[-0.2, 40]], "rates of scores"),
     ({"sampling": OWN_FACTS["scored"]}, ["sampling", "rates"], [[0.2, -1]], "rates of scores"),
     ({"sampling": OWN_FACTS["scored"]}, ["sampling", "rates"], [], "rates of scores"),
@@ -229,8 +243,9 @@ CONTRADICTIONS = [
     ({"sampling": OWN_FACTS["cyclic"]}, ["sampling", "cycle"], -3, "from 1 to 50"),
     ({"sampling": OWN_FACTS["cyclic"]}, ["sampling", "cycle"], 2.5, "from 1 to 50"),
     ({"sampling": sampling.full(1000), "noise": INVERSE}, ["noise", "values"], [], "IndexError"),
-    ({}, ["multiplier_and_steps"], [[1.2, 60], [1.2, -20]], "number of steps is negative"),
-    ({}, ["multiplier_and_steps"], [[1.2, 40.5]], "number of steps is negative, or not whole"),
+    ({"sampling": sampling.full(1000), "noise": INVERSE}, ["noise", "sensitivity"], "9", "of nan"),
+    ({}, ["multiplier_and_steps"], [[1.2, 60], [1.2, -20]], "number of steps is not whole, or bel"),
+    ({}, ["multiplier_and_steps"], [[1.2, 40.5]], "number of steps is not whole"),
 ]
 
 
@@ -242,6 +257,7 @@ CONTRADICTIONS = [
     case="note=1",
     slow=True,
 )
+@kills("verify/fields.py", "moved = 0 <= target <= 1 and", "moved =", case="target=3", slow=True)
 @kills(
     "verify/fields.py",
     "not (both < count or both == count == 0):",
@@ -249,7 +265,11 @@ CONTRADICTIONS = [
     case="count_multiplier=0.0",
 )
 @kills(
-    "verify/fields.py", "n % 1 == 0 and n >= 1 for", "True for", case="rates=[[0.2, -1]]", slow=True
+    "verify/fields.py",
+    "whole(steps) >= 1 for rate,",
+    "True for rate,",
+    case="rates=[[0.2, -1]]",
+    slow=True,
 )
 @pytest.mark.parametrize(
     ("options", "path", "value", "expected"),
@@ -436,9 +456,13 @@ def test_a_path_that_is_not_there_is_named(tmp_path, capsys):
 @kills("verify/cards.py", 'card.get("steps", 0) < steps', "False", slow=True)
 def test_the_card_of_another_run_is_not_accepted(tmp_path, capsys, honest):
     (tmp_path / "privacy.json").write_text(json.dumps(honest))
-    (tmp_path / "run.json").write_text(json.dumps({"mechanism": honest["mechanism"]}))
+    alone = "no run.json lies beside the card"
     assert verify.main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count(": holds") == 1
+    assert alone in capsys.readouterr().out
+    (tmp_path / "run.json").write_text(json.dumps({"mechanism": honest["mechanism"]}))
+    assert verify.main([str(tmp_path / "privacy.json")]) == 0
+    said = capsys.readouterr().out
+    assert (said.count(": holds"), alone in said) == (1, False)
     (tmp_path / "run.json").write_text(json.dumps({"mechanism": mechanism(steps=41).facts}))
     assert verify.main([str(tmp_path)]) == 1
     assert "describes another mechanism; run.json" in capsys.readouterr().err

@@ -190,11 +190,8 @@ def _spent(spent: Spent) -> dict[str, Any]:
 
 
 def _read(facts: Mapping[str, Any]) -> Spent:
-    drawn = facts["sampling"]
     return Spent(
-        sampling=sampling.by_name(
-            drawn["name"], drawn["examples"], drawn["batch_size"], drawn.get("cycle")
-        ),
+        sampling=sampling.by_name(**facts["sampling"]),
         runs=tuple(
             (float(multiplier), steps) for multiplier, steps in facts["multiplier_and_steps"]
         ),

@@ -97,7 +97,8 @@ def _checked_runs(runs: Iterable[Any]) -> tuple[tuple[float, int], ...]:
     with contextlib.suppress(TypeError, ValueError):  # no pairs, or not of numbers
         pairs = tuple(map(_numbers, runs))
         if all(multiplier >= 0 and n >= 0 and n % 1 == 0 for multiplier, n in pairs):
-            return tuple((multiplier, int(n)) for multiplier, n in pairs)
+            # A pair of 0 steps says nothing, and `dpjax.verify` refuses it on a card.
+            return tuple((multiplier, int(n)) for multiplier, n in pairs if n)
     raise ValueError(
         f"mechanism.Spent(runs={reprlib.repr(runs)}): expected pairs (noise multiplier, steps), "
         "such as ((1.1, 1000),): a multiplier of at least 0, and how many steps had it. Usually "

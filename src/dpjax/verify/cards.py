@@ -40,11 +40,13 @@ def main(words: Sequence[str] | None = None) -> int:
     if len(words) != 1 or words[0].startswith("-"):
         print("usage: dpjax verify RUN, with a run's folder or its privacy.json")
         return 0 if words in (["-h"], ["--help"]) else 2
+    path = pathlib.Path(words[0])
+    path = path / "privacy.json" if path.is_dir() else path
     logger = logging.get_absl_logger()
     before = logger.level
     logger.setLevel("CRITICAL")  # the library reports orders that do not converge
     try:
-        verdicts = list(findings(load(pathlib.Path(words[0]))))
+        verdicts = list(findings(load(path)))
     except Unreadable as reason:
         print(f"{words[0]}: {reason}", file=sys.stderr)
         return 1
@@ -52,12 +54,13 @@ def main(words: Sequence[str] | None = None) -> int:
         logger.setLevel(before)
     for _, line in verdicts:
         print(line)
+    if not path.with_name("run.json").exists():
+        print("no run.json lies beside the card: its unit and other facts are its author's word")
     return int(not all(good for good, _ in verdicts))
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
-    """The card at a path, or in the folder of a run."""
-    path = path / "privacy.json" if path.is_dir() else path
+    """The card in a file, which the other files of its folder do not contradict."""
     card = parsed(path)
     run = path.with_name("run.json")
     if run.exists():
@@ -182,7 +185,7 @@ def obstacles(card: dict[str, Any]) -> Iterator[tuple[bool, str]]:
     """Yields what is against a release, whatever epsilon is."""
     if card["not_private"] is not None:
         yield False, f"not for release: the card says {card['not_private']!r}"
-    earlier = any(spent["seeded"] for spent in card["mechanism"]["before"])
+    earlier = any(spent["seeded"] is not False for spent in card["mechanism"]["before"])
     if card["seed_published"] is not None or earlier:
         yield (
             False,

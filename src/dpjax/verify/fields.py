@@ -110,10 +110,11 @@ def require_claims(card: dict[str, Any]) -> None:
             said = "proven" if claim["proven"] else "an estimate"
             raise Unreadable(f"the card marks epsilon by {name} as {said}, which it is not.")
     planned = sum(steps for _, steps in card["mechanism"]["multiplier_and_steps"])
-    if not (card["steps"] % 1 == 0 and 0 <= card["steps"] <= planned and 0 < card["delta"] < 1):
+    if not (0 <= whole(card["steps"]) <= planned and 0 < number(card["delta"]) < 1):
         raise Unreadable(
-            f"the card counts {card['steps']:,} steps at delta={card['delta']}, and its mechanism "
-            f"plans {planned:,}. A ledger admits no step beyond the plan, so the card was changed."
+            f"the card counts {card['steps']!r} steps at delta={card['delta']!r}, and its "
+            f"mechanism plans {planned:,}. A ledger admits no step beyond the plan: the card was "
+            "changed."
         )
 
 
@@ -135,20 +136,27 @@ def require_run(spent: dict[str, Any], mechanism: dict[str, Any]) -> None:
     if spent["unit"] != mechanism["unit"]:
         raise Unreadable("the card adds what one example costs to what one client costs.")
     require_drawn(sampling)
-    if not all(steps % 1 == 0 and steps >= 0 for _, steps in spent["multiplier_and_steps"]):
-        raise Unreadable("a number of steps is negative, or not whole.")
+    runs, queries = spent["multiplier_and_steps"], spent["preparation"]
+    if not all(whole(steps) >= 1 for _, steps in runs):
+        raise Unreadable("a number of steps is not whole, or below 1.")
+    if not all(number(z) >= 0 for z in (*queries, *(z for z, _ in runs))):
+        raise Unreadable("a noise multiplier is negative, or no number.")
     require_hidden(spent)
-    numbers = [*each_multiplier(spent), *map(float, spent["preparation"])]
-    if not all(number >= 0 for number in numbers):
-        raise Unreadable("a noise multiplier is negative.")
 
 
 def require_count(mechanism: dict[str, Any]) -> None:
-    """Refuses a count of adaptive clipping that costs more than count and gradients together."""
+    """Refuses adapted bounds without a quantile, or a count that costs more than the steps."""
     adaptive = mechanism["adaptive"]
     if adaptive is not None:
         require_fields(adaptive, ADAPTIVE, "the adapted bound on the card")
-        count = float(adaptive["count_multiplier"])
+        target, rate = number(adaptive["target"]), number(adaptive["rate"])
+        moved = 0 <= target <= 1 and 0 < rate < math.inf
+        if not (moved and adaptive["geometric"] in (True, False)):
+            raise Unreadable(
+                f"the bounds follow {adaptive!r}; expected a target from 0 to 1, a finite rate "
+                "above 0, and true or false for geometric."
+            )
+        count = number(adaptive["count_multiplier"])
         both = max(each_multiplier(mechanism), default=0.0)
         if not (both < count or both == count == 0):
             raise Unreadable(
@@ -162,14 +170,14 @@ def require_rule(mechanism: dict[str, Any]) -> None:
     """Refuses a rule without a bound for each group, or groups with other noise than counted."""
     rule, groups = mechanism["clipping"], mechanism["multipliers_by_group"]
     bounds = rule["bounds"]
-    sound = bounds and all(float(bound) >= 0 for bound in bounds)
+    sound = bounds and all(number(bound) >= 0 for bound in bounds)
     if len(bounds) != len(rule["groups"]) or not sound:
         raise Unreadable(
             f"the rule has the bounds {bounds!r}, and not one of 0 or more for each of its "
             f"{len(rule['groups'])} groups, which are one or more."
         )
     if groups is not None:
-        worth = joined([float(z) for z in groups])
+        worth = joined(list(map(number, groups)))
         same = all(math.isclose(z, worth, rel_tol=1e-6) for z in each_multiplier(mechanism))
         if len(groups) != len(bounds) or not same:
             raise Unreadable(
@@ -194,19 +202,19 @@ def require_words(claim: str, mechanism: dict[str, Any]) -> None:
 
 def require_drawn(sampling: dict[str, Any]) -> None:
     """Refuses facts of a sampler that no sampler of its name has."""
-    size, examples = sampling["batch_size"], sampling["examples"]
+    size, examples = number(sampling["batch_size"]), whole(sampling["examples"])
     if not 0 < size <= examples:
         raise Unreadable("the batch size is not between 0 and the number of examples.")
     if sampling["name"] == "cyclic_poisson":
         cycle = sampling["cycle"]
-        if not (cycle % 1 == 0 and cycle >= 1 and cycle * size / examples <= 1):
+        if not (whole(cycle) >= 1 and cycle * size / examples <= 1):
             raise Unreadable(
                 f"a cycle of {cycle} parts is not a whole number from 1 to {examples / size:.6g}, "
                 "examples / batch size: a part must hold a batch."
             )
     if sampling["name"] == "scored":
         rows = sampling["rates"]
-        sound = all(0 <= rate <= 1 and n % 1 == 0 and n >= 1 for rate, n in rows)
+        sound = all(0 <= number(rate) <= 1 and whole(steps) >= 1 for rate, steps in rows)
         if not (rows and sound):
             raise Unreadable("rates of scores are not pairs of a rate from 0 to 1 and its steps.")
 
@@ -217,16 +225,17 @@ def require_hidden(spent: dict[str, Any]) -> None:
     if noise is None:
         return
     planned = each_multiplier(spent)
-    if noise["steps"] < len(planned) or len(set(planned)) > 1 or spent["projections"] is not None:
+    covered = whole(noise["steps"]) >= len(planned)
+    if not covered or len(set(planned)) > 1 or spent["projections"] is not None:
         raise Unreadable(
             f"noise is correlated over {noise['steps']} steps, and the run has {len(planned)}, "
             "several multipliers or estimated norms. One multiplier covers all steps together."
         )
-    least = sensitivity(noise, sampling)
-    if not float(noise["sensitivity"]) >= least * (1 - 1e-6):
+    least, scaled = sensitivity(noise, sampling), number(noise["sensitivity"])
+    if not scaled >= least * (1 - 1e-6):
         raise Unreadable(
-            f"noise was scaled to a sensitivity of {noise['sensitivity']:.6g}, and one example "
-            f"moves a run with this strategy and these batches by {least:.6g}."
+            f"noise was scaled to a sensitivity of {scaled:.6g}, and one example moves a run with "
+            f"this strategy and these batches by {least:.6g}."
         )
 
 
@@ -236,3 +245,15 @@ def joined(multipliers: list[float]) -> float:
         return 0.0
     precision = sum(z**-2 for z in multipliers)
     return precision**-0.5 if precision else math.inf
+
+
+def number(value: Any) -> float:
+    """A number on the card, or its word for infinity; NaN, which is in no range, for all else."""
+    if isinstance(value, float):
+        return value
+    return math.inf if value == "inf" else whole(value)
+
+
+def whole(value: Any) -> float:
+    """A whole number on the card; NaN for all else, also for true, which Python takes for 1."""
+    return value if type(value) is int else math.nan
