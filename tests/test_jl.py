@@ -60,7 +60,9 @@ def definition(rule, key, x):
     gradients = jax.vmap(jax.grad(loss), (None, 0))(PARAMS, x)
     squares = 0.0
     for j in range(rule.projections):
-        u = trees.random_like(noise.standard_normal, jax.random.fold_in(key, j), PARAMS)
+        u = trees.random_like(
+            noise.standard_normal, trees.step_key(key, types.Purpose.PROJECTIONS, j), PARAMS
+        )
         squares += (gradients["a"] @ u["a"] + gradients["b"] * u["b"]) ** 2
     norms = jnp.sqrt(squares / rule.projections)
     factors = jnp.minimum(1, rule.bounds[0] / norms)
@@ -68,7 +70,13 @@ def definition(rule, key, x):
 
 
 @pytest.mark.slow
-@kills("gradients/_estimated_norms/jl.py", "(key, j)", "(key, 0 * j)", case="None", slow=True)
+@kills(
+    "gradients/_estimated_norms/jl.py",
+    "PROJECTIONS, j)",
+    "PROJECTIONS, 0 * j)",
+    case="None",
+    slow=True,
+)
 @pytest.mark.parametrize("microbatch_size", [None, 5])
 def test_the_sum_is_that_of_the_definition(microbatch_size):
     rule, key = clipping.jl(1.2, 7), jax.random.key(3)

@@ -370,7 +370,8 @@ class TestAugmented:
         plain, loss = self.losses()
         params = some_params(self.MODEL, self.BATCH[0][0])
         example = jax.tree.map(lambda leaf: leaf[2], self.BATCH)
-        keys = jax.random.split(jax.random.fold_in(jax.random.fold_in(KEY, 2), 7), 3)
+        root = jax.random.fold_in(KEY, dpjax.types.Purpose.VIEWS)
+        keys = jax.random.split(jax.random.fold_in(jax.random.fold_in(root, 2), 7), 3)
         each = [plain(params, (shifted(key, example[0]), example[1])) for key in keys]
         assert float(loss(params, example)) == pytest.approx(float(np.mean(each)), rel=1e-5)
         rule = clipping.flat(0.01)

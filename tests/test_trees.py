@@ -2,16 +2,25 @@
 """Arithmetic on trees: widths, norms, sums, keys."""
 
 import dataclasses
+import functools
+import hashlib
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from mutation import kills
 
-from dpjax import clipping, trees, types
+from dpjax import Mechanism, accounting, clipping, diagnostics, losses, sampling, trees, types
+from dpjax.auditing.single_step import _measured
+from dpjax.features.normalization import _release
+from dpjax.federated.fedavg import recipe_of
+from dpjax.gradients._estimated_norms.jl import estimated_norms
+from dpjax.mechanism.adaptive import followed
+from dpjax.noise.link import add_noise
 
 
 def test_wide():
@@ -41,6 +50,80 @@ def test_a_factor_of_zero_silences_anything(bad):
     gradients = {"w": jnp.array([[1.0, 2.0], [bad, bad]])}
     total = trees.scaled_sum(gradients, jnp.array([[2.0], [0.0]]), (0,))
     np.testing.assert_array_equal(total["w"], [2.0, 4.0])
+
+
+@kills("types.py", "NOISE = 0xB537112C", "NOISE = 1", slow=True)
+def test_keys_of_purposes_meet_no_key_of_the_same_root():
+    """A model that is made from the run's root key would otherwise reveal the key of its noise."""
+    for purpose in types.Purpose:
+        digest = hashlib.sha256(f"dpjax {purpose.name}".encode()).hexdigest()
+        assert purpose == int(digest[:8], 16) | 2**31  # above every int32
+    root = jax.random.key(0)
+    first = jax.random.split(root, 64)
+    second = jax.vmap(lambda key: jax.random.split(key, 64))(first)
+    own = [jax.random.fold_in(root, purpose) for purpose in types.Purpose]
+    own += [trees.step_key(root, purpose, step) for purpose in types.Purpose for step in range(9)]
+    theirs = np.concatenate([jax.random.key_data(x).reshape(-1, 2) for x in (first, second)])
+    assert not {*map(tuple, theirs.tolist())} & {
+        tuple(jax.random.key_data(x).tolist()) for x in own
+    }
+
+
+def given_a_key(key):
+    """Functions that draw from a key of the caller, and those of them that cannot be traced."""
+    like, rows, rule = jnp.zeros(3), jnp.ones((2, 3)), clipping.flat(1.0)
+    usual = {"clipping": rule, "noise_multiplier": 1.0, "steps": 1}
+    rounds = Mechanism(sampling=sampling.poisson(20, 5), **usual)
+    first = lambda w, example: jnp.vdot(w, example[0])  # noqa: E731
+    quantile, one = clipping.Quantile(target=0.5, rate=0.2), jnp.ones(())
+    samplers = [
+        sampling.poisson(20, 5),
+        sampling.poisson(10**6, 5),
+        sampling.fixed(20, 5),
+        sampling.shuffled(20, 5),
+        sampling.balls_in_bins(20, 5),
+        sampling.cyclic_poisson(20, 5, cycle=2),
+    ]
+    traced = [
+        *(functools.partial(sampler.draw, key, 0) for sampler in samplers),
+        lambda: add_noise(like, rule.partition, [1.0], key, 0),
+        lambda: followed(quantile, 1.0, one, one, one, key, 0),
+        lambda: estimated_norms(lambda w, x: (w @ x, ()), 1, like, rows, key),
+        lambda: recipe_of("", None, optax.identity(), rounds, None, 1.0, None).entry(key, 0),
+        lambda: losses.augmented(first, lambda _, x: x, 2, key=key)(like, (like, like)),
+        lambda: diagnostics.sharpness(jnp.vdot, like, rows, key=key),
+    ]
+    return traced, [
+        lambda: _release(key, 0, rows, 1.0, 1.0),
+        lambda: accounting.draw_runs(key, 2.0),
+        lambda: _measured(lambda _: [like], key),
+    ]
+
+
+@kills("losses/augmentation.py", "jax.random.fold_in(key, Purpose.VIEWS)", "key", slow=True)
+@kills(
+    "accounting/selection.py", "own = jax.random.fold_in(key, Purpose.RUNS)", "own = key", slow=True
+)
+@kills("diagnostics/curvature.py", "jax.random.fold_in(key, Purpose.MEASURES)", "key", slow=True)
+@kills("auditing/single_step.py", "jax.random.fold_in(key, Purpose.MEASURES)", "key", slow=True)
+def test_what_is_drawn_from_a_key_begins_with_a_purpose(monkeypatch):
+    """Also where the key of a run is given to a function that takes another."""
+    root, firsts = jax.random.key(0), []
+
+    def noted(plain, key, *rest, **options):
+        if key is root:
+            firsts.append(rest[0] if plain.__name__ == "fold_in" else plain.__name__)
+        return plain(key, *rest, **options)
+
+    for name in ("fold_in", "split", "bits", "uniform", "normal", "permutation"):
+        plain = getattr(jax.random, name)
+        monkeypatch.setattr(jax.random, name, functools.partial(noted, plain))
+    traced, others = given_a_key(root)
+    for draw in traced:
+        jax.eval_shape(draw)
+    for draw in others:
+        draw()
+    assert set(firsts) == set(types.Purpose)
 
 
 def test_keys_of_purposes_steps_and_leaves_differ():

@@ -29,7 +29,7 @@ from dpjax.accounting import Refused
 from dpjax.accounting.events import runs_of
 from dpjax.accounting.methods import checked_delta, checked_method
 from dpjax.accounting.rounding import upwards
-from dpjax.types import Key, Plan, PyTree
+from dpjax.types import Key, Plan, Purpose, PyTree
 
 __all__ = ["Budget", "Ledger", "Refused", "admit", "affordable", "empty", "epsilon"]
 
@@ -169,15 +169,16 @@ def keyed(ledger: Ledger, key: Key, name: str, drawn: str = "") -> Ledger:
       name: How an error calls the function that runs them.
       drawn: What the generator draws from a public key, where steps share a draw.
     """
-    root = _words(trees.on_host(key).tobytes() + drawn.encode())
+    # With the number that the noise's stream begins with: earlier versions had another.
+    root = _words(trees.on_host(key).tobytes() + f"{Purpose.NOISE:d} {drawn}".encode())
     if ledger.steps and not np.array_equal(ledger.key, root):
         raise Refused(
-            f"{name}: the {ledger.steps} steps of this state ran under another root key, or under "
-            "a generator that draws other examples from it. Steps of an epoch share one draw: an "
-            "example could be in two of them. Usually the key of a state was replaced to fork its "
-            "run; or jax_threefry_partitionable or the version of JAX changed, so go back to that. "
-            "Begin another run from its parameters, init(new_key, state.params), with "
-            "Mechanism(..., before=...)."
+            f"{name}: the {ledger.steps} steps of this state ran under another root key, or drew "
+            "other numbers from it. A step that ran could run again with other noise, and an "
+            "example be in two batches of an epoch. Usually the key of a state was replaced to "
+            "fork its run; or the version of dpjax or JAX changed, or jax_threefry_partitionable, "
+            "so go back to that. Begin another run from its parameters, init(new_key, "
+            "state.params), with Mechanism(..., before=...)."
         )
     return ledger._replace(key=root, seeded=np.array(trees.seeded(key)))
 

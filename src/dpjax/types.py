@@ -85,16 +85,26 @@ class Neighbours(enum.StrEnum):
 
 @enum.unique
 class Purpose(enum.IntEnum):
-    """What a random stream is for; folded into the root key so that no two meet."""
+    """What a random stream is for: the first number that dpjax folds into a key that it is given.
 
-    # A changed value changes every run of a key.
-    NOISE = 1
-    SAMPLING = 2
-    PREPARATION = 3
-    COUNT = 5
-    PROJECTIONS = 6
-    LOCAL = 4
-    PARTS = 7
+    ``jax.random.split(key, n)[i]`` is ``fold_in(key, i)``, and keys of NNX and Equinox count from 0
+    too. A purpose is above every int32, so no key that these make of a run's root key, and none of
+    the first 2^31 numbers drawn with it, is of a stream of dpjax. Flax's Linen folds in hashes of
+    32 bits, which equal a purpose by chance alone.
+    """
+
+    # The first 32 bits of SHA-256 of "dpjax NAME", with the highest bit set. A changed value
+    # changes every run of a key.
+    NOISE = 0xB537112C
+    SAMPLING = 0xA4CF1BA7
+    PREPARATION = 0xD6A094E8
+    COUNT = 0xB385706C
+    PROJECTIONS = 0xA015CAC2
+    LOCAL = 0xEB22F6C7
+    PARTS = 0xF81BB5AA
+    VIEWS = 0xCD5CB16F
+    RUNS = 0xC41C13F7
+    MEASURES = 0x9DAFB693
 
 
 @dataclass(frozen=True)

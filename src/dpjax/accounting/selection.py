@@ -22,7 +22,7 @@ from dpjax.accounting import rdp_accountant
 from dpjax.accounting.event_parts import split
 from dpjax.accounting.methods import checked_delta, epsilon
 from dpjax.accounting.rdp_divergence import ORDERS
-from dpjax.types import Key
+from dpjax.types import Key, Purpose
 
 
 class Selection(NamedTuple):
@@ -147,7 +147,8 @@ def draw_runs(key: Key, runs: float, distribution: str = "geometric") -> int:
     """
     who = "accounting.draw_runs"
     row, runs = _row(distribution, who), _mean(runs, who)
-    words = np.asarray(jax.random.bits(key, (2, 2), "uint32"), np.uint64)
+    own = jax.random.fold_in(key, Purpose.RUNS)
+    words = np.asarray(jax.random.bits(own, (2, 2), "uint32"), np.uint64)
     # Odd multiples of 2^-53: exact in a double, and neither 0 nor 1.
     coins = (2 * (words[:, 0] << 20 | words[:, 1] >> 12) + 1) / 2**53
     return row.draw(runs, *map(float, coins))

@@ -19,7 +19,7 @@ from dpjax import clipping, trees
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.link import private_mean
 from dpjax.noise.link import first_memory
-from dpjax.types import Key, PyTree
+from dpjax.types import Key, Purpose, PyTree
 
 _ENOUGH = 4096  # the standard deviation of this many numbers is known to about one per cent
 
@@ -115,6 +115,7 @@ def _measured(noise: Callable[[Key], list[Array]], key: Key) -> list[np.floating
     if small:
         times = -(-_ENOUGH // min(leaves[i].size for i in small))
         again = jax.jit(lambda keys: jax.lax.map(lambda k: [noise(k)[i] for i in small], keys))
-        for i, drawn in zip(small, again(jax.random.split(key, times)), strict=True):
+        keys = jax.random.split(jax.random.fold_in(key, Purpose.MEASURES), times)
+        for i, drawn in zip(small, again(keys), strict=True):
             leaves[i] = drawn
     return [np.std(np.asarray(leaf, np.float64)) if leaf.size else np.float64(0) for leaf in leaves]

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from dpjax import checks, trees
 from dpjax.diagnostics.vectors import length, unit
-from dpjax.types import Key, LossFn, PyTree
+from dpjax.types import Key, LossFn, Purpose, PyTree
 
 
 class Sharpness(NamedTuple):
@@ -80,7 +80,8 @@ def sharpness(
         direction, before, _, count = state
         return *step(params, batch, direction), before, count + 1
 
-    first = trees.random_like(jax.random.normal, key, params)
+    own = jax.random.fold_in(key, Purpose.MEASURES)
+    first = trees.random_like(jax.random.normal, own, params)
     first = jax.tree.map(lambda v, p: v.astype(p.dtype), first, params)
     nothing = jnp.zeros_like(length(first))
     state = body((unit(first, first), nothing, nothing, jnp.int32(0)))

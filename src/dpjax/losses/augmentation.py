@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from dpjax import checks, trees
-from dpjax.types import Key, LossFn, PyTree
+from dpjax.types import Key, LossFn, Purpose, PyTree
 
 
 def augmented(
@@ -55,7 +55,7 @@ def augmented(
     """
     checks.whole("losses.augmented", "views", views, "8 or 16 are usual.")
     checks.key("losses.augmented", key)
-    key = trees.mappable(key)
+    key = trees.mappable(jax.random.fold_in(key, Purpose.VIEWS))
 
     def mean_loss(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:
         # Randomness comes from the example, not from a state: a loss stays a pure function, and

@@ -23,7 +23,7 @@ from dpjax import noise, trees
 from dpjax._jaxpr import equations, name_of, own_vjp
 from dpjax.gradients._estimated_norms import jvp_magnitude
 from dpjax.gradients.batching import Rows
-from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
+from dpjax.types import ClippedSum, Clipping, Key, LossFn, Purpose, PyTree
 
 # How many roundings of the largest tangent an inner product may contain.
 _ROUNDINGS = 32
@@ -86,7 +86,8 @@ def estimated_norms(
     """
 
     def along(j: Array) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
-        direction = trees.random_like(noise.standard_normal, jax.random.fold_in(key, j), params)
+        own = trees.step_key(key, Purpose.PROJECTIONS, j)
+        direction = trees.random_like(noise.standard_normal, own, params)
 
         def of_one(example: PyTree) -> tuple[Array, Array]:
             return jvp_magnitude.along(lambda p: loss(p, example)[0], params, direction)
