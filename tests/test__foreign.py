@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The door for data: what NumPy and JAX read alike trains, and the rest is answered by name.
 
-The classes below stand for classes of torch, pandas and grain, which tests do not install.
+The classes below stand for classes of torch, pandas, grain and Arrow, which tests do not install.
 """
 
 import re
+from collections import UserDict
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from mutation import kills
 import dpjax
 from dpjax import _foreign, clipping, features, federated, metrics, sampling
 from dpjax.data import Stream
+from dpjax.data.origins import not_single
 
 X = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
 Y = np.arange(20) % 2
@@ -84,20 +87,11 @@ class DataLoader:
         return iter([(X, Y)])
 
 
-@of("grain._src.python.dataset.transformations.batch")
-class BatchMapDataset(Pairs):
-    pass
-
-
-@of("grain._src.python.dataset.transformations.repeat")
-class RepeatMapDataset(Pairs):
-    pass
-
-
-@of("grain._src.python.dataset.transformations.map")
-class MapMapDataset(Pairs):
-    def __init__(self, *parents):
-        self.parents = parents
+def source(kind, size=20, **attributes):
+    """A data set of this kind, as grain.MapMapDataset, that is made of its attributes."""
+    module, name = kind.split(".")
+    methods = {"__module__": f"{module}.inside", "__len__": lambda self: size}
+    return type(name, (Pairs,), {**methods, **attributes})()
 
 
 def stepped(data, params=None, loss=loss):
@@ -110,7 +104,7 @@ SAME = {
     "tensors": lambda: (Tensor(X), Tensor(Y)),
     "frames": lambda: (DataFrame(X.astype(np.float64)), DataFrame(Y)),
     "a torch data set": lambda: Stream(Pairs()),
-    "a grain data set": lambda: Stream(MapMapDataset(Pairs())),
+    "a grain data set": lambda: Stream(source("grain.MapMapDataset", parents=(Pairs(),))),
 }
 
 
@@ -133,6 +127,10 @@ def test_tensors_are_parameters_batches_and_the_data_of_clients():
 @of("pandas.core.series")
 class Series(Tensor):
     pass
+
+
+class File(UserDict):
+    """As a file of h5py: a mapping that JAX takes for a leaf."""
 
 
 WORDS = DataFrame(np.array([["a", 1.0]] * 20, object))
@@ -185,21 +183,28 @@ REFUSED = {
     "a stream of a frame": (lambda: Stream(DataFrame(X)), "is a pandas.DataFrame.*needs no Stream"),
     "a stream of columns": (lambda: Stream((Tensor(X), Tensor(Y))), "taken for 2 examples"),
     "batches of grain": (
-        lambda: Stream(BatchMapDataset()),
-        r"grain.BatchMapDataset, and `.batch\(...\)`.*the sampler draws the batches",
+        lambda: Stream(source("grain.BatchMapDataset")),
+        r"grain.BatchMapDataset, and its `.batch\(...\)`.*The sampler draws the batches",
     ),
     "batches of grain, mapped": (
-        lambda: Stream(MapMapDataset(BatchMapDataset())),
-        r"grain.MapMapDataset, and `.batch\(...\)`",
+        lambda: Stream(source("grain.MapMapDataset", parents=(source("grain.BatchMapDataset"),))),
+        r"grain.MapMapDataset, and its `.batch\(...\)`",
     ),
-    "epochs of grain": (lambda: Stream(RepeatMapDataset()), "could count twice"),
+    "epochs of grain": (lambda: Stream(source("grain.RepeatMapDataset")), "several indices"),
+    "a flat map of grain": (lambda: Stream(source("grain.FlatMapMapDataset")), "several indices"),
+    "a filter of grain": (lambda: Stream(source("grain.FilterMapDataset")), "leaves holes"),
+    "a dictionary of arrays": (
+        lambda: Stream({"x": X, "y": Y}),
+        r"is a dict with the keys \['x', 'y'\].*Stream\(source\[key\]\)",
+    ),
+    "a file of arrays": (lambda: stepped(File(x=X)), "It is a mapping: give the arrays"),
 }
 
 
 @kills(
-    "_foreign.py",
-    'map(joined_records, getattr(source, "parents", ()))',
-    "()",
+    "data/origins.py",
+    "found = map(_transformed, _parts(source))",
+    "found = ()",
     case="batches of grain, mapped",
 )
 @pytest.mark.parametrize("name", REFUSED)
@@ -209,10 +214,141 @@ def test_what_is_no_array_is_answered_by_name(name):
         make()
 
 
-def test_a_stream_of_another_size_is_asked_for_batches():
-    records = [(X[:10], Y[:10]), (X[10:], Y[10:])]
-    with pytest.raises(ValueError, match=r"2 examples.*If a record is a batch"):
-        stepped(Stream(records))
+def test_a_stream_of_batches_is_answered_before_its_size(caplog):
+    records = Stream([(X[:10], Y[:10]), (X[10:], Y[10:])])
+    with pytest.raises(ValueError, match=r"2 examples.*If a record is a batch.*Build the sampler"):
+        stepped(records)
+    for stream, warned in ((Stream(list(zip(X, Y, strict=True))), 0), (records, 1)):
+        assert stream.row
+        assert caplog.text.count("all 2 arrays of a record have 10 rows") == warned
+
+
+def subset(rows, dataset=None):
+    return source("torch.Subset", len(rows), dataset=dataset or PAIRS, indices=rows)
+
+
+def joined(*parts):
+    return source("torch.ConcatDataset", sum(map(len, parts)), datasets=list(parts))
+
+
+def of_grain(kind, size, *parents, **attributes):
+    return source(f"grain.{kind}MapDataset", size, parents=parents, **attributes)
+
+
+class Chunk:
+    """Rows of a buffer of Arrow's, which lies at 64."""
+
+    address = 64
+
+    def __init__(self, start, stop):
+        self.offset, self.size = start, stop - start
+
+    def __len__(self):
+        return self.size
+
+    def buffers(self):
+        return [None, SimpleNamespace(address=self.address, size=80)]
+
+
+class Other(Chunk):
+    address = 128
+
+
+def face(*chunks, rows=None):
+    """A data set of Hugging Face: a table, and another one of the rows that were selected."""
+
+    def table(column):
+        return source("pyarrow.Table", combine_chunks=None, column=lambda self, place: column)
+
+    chosen = None if rows is None else table(np.array(rows))
+    size = sum(map(len, chunks)) if rows is None else len(rows)
+    data = table(SimpleNamespace(chunks=list(chunks)))
+    return source("datasets.Dataset", size, _data=data, _indices=chosen)
+
+
+PAIRS, RECORDS = Pairs(), list(range(20))
+
+
+def sliced(start, stop, step=1):
+    size = len(range(start, stop, step))
+    return of_grain("Slice", size, PAIRS, _start=start, _stop=stop, _step=step)
+
+
+SEVERAL = {
+    "selected": lambda: subset([3, 1, 3]),
+    "selected in a selection": lambda: subset([0, 2], subset([3, 5, 3])),
+    "joined": lambda: joined(PAIRS, PAIRS),
+    "joined selections": lambda: joined(subset([1, 2]), subset([2, 3])),
+    "selected from joined": lambda: subset([1, 21], joined(PAIRS, PAIRS)),
+    "zipped": lambda: source("torch.StackDataset", datasets={"x": PAIRS, "y": subset([1] * 20)}),
+    "mapped": lambda: of_grain("Map", 40, joined(PAIRS, of_grain("Map", 20, PAIRS))),
+    "a list": lambda: joined(*[of_grain("Source", 20, _source=RECORDS) for _ in range(2)]),
+    "slices": lambda: joined(sliced(0, 11), sliced(19, 9, -1)),
+    "mixed": lambda: of_grain("Mixed", 3, PAIRS, _selection_map=[(0, 1), (0, 2), (0, 21)]),
+    "a table": lambda: face(Chunk(0, 20), Chunk(0, 20)),
+    "overlapping tables": lambda: face(Chunk(0, 11), Other(0, 20), Chunk(10, 20)),
+    "rows of a table": lambda: face(Chunk(0, 20), rows=[4, 4]),
+    "rows of joined tables": lambda: face(Chunk(0, 20), Chunk(5, 20), rows=[5, 6, 20]),
+}
+ONCE = {
+    "selected": lambda: subset([3, 1, 0]),
+    "selected in a selection": lambda: subset([0, 1], subset([7, 3, 3])),
+    "folds": lambda: joined(subset([1, 2]), subset([0, 3]), Pairs()),
+    "selected from joined": lambda: subset([1, 22], joined(PAIRS, PAIRS)),
+    "zipped": lambda: source("torch.StackDataset", datasets=(PAIRS, PAIRS)),
+    "slices": lambda: joined(sliced(0, 20, 2), sliced(1, 20, 2)),
+    "mixed": lambda: of_grain("Mixed", 3, PAIRS, Pairs(), _selection_map=[(0, 1), (1, 1), (0, 2)]),
+    "tables": lambda: face(Chunk(0, 10), Other(0, 20), Chunk(10, 20)),
+    "rows of tables": lambda: face(Chunk(0, 10), Chunk(10, 20), rows=[3, 13, 10]),
+    # Attributes of a class of the user's own that mean something else.
+    "windows": lambda: source("mine.Windows", 2, dataset=PAIRS, indices=[[0, 1], [2]]),
+    "other numbers": lambda: source("mine.Codes", 2, dataset=PAIRS, indices=[99, 99]),
+    "names": lambda: source("mine.Names", 2, datasets="xx", dataset=None, parents=2),
+    "an empty part": lambda: joined(subset([1, 2]), face()),
+}
+
+
+@kills("data/origins.py", "if _repeat(_rows(source, {})) else", "if False else", case="joined")
+@kills(
+    "data/origins.py",
+    "left.stop > right.start",
+    "left.stop > right.stop",
+    case="joined",
+    slow=True,
+)
+@kills(
+    "data/origins.py",
+    "return [_joined(chain(*parts))[chosen]]",
+    "return [_joined(chain(*parts))]",
+    case="rows of a table",
+    slow=True,
+)
+@kills("data/origins.py", " % np.array(sizes)[part]", "", case="mixed", slow=True)
+@kills("data/origins.py", "parts, key=_repeat", "parts, key=len", case="zipped", slow=True)
+@kills(
+    "data/origins.py",
+    'key = ("buffer", buffers[0]) if buffers else id(chunk)',
+    "key = id(chunk)",
+    case="overlapping tables",
+    slow=True,
+)
+@kills(
+    "data/origins.py",
+    "seen.setdefault(key, (",
+    "seen.setdefault(object(), (",
+    case="a list",
+    slow=True,
+)
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_source_with_several_indices_of_one_record_is_refused(name):
+    """One person would move the sum by several bounds."""
+    with pytest.raises(TypeError, match=r"one record several indices.*weigh .*losses.augmented"):
+        Stream(SEVERAL[name]())
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_a_source_with_one_index_of_each_record_passes(name):
+    assert not_single(ONCE[name]()) is None
 
 
 # All doors through which rows enter; each returns what it made of them.
@@ -324,6 +460,22 @@ def test_an_error_inside_a_loss_says_what_the_loss_was_given(name, path):
     assert "float32[3]" in note
     assert "one example, without a batch axis" in note
     assert re.search(usual, note)
+
+
+class Index(list):
+    """As an index of pandas."""
+
+    equals = list.__eq__
+
+
+def test_frames_of_other_rows_are_refused():
+    """NumPy would pair them by position, and so train each input with the target of another."""
+    frame, series = DataFrame(X), Series(Y)
+    frame.index, series.index = Index(range(20)), Index(range(20))
+    np.testing.assert_array_equal(_foreign.arrays((frame, series), "data")[1], Y)
+    series.index = Index(range(19, -1, -1))
+    with pytest.raises(ValueError, match=r"data: the index of one frame.*series.loc\[frame.index"):
+        _foreign.arrays((frame, series), "data")
 
 
 def test_a_trained_leaf_may_be_called_batch_stats():

@@ -30,6 +30,7 @@ def test_cross_entropy_and_its_gradient(label):
     value, slope = jax.value_and_grad(losses.cross_entropy)(jnp.asarray(LOGITS), jnp.array(label))
     assert value == pytest.approx(-special.log_softmax(LOGITS)[label], rel=1e-6)
     np.testing.assert_allclose(slope, special.softmax(LOGITS) - np.eye(4)[label], atol=1e-6)
+    assert losses.cross_entropy(LOGITS, np.array([label])) == value, "a row of a column"
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0, 5.0])
@@ -144,6 +145,7 @@ def test_one_number_may_meet_a_scalar_target():
     [
         (lambda: losses.cross_entropy(jnp.zeros((2, 3)), jnp.zeros(2, int)), "jax.vmap"),
         (lambda: losses.cross_entropy(jnp.zeros(3), jnp.zeros(3)), "one whole number"),
+        (lambda: losses.cross_entropy(jnp.zeros(3), jnp.zeros(2, int)), "one whole number"),
         (lambda: losses.squared_error(jnp.zeros(3), jnp.array(1)), "one_hot"),
         (lambda: losses.squared_error(jnp.zeros((5, 1)), jnp.zeros(5)), "same shape"),
         (lambda: losses.focal(-1.0), "expected a finite number, 0 or more"),
@@ -403,8 +405,13 @@ class TestAugmented:
         with pytest.raises(TypeError, match=r"losses.augmented\(key: int\).*expected a key"):
             losses.augmented(plain, shifted, 3, key=0)
         x, y = self.BATCH[0][0], jnp.array(1)
+        params = some_params(self.MODEL, x)
         with pytest.raises(TypeError, match=r"float32.*different examples have the same views"):
-            loss(some_params(self.MODEL, x), (x, y, 0.1))
+            loss(params, (x, y, 0.1))
+        for made, name in ((plain, "of"), (loss, "augmented")):
+            for example in ({"x": x, "y": y}, x, (x,)):
+                with pytest.raises(TypeError, match=rf"losses.{name}: the example .*\(x, y\).*e\["):
+                    made(params, example)
 
 
 def test_of_explains_what_a_loss_lacks():

@@ -27,7 +27,8 @@ def counted(bins):
 
 def test_accuracy_confusion_and_nll_equal_the_reference():
     accuracy = reference.accuracy_score(LABELS, PREDICTED)
-    assert metrics.accuracy(LOGITS, LABELS) == pytest.approx(accuracy)
+    for labels in (LABELS, LABELS[:, None]):
+        assert metrics.accuracy(LOGITS, labels) == pytest.approx(accuracy)
     table = metrics.confusion(LOGITS, LABELS)
     assert np.array_equal(table, reference.confusion_matrix(LABELS, PREDICTED))
     nll = reference.log_loss(LABELS, PROBABILITIES)

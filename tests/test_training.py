@@ -221,12 +221,20 @@ def test_a_run_whose_configuration_holds_nan_resumes(tmp_path):
     assert state.ledger.steps == 2
 
 
+class Truth(int):
+    """A tensor of PyTorch's with one truth value: its `size` is a method."""
+
+    def size(self):
+        return ()
+
+
 def until(step):
     """An evaluation that stops the run at a step, and counts its calls."""
 
     def evaluate(state):
         evaluate.calls += 1
-        return {"half": 0.5, "stop": state.ledger.steps >= step}
+        stop = Truth(state.ledger.steps >= step)
+        return {"half": 0.5, "stop": stop}
 
     evaluate.calls = 0
     return evaluate

@@ -10,7 +10,7 @@ JAX would cut whole numbers off at 32 bits and drop a mask without a word: `nati
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ __all__ = [
     "arrays",
     "fits",
     "fitted",
-    "joined_records",
     "kind_of",
     "native",
     "no_arrays",
@@ -38,11 +37,6 @@ _CONVERT = {
     "pandas": "frame[columns].to_numpy('float32'), with the columns that hold numbers",
     "polars": "frame.select(columns).to_numpy(), with the columns that hold numbers",
 }
-# Transformations of grain after which a record is no single example, or one that occurs again.
-_JOINED = {
-    "BatchMapDataset": "`.batch(...)` makes one record of several examples",
-    "RepeatMapDataset": "`.repeat(...)` gives an example several indices, so it could count twice",
-}
 
 
 def arrays(tree: PyTree, name: str) -> PyTree:
@@ -56,10 +50,12 @@ def arrays(tree: PyTree, name: str) -> PyTree:
 
     Raises:
       TypeError: A leaf is a loader, a source that is read by index, a masked array, or text.
-      ValueError: A leaf has whole numbers of more bits than JAX computes with.
+      ValueError: A leaf has whole numbers of more bits than JAX computes with, or two frames
+        differ in their index.
     """
     if isinstance(tree, Iterator):  # jax.tree.map of an iterator is deprecated
         raise no_arrays(tree, name)
+    _check_labels(jax.tree.leaves(tree), name)
 
     def converted(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, jax.Array | np.number | np.bool):
@@ -161,6 +157,8 @@ def no_arrays(given: Any, name: str) -> TypeError:
             "A loader draws the batches, and dpsgd draws them itself, because their sampling is "
             "accounted. Give its data set: dpjax.data.Stream(loader.dataset)."
         )
+    elif isinstance(given, Mapping):  # of h5py, or the splits of a data set
+        cure = "It is a mapping: give the arrays or the split that it holds, by their keys."
     elif hasattr(given, "__getitem__") and hasattr(given, "__len__"):
         cure = (
             "It is read by index: dpjax.data.Stream(source) is data for dpsgd, with "
@@ -170,19 +168,23 @@ def no_arrays(given: Any, name: str) -> TypeError:
     return TypeError(f"{name}: got a {kind_of(given)}; expected arrays. {cure}")
 
 
-def joined_records(source: Any) -> str | None:
-    """Why the records of a grain data set are no single examples; None if they are."""
-    if not kind_of(source).startswith("grain."):
-        return None
-    reasons = map(joined_records, getattr(source, "parents", ()))
-    return _JOINED.get(type(source).__name__) or next(filter(None, reasons), None)
-
-
 def kind_of(given: Any) -> str:
     """The library and the name of a type, ``torch.Tensor``; of Python's and a script's the name."""
     kind = type(given)
     library = kind.__module__.split(".")[0]
     return kind.__name__ if library in ("builtins", "__main__") else f"{library}.{kind.__name__}"
+
+
+def _check_labels(leaves: list[Any], name: str) -> None:
+    """Refuses frames with other row labels than each other: rows are paired by position."""
+    frames = [leaf for leaf in leaves if kind_of(leaf).startswith("pandas.")]
+    labels = [frame.index for frame in frames if hasattr(frame, "index")]
+    if any(not each.equals(labels[0]) for each in labels):
+        raise ValueError(
+            f"{name}: the index of one frame is not that of another; expected equal ones, because "
+            "rows are paired by position. Usually one was shuffled or filtered: order it as the "
+            "other, series.loc[frame.index]. If positions are meant, give each as .to_numpy()."
+        )
 
 
 def _numbers(leaf: Any, name: str) -> np.ndarray:

@@ -59,7 +59,7 @@ def accuracy(
 
     Args:
       logits: Scores of each class.
-      labels: The right classes.
+      labels: The right classes, ``[batch]`` or a column ``[batch, 1]``.
 
     Returns:
       A number from 0 to 1; the first of equal logits counts.
@@ -253,6 +253,8 @@ def _batch(name: str, logits: Any, labels: Any) -> tuple[Array, Array]:
         x if isinstance(x, jax.Array) else native(x, f"metrics.{name}: {called}")
         for called, x in (("logits", logits), ("labels", labels))
     )
+    if labels.ndim == 2 and labels.shape[1] == 1:  # a column: argmax would make class 0 of each
+        labels = labels[:, 0]
     whole = jnp.issubdtype(labels.dtype, jnp.integer)
     if jnp.iscomplexobj(logits):
         raise ValueError(

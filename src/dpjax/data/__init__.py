@@ -8,8 +8,8 @@ validation part. `load_file` reads an ``.npz`` or ``.csv`` of your own. `stream`
 part on the disk; `Stream` reads any source by index.
 
 `sources` is the table of names. `own_file`, `files` (with `encoded`), `tfds` and `streaming` (with
-`records`) read, and `dataset` checks the result. No statistic of the data is computed here: a mean
-or a scale of private examples would be a release that the accountant does not see.
+`records` and `origins`) read, and `dataset` checks the result. No statistic of the data is computed
+here: a mean or a scale of private examples would be a release that the accountant does not see.
 """
 
 from dpjax.data.dataset import Dataset, Split, hold_out, standardize

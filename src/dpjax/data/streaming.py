@@ -10,7 +10,7 @@ draws are accounted; so iterators, which choose their own order, are refused.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,9 +18,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 from dpjax import checks, trees
-from dpjax._foreign import fits, fitted, joined_records, kind_of, plain
+from dpjax._foreign import fits, fitted, kind_of, plain
+from dpjax.data.origins import not_single
 from dpjax.data.records import RandomAccess, checked_indices, examples
 from dpjax.types import PyTree
 
@@ -42,6 +44,8 @@ class Stream:
     Privacy:
       The records are private, and so are the indices that are read: amplification by sampling
       assumes that the draw is secret, so a storage service that logs its reads must be trusted.
+      One index is one example: a source is refused whose objects give a record several indices, as
+      a repeated or resampled data set does. Copies of records are not seen.
       Shapes and the number of examples count as public.
 
     Example:
@@ -74,11 +78,18 @@ class Stream:
                 "expected one record an index. It is in memory and needs no Stream: pass it as the "
                 "data, or its arrays, (frame[inputs].to_numpy(), frame[target].to_numpy())."
             )
-        if why := joined_records(self.source):
+        if isinstance(self.source, Mapping):
+            raise TypeError(
+                f"data.Stream: the source is a {kind} with the keys {list(self.source)!s:.200}; "
+                "expected one record an index. Give one split or one data set of it: "
+                "Stream(source[key])."
+            )
+        if why := not_single(self.source):
             raise TypeError(
                 f"data.Stream: the source is a {kind}, and {why}; expected one example an index. "
-                "Leave this transformation out: the sampler draws the batches, and `steps` of the "
-                "mechanism says how long training lasts."
+                "The sampler draws the batches, and `steps` of the mechanism says how long "
+                "training lasts. In place of repeats, weigh rare classes in the loss by public "
+                "weights, and average views of one example by losses.augmented."
             )
         if _is_columns(self.source):
             raise TypeError(
@@ -114,6 +125,8 @@ class Stream:
                     "expected numbers. Select the entries that the loss needs: "
                     "Stream(source, example=lambda record: (record['image'], record['label']))."
                 )
+        if type(self.source) is list:
+            _warn_of_batches([np.shape(leaf) for leaf in jax.tree.leaves(example)])
         # They would reach the loss as lists of scalars.
         parts = jax.tree.leaves(example, is_leaf=_is_list_of_numbers)
         if lists := [part for part in parts if isinstance(part, list)]:
@@ -229,6 +242,19 @@ def _is_columns(source: Any) -> bool:
     first, second = source[:2]
     arrays = all(hasattr(x, "__array__") and getattr(x, "ndim", 0) for x in (first, second))
     return arrays and (isinstance(source, tuple) or _shape(first) != _shape(second))
+
+
+def _warn_of_batches(shapes: list[tuple[int, ...]]) -> None:
+    """Warns if all arrays of a record have one number of rows, as in ``list(loader)``."""
+    # The loss of a batch would train, and clipping would bound a batch in place of an example.
+    rows = {shape[:1] for shape in shapes}
+    if len(shapes) > 1 and len(rows) == 1 and max(rows) > (1,):
+        logging.warning(
+            "data.Stream: all %d arrays of a record have %d rows. If a record is a batch, as in "
+            "list(DataLoader(...)), epsilon holds for no single example: give the data set. If "
+            "the rows are parts of one example, all is well.",
+            *(len(shapes), *max(rows)),
+        )
 
 
 def _is_list_of_numbers(given: Any) -> bool:

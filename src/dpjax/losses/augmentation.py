@@ -17,7 +17,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from dpjax import checks, trees
+<<<<<<< HEAD
 from dpjax.types import Key, LossFn, Purpose, PyTree
+=======
+from dpjax.losses.modules import unpacked
+from dpjax.types import Key, LossFn, PyTree
+>>>>>>> m-data
 
 
 def augmented(
@@ -60,7 +65,7 @@ def augmented(
     def mean_loss(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:
         # Randomness comes from the example, not from a state: a loss stays a pure function, and
         # a resumed run draws the same views.
-        x, y, *numbers = example
+        x, y, *numbers = unpacked("augmented", example)
         own = key
         for number in numbers:
             # Folded one after the other, so that (row 1, step 2) and (row 2, step 1) differ.

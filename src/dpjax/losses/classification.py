@@ -33,7 +33,7 @@ def cross_entropy(
 
     Args:
       logits: h, one score for each class.
-      label: y, a whole number.
+      label: y, a whole number, of shape ``()`` or ``(1,)``.
 
     Returns:
       The loss in nats.
@@ -121,13 +121,15 @@ def one_hot(error: Callable[[Array, Array], Array]) -> Callable[[Array, Array], 
 def _classes(name: str, logits: ArrayLike, label: ArrayLike) -> tuple[Array, Array]:
     """The logits in float32 or wider, and a mask that selects the label's logit."""
     logits, label = jnp.asarray(logits), jnp.asarray(label)
+    if label.shape == (1,):  # a column of labels, [n, 1]: argmax would make class 0 of each
+        label = label.reshape(())
     whole = jnp.issubdtype(label.dtype, jnp.integer)
     if logits.ndim != 1 or label.ndim != 0 or not whole:
         raise ValueError(
             f"losses.{name}: got logits of shape {logits.shape} and a label of shape {label.shape} "
             f"and type {label.dtype}; expected [classes] and one whole number. A loss takes a "
-            f"single example: for a batch use jax.vmap(losses.{name}). Convert labels that are "
-            "floats or one-hot rows first: y.astype(int), y.argmax(-1)."
+            f"single example: for a batch use jax.vmap(losses.{name}). Convert labels first: "
+            "floats by y.astype(int), one-hot rows by y.argmax(-1)."
         )
     return logits.astype(trees.wide(logits.dtype)), jnp.arange(logits.size) == label
 

@@ -105,7 +105,7 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
 
     def per_example(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:
         _refuse_collections(params)
-        x, y, *epoch = example
+        x, y, *epoch = unpacked("of", example)
         more = _epoch(named, epoch)
         try:
             if "hidden" in named:
@@ -123,6 +123,18 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
         return loss(output, y, **more)
 
     return per_example
+
+
+def unpacked(name: str, example: Any) -> tuple[Any, ...] | list[Any]:
+    """The example as ``(x, y, ...)``; a dictionary would give its keys, and an array its rows."""
+    if not isinstance(example, tuple | list) or len(example) < 2:
+        what = list(example) if isinstance(example, Mapping) else jax.tree.map(jnp.shape, example)
+        raise TypeError(
+            f"losses.{name}: the example is a {type(example).__name__} of {what!s:.200}; expected "
+            "a tuple (x, y). Usually the data are a dictionary: give the data as (x, y), or let a "
+            "loss name the entries: lambda params, e: loss(params, (e['x'], e['y']))."
+        )
+    return example
 
 
 def _check_module(model: Any) -> None:

@@ -294,11 +294,11 @@ def _check_size(name: str, data: PyTree, expected: int) -> None:
             "split left no row: look at the shapes of what was loaded."
         )
     if size != expected:
-        batched = " If a record is a batch, let the source give single examples." if stream else ""
+        batched = "If a record is a batch, let the source give single examples. " if stream else ""
         raise ValueError(
             f"{name}: the data hold {size} examples, the mechanism's sampler {expected}; the "
-            "sampling rate would not be the accounted one. Build the sampler for this data set: "
-            f"dpjax.sampling.poisson(examples={size}, batch_size=...).{batched}"
+            f"sampling rate would not be the accounted one. {batched}Build the "
+            f"sampler for this data set: dpjax.sampling.poisson(examples={size}, batch_size=...)."
         )
 
 

@@ -379,7 +379,7 @@ def _evaluated(found: Any, taken: Sequence[str]) -> dict[str, Any]:
             f"fit(evaluate=...): 'private' is {found['private']!r:.60}; expected a mapping of the "
             "numbers that depend on private data, such as {'private': {'loss': 0.3}}."
         )
-    if np.size(stop := found.get("stop", False)) != 1:
+    if np.size(np.asarray(stop := found.get("stop", False))) != 1:
         raise TypeError(
             f"fit(evaluate=...): 'stop' is {stop!r:.60}; expected one truth value. Usually arrays "
             "were compared: reduce the result by all() or any()."
