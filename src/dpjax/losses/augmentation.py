@@ -17,12 +17,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from dpjax import checks, trees
-<<<<<<< HEAD
-from dpjax.types import Key, LossFn, Purpose, PyTree
-=======
 from dpjax.losses.modules import unpacked
-from dpjax.types import Key, LossFn, PyTree
->>>>>>> m-data
+from dpjax.types import Key, LossFn, Purpose, PyTree
 
 
 def augmented(
