@@ -1042,7 +1042,7 @@ def test_a_target_that_needs_no_noise_is_found_out_in_few_questions():
 )
 @kills(
     "accounting/event_parts.py",
-    'check_rate(rate, "accounting: PoissonSampledDpEvent")',
+    'check_rate("accounting: PoissonSampledDpEvent", rate)',
     "pass",
     slow=True,
 )

@@ -147,7 +147,9 @@ class Checkpoints:
         logging.error(
             "checkpoints: a checkpoint could not be written to %s (%s). The run continues with its "
             "state in memory; the last good checkpoint is %s. Usually the disk is full.",
-            *(self.directory, str(error).strip().split("\n")[0], self.manager.latest_step()),
+            self.directory,
+            _first_line(error),
+            self.manager.latest_step(),
         )
         self.manager = self._open()
         return False
@@ -209,7 +211,10 @@ class Checkpoints:
         aside = self.directory / (f"damaged-{step}-{again + 1}" if again else f"damaged-{step}")
         logging.error(
             "checkpoints: %s/%d is damaged (%s). It is set aside as %s; the previous one is read.",
-            *(self.directory, step, str(error).strip().split("\n")[0], aside.name),
+            self.directory,
+            step,
+            _first_line(error),
+            aside.name,
         )
         # The manager keeps its own list of steps, so it is opened again after the move.
         self.manager.close()
@@ -249,3 +254,7 @@ def _as(like: PyTree, numbers: Sequence[np.ndarray], where: str) -> PyTree:
         return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(old)) if is_key else placed
 
     return structure.unflatten(map(one, names, leaves, numbers))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -172,7 +172,7 @@ def split(event: DpEvent, records: int = 1) -> Parts:
             case dp_accounting.GaussianDpEvent(noise_multiplier=z):
                 found.gaussian(z, count)
             case dp_accounting.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
-                check_rate(rate, "accounting: PoissonSampledDpEvent")
+                check_rate("accounting: PoissonSampledDpEvent", rate)
                 together = records > 1 and isinstance(leaf, CorrelatedSampledDpEvent)
                 if rate == 1 or (rate > 0 and together):
                     # Rate 1 draws every example, so nothing is amplified and the inner events

@@ -75,20 +75,20 @@ def correlated_samples(event: DpEvent) -> DpEvent:
     return rewritten(event, marked)
 
 
-def _check_multiplier(value: float, who: str) -> float:
+def _check_multiplier(call: str, value: float) -> float:
     hint = (
         "It is the standard deviation of the noise on the sum divided by how far one example can "
         "move that sum."
     )
-    return checks.not_negative(who, "noise_multiplier", value, hint)
+    return checks.not_negative(call, "noise_multiplier", value, hint)
 
 
-def check_rate(value: float, who: str) -> float:
+def check_rate(call: str, value: float) -> float:
     """The sampling rate as a float; raises unless it is a probability, 0 and 1 included."""
-    value = checks.number(who, "sampling_rate", value, "It is a probability in [0, 1].")
+    value = checks.number(call, "sampling_rate", value, "It is a probability in [0, 1].")
     if not 0 <= value <= 1:
         raise ValueError(
-            f"{who}: sampling_rate must be a probability in [0, 1]; got {value}. A number above 1 "
+            f"{call}: sampling_rate must be a probability in [0, 1]; got {value}. A number above 1 "
             "is usually the batch size itself: divide it by the number of examples."
         )
     return value
@@ -134,11 +134,11 @@ def subsampled_gaussian(noise_multiplier: float, sampling_rate: float, steps: in
     References:
       Abadi et al., *Deep learning with differential privacy*, 2016, algorithm 1.
     """
-    who = "accounting.subsampled_gaussian"
-    noise_multiplier = _check_multiplier(noise_multiplier, who)
-    rate = check_rate(sampling_rate, who)
+    call = "accounting.subsampled_gaussian"
+    noise_multiplier = _check_multiplier(call, noise_multiplier)
+    rate = check_rate(call, sampling_rate)
     hint = "Epochs become a whole number of steps by round(epochs * examples / batch_size)."
-    steps = checks.whole(who, "steps", steps, hint, least=0)
+    steps = checks.whole(call, "steps", steps, hint, least=0)
     if steps == 0 or rate == 0:
         return dp_accounting.NoOpDpEvent()
     event: DpEvent = dp_accounting.GaussianDpEvent(noise_multiplier)
@@ -250,7 +250,7 @@ def effective_multiplier(noise_multipliers: ArrayLike) -> float:
       procedures*, 2018, §3.
     """
     zs = [
-        _check_multiplier(z, "accounting.effective_multiplier") for z in np.ravel(noise_multipliers)
+        _check_multiplier("accounting.effective_multiplier", z) for z in np.ravel(noise_multipliers)
     ]
     # z^-2 would overflow: one group without noise lays the example bare, whatever the others have.
     if any(z <= BARE for z in zs):

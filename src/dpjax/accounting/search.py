@@ -59,7 +59,7 @@ def calibrate(
       >>> round(accounting.calibrate(make, epsilon=2.0, delta=1e-5), 4)
       1.2953
     """
-    _check(epsilon, delta, method, "accounting.calibrate")
+    _check("accounting.calibrate", epsilon, delta, method)
     # Below it the conversion answers 0 for divergences near delta^2 and nothing else, so a search
     # would end at noise hundreds or millions of times what "pld" finds.
     if epsilon <= (least := least_epsilon(delta, method)):
@@ -118,7 +118,7 @@ def largest_steps(
       >>> accounting.largest_steps(make, epsilon=2.0, delta=1e-6)
       133
     """
-    _check(epsilon, delta, method, "accounting.largest_steps")
+    _check("accounting.largest_steps", epsilon, delta, method)
     if maximum != math.inf:
         hint = "It may also be infinity: a whole number, zero or more, or infinity."
         checks.whole("accounting.largest_steps", "maximum", maximum, hint, least=0)
@@ -197,12 +197,12 @@ def _crossing(
     return float(found.root)
 
 
-def _check(target: float, delta: float, method: str, who: str) -> None:
-    checked_delta(who, delta)
-    row = checked_method(who, method)
+def _check(call: str, target: float, delta: float, method: str) -> None:
+    checked_delta(call, delta)
+    row = checked_method(call, method)
     if not row.proven:
         raise ValueError(
-            f"{who}(method={method!r}): refused. It is {row.words}, and noise or steps chosen by "
+            f"{call}(method={method!r}): refused. It is {row.words}, and noise or steps chosen by "
             "it would promise what is not proven. Use 'rdp' or 'pld', and print the estimate "
             "beside them."
         )
@@ -210,4 +210,4 @@ def _check(target: float, delta: float, method: str, who: str) -> None:
         "At epsilon 0 nothing about the data is learnt. For a run without noise, to compare with, "
         "build the mechanism with noise_multiplier=0.0 instead."
     )
-    checks.positive(who, "epsilon", target, hint)
+    checks.positive(call, "epsilon", target, hint)

@@ -113,12 +113,12 @@ def select_best(
       Papernot, Steinke, *Hyperparameter tuning with Rényi differential privacy*, 2022, theorems 2
       and 6. Liu, Talwar, *Private selection from private candidates*, 2019.
     """
-    who = "accounting.select_best"
-    row, runs = _row(distribution, who), _mean(runs, who)
-    checked_delta(who, delta)
+    call = "accounting.select_best"
+    row, runs = _row(call, distribution), _mean(call, runs)
+    checked_delta(call, delta)
     events = list(event) if isinstance(event, Iterable) else [event]
     if not events:
-        raise ValueError(f"{who}(event=[]): expected the event of one run, or several in a list.")
+        raise ValueError(f"{call}(event=[]): expected the event of one run, or several in a list.")
     # Any candidate may be the one that is published, so the search pays for the most expensive one.
     alone = max(epsilon(each, delta, "rdp", neighbours) for each in events)
     if not math.isfinite(alone):
@@ -145,8 +145,8 @@ def draw_runs(key: Key, runs: float, distribution: str = "geometric") -> int:
       >>> [draw_runs(jax.random.key(seed), runs=10) for seed in range(6)]
       [1, 8, 5, 25, 2, 8]
     """
-    who = "accounting.draw_runs"
-    row, runs = _row(distribution, who), _mean(runs, who)
+    call = "accounting.draw_runs"
+    row, runs = _row(call, distribution), _mean(call, runs)
     own = jax.random.fold_in(key, Purpose.RUNS)
     words = np.asarray(jax.random.bits(own, (2, 2), "uint32"), np.uint64)
     # Odd multiples of 2^-53: exact in a double, and neither 0 nor 1.
@@ -201,20 +201,20 @@ DISTRIBUTIONS: dict[str, Distribution] = {
 }
 
 
-def _row(name: str, who: str) -> Distribution:
+def _row(call: str, name: str) -> Distribution:
     if name not in DISTRIBUTIONS:
         rows = "; ".join(f"{known!r}: {row.words}" for known, row in DISTRIBUTIONS.items())
         raise ValueError(
-            f"{who}(distribution={name!r}): not known. There are: {rows}. A fixed number of runs "
+            f"{call}(distribution={name!r}): not known. There are: {rows}. A fixed number of runs "
             "has no such bound: it costs all of them, accounting.compose(*events)."
         )
     return DISTRIBUTIONS[name]
 
 
-def _mean(runs: float, who: str) -> float:
+def _mean(call: str, runs: float) -> float:
     if not (math.isfinite(runs) and runs >= 1):
         raise ValueError(
-            f"{who}(runs={runs}): the mean number of runs must be 1 or more, and finite. It need "
+            f"{call}(runs={runs}): the mean number of runs must be 1 or more, and finite. It need "
             "not be whole; it is what the search may take on average, not what it happened to take."
         )
     return float(runs)

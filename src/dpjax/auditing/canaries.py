@@ -158,7 +158,10 @@ def _added(
     share = (examples - sizes[0]) / sizes[1]
     surplus = jax.tree.map(
         lambda m, o, c, p: (m - (share * o + c / 2) / examples).astype(p.dtype),
-        *(mean, others.value, own.value, params),
+        mean,
+        others.value,
+        own.value,
+        params,
     )
 
     def losses(params: PyTree) -> Float[Array, " canaries"]:

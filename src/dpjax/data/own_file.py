@@ -297,7 +297,11 @@ def _numbered(
         logging.warning(
             "%s: labels are %d different numbers from %d to %d, and the model gets an output for "
             "each number from 0 to the largest: %d classes. Number them from 0 without gaps.",
-            *(call, present, joined.min(), joined.max(), count),
+            call,
+            present,
+            joined.min(),
+            joined.max(),
+            count,
         )
     edges = np.cumsum([len(part) for part in parts])[:-1]
     return np.split(joined.astype(np.int32), edges), tuple(names), count

@@ -142,7 +142,11 @@ def clipped_grad(
         found = of_reals(
             lambda reals, example: with_aux(complex_leaves.joined(reals, params), example),
             complex_leaves.parts(params),
-            *(batch, mask, weights, key, start),
+            batch,
+            mask,
+            weights,
+            key,
+            start,
         )
         value = complex_leaves.joined(found.value, params, sign=-1)
         return certified(found._replace(value=value), rule)

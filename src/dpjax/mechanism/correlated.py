@@ -56,11 +56,11 @@ def check_strategy(mechanism: Mechanism) -> None:
         )
 
 
-def check_run(who: str, strategy: Strategy, sampler: Sampler, steps: int) -> None:
+def check_run(call: str, strategy: Strategy, sampler: Sampler, steps: int) -> None:
     """Refuses a sampler without a known sensitivity, and more steps than a strategy has."""
     if sampler.participation is None:
         raise ValueError(
-            f"{who}: {sampler.name} batches can hold one example at any step, and no sensitivity "
+            f"{call}: {sampler.name} batches can hold one example at any step, and no sensitivity "
             "of a strategy is proved for that. Use sampling.cyclic_poisson(examples, batch_size, "
             "cycle=bands), which is amplified; or sampling.balls_in_bins, shuffled or full. With "
             f"{sampler.name} batches, leave noise= out."
@@ -68,7 +68,7 @@ def check_run(who: str, strategy: Strategy, sampler: Sampler, steps: int) -> Non
     # One Gaussian hides the steps of a strategy together: steps beyond them would cost nothing.
     if steps > strategy.steps:
         raise ValueError(
-            f"{who}: {steps:,} steps; expected at most {strategy.steps:,}, the steps of the "
+            f"{call}: {steps:,} steps; expected at most {strategy.steps:,}, the steps of the "
             "strategy. Usually several runs were counted as one. Each has noise of its own: three "
             "runs are three Spents, before=[Spent(...), Spent(...), Spent(...)]."
         )

@@ -120,7 +120,7 @@ class Mechanism:
         multiplier = planned(plain_multiplier("Mechanism", self.noise_multiplier), self.steps)
         object.__setattr__(self, "noise_multiplier", multiplier)
         # Multipliers, not an event: a card holds them, and dpjax.verify recomputes it.
-        queries = checked_queries(self.preparation, "Mechanism")
+        queries = checked_queries("Mechanism", self.preparation)
         object.__setattr__(self, "preparation", tuple(map(float, queries)))
         object.__setattr__(self, "before", _checked_before(self.before))
         for sampler in (self.sampling, *(spent.sampling for spent in self.before)):

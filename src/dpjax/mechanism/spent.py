@@ -62,7 +62,7 @@ class Spent:
         checks.instance("mechanism.Spent", "sampling", self.sampling, Sampler, hint)
         object.__setattr__(self, "runs", _checked_runs(self.runs))
         object.__setattr__(
-            self, "preparation", checked_queries(self.preparation, "mechanism.Spent")
+            self, "preparation", checked_queries("mechanism.Spent", self.preparation)
         )
         hint = "It is the owner of the data in one sampled row."
         checks.one_of("mechanism.Spent", "unit", self.unit, UNITS, hint)
@@ -107,14 +107,14 @@ def _checked_runs(runs: Iterable[Any]) -> tuple[tuple[float, int], ...]:
     )
 
 
-def checked_queries(preparation: Iterable[Any], who: str) -> tuple[float, ...]:
+def checked_queries(call: str, preparation: Iterable[Any]) -> tuple[float, ...]:
     """The multipliers of queries before the first step, checked."""
     with contextlib.suppress(TypeError, ValueError):
         multipliers = _numbers(preparation)
         if all(multiplier >= 0 for multiplier in multipliers):
             return multipliers
     raise ValueError(
-        f"{who}(preparation={reprlib.repr(preparation)}): expected a list of the noise "
+        f"{call}(preparation={reprlib.repr(preparation)}): expected a list of the noise "
         "multipliers of the queries, each at least 0, such as [8.0]. "
         "features.Normalization.multipliers is such a list."
     )

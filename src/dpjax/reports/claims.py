@@ -41,7 +41,7 @@ class Claim(NamedTuple):
 
 
 def claim_of(
-    who: str,
+    call: str,
     mechanism: Mechanism,
     delta: float | None,
     ledger: Ledger | None,
@@ -50,31 +50,31 @@ def claim_of(
 ) -> Claim:
     """The claim of a mechanism.
 
-    ``who`` is how errors call the function that states it. The other arguments are as in
+    ``call`` is how errors call the function that states it. The other arguments are as in
     `dpjax.statement`.
 
     Raises:
       ValueError: A name is no method, or none of ``methods`` proves a bound.
     """
-    checks.instance(who, "mechanism", mechanism, Mechanism, "Of a run: algorithm.mechanism.")
-    delta = checked_delta(who, mechanism.stated(delta, None)[0])
+    checks.instance(call, "mechanism", mechanism, Mechanism, "Of a run: algorithm.mechanism.")
+    delta = checked_delta(call, mechanism.stated(delta, None)[0])
     ran = mechanism.multipliers if ledger is None else counted(ledger, mechanism)
-    found = _epsilons(mechanism, tuple(ran.tolist()), delta, _asked(who, methods))
+    found = _epsilons(mechanism, tuple(ran.tolist()), delta, _asked(call, methods))
     why, published = _why_infinite(mechanism, ran), _published_seed(seed, ledger, mechanism)
     return Claim(mechanism, ran, delta, dict(found), why, published)
 
 
-def _asked(who: str, methods: Sequence[str] | None) -> tuple[str, ...]:
+def _asked(call: str, methods: Sequence[str] | None) -> tuple[str, ...]:
     """The names of methods, in the order of their table."""
     given = accounting.METHODS if methods is None else methods
     names = [given] if isinstance(given, str) else list(given)
     table, hint = accounting.METHODS, "Leave methods out for all that have an answer."
-    rows = [table[checks.one_of(who, "methods", name, table, hint)] for name in names]
+    rows = [table[checks.one_of(call, "methods", name, table, hint)] for name in names]
     # Without a bound a statement would say that nothing is proved, whatever other methods prove.
     if not any(row.proven for row in rows):
         bounds = ", ".join(name for name, row in table.items() if row.proven)
         raise ValueError(
-            f"{who}(methods={methods!r}): expected a method that proves a bound: one of "
+            f"{call}(methods={methods!r}): expected a method that proves a bound: one of "
             f"{bounds}. gdp is an estimate. Add one of these, or leave methods out."
         )
     return tuple(name for name in table if name in names)
