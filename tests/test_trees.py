@@ -70,7 +70,7 @@ def test_keys_of_purposes_meet_no_key_of_the_same_root():
 
 
 def given_a_key(key):
-    """Functions that draw from a key of the caller, and those of them that cannot be traced."""
+    """Functions that draw from a key of the caller: first the traceable ones, then the others."""
     like, rows, rule = jnp.zeros(3), jnp.ones((2, 3)), clipping.flat(1.0)
     usual = {"clipping": rule, "noise_multiplier": 1.0, "steps": 1}
     rounds = Mechanism(sampling=sampling.poisson(20, 5), **usual)
