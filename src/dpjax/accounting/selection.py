@@ -143,7 +143,7 @@ def draw_runs(key: Key, runs: float, distribution: str = "geometric") -> int:
 
     Example:
       >>> [draw_runs(jax.random.key(seed), runs=10) for seed in range(6)]
-      [1, 8, 5, 25, 2, 8]
+      [18, 3, 1, 9, 13, 4]
     """
     call = "accounting.draw_runs"
     row, runs = _row(call, distribution), _mean(call, runs)

@@ -211,7 +211,8 @@ def earlier_runs(given: flags.FlagValues) -> tuple[Spent, ...]:
 
 def build_sampler(given: flags.FlagValues, examples: int) -> Sampler:
     """How batches are drawn."""
-    return sampling.by_name(given.sampling, examples, given.batch_size, cycle=given.bands)
+    facts = {"cycle": given.bands} if given.sampling == "cyclic_poisson" else {}
+    return sampling.by_name(given.sampling, examples, given.batch_size, **facts)
 
 
 def build_strategy(given: flags.FlagValues, batches: Sampler, steps: int) -> Strategy | None:
