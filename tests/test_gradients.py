@@ -729,6 +729,10 @@ def test_a_complex_leaf_is_its_two_parts(engine):
         joined = np.asarray(want.value["re"]) - 1j * np.asarray(want.value["im"])
         np.testing.assert_allclose(found.value["z"], joined, rtol=1e-12)
         assert jnp.any(found.factors < 1)
+        each = jax.vmap(jax.grad(of_complex), (None, 0))(complexes, x)
+        total, norms, _ = clipping.clip(rule, each)
+        np.testing.assert_allclose(norms, found.norms, rtol=1e-12)
+        np.testing.assert_allclose(total["z"], found.value["z"], rtol=1e-12)
 
         free = clipped_grad(of_complex, clipping.flat(jnp.inf), engine)(complexes, x[:1])
         plain = jax.grad(of_complex)(complexes, x[0])

@@ -997,13 +997,13 @@ class TestAdam:
         "training/optimizers.py",
         "pair(bound_scale).update(",
         "pair(1.0).update(",
-        case="steps",
+        case="plain",
         slow=True,
     )
     @pytest.mark.parametrize(
         "wrapped",
-        [lambda x: x, lambda x: optax.MultiSteps(x, 1).gradient_transformation()],
-        ids=["alone", "steps"],
+        [lambda x: x, lambda x: optax.GradientTransformation(x.init, x.update)],
+        ids=["alone", "plain"],
     )
     def test_lookahead_passes_the_scale_of_the_bounds_to_it(self, wrapped):
         mechanism = self.mechanism(1.0)
@@ -1013,6 +1013,17 @@ class TestAdam:
         state, _ = first_step(algorithm_with(mechanism, **options))
         (found,) = trees.nodes(state.optimizer, training.optimizers.DPAdamState)
         np.testing.assert_allclose(found.noise / 0.5, np.square(100.0 / 50), rtol=1e-6)
+
+    @kills("training/checks.py", "DPAdamState) and jnp.ndim(x) > 0", "DPAdamState)", slow=True)
+    def test_averages_over_steps_are_refused(self):
+        """Their noise is smaller than what it subtracts."""
+        mechanism = self.mechanism()
+        adam, momentum = training.dp_adam(0.1, mechanism), optax.trace(0.9)
+        for averaged in (optax.MultiSteps(adam, 4), optax.chain(momentum, adam)):
+            with pytest.raises(ValueError, match=r"averages over several steps.*larger batch"):
+                start(algorithm_with(mechanism, optimizer=averaged))
+        behind = optax.apply_if_finite(optax.chain(adam, momentum), 3)
+        start(algorithm_with(mechanism, optimizer=behind))
 
     def test_it_trains(self):
         mechanism = self.mechanism(0.5)

@@ -30,11 +30,13 @@ def test_wide():
             trees.wide(dtype)
 
 
+@kills("trees.py", "x * jnp.conj(x)", "x * x", slow=True)
 def test_norms_are_taken_within_groups():
     gradients = [jnp.full((2, 4), 3.0), jnp.full((2, 1), 8.0), jnp.full((2, 2, 2), 1.0)]
     norms = trees.group_norms(gradients, (0, 0, 1), 2)
     np.testing.assert_allclose(norms, [[10.0, 2.0]] * 2)
     assert trees.group_norms(gradients, (0, 0, 0), 1).shape == (2, 1)
+    assert trees.group_norms([jnp.array([[3 + 4j, 12j]])], (0,), 1).tolist() == [[13.0]]
 
 
 @pytest.mark.parametrize("value", [1e-4, 300.0])

@@ -249,8 +249,8 @@ def group_norms(
     """
     leaves = list(map(widened_exactly, jax.tree.leaves(gradients)))
     # Leaf by leaf, without joining them: a joined copy of all per-example gradients would double
-    # the memory.
-    squares = [jnp.sum(x * x, axis=tuple(range(1, x.ndim))) for x in leaves]
+    # the memory. Of a complex number, the squares of both parts, as the other engines have them.
+    squares = [jnp.sum(jnp.real(x * jnp.conj(x)), axis=tuple(range(1, x.ndim))) for x in leaves]
     # A group may have no leaf of this tree; its norm is then 0.
     none = jnp.zeros(leaves[0].shape[:1], jnp.float32)
     totals = [
@@ -278,9 +278,10 @@ def scaled_sum(
     """
 
     def total(leaf: Array, group: int) -> Array:
-        scale = factors[:, group].astype(wide(leaf.dtype))
+        scale = factors[:, group].astype(wide(leaf.real.dtype))
         # 0 * NaN is NaN: a dropped example must contribute exactly 0.
         kept = jnp.where(expand(scale, leaf) != 0, widened_exactly(leaf), 0)
+        scale = scale.astype(kept.dtype)  # complex for a complex leaf
         # A product and not a multiplication with a sum: XLA on CPU runs the product many times
         # faster.
         return jnp.einsum("b,b...->...", scale, kept, precision=jax.lax.Precision.HIGHEST)

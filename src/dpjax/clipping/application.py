@@ -36,7 +36,7 @@ def clip(
 
     Args:
       rule: The rule.
-      gradients: Per-example gradients; every leaf ``(batch, ...)``.
+      gradients: Per-example gradients; every leaf ``(batch, ...)``, real or complex.
       mask: ``[batch]``: 1 for a real example, 0 for padding, which contributes exactly 0.
       weights: Further factors ``[batch, groups]``; only in [0, 1] is the sensitivity kept,
         and `dpjax.clipped_grad` sees to that.

@@ -27,6 +27,7 @@ from dpjax.gradients.engines import named
 from dpjax.gradients.loss_checks import centres_alone, closed_over
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.multipliers import Planned
+from dpjax.training.optimizers import DPAdamState
 from dpjax.training.recipe import Recipe, extra_arguments
 from dpjax.types import PyTree, Sampler, Schedule, State
 
@@ -80,7 +81,7 @@ def check_is_optimizer(name: str, given: Any) -> None:
 
 
 def check_optimizer(recipe: Recipe, optimizer_state: Any, params: PyTree) -> None:
-    """Refuses an optimizer that adds noise itself, and one that needs more than gradients.
+    """Refuses an optimizer that adds noise, or needs more than gradients of single steps.
 
     Args:
       recipe: Its optimizer receives private mean gradients.
@@ -90,6 +91,7 @@ def check_optimizer(recipe: Recipe, optimizer_state: Any, params: PyTree) -> Non
     name = f"{recipe.name}: the optimizer"
     _check_public(name, optimizer_state)
     program = update_program(name, recipe.optimizer, optimizer_state, params)
+    _check_means(name, program, optimizer_state, params)
     if idle := _zeros(program, params):
         logging.warning(
             "%s never moves %d of %d leaves (%s). Their gradients take a part of the bound all the "
@@ -171,6 +173,28 @@ def _check_public(name: str, optimizer_state: Any) -> None:
             "noise of the mechanism, so both would be done twice. Usually the chain has "
             "clip_and_sum, noise.gaussian, mechanism.privatize or a link of optax.contrib: leave "
             "these links out, or keep the chain and write your own loop."
+        )
+
+
+def _check_means(name: str, program: Jaxpr, optimizer_state: Any, params: PyTree) -> None:
+    """Refuses `dp_adam` behind a link that averages means, whose noise is not that of one step."""
+
+    def kept(node: Any) -> Any:
+        # An average has the shapes of the parameters; counters and rates are scalars.
+        return jax.tree.map(lambda x: not isinstance(node, DPAdamState) and jnp.ndim(x) > 0, node)
+
+    marks = jax.tree.map(kept, optimizer_state, is_leaf=lambda x: isinstance(x, DPAdamState))
+    still = [False] * len(jax.tree.leaves(params))
+    after = depends(program, [*still, *jax.tree.leaves(marks), *still])[len(still) :]
+    moments = trees.nodes(jax.tree.unflatten(jax.tree.structure(marks), after), DPAdamState)
+    if any(jax.tree.leaves([each.second for each in moments])):
+        raise ValueError(
+            f"{name} gives dp_adam averages over several steps; expected private means of one "
+            "step, because dp_adam subtracts the noise of one step from its second moment. An "
+            "average has less noise, so the updates would be far too long. Usually "
+            "optax.MultiSteps stands around dp_adam, or a link with momentum before it. In place "
+            "of MultiSteps use a larger batch, or optax.adam inside it; put momentum behind "
+            "dp_adam."
         )
 
 

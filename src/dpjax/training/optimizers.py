@@ -87,10 +87,12 @@ def dp_adam(
         $\hat m_t / \sqrt{\mathrm{floor}}$, so it matters as much as the rate.
 
     Returns:
-      An Optax optimizer for the private means of this mechanism. If bounds change with the step,
-      or the mean is scaled by a public total of weights, ``update`` needs ``bound_scale=``;
-      `dpjax.dpsgd` and `dpjax.federated` pass it. If groups have noise multipliers of their own, it
-      needs all parameters: `optax.partition` and `optax.masked` hide the group of a leaf.
+      An Optax optimizer for the private means of this mechanism, as they are: a link before it
+      that averages, scales or clips them would change their noise, as `optax.MultiSteps` around it
+      does. `dpjax.dpsgd` refuses averages over steps. If bounds change with the step, or the mean
+      is scaled by a public total of weights, ``update`` needs ``bound_scale=``; `dpjax.dpsgd` and
+      `dpjax.federated` pass it. If groups have noise multipliers of their own, it needs all
+      parameters: `optax.partition` and `optax.masked` hide the group of a leaf.
 
     Privacy:
       Post-processing: moments of private means, and constants of the mechanism.
