@@ -28,6 +28,7 @@ def langevin(
     batch_size: float,
     key: Key,
     temperature: float = 1.0,
+    replay: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""The Optax link of Langevin dynamics: `gaussian` with `langevin_multiplier`.
 
@@ -45,6 +46,7 @@ def langevin(
       batch_size: $L$, the *expected* batch size, which divides the sum.
       key: The root key of this run, consumed by it.
       temperature: $T$; 1 for the posterior itself, less for a sharper one.
+      replay: As in `gaussian`.
 
     Returns:
       A link on sums.
@@ -64,7 +66,7 @@ def langevin(
     """
     call = "noise.langevin"
     multiplier = multiplier_of(call, learning_rate, rule, examples, batch_size, temperature)
-    return gaussian(multiplier, rule, key=key)
+    return gaussian(multiplier, rule, key=key, replay=replay)
 
 
 def langevin_multiplier(

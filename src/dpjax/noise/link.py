@@ -51,6 +51,7 @@ def gaussian(
     rule: Clipping,
     *,
     key: Key,
+    replay: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""The Optax link that adds Gaussian noise to a clipped sum.
 
@@ -62,6 +63,7 @@ def gaussian(
         group $g$); its effective multiplier is $(\sum_g m_g^{-2})^{-1/2}$.
       rule: The rule that clipped the sum; $\Delta$ is its sensitivity.
       key: The root key of this run, consumed by it.
+      replay: Without effect, for scripts that name it: every ``init`` replays the noise of the key.
 
     Returns:
       A link on sums (not means) whose state holds the key and counts the steps.
@@ -90,6 +92,7 @@ def gaussian(
       >>> link = gaussian(1.1, rule, key=secret_key())
       >>> noisy, state = link.update({"w": jnp.zeros(3)}, link.init({"w": jnp.zeros(3)}))
     """
+    del replay
     return noise_link("noise.gaussian", noise_multiplier, rule, key)
 
 
