@@ -280,11 +280,12 @@ SEVERAL = {
     "joined": lambda: joined(PAIRS, PAIRS),
     "joined selections": lambda: joined(subset([1, 2]), subset([2, 3])),
     "selected from joined": lambda: subset([1, 21], joined(PAIRS, PAIRS)),
-    "zipped": lambda: source("torch.StackDataset", datasets={"x": PAIRS, "y": subset([1] * 20)}),
+    "zipped": lambda: source(
+        "torch.StackDataset", datasets={"x": subset([1] * 20), "y": subset([2] * 20)}
+    ),
     "mapped": lambda: of_grain("Map", 40, joined(PAIRS, of_grain("Map", 20, PAIRS))),
     "a list": lambda: joined(*[of_grain("Source", 20, _source=RECORDS) for _ in range(2)]),
     "slices": lambda: joined(sliced(0, 11), sliced(19, 9, -1)),
-    "mixed": lambda: of_grain("Mixed", 3, PAIRS, _selection_map=[(0, 1), (0, 2), (0, 21)]),
     "a table": lambda: face(Chunk(0, 20), Chunk(0, 20)),
     "overlapping tables": lambda: face(Chunk(0, 11), Other(0, 20), Chunk(10, 20)),
     "rows of a table": lambda: face(Chunk(0, 20), rows=[4, 4]),
@@ -296,15 +297,16 @@ ONCE = {
     "folds": lambda: joined(subset([1, 2]), subset([0, 3]), Pairs()),
     "selected from joined": lambda: subset([1, 22], joined(PAIRS, PAIRS)),
     "zipped": lambda: source("torch.StackDataset", datasets=(PAIRS, PAIRS)),
+    "zipped with what classes share": lambda: source(
+        "torch.StackDataset", datasets={"x": PAIRS, "y": subset([1] * 20)}
+    ),
     "slices": lambda: joined(sliced(0, 20, 2), sliced(1, 20, 2)),
-    "mixed": lambda: of_grain("Mixed", 3, PAIRS, Pairs(), _selection_map=[(0, 1), (1, 1), (0, 2)]),
     "tables": lambda: face(Chunk(0, 10), Other(0, 20), Chunk(10, 20)),
     "rows of tables": lambda: face(Chunk(0, 10), Chunk(10, 20), rows=[3, 13, 10]),
-    # Attributes of a class of the user's own that mean something else.
-    "windows": lambda: source("mine.Windows", 2, dataset=PAIRS, indices=[[0, 1], [2]]),
-    "other numbers": lambda: source("mine.Codes", 2, dataset=PAIRS, indices=[99, 99]),
-    "names": lambda: source("mine.Names", 2, datasets="xx", dataset=None, parents=2),
+    # Attributes of a class of the user's own may mean something else.
+    "a class of its own": lambda: source("mine.Labelled", 2, dataset=PAIRS, indices=[1, 1]),
     "an empty part": lambda: joined(subset([1, 2]), face()),
+    "an empty slice": lambda: face(Chunk(0, 10), Chunk(5, 5), Chunk(10, 20)),
 }
 
 
@@ -323,8 +325,6 @@ ONCE = {
     case="rows of a table",
     slow=True,
 )
-@kills("data/origins.py", " % np.array(sizes)[part]", "", case="mixed", slow=True)
-@kills("data/origins.py", "parts, key=_repeat", "parts, key=len", case="zipped", slow=True)
 @kills(
     "data/origins.py",
     'key = ("buffer", buffers[0]) if buffers else id(chunk)',
@@ -346,6 +346,7 @@ def test_a_source_with_several_indices_of_one_record_is_refused(name):
         Stream(SEVERAL[name]())
 
 
+@kills("data/origins.py", "min(parts, key=_repeat)", "parts[-1]", slow=True)
 @pytest.mark.parametrize("name", ONCE)
 def test_a_source_with_one_index_of_each_record_passes(name):
     assert not_single(ONCE[name]()) is None
@@ -476,6 +477,13 @@ def test_frames_of_other_rows_are_refused():
     series.index = Index(range(19, -1, -1))
     with pytest.raises(ValueError, match=r"data: the index of one frame.*series.loc\[frame.index"):
         _foreign.arrays((frame, series), "data")
+
+
+def test_clients_are_frames_with_an_index_of_their_own():
+    frames = DataFrame(X[:5]), DataFrame(X[5:])
+    for frame, index in zip(frames, (range(5), range(5, 20)), strict=True):
+        frame.index = Index(index)
+    assert federated.Clients.of(frames).counts.tolist() == [5, 15]
 
 
 def test_a_trained_leaf_may_be_called_batch_stats():

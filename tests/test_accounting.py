@@ -476,6 +476,15 @@ def test_delta(event, epsilon, delta):
     assert accounting.delta(event, epsilon, "rdp") >= delta * 0.999
 
 
+def test_a_delta_without_a_bound_is_one():
+    """One part has no bound by RDP, and losses of the other reach too far for a distribution."""
+    gaussian = dp_accounting.GaussianDpEvent
+    sampled = dp_accounting.SampledWithReplacementDpEvent(100, 10, gaussian(1.0))
+    event = dp_accounting.ComposedDpEvent([sampled, gaussian(0.005)])
+    assert accounting.delta(event, 1.0, "pld") == 1
+    assert accounting.epsilon(event, 1e-5, "pld") == math.inf
+
+
 @pytest.mark.parametrize("q", [1e-5, 1e-3, 0.01, 0.1, 0.5, 0.9])
 @pytest.mark.parametrize("z", [0.3, 0.7, 1.1, 3.0, 50.0])
 def test_divergence_is_the_integral(q, z):

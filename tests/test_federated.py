@@ -802,7 +802,7 @@ VALUES_REFUSED += [
 VALUES_REFUSED += [(work(**given), words) for words, all_ in WORK_REFUSED.items() for given in all_]
 NO_CLIENTS = r"clients is a list.*Clients\.of"
 WORDS = np.array(["a", "b"])
-NO_NUMBERS = r"^federated\.Clients\.(of: leaf 0/1|split: leaf 1) is of type <U1.*np\.unique"
+NO_NUMBERS = r"^federated\.Clients\.(of: client 0: leaf 1|split: leaf 1) is of type <U1.*np\.unique"
 PLATEAU = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())
 LOSS_WANTED = r"^federated\.fedavg: client_optimizer does not run on .*has no loss to give"
 
@@ -837,7 +837,7 @@ TYPES_REFUSED = [
     ),
     (lambda: Clients.of([(ROWS, WORDS)]), NO_NUMBERS),
     (lambda: Clients.split((ROWS, WORDS), owners=[0, 1], clients=2), NO_NUMBERS),
-    (lambda: Clients.of([WORDS.astype(object)]), r"leaf 0 is of type object"),
+    (lambda: Clients.of([WORDS.astype(object)]), r"client 0: .*is of type object"),
     (lambda: fedavg([ROWS], mechanism(1)), NO_CLIENTS),
     (lambda: federated.fedsgd(squared, optax.sgd(1.0), mechanism(1), [ROWS]), NO_CLIENTS),
     (lambda: federated.fedsgd(squared, 0.1, mechanism(1), ONE), "server_optimizer is a float"),

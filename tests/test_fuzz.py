@@ -914,14 +914,14 @@ def test_bfloat16_inside(seed):
     hunt(seed, ["dense", "narrow"], "bfloat16")
 
 
-# These parts have parameters for six rows, or none that a row feels.
-OF_SIX = {"vector", "wide", "long", "left", "transposed_convolution", "stacked_convolution"}
-OF_SIX |= {"position", "not_linear", "unused"}
+# Parameters of these parts have the size of six rows, or (of the last) no effect.
+LEFT_OUT = {"vector", "wide", "long", "left", "transposed_convolution", "stacked_convolution"}
+LEFT_OUT |= {"position", "not_linear", "unused"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
-@pytest.mark.parametrize("name", [name for name in PARTS if name not in OF_SIX])
+@pytest.mark.parametrize("name", [name for name in PARTS if name not in LEFT_OUT])
 def test_what_cancels_stays_within_the_bound(name, platform, monkeypatch):
     """Huge cotangents that no parameter feels: its gradient in float32 is what rounding leaves."""
     monkeypatch.setitem(globals(), "ROWS", 40)

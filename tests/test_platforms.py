@@ -156,7 +156,7 @@ def test_a_gradient_of_low_precision_is_kept_for_its_sum(monkeypatch):
     assert "kept" not in gradients.explain(positions, w, (x, g))
 
 
-def test_no_example_of_a_long_text_has_a_table_of_its_own():
+def test_an_example_of_2048_tokens_has_no_table_of_its_own():
     """A gradient of GPT-2's table takes 154 MB; a text of 2,048 tokens has 6 MB of its rows."""
     shapes = jax.ShapeDtypeStruct((50_257, 768), jnp.float32), jax.ShapeDtypeStruct((2048,), int)
     with platforms.traced_for("tpu"):

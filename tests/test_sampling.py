@@ -292,6 +292,8 @@ def test_a_rate_for_a_batch_size_is_noticed(caplog):
         ),
         (lambda: sampling.by_name("scored", 10, 1), "curriculum with public=, or scored with its"),
         (lambda: sampling.by_name("scored", 10, 1), r"Spent\(sampling=that sampler, runs="),
+        (lambda: sampling.by_name("scored", 10, 1, rates=[[0.1, 2], [0.2, 3]]), "with its rates"),
+        (lambda: sampling.by_name("poisson", 10, 1, source="mine"), "one of your own"),
         (lambda: sampling.curriculum([1, 0], 1, public="no"), "expected True or False"),
         (lambda: sampling.curriculum([1, 0], 1, public=1), "expected True or False"),
         (lambda: sampling.curriculum([1, 0], 1.5), "whole number"),

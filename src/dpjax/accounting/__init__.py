@@ -12,9 +12,9 @@ leaves). ``neighbours="replace-one"`` doubles the sensitivity, and this room alo
 | file | what it holds |
 |---|---|
 | `events`, `event_parts` | building events; flattening them for the accountants |
-| `rdp_divergence`, `rdp_accountant`, `gdp` | accountants by a formula; each makes a profile |
+| `rdp_divergence`, `rdp_accountant`, `gdp` | the accountants by a formula |
 | `pld`, `loss_distributions` | the accountant by privacy loss distributions |
-| `profiles` | epsilon and delta of a run, exact for one Gaussian |
+| `profiles` | what an accountant makes: epsilon at a delta, delta at an epsilon |
 | `methods`, `search` | the table of methods; calibration |
 | `selection`, `user_level` | the best of several runs; users with several examples |
 | `filters`, `random_projections` | noise that depends on releases; `clipping.jl` |

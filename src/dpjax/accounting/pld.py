@@ -67,8 +67,8 @@ def profile(parts: Parts, neighbours: str) -> Profile:
     """
     bounds = list(_bounds(parts, neighbours))
     return Profile(
-        lambda delta: min((bound.epsilon(delta) for bound in bounds), default=math.inf),
-        lambda epsilon: min(1.0, *(bound.delta(epsilon) for bound in bounds)),
+        lambda delta: min((math.inf, *(bound.epsilon(delta) for bound in bounds))),
+        lambda epsilon: min((1.0, *(bound.delta(epsilon) for bound in bounds))),
     )
 
 

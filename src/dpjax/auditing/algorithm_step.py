@@ -25,7 +25,8 @@ from jaxtyping import Array, Bool, Float
 from numpy.typing import ArrayLike
 
 from dpjax import accounting, checks, noise, trees
-from dpjax.accounting.profiles import gaussian
+from dpjax.accounting import profiles
+from dpjax.accounting.methods import checked_delta
 from dpjax.mechanism import Mechanism
 from dpjax.types import Algorithm, Draw, Key, PyTree, Sampler, State
 
@@ -68,9 +69,10 @@ class Separation(NamedTuple):
 
     def epsilon(self, delta: float) -> float:
         """The lower bound on the epsilon of one step that draws the canary."""
-        checks.fraction("Separation.epsilon", "delta", delta, "It is the delta of the claim.")
+        delta = checked_delta("Separation.epsilon", delta)
         pairs = [(mu, share) for mu, share in zip(*self._shares(), strict=True) if share > delta]
-        return max((gaussian(mu).epsilon(delta / share) for mu, share in pairs), default=0.0)
+        found = (profiles.gaussian(mu).epsilon(delta / share) for mu, share in pairs)
+        return max(found, default=0.0)
 
     def claimed_epsilon(self, delta: float) -> float:
         """The epsilon that the accountant states for such a step."""

@@ -11,10 +11,9 @@ from __future__ import annotations
 import hashlib
 import os
 import pathlib
+import platform
 
 import jax
-
-from dpjax.training.environment import processor
 
 
 def switch_on() -> None:
@@ -27,9 +26,7 @@ def switch_on() -> None:
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if not os.path.isabs(home):  # without a home, `expanduser` returns its argument
         return
-    # A home folder may serve many machines, whose CPUs run different instructions.
-    name = hashlib.sha256(processor().encode()).hexdigest()[:12]
-    folder = pathlib.Path(home, "dpjax", name)
+    folder = pathlib.Path(home, "dpjax", _processor())
     try:
         # Closed to others: a program holds the constants of a loss, which may be data.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -38,3 +35,16 @@ def switch_on() -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # JAX keeps programs that took a second to compile; a small run has many shorter ones.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def _processor() -> str:
+    """A name for what CPU programs are compiled for: a home folder may serve many machines."""
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+        facts = sorted(
+            {line for line in text.splitlines() if line.startswith(("model name", "flags"))}
+        )
+    except OSError:
+        facts = []
+    words = "\n".join([platform.machine(), platform.processor(), *facts])
+    return hashlib.sha256(words.encode()).hexdigest()[:12]

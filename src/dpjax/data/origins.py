@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which record stands behind each index of a source, as far as its objects say.
+"""Which record stands behind each index of a source, as far as known libraries say.
 
 Sensitivity is that of one index, so a record must have one index. Data sets of PyTorch, grain and
-Hugging Face are made of others, which their attributes name: the walk follows these to the data
-sets, or the buffers, that hold records. It imports no library and reads no record. Copies, as
-``x[np.repeat(rows, 2)]`` makes them, cannot be seen.
+Hugging Face are made of others: the walk follows them to the data sets, or the buffers, that hold
+records. It imports no library and reads no record. Copies, as ``x[np.repeat(rows, 2)]`` makes
+them, and classes of the user's own cannot be seen.
 """
 
 from __future__ import annotations
@@ -29,8 +29,14 @@ _TRANSFORMATIONS = {
     "grain.FlatMapMapDataset": f"its flat map {_SEVERAL}",
     "grain.RepeatMapDataset": f"its `.repeat(...)` {_SEVERAL}",
 }
-# Where libraries keep the data sets that one is made of: a list of them, or one.
-_PARTS = ("datasets", "dataset", "parents", "_source", "_data")
+# Where a data set keeps what it is made of. All others of grain have parents.
+_INSIDE = {
+    "torch.Subset": "dataset",
+    "torch.ConcatDataset": "datasets",
+    "torch.StackDataset": "datasets",
+    "datasets.Dataset": "_data",
+    "grain.SourceMapDataset": "_source",
+}
 
 
 def not_single(source: RandomAccess) -> str | None:
@@ -45,17 +51,13 @@ def _transformed(source: Any) -> str | None:
 
 
 def _parts(source: Any) -> list[Any]:
-    """The data sets that a data set is made of."""
-    for name in _PARTS:
-        found = getattr(source, name, None)
-        if name in ("datasets", "parents"):
-            found = tuple(found.values()) if isinstance(found, Mapping) else found
-            found = list(found) if isinstance(found, tuple | list) else []
-        else:
-            found = [found]
-        if found and all(isinstance(part, RandomAccess) for part in found):
-            return found
-    return []
+    """The data sets that a data set is made of; none if its kind is not known."""
+    kind = kind_of(source)
+    name = _INSIDE.get(kind, "parents" if kind.startswith("grain.") else None)
+    found = getattr(source, name, ()) if name else ()
+    if name in ("datasets", "parents"):
+        return list(found.values() if isinstance(found, Mapping) else found)
+    return [found] if name else []
 
 
 def _rows(source: Any, seen: _Seen) -> _Rows:
@@ -64,32 +66,25 @@ def _rows(source: Any, seen: _Seen) -> _Rows:
         return [_chunk(chunk, seen) for chunk in source.column(0).chunks]
     size, parts = len(source), [_rows(part, seen) for part in _parts(source)]
     sizes = [sum(map(len, part)) for part in parts]
-    if parts and (chosen := _chosen(source, sizes)) is not None:
+    if parts and (chosen := _chosen(source)) is not None:
         return [_joined(chain(*parts))[chosen]]
     if sum(sizes) == size:  # joined, or mapped; the order of a shuffle does not matter
         return list(chain(*parts))
-    if set(sizes) == {size}:  # zipped: a record is one of each
-        return max(parts, key=_repeat)
+    if set(sizes) == {size}:  # zipped: one part without repeats tells all records apart
+        return min(parts, key=_repeat)
     return [_numbered(id(source), source, range(size), seen)]
 
 
-def _chosen(source: Any, sizes: list[int]) -> np.ndarray | None:
-    """The place of each index in the joined parts; None if the source does not choose them."""
-    size = len(source)
-    if kind_of(source) == "grain.SliceMapDataset":
-        return np.arange(source._start, source._stop, source._step)
-    if choice := getattr(source, "_selection_map", None):
-        # Grain's pairs of a part and a place; places beyond the part are its next epochs.
-        part, place = np.array([choice[index] for index in range(size)], int).reshape(-1, 2).T
-        return np.cumsum([0, *sizes])[part] + place % np.array(sizes)[part]
-    given: Any = getattr(source, "indices", getattr(source, "_indices", None))
-    try:  # Hugging Face's are a table
-        places = np.asarray(given.column(0) if hasattr(given, "combine_chunks") else given)
-    except ValueError:  # ragged: windows, say, of a class of the user's own
-        return None
-    known = places.shape == (size,) and places.dtype.kind in "iu"
-    inside = known and size and -sum(sizes) <= places.min() and places.max() < sum(sizes)
-    return places if inside else None
+def _chosen(source: Any) -> np.ndarray | None:
+    """The place of each index in the parts; None if the source does not choose them."""
+    match kind_of(source):
+        case "torch.Subset":
+            return np.array([int(place) for place in source.indices], int)
+        case "datasets.Dataset" if source._indices is not None:
+            return np.asarray(source._indices.column(0))
+        case "grain.SliceMapDataset":
+            return np.arange(source._start, source._stop, source._step)
+    return None
 
 
 def _chunk(chunk: Any, seen: _Seen) -> range:
@@ -113,6 +108,7 @@ def _joined(rows: Iterable[range | np.ndarray]) -> np.ndarray:
 def _repeat(rows: _Rows) -> bool:
     """Whether a number occurs twice."""
     # Without an array of all numbers where nothing was selected: the data may be huge.
+    rows = [part for part in rows if len(part)]
     ranges = sorted((part for part in rows if isinstance(part, range)), key=lambda r: r.start)
     if len(ranges) == len(rows):
         return any(left.stop > right.start for left, right in pairwise(ranges))

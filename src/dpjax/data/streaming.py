@@ -44,8 +44,8 @@ class Stream:
     Privacy:
       The records are private, and so are the indices that are read: amplification by sampling
       assumes that the draw is secret, so a storage service that logs its reads must be trusted.
-      One index is one example: a source is refused whose objects give a record several indices, as
-      a repeated or resampled data set does. Copies of records are not seen.
+      One index is one example. A repeated or resampled data set, which gives a record several
+      indices, is refused. Copies of records are not seen.
       Shapes and the number of examples count as public.
 
     Example:
@@ -78,7 +78,7 @@ class Stream:
                 "expected one record an index. It is in memory and needs no Stream: pass it as the "
                 "data, or its arrays, (frame[inputs].to_numpy(), frame[target].to_numpy())."
             )
-        if isinstance(self.source, Mapping):
+        if isinstance(self.source, Mapping) and 0 not in self.source:
             raise TypeError(
                 f"data.Stream: the source is a {kind} with the keys {list(self.source)!s:.200}; "
                 "expected one record an index. Give one split or one data set of it: "
@@ -253,7 +253,8 @@ def _warn_of_batches(shapes: list[tuple[int, ...]]) -> None:
             "data.Stream: all %d arrays of a record have %d rows. If a record is a batch, as in "
             "list(DataLoader(...)), epsilon holds for no single example: give the data set. If "
             "the rows are parts of one example, all is well.",
-            *(len(shapes), *max(rows)),
+            len(shapes),
+            shapes[0][0],
         )
 
 

@@ -51,7 +51,10 @@ class Clients:
           >>> clients.counts.tolist(), clients.capacity
           ([2, 0, 5], 5)
         """
-        examples = arrays(list(examples), "federated.Clients.of")
+        # One by one: frames of two clients need not have one index.
+        examples = [
+            arrays(tree, f"federated.Clients.of: client {n}") for n, tree in enumerate(examples)
+        ]
         if not examples:
             raise ValueError("federated.Clients.of([]): expected the examples of each client.")
         counts = [trees.leading_size(tree, name="a client's examples") for tree in examples]

@@ -27,7 +27,7 @@ from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._estimated_norms.jl import projected
 from dpjax.gradients.batching import Engine, Rows, adding
 from dpjax.gradients.engines import ENGINES, WHOLE_BATCH, named
-from dpjax.gradients.layout import Choice, run_laid_out
+from dpjax.gradients.layout import Request, run_laid_out
 from dpjax.gradients.loss_checks import check_loss, check_params, require_one_example
 from dpjax.gradients.nan_isolation import isolated
 from dpjax.gradients.traced import Traced
@@ -189,7 +189,7 @@ def _of_reals(
     together = microbatch_size or (size if name in WHOLE_BATCH else None)
     found = run_laid_out(
         "clipped_grad",
-        Choice(size, name, together, devices),
+        Request(size, name, together, devices),
         functools.partial(_engine, name, rule),
         traced,
         rule,

@@ -55,8 +55,8 @@ _WRITES = _PRODUCTS | {
 }
 
 
-class Choice(NamedTuple):
-    """What a layout follows from beside the shapes; the arguments of `layout`."""
+class Request(NamedTuple):
+    """What a call requests of its layout, with the engine by its own name and not "auto"."""
 
     batch_size: int
     engine: str = "ghost"
@@ -97,13 +97,13 @@ def layout(
       Layout(microbatch_size=32, mesh=None, axes=())
     """
     engine = named("gradients.layout", engine)
-    choice = Choice(batch_size, engine, microbatch_size, devices)
-    return _layout(choice, Traced(loss), params, example)
+    request = Request(batch_size, engine, microbatch_size, devices)
+    return _layout(request, Traced(loss), params, example)
 
 
-def _layout(choice: Choice, loss: Traced, params: PyTree, example: PyTree) -> Layout:
+def _layout(request: Request, loss: Traced, params: PyTree, example: PyTree) -> Layout:
     """`layout`, of a loss that is traced."""
-    batch_size, engine, microbatch_size, devices = choice
+    batch_size, engine, microbatch_size, devices = request
     if batch_size == 0:
         return Layout(1)
     with platforms.traced_for(platforms.of(devices)):
@@ -121,7 +121,7 @@ def _layout(choice: Choice, loss: Traced, params: PyTree, example: PyTree) -> La
 
 def run_laid_out(
     call: str,
-    choice: Choice,
+    request: Request,
     engine: Callable[[Key], Engine],
     loss: Traced,
     rule: Clipping,
@@ -137,7 +137,7 @@ def run_laid_out(
 
     Args:
       call: The function, for the error about arrays on different devices.
-      choice: What the user chose; `layout` chooses the rest.
+      request: What the user requests; the rest is chosen here.
       engine: From the key, or None, to the engine.
       loss: What the engine receives, and so ``rule``, ``params``, ``rows`` and ``start``.
       rule: The rule.
@@ -146,7 +146,7 @@ def run_laid_out(
       start: The sum to which this one is added.
       key: For an engine that draws.
     """
-    devices, example = choice.devices, trees.one_row(rows.batch)
+    devices, example = request.devices, trees.one_row(rows.batch)
     parts = {"params": params, "batch": rows, "key": key, "start": start}
     mesh = meshes.automatic(devices) if isinstance(devices, Mesh) else meshes.of_host(devices or 1)
     if mesh is not None:
@@ -155,11 +155,11 @@ def run_laid_out(
 
     def run(params: PyTree, rows: Rows, key: Key, start: PyTree) -> ClippedSum:
         # Chosen here, because the layout is that of the platform for which this is traced.
-        found = _layout(choice, loss, params, example)
+        found = _layout(request, loss, params, example)
         if found.mesh and committed and committed != tuple(found.mesh.devices.flat):
             # JAX would refuse the arrays on other devices than theirs. A single share runs on any.
             ours = committed == tuple(jax.local_devices()[: len(committed)])
-            beside = choice._replace(devices=len(committed) if ours else 1)
+            beside = request._replace(devices=len(committed) if ours else 1)
             found = _layout(beside, loss, params, example)
         return laid_out(engine(key), found)(loss, rule, params, rows, start)
 

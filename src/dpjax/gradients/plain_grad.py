@@ -20,7 +20,7 @@ from dpjax.clipping.shards import refuse_explicit, refuse_tracking
 from dpjax.gradients._bookkeeping.ghost import backward, by_patches, wide_leaves
 from dpjax.gradients._bookkeeping.leaf_sums import into_table, summed, weighted_sum
 from dpjax.gradients.batching import Rows
-from dpjax.gradients.layout import Choice, run_laid_out
+from dpjax.gradients.layout import Request, run_laid_out
 from dpjax.gradients.nan_isolation import differentiates_kernels
 from dpjax.gradients.sharding_checks import refuse_split
 from dpjax.gradients.traced import Traced
@@ -64,7 +64,7 @@ def plain_grad(
         rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))
         found = run_laid_out(
             "gradients.plain_grad",
-            Choice(size, devices=devices),
+            Request(size, devices=devices),
             lambda _: _unclipped,
             Traced(scalar),
             clipping.flat(jnp.inf),

@@ -131,8 +131,9 @@ def unpacked(name: str, example: Any) -> tuple[Any, ...] | list[Any]:
         what = list(example) if isinstance(example, Mapping) else jax.tree.map(jnp.shape, example)
         raise TypeError(
             f"losses.{name}: the example is a {type(example).__name__} of {what!s:.200}; expected "
-            "a tuple (x, y). Usually the data are a dictionary: give the data as (x, y), or let a "
-            "loss name the entries: lambda params, e: loss(params, (e['x'], e['y']))."
+            "a tuple (x, y). Usually the data are inputs without targets, or a dictionary: give "
+            "the data as (x, y), or name the entries of a dictionary in a loss: "
+            "lambda params, e: loss(params, (e['x'], e['y']))."
         )
     return example
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -134,7 +134,8 @@ def _epochs(
     batch: Callable[[Key, Any, Any], Array],
     claim: str,
     participation: Callable[[int, int], Participation],
-    **known: Any,
+    fingerprint: str | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> Sampler:
     """A sampler whose batches are disjoint in an epoch: ``batch(key, epoch, number)``.
 
@@ -163,5 +164,6 @@ def _epochs(
         neighbours=Neighbours.ZERO_OUT,
         claim=claim,
         participation=lambda planned: participation(steps, planned),
-        **known,
+        fingerprint=fingerprint,
+        facts=facts or {},
     )

@@ -41,36 +41,36 @@ def by_name(name: str, examples: int, batch_size: float, **facts: Any) -> Sample
       'uniform batches of a fixed size; proved for replace-one neighbours (RDP)'
     """
     match name, facts:
-        case "full", _:
-            return full(examples, **facts)
+        case "full", _ if not facts:
+            return full(examples)
         case "cyclic_poisson", {"cycle": cycle}:
             return cyclic_poisson(examples, batch_size, cycle=cycle)
         case "curriculum", {"public": public}:
             size = checked_count("by_name", "batch_size", batch_size)
             found = curriculum(np.arange(examples), size, public=public)
             return dataclasses.replace(found, draw=_not_on_a_card)
-        case "scored", {"rates": [[_, steps], *_] as rows}:
+        case "scored", {"rates": [[_, steps], *_] as rows} if all(n == steps for _, n in rows):
             # One bin with the largest rate of each row: the event counts no other rate.
             bins, rates = np.zeros(examples, int), [[rate] for rate, _ in rows]
             found = scored(bins, rates, steps_per_row=steps, batch_size=batch_size)
             return dataclasses.replace(found, draw=_not_on_a_card)
-    if name not in _BY_SIZE:
+    if name not in _BY_SIZE or facts:
         raise ValueError(
-            f"sampling.by_name({name!r}): expected one of full, {', '.join(_BY_SIZE)}, "
+            f"sampling.by_name({name!r}, {facts}): expected one of full, {', '.join(_BY_SIZE)}, "
             "cyclic_poisson with its cycle, curriculum with public=, or scored with its rates. "
             "Usually the sampler is one of your own, or the facts of its card were left out. To "
             "count an earlier run (training.earlier, a card) with your own sampler, describe what "
             "it spent: Mechanism(before=(dpjax.mechanism.Spent(sampling=that sampler, "
             "runs=((multiplier, steps), ...)),))."
         )
-    return _BY_SIZE[name](examples, batch_size, **facts)
+    return _BY_SIZE[name](examples, batch_size)
 
 
 def _not_on_a_card(key: Key, step: Any) -> Draw:
     del key, step
     raise ValueError(
-        "sampling.by_name: a draw from a sampler of a card; expected that it is only accounted. A "
-        "card has neither the order of a curriculum nor the bins of scores. Usually the sampler of "
-        "an earlier run was given to a new one: build that with sampling.curriculum or "
+        "sampling.by_name: this sampler was built from a privacy card, to be accounted; it cannot "
+        "draw. A card has neither the order of a curriculum nor the bins of scores. Usually the "
+        "sampler of an earlier run was given to a new one: build that with sampling.curriculum or "
         "sampling.scored."
     )

@@ -44,11 +44,11 @@ def machine() -> dict[str, str]:
     """What else may do so, and may differ between the processes of a run."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     numeric = sorted(flag for flag in flags if not flag.startswith("--xla_dump"))
-    return {"XLA_FLAGS": " ".join(numeric) or "none", "processor": processor()}
+    return {"XLA_FLAGS": " ".join(numeric) or "none", "processor": _processor()}
 
 
 @functools.cache
-def processor() -> str:
+def _processor() -> str:
     """The model of the CPU and its vector instructions: XLA compiles for them."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()

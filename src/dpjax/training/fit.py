@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -283,7 +284,7 @@ def _check_further(run: Run, terms: _Terms) -> None:
 
 
 def _loop(run: Run, terms: _Terms, stop: Stop, show: Progress, log: Callable[[], bool]) -> None:
-    """Runs the steps; ``log`` is `_log`."""
+    """Runs the steps; ``log()`` releases the last one and returns whether the run ends there."""
     if terms.begin < run.done < terms.end:
         show.say(f"The run in {terms.directory} resumes at step {run.done:,} of {terms.end:,}.")
     over = run.stopped or run.done == terms.end
@@ -379,7 +380,7 @@ def _evaluated(found: Any, taken: Sequence[str]) -> dict[str, Any]:
             f"fit(evaluate=...): 'private' is {found['private']!r:.60}; expected a mapping of the "
             "numbers that depend on private data, such as {'private': {'loss': 0.3}}."
         )
-    if np.size(np.asarray(stop := found.get("stop", False))) != 1:
+    if math.prod(np.shape(stop := found.get("stop", False))) != 1:
         raise TypeError(
             f"fit(evaluate=...): 'stop' is {stop!r:.60}; expected one truth value. Usually arrays "
             "were compared: reduce the result by all() or any()."

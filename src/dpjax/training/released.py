@@ -48,7 +48,9 @@ def write_released(
       method: The method of the log.
       last: Whether the run ends here.
     """
-    params, furthest = jax.tree.map(trees.on_host, state.params), folder.furthest()
+    # Of all processes, which meet in both.
+    params = jax.tree.map(trees.on_host, state.params)
+    furthest = folder.furthest()
     if not processes.first_process():
         return
     # A resumed run repeats steps. Those after them are public, and a card of this step would count

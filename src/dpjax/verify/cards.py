@@ -55,7 +55,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for _, line in verdicts:
         print(line)
     if not path.with_name("run.json").exists():
-        print("no run.json lies beside the card: its unit and other facts are its author's word")
+        print("no run.json lies beside the card: nothing confirms its unit and other facts")
     return int(not all(good for good, _ in verdicts))
 
 

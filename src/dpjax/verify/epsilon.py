@@ -102,8 +102,8 @@ def less_by_bins(card: dict[str, Any], orders: np.ndarray) -> np.ndarray:
 def rounding_error(card: dict[str, Any]) -> float:
     """By how much floating point can move a delta of dp-accounting's distribution, either way.
 
-    `dpjax.accounting.pld.error` says why: each step by 2 units in the last place of 1, and each
-    distinct step by 16. Equal Gaussians without sampling are one.
+    `dpjax.accounting.loss_distributions.error` says why: each step by 2 units in the last place of
+    1, and each distinct step by 16. Equal Gaussians without sampling are one.
     """
     found = leaves(event_of(card, halve=False, rounded=True))
     counts = [1 if isinstance(part, dp.GaussianDpEvent) else count for part, count in found]

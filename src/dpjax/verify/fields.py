@@ -151,7 +151,7 @@ def require_count(mechanism: dict[str, Any]) -> None:
         require_fields(adaptive, ADAPTIVE, "the adapted bound on the card")
         target, rate = number(adaptive["target"]), number(adaptive["rate"])
         moved = 0 <= target <= 1 and 0 < rate < math.inf
-        if not (moved and adaptive["geometric"] in (True, False)):
+        if not (moved and isinstance(adaptive["geometric"], bool)):
             raise Unreadable(
                 f"the bounds follow {adaptive!r}; expected a target from 0 to 1, a finite rate "
                 "above 0, and true or false for geometric."

@@ -23,18 +23,19 @@ from dpjax import noise, trees
 from dpjax._jaxpr import equations, name_of, own_vjp
 from dpjax.gradients._estimated_norms import jvp_magnitude
 from dpjax.gradients.batching import Rows
+from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, Purpose, PyTree
 
 # How many roundings of the largest tangent an inner product may contain.
 _ROUNDINGS = 32
 
 
-def projected(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, key: Key) -> ClippedSum:
+def projected(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, key: Key) -> ClippedSum:
     """The clipped sum of a rule whose norms are estimated.
 
     Args:
-      loss: ``loss(params, example) -> (scalar, aux)``, computed in float32 or wider, because
-        the sum over examples happens in the model's own products.
+      loss: The loss, computed in float32 or wider, because the sum over examples happens in the
+        model's own products.
       rule: From `dpjax.clipping.jl`.
       params: In float32 or wider; the directions have their dtype.
       rows: Examples.
@@ -46,7 +47,7 @@ def projected(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, key: Key
         return _projected(loss, rule, params, rows, key)
 
 
-def _projected(loss: LossFn, rule: Clipping, params: PyTree, rows: Rows, key: Key) -> ClippedSum:
+def _projected(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, key: Key) -> ClippedSum:
     """As `projected`, at the current matmul precision."""
 
     def losses_of(params: PyTree) -> tuple[Array, Any]:
