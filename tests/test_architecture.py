@@ -24,7 +24,9 @@ FLOORS = {
     "types": 0,
     "processes": 0,
     "verify": 0,  # imports nothing of dpjax
+    "_packing": 0.5,
     "trees": 1,
+    "_checksums": 1.25,  # above trees, below marks and noise
     "_jaxpr": 1,
     "_draws": 1,
     "_files": 1,

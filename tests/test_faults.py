@@ -574,7 +574,7 @@ CHANGES = {
     case="flags",
     slow=True,
 )
-@kills("training/environment.py", ', "processor": processor()}', "}", case="processor", slow=True)
+@kills("training/environment.py", ', "processor": _processor()}', "}", case="processor", slow=True)
 @kills(
     "training/environment.py",
     '        "platform": jax.default_backend(),\n',

@@ -397,7 +397,7 @@ def test_a_tuple_of_multipliers_gives_each_group_its_own_noise():
 )
 @kills("noise/link.py", "(state.key, state.step + 1, memory)", "(state.key, state.step, memory)")
 @kills(
-    "trees.py",
+    "_packing.py",
     "jnp.split(array.reshape(-1), list(itertools.accumulate(sizes))[:-1])",
     "[array.reshape(-1)[:size] for size in sizes]",
     slow=True,

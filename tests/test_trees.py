@@ -153,24 +153,6 @@ def test_leading_size_teaches():
             trees.leading_size(bad)
 
 
-@kills("trees.py", "found[i] = piece", "found[places[0]] = piece")
-def test_what_was_packed_is_unpacked():
-    """Small leaves of a dtype are one array, wherever they stand; large ones stay as they are."""
-    large = jnp.ones((2**7, 2**7 + 1))
-    tree = {
-        "a": jnp.arange(6.0).reshape(2, 3),
-        "b": large,
-        "c": jnp.zeros((0, 4)),
-        "d": jnp.float32(7),
-        "e": jnp.arange(4, dtype=jnp.bfloat16),
-    }
-    arrays = trees.packed(tree)
-    assert [x.shape for x in arrays] == [(7,), large.shape, (4,)]
-    back = trees.unpacked(arrays, tree)
-    jax.tree.map(np.testing.assert_array_equal, back, tree)
-    assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, tree)
-
-
 @kills("trees.py", "if last and within[path[:-1]] == 1 else", "if last else", slow=True)
 def test_a_variable_of_nnx_is_a_leaf_of_its_name():
     params = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param)[1]

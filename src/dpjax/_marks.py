@@ -22,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
-from dpjax import trees
+from dpjax._checksums import checksum_of_buffers
 from dpjax.types import ClippedSum, Clipping, PyTree
 
 __all__ = ["certified", "mark", "marked_again", "marks_of", "require_clipped_sum"]
@@ -68,7 +68,7 @@ jax.tree_util.register_pytree_with_keys(_Certified, _named, _joined)
 def _checksum(total: PyTree) -> Any:
     # Noise refuses complex leaves, so no link reads the checksum of their sum.
     real = [x for x in jax.tree.leaves(total) if not jnp.iscomplexobj(x)]
-    words = trees.checksum_of_buffers(real)
+    words = checksum_of_buffers(real)
     # Two bits a number, at the end of numbers near 1: sums that are equal up to rounding compare so
     # leaf by leaf, this one included.
     pairs = (words[:, None] >> jnp.arange(0, 32, 2, dtype=jnp.uint32)[None]) & 3

@@ -24,9 +24,10 @@ import numpy as np
 from absl import logging
 from jax.core import Tracer
 from jax.experimental import multihost_utils
-from jaxtyping import Array, Float, Shaped, UInt32
+from jaxtyping import Array, Float, Shaped
 
 from dpjax import checks
+from dpjax._packing import cut
 from dpjax.types import Key, Purpose, PyTree
 
 __all__ = ["copy", "step_key"]
@@ -35,10 +36,6 @@ T = TypeVar("T")
 
 # Numbers per draw, 16 MiB: many small draws run, and above all compile, far more slowly.
 _TOGETHER = 2**22
-# Numbers of the largest leaf that is copied beside others.
-_SMALL = 2**14
-# Odd constants: multiplication by one of them permutes the 32-bit words.
-_STRIDE, _MIXERS = 0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35)
 
 
 def wide(dtype: Any) -> jnp.dtype:
@@ -181,24 +178,6 @@ def on_host(leaf: Any) -> np.ndarray:
         if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             leaf = multihost_utils.process_allgather(leaf, tiled=True)
     return np.array(leaf)
-
-
-def places(shape: tuple[int, ...], start: int = 0) -> UInt32[Array, "..."]:
-    """Where each entry of an array stands in the flat array, computed from its indices alone.
-
-    Args:
-      shape: The shape of the array.
-      start: The place of the first entry.
-
-    Example:
-      >>> places((2, 3)).tolist()
-      [[0, 1, 2], [3, 4, 5]]
-    """
-    place = jnp.full(shape, start, jnp.uint32)
-    for axis in range(len(shape)):
-        stride = jnp.uint32(math.prod(shape[axis + 1 :]))
-        place += stride * jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-    return place
 
 
 def widened(tree: PyTree) -> PyTree:
@@ -399,90 +378,7 @@ def _cut_from_one(
     **options: Any,
 ) -> list[Array]:
     """Arrays of these shapes, cut from one draw."""
-    return _cut(sample(key, (sum(map(math.prod, shapes)),), dtype, **options), shapes)
-
-
-def checksum(
-    tree: PyTree, in_parts: bool = False, mixers: Sequence[Any] = _MIXERS
-) -> UInt32[Array, " mixers"]:
-    """32 bits per mixer that differ, but for chance, where two trees of equal shapes differ.
-
-    Args:
-      tree: Floats of any dtype.
-      in_parts: Whether a mesh splits the leaves. Then no leaf is flattened, which would gather it
-        on every device. The bits are the same; on one device they take half as long again.
-      mixers: Odd numbers, one for each 32 bits.
-    """
-    # Sums of integers are exact in every order, so a checksum depends on the bits of the tree and
-    # not on devices or compilers.
-    totals = [jnp.zeros((), jnp.uint32)] * len(mixers)
-    leaves = jax.tree.leaves(widened(tree))
-    for run in together(leaves):
-        several = [leaves[i] for i in run]
-        start, found = 0, [jnp.zeros((), jnp.uint32)] * len(mixers)
-        for array in several if in_parts else packed(several):
-            words = jax.lax.bitcast_convert_type(array, jnp.uint32)
-            words = words if in_parts else words.reshape(-1)
-            # The place of a word counts: a sum that was permuted is another sum.
-            where = places(words.shape, start)
-            start += words.size
-            for i, mixer in enumerate(mixers):
-                mixed = (words ^ (where * jnp.uint32(_STRIDE))) * jnp.uint32(mixer)
-                mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(_STRIDE)
-                found[i] += jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)
-        totals = [a * jnp.uint32(_STRIDE) + b for a, b in zip(totals, found, strict=True)]
-    return jnp.stack(totals)
-
-
-@jax.jit
-def checksum_of_buffers(tree: PyTree) -> UInt32[Array, "2"]:
-    """The `checksum` of the arrays that a program returns."""
-    # XLA may compute an array again for each reader, and round it otherwise. The operands of a loop
-    # are in memory, so a loop reads the same bits that the program returns.
-    mixers = jnp.asarray(_MIXERS, jnp.uint32)
-    return jax.lax.map(lambda mixer: checksum(tree, mixers=[mixer])[0], mixers)
-
-
-def packed(tree: PyTree) -> list[Array]:
-    """The numbers of a tree in few arrays: all small leaves of a dtype are one flat array.
-
-    XLA on CPU compiles what is done to each leaf by itself, and a network has many small leaves.
-    Large ones stay as they are, because at every step a copy of them would take time.
-    """
-    leaves = jax.tree.leaves(tree)
-    return [
-        jnp.concatenate([leaves[i].reshape(-1) for i in places])
-        if len(places) > 1
-        else leaves[places[0]]
-        for places in together(leaves)
-    ]
-
-
-def unpacked(arrays: Sequence[Array], like: PyTree) -> PyTree:
-    """The tree that `packed` has packed; ``like`` gives structure and shapes."""
-    leaves, structure = jax.tree.flatten(like)
-    found: list[Any] = list(leaves)
-    for array, places in zip(arrays, together(leaves), strict=True):
-        pieces = _cut(array, [jnp.shape(leaves[i]) for i in places])
-        for i, piece in zip(places, pieces, strict=True):
-            found[i] = piece
-    return structure.unflatten(found)
-
-
-def together(leaves: Sequence[Array]) -> list[list[int]]:
-    """Which leaves `packed` makes one array of, by their places in the tree."""
-    groups: dict[Any, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        large = math.prod(jnp.shape(leaf)) > _SMALL
-        groups.setdefault(i if large else leaf.dtype, []).append(i)
-    return list(groups.values())
-
-
-def _cut(array: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """Arrays of these shapes, cut from a flat one; an array that has the only shape is itself."""
-    sizes = [math.prod(shape) for shape in shapes]
-    pieces = jnp.split(array.reshape(-1), list(itertools.accumulate(sizes))[:-1])
-    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    return cut(sample(key, (sum(map(math.prod, shapes)),), dtype, **options), shapes)
 
 
 def _runs(leaves: Sequence[Array]) -> list[list[Array]]:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from dpjax import meshes, sampling, trees
+from dpjax._packing import packed, unpacked
 from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, Draw, PyTree
 
@@ -155,7 +156,7 @@ def _add_exactly(high: PyTree, low: PyTree, more: PyTree) -> tuple[list[Array], 
         return two_sum(rounded, low + error)
 
     leaves = jax.tree.leaves(more)
-    more = leaves if len(high) == len(leaves) else trees.packed(leaves)
+    more = leaves if len(high) == len(leaves) else packed(leaves)
     pairs = [each(*one) for one in zip(high, low, more, strict=True)]
     return [x for x, _ in pairs], [x for _, x in pairs]
 
@@ -165,14 +166,14 @@ def _parts(tree: PyTree, split: bool) -> list[Array]:
 
     Leaves of a model that is split would be gathered, so there each is an array.
     """
-    return jax.tree.leaves(tree) if split else trees.packed(tree)
+    return jax.tree.leaves(tree) if split else packed(tree)
 
 
 def _whole(arrays: Sequence[Array], like: PyTree) -> PyTree:
     """The tree that `_parts` took apart."""
     leaves, structure = jax.tree.flatten(like)
     same = len(arrays) == len(leaves)
-    return structure.unflatten(arrays) if same else trees.unpacked(arrays, like)
+    return structure.unflatten(arrays) if same else unpacked(arrays, like)
 
 
 def join(

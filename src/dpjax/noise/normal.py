@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Complex, Float, UInt32
 
 from dpjax import trees
+from dpjax._checksums import places
 from dpjax.types import Key
 
 # Pairs are drawn in whole rows: XLA:CPU does not vectorise a long axis of odd length well.
@@ -89,7 +90,7 @@ def normal_in_parts(
         )
     half, arrays, start = -(-count // (2 * _ROW)) * _ROW, [], 0
     for shape in shapes:
-        place = trees.places(shape, start)
+        place = places(shape, start)
         second = place >= half
         pair = jnp.where(second, place - jnp.uint32(half), place)
         z = _box_muller(*_threefry(secret, [pair // _ROW, pair % _ROW]), dtype)

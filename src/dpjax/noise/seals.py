@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jaxtyping import Array, UInt32
 
 from dpjax import trees
+from dpjax._checksums import checksum
 from dpjax.checks import Refused
 from dpjax.noise.measured import is_measured
 from dpjax.types import Key, PyTree
@@ -38,7 +39,7 @@ def seal(tree: PyTree, in_parts: bool = False) -> UInt32[Array, "2"]:
       in_parts: Whether a mesh splits the leaves. Then no leaf is flattened, which would gather it
         on every device. The bits are the same; on one device they take half as long again.
     """
-    return trees.checksum(tree, in_parts) | jnp.uint32(1)  # never 0
+    return checksum(tree, in_parts) | jnp.uint32(1)  # never 0
 
 
 def require_one_release(key: Any, first: int, seals: Any, name: str) -> None:
