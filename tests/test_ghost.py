@@ -1723,6 +1723,56 @@ def test_rows_that_cancel_do_not_slip_past_the_bound(left_over, rule):
         assert_stays_within(loss, table, batch, 1e-7, 1e-4, 0.1)
 
 
+@kills(
+    "gradients/_bookkeeping/common.py",
+    "jnp.where(largest > 0, jnp.ldexp(1.0, jnp.frexp(largest)[1] - 1), 1)",
+    "jnp.ones_like(largest)",
+    slow=True,
+)
+def test_a_common_gradient_with_a_square_of_zero_is_clipped():
+    """Parameters of 1e-23 square to 0, and their scale is 1e19: the norm was 0, the factor 1."""
+    loss, w = (lambda w, scale: scale * 0.5 * jnp.sum(w**2)), jnp.full((256, 256), 2.6e-23)
+    assert "common" in gradients.explain(loss, w, jnp.ones(()))
+    assert_stays_within(loss, w, jnp.full(1, 1.8e19), 1e-3, 1e-2)
+
+
+@kills(
+    "gradients/_bookkeeping/common.py",
+    "inputs + 2 + roundings",
+    "roundings(inputs) + roundings",
+    slow=True,
+)
+def test_a_decay_that_cancels_does_not_slip_past_the_bound():
+    """Inner products of one example with a common gradient are added one term after the other."""
+    a, decay = np.float32(1.505936622619629), np.float32(1.470784306526184)
+    w, x = jnp.full((65_536, 8), decay), jnp.full((1, 65_536), a)
+
+    def loss(w, example):
+        return jnp.vdot(example[0] @ w, example[1]) + 0.5 * jnp.sum(w**2)
+
+    assert_stays_within(loss, w, (x, jnp.full((1, 8), -1.04 * decay / a)), 1e-6)
+
+
+@pytest.mark.slow
+@kills(
+    "gradients/_bookkeeping/leaf_norms.py",
+    "(form.g.shape[2] + 2) * jnp",
+    "roundings(form.g.shape[2]) * jnp",
+    slow=True,
+)
+def test_positions_that_round_alike_do_not_slip_past_the_bound():
+    """Terms round away in the norm and up in the scaled sum, all in one direction."""
+    pulls = np.full(300, 0.256 * 2.0**-23)
+    pulls[2::2] = -0.252 * 2.0**-23
+    pulls[[0, -1]] = 1.005, -1.005
+    batch = float32(np.ones((1, 300, 2500)), np.tile(pulls[:, None], (1, 1, 2500)))
+    loss, w = pulled(lambda w, x: x @ w), jnp.zeros((2500, 2500))
+    assert "instantiate" in gradients.explain(loss, w, jax.tree.map(lambda a: a[0], batch))
+    norm = clipped_grad(loss, clipping.flat(1.0), "ghost")(w, batch).norms[0, 0]
+    # The factor decides which terms round up.
+    assert_stays_within(loss, w, batch, *(float(norm) * m / 64 for m in (1.96, 1.97, 1.975)))
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("width", [128, 1024])
 def test_constant_positions_that_cancel_do_not_slip_past_the_bound(width):

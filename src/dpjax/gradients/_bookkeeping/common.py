@@ -101,7 +101,12 @@ def _common(leaf: int, site: Site, gradients: Mapping[int, Array], scales: Array
     axes = site.slices[leaf]
     order = sorted(range(len(axes)), key=lambda k: axes[k])
     scales = jnp.transpose(scales, (0, *(1 + k for k in order)))
-    return Common(gradients[leaf], scales, tuple(sorted(axes)))
+    # By powers of two, which round nothing: entries of 1e-23 square to 0, and scales may be huge.
+    gradient = gradients[leaf]
+    rest = tuple(axis for axis in range(gradient.ndim) if axis not in axes)
+    largest = jnp.max(jnp.abs(gradient), axis=rest, keepdims=True)
+    unit = jnp.where(largest > 0, jnp.ldexp(1.0, jnp.frexp(largest)[1] - 1), 1)
+    return Common(gradient / unit, scales * unit.reshape(scales.shape[1:]), tuple(sorted(axes)))
 
 
 def norms_with(
@@ -174,7 +179,8 @@ def _cross(
         cross = _total(scales * terms)
     else:
         cross = scales * _total(terms)
-    return cross, (roundings(inputs) + roundings(form.g.shape[3])) * unsure
+    # `_applied` may add one term after the other.
+    return cross, (inputs + 2 + roundings(form.g.shape[3])) * unsure
 
 
 def _applied(x: Array, part: Array) -> Array:
