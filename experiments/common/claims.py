@@ -21,8 +21,7 @@ means is beyond chance, by a one-sided Welch test at 5 %; otherwise they do not 
 difference may be in the claimed direction ("within chance"). "Level" holds if the first mean is at
 most half a point (of an mse: 5 %) worse than the second. A comparison with one seed on a side is
 open. So is a negative verdict while a row is missing that the claim needs, at the printed rate or
-at rates around the best that ran. Of rows at several rates, those with the most seeds count, and of
-those the best by test accuracy."""
+at rates around the best that ran. Of rows at several rates the best mean counts, on test data."""
 
 TOLERANCE, RELATIVE, CHANCE = 0.5, 0.05, 0.05  # points; the part of an mse; the level of the test
 HOLDS, BETTER, FAILS, OPEN, NOT_RUN = "holds", "better", "does not hold", "open", "not run"
@@ -35,9 +34,8 @@ class Claim(NamedTuple):
 
     Attributes:
       system: Its name in the tables.
-      rows: Patterns of the rows that speak for it; the first that has rows counts.  Among its rows
-        the one with the most seeds counts, and of those the best: published figures are of
-        searched rates too.
+      rows: Patterns of the rows that speak for it; the first that has rows counts, and among its
+        rows the best mean: published figures are of searched rates too.
       published: The published number; "above", "below" or "level" for a comparison; "" for none.
       than: Patterns of the rows that it is compared with.
       measure: The number of a run.
@@ -138,7 +136,7 @@ def _speaking(
             if re.fullmatch(pattern, name) and (numbers := _numbers(claim, seeds)):
                 found[name] = numbers
     sign = -1 if claim.lower else 1
-    order = sorted(found, key=lambda row: (len(found[row]), sign * statistics.mean(found[row])))
+    order = sorted(found, key=lambda row: sign * statistics.mean(found[row]))
     return (order[-1], found[order[-1]]) if order else (None, [])
 
 

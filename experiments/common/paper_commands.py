@@ -104,8 +104,8 @@ COMMANDS = (
     Command("losing_less2022", "--figure=4 --rows=cifar", "cifar wavelets cnn {CE|all}", 16),
     Command("losing_less2022", "--figure=3 --rows=cifar", "cifar pixels cnn {CE|all}", 48),
     Command("papernot2021",
-            "--table=3 --datasets=cifar10 --kind=ReLU --kind=tanh --rates=0.4,0.2,0.8",
-            "cifar10 {ReLU|tanh}, batch 4096, rate {0.2|0.4|0.8}, momentum 0.9, 780 steps", 200),
+            "--table=3 --datasets=cifar10 --kind=ReLU --kind=tanh --rates=0.8",
+            "cifar10 {ReLU|tanh}, batch 4096, rate 0.8, momentum 0.9, 780 steps", 200),
     Command("liu2021", "--table=rates --datasets=cifar10",
             f"cifar10 {{{{flat|{{paper|equal}}, 16 groups}}{_MOVES}|paper, 16 groups{_MOVES}, relu"
             "}, {1430|1625} steps", 26),
