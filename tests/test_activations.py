@@ -49,7 +49,7 @@ def test_the_dtype_is_kept():
             {"inverse_temperature": -1.0},
             r"\(inverse_temperature=-1.0\): expected a finite number above 0",
         ),
-        ({"offset": float("nan")}, "offset must be finite"),
+        ({"offset": float("inf")}, "offset must be finite"),
     ],
 )
 def test_impossible_parameters_are_refused(arguments, word):

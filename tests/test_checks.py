@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 from small_mechanisms import mechanism_with
 
-from dpjax import auditing, checks, clipping, federated, losses, sampling, training
+from dpjax import (
+    accounting,
+    auditing,
+    checks,
+    clipping,
+    features,
+    federated,
+    losses,
+    sampling,
+    scattering,
+    training,
+)
+from dpjax.activations import tempered_sigmoid
 
 
 @pytest.mark.parametrize("three", [3, 3.0, np.int64(3), np.float32(3), jnp.asarray(3)])
@@ -68,6 +80,14 @@ TEXT = {
     "losses.huber(delta=": lambda text: losses.huber(text),
     "losses.focal(gamma=": lambda text: losses.focal(text),
     "losses.composite(beta=": lambda text: losses.composite(beta=text),
+    "losses.composite(threshold=": lambda text: losses.composite(threshold=text),
+    "activations.tempered_sigmoid(offset=": lambda text: tempered_sigmoid(offset=text),
+    "scattering.scatter(J=": lambda text: scattering.scatter(np.zeros((1, 8, 8, 1)), J=text),
+    "features.Search(quantile=": lambda text: features.Search(noise_multiplier=1, quantile=text),
+    "accounting.Filter(spent=": lambda text: accounting.Filter(
+        epsilon=1, delta=1e-5, order=12, spent=text
+    ),
+    "accounting.select_best(runs=": lambda text: accounting.select_best(None, 1e-5, runs=text),
     "training.average_parameters(decay=": lambda text: training.average_parameters(text),
     "training.dp_adam(floor=": lambda text: training.dp_adam(0.1, mechanism_with(), floor=text),
     "training.dp_sgld(prior_deviation=": lambda text: training.dp_sgld(
@@ -85,6 +105,12 @@ TEXT = {
     "federated.Weights(total=": lambda text: federated.Weights(values=np.ones(3), total=text),
     "auditing.epsilon_lower_bound(delta=": lambda text: BOUND(delta=text),
     "auditing.epsilon_lower_bound(confidence=": lambda text: BOUND(confidence=text),
+    "auditing.audit_membership(delta=": lambda text: auditing.audit_membership(
+        *np.ones((2, 4)), delta=text
+    ),
+    "auditing.guess_members(guesses=": lambda text: auditing.guess_members(
+        np.ones(4), np.ones(4), text
+    ),
 }
 BOUND = functools.partial(auditing.epsilon_lower_bound, 1, 1, canaries=1)
 

@@ -568,7 +568,7 @@ def test_a_query_has_one_multiplier(multiplier):
 
 def test_searches_that_find_nothing_are_refused():
     for wrong in ({"quantile": 1.0}, {"lowest": 0.0}, {"bins": 1}, {"highest": 1e-5}):
-        with pytest.raises(ValueError, match=r"^features\.Search.*public guess"):
+        with pytest.raises(ValueError, match=r"^features\.Search\(.*public guess"):
             features.Search(noise_multiplier=1.0, **wrong)
     with pytest.raises(
         ValueError, match=r"^features\.Search\(noise_multiplier=-1.0\): .*0 or more"

@@ -788,7 +788,6 @@ WORK_REFUSED = {
     r"fed.*\(microbatch_size=.*whole number, at least 1": [
         {"microbatch_size": size} for size in (0, -1, 1.5)
     ],
-    "expected True or False": [{"project": "no"}, {"project": 1}],
 }
 VALUES_REFUSED += [
     (
@@ -813,6 +812,8 @@ def started(client_optimizer):
 
 TYPES_REFUSED = [
     (work(weights=[1.0]), "expected a Weights"),
+    (work(project="no"), "project is a str; expected a bool"),
+    (work(project=1), "project is a int; expected a bool"),
     (work(client_optimizer=0.1), "client_optimizer is a float"),
     (work(server=optax.sgd), "server_optimizer is a function"),
     (started(PLATEAU), LOSS_WANTED),

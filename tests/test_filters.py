@@ -162,7 +162,7 @@ REFUSED = {
     "no epsilon": ({"epsilon": 0.0}, "expected a finite number above 0"),
     "epsilon for delta": ({"delta": 3.0}, r"Filter\(delta=3.0\): expected a number between"),
     "spent less than nothing": ({"spent": -10.0}, "more than the budget"),
-    "spent NaN": ({"spent": math.nan}, "0 or more"),
+    "spent NaN": ({"spent": math.nan}, "expected a number. They are the sum"),
     "less than no steps": ({"steps": -1}, "how many they are"),
     "half a step": ({"steps": 1.5}, "how many they are"),
     "no number of steps": ({"steps": math.nan}, "how many they are"),
@@ -171,7 +171,12 @@ REFUSED = {
 
 
 @kills("accounting/filters.py", 'if method == "pld":', 'if method == "never":', case="pld")
-@kills("accounting/filters.py", "if not (self.spent >= 0 and ", "if not (", slow=True)
+@kills(
+    "accounting/filters.py",
+    'checks.not_negative("accounting.Filter", "spent", self.spent, hint)',
+    "pass",
+    slow=True,
+)
 @kills(
     "accounting/filters.py",
     'checked_delta("accounting.Filter", self.delta)',

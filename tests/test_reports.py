@@ -16,7 +16,7 @@ from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, ledger, reports, sampling, schedules, verify
-from dpjax.accounting.rounding import upwards
+from dpjax.accounting.rounding import downwards, upwards
 from dpjax.mechanism import Spent
 
 FIXED_BEFORE = Spent(sampling=sampling.fixed(1000, 10), runs=((1.0, 5),))
@@ -53,7 +53,8 @@ def test_the_statement_says_all_that_a_reader_must_know():
     assert "seed" not in words.lower()
 
 
-@kills("accounting/rounding.py", "rounding=ROUND_CEILING)", 'rounding="ROUND_HALF_EVEN")')
+@kills("accounting/rounding.py", "form, ROUND_CEILING)", 'form, "ROUND_HALF_EVEN")')
+@kills("accounting/rounding.py", "form, ROUND_FLOOR)", 'form, "ROUND_HALF_EVEN")', slow=True)
 @pytest.mark.parametrize(
     ("value", "form", "printed"),
     [
@@ -73,6 +74,7 @@ def test_the_statement_says_all_that_a_reader_must_know():
 def test_a_claim_is_rounded_up(value, form, printed):
     assert upwards(value, form) == printed
     assert float(upwards(value, form)) >= value
+    assert downwards(-value, form) == f"-{printed}"
 
 
 @pytest.mark.sample(2)

@@ -198,8 +198,14 @@ def test_narrow_images_are_computed_in_float32():
         (np.zeros((2, 8, 8, 0)), {"J": 1}, ValueError, "at least one channel"),
         (np.zeros((1, 8, 8, 1)), {"J": 4}, ValueError, "fewer than 16 a side"),
         (np.zeros((1, 3, 32, 32)), {}, ValueError, "another order than channels last"),
-        (np.zeros((1, 8, 8, 1)), {"order": 3}, ValueError, "order 0, 1 or 2"),
-        (np.zeros((1, 8, 8, 1)), {"J": 0}, ValueError, "at least one scale"),
+        (np.zeros((1, 8, 8, 1)), {"order": 3}, ValueError, "one of 0, 1, 2"),
+        (
+            np.zeros((1, 8, 8, 1)),
+            {"J": 0},
+            ValueError,
+            r"J=0\): expected a whole number, at least 1",
+        ),
+        (np.zeros((1, 8, 8, 1)), {"J": 1.5}, ValueError, r"J=1\.5\): expected a whole number"),
     ],
 )
 def test_what_is_refused(images, arguments, error, words):

@@ -261,7 +261,7 @@ def test_a_key_draws_one_number():
     ("given", "teaches"),
     [
         ({"runs": 0.5}, r"runs=0\.5.*on average"),
-        ({"runs": math.nan}, "1 or more, and finite"),
+        ({"runs": math.nan}, r"runs=nan\): expected a number"),
         ({"runs": math.inf}, "1 or more, and finite"),
         ({"distribution": "fixed"}, "'geometric'.*'logarithmic'.*'poisson'.*compose"),
         ({"delta": 1.5}, r"select_best\(delta=1\.5\).*swapped"),

@@ -55,7 +55,7 @@ def tempered_sigmoid(
     call, hint = "activations.tempered_sigmoid", "For a falling curve, negate the input."
     checks.positive(call, "scale", scale, hint)
     checks.positive(call, "inverse_temperature", inverse_temperature, hint)
-    if not math.isfinite(offset):
+    if math.isinf(checks.number(call, "offset", offset, "It is a height, such as 1.")):
         raise ValueError(f"{call}(offset={offset}): offset must be finite.")
     # In Python floats: with the defaults they are exactly 1 and 0, and the result is tanh.
     half, centre = scale / 2, scale / 2 - offset

@@ -88,12 +88,12 @@ class Filter:
         _check_method(self.method, self.order)
         checks.positive("accounting.Filter", "epsilon", self.epsilon)
         checked_delta("accounting.Filter", self.delta)
-        if not (self.spent >= 0 and self.steps >= 0 and self.steps % 1 == 0):
-            raise ValueError(
-                f"accounting.Filter(spent={self.spent}, steps={self.steps}): expected the sum over "
-                "the admitted steps, 0 or more, and how many they are; a negative sum would admit "
-                "more than the budget. admit sets both: build a Filter without them."
-            )
+        hint = (
+            "They are the sum over the admitted steps and how many they are; a negative sum would "
+            "admit more than the budget. admit sets both: build a Filter without them."
+        )
+        checks.not_negative("accounting.Filter", "spent", self.spent, hint)
+        checks.whole("accounting.Filter", "steps", self.steps, hint, least=0)
         if not self.limit > 0:
             raise ValueError(
                 f"accounting.Filter(order={self.order}): at this order nothing fits into epsilon="

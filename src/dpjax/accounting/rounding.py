@@ -2,13 +2,13 @@
 """Rounds printed epsilons up, so that no page claims less than was proved.
 
 If 2.6544 is proved, printing 2.654 claims a guarantee that is not proved. Every claim goes through
-`upwards`, for epsilon and for delta.
+`upwards`, for epsilon and for delta, and every lower bound of an audit through `downwards`.
 """
 
 from __future__ import annotations
 
 import math
-from decimal import ROUND_CEILING, Decimal, localcontext
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, localcontext
 
 
 def upwards(value: float, form: str = ".4g") -> str:
@@ -26,12 +26,27 @@ def upwards(value: float, form: str = ".4g") -> str:
       >>> upwards(2.6541), upwards(2.1), upwards(9.99961), upwards(2.0001, ".3f")
       ('2.655', '2.1', '10', '2.001')
     """
+    return _rounded(value, form, ROUND_CEILING)
+
+
+def downwards(value: float, form: str = ".4g") -> str:
+    """As `upwards`, for a lower bound: never above its value.
+
+    Example:
+      >>> downwards(2.6549), downwards(1.005, ".3f"), downwards(1.0069, ".3f")
+      ('2.654', '1.005', '1.006')
+    """
+    return _rounded(value, form, ROUND_FLOOR)
+
+
+def _rounded(value: float, form: str, rounding: str) -> str:
+    """A number in few digits, rounded as `decimal` has it."""
     if not math.isfinite(value):
         return f"{value:{form}}"
     exact = Decimal(repr(float(value)))  # the shortest decimal of this float, so 1e-5 stays 1e-5
     digits, kind = int(form[1:-1]), form[-1]
-    # The place of the last printed digit, which is where the ceiling is taken.
+    # The place of the last printed digit, which is where it is rounded.
     last = -digits if kind == "f" else exact.adjusted() - digits + 1
     with localcontext(prec=700):  # more than any float has
-        raised = exact.quantize(Decimal(1).scaleb(last), rounding=ROUND_CEILING)
-    return f"{float(raised):{form}}"
+        found = exact.quantize(Decimal(1).scaleb(last), rounding=rounding)
+    return f"{float(found):{form}}"

@@ -18,6 +18,7 @@ from scipy import stats
 from scipy.optimize import root_scalar
 from scipy.special import exprel
 
+from dpjax import checks
 from dpjax.accounting import rdp_accountant
 from dpjax.accounting.event_parts import split
 from dpjax.accounting.methods import checked_delta, epsilon
@@ -212,9 +213,11 @@ def _row(call: str, name: str) -> Distribution:
 
 
 def _mean(call: str, runs: float) -> float:
-    if not (math.isfinite(runs) and runs >= 1):
+    hint = "It is what the search may take on average, not what it happened to take."
+    mean = checks.number(call, "runs", runs, hint)
+    if not 1 <= mean < math.inf:
         raise ValueError(
             f"{call}(runs={runs}): the mean number of runs must be 1 or more, and finite. It need "
-            "not be whole; it is what the search may take on average, not what it happened to take."
+            f"not be whole. {hint}"
         )
-    return float(runs)
+    return mean

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -162,8 +163,8 @@ def audit_algorithm(
       Nasr et al., "Tight Auditing of Differentially Private Machine Learning", 2023; Dvoretzky,
       Kiefer and Wolfowitz, 1956, with Massart's constant, for estimated norms.
     """
-    _check_rows(sampling.examples, canary, instead)
     call = "auditing.audit_algorithm"
+    canary, instead = _checked_rows(call, sampling.examples, canary, instead)
     keys = checks.whole(call, "keys", keys, "The separation is measured under each of them.")
     pairs = checks.whole(call, "pairs", pairs, "Each pair is two steps that draw no row.")
     confidence = checks.fraction(call, "confidence", confidence, "Such as 0.999, not per cent.")
@@ -226,17 +227,18 @@ def without(sampling: Sampler, rows: ArrayLike) -> Sampler:
     return dataclasses.replace(sampling, draw=draw)
 
 
-def _check_rows(examples: int, canary: int, instead: int | None) -> None:
-    if not 0 <= canary < examples or (instead is not None and not 0 <= instead < examples):
-        raise ValueError(
-            f"auditing.audit_algorithm(canary={canary}, instead={instead}): expected indices of "
-            f"rows, from 0 to {examples - 1}."
-        )
+def _checked_rows(
+    call: str, examples: int, canary: int, instead: int | None
+) -> tuple[int, int | None]:
+    """The canary and the row in its place, as indices of rows."""
+    row = partial(checks.whole, call, hint="It is the index of a row.", least=0, most=examples - 1)
+    canary, instead = row("canary", canary), None if instead is None else row("instead", instead)
     if canary == instead:
         raise ValueError(
-            f"auditing.audit_algorithm(canary={canary}, instead={instead}): expected two rows. To "
-            "leave the canary out, drop instead=."
+            f"{call}(canary={canary}, instead={instead}): expected two rows. To leave the canary "
+            "out, drop instead=."
         )
+    return canary, instead
 
 
 def _renamed(sampling: Sampler, row: int, instead: int) -> Sampler:

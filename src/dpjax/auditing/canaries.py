@@ -200,13 +200,11 @@ def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[
             f"True or False for each of {scores.size} scores: whether that canary took part. "
             "Usually the members' indices were given: use np.isin(np.arange(canaries), indices)."
         )
-    if not 2 <= guesses <= scores.size or guesses % 1 != 0:
-        raise ValueError(
-            f"auditing.guess_members(guesses={guesses}): expected 2 to {scores.size} guesses, "
-            "at most one for each canary."
-        )
+    hint = "At most one for each canary, half of them on either side."
+    call = "auditing.guess_members"
+    guesses = checks.whole(call, "guesses", guesses, hint, least=2, most=scores.size)
     # Half of the guesses at either end, where scores say most; the middle abstains.
-    order, half, inside = np.argsort(scores), int(guesses) // 2, truths == 1
+    order, half, inside = np.argsort(scores), guesses // 2, truths == 1
     right = np.sum(inside[order[-half:]]) + np.sum(~inside[order[:half]])
     return int(right), 2 * half
 

@@ -16,6 +16,8 @@ import numpy as np
 from jaxtyping import Bool, Float
 from numpy.typing import ArrayLike
 
+from dpjax import checks
+
 
 class Membership(NamedTuple):
     """What a threshold on scores says about membership.
@@ -79,11 +81,11 @@ def audit_membership(
       Ullman and Oprea, "Auditing Differentially Private Machine Learning", 2020, for the limits.
     """
     each = [_checked(name, x) for name, x in (("members", members), ("others", others))]
-    if not (0 <= delta < 1 and 0 < confidence < 1):
-        raise ValueError(
-            f"auditing.audit_membership(delta={delta}, confidence={confidence}): expected a delta "
-            "from 0 to 1, that of the claim, and a confidence between 0 and 1, such as 0.95."
-        )
+    call = "auditing.audit_membership"
+    delta = checks.not_negative(call, "delta", delta, "It is that of the claim, below 1.")
+    if delta >= 1:
+        raise ValueError(f"{call}(delta={delta}): expected a delta below 1, that of the claim.")
+    confidence = checks.fraction(call, "confidence", confidence, "Such as 0.95, not per cent.")
     draw = np.random.default_rng(seed)
     first, second = zip(*(np.array_split(draw.permutation(x), 2) for x in each), strict=True)
     # Each rate has two limits, and all of them hold together.

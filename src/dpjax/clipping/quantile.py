@@ -92,6 +92,8 @@ class Quantile:
                 "far one example moves it."
             )
             checks.not_negative(call, "count_multiplier", given, hint, infinite=False)
+        hint = "It says whether the bound moves in proportion to itself; any text counts as True."
+        checks.instance(call, "geometric", self.geometric, bool, hint)
 
     def below(
         self, rule: Clipping, norms: Float[Array, "batch groups"], mask: Bool[ArrayLike, " batch"]

@@ -78,11 +78,16 @@ class Search:
     def __post_init__(self) -> None:
         """Refuses searches that cannot find a threshold."""
         _check_number("features.Search", self.noise_multiplier, bound=1.0)
-        if not (0 < self.quantile < 1 and 0 < self.lowest < self.highest and self.bins >= 2):
-            raise ValueError(
-                f"features.{self}: expected 0 < quantile < 1, 0 < lowest < highest and 2 bins or "
-                "more. The bins are a public guess of the range of the norms; choose them too wide."
-            )
+        hint = (
+            "The bins are a public guess of the range of the norms, 0 < lowest < highest: choose "
+            "it too wide. The threshold is that quantile of the norms."
+        )
+        checks.fraction("features.Search", "quantile", self.quantile, hint)
+        lowest = checks.positive("features.Search", "lowest", self.lowest, hint)
+        if not lowest < checks.positive("features.Search", "highest", self.highest, hint):
+            raise ValueError(f"features.{self}: expected lowest below highest. {hint}")
+        bins = checks.whole("features.Search", "bins", self.bins, hint, least=2)
+        object.__setattr__(self, "bins", bins)  # NumPy takes 121 and not 121.0
 
     @property
     def edges(self) -> np.ndarray:

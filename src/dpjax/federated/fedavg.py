@@ -122,11 +122,8 @@ def fedavg(
     size = checks.whole(call, "local_batch_size", local_batch_size, hint)
     epochs = checks.whole_or_none(call, "local_epochs", local_epochs, hint)
     steps = checks.whole_or_none(call, "local_steps", local_steps, hint)
-    if not isinstance(project, bool):
-        raise ValueError(
-            f"{call}(project={project!r}): expected True or False. Usually a flag was not "
-            "converted from text, and any text counts as True."
-        )
+    hint = "Usually a flag was not converted from text, and any text counts as True."
+    checks.instance(call, "project", project, bool, hint)
     # The ball of the rule's own bounds: an update that is projected in every step is hardly clipped
     # at the end.
     within = ball(mechanism.clipping) if project else None

@@ -91,6 +91,8 @@ def composite(
     beta = checks.positive("losses.composite", "beta", beta, hint, infinite=one_over)
     fades = coefficient == "(1-alpha)/beta"
     weight = {"(1-alpha)/beta": 0.5 / beta, "1/beta": 1 / beta, "beta": beta}[coefficient]
+    hint = "It is the epoch at which both errors weigh the same."
+    threshold = checks.number("losses.composite", "threshold", threshold, hint)
     hard, easy = focal(gamma), one_hot(error)
 
     def loss(

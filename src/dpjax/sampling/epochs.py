@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from dpjax import _draws, strategies, trees
+from dpjax import _draws, checks, strategies, trees
 from dpjax.sampling.events import bare, gaussians, least
 from dpjax.sampling.sizes import checked_whole, is_sparse
 from dpjax.strategies import Participation
@@ -100,12 +100,11 @@ def curriculum(
             f"{indices.size - 1}). Usually scores were passed: use np.argsort(scores)."
         )
     _, batch_size = checked_whole("curriculum", indices.size, batch_size, _draws.LARGEST)
-    if not isinstance(public, bool):
-        raise ValueError(
-            f"sampling.curriculum(public={public!r}): expected True or False: whether the order "
-            "was computed without the private data. Other values are refused because True "
-            "promises a finite epsilon."
-        )
+    hint = (
+        "It says whether the order was computed without the private data. Any text counts as "
+        "True, which promises a finite epsilon."
+    )
+    checks.instance("sampling.curriculum", "public", public, bool, hint)
     fixed_order = jnp.asarray(indices, jnp.int32)
     sampler = _epochs(
         "curriculum",

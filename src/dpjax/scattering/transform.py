@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
+from dpjax import checks
 from dpjax.scattering.filters import Bank, averaging, coarsen, filter_bank, mirrored, padded_size
 from dpjax.scattering.fourier import filtered, moduli, on_columns, on_rows, spectrum_of
 from dpjax.trees import wide
@@ -96,12 +97,14 @@ def scatter(
       Andreux et al., "Kymatio: Scattering Transforms in Python", 2020; its ``Scattering2D``
       has the same values.
     """
-    images = jnp.asarray(images)
-    _check(images, J, L, order)
+    call, images, hint = "scattering.scatter", jnp.asarray(images), "The papers use J=2, L=8."
+    J, L = checks.whole(call, "J", J, hint), checks.whole(call, "L", L, hint)
+    checks.one_of(call, "order", order, (0, 1, 2), "The papers use order=2.")
+    _check(images, J)
     return _scatter(images.astype(wide(images.dtype)), J, L, order)
 
 
-def _check(images: Array, J: int, L: int, order: int) -> None:
+def _check(images: Array, J: int) -> None:
     if not jnp.issubdtype(images.dtype, jnp.floating):
         raise TypeError(
             f"scattering.scatter: got {images.dtype} images; expected floating-point numbers, "
@@ -112,11 +115,6 @@ def _check(images: Array, J: int, L: int, order: int) -> None:
             f"scattering.scatter: got images of shape {images.shape}; expected (batch, height, "
             "width, channels), with at least one channel. Usually the channel axis is missing: "
             "images[..., None]; or the batch axis of one image: images[None]."
-        )
-    if J < 1 or L < 1 or order not in (0, 1, 2):
-        raise ValueError(
-            f"scattering.scatter(J={J}, L={L}, order={order}): expected at least one scale and "
-            "one angle, and order 0, 1 or 2; the papers use J=2, L=8, order=2."
         )
     if min(images.shape[1:3]) < 2**J:
         raise ValueError(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 import pathlib
 import sys
 import time
@@ -17,7 +16,7 @@ from absl import app, flags, logging
 
 from dpjax import auditing
 from dpjax._files import replace
-from dpjax.accounting.rounding import upwards
+from dpjax.accounting.rounding import downwards, upwards
 from dpjax.cli import compilation_cache
 from dpjax.cli.audit import audited_run
 from dpjax.cli.flag_checks import require_matplotlib, writable_folder
@@ -42,18 +41,13 @@ class Line(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.audit:<40}{downwards(self.bound):>9}{upwards(self.claimed, '.3f'):>9}"
+            f"{self.audit:<40}{downwards(self.bound, '.3f'):>9}{upwards(self.claimed, '.3f'):>9}"
             f"{self.confidence:>8.1%}  {self.measured}"
         )
 
 
 ASSUMED = "a bound only if train and test rows are of one distribution"
 HEAD = f"{'audit':<40}{'epsilon >':>9}{'claimed':>9}{'':>8}  measured"
-
-
-def downwards(value: float) -> str:
-    """A lower bound in three digits after the point, none above what it is."""
-    return f"{math.floor(value * 1000) / 1000:.3f}" if math.isfinite(value) else "inf"
 
 
 def line_of_step(step: auditing.Separation, delta: float, name: str) -> Line:
