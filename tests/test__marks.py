@@ -225,7 +225,7 @@ def test_a_sum_over_microbatches_is_checked_like_one_batch():
 
 
 @pytest.mark.sample(1)
-@kills("noise/one_run.py", "if not traced(state.step) or", "if", slow=True)
+@kills("noise/one_run.py", "if not trees.traced(state.step) or", "if", slow=True)
 @pytest.mark.parametrize("link", [noised(), privatized()], ids=["gaussian", "privatize"])
 def test_a_state_that_is_a_constant_is_refused(link):
     clipped_grad = dpjax.clipped_grad(lambda w, x: jnp.sum(w * x), RULE)
@@ -627,7 +627,9 @@ LINKS = {
 }
 
 
-@kills("noise/one_run.py", "[x for x in jax.tree.leaves(params) if traced(x)]", "[]", slow=True)
+@kills(
+    "noise/one_run.py", "[x for x in jax.tree.leaves(params) if trees.traced(x)]", "[]", slow=True
+)
 @kills(
     "noise/one_run.py", "set(_programs(step)) - set(_programs(key))", "_programs(step)", slow=True
 )

@@ -459,13 +459,15 @@ def test_clients_have_the_noise_of_examples():
 def test_a_strategy_is_refused_where_it_is_not_proved(options, match):
     with pytest.raises(ValueError, match=match):
         mechanism(**options)
-    with pytest.raises(TypeError, match="expected a strategy"):
+    with pytest.raises(TypeError, match="noise is a str; expected a Strategy"):
         mechanism(noise="tree")
 
 
 def test_the_link_refuses_a_schedule():
     with pytest.raises(ValueError, match="schedule"):
         noise.correlated(STRATEGIES["tree"], lambda t: 1.0, RULE, key=jax.random.key(0))
+    with pytest.raises(TypeError, match=r"^noise\.correlated: participation is a int"):
+        noise.correlated(STRATEGIES["tree"], 1.0, RULE, key=jax.random.key(0), participation=5)
 
 
 def test_groups_have_noise_of_their_own_bounds():

@@ -279,7 +279,7 @@ TEACHES = [
     ({"clipping": clipping.flat(math.inf)}, "no finite noise"),
     ({"neighbours": "someone"}, "someone"),
     ({"steps": math.nan}, r"steps=nan\): expected a number"),
-    ({"steps": 10**15}, r"steps=1000000000000000\): expected at most 2,147,483,647 steps"),
+    ({"steps": 10**15}, r"steps=1000000000000000\): expected .* at most 2147483647"),
     ({"unit": "client", "preparation": (5.0,)}, "one client may have many"),
     ({"preparation": 8.0}, r"preparation=8\.0\).*such as \[8\.0\]"),
     ({"preparation": "8"}, "a list of the noise multipliers"),

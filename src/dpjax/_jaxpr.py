@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import (
     ClosedJaxpr,
@@ -29,6 +28,8 @@ from jax.extend.core import (
     Primitive,
     jaxpr_as_fun,
 )
+
+from dpjax import checks
 
 __all__ = [
     "VOUCHED",
@@ -151,7 +152,7 @@ def _hash(part: Any, write: Callable[[bytes], Any]) -> None:
             _hash_program(part.jaxpr, write)
         case Jaxpr():
             _hash_program(part, write)
-        case jax.Array() if jnp.issubdtype(part.dtype, jax.dtypes.prng_key):
+        case jax.Array() if checks.is_typed_key(part):
             _hash(jax.random.key_data(part), write)
         case jax.Array() | np.ndarray() | np.generic():
             data = np.asarray(part)

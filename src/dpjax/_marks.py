@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
+from dpjax import trees
 from dpjax._checksums import checksum_of_buffers
 from dpjax.types import ClippedSum, Clipping, PyTree
 
@@ -149,10 +149,11 @@ def require_clipped_sum(
     leaves = jax.tree.leaves(updates)
     found = [entry for leaf in leaves if (entry := _found(leaf)) is not None]
     # The sum over no examples is a clipped sum of every rule.
-    zero = not any(isinstance(x, Tracer) or np.any(np.asarray(x)) for x in leaves)
+    traced = trees.traced(leaves)
+    zero = not traced and not any(np.any(np.asarray(x)) for x in leaves)
     if not found and (plain or zero):
         return updates
-    if not found and alone and any(isinstance(x, Tracer) for x in leaves):
+    if not found and alone and traced:
         # Only the values can say whether the tree is the sum over no examples.
         empty = jnp.all(jnp.stack([jnp.all(x == 0) for x in leaves]))
         return jax.tree.map(lambda x: jnp.where(empty, x, jnp.nan), updates)
@@ -179,7 +180,7 @@ def _unchanged(found: _Certified, name: str) -> PyTree:
         same = all(map(_found, jax.tree.leaves(found.value)))
     else:
         same = jnp.array_equal(_checksum(found.value), found.checksum)
-    if isinstance(same, Tracer):
+    if trees.traced(same):
         return jax.tree.map(lambda x: jnp.where(same, x, jnp.nan), found.value)
     if not same:
         raise ValueError(

@@ -26,7 +26,6 @@ _SMALL = 2**14
 def packed(tree: PyTree) -> list[Array]:
     """The numbers of a tree in few arrays: all small leaves of a dtype are one flat array.
 
-    XLA on CPU compiles what is done to each leaf by itself, and a network has many small leaves.
     Large ones stay as they are, because at every step a copy of them would take time.
     """
     leaves = jax.tree.leaves(tree)

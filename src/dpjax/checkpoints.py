@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from dpjax import meshes, processes, trees
+from dpjax import checks, meshes, processes, trees
 from dpjax.types import PyTree
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def _as(like: PyTree, numbers: Sequence[np.ndarray], where: str) -> PyTree:
     def one(name: str, old: Any, new: np.ndarray) -> Any:
         if not isinstance(old, jax.Array):
             return new
-        is_key = jnp.issubdtype(old.dtype, jax.dtypes.prng_key)
+        is_key = checks.is_typed_key(old)
         plain = jax.random.key_data(old) if is_key else old
         if (plain.shape, plain.dtype) != (new.shape, new.dtype):
             raise ValueError(

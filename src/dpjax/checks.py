@@ -125,10 +125,15 @@ def instance(call: str, name: str, value: Any, kind: type[T], hint: str = "") ->
     return value
 
 
+def is_typed_key(value: Any) -> bool:
+    """Whether a value is a key of `jax.random.key`, traced or not, or an array of such keys."""
+    return isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
 def key(call: str, value: Any) -> Any:
     """A key, typed or not, traced or not, whose folds are keys of their own."""
-    typed = isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
-    if not typed and not (isinstance(value, jax.Array | np.ndarray) and value.dtype == np.uint32):
+    words = isinstance(value, jax.Array | np.ndarray) and value.dtype == np.uint32
+    if not words and not is_typed_key(value):
         raise TypeError(
             f"{call}(key: {type(value).__name__}): expected a key, such as "
             "dpjax.noise.secret_key() or, to repeat a run, jax.random.key(seed). Usually a bare "

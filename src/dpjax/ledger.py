@@ -20,9 +20,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import numpy as np
-from jax.core import Tracer
 
 from dpjax import checks, trees
 from dpjax.accounting import Refused
@@ -223,7 +221,7 @@ def terms(mechanism: Plan, budget: Budget | None) -> dict[str, str]:
 def require_untraced(given: PyTree, call: str) -> None:
     """Refuses a call of the algorithm inside ``jit``, ``vmap`` or ``grad``, which trace it."""
     # A traced step would be compiled into another program and run again without the ledger.
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
+    if trees.traced(given):
         raise TypeError(
             f"{call}: called inside a JAX transformation; expected arrays with values. Steps are "
             "compiled already, and the ledger has to look before every one. Call it directly: "

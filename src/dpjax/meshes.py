@@ -245,7 +245,7 @@ def _spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 
 def put(leaf: Any, sharding: Sharding) -> Any:
     """An array, or a typed key, on the devices of a sharding, of this process or of several."""
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if checks.is_typed_key(leaf):
         data = put(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     ours = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable

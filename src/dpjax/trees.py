@@ -171,13 +171,18 @@ def on_host(leaf: Any) -> np.ndarray:
     An array that other processes hold in part is collected: all of them must call this.
     """
     if isinstance(leaf, jax.Array):
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        is_key = checks.is_typed_key(leaf)
         # A traced function may read a key that it closes over.
         with jax.ensure_compile_time_eval():
             leaf = jax.random.key_data(leaf) if is_key else leaf
         if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             leaf = multihost_utils.process_allgather(leaf, tiled=True)
     return np.array(leaf)
+
+
+def traced(tree: PyTree) -> bool:
+    """Whether a leaf stands for an array of a program that is traced: it has no value yet."""
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def widened(tree: PyTree) -> PyTree:

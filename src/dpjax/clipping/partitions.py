@@ -44,7 +44,6 @@ def _balanced(call: str, groups: int) -> Partition:
                 f"{call}(groups={groups}): the parameters have only {len(leaves)} leaves; expected "
                 "a leaf for each group, because a leaf is never split. Give fewer groups."
             )
-        # A batch of gradients is cut where its parameters are: all sizes are times the batch.
         sizes = [leaf.size for leaf in leaves]
         # The smallest capacity that needs no more groups than asked, by bisection: this makes the
         # largest group as small as cuts between leaves allow.

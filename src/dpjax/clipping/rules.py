@@ -156,14 +156,7 @@ def automatic(bound: float = 1.0, gamma: float = 0.01, *, groups: Groups = 1) ->
     hint = "It is added to every norm; 0.01 is the usual choice."
     gamma = checks.not_negative("clipping.automatic", "gamma", gamma, hint)
     _require_a_length("automatic", bound)
-
-    def wish(norms: Norms) -> Norms:
-        # With gamma 0 a zero gradient would divide by zero; its product with the gradient is 0
-        # whatever the factor.
-        length = norms + gamma
-        return jnp.where(length > 0, bound / jnp.where(length > 0, length, 1), 0)
-
-    return _rule("automatic", bound, groups, wish, gamma=gamma)
+    return _rule("automatic", bound, groups, _stretched(bound, gamma), gamma=gamma)
 
 
 def psac(bound: float = 1.0, stabilizer: float = 0.1, *, groups: Groups = 1) -> Clipping:
@@ -219,12 +212,7 @@ def normalized(bound: float = 1.0, *, groups: Groups = 1) -> Clipping:
              [0.]], dtype=float32)
     """
     _require_a_length("normalized", bound)
-
-    def wish(norms: Norms) -> Norms:
-        # The inner `where` keeps the derivative of the unused branch finite.
-        return jnp.where(norms > 0, bound / jnp.where(norms > 0, norms, 1), 0)
-
-    return _rule("normalized", bound, groups, wish)
+    return _rule("normalized", bound, groups, _stretched(bound, 0.0))
 
 
 def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups = 1) -> Clipping:
@@ -318,6 +306,16 @@ def _require_a_length(name: str, bound: float) -> None:
             f"clipping.{name}(bound=inf): this rule scales gradients up to the bound, and there is "
             "no infinite length. To switch clipping off, use clipping.flat(bound=math.inf)."
         )
+
+
+def _stretched(bound: float, gamma: float) -> Callable[[Norms], Norms]:
+    """From norms to ``bound / (norms + gamma)``; where that would divide by zero, to 0."""
+
+    def wish(norms: Norms) -> Norms:
+        length = norms + gamma
+        return jnp.where(length > 0, bound / jnp.where(length > 0, length, 1), 0)
+
+    return wish
 
 
 def _rule(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dpjax import checks
 from dpjax.data.dataset import Dataset, Split, checked, hold_out
 from dpjax.data.files import read
 from dpjax.data.sources import SOURCES, Source
@@ -139,13 +140,11 @@ def _folder(data_dir: str | os.PathLike[str] | None, asked: str) -> str | os.Pat
 
 
 def _source(name: str, asked: str) -> Source:
-    if name not in SOURCES:
-        raise ValueError(
-            f"data.{asked}({name!r}): no such data set; expected one of {', '.join(NAMES)}. "
-            "Data of your own need no name: data.load_file reads an .npz or .csv, and functions "
-            "that take a data set take arrays too."
-        )
-    return SOURCES[name]
+    hint = (
+        "Data of your own need no name: data.load_file reads an .npz or .csv, and functions that "
+        "take a data set take arrays too."
+    )
+    return SOURCES[checks.one_of(f"data.{asked}", "name", name, NAMES, hint)]
 
 
 def _digits() -> Dataset[Split]:

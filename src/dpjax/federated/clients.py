@@ -128,8 +128,7 @@ class Clients:
 
 def _home(rows: Any) -> Any:
     """The array library that joins rows: NumPy on the host, or JAX for typed keys."""
-    keys = isinstance(rows, jax.Array) and jnp.issubdtype(rows.dtype, jax.dtypes.prng_key)
-    return jnp if keys else np
+    return jnp if checks.is_typed_key(rows) else np
 
 
 def _row(tree: PyTree) -> PyTree:

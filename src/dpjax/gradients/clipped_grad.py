@@ -100,12 +100,11 @@ def clipped_grad(
             "loss(params, example) -> scalar. Usually the loss of a batch was already "
             "computed; per-example gradients need the function itself."
         )
-    if not isinstance(rule, Clipping):
-        raise TypeError(
-            f"clipped_grad: rule is {rule!r:.60}, of type {type(rule).__name__}; expected a "
-            "Clipping, such as dpjax.clipping.flat(1.0). Usually the bound alone was given, as "
-            "other libraries take it; a rule also partitions the leaves."
-        )
+    hint = (
+        "Write dpjax.clipping.flat(1.0), and the like. Usually the bound alone was given, as other "
+        "libraries take it; a rule also partitions the leaves."
+    )
+    checks.instance("clipped_grad", "rule", rule, Clipping, hint)
     engine = named("clipped_grad", engine)
     microbatch_size = checked_size("clipped_grad", "microbatch_size", microbatch_size)
     if not isinstance(devices, Mesh):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import dp_accounting as dp
 import numpy as np
 
-from dpjax import accounting, strategies
+from dpjax import accounting, checks, strategies
 from dpjax.accounting.events import correlated_samples
 from dpjax.noise.correlated import require_constant
 from dpjax.strategies import Participation, Strategy
@@ -30,11 +30,8 @@ if TYPE_CHECKING:
 def check_strategy(mechanism: Mechanism) -> None:
     """Refuses a strategy where its noise would not be what is accounted."""
     strategy, sampler = mechanism.noise, mechanism.sampling
-    if not isinstance(strategy, Strategy):
-        raise TypeError(
-            f"Mechanism(noise={strategy!r}): expected a strategy, such as "
-            "dpjax.strategies.square_root(steps), or None for fresh noise at every step."
-        )
+    hint = "Such as dpjax.strategies.square_root(steps), or None for fresh noise at every step."
+    strategy = checks.instance("Mechanism", "noise", strategy, Strategy, hint)
     name = f"Mechanism(noise={strategy.name})"
     if strategy.steps != mechanism.steps:
         raise ValueError(

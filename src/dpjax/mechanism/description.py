@@ -108,14 +108,11 @@ class Mechanism:
             checks.instance("Mechanism", "adaptive", self.adaptive, clipping.Quantile, hint)
         hint = "None selects the relation that is proved for the sampler."
         checks.one_of("Mechanism", "neighbours", self.neighbours, (*Neighbours, None), hint)
-        hint = "For epochs: round(epochs * examples / batch_size)."
-        steps = checks.whole("Mechanism", "steps", self.steps, hint, least=0)
-        if steps > _MOST_STEPS:
-            raise ValueError(
-                f"Mechanism(steps={steps}): expected at most {_MOST_STEPS:,} steps, because the "
-                "counter that gives each step its noise is an int32. Usually a number has digits "
-                "too many, or examples were counted in place of steps."
-            )
+        hint = (
+            "For epochs: round(epochs * examples / batch_size). The counter that gives each step "
+            "its noise is an int32."
+        )
+        steps = checks.whole("Mechanism", "steps", self.steps, hint, least=0, most=_MOST_STEPS)
         object.__setattr__(self, "steps", steps)
         multiplier = planned(plain_multiplier("Mechanism", self.noise_multiplier), self.steps)
         object.__setattr__(self, "noise_multiplier", multiplier)

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from dpjax import checks, clipping, noise
+from dpjax import checks, clipping, noise, trees
 from dpjax._marks import require_clipped_sum
 from dpjax.mechanism.adaptive import AdaptiveState, followed
 from dpjax.noise.link import add_noise, checked_sums, first_state
@@ -105,7 +104,7 @@ def private_mean(
       happens past the planned steps.
     """
     beyond = step >= mechanism.steps
-    if not isinstance(beyond, Tracer) and beyond:
+    if not trees.traced(beyond) and beyond:
         raise ValueError(
             f"Mechanism.privatize: step {int(step) + 1} of {mechanism.steps} planned steps; the "
             "accounting does not cover this step. Plan more steps in the Mechanism."

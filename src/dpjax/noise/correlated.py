@@ -13,6 +13,7 @@ import optax
 from dpjax import strategies
 from dpjax.noise.link import noise_link
 from dpjax.strategies import Participation, Strategy
+from dpjax.strategies.participation import or_once
 from dpjax.types import Clipping, Key, NoiseMultiplier
 
 
@@ -62,10 +63,10 @@ def correlated(
       Denisov, McMahan, Rush, Smith and Thakurta, "Improved Differential Privacy for SGD via
       Optimal Private Linear Operators on Adaptive Streams", 2022.
     """
-    require_constant("noise.correlated", noise_multiplier)
-    participation = participation or strategies.once()
-    scale = strategies.sensitivity(strategy, participation)
-    return noise_link("noise.correlated", noise_multiplier, rule, key, strategy, scale)
+    call = "noise.correlated"
+    require_constant(call, noise_multiplier)
+    scale = strategies.sensitivity(strategy, or_once(call, participation))
+    return noise_link(call, noise_multiplier, rule, key, strategy, scale)
 
 
 def require_constant(call: str, noise_multiplier: NoiseMultiplier) -> None:

@@ -26,7 +26,7 @@ from dpjax._marks import require_clipped_sum
 from dpjax.noise.measured import Measurement, unless_measured
 from dpjax.noise.multiplier import check_multiplier, plain_multiplier, standard_deviations
 from dpjax.noise.normal import normal_in_parts, standard_normal
-from dpjax.noise.one_run import require_one_run, traced, unless_reset, with_own_noise
+from dpjax.noise.one_run import require_one_run, unless_reset, with_own_noise
 from dpjax.noise.seals import seal_outside_jit
 from dpjax.strategies import Strategy
 from dpjax.types import Clipping, Key, NoiseMultiplier, Partition, Purpose, PyTree
@@ -155,7 +155,7 @@ def first_state(name: str, key: Key, params: PyTree, strategy: Strategy | None) 
     # A key of each process would release one sum with several noises. Compared where parameters lie
     # on several processes, because a link of one process alone would wait for the others.
     arrays = [x for x in (key, *jax.tree.leaves(params)) if isinstance(x, jax.Array)]
-    if not any(map(traced, arrays)) and not all(x.is_fully_addressable for x in arrays):
+    if not trees.traced(arrays) and not all(x.is_fully_addressable for x in arrays):
         facts = {"the root key": trees.fingerprint(key)}
         processes.require_agreement(name, lambda: facts)
     # A copy: a step that donates the state would delete the key of the caller.
@@ -192,7 +192,7 @@ def checked_sums(
     checks.key(name, key)
     trees.warn_of_seed(key, name)
     # A traced key cannot be read, so it may be the key of zeros.
-    key_of_zeros = traced(key) or not np.any(trees.on_host(key))
+    key_of_zeros = trees.traced(key) or not np.any(trees.on_host(key))
 
     def checked(
         total: PyTree, state: Any, deviations: Sequence[Any], below: Any = None

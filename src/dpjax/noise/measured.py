@@ -13,9 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-import jax
-from jax.core import Tracer
-
+from dpjax import trees
 from dpjax.types import NoiseMultiplier, PyTree
 
 
@@ -63,8 +61,7 @@ def is_measured() -> bool:
 def unless_measured(key: Any, step: Any, own: Measurement) -> Measurement:
     """What meets the noise of a link: its own sum, or what `measured` exchanges it for."""
     collecting = _measured.get()
-    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((key, step, *own[:-1])))
-    if collecting is None or traced:
+    if collecting is None or trees.traced((key, step, *own[:-1])):
         return own
     found, instead = collecting
     found.append(own)

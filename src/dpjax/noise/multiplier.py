@@ -12,12 +12,10 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
-from dpjax import checks
+from dpjax import checks, trees
 from dpjax.types import Clipping, NoiseMultiplier
 
 
@@ -55,7 +53,7 @@ def plain_multiplier(call: str, noise_multiplier: Any) -> NoiseMultiplier:
     """
     if callable(noise_multiplier):
         return noise_multiplier
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(noise_multiplier)):
+    if trees.traced(noise_multiplier):
         raise TypeError(
             f"{call}(noise_multiplier={reprlib.repr(noise_multiplier)}): a traced number; expected "
             "one that is known before jit, because it is accounted. Usually "

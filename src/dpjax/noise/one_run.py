@@ -13,16 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array
 
+from dpjax import trees
 from dpjax.noise.seals import seal
 from dpjax.types import Key, PyTree
-
-
-def traced(x: Any) -> bool:
-    """Whether an array stands for one of a program that is traced."""
-    return isinstance(x, Tracer)
 
 
 def require_one_run(key: Key, step: Array, params: PyTree, name: str) -> None:
@@ -34,7 +29,7 @@ def require_one_run(key: Key, step: Array, params: PyTree, name: str) -> None:
       params: The parameters.
       name: How errors call the link.
     """
-    _in_one_run(jax.random.key_data(key), [x for x in jax.tree.leaves(params) if traced(x)])
+    _in_one_run(jax.random.key_data(key), [x for x in jax.tree.leaves(params) if trees.traced(x)])
     if any(map(_repeats, set(_programs(step)) - set(_programs(key)))):
         raise ValueError(
             f"{name}: init runs in the body of a loop, and the key of the link is a constant "
@@ -53,14 +48,14 @@ def with_own_noise(total: PyTree, state: Any, name: str) -> PyTree:
       state: The state of the link.
       name: How errors call the link.
     """
-    if not any(map(traced, jax.tree.leaves(total))):
+    if not trees.traced(total):
         return total
     words = jax.random.key_data(state.key)
     total = _in_one_run(words, _on_all_shards(words, total))
     # A state that is an argument, is carried or begins here has a step traced where the sum is.
     around = _programs(state.step)
     inner = [programs[0] for leaf in jax.tree.leaves(total) if (programs := _programs(leaf))]
-    if not traced(state.step) or not set(inner) <= set(around):
+    if not trees.traced(state.step) or not set(inner) <= set(around):
         raise ValueError(
             f"{name}: the sum is computed inside a traced function, and the state of the link "
             f"(step {state.step}) comes from outside of it, as a constant; expected both among the "
@@ -111,7 +106,7 @@ def _refuse_shared_noise(size: int, batched: Any, words: Array, total: PyTree) -
     if total_batched:
         rows = words.reshape(-1, words.shape[-1])
         shared = _shared(rows, jnp.arange(len(rows))[:, None])
-        if not traced(shared) and shared:
+        if not trees.traced(shared) and shared:
             raise ValueError(
                 f"noise: jax.vmap maps the link over {size} states, and some have equal keys; "
                 "expected a key for each. Their sums would have equal noise, and the differences "
@@ -165,7 +160,7 @@ def unless_reset(total: PyTree, key: Key, name: str) -> PyTree:
       name: How errors call the link.
     """
     reset = ~jnp.any(jax.random.key_data(key) != 0)
-    if traced(reset):
+    if trees.traced(reset):
         return _nan_if(reset, total)
     if reset:
         raise ValueError(

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, UInt32
 
 from dpjax import trees
@@ -83,9 +82,8 @@ def seal_outside_jit(key: Any, step: Any, released: PyTree, name: str) -> None:
       released: What leaves the link, after the noise.
       name: How errors call the link.
     """
-    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((key, step, released)))
     # A measurement gives one noise to two sums on purpose, and releases neither.
-    if not traced and not is_measured():
+    if not trees.traced((key, step, released)) and not is_measured():
         require_one_release(key, int(step), _sealed(released)[None], name)
 
 

@@ -114,7 +114,7 @@ def banded(
     call = "strategies.banded"
     steps, bands = _sizes(call, steps, bands)
     checks.one_of(call, "error", error, ("mean", "maximal"))
-    participation = or_once("strategies.banded", participation)
+    participation = or_once(call, participation)
     of = workload(call, steps, momentum, learning_rates)
     if of.rates is not None and (steps > LARGEST_MATRIX or error == "maximal"):
         raise ValueError(

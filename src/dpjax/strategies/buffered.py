@@ -90,10 +90,6 @@ class Buffered:
         """By prefix sums, as far as rows repeat."""
         return toeplitz_squares(self._reciprocal(self.steps), None, of)
 
-    def start(self, zeros: PyTree) -> PyTree:
-        """A weighted sum of all earlier noises for each power."""
-        return streams.stacked(zeros, self.remembers)
-
     def next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         r"""$x_t = z_t - \sum_i a_i s_i$, and then $s_i \leftarrow \lambda_i s_i + x_t$."""
         scales, decays = (jnp.asarray(each, jnp.float32) for each in (self.scales, self.decays))
@@ -157,7 +153,7 @@ def buffered(
     if buffers > 16:
         raise ValueError(f"{call}(buffers={buffers}): expected at most 16; 4 are mostly enough.")
     checks.one_of(call, "error", error, ("mean", "maximal"))
-    participation = or_once("strategies.buffered", participation)
+    participation = or_once(call, participation)
     of = workload(call, steps, momentum, None)
     form = _searched(steps, buffers, participation, of, error)
     return Strategy(name=f"buffered, {buffers} buffers", form=form)

@@ -97,10 +97,6 @@ class Dense:
         """From the matrix."""
         return np.sum(of.applied(self.inverse()) ** 2, axis=1)
 
-    def start(self, zeros: PyTree) -> PyTree:
-        """A row for each step."""
-        return streams.stacked(zeros, self.steps)
-
     def next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         """A row of the inverse times all normal numbers so far."""
         table = jnp.asarray(_inverse(self.steps, self.rows), jnp.float32)
@@ -176,7 +172,7 @@ def dense(
             f"{call}(steps={steps}): expected at most {MOST_STEPS}; its cost grows with the cube. "
             "Take strategies.banded or strategies.buffered for longer runs."
         )
-    participation = or_once("strategies.dense", participation)
+    participation = or_once(call, participation)
     of = workload(call, steps, momentum, learning_rates)
     return Strategy(name="dense", form=_searched(steps, participation, of))
 

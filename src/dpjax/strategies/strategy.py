@@ -19,7 +19,8 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from dpjax import checks
-from dpjax.strategies.participation import Participation, once
+from dpjax.strategies import streams
+from dpjax.strategies.participation import Participation, or_once
 from dpjax.strategies.workload import Workload, workload
 from dpjax.types import PyTree
 
@@ -75,10 +76,6 @@ class Form(Protocol):
 
     def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
         """The squared norm of each row of W times the inverse."""
-        ...
-
-    def start(self, zeros: PyTree) -> PyTree:
-        """The memory before step 0."""
         ...
 
     def next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
@@ -196,7 +193,7 @@ class Strategy:
         Returns:
           A tree of the same structure. Each leaf has a leading axis of ``remembers`` rows.
         """
-        return self.form.start(zeros)
+        return streams.stacked(zeros, self.remembers)
 
     def next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         """The noise of one step: the stream that multiplies by the inverse of C.
@@ -243,7 +240,7 @@ class Strategy:
         call = "strategy.errors"
         of = workload(call, self.steps, momentum, learning_rates)
         squares = self.form.squares(of)
-        scale = sensitivity(self, participation or once())
+        scale = sensitivity(self, or_once(call, participation))
         mean, most = math.sqrt(np.mean(squares)), math.sqrt(np.max(squares))
         return Errors(mean=scale * mean, maximal=scale * most)
 

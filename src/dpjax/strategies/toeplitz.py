@@ -88,10 +88,6 @@ class Toeplitz:
         scales = np.sqrt(self._cut_squares()) if self.normalized else None
         return toeplitz_squares(self._reciprocal(self.steps), scales, of)
 
-    def start(self, zeros: PyTree) -> PyTree:
-        """A ring of noises, zero before step 0."""
-        return streams.stacked(zeros, self.remembers)
-
     def next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         r"""Row t of $T x = z$, solved for $x_t$: $x_t = (z_t - \sum_k c_k x_{t-k}) / c_0$."""
         size, values = self.remembers, jnp.asarray(self.values, jnp.float32)
@@ -173,10 +169,6 @@ class InverseToeplitz:
     def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
         """By prefix sums, as far as rows repeat."""
         return toeplitz_squares(_padded(self.values, self.steps), None, of)
-
-    def start(self, zeros: PyTree) -> PyTree:
-        """A ring of normal numbers, zero before step 0."""
-        return streams.stacked(zeros, self.remembers)
 
     def next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         r"""$\sum_k d_k z_{t-k}$."""

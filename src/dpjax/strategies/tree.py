@@ -111,10 +111,6 @@ class Tree:
             )
         return np.sum(of.applied(self.inverse()) ** 2, axis=1)
 
-    def start(self, zeros: PyTree) -> PyTree:
-        """A noise sum for each level."""
-        return streams.stacked(zeros, self.remembers)
-
     def next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         """The noise of a leaf, given the sums of the left siblings above it."""
         levels, step = self.remembers, jnp.asarray(step)

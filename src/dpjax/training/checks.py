@@ -18,7 +18,7 @@ from absl import logging
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from dpjax import clipping, ledger, noise, trees
+from dpjax import checks, clipping, ledger, noise, trees
 from dpjax._foreign import arrays, no_arrays
 from dpjax._jaxpr import depends
 from dpjax.accounting.event_parts import split
@@ -38,11 +38,8 @@ _BATCH_NORM = re.compile(r"batch_?norm|(^|/)bn_?\d*(/|$)", re.IGNORECASE)
 def check_kinds(recipe: Recipe, budget: Any) -> None:
     """Refuses arguments of `dpjax.dpsgd` of the wrong kind; usually two were swapped."""
     name, mechanism, loss = recipe.name, recipe.mechanism, recipe.loss
-    if not isinstance(mechanism, Mechanism):
-        raise TypeError(
-            f"{name}: the mechanism is a {type(mechanism).__name__}; expected a dpjax.Mechanism. "
-            "Usually arguments were swapped: dpsgd(loss, optimizer, mechanism, data)."
-        )
+    hint = "Usually arguments were swapped: dpsgd(loss, optimizer, mechanism, data)."
+    checks.instance(name, "mechanism", mechanism, Mechanism, hint)
     check_is_optimizer(f"{name}: the optimizer", recipe.optimizer)
     # A Linen module has both methods; a loss object of the user may have one that is called so.
     if not callable(loss) or (hasattr(loss, "apply") and hasattr(loss, "init")):
@@ -51,11 +48,9 @@ def check_kinds(recipe: Recipe, budget: Any) -> None:
             "example) -> scalar. For a Linen module, dpjax.losses.of(model, "
             "dpjax.losses.cross_entropy) makes one."
         )
-    if budget is not None and not isinstance(budget, ledger.Budget):
-        raise TypeError(
-            f"{name}(budget={budget!r}): expected a dpjax.ledger.Budget(epsilon=..., delta=...), "
-            "because an epsilon needs its delta."
-        )
+    if budget is not None:
+        hint = "Write dpjax.ledger.Budget(epsilon=..., delta=...): an epsilon needs its delta."
+        checks.instance(name, "budget", budget, ledger.Budget, hint)
     named(name, recipe.engine)
     if mechanism.unit != "example":
         raise ValueError(
@@ -277,11 +272,10 @@ def planned_bounds(name: str, schedule: Schedule | None, mechanism: Mechanism) -
             "they cannot follow a schedule. Leave one of the two out."
         )
     bounds = Planned.of(schedule, mechanism.steps)
-    good = (bounds.values > 0) & np.isfinite(bounds.values)
-    if not np.all(good):
+    if (step := bounds.first_without_size()) is not None:
         raise ValueError(
             f"{name}(bound_schedule=...): expected positive numbers at all planned steps; the "
-            f"number at step {int(np.argmin(good))} is not positive and finite. It multiplies the "
+            f"number at step {step} is not positive and finite. It multiplies the "
             "bounds of the rule; to silence a step, do not plan it."
         )
     return bounds

@@ -208,11 +208,8 @@ def _checked(
     directory: str | os.PathLike[str] | None,
 ) -> _Terms:
     """The arguments of `fit`, checked, and their defaults."""
-    if not isinstance(algorithm, Algorithm):
-        raise TypeError(
-            f"fit: the algorithm is a {type(algorithm).__name__}; expected an Algorithm, such as "
-            "dpjax.dpsgd gives. Usually arguments were swapped: fit(algorithm, state)."
-        )
+    hint = "dpjax.dpsgd makes one. Usually arguments were swapped: fit(algorithm, state)."
+    checks.instance("fit", "algorithm", algorithm, Algorithm, hint)
     check_state("fit", state)
     mechanism = algorithm.mechanism
     if mechanism is None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array, Int
 
@@ -216,13 +215,11 @@ def on_mean_gradient(learning_rate: float | Schedule, examples: int) -> dict[str
 def _planned(schedule: Schedule, steps: int) -> Planned:
     """A schedule of rates as its table, which must be positive at every step."""
     planned = Planned.of(schedule, steps)
-    rates, good = planned.values, (planned.values > 0) & np.isfinite(planned.values)
-    if not np.all(good):
-        step = int(np.argmin(good))
+    if (step := planned.first_without_size()) is not None:
         raise ValueError(
-            f"training.dp_sgld(learning_rate=schedule): {rates[step]} at step {step} of {steps}; "
-            "expected a positive number at every step, because the rate is the variance of the "
-            "noise. End the schedule above 0 (end_value=...), or take fewer steps."
+            f"training.dp_sgld(learning_rate=schedule): {planned.values[step]} at step {step} of "
+            f"{steps}; expected a positive number at every step, because the rate is the variance "
+            "of the noise. End the schedule above 0 (end_value=...), or take fewer steps."
         )
     return planned
 
