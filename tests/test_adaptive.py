@@ -222,7 +222,7 @@ def test_each_group_gets_its_share_of_what_is_left():
     assert accounting.effective_multiplier([*found, 2.0]) == pytest.approx(1.2, rel=0.005)
     assert found[0] / found[1] == pytest.approx(2.0 / 1.5, rel=0.005)
     np.testing.assert_allclose(
-        np.array(mechanism.deviations(0)) * 10, found * np.array([1, 2]), rtol=0.005
+        np.array(mechanism.deviations_on_mean(0)) * 10, found * np.array([1, 2]), rtol=0.005
     )
 
 

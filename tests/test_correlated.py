@@ -82,7 +82,7 @@ def test_one_example_moves_the_run_by_at_most_one_over_the_multiplier():
     """
     for strategy in STRATEGIES.values():
         planned = mechanism(noise=strategy, noise_multiplier=1.5)
-        factor = planned.deviations(0)[0] * planned.batch_size * strategy.inverse()
+        factor = planned.deviations_on_mean(0)[0] * planned.batch_size * strategy.inverse()
         metric = np.linalg.inv(factor)
         for first, signs in itertools.product(range(3), itertools.product((-1, 1), repeat=2)):
             u = np.zeros(6)
@@ -474,7 +474,7 @@ def test_groups_have_noise_of_their_own_bounds():
     rule = clipping.per_group([1.0, 3.0], clipping.by_leaf(ZEROS))
     planned = mechanism(clipping=rule, noise_multiplier=(2.0, 0.5))
     scale = planned.strategy_sensitivity / 4
-    np.testing.assert_allclose(planned.deviations(0), [2.0 * scale, 1.5 * scale])
+    np.testing.assert_allclose(planned.deviations_on_mean(0), [2.0 * scale, 1.5 * scale])
     assert planned.event.noise_multiplier == (2.0**-2 + 0.5**-2) ** -0.5
 
 

@@ -371,7 +371,7 @@ def test_what_is_recomputed_is_shown_as_it_is(demo, tmp_path):
 
 @pytest.mark.slow
 @kills(
-    "sampling/bins.py",
+    "sampling/scored.py",
     '        facts={"rates": [[float(rate), steps_per_row] for rate in largest]},\n',
     '        facts={"rates": [[float(rate), steps_per_row] for rate in '
     'largest], "bins": trees.fingerprint([places, table])},\n',

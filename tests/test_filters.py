@@ -15,7 +15,7 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import accounting, clipping, ledger, noise, sampling
+from dpjax import accounting, checks, clipping, ledger, noise, sampling
 from dpjax.accounting import Filter
 
 RATE = 256 / 60_000
@@ -58,7 +58,7 @@ def test_step_by_step_the_last_one_that_fits_is_the_last_one(budget):
     for _ in range(fits):
         budget = budget.admit(multiplier, rate)
     assert (budget.steps, budget.room(multiplier, rate)) == (fits, 0)
-    with pytest.raises(accounting.Refused, match=f"0 such steps fit after the {fits} that ran"):
+    with pytest.raises(checks.Refused, match=f"0 such steps fit after the {fits} that ran"):
         budget.admit(multiplier, rate)
     with pytest.raises(ledger.Refused):
         budget.admit(multiplier, rate)
@@ -83,7 +83,7 @@ def test_nothing_that_exceeds_gets_through(choices, order, epsilon):
         try:
             budget = budget.admit(multiplier, rate, steps=steps)
             ran.append(accounting.subsampled_gaussian(multiplier, rate, steps))
-        except accounting.Refused:
+        except checks.Refused:
             after = sum(r @ n for r, n in [(np.array([budget.cost(multiplier, rate)]), [steps])])
             assert budget.spent + after > budget.limit * (1 - 1e-12), "it would have fitted"
     assert budget.spent <= budget.limit
@@ -100,13 +100,13 @@ def test_gaussians_without_sampling_are_let_through_to_the_last(multipliers, eps
             budget = budget.admit(multiplier, 1.0)
             ran.append(accounting.gaussian(multiplier))
             assert fits <= epsilon
-        except accounting.Refused:
+        except checks.Refused:
             assert fits > epsilon * (1 - 1e-6)
 
 
 def test_a_filter_that_refused_is_as_it_was():
     before = Filter(epsilon=1.0, delta=1e-5, order=12.0).admit(2.0, 0.01, steps=3)
-    with pytest.raises(accounting.Refused):
+    with pytest.raises(checks.Refused):
         before.admit(0.2, 0.5)
     assert before.steps == 3
     assert before.admit(2.0, 0.01).spent == pytest.approx(4 / 3 * before.spent)
@@ -195,7 +195,7 @@ def test_steps_that_no_theorem_covers_are_refused():
     budget = Filter(epsilon=1.0, delta=1e-5, method="gdp")
     with pytest.raises(ValueError, match=r"rate 1.*method='rdp'"):
         budget.admit(100.0, 0.1)
-    with pytest.raises(accounting.Refused):
+    with pytest.raises(checks.Refused):
         budget.admit(0.0, 1.0)
     wrong: list[Any] = [0, 1.5, math.nan, math.inf]
     for steps in wrong:
@@ -209,7 +209,7 @@ def test_steps_that_no_theorem_covers_are_refused():
 def test_without_noise_nothing_is_admitted():
     budget = Filter(epsilon=1.0, delta=1e-5, order=12.0)
     assert budget.room(0.0, 0.1) == 0
-    with pytest.raises(accounting.Refused):
+    with pytest.raises(checks.Refused):
         budget.admit(0.0, 0.1)
 
 
@@ -220,7 +220,7 @@ def test_noise_whose_square_underflows_is_none(multiplier):
     budget = Filter(epsilon=1.0, delta=1e-5, method="gdp")
     assert budget.cost(multiplier, 1.0) == math.inf
     assert budget.room(multiplier, 1.0) == 0
-    with pytest.raises(accounting.Refused):
+    with pytest.raises(checks.Refused):
         budget.admit(multiplier, 1.0)
 
 

@@ -301,14 +301,14 @@ def of_groups(*multipliers, **options):
 
 @kills(
     "reports/statement.py",
-    'each = f"{_listed(mechanism.deviations(0))} by group," if by_group else on_mean',
+    'each = f"{_listed(mechanism.deviations_on_mean(0))} by group," if by_group else on_mean',
     "each = on_mean",
     slow=True,
 )
 def test_each_group_has_its_own_noise_in_the_statement():
     mechanism = of_groups(1.0, 10.0)
     words = dpjax.statement(mechanism, 1e-5)
-    assert mechanism.deviations(0) == [0.1, 1.0]
+    assert mechanism.deviations_on_mean(0) == [0.1, 1.0]
     assert "multiplier 0.995 in all, on the sum" in words
     assert "by group: multiplier 1, 10 x the group's own bound;" in words
     assert "0.995 is what these are worth together" in words

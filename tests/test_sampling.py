@@ -102,9 +102,12 @@ OPENED = np.tri(5)
 
 
 @pytest.mark.sample(2)
-@kills("sampling/bins.py", "largest, of = table.max", "largest, of = table.mean", slow=True)
+@kills("sampling/scored.py", "largest, of = table.max", "largest, of = table.mean", slow=True)
 @kills(
-    "sampling/bins.py", "np.arange(len(multipliers))", "0 * np.arange(len(multipliers))", slow=True
+    "sampling/scored.py",
+    "np.arange(len(multipliers))",
+    "0 * np.arange(len(multipliers))",
+    slow=True,
 )
 @pytest.mark.parametrize(
     ("rates", "method", "expected"),
@@ -123,7 +126,7 @@ def test_the_largest_rate_of_any_bin_is_counted(rates, method, expected):
 
 @pytest.mark.slow
 @kills(
-    "sampling/bins.py", "[row][of], some[row][of]", "[row][0 * of], some[row][0 * of]", slow=True
+    "sampling/scored.py", "[row][of], some[row][of]", "[row][0 * of], some[row][0 * of]", slow=True
 )
 def test_a_bin_is_drawn_at_its_own_rate_of_the_step():
     rates = np.array([[0.2, 0.0], [0.1, 1.0]])

@@ -81,9 +81,9 @@ def test_the_ends_of_short_curricula_are_those_of_the_docstring():
 
 
 def test_a_constant_and_a_schedule_in_python():
-    for schedule, value in ((schedules.constant(1.5), 1.5), (lambda _: 2, 2)):
+    for schedule, value in ((schedules.table([1.5]), 1.5), (lambda _: 2, 2)):
         np.testing.assert_array_equal(schedules.values(schedule, 3), np.float32([value] * 3))
-    assert schedules.values(schedules.constant(1.5), 0).shape == (0,)
+    assert schedules.values(schedules.table([1.5]), 0).shape == (0,)
 
 
 UNTRACEABLE = {

@@ -141,7 +141,7 @@ SOLVABLE = {
 @kills(
     "training/step.py",
     "seal((mean, bound_scale), in_parts)",
-    "seal((total, lost, recipe.mechanism.deviations(state.step)), in_parts)",
+    "seal((total, lost, recipe.mechanism.deviations_on_mean(state.step)), in_parts)",
     slow=True,
 )
 @pytest.mark.parametrize("change", SOLVABLE)
@@ -150,7 +150,7 @@ def test_one_noise_at_two_scales_is_refused(change):
     (strategy, drawn, *more), other = SOLVABLE[change]
     first = solvable(strategy, drawn, **dict(*more))
     second = solvable(*other[:2], **dict(*other[2:]))
-    assert first.mechanism.deviations(0) == second.mechanism.deviations(0)
+    assert first.mechanism.deviations_on_mean(0) == second.mechanism.deviations_on_mean(0)
     state = first.init(noise.secret_key(), {"a": jnp.zeros(3), "b": jnp.zeros(3)})
     first.step(state)
     with pytest.raises(ledger.Refused, match="step 0 of this key"):

@@ -943,7 +943,7 @@ class TestAdam:
         rng = np.random.default_rng(0)
         for t in range(steps):
             scale = 1.0 if bounds is None else bounds(t)
-            deviation = float(mechanism.deviations(t)[0]) * scale
+            deviation = float(mechanism.deviations_on_mean(t)[0]) * scale
             mean = jnp.asarray(gradient + deviation * rng.normal(size=size), jnp.float32)
             _, state = ours.update(mean, state, params, bound_scale=scale)
         weight = 1 - 0.999**steps

@@ -18,12 +18,27 @@ import pathlib
 import secrets
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 import numpy as np
 
-__all__ = ["lock", "overwrite", "read_arrays", "read_json", "read_log", "replace", "replacing"]
+__all__ = [
+    "FIELDS",
+    "line_of_log",
+    "lock",
+    "overwrite",
+    "read_arrays",
+    "read_json",
+    "read_log",
+    "replace",
+    "replacing",
+]
+
+FIELDS = frozenset(
+    ["step", "counted", "epsilon", "delta", "method", "estimate", "bound", "stop", "private"]
+)
+"""What `fit` itself writes into a row of a log; `evaluate` returns the other numbers."""
 
 # The errors of zipfile and NumPy for a truncated or changed file; an AttributeError, because NumPy
 # returns a lone array, without `files`.
@@ -133,11 +148,16 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return found
 
 
+def line_of_log(row: Mapping[str, Any]) -> str:
+    """A row as JSON. JSON has no infinity, so an infinite epsilon becomes null."""
+    infinite = math.isinf(row.get("epsilon", 0))
+    return json.dumps({**row, "epsilon": None} if infinite else row, allow_nan=False) + "\n"
+
+
 def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
     """The rows of a run's log in the order of their steps; none without a file.
 
-    Of rows of one step the last one counts. A last line that a kill cut off is no row. JSON has no
-    infinity, so an infinite epsilon is null in the file.
+    Of rows of one step the last one counts. A last line that a kill cut off is no row.
     """
     rows, lines = {}, path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):

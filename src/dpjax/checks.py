@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 __all__ = [
+    "Refused",
     "fraction",
     "instance",
     "key",

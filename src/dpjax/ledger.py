@@ -23,10 +23,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dpjax import checks, trees
-from dpjax.accounting import Refused
 from dpjax.accounting.events import runs_of
 from dpjax.accounting.methods import checked_delta, checked_method
 from dpjax.accounting.rounding import upwards
+from dpjax.checks import Refused
 from dpjax.types import Key, Plan, Purpose, PyTree
 
 __all__ = ["Budget", "Ledger", "Refused", "admit", "affordable", "empty", "epsilon"]

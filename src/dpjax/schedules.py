@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from dpjax import checks
 
-__all__ = ["CURRICULA", "SHAPES", "constant", "curriculum", "table", "values"]
+__all__ = ["CURRICULA", "SHAPES", "curriculum", "table", "values"]
 
 Shape = Callable[[np.ndarray, int], np.ndarray]
 
@@ -64,19 +63,6 @@ def table(multipliers: ArrayLike, steps_per_epoch: int = 1) -> optax.Schedule:
         return jnp.asarray(entries)[jnp.clip(epoch, 0, entries.size - 1).astype(jnp.int32)]
 
     return schedule
-
-
-def constant(noise_multiplier: float) -> optax.Schedule:
-    """One multiplier for all steps.
-
-    Args:
-      noise_multiplier: Zero or more.
-
-    Example:
-      >>> float(constant(1.5)(1000))
-      1.5
-    """
-    return table([noise_multiplier])
 
 
 def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, " steps"]:
@@ -121,7 +107,7 @@ def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, " steps"]:
         ) from error
 
 
-def times(value: float | optax.Schedule, factor: float) -> Any:
+def times(value: float | optax.Schedule, factor: float) -> float | optax.Schedule:
     """A number or a schedule, multiplied by a factor."""
     return (lambda step: value(step) * factor) if callable(value) else value * factor
 

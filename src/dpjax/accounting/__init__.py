@@ -30,7 +30,7 @@ from dpjax.accounting.events import (
     scheduled_gaussian,
     subsampled_gaussian,
 )
-from dpjax.accounting.filters import Filter, Refused, best_order
+from dpjax.accounting.filters import Filter, best_order
 from dpjax.accounting.gdp import Estimate
 from dpjax.accounting.methods import METHODS, Method, delta, epsilon, tightest
 from dpjax.accounting.random_projections import ProjectedGaussianDpEvent, with_projections
@@ -49,7 +49,6 @@ __all__ = [
     "Filter",
     "Method",
     "ProjectedGaussianDpEvent",
-    "Refused",
     "Selection",
     "best_order",
     "calibrate",

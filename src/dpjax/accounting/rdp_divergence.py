@@ -34,7 +34,8 @@ _TAIL = 9.0  # standard deviations integrated on either side; e^(-81/2) is left 
 _FINEST = 0.02  # below this multiplier the integral's grid explodes, and an upper bound replaces it
 # Multipliers that are integrated together: more would push the temporaries out of the caches.
 _CHUNK = 64
-_CACHED = 32_768
+_BLOCK = 32_768
+_MOST_KEPT = 20_000  # curves
 _cache: dict[tuple[float, float], np.ndarray] = {}
 
 
@@ -91,7 +92,7 @@ def curves(pairs: list[tuple[float, float]]) -> np.ndarray:
     """`renyi_divergence` of (rate, multiplier) pairs on `ORDERS`, kept: ``[pairs, orders]``."""
     missing = [pair for pair in dict.fromkeys(pairs) if pair not in _cache]
     if missing:
-        if len(_cache) > 20_000:
+        if len(_cache) > _MOST_KEPT:
             _cache.clear()
             missing = list(dict.fromkeys(pairs))
         q, z = np.array(missing).T
@@ -155,7 +156,7 @@ def _log_moment_integral(z: np.ndarray, q: np.ndarray, orders: np.ndarray, size:
         log_f = np.where(log_ratio < 1, near, np.logaddexp(np.log1p(-q), np.log(q) + log_ratio))
         excess = np.expm1(log_f)
         # A few orders at a time, so that temporaries stay in the processor's cache.
-        blocks = np.array_split(orders, math.ceil(orders.size * log_f.size / _CACHED))
+        blocks = np.array_split(orders, math.ceil(orders.size * log_f.size / _BLOCK))
         log_gaps = [
             _summed(_log_gap(log_f, excess, block[:, None, None]) + log_weight)
             for block in blocks

@@ -16,12 +16,10 @@ from dpjax.federated.evaluation import evaluate_clients, scores
 from dpjax.federated.fedavg import fedavg, fedsgd
 from dpjax.federated.rounds import Info
 from dpjax.federated.weights import Weights
-from dpjax.types import State
 
 __all__ = [
     "Clients",
     "Info",
-    "State",
     "Weights",
     "evaluate_clients",
     "fedavg",

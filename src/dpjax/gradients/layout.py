@@ -178,13 +178,13 @@ def _mesh(devices: int | Mesh | None, microbatches: int) -> Mesh | None:
         # Only a warning: JAX fixes the number of devices at its first array, so the user has to set
         # it. ``make bench BENCH=scaling`` has what they gain: W1 to W3 take 0.59 to 0.68 of the
         # time on two cores, W5 0.83, and W4 1.17.
-        _tell_of_idle_cores()
+        _warn_of_idle_cores()
     most = min(jax.local_device_count(), microbatches) if several else 1
     return meshes.of_host(devices or most)
 
 
 @functools.cache  # once a process
-def _tell_of_idle_cores() -> None:
+def _warn_of_idle_cores() -> None:
     """Says how to use all cores, unless the user has chosen the number of devices."""
     number, chosen = meshes.host_devices(), getattr(jax.config, "jax_num_cpu_devices", -1)
     if chosen < 0 and number > jax.local_device_count():

@@ -331,7 +331,7 @@ def draws_alike(program: Jaxpr) -> bool:
     return bool(found)
 
 
-def tell_of_one_draw(name: str, loss: Jaxpr) -> None:
+def warn_of_one_draw(name: str, loss: Jaxpr) -> None:
     """Warns about random numbers that all examples and steps share."""
     # A warning, since a random projection is meant to be fixed.
     if draws_alike(loss):

@@ -221,7 +221,7 @@ class Mechanism:
         each = standard_deviations(self.gradient_multiplier, self.clipping, step)
         return [deviation * self.strategy_sensitivity for deviation in each]
 
-    def deviations(self, step: Any) -> list[Any]:
+    def deviations_on_mean(self, step: Any) -> list[Any]:
         """The noise's standard deviation on the mean, in each group, at a step.
 
         If bounds are adapted, it is relative to their scale. Of correlated noise, it is that of

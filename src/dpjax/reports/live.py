@@ -17,14 +17,12 @@ from typing import Any
 import numpy as np
 from absl import logging
 
+from dpjax._files import FIELDS
 from dpjax.reports.curves import against_epsilon
 from dpjax.reports.figure_output import png
 from dpjax.reports.figures import PRIVATE, RELEASED, of_what_was_released
 from dpjax.reports.load_run import Missing, SavedRun
 from dpjax.reports.style import WIDTH, canvas, style
-
-# What `fit` itself writes into a row; `evaluate` returns the other numbers.
-_OF_FIT = {"step", "counted", "epsilon", "delta", "method", "estimate", "bound", "stop", "private"}
 
 _PIXELS = 540  # fewer than the image has: sharp on screens of high resolution
 
@@ -96,7 +94,7 @@ def _evaluated(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         for name, value in row.items()
         if isinstance(value, float | list | None)
     )
-    return [name for name in found if name not in _OF_FIT and not name.endswith("_per_second")]
+    return [name for name in found if name not in FIELDS and not name.endswith("_per_second")]
 
 
 def _shown() -> Callable[[bytes], None]:

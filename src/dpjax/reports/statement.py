@@ -249,7 +249,7 @@ def _noise(mechanism: Mechanism, ran: np.ndarray, scaled_by: str | None) -> Iter
     if len(ran) and not math.isinf(sensitivity):
         moved = sensitivity * mechanism.strategy_sensitivity
         on_mean = _range(on_sum * moved / mechanism.batch_size)
-        each = f"{_listed(mechanism.deviations(0))} by group," if by_group else on_mean
+        each = f"{_listed(mechanism.deviations_on_mean(0))} by group," if by_group else on_mean
         start = ", at first" * bool(mechanism.adaptive)
         fresh = ", before it is correlated" * bool(mechanism.noise)
         yield f"                = standard deviation {each} on the mean{start}{fresh}"

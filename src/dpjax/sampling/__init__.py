@@ -11,11 +11,11 @@ batch, by `dpjax._draws`. Indices are int32. Beyond 2^31 - 1 examples they are p
 words, which `on_host` joins for a `dpjax.data.Stream`.
 """
 
-from dpjax.sampling.bins import scored
 from dpjax.sampling.cycles import balls_in_bins, cyclic_poisson
 from dpjax.sampling.draws import fold, on_host
 from dpjax.sampling.epochs import curriculum, shuffled
 from dpjax.sampling.names import by_name
+from dpjax.sampling.scored import scored
 from dpjax.sampling.uniform import fixed, full, poisson
 
 __all__ = [

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from dpjax.sampling.bins import scored
 from dpjax.sampling.cycles import balls_in_bins, cyclic_poisson
 from dpjax.sampling.epochs import curriculum, shuffled
+from dpjax.sampling.scored import scored
 from dpjax.sampling.sizes import checked_count
 from dpjax.sampling.uniform import fixed, full, poisson
 from dpjax.types import Draw, Key, Sampler

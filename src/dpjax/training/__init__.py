@@ -23,11 +23,9 @@ from dpjax.training.released import released_params
 from dpjax.training.run_folder import earlier, forget
 from dpjax.training.samples import keep_samples, predictive, samples
 from dpjax.training.sgld import dp_sgld, on_mean_gradient
-from dpjax.types import State
 
 __all__ = [
     "Info",
-    "State",
     "average_parameters",
     "averaged",
     "dp_adam",

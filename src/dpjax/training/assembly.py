@@ -28,7 +28,7 @@ from dpjax.gradients.loss_checks import (
     check_loss,
     check_params,
     leaks_noted,
-    tell_of_one_draw,
+    warn_of_one_draw,
 )
 from dpjax.gradients.traced import Traced
 from dpjax.noise.link import first_memory
@@ -40,12 +40,12 @@ from dpjax.training.checks import (
     check_same_optimizer,
     check_state,
     check_step,
-    tell_of_batch_norm,
-    tell_of_constants,
-    tell_of_idle,
+    warn_of_batch_norm,
+    warn_of_constants,
+    warn_of_idle,
 )
 from dpjax.training.in_memory import InMemory
-from dpjax.training.info import Seen, mean_info, tell_of_unscored
+from dpjax.training.info import Seen, mean_info, warn_of_unscored
 from dpjax.training.recipe import (
     Recipe,
     bound_to,
@@ -174,7 +174,7 @@ class _Assembly:
         state, (seen, sealed) = self.steps.run(self._at_home(state), count)
         # Before anything of these steps leaves: each has one release.
         require_one_release(key, first, sealed, name)
-        if "warned" not in happened and tell_of_unscored(name, seen):
+        if "warned" not in happened and warn_of_unscored(name, seen):
             happened.add("warned")
         return state._replace(ledger=spent), self.info(seen)
 
@@ -262,11 +262,11 @@ def _read_loss(recipe: Recipe, params: PyTree, row: PyTree, *, tell: bool) -> No
     name, example = recipe.name, example_of(recipe, row)
     loss = Traced(recipe.loss)
     program = check_loss(loss, params, example, name)
-    tell_of_idle(name, loss.gradient(params, example), params)
-    tell_of_batch_norm(name, program.jaxpr, params)
-    tell_of_one_draw(name, program.jaxpr)
+    warn_of_idle(name, loss.gradient(params, example), params)
+    warn_of_batch_norm(name, program.jaxpr, params)
+    warn_of_one_draw(name, program.jaxpr)
     if tell:
-        tell_of_constants(name, program, recipe.mechanism.sampling.examples)
+        warn_of_constants(name, program, recipe.mechanism.sampling.examples)
 
 
 def _first_state(recipe: Recipe, key: Key, params: PyTree, mesh: Mesh | None) -> State:

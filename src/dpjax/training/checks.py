@@ -335,7 +335,7 @@ def _arrays_of_rows(name: str, data: PyTree) -> PyTree:
     return data
 
 
-def tell_of_constants(name: str, loss: ClosedJaxpr, examples: int) -> None:
+def warn_of_constants(name: str, loss: ClosedJaxpr, examples: int) -> None:
     """Warns about a constant of the loss that has a row for each example of the data."""
     # A warning, since frozen weights may have this length by chance.
     if shape := closed_over(loss, examples):
@@ -349,7 +349,7 @@ def tell_of_constants(name: str, loss: ClosedJaxpr, examples: int) -> None:
         )
 
 
-def tell_of_idle(name: str, gradient: Jaxpr, params: PyTree) -> None:
+def warn_of_idle(name: str, gradient: Jaxpr, params: PyTree) -> None:
     """Warns about leaves without a gradient, which receive noise like all others.
 
     Args:
@@ -370,7 +370,7 @@ def tell_of_idle(name: str, gradient: Jaxpr, params: PyTree) -> None:
         )
 
 
-def tell_of_batch_norm(name: str, loss: Jaxpr, params: PyTree) -> None:
+def warn_of_batch_norm(name: str, loss: Jaxpr, params: PyTree) -> None:
     """Warns about batch normalisation, which would normalise an example by itself alone."""
     # By its effect, or by its name: behind a convolution it has a mean over pixels.
     if centres_alone(loss):

@@ -94,7 +94,7 @@ class Info(NamedTuple):
     """Fraction of the drawn examples with a norm above the bound, per group."""
 
 
-def tell_of_unscored(name: str, seen: Seen) -> bool:
+def warn_of_unscored(name: str, seen: Seen) -> bool:
     """Warns of examples without a finite loss, and returns whether there are any.
 
     Args:

@@ -158,7 +158,7 @@ def dp_adam(
         means = updates
         # The variance of the noise on the mean: what Adam's second moment would mistake for
         # curvature.
-        variances = jnp.square(jnp.stack(mechanism.deviations(state.step)) * bound_scale)
+        variances = jnp.square(jnp.stack(mechanism.deviations_on_mean(state.step)) * bound_scale)
         first = optax.tree_utils.tree_update_moment(means, state.first, b1, 1)
         second = optax.tree_utils.tree_update_moment(means, state.second, b2, 2)
         # The variance comes from the mechanism, so schedules, groups and moving bounds are

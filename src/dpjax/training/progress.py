@@ -9,10 +9,11 @@ import sys
 import time
 from typing import Any, TextIO
 
+from dpjax._files import FIELDS
 from dpjax.accounting.rounding import upwards
 
 # Fields that the line shows in words of its own, or not at all.
-_QUIET = {"step", "counted", "epsilon", "delta", "stop", "private"}
+_QUIET = FIELDS - {"bound"}
 
 
 class Progress:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import pathlib
 import re
@@ -23,7 +22,7 @@ import numpy as np
 from absl import logging
 
 from dpjax import processes
-from dpjax._files import overwrite, read_json, read_log, replace
+from dpjax._files import line_of_log, overwrite, read_json, read_log, replace
 from dpjax.checkpoints import Checkpoints
 from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
@@ -196,7 +195,7 @@ class Folder:
         rows = read_log(self.log)
         kept = [row for row in rows if row["step"] <= until]
         # Compared as text, so that an unchanged log is not written again.
-        again = "".join(map(_line, kept))
+        again = "".join(map(line_of_log, kept))
         if not self.log.exists() or again != self.log.read_text(encoding="utf-8"):
             replace(self.log, again)
         return kept
@@ -214,7 +213,7 @@ class Folder:
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends a row to the log, or keeps it for the next `flush` if the disk rejects it."""
         if processes.first_process():
-            self._waiting.append(_line(row))
+            self._waiting.append(line_of_log(row))
         self.flush()
 
     @processes.in_first
@@ -342,12 +341,6 @@ def _marked(folder: pathlib.Path) -> Mark:
     counted = [row.get("counted", 0) for row in rows]
     mark = [int(word) for word in path.read_text().split()] if path.exists() else []
     return Mark(max([*steps, *mark[:1]], default=0), max([*counted, *mark[1:]], default=0))
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    """A row as JSON. JSON has no infinity, so an infinite epsilon becomes null."""
-    infinite = math.isinf(row.get("epsilon", 0))
-    return json.dumps({**row, "epsilon": None} if infinite else row, allow_nan=False) + "\n"
 
 
 def _private(path: str, flags: int) -> int:

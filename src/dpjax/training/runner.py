@@ -173,7 +173,7 @@ class Run:
         """Adds a row to the log, with the mean infos since the last row."""
         whole = {**row, "private": {**_means(self.seen), **row.get("private", {})}}
         self.rows.append(whole)
-        self._tell_of_dropped()
+        self._warn_of_dropped()
         self.seen = []
         if self.folder is not None:
             self.folder.write(whole)
@@ -181,7 +181,7 @@ class Run:
             self.board.write(whole)
         return whole
 
-    def _tell_of_dropped(self) -> None:
+    def _warn_of_dropped(self) -> None:
         """Warns once that examples or clients contributed zero. Every row has their number."""
         dropped = sum(int(np.sum(s.get("dropped", 0))) for s in self.seen)
         if dropped and not self._told:

@@ -120,7 +120,7 @@ def samples(state: Any) -> PyTree:
 
 
 def predictive(
-    logits: Callable[[PyTree, Any], Float[Array, "batch classes"]], draws: PyTree, inputs: Any
+    logits: Callable[[PyTree, Any], Float[Array, "batch classes"]], samples: PyTree, inputs: Any
 ) -> Float[Array, "batch classes"]:
     r"""Predictions averaged over samples, as logarithms.
 
@@ -128,7 +128,7 @@ def predictive(
 
     Args:
       logits: ``logits(params, inputs)`` for one set of parameters.
-      draws: Parameters with a leading axis of samples, from `samples`.
+      samples: Parameters with a leading axis of samples, from `samples`.
       inputs: A batch.
 
     Returns:
@@ -143,5 +143,5 @@ def predictive(
       [[0.5, 0.5]]
     """
     # One sample after the other: the logits of all of them would need the memory of as many models.
-    each = jax.lax.map(lambda params: jax.nn.log_softmax(logits(params, inputs)), draws)
+    each = jax.lax.map(lambda params: jax.nn.log_softmax(logits(params, inputs)), samples)
     return jax.nn.logsumexp(each, axis=0) - math.log(each.shape[0])

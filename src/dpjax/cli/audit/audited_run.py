@@ -27,7 +27,7 @@ from dpjax import auditing, losses
 from dpjax.cli.train import FLAGS, inputs, run_files
 from dpjax.cli.train.classifier import first_parameters
 from dpjax.cli.train.flags import settings
-from dpjax.cli.train.job import Planned, configuration_of, load, plan
+from dpjax.cli.train.job import Checked, configuration_of, load, plan
 from dpjax.reports.load_run import SavedRun, read
 from dpjax.training.released import restored
 from dpjax.training.run_identity import differences, identity_of
@@ -45,7 +45,7 @@ class Rebuilt(NamedTuple):
     """A run, built again from its folder."""
 
     run: SavedRun
-    planned: Planned
+    planned: Checked
     dataset: dpjax.data.Dataset
     first: Any
     """The parameters before the first step."""
@@ -59,7 +59,9 @@ class Rebuilt(NamedTuple):
         """The loss of one example, as the step differentiates it."""
         return losses.of(self.planned.model, self.planned.loss)
 
-    def algorithm(self, mechanism: Any, optimizer: Any, train: Any) -> dpjax.types.Algorithm:
+    def algorithm(
+        self, mechanism: dpjax.Mechanism, optimizer: optax.GradientTransformation, train: Any
+    ) -> dpjax.types.Algorithm:
         """DP-SGD with this run's loss."""
         per_step = self.planned.per_step
         return dpjax.dpsgd(self.loss, optimizer, mechanism, train, per_step=per_step)

@@ -51,7 +51,7 @@ class Unfinished(NamedTuple):
     protects: str | None = None
 
 
-def card_of(folder: pathlib.Path) -> dict[str, Any]:
+def card_of(folder: pathlib.Path) -> Card:
     """The privacy card of a finished run."""
     path = folder / "privacy.json"
     try:

@@ -121,7 +121,7 @@ def train(
     optimizer: optax.GradientTransformation,
     *,
     key: Any,
-    params: Any = None,
+    params: bytes | None = None,
     per_step: Callable[[Any], Any] | None = None,
     bound_schedule: Callable[[Any], Any] | None = None,
     weights: Callable[[Any, Any, Any], Any] | None = None,

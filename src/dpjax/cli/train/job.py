@@ -35,7 +35,7 @@ from dpjax.cli.train.flags import refusal, settings, without_effect
 from dpjax.training.folder_lock import hold
 
 
-class Planned(NamedTuple):
+class Checked(NamedTuple):
     """A run that has passed every check, before it has touched anything."""
 
     dataset: data.Dataset
@@ -80,7 +80,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         )
 
 
-def plan(given: flags.FlagValues) -> Planned:
+def plan(given: flags.FlagValues) -> Checked:
     """Builds all parts of the run, and refuses flags that do not fit each other or the data."""
     require_one_of_each(given)
     for name, needed in without_effect(given):
@@ -131,7 +131,7 @@ def plan(given: flags.FlagValues) -> Planned:
     )
     # Last, because only the whole plan has a price, and still before a file is touched.
     require_affordable(given, mechanism, budget)
-    return Planned(
+    return Checked(
         dataset=dataset,
         model=model,
         loss=loss,
@@ -163,7 +163,7 @@ def load(given: flags.FlagValues) -> data.Dataset:
         raise app.UsageError(f"--dataset={given.dataset}: {error}") from error
 
 
-def execute(given: flags.FlagValues, planned: Planned, started: float) -> None:
+def execute(given: flags.FlagValues, planned: Checked, started: float) -> None:
     """Trains, and writes and prints the reports."""
     folder = pathlib.Path(given.out)
     # Printed before the first step: a user who meant another epsilon can still stop.
@@ -182,7 +182,7 @@ def execute(given: flags.FlagValues, planned: Planned, started: float) -> None:
         run_and_report(given, planned, dataset, key, started)
 
 
-def price_in_words(given: flags.FlagValues, planned: Planned) -> str:
+def price_in_words(given: flags.FlagValues, planned: Checked) -> str:
     """What the run costs, together with the runs before it; warns where they left it little."""
     mechanism, by = planned.mechanism, (given.delta, planned.method)
     words = f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g}"
@@ -204,7 +204,7 @@ def price_in_words(given: flags.FlagValues, planned: Planned) -> str:
 
 
 def run_and_report(
-    given: flags.FlagValues, planned: Planned, dataset: data.Dataset, key: Any, started: float
+    given: flags.FlagValues, planned: Checked, dataset: data.Dataset, key: Any, started: float
 ) -> None:
     """Trains in a folder that this process holds."""
     folder, mechanism = pathlib.Path(given.out), planned.mechanism
