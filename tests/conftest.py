@@ -96,3 +96,12 @@ def _leaves_no_programs():
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim:
         trim(0)
+
+
+@pytest.fixture
+def imported():
+    """Imports binaries of the experiments by their names."""
+    import run_binary  # not above: most tests, and each mutant, start without it
+
+    with run_binary.importing() as import_binary:
+        yield import_binary

@@ -15,7 +15,7 @@ import pytest
 from absl.app import UsageError
 from absl.flags import FLAGS, IllegalFlagValueError
 from mutation import kills
-from run_binary import EXPERIMENTS, Outcome, importing, run
+from run_binary import EXPERIMENTS, Outcome, run
 
 import dpjax
 from dpjax.cli.train import FLAGS as FLAGS_OF_TRAIN
@@ -520,12 +520,6 @@ def test_a_paper_shows_two_epsilons_and_keeps_its_results(tmp_path):
     assert json.loads(kept.read_text())["rows"] == rows, "nothing was run again"
     assert "| 2.97             | 2.55 | 2.33 |" in first.stdout
     assert all(run["0"]["accuracy"] > 80 for run in rows.values()), "a smoke run learns something"
-
-
-@pytest.fixture
-def imported():
-    with importing() as import_binary:
-        yield import_binary
 
 
 PUBLISHED = {  # the paper's convention, and improved RDP for its own events

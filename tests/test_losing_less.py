@@ -23,12 +23,6 @@ def run(*flags):
     return run_binary.run("papers/losing_less2022_loss.py", *flags).stdout
 
 
-@pytest.fixture
-def module():
-    with run_binary.importing() as import_binary:
-        yield import_binary
-
-
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
     """Figures share their runs, as they do in earnest."""
@@ -82,8 +76,8 @@ PUBLISHED = {  # the paper's conversion, improved RDP and PLD for what the paper
 }
 
 
-def test_the_published_epsilons_are_reproduced(module):
-    paper, baseline = map(module, ("losing_less2022_settings", "tramer2021_scatternet"))
+def test_the_published_epsilons_are_reproduced(imported):
+    paper, baseline = map(imported, ("losing_less2022_settings", "tramer2021_scatternet"))
     assert set(PUBLISHED) == set(paper.ROWS) == set(paper.CHOSEN)
     for name, printed in PUBLISHED.items():
         row = paper.ROWS[name]
@@ -111,8 +105,8 @@ def test_the_table_of_settings_needs_no_data():
 
 
 @pytest.mark.parametrize("label", [0, 2])
-def test_the_losses_of_the_ablation(module, label):
-    settings = module("losing_less2022_settings")
+def test_the_losses_of_the_ablation(imported, label):
+    settings = imported("losing_less2022_settings")
     chosen, y = settings.Choice(threshold=7, beta=11, gamma=5), jnp.array(label)
     error = LOGITS - jax.nn.one_hot(label, 4)
     squared = float(0.5 * jnp.sum(error**2))
@@ -144,8 +138,8 @@ def test_the_losses_of_the_ablation(module, label):
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 1.0])
-def test_huber_is_the_equation_of_the_paper(module, beta):
-    settings = module("losing_less2022_settings")
+def test_huber_is_the_equation_of_the_paper(imported, beta):
+    settings = imported("losing_less2022_settings")
     loss = settings.by_name(f"Huber {beta}", settings.Choice())
     distance = jnp.abs(LOGITS - jax.nn.one_hot(1, 4))
     each = jnp.where(distance < beta, distance**2 / (2 * beta), distance - beta / 2)
@@ -153,9 +147,9 @@ def test_huber_is_the_equation_of_the_paper(module, beta):
 
 
 @pytest.mark.slow
-def test_looking_tells_the_loss_the_epoch_that_was_trained(module):
+def test_looking_tells_the_loss_the_epoch_that_was_trained(imported):
     """A loss that is the epoch times another bends not at all in epoch 0, then twice as much."""
-    watching, dataset = module("common.epoch_probes"), dpjax.data.load("digits")
+    watching, dataset = imported("common.epoch_probes"), dpjax.data.load("digits")
     model = models.MLP(features=(8,))
     params = model.init(jax.random.key(0), jnp.asarray(dataset.train[0][0]))["params"]
 
@@ -181,9 +175,9 @@ def test_looking_tells_the_loss_the_epoch_that_was_trained(module):
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_the_printed_networks_are_those_of_wavelets(asked, module, monkeypatch):
+def test_the_printed_networks_are_those_of_wavelets(asked, imported, monkeypatch):
     """Tables 3 and 4; the networks of tables 1 and 2 are the code's own."""
-    paper, settings = module("losing_less2022_loss"), module("losing_less2022_settings")
+    paper, settings = imported("losing_less2022_loss"), imported("losing_less2022_settings")
     empty = dpjax.data.Dataset("digits", (None, np.zeros(60_000)), (None, np.zeros(1)), 10)
     monkeypatch.setattr(dpjax.data, "load", lambda *_: empty)
     FLAGS(["paper", *["--as_printed"] * asked])

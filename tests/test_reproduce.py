@@ -32,12 +32,6 @@ def zeros(name, folder=None):
     return dpjax.data.Dataset(name, *parts, classes=10)
 
 
-@pytest.fixture
-def imported():
-    with run_binary.importing() as import_binary:
-        yield import_binary
-
-
 BINARIES = (
     "tramer2021_scatternet.py",
     "papernot2021_tempered_sigmoids.py",

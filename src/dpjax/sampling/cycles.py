@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from dpjax import _draws, strategies, trees
 from dpjax.sampling.coins import coins, largest_word, parts_of
 from dpjax.sampling.events import gaussians, least
-from dpjax.sampling.sizes import check_rate, checked, checked_count
+from dpjax.sampling.sizes import check_rate, checked_count, checked_sizes
 from dpjax.types import Draw, Key, Purpose, Sampler
 
 
@@ -43,7 +43,7 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
       Choquette-Choo, Ganesh, McKenna, McMahan, Rush, Thakurta and Xu, "(Amplified) Banded Matrix
       Factorization: A unified approach to private training", 2023, theorem 4.
     """
-    examples, batch_size = checked("cyclic_poisson", examples, batch_size, _draws.LARGEST)
+    examples, batch_size = checked_sizes("cyclic_poisson", examples, batch_size, _draws.LARGEST)
     cycle = checked_count("cyclic_poisson", "cycle", cycle)
     rate = cycle * batch_size / examples
     if rate > 1:
@@ -99,7 +99,7 @@ def balls_in_bins(examples: int, batch_size: float) -> Sampler:
       Chua, Ghazi, Harrison, Kamath, Kumar, Leeman, Manurangsi, Sinha and Zhang, "Balls-and-Bins
       Sampling for DP-SGD", 2024.
     """
-    examples, batch_size = checked("balls_in_bins", examples, batch_size, _draws.LARGEST)
+    examples, batch_size = checked_sizes("balls_in_bins", examples, batch_size, _draws.LARGEST)
     bins = int(examples // batch_size)
 
     def draw(key: Key, step: Any) -> Draw:

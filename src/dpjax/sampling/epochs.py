@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from dpjax import _draws, checks, strategies, trees
 from dpjax.sampling.events import bare, gaussians, least
-from dpjax.sampling.sizes import checked_whole, is_sparse
+from dpjax.sampling.sizes import checked_whole_sizes, is_sparse
 from dpjax.strategies import Participation
 from dpjax.types import Draw, Key, Neighbours, Purpose, Sampler
 
@@ -43,7 +43,7 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
       >>> sorted(jnp.concatenate(epoch).tolist())
       [0, 1, 2, 3, 4, 5]
     """
-    examples, batch_size = checked_whole("shuffled", examples, batch_size)
+    examples, batch_size = checked_whole_sizes("shuffled", examples, batch_size)
 
     if is_sparse(examples, batch_size):
         # Batch t has every steps-th place of the permutation from t: sums of int64 constants and
@@ -99,7 +99,7 @@ def curriculum(
             "sampling.curriculum(order): expected every index of the data set once (0 to "
             f"{indices.size - 1}). Usually scores were passed: use np.argsort(scores)."
         )
-    _, batch_size = checked_whole("curriculum", indices.size, batch_size, _draws.LARGEST)
+    _, batch_size = checked_whole_sizes("curriculum", indices.size, batch_size, _draws.LARGEST)
     hint = (
         "It says whether the order was computed without the private data. Any text counts as "
         "True, which promises a finite epsilon."

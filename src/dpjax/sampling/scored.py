@@ -12,7 +12,7 @@ import numpy as np
 from dpjax import _draws, trees
 from dpjax.sampling.coins import WORDS, coins
 from dpjax.sampling.events import gaussians
-from dpjax.sampling.sizes import checked, checked_count
+from dpjax.sampling.sizes import checked_count, checked_sizes
 from dpjax.types import Draw, Key, Purpose, Sampler
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def scored(
       [[0.01, 400], [0.01, 400], [0.01, 400], [0.01, 400], [0.01, 400]]
     """
     places, table = np.asarray(bins), np.asarray(rates, np.float64)
-    _, batch_size = checked("scored", places.size, batch_size, _draws.LARGEST)
+    _, batch_size = checked_sizes("scored", places.size, batch_size, _draws.LARGEST)
     # A step is an int32, which cannot be divided by more.
     steps_per_row = checked_count("scored", "steps_per_row", steps_per_row, most=_draws.LARGEST)
     _check_rates(places, table)

@@ -33,14 +33,18 @@ def checked_count(who: str, what: str, value: Any, most: float = math.inf) -> in
     return checks.whole(f"sampling.{who}", what, value, hint, most=most)
 
 
-def checked_whole(name: str, examples: int, batch_size: int, most: int = MOST) -> tuple[int, int]:
+def checked_whole_sizes(
+    name: str, examples: int, batch_size: int, most: int = MOST
+) -> tuple[int, int]:
     """Both sizes, for a sampler whose batches all have that size."""
-    return checked(name, examples, batch_size, most)[0], checked_count(
+    return checked_sizes(name, examples, batch_size, most)[0], checked_count(
         name, "batch_size", batch_size
     )
 
 
-def checked(name: str, examples: int, batch_size: float, most: int = MOST) -> tuple[int, float]:
+def checked_sizes(
+    name: str, examples: int, batch_size: float, most: int = MOST
+) -> tuple[int, float]:
     """Both sizes as Python numbers: arithmetic on narrow NumPy types rounds or overflows."""
     examples = checked_count(name, "examples", examples)
     checks.number(f"sampling.{name}", "batch_size", batch_size)

@@ -12,7 +12,7 @@ from absl import logging
 from dpjax import _draws, strategies, trees
 from dpjax.sampling.coins import coins, largest_word
 from dpjax.sampling.events import gaussians, subsets
-from dpjax.sampling.sizes import check_rate, checked, checked_whole, is_sparse
+from dpjax.sampling.sizes import check_rate, checked_sizes, checked_whole_sizes, is_sparse
 from dpjax.types import Draw, Key, Neighbours, Purpose, Sampler
 
 
@@ -44,7 +44,7 @@ def poisson(examples: int, batch_size: float) -> Sampler:
       Abadi et al., "Deep Learning with Differential Privacy", 2016; Zhu and Wang,
       "Poisson Subsampled Renyi Differential Privacy", 2019.
     """
-    examples, batch_size = checked("poisson", examples, batch_size)
+    examples, batch_size = checked_sizes("poisson", examples, batch_size)
     rate, sparse = batch_size / examples, is_sparse(examples, batch_size)
     check_rate("poisson", examples, batch_size, rate, bits=64 if sparse else 32)
     if batch_size < 1:
@@ -86,7 +86,7 @@ def full(examples: int) -> Sampler:
       >>> full(1279).sampling_rate
       1.0
     """
-    examples, _ = checked("full", examples, examples, _draws.LARGEST)
+    examples, _ = checked_sizes("full", examples, examples, _draws.LARGEST)
     # Made once: a constant of the program, not a new array in every step.
     everything = jnp.arange(examples)
     return Sampler(
@@ -122,7 +122,7 @@ def fixed(examples: int, batch_size: int) -> Sampler:
       >>> int(draw.size), len(set(draw.indices.tolist())), str(sampler.neighbours)
       (4, 4, 'replace-one')
     """
-    examples, batch_size = checked_whole("fixed", examples, batch_size)
+    examples, batch_size = checked_whole_sizes("fixed", examples, batch_size)
 
     sparse = is_sparse(examples, batch_size)
 
