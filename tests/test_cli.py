@@ -98,7 +98,8 @@ def test_what_another_subcommand_needs_is_not_imported():
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["trian"], "Usually the word is misspelt: dpjax train"),
+        (["trian"], "Usually the word is misspelt: dpjax train --help"),
+        (["account"], "Usually the word is misspelt: dpjax --help"),
         (["train", "--dataset=mnits"], "Did you mean mnist?"),
         (["train", "--dataset=no.csv"], "there is no such file"),
         (["train", "--model=mpl"], "Did you mean mlp?"),

@@ -515,6 +515,11 @@ def test_a_delta_that_protects_no_record_is_noticed(caplog):
     assert not caplog.text
     make().calibrate(1.0, 1e-3)
     assert "publishes one whole record" in caplog.text
+    caplog.clear()
+    make().epsilon(1e-5)
+    assert not caplog.text
+    make().epsilon(1e-3)
+    assert "publishes one whole record" in caplog.text
     with pytest.raises(TypeError, match="expected a number"):
         make().calibrate("3", 1e-5)
 

@@ -75,10 +75,10 @@ def _run_named(words: Sequence[str] | None) -> None:
         sys.argv = [f"dpjax {name}", *rest]
         run_command(name)
     else:
-        near = "".join(difflib.get_close_matches(name, COMMANDS, 1)) or "train"
+        near = "".join(f"{word} " for word in difflib.get_close_matches(name, COMMANDS, 1))
         sys.exit(
             f"dpjax {name}: there is no such subcommand. Expected one of {', '.join(COMMANDS)}; "
-            f"flags follow the subcommand. Usually the word is misspelt: dpjax {near} --help"
+            f"flags follow the subcommand. Usually the word is misspelt: dpjax {near}--help"
         )
 
 

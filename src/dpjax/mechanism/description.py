@@ -306,6 +306,16 @@ class Mechanism:
             delta = self.target.delta
         return delta, self._method(method)
 
+    def _warn_of_delta(self, call: str, delta: float) -> None:
+        if delta >= 1 / self.sampling.examples:
+            logging.warning(
+                "%s(delta=%g): delta is not below 1/%d. A mechanism that publishes one whole "
+                "record would satisfy it. Choose delta well below one over the number of examples.",
+                call,
+                delta,
+                self.sampling.examples,
+            )
+
     def _method(self, given: str | None) -> str:
         return given or ("rdp" if self.target is None else self.target.method)
 
@@ -318,7 +328,9 @@ class Mechanism:
           method: A `dpjax.accounting` method: "rdp", "pld", "rdp-classic" or "gdp". By default
             that of `target`, or "rdp".
         """
-        return self.epsilon_of(self.multipliers, *self.stated(delta, method))
+        delta, method = self.stated(delta, method)
+        self._warn_of_delta("Mechanism.epsilon", delta)
+        return self.epsilon_of(self.multipliers, delta, method)
 
     def epsilon_of(self, multipliers: np.ndarray, delta: float, method: str = "rdp") -> float:
         """The epsilon of steps that ran with these multipliers, in this order."""
@@ -364,14 +376,7 @@ class Mechanism:
                 "Mechanism.calibrate: the noise multiplier is 0 at some step, and no "
                 "factor makes that private. Start from a positive multiplier or schedule."
             )
-        if delta >= 1 / self.sampling.examples:
-            logging.warning(
-                "Mechanism.calibrate(delta=%g): delta is not below 1/%d. A mechanism that "
-                "publishes one whole record would satisfy it. Choose delta well below one over "
-                "the number of examples.",
-                delta,
-                self.sampling.examples,
-            )
+        self._warn_of_delta("Mechanism.calibrate", delta)
 
         # Without the count of an adapted bound: bisection tries factors for which `check_adaptive`
         # would raise.

@@ -228,8 +228,9 @@ def _foreign(
 
 def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
     if not path.is_file():
+        missing = f"has no {path.name}, so it is not the folder of a run"
         raise FileNotFoundError(
-            f"reports.report: {path.parent} has no {path.name}, so it is not the folder of a run. "
+            f"reports.report: {path.parent} {missing if path.parent.is_dir() else 'is no folder'}. "
             "Usually the path is one level off; otherwise train with dpjax.fit(..., "
             "directory=...), which writes it."
         )

@@ -28,6 +28,12 @@ TOLERANCE = 0.005
 LOOSE, LOOSE_LEVELS = 0.01, 0.1
 # dp-accounting cuts 1e-15 off the distribution of each different step.
 SMALLEST_DELTA = 1e-12
+_USAGE = """\
+usage: dpjax verify RUN, with a run's folder or its privacy.json
+
+Recomputes the epsilon of each method on the card from the facts beside it, by dp-accounting alone.
+A line begins with what was checked and ends with the verdict. The exit status is 0 if every line
+holds, and 1 if one does not hold, promises nothing, is not for release or cannot be read."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -38,7 +44,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if words is None else list(words)
     if len(words) != 1 or words[0].startswith("-"):
-        print("usage: dpjax verify RUN, with a run's folder or its privacy.json")
+        print(_USAGE)
         return 0 if words in (["-h"], ["--help"]) else 2
     path = pathlib.Path(words[0])
     path = path / "privacy.json" if path.is_dir() else path
