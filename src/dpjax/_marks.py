@@ -274,6 +274,8 @@ def _broken(found: list[_Mark], leaves: list[Any]) -> str:
         "of the rule holds for that sum alone, so the noise would have the wrong scale. Usually a "
         "link stands between clipping and noise (a scale, Adam, momentum, apply_every): put it "
         "behind the noise. Or there is no clip_and_sum; or the sum left a jitted function: give "
-        "the ClippedSum itself instead of its value. For a sum that you clipped and added "
+        "the ClippedSum itself instead of its value. Or jax.lax.scan or fori_loop added "
+        "microbatches, whose result is a new array: sampling.fold keeps it known, and so does a "
+        "Python loop. For a sum that you clipped and added "
         "yourself, write dpjax.clipping.trusted_sum(tree, rule)."
     )
