@@ -74,7 +74,9 @@ def gaussian(
       `dpjax.clipping.trusted_sum` declares a sum that was made by other means.
 
       Every ``init`` starts the same noise again: build a link with a new key for each run. Outside
-      ``jit`` a second release for a key and a step is refused (`dpjax.noise.seals`).
+      ``jit`` a second release for a key and a step is refused (`dpjax.noise.seals`). Inside it,
+      ``update`` with a state that it received before adds the same noise to another sum: return
+      the next state from a jitted step, and carry it in a loop.
 
     Privacy:
       With add-or-remove neighbours, one step is the Gaussian mechanism with multiplier $m_t$.
