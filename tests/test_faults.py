@@ -351,7 +351,7 @@ OTHERS = {
 
 
 @pytest.mark.sample(3)
-@kills("training/assembly.py", '"data": content,', '"data": None,', case="data", slow=True)
+@kills("training/assembly.py", '"data": self.content,', '"data": None,', case="data", slow=True)
 @kills(
     "mechanism/description.py",
     "zip(values.tolist(), counts",

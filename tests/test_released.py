@@ -434,10 +434,14 @@ def test_a_run_that_died_before_its_last_row_is_evaluated_and_counted(tmp_path):
     assert rows[-1]["private"]["loss"] == pytest.approx(others[-1]["private"]["loss"])
 
 
+@kills("training/run_folder.py", "        _remove_parts(self._path)\n", "", slow=True)
 def test_a_run_that_is_forgotten_leaves_no_half_a_file(tmp_path):
     run = algorithm()
+    half = tmp_path / "metrics.jsonl.0123.part"
+    half.write_text("private numbers")
     dpjax.fit(run, started(run), directory=tmp_path, progress=False)
-    (tmp_path / "metrics.jsonl.0123.part").write_text("private numbers")
+    assert not half.exists(), "of an earlier process, which was killed"
+    half.write_text("private numbers")
     dpjax.training.forget(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 

@@ -589,7 +589,8 @@ def test_a_value_that_is_no_algorithm_or_no_state_is_refused():
             take(jnp.zeros(3))
 
 
-@kills("training/assembly.py", "ledger.keyed(state.ledger, state.key, name, drawn)", "state.ledger")
+@kills("training/assembly.py", "ledger.keyed(state.ledger, state.key, name, rows)", "state.ledger")
+@kills("training/assembly.py", 'drawn and f"{drawn} {self.content}"', "drawn", slow=True)
 @kills("ledger.py", "not np.array_equal(ledger.key, root)", "False", slow=True)
 @kills("ledger.py", "if ledger.steps and not np", "if not np", slow=True)
 @kills("ledger.py", 'f"{Purpose.NOISE:d} {drawn}"', "drawn", slow=True)
@@ -606,6 +607,13 @@ def test_a_run_has_one_root_key():
     older = ledger._words(dpjax.trees.on_host(after.key).tobytes())
     with pytest.raises(ledger.Refused, match="the version of dpjax or JAX changed"):
         algorithm.step(after._replace(ledger=after.ledger._replace(key=older)))
+    # On rows in another order an example could be so too.
+    mechanism, rows = mechanism_with(sampling=sampling.shuffled(50, 10)), np.eye(50, 3)
+    one, again, other = (algorithm_with(mechanism, x) for x in (rows, rows.copy(), rows[::-1]))
+    after, _ = first_step(one)
+    with pytest.raises(ledger.Refused, match="or the rows are in another order"):
+        other.step(after)
+    assert again.step(after)[0].ledger.steps == 2
 
 
 @kills("training/assembly.py", "        check_step(name, state)\n", "", slow=True)

@@ -25,7 +25,15 @@ from dpjax import trees
 from dpjax._checksums import checksum_of_buffers
 from dpjax.types import ClippedSum, Clipping, PyTree
 
-__all__ = ["certified", "mark", "marked_again", "marks_of", "require_clipped_sum"]
+__all__ = [
+    "certified",
+    "mark",
+    "marked_again",
+    "marks_of",
+    "noised",
+    "require_clipped_sum",
+    "require_start",
+]
 
 
 class _Certified(ClippedSum):
@@ -86,6 +94,7 @@ class _Mark(NamedTuple):
     leaves: int
     trace: Any
     """Where the sum was made: in which trace, or in none."""
+    noised: bool = False
 
 
 # By the identity of the array: arrays are not hashable, and equal arrays are not the same sum.
@@ -157,8 +166,7 @@ def require_clipped_sum(
         # Only the values can say whether the tree is the sum over no examples.
         empty = jnp.all(jnp.stack([jnp.all(x == 0) for x in leaves]))
         return jax.tree.map(lambda x: jnp.where(empty, x, jnp.nan), updates)
-    whole = len(found) == len(leaves) and len({id(entry.total) for entry in found}) == 1
-    if not whole or found[0].leaves != len(leaves):
+    if not _is_whole(found, leaves):
         raise ValueError(f"{name}: {_broken(found, leaves)}")
     # A branch of `lax.cond` holds the noise, and the other branch would release the bare sum.
     if found[0].trace != get_opaque_trace_state():
@@ -172,6 +180,41 @@ def require_clipped_sum(
     by = clipped.name, clipped.bounds, tuple(clipped.partition.assign(updates))
     _require_rule(by, rule, updates, name)
     return updates
+
+
+def require_start(start: PyTree, rule: Clipping) -> PyTree:
+    """The sum that `clipped_grad` adds to; refuses values that are known to be no sum of this rule.
+
+    Args:
+      start: What the caller gave. Traced arrays pass: a loop carries them without their marks.
+      rule: The rule that clips what is added.
+    """
+    leaves = jax.tree.leaves(start)
+    found = [entry for leaf in leaves if (entry := _found(leaf)) is not None]
+    if _is_whole(found, leaves) and not found[0].noised:
+        one, other = ((by.bounds, by.partition.assign(start)) for by in (rule, found[0].rule))
+        same = one == other
+    else:
+        traced = any(isinstance(x, Tracer) for x in leaves)
+        same = traced or not any(np.any(np.asarray(x)) for x in leaves)
+    if not same:
+        raise ValueError(
+            "clipped_grad(start=...): received a tree that is no clipped sum of this rule "
+            f"({rule.name} with the bounds {rule.bounds}), or one that noise was added to; "
+            "expected zeros, or the value that clipped(...) returned for other examples of the "
+            "same step. The result counts as one clipped sum, whatever it starts with. Usually a "
+            "total was not reset after a step, or changed by jax.tree.map. Begin each step with "
+            "start=None. A value that left a jitted function is not known either: add all parts in "
+            "one jitted function, or write dpjax.clipping.trusted_sum(tree, rule)."
+        )
+    return start
+
+
+def noised(total: PyTree) -> None:
+    """Notes that noise was added to a sum: the sum of another step does not start with it."""
+    for leaf in jax.tree.leaves(total):
+        if (entry := _found(leaf)) is not None:
+            _marks[id(leaf)] = entry._replace(noised=True)
 
 
 def _unchanged(found: _Certified, name: str) -> PyTree:
@@ -212,6 +255,12 @@ def _found(leaf: Any) -> _Mark | None:
     return entry if entry is not None and entry.array() is leaf else None
 
 
+def _is_whole(found: list[_Mark], leaves: list[Any]) -> bool:
+    """Whether a tree with these marks is one whole clipped sum."""
+    one = len(found) == len(leaves) and len({id(entry.total) for entry in found}) == 1
+    return one and found[0].leaves == len(leaves)
+
+
 def _broken(found: list[_Mark], leaves: list[Any]) -> str:
     """What is wrong with a tree that is not one whole clipped sum."""
     if found:
@@ -226,6 +275,8 @@ def _broken(found: list[_Mark], leaves: list[Any]) -> str:
         "of the rule holds for that sum alone, so the noise would have the wrong scale. Usually a "
         "link stands between clipping and noise (a scale, Adam, momentum, apply_every): put it "
         "behind the noise. Or there is no clip_and_sum; or the sum left a jitted function: give "
-        "the ClippedSum itself instead of its value. For a sum that you clipped and added "
+        "the ClippedSum itself instead of its value. Or jax.lax.scan or fori_loop added "
+        "microbatches, whose result is a new array: sampling.fold keeps it known, and so does a "
+        "Python loop. For a sum that you clipped and added "
         "yourself, write dpjax.clipping.trusted_sum(tree, rule)."
     )

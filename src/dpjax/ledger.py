@@ -78,7 +78,7 @@ class Ledger(NamedTuple):
     chosen: np.ndarray
     """How many steps plan and budget allowed where results ended the run; 0 if they never did."""
     key: np.ndarray
-    """A hash of the root key of the run and of its generator; zeros before the first step."""
+    """A hash of the root key, generator and rows of the run; zeros before the first step."""
 
     @property
     def steps(self) -> int:
@@ -165,18 +165,21 @@ def keyed(ledger: Ledger, key: Key, name: str, drawn: str = "") -> Ledger:
       ledger: The steps that ran so far.
       key: The root key of the next steps.
       name: How an error calls the function that runs them.
-      drawn: What the generator draws from a public key, where steps share a draw.
+      drawn: What the generator draws from a public key and the rows that it draws from, where
+        steps share a draw.
     """
     # With the number that the noise's stream begins with: earlier versions had another.
     root = _words(trees.on_host(key).tobytes() + f"{Purpose.NOISE:d} {drawn}".encode())
     if ledger.steps and not np.array_equal(ledger.key, root):
         raise Refused(
             f"{name}: the {ledger.steps} steps of this state ran under another root key, or drew "
-            "other numbers from it. A step that ran could run again with other noise, and an "
-            "example be in two batches of an epoch. Usually the key of a state was replaced to "
-            "fork its run; or the version of dpjax or JAX changed, or jax_threefry_partitionable, "
-            "so go back to that. Begin another run from its parameters, init(new_key, "
-            "state.params), with Mechanism(..., before=...)."
+            "other numbers from it or from other rows. A step that ran could run again with other "
+            "noise, and an example be in two batches of an epoch. Usually the key of a state was "
+            "replaced to fork its run; or the rows are in another order, after a shuffle without a "
+            "seed or another listing of files, so give them in the first one; or the version of "
+            "dpjax or JAX changed, or jax_threefry_partitionable, so go back to that. Begin "
+            "another run from its parameters, init(new_key, state.params), with "
+            "Mechanism(..., before=...)."
         )
     return ledger._replace(key=root, seeded=np.array(trees.seeded(key)))
 

@@ -158,7 +158,7 @@ def fingerprint(tree: PyTree) -> str:
     """
     digest = hashlib.sha256()
     for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
-        array = np.ascontiguousarray(on_host(leaf))
+        array = np.ascontiguousarray(_readable(leaf))
         # Names and shapes too: trees of equal bytes and other structure are other trees.
         digest.update(f"{name} {array.dtype.name} {np.shape(leaf)} ".encode())
         digest.update(array.reshape(-1).view(np.uint8).data)
@@ -170,6 +170,11 @@ def on_host(leaf: Any) -> np.ndarray:
 
     An array that other processes hold in part is collected: all of them must call this.
     """
+    return np.array(_readable(leaf))
+
+
+def _readable(leaf: Any) -> np.ndarray:
+    """The array of `on_host`, which on a CPU may be that of the leaf: data can be large."""
     if isinstance(leaf, jax.Array):
         is_key = checks.is_typed_key(leaf)
         # A traced function may read a key that it closes over.
@@ -177,7 +182,7 @@ def on_host(leaf: Any) -> np.ndarray:
             leaf = jax.random.key_data(leaf) if is_key else leaf
         if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             leaf = multihost_utils.process_allgather(leaf, tiled=True)
-    return np.array(leaf)
+    return np.asarray(leaf)
 
 
 def traced(tree: PyTree) -> bool:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool
 
 from dpjax import checks, trees
 from dpjax._foreign import arrays
-from dpjax._marks import certified
+from dpjax._marks import certified, require_start
 from dpjax.clipping.application import real_rows
 from dpjax.clipping.shards import refuse_explicit, refuse_tracking
 from dpjax.gradients import complex_leaves
@@ -71,7 +71,8 @@ def clipped_grad(
         [0, 1].
       * ``key`` is only for `dpjax.clipping.jl`, which draws its directions from it: a fresh key for
         each step, one key for all parts of a batch.
-      * ``start`` is a sum of other examples of the same step, to which the value is added.
+      * ``start`` is a sum of other examples of the same step, to which the value is added: zeros,
+        or a value that an equal rule clipped. In a traced function this is not checked.
 
     Sensitivity:
       ``rule.sensitivity``, if the loss of an example sees no other example, and if each weight
@@ -134,6 +135,7 @@ def clipped_grad(
         # Python's numbers too; what is no array is refused by name.
         params = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, Number) else x, params)
         check_params("clipped_grad", params)
+        start = None if start is None else require_start(start, rule)
         if not complex_leaves.any_complex(params):
             return of_reals(with_aux, params, batch, mask, weights, key, start)
         # Norms, sums and rules see real numbers alone.

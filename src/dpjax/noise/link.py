@@ -22,7 +22,7 @@ from jaxtyping import Array, Int
 
 from dpjax import checks, processes, trees
 from dpjax._display import veiled
-from dpjax._marks import require_clipped_sum
+from dpjax._marks import noised, require_clipped_sum
 from dpjax.noise.measured import Measurement, unless_measured
 from dpjax.noise.multiplier import check_multiplier, plain_multiplier, standard_deviations
 from dpjax.noise.normal import normal_in_parts, standard_normal
@@ -74,7 +74,9 @@ def gaussian(
       `dpjax.clipping.trusted_sum` declares a sum that was made by other means.
 
       Every ``init`` starts the same noise again: build a link with a new key for each run. Outside
-      ``jit`` a second release for a key and a step is refused (`dpjax.noise.seals`).
+      ``jit`` a second release for a key and a step is refused (`dpjax.noise.seals`). Inside it,
+      ``update`` with a state that it received before adds the same noise to another sum: return
+      the next state from a jitted step, and carry it in a loop.
 
     Privacy:
       With add-or-remove neighbours, one step is the Gaussian mechanism with multiplier $m_t$.
@@ -197,6 +199,7 @@ def checked_sums(
     def checked(
         total: PyTree, state: Any, deviations: Sequence[Any], below: Any = None
     ) -> tuple[PyTree, Any]:
+        noised(total)
         total = with_own_noise(total, state, name)
         total = total if key_of_zeros else unless_reset(total, state.key, name)
         each = [deviations[group] for group in rule.partition.assign(total)]

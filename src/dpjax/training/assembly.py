@@ -161,16 +161,19 @@ class _Assembly:
         # First of all: below, a process that differs would be refused alone, and the others wait.
         plan = functools.partial(ledger.terms, mechanism, budget)
         processes.require_agreement(name, lambda: _facts_of_dispatch(state, count) | plan())
-        # The ledger records the steps before they run: a crash during a step leaves it counted.
-        drawn = self.drawn_by(jax.random.key_impl(state.key), **environment.settings())
-        begun = ledger.keyed(state.ledger, state.key, name, drawn)
-        spent = ledger.admit(begun, mechanism, budget, steps=count)
-        check_step(name, state)
         # Each process has a set of its own, and all of them must compare the same facts.
         if processes.any_process("agreed" not in happened):
             check_same_optimizer(name, self.recipe.optimizer, state)
             processes.require_agreement(name, lambda: self._facts_of_run(state))
             happened.add("agreed")
+        # The ledger records the steps before they run: a crash during a step leaves it counted.
+        drawn = self.drawn_by(jax.random.key_impl(state.key), **environment.settings())
+        # Steps that share a draw divide up the rows of one order. With independent steps, also of
+        # correlated noise, which then are full batches, an example has no step of its own.
+        rows = drawn and f"{drawn} {self.content}"
+        begun = ledger.keyed(state.ledger, state.key, name, rows)
+        spent = ledger.admit(begun, mechanism, budget, steps=count)
+        check_step(name, state)
         state, (seen, sealed) = self.steps.run(self._at_home(state), count)
         # Before anything of these steps leaves: each has one release.
         require_one_release(key, first, sealed, name)
@@ -183,15 +186,19 @@ class _Assembly:
         home, bare = self.home(state.params), state._replace(ledger=None)
         return bare if home is None else meshes.placed(bare, home)
 
+    @functools.cached_property
+    def content(self) -> str:
+        """A hash of the rows in their order; made once, as it takes 0.15 s for 188 MB."""
+        everything = self.data if self.shared is None else (self.data, self.shared)
+        return self.data.fingerprint if self.stream else trees.fingerprint(everything)
+
     def identity(self, state: State) -> dict[str, Any]:
         """What the run is, in JSON types; see `Algorithm`."""
         with meshes.in_force(self.mesh), leaks_noted():
-            everything = self.data if self.shared is None else (self.data, self.shared)
-            content = self.data.fingerprint if self.stream else trees.fingerprint(everything)
             return {
                 **self.facts,
                 **self.mechanism.identity,
-                "data": content,
+                "data": self.content,
                 "program": self._program(self._at_home(state)),
                 "numerics": self._numerics(state.params),
             }

@@ -92,6 +92,7 @@ class Folder:
         self._path.mkdir(parents=True, exist_ok=True)
         # The lock first: everything below reads and writes files that another process may hold.
         self._lock = locked(self._path)
+        _remove_parts(self._path)
         _same_run(self.path / "run.json", self.identity, self.path)
         # Before `rows` removes rows that the resumed run writes again: someone may have seen
         # them; and before the first step, so that a full disk has room for it.
@@ -306,10 +307,17 @@ def forget(directory: str | os.PathLike[str]) -> None:
 def _remove(folder: pathlib.Path) -> None:
     for name in _FOLDERS:
         _remove_folder(folder / name)
-    left = (path.name for path in folder.glob("*.part"))  # by a process that was killed
+    _remove_parts(folder)
     # In this order: the run exists as long as run.json does.
-    for name in (*_RECORDS, *RELEASED, *left, "run.json"):
+    for name in (*_RECORDS, *RELEASED, "run.json"):
         (folder / name).unlink(missing_ok=True)
+
+
+def _remove_parts(folder: pathlib.Path) -> None:
+    """Removes what a killed process left of the run's files; a report may be written just now."""
+    for name in (*PRIVATE, *RELEASED):
+        for path in folder.glob(f"{name}.*.part"):
+            path.unlink(missing_ok=True)
 
 
 def _remove_folder(folder: pathlib.Path) -> None:
