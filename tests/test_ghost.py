@@ -1035,7 +1035,7 @@ QUANTISED = {
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
-    ' or equation.primitive.name == "reduce_precision"',
+    " or rounds_coarsely(equation)",
     "",
     case="a scalar-1",
     slow=True,

@@ -47,6 +47,7 @@ __all__ = [
     "outputs_depend",
     "own_vjp",
     "parts",
+    "rounds_coarsely",
     "row_by_row",
     "scan_counts",
     "steady",
@@ -260,6 +261,19 @@ def row_by_row(equation: JaxprEqn) -> bool:
     home = sys.modules.get(kind.__module__)
     known = kind.__module__.startswith(_JAX) and kind.__name__ in _CLASSES
     return known and getattr(home, kind.__name__, None) is kind
+
+
+def rounds_coarsely(equation: JaxprEqn) -> bool:
+    """Whether an equation rounds to fewer bits than its dtype has, as its transpose then does too.
+
+    The equations inside of it are not read.
+    """
+    if equation.primitive.name != "reduce_precision":
+        return False
+    # `jax.checkpoint` rounds to all the bits of a dtype, which changes nothing.
+    output: Any = equation.outvars[0].aval
+    p, own = equation.params, jnp.finfo(output.dtype)
+    return p["exponent_bits"] < own.nexp or p["mantissa_bits"] < own.nmant
 
 
 def name_of(equation: JaxprEqn) -> str:

@@ -23,7 +23,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 from jaxtyping import Array
 
 from dpjax import trees
-from dpjax._jaxpr import bind, equations, evaluate, inner_programs, of_jax, own_vjp
+from dpjax._jaxpr import bind, equations, evaluate, inner_programs, of_jax, own_vjp, rounds_coarsely
 from dpjax.gradients._bookkeeping.outer_products import precision_of
 from dpjax.gradients._bookkeeping.rewrites import rewritten
 from dpjax.gradients._bookkeeping.scan_trace import scan_sites
@@ -332,7 +332,7 @@ def _quantises(equation: JaxprEqn) -> bool:
     kinds: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
     coarse = any(_is(jnp.floating, x) and x.dtype.itemsize < 2 for x in kinds)
     inside = (e for program in inner_programs(equation) for e in program.eqns)
-    return coarse or equation.primitive.name == "reduce_precision" or any(map(_quantises, inside))
+    return coarse or rounds_coarsely(equation) or any(map(_quantises, inside))
 
 
 def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Array:

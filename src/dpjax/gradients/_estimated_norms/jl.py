@@ -11,16 +11,15 @@ This is no engine, because it changes the guarantee: see `dpjax.clipping.jl`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
+from jax.lax import DotAlgorithmPreset, Precision
 from jaxtyping import Array, Float
 
 from dpjax import noise, trees
-from dpjax._jaxpr import equations, name_of, own_vjp
+from dpjax._jaxpr import equations, name_of, own_vjp, rounds_coarsely
 from dpjax.gradients._estimated_norms import jvp_magnitude
 from dpjax.gradients.batching import Rows
 from dpjax.gradients.traced import Traced
@@ -28,6 +27,12 @@ from dpjax.types import ClippedSum, Clipping, Key, LossFn, Purpose, PyTree
 
 # How many roundings of the largest tangent an inner product may contain.
 _ROUNDINGS = 32
+# Precisions of products that round no input to fewer bits than its dtype has.
+_EXACT = (
+    (Precision.HIGHEST, Precision.HIGHEST),
+    DotAlgorithmPreset.F32_F32_F32,
+    DotAlgorithmPreset.F64_F64_F64,
+)
 
 
 def projected(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, key: Key) -> ClippedSum:
@@ -41,13 +46,15 @@ def projected(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, key: Key
       rows: Examples.
       key: For the directions; one key for all microbatches of a step.
     """
-    _check(loss, params, trees.one_row(rows.batch))
     # Accelerators round the inputs of products by default, differently for norms and sums.
     with jax.default_matmul_precision("highest"):
-        return _projected(loss, rule, params, rows, key)
+        eps = _coarsest(loss, params, trees.one_row(rows.batch))
+        return _projected(loss, rule, params, rows, key, eps)
 
 
-def _projected(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, key: Key) -> ClippedSum:
+def _projected(
+    loss: Traced, rule: Clipping, params: PyTree, rows: Rows, key: Key, eps: float
+) -> ClippedSum:
     """As `projected`, at the current matmul precision."""
 
     def losses_of(params: PyTree) -> tuple[Array, Any]:
@@ -55,7 +62,7 @@ def _projected(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, key: Ke
 
     # Norms first, in forward mode; then one reverse pass of the weighted loss gives the sum without
     # per-example gradients.
-    norms = estimated_norms(loss, rule.projections or 1, params, rows.batch, key)
+    norms = estimated_norms(loss, rule.projections or 1, params, rows.batch, key, eps)
     real = rows.mask[:, None]
     factors = jnp.where(real, rule.factors(norms), 0) * rows.weights
     losses, pull, aux = jax.vjp(losses_of, params, has_aux=True)
@@ -70,7 +77,7 @@ def _projected(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, key: Ke
 
 
 def estimated_norms(
-    loss: LossFn, projections: int, params: PyTree, batch: PyTree, key: Key
+    loss: LossFn, projections: int, params: PyTree, batch: PyTree, key: Key, eps: float
 ) -> Float[Array, "batch 1"]:
     """The root mean square of each example's inner products with random directions.
 
@@ -84,6 +91,8 @@ def estimated_norms(
       params: Parameters.
       batch: Examples.
       key: Consumed.
+      eps: Machine epsilon of the coarsest dtype in the loss, to which the reverse pass rounds
+        cotangents; the loss itself may have a wider one.
     """
 
     def along(j: Array) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
@@ -100,7 +109,7 @@ def estimated_norms(
     products, largest = (jnp.sqrt(jnp.mean(jnp.square(x), axis=0)) for x in found)
     # The reverse pass sums over the batch, so its rounding error grows with the number of examples.
     roundings = _ROUNDINGS + 2 * products.size
-    return (products + roundings * jnp.finfo(products.dtype).eps * largest)[:, None]
+    return (products + roundings * eps * largest)[:, None]
 
 
 def _one_by_one(
@@ -122,8 +131,11 @@ def _one_by_one(
     return jax.lax.scan(add, trees.zeros_wide(params), (batch, factors))[0]
 
 
-def _check(loss: LossFn, params: PyTree, example: PyTree) -> None:
-    """Raises if a loss has no forward mode, or computes in anything narrower than float32."""
+def _coarsest(loss: Traced, params: PyTree, example: PyTree) -> float:
+    """The machine epsilon of the coarsest dtype in which a loss and its gradient are computed.
+
+    Raises if a loss has no forward mode, or computes in anything narrower than float32.
+    """
     program = jax.make_jaxpr(loss)(params, example).jaxpr
     if own := [name_of(e) for e in equations(program) if own_vjp(e)]:
         raise TypeError(
@@ -139,19 +151,23 @@ def _check(loss: LossFn, params: PyTree, example: PyTree) -> None:
             "jax.scipy.sparse.linalg.cg), and norms are estimated in forward mode, by another "
             "solve than the gradient's. Clip by exact norms (clipping.flat), or unroll the solver."
         )
-    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(params)]
-    for dtype in (*dtypes, *_computed(program)):
-        if jnp.issubdtype(dtype, jnp.floating) and trees.wide(dtype) != dtype:
-            raise TypeError(
-                f"clipping.jl: the loss computes in {dtype}; expected float32 or wider throughout. "
-                "One reverse pass sums over the examples, and a narrow dtype rounds that sum by "
-                "more than one example may move it. Keep parameters and model in float32; or clip "
-                "by exact norms (clipping.flat), which are summed in float32 for every model."
-            )
-
-
-def _computed(program: Jaxpr) -> Iterator[Any]:
-    """The dtypes of all values that a program computes."""
-    for equation in equations(program):
-        values: list[Any] = [variable.aval for variable in equation.outvars]
-        yield from (value.dtype for value in values if hasattr(value, "dtype"))
+    # The rules of `jax.custom_jvp` stand in the gradient alone.
+    used = [*equations(program), *equations(loss.gradient(params, example))]
+    avals: list[Any] = [jax.typeof(leaf) for leaf in jax.tree.leaves(params)]
+    avals += [variable.aval for equation in used for variable in equation.outvars]
+    computed = {x.dtype for x in avals if hasattr(x, "dtype")}
+    dtypes = [dtype for dtype in computed if jnp.issubdtype(dtype, jnp.inexact)]
+    narrow = [str(dtype) for dtype in dtypes if jnp.finfo(dtype).bits < 32]
+    narrow += [f"values rounded by {name_of(e)}" for e in used if rounds_coarsely(e)]
+    # On a CPU too, where some are exact: a run may continue on an accelerator.
+    given = [e.params["precision"] for e in used if "precision" in e.params]
+    narrow += [f"products of precision={p}" for p in given if p not in _EXACT]
+    if narrow:
+        raise TypeError(
+            f"clipping.jl: the loss computes in {narrow[0]}; expected float32 or wider throughout. "
+            "One reverse pass sums over the examples, and a narrow dtype rounds that sum by "
+            "more than one example may move it. Keep parameters and model in float32, without "
+            "reduce_precision or precision= of products; or clip by exact norms (clipping.flat), "
+            "which are summed in float32 for every model."
+        )
+    return max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
