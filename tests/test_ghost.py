@@ -1544,7 +1544,9 @@ def test_what_cancels_and_is_not_kept_does_not_slip_past_the_bound(positions, vi
         c[:, -1] = left_over * rng.normal(size=170) - c[:, :-1].sum(axis=1)
         batch = float32(x, c * 1e2)
         assert_stays_within(loss, w, batch, bound)
-    assert "instantiate" in gradients.explain(loss, w, jax.tree.map(lambda a: a[0], batch))
+    # What is kept for the sum rounds as its norm: an example of a view stays within for that.
+    rule = "instantiate" if positions == 16 else "instantiate, kept"
+    assert rule in gradients.explain(loss, w, jax.tree.map(lambda a: a[0], batch))
 
 
 @kills("gradients/_bookkeeping/cost.py", "isometric and once and", "once and", slow=True)
@@ -1555,6 +1557,7 @@ def test_what_cancels_in_a_view_does_not_slip_past_the_bound():
         x = rng.normal(size=(1, 200)) * 1e2
         c = 1e4 / x * (1 + left_over * rng.normal(size=200))
         assert_stays_within(loss, jnp.zeros(200), float32(x, c), bound)
+    assert "derivative, kept" in gradients.explain(loss, jnp.zeros(200), float32(x[0], c[0]))
 
 
 def in_rounds(w, ids):

@@ -1058,10 +1058,11 @@ def test_steps_run_with_64_bits():
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adamw(0.1)])
-def test_bfloat16_parameters_stay_bfloat16(optimizer):
+def test_bfloat16_parameters_stay_bfloat16_with_a_warning(optimizer, caplog):
     optimizer = optax.chain(optimizer, training.average_parameters())
     algorithm = make(steps=3, optimizer=optimizer)
     state = algorithm.init(jax.random.key(0), jnp.zeros(3, jnp.bfloat16))
+    assert "parameters are bfloat16, which rounds away updates" in caplog.text
     state, _ = fit(algorithm, state)
     assert state.params.dtype == jnp.bfloat16
     assert training.averaged(state.optimizer).dtype == jnp.float32

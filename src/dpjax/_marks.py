@@ -195,8 +195,7 @@ def require_start(start: PyTree, rule: Clipping) -> PyTree:
         one, other = ((by.bounds, by.partition.assign(start)) for by in (rule, found[0].rule))
         same = one == other
     else:
-        traced = any(isinstance(x, Tracer) for x in leaves)
-        same = traced or not any(np.any(np.asarray(x)) for x in leaves)
+        same = trees.traced(leaves) or not any(np.any(np.asarray(x)) for x in leaves)
     if not same:
         raise ValueError(
             "clipped_grad(start=...): received a tree that is no clipped sum of this rule "

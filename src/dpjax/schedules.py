@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +108,7 @@ def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, " steps"]:
         ) from error
 
 
-def times(value: float | optax.Schedule, factor: float) -> float | optax.Schedule:
+def times(value: float | optax.Schedule, factor: float) -> Any:
     """A number or a schedule, multiplied by a factor."""
     return (lambda step: value(step) * factor) if callable(value) else value * factor
 

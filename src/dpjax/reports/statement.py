@@ -175,7 +175,8 @@ def _facts(claim: Claim, ledger: Ledger | None, scaled_by: str | None) -> Iterat
     )
     if rule.projections is not None:
         yield f"                norms are estimated from {rule.projections} random projections: it"
-        yield "                may be more, and epsilon, by pld alone, is over that chance"
+        yield "                may be more, and epsilon, by pld alone, is over that chance, for"
+        yield "                exact arithmetic: roundings within an example are bounded in part"
     if mechanism.adaptive is not None:
         share = f"{mechanism.adaptive.target:g} of the norms are below"
         yield f"                adapted: it follows the length that {share},"

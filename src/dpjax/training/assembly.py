@@ -43,6 +43,7 @@ from dpjax.training.checks import (
     warn_of_batch_norm,
     warn_of_constants,
     warn_of_idle,
+    warn_of_narrow,
 )
 from dpjax.training.in_memory import InMemory
 from dpjax.training.info import Seen, mean_info, warn_of_unscored
@@ -269,6 +270,7 @@ def _read_loss(recipe: Recipe, params: PyTree, row: PyTree, *, tell: bool) -> No
     name, example = recipe.name, example_of(recipe, row)
     loss = Traced(recipe.loss)
     program = check_loss(loss, params, example, name)
+    warn_of_narrow(name, params)
     warn_of_idle(name, loss.gradient(params, example), params)
     warn_of_batch_norm(name, program.jaxpr, params)
     warn_of_one_draw(name, program.jaxpr)

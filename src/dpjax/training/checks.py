@@ -370,6 +370,19 @@ def warn_of_idle(name: str, gradient: Jaxpr, params: PyTree) -> None:
         )
 
 
+def warn_of_narrow(name: str, params: PyTree) -> None:
+    """Warns about parameters that are narrower than the numbers which are added to them."""
+    dtypes = map(jnp.result_type, jax.tree.leaves(params))
+    if narrow := [str(dtype) for dtype in dtypes if jnp.finfo(dtype).bits < 32]:
+        logging.warning(
+            "%s: parameters are %s, which rounds away updates below half of the last digit of a "
+            "parameter: with a small rate it stays where it was, and the budget is spent. Keep "
+            "float32 parameters and cast them inside the loss.",
+            name,
+            narrow[0],
+        )
+
+
 def warn_of_batch_norm(name: str, loss: Jaxpr, params: PyTree) -> None:
     """Warns about batch normalisation, which would normalise an example by itself alone."""
     # By its effect, or by its name: behind a convolution it has a mean over pixels.
