@@ -555,7 +555,7 @@ def test_what_cannot_be_streamed_is_answered_with_what_to_do(monkeypatch):
     fake_tfds(monkeypatch, None)
     with pytest.raises(ValueError, match=r"data\.load\('digits'\)"):
         data.stream("digits")
-    with pytest.raises(ValueError, match=r"data\.stream\('minst'\).*expected one of digits"):
+    with pytest.raises(ValueError, match=r"data\.stream\(name='minst'\).*expected one of digits"):
         data.stream("minst")
     with pytest.raises(ValueError, match=r"table.*data\.load\('wine_quality'\)"):
         data.stream("wine_quality")

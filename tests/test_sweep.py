@@ -256,7 +256,7 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path):
     ("number", "words"),
     [
         ("geometric:0.5", "must be 1 or more, and finite"),
-        ("geometric:nan", "must be 1 or more, and finite"),
+        ("geometric:nan", "expected a number"),
         ("geometric", "could not convert string to float"),
         ("fixed:3", "There are: 'geometric'"),
     ],
