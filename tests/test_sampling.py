@@ -236,8 +236,11 @@ def test_a_stream_of_a_million_millions_is_trained_on(name):
     state, infos = algorithm.run(state, 3)
     draws = [sampling.on_host(mechanism.sampling.draw(key, step)) for step in range(3)]
     assert infos.examples.tolist() == [len(draw) for draw in draws]
-    assert read == np.concatenate(draws).tolist()
-    assert max(read) > 2**36
+    drawn = np.concatenate(draws).tolist()
+    assert read[-len(drawn) :] == drawn, (
+        "behind 16 rows of the fingerprint, where steps share a draw"
+    )
+    assert max(drawn) > 2**36
 
 
 NUMBERS = [int, float, np.int8, np.int64, np.float32, jnp.int32, jnp.float32]
