@@ -14,7 +14,7 @@ from typing import Any
 import dp_accounting as dp
 import numpy as np
 
-from dpjax.verify.correlated import Unreadable, is_amplified
+from dpjax.verify.correlated import Unreadable, epoch, is_amplified
 
 # PLD convolves once for each different step. So more than 64 are rounded to 64 that cost no less,
 # here as in dpjax, which rounds the steps of all runs together.
@@ -121,14 +121,6 @@ def best_cut(steps: np.ndarray) -> tuple[float, list[np.ndarray]]:
             cut = int(saved.argmax()) + 1
             found = float(saved.max()), [order[:cut], order[cut:]]
     return found
-
-
-def epoch(sampling: dict[str, Any]) -> int:
-    """In how many steps in turn an example is at most once."""
-    if sampling["name"] == "cyclic_poisson":
-        return int(sampling["cycle"])
-    once = sampling["name"] in ("shuffled", "curriculum", "balls_in_bins")
-    return int(sampling["examples"] // sampling["batch_size"]) if once else 1
 
 
 def gaussian(multiplier: float) -> dp.DpEvent:
