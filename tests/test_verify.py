@@ -224,6 +224,8 @@ def test_no_changed_card_passes(path, value, expected, honest):
 
 
 OWN_FACTS = {
+    "public": sampling.curriculum(np.arange(1000), 100, public=True),
+    "private": sampling.curriculum(np.arange(1000), 100),
     "scored": SCORED,
     "cyclic": sampling.cyclic_poisson(1000, 20, cycle=5),
 }
@@ -251,6 +253,9 @@ CONTRADICTIONS = [
     ({"sampling": SHUFFLED, "noise": INVERSE}, ["noise", "normalized"], True, "is unknown"),
     ({"sampling": SHUFFLED, "noise": ROOT}, ["noise", "normalized"], "false", "true or false"),
     ({"sampling": SHUFFLED, "noise": ROOT}, ["noise", "kind"], "own", "of kind 'own', unknown"),
+    ({"sampling": OWN_FACTS["private"]}, ["sampling", "public"], True, "is not what is proved"),
+    ({"sampling": OWN_FACTS["public"]}, ["sampling", "public"], False, "is not what is proved"),
+    ({"sampling": OWN_FACTS["public"]}, ["sampling", "public"], "false", "true or false"),
     ({}, ["multiplier_and_steps"], [[1.2, 60], [1.2, -20]], "number of steps is not whole, or bel"),
     ({}, ["multiplier_and_steps"], [[1.2, 40.5]], "number of steps is not whole"),
 ]
@@ -281,6 +286,8 @@ CONTRADICTIONS = [
 @kills(
     "verify/fields.py", 'require_flag("normalized", noise)', "", case="normalized=false", slow=True
 )
+@kills("verify/fields.py", '[known[sampling["public"]]]', "known", case="public=True", slow=True)
+@kills("verify/fields.py", 'require_flag("public", sampling)', "", case="public=false", slow=True)
 @kills("verify/fields.py", "moved = 0 <= target <= 1 and", "moved =", case="target=3", slow=True)
 @kills(
     "verify/fields.py",

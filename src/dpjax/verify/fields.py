@@ -62,9 +62,9 @@ CLAIMS = {
         "shuffled batches; no amplification is proved: one Gaussian an epoch",
         "pseudo-randomly shuffled batches; no amplification is proved: one Gaussian an epoch",
     ),
-    "curriculum": (
-        "a public fixed order; no amplification is proved: one Gaussian an epoch",
+    "curriculum": (  # of an order that is not public, and of a public one
         "the order comes from the private data without noise: not private",
+        "a public fixed order; no amplification is proved: one Gaussian an epoch",
     ),
     "fixed": ("uniform batches of a fixed size; proved for replace-one neighbours (RDP)",),
 }
@@ -205,6 +205,8 @@ def require_words(claim: str, mechanism: dict[str, Any]) -> None:
     """Refuses a claim about the batches that is not proved for them."""
     sampling, noise = mechanism["sampling"], mechanism["noise"]
     known = [words.format(**sampling) for words in CLAIMS[sampling["name"]]]
+    if sampling["name"] == "curriculum":
+        known = [known[sampling["public"]]]
     if noise is not None and not is_amplified(noise, sampling):
         # Cards of earlier versions say here what is proved for fresh noise.
         endings = TOGETHER if sampling["name"] == "balls_in_bins" else TOGETHER[:1]
