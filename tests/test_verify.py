@@ -256,6 +256,9 @@ CONTRADICTIONS = [
     ({"sampling": OWN_FACTS["private"]}, ["sampling", "public"], True, "is not what is proved"),
     ({"sampling": OWN_FACTS["public"]}, ["sampling", "public"], False, "is not what is proved"),
     ({"sampling": OWN_FACTS["public"]}, ["sampling", "public"], "false", "true or false"),
+    ({"sampling": sampling.fixed(1000, 2)}, ["sampling", "batch_size"], 1.999, "no whole number"),
+    ({"sampling": SHUFFLED}, ["sampling", "batch_size"], 99.5, "no whole number"),
+    ({"sampling": OWN_FACTS["public"]}, ["sampling", "batch_size"], 50.5, "no whole number"),
     ({}, ["multiplier_and_steps"], [[1.2, 60], [1.2, -20]], "number of steps is not whole, or bel"),
     ({}, ["multiplier_and_steps"], [[1.2, 40.5]], "number of steps is not whole"),
 ]
@@ -288,6 +291,7 @@ CONTRADICTIONS = [
 )
 @kills("verify/fields.py", '[known[sampling["public"]]]', "known", case="public=True", slow=True)
 @kills("verify/fields.py", 'require_flag("public", sampling)', "", case="public=false", slow=True)
+@kills("verify/fields.py", '("fixed", "shuffled", "curriculum") else', "() else", slow=True)
 @kills("verify/fields.py", "moved = 0 <= target <= 1 and", "moved =", case="target=3", slow=True)
 @kills(
     "verify/fields.py",

@@ -137,6 +137,6 @@ def step_event(sampling: dict[str, Any], rate: float, multiplier: float) -> dp.D
         return dp.PoissonSampledDpEvent(rate, noise)
     if sampling["name"] == "fixed":
         return dp.SampledWithoutReplacementDpEvent(
-            sampling["examples"], int(sampling["batch_size"]), noise
+            sampling["examples"], sampling["batch_size"], noise
         )
     return noise

@@ -221,9 +221,13 @@ def require_drawn(sampling: dict[str, Any]) -> None:
     """Refuses facts of a sampler that no sampler of its name has."""
     require_fields(sampling, SAMPLING[sampling["name"]], "the sampling on the card")
     require_flag("public", sampling)
-    size, examples = number(sampling["batch_size"]), whole(sampling["examples"])
+    read = whole if sampling["name"] in ("fixed", "shuffled", "curriculum") else number
+    size, examples = read(sampling["batch_size"]), whole(sampling["examples"])
     if not 0 < size <= examples:
-        raise Unreadable("the batch size is not between 0 and the number of examples.")
+        raise Unreadable(
+            "the batch size is not between 0 and the number of examples, or no whole number where "
+            "all batches have that size."
+        )
     if sampling["name"] == "cyclic_poisson":
         cycle = sampling["cycle"]
         if not (whole(cycle) >= 1 and cycle * size / examples <= 1):
