@@ -224,9 +224,13 @@ def test_no_changed_card_passes(path, value, expected, honest):
 
 
 OWN_FACTS = {
+    "public": sampling.curriculum(np.arange(1000), 100, public=True),
+    "private": sampling.curriculum(np.arange(1000), 100),
     "scored": SCORED,
     "cyclic": sampling.cyclic_poisson(1000, 20, cycle=5),
 }
+SHUFFLED = sampling.shuffled(1000, 100)
+ROOT = strategies.square_root(steps=40)
 INVERSE = strategies.banded_inverse_square_root(steps=40, bands=4)
 CONTRADICTIONS = [
     ({"adaptive": clipping.Quantile()}, ["adaptive", "count_multiplier"], 0.0, "cost less than"),
@@ -244,6 +248,17 @@ CONTRADICTIONS = [
     ({"sampling": OWN_FACTS["cyclic"]}, ["sampling", "cycle"], 2.5, "from 1 to 50"),
     ({"sampling": sampling.full(1000), "noise": INVERSE}, ["noise", "values"], [], "IndexError"),
     ({"sampling": sampling.full(1000), "noise": INVERSE}, ["noise", "sensitivity"], "9", "of nan"),
+    ({"sampling": SHUFFLED, "noise": ROOT}, ["sampling", "cycle"], 40, "cycle is unknown"),
+    ({"sampling": OWN_FACTS["cyclic"]}, ["sampling", "cycle"], None, "cycle is missing"),
+    ({"sampling": SHUFFLED, "noise": INVERSE}, ["noise", "normalized"], True, "is unknown"),
+    ({"sampling": SHUFFLED, "noise": ROOT}, ["noise", "normalized"], "false", "true or false"),
+    ({"sampling": SHUFFLED, "noise": ROOT}, ["noise", "kind"], "own", "of kind 'own', unknown"),
+    ({"sampling": OWN_FACTS["private"]}, ["sampling", "public"], True, "is not what is proved"),
+    ({"sampling": OWN_FACTS["public"]}, ["sampling", "public"], False, "is not what is proved"),
+    ({"sampling": OWN_FACTS["public"]}, ["sampling", "public"], "false", "true or false"),
+    ({"sampling": sampling.fixed(1000, 2)}, ["sampling", "batch_size"], 1.999, "no whole number"),
+    ({"sampling": SHUFFLED}, ["sampling", "batch_size"], 99.5, "no whole number"),
+    ({"sampling": OWN_FACTS["public"]}, ["sampling", "batch_size"], 50.5, "no whole number"),
     ({}, ["multiplier_and_steps"], [[1.2, 60], [1.2, -20]], "number of steps is not whole, or bel"),
     ({}, ["multiplier_and_steps"], [[1.2, 40.5]], "number of steps is not whole"),
 ]
@@ -257,6 +272,26 @@ CONTRADICTIONS = [
     case="note=1",
     slow=True,
 )
+@kills(
+    "verify/fields.py",
+    'require_fields(sampling, SAMPLING[sampling["name"]], "the sampling on the card")',
+    "pass",
+    case="cycle=40",
+    slow=True,
+)
+@kills(
+    "verify/fields.py",
+    'require_fields(noise, NOISE[noise["kind"]], "the correlated noise on the card")',
+    "pass",
+    case="normalized=True",
+    slow=True,
+)
+@kills(
+    "verify/fields.py", 'require_flag("normalized", noise)', "", case="normalized=false", slow=True
+)
+@kills("verify/fields.py", '[known[sampling["public"]]]', "known", case="public=True", slow=True)
+@kills("verify/fields.py", 'require_flag("public", sampling)', "", case="public=false", slow=True)
+@kills("verify/fields.py", '("fixed", "shuffled", "curriculum") else', "() else", slow=True)
 @kills("verify/fields.py", "moved = 0 <= target <= 1 and", "moved =", case="target=3", slow=True)
 @kills(
     "verify/fields.py",
@@ -626,7 +661,8 @@ def test_correlated_noise_is_not_cheaper_than_its_events():
     assert "what is proved for cyclic" in verdicts(changed(whole, ["claim"], unknown))[1][0]
     amplified = card["epsilon"]["rdp"]["value"]
     assert not verdicts(changed(whole, ["epsilon", "rdp", "value"], amplified))[0]
-    poisson = changed(card, ["mechanism", "sampling", "name"], "poisson")
+    facts = {"name": "poisson", "examples": 1000, "batch_size": 20}
+    poisson = changed(card, ["mechanism", "sampling"], facts)
     assert "no sensitivity" in verdicts(poisson)[1][0]
 
 

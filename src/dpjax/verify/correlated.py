@@ -21,6 +21,14 @@ class Unreadable(Exception):
     """The card cannot be checked, with the reason in one sentence."""
 
 
+def epoch(sampling: dict[str, Any]) -> int:
+    """In how many steps in turn an example is at most once."""
+    if sampling["name"] == "cyclic_poisson":
+        return int(sampling["cycle"])
+    once = sampling["name"] in ("shuffled", "curriculum", "balls_in_bins")
+    return int(sampling["examples"] // sampling["batch_size"]) if once else 1
+
+
 def is_amplified(noise: dict[str, Any], sampling: dict[str, Any]) -> bool:
     """Whether the columns of two steps of one example have no row in common."""
     # An example takes part at every ``cycle``-th step alone, and step t moves rows t to
@@ -42,13 +50,12 @@ def bands(noise: dict[str, Any]) -> int:
 def sensitivity(noise: dict[str, Any], sampling: dict[str, Any]) -> float:
     """What the noise must be scaled to, in bounds of one step."""
     steps, name = int(noise["steps"]), sampling["name"]
-    cycle = sampling.get("cycle", sampling["examples"] // sampling["batch_size"])
     if is_amplified(noise, sampling):
         return math.sqrt(largest(noise, steps, steps, even=True))
     if name in ("cyclic_poisson", "balls_in_bins") or (name == "curriculum" and sampling["public"]):
-        return math.sqrt(largest(noise, steps, int(cycle), even=True))
+        return math.sqrt(largest(noise, steps, epoch(sampling), even=True))
     if name == "shuffled":  # the end of an epoch and the start of the next can meet
-        return math.sqrt(largest(noise, -(-steps // int(cycle)), 1, even=False))
+        return math.sqrt(largest(noise, -(-steps // epoch(sampling)), 1, even=False))
     if name == "full":
         return math.sqrt(largest(noise, steps, 1, even=False))
     raise Unreadable(
@@ -179,8 +186,6 @@ def first_column(noise: dict[str, Any]) -> np.ndarray:
     if kind == "buffered":
         powers = np.array(noise["decays"])[:, None] ** np.arange(steps - 1)
         return np.append(1.0, np.array(noise["scales"]) @ powers)
-    if kind not in ("toeplitz", "inverse_toeplitz"):
-        raise Unreadable(f"noise is correlated by a strategy of kind {kind!r}, unknown here.")
     values = np.array(noise["values"], np.float64)
     if kind == "toeplitz":
         return np.pad(values, (0, steps - len(values)))

@@ -14,7 +14,7 @@ from typing import Any
 import dp_accounting as dp
 import numpy as np
 
-from dpjax.verify.correlated import Unreadable, is_amplified
+from dpjax.verify.correlated import Unreadable, epoch, is_amplified
 
 # PLD convolves once for each different step. So more than 64 are rounded to 64 that cost no less,
 # here as in dpjax, which rounds the steps of all runs together.
@@ -123,14 +123,6 @@ def best_cut(steps: np.ndarray) -> tuple[float, list[np.ndarray]]:
     return found
 
 
-def epoch(sampling: dict[str, Any]) -> int:
-    """In how many steps in turn an example is at most once."""
-    if sampling["name"] == "cyclic_poisson":
-        return int(sampling["cycle"])
-    once = sampling["name"] in ("shuffled", "curriculum", "balls_in_bins")
-    return int(sampling["examples"] // sampling["batch_size"]) if once else 1
-
-
 def gaussian(multiplier: float) -> dp.DpEvent:
     """A sum with noise; with infinite noise it releases nothing."""
     return dp.NoOpDpEvent() if math.isinf(multiplier) else dp.GaussianDpEvent(multiplier)
@@ -145,6 +137,6 @@ def step_event(sampling: dict[str, Any], rate: float, multiplier: float) -> dp.D
         return dp.PoissonSampledDpEvent(rate, noise)
     if sampling["name"] == "fixed":
         return dp.SampledWithoutReplacementDpEvent(
-            sampling["examples"], int(sampling["batch_size"]), noise
+            sampling["examples"], sampling["batch_size"], noise
         )
     return noise

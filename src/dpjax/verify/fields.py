@@ -22,6 +22,21 @@ MECHANISM = (
 )
 SPENT = "unit sampling multiplier_and_steps preparation projections noise seeded"
 ADAPTIVE = "target rate count_multiplier geometric"
+SAMPLING = {
+    **dict.fromkeys(
+        ("poisson", "full", "fixed", "shuffled", "balls_in_bins"), "name examples batch_size"
+    ),
+    "scored": "name examples batch_size rates",
+    "cyclic_poisson": "name examples batch_size cycle",
+    "curriculum": "name examples batch_size public",
+}
+NOISE = {
+    "toeplitz": "kind name steps sensitivity values normalized",
+    "inverse_toeplitz": "kind name steps sensitivity values",
+    "buffered": "kind name steps sensitivity scales decays",
+    "tree": "kind name steps sensitivity",
+    "dense": "kind name steps sensitivity rows",
+}
 # The relations for which the batches of each sampler are proved.
 PROVED = {
     **dict.fromkeys(
@@ -47,9 +62,9 @@ CLAIMS = {
         "shuffled batches; no amplification is proved: one Gaussian an epoch",
         "pseudo-randomly shuffled batches; no amplification is proved: one Gaussian an epoch",
     ),
-    "curriculum": (
-        "a public fixed order; no amplification is proved: one Gaussian an epoch",
+    "curriculum": (  # of an order that is not public, and of a public one
         "the order comes from the private data without noise: not private",
+        "a public fixed order; no amplification is proved: one Gaussian an epoch",
     ),
     "fixed": ("uniform batches of a fixed size; proved for replace-one neighbours (RDP)",),
 }
@@ -190,6 +205,8 @@ def require_words(claim: str, mechanism: dict[str, Any]) -> None:
     """Refuses a claim about the batches that is not proved for them."""
     sampling, noise = mechanism["sampling"], mechanism["noise"]
     known = [words.format(**sampling) for words in CLAIMS[sampling["name"]]]
+    if sampling["name"] == "curriculum":
+        known = [known[sampling["public"]]]
     if noise is not None and not is_amplified(noise, sampling):
         # Cards of earlier versions say here what is proved for fresh noise.
         endings = TOGETHER if sampling["name"] == "balls_in_bins" else TOGETHER[:1]
@@ -202,9 +219,15 @@ def require_words(claim: str, mechanism: dict[str, Any]) -> None:
 
 def require_drawn(sampling: dict[str, Any]) -> None:
     """Refuses facts of a sampler that no sampler of its name has."""
-    size, examples = number(sampling["batch_size"]), whole(sampling["examples"])
+    require_fields(sampling, SAMPLING[sampling["name"]], "the sampling on the card")
+    require_flag("public", sampling)
+    read = whole if sampling["name"] in ("fixed", "shuffled", "curriculum") else number
+    size, examples = read(sampling["batch_size"]), whole(sampling["examples"])
     if not 0 < size <= examples:
-        raise Unreadable("the batch size is not between 0 and the number of examples.")
+        raise Unreadable(
+            "the batch size is not between 0 and the number of examples, or no whole number where "
+            "all batches have that size."
+        )
     if sampling["name"] == "cyclic_poisson":
         cycle = sampling["cycle"]
         if not (whole(cycle) >= 1 and cycle * size / examples <= 1):
@@ -224,6 +247,12 @@ def require_hidden(spent: dict[str, Any]) -> None:
     noise, sampling = spent["noise"], spent["sampling"]
     if noise is None:
         return
+    if noise["kind"] not in NOISE:
+        raise Unreadable(
+            f"noise is correlated by a strategy of kind {noise['kind']!r}, unknown here."
+        )
+    require_fields(noise, NOISE[noise["kind"]], "the correlated noise on the card")
+    require_flag("normalized", noise)
     planned = each_multiplier(spent)
     covered = whole(noise["steps"]) >= len(planned)
     if not covered or len(set(planned)) > 1 or spent["projections"] is not None:
@@ -237,6 +266,12 @@ def require_hidden(spent: dict[str, Any]) -> None:
             f"noise was scaled to a sensitivity of {scaled:.6g}, and one example moves a run with "
             f"this strategy and these batches by {least:.6g}."
         )
+
+
+def require_flag(name: str, facts: dict[str, Any]) -> None:
+    """Refuses text or a number for true or false, as "false" would count as true."""
+    if type(facts.get(name, True)) is not bool:
+        raise Unreadable(f"{name} is {facts[name]!r}; expected true or false.")
 
 
 def joined(multipliers: list[float]) -> float:
