@@ -363,7 +363,14 @@ def _marked(folder: pathlib.Path) -> Mark:
     rows, path = read_log(folder / "metrics.jsonl"), folder / "furthest"
     steps += [row["step"] for row in rows]
     counted = [row.get("counted", 0) for row in rows]
-    mark = [int(word) for word in path.read_text().split()] if path.exists() else []
+    words = path.read_text(errors="replace").split() if path.exists() else []
+    if not all(word.isdecimal() for word in words):
+        raise ValueError(
+            f"{path}: holds {' '.join(words)[:60]!r}; expected the last released step and the "
+            "number of steps that count. Usually the disk is damaged. Write the number of planned "
+            "steps into it twice: then all of them count as released."
+        )
+    mark = [int(word) for word in words]
     return Mark(max([*steps, *mark[:1]], default=0), max([*counted, *mark[1:]], default=0))
 
 
