@@ -83,6 +83,13 @@ def test_one_run_without_noise_is_found_out():
     assert infinite == np.inf
 
 
+@kills("auditing/canaries.py", "np.lexsort((ties, scores))", "np.argsort(scores, stable=True)")
+def test_equal_scores_say_nothing():
+    members = np.arange(100) >= 50
+    right, made = auditing.guess_members(np.zeros(100), members, guesses=100)
+    assert auditing.epsilon_lower_bound(right, made, canaries=100) == 0.0
+
+
 def test_lower_bounds():
     # All right: (e^eps / (1 + e^eps))^n = 0.05.
     perfect = auditing.epsilon_lower_bound(1000, 1000, canaries=1000)

@@ -548,7 +548,7 @@ CHANGES = {
         r"XLA_FLAGS: \S+ there, --xla_cpu_max_isa=AVX2 now\nThe steps",
     ),
     "processor": (
-        lambda: mock.patch.object(training.environment, "processor", return_value="another"),
+        lambda: mock.patch.object(training.environment, "_processor", return_value="another"),
         r"  processor: \w.*(avx|asimd).* there, another now",
     ),
 }
@@ -636,6 +636,13 @@ def test_a_mark_stays_where_it_was_furthest(tmp_path):
     "        return",
     slow=True,
 )
+@kills(
+    "training/run_folder.py",
+    "before.get(INODE, self.identity[INODE])",
+    "self.identity[INODE]",
+    slow=True,
+)
+@kills("training/run_identity.py", '"small seed", INODE)', '"small seed")', slow=True)
 def test_numerics_may_change_where_nothing_runs_again(tmp_path, caplog):
     _seen(tmp_path, steps=2)
     algorithm = runs.make(steps=4)
@@ -643,7 +650,7 @@ def test_numerics_may_change_where_nothing_runs_again(tmp_path, caplog):
     with jax.threefry_partitionable(False):
         with caplog.at_level("WARNING"):
             _seen(tmp_path, algorithm, last=3, state=other)
-        assert "resumes at step 2. No step runs again" in caplog.text
+        assert "resumes at step 2. This folder records no later step" in caplog.text
         assert "loss, optimizer and rate were not compared" in caplog.text
     with pytest.raises(ledger.Refused, match="partitionable: False there, True now"):
         _seen(tmp_path)
@@ -654,7 +661,13 @@ def test_numerics_may_change_where_nothing_runs_again(tmp_path, caplog):
     assert "microbatch_size: 32 there, 2 now" in caplog.text
     assert "not compared" not in caplog.text
     caplog.clear()
-    elsewhere = mock.patch.object(training.environment, "processor", return_value="another")
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path, copy)
+    with jax.threefry_partitionable(False):
+        assert _seen(copy, runs.make(steps=4, microbatch_size=2)).ledger.steps == 4
+    with pytest.raises(ledger.Refused, match=r"is a copy: (?s:.*)partitionable: False there"):
+        _seen(copy, runs.make(steps=4, microbatch_size=2))
+    elsewhere = mock.patch.object(training.environment, "_processor", return_value="another")
     flags = mock.patch.dict(os.environ, {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"})
     with jax.threefry_partitionable(False), elsewhere, flags, caplog.at_level("WARNING"):
         assert _seen(tmp_path, runs.make(steps=4, microbatch_size=2)).ledger.steps == 4
@@ -704,7 +717,8 @@ def test_the_rest_of_an_epoch_is_not_drawn_by_another_generator(tmp_path, folder
 def test_runs_without_recorded_numerics_resume_where_nothing_runs_again(tmp_path):
     def forgotten():
         known = json.loads(path.read_text())
-        path.write_text(json.dumps({k: v for k, v in known.items() if k != "numerics"}))
+        lacks = ("numerics", "inode of lock")
+        path.write_text(json.dumps({k: v for k, v in known.items() if k not in lacks}))
 
     path = tmp_path / "run.json"
     _seen(tmp_path, steps=1)

@@ -148,6 +148,9 @@ def test_a_stop_by_results_is_not_forgotten(tmp_path):
     mark = (one / "furthest").read_text()
     (one / "furthest").unlink()
     assert spent(one) == MECHANISM.steps, "by its row"
+    (one / "furthest").write_text("2 x")
+    with pytest.raises(ValueError, match=r"furthest: holds '2 x'; expected the last released"):
+        spent(one)
     (one / "furthest").write_text(mark)
     shutil.rmtree(one / "checkpoints" / "2")
     state, rows = dpjax.fit(run, started(run), steps=2, directory=one, **options)

@@ -204,7 +204,10 @@ def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[
     call = "auditing.guess_members"
     guesses = checks.whole(call, "guesses", guesses, hint, least=2, most=scores.size)
     # Half of the guesses at either end, where scores say most; the middle abstains.
-    order, half, inside = np.argsort(scores), guesses // 2, truths == 1
+    # Equal scores in a random order: in that of the rows, sorted members would be guessed right by
+    # scores that say nothing.
+    ties = np.random.default_rng(0).permutation(scores.size)
+    order, half, inside = np.lexsort((ties, scores)), guesses // 2, truths == 1
     right = np.sum(inside[order[-half:]]) + np.sum(~inside[order[:half]])
     return int(right), 2 * half
 

@@ -7,7 +7,8 @@ from them and public data) and, under ``"private"``, those computed from private
 
 With a folder, a killed run resumes from its last checkpoint. A step is a function of the state,
 keys included, so a repeated step releases the same parameters and spends nothing. If the numerics
-changed, so that it would not be the same step, no released step runs again.
+changed, so that it would not be the same step, no released step runs again, and a copy of the
+folder is refused.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 `run.json` says what the run is, see `run_identity`; `seals` says what each step released. A later
 process with another identity is refused with the differences. With an equal identity it resumes
 from the last checkpoint and drops the rows of the log after that checkpoint: the same steps write
-the same rows again. Numerics may change only where no released step would run again.
+the same rows again. Numerics may change only where no released step would run again, and only
+in the folder that the run began in.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dpjax.mechanism import Spent
 from dpjax.mechanism.card import check_format, spent_of
 from dpjax.reports.load_run import seed_of
 from dpjax.training.folder_lock import close, is_lock, locked
-from dpjax.training.run_identity import BLIND, PLACES, changed_numerics, differences
+from dpjax.training.run_identity import BLIND, INODE, PLACES, changed_numerics, differences
 
 # The files and folders of a run, whose identity is in run.json.
 _RECORDS = ("metrics.jsonl", "furthest", "seals")
@@ -92,6 +93,9 @@ class Folder:
         self._path.mkdir(parents=True, exist_ok=True)
         # The lock first: everything below reads and writes files that another process may hold.
         self._lock = locked(self._path)
+        # By it `resume` knows a copy. Without the number of the device, which network file systems
+        # may change when they are mounted again; `mv` within one file system keeps the inode.
+        self.identity[INODE] = os.fstat(self._lock).st_ino
         _remove_parts(self._path)
         _same_run(self.path / "run.json", self.identity, self.path)
         # Before `rows` removes rows that the resumed run writes again: someone may have seen
@@ -104,7 +108,7 @@ class Folder:
         """Resumes the run after ``done`` steps, and returns whether its numerics changed.
 
         Raises:
-          Refused: They changed, and released steps would run a second time.
+          Refused: They changed, and released steps would run a second time, or could in a copy.
         """
         path, now = self.path / "run.json", self.identity["numerics"]
         before = read_json(path)
@@ -124,9 +128,21 @@ class Folder:
                 "settings of the run; or start in another folder from its released parameters, and "
                 "count what it spent: Mechanism(..., before=dpjax.training.earlier(folder))."
             )
+        # Folders of earlier versions have no number, and count as originals.
+        if changed and before.get(INODE, self.identity[INODE]) != self.identity[INODE]:
+            raise Refused(
+                f"fit(directory={str(self.path)!r}): this folder is a copy: its file 'lock' is "
+                f"not the one that the run began with, and these settings changed:\n{changed}\n"
+                "A copy cannot know which steps the original released since, and they would be "
+                "released twice and counted once. Usually the folder was restored from a backup or "
+                "moved to another machine. Continue the original, or resume with the settings of "
+                "the run; or start in another folder from its released parameters, and count what "
+                "it spent: Mechanism(..., before=dpjax.training.earlier(original))."
+            )
         if changed:
             logging.warning(
-                "fit: %s resumes at step %d. No step runs again, but these settings changed:\n%s%s",
+                "fit: %s resumes at step %d. This folder records no later step, but these settings "
+                "changed:\n%s%s",
                 self.path,
                 done,
                 changed,
@@ -347,7 +363,14 @@ def _marked(folder: pathlib.Path) -> Mark:
     rows, path = read_log(folder / "metrics.jsonl"), folder / "furthest"
     steps += [row["step"] for row in rows]
     counted = [row.get("counted", 0) for row in rows]
-    mark = [int(word) for word in path.read_text().split()] if path.exists() else []
+    words = path.read_text(errors="replace").split() if path.exists() else []
+    if not all(word.isdecimal() for word in words):
+        raise ValueError(
+            f"{path}: holds {' '.join(words)[:60]!r}; expected the last released step and the "
+            "number of steps that count. Usually the disk is damaged. Write the number of planned "
+            "steps into it twice: then all of them count as released."
+        )
+    mark = [int(word) for word in words]
     return Mark(max([*steps, *mark[:1]], default=0), max([*counted, *mark[1:]], default=0))
 
 

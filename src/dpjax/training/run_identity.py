@@ -18,6 +18,8 @@ from dpjax import trees
 from dpjax.training.environment import machine, numerics
 from dpjax.types import Algorithm
 
+# Of the folder that the run began in, by which `Folder.resume` knows a copy.
+INODE = "inode of lock"
 # Numerics that do not change how loss and optimizer are traced.
 PLACES = frozenset({"devices", "engine", "mesh", "microbatch_size", "processor", "XLA_FLAGS"})
 BLIND = (
@@ -87,11 +89,12 @@ def changed_numerics(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 
 def _leaves(facts: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
-    """The values of nested mappings as JSON, by path, without numerics and kind of key."""
+    """The values of nested mappings as JSON, by path, without numerics, kind of key and inode."""
     leaves = {}
     for name, value in facts.items():
-        # `Folder.resume` compares the first, and a resumed run has the key of its checkpoint.
-        if not path and name in ("numerics", "small seed"):
+        # `Folder.resume` compares the first and the last, and a resumed run has the key of its
+        # checkpoint.
+        if not path and name in ("numerics", "small seed", INODE):
             continue
         if isinstance(value, Mapping) and value:
             leaves |= _leaves(value, (*path, name))
