@@ -212,7 +212,12 @@ def test_a_budget_bounds_what_a_stop_by_results_costs(tmp_path):
     assert ledger.epsilon(state.ledger, MECHANISM, 1e-3) == MECHANISM.epsilon(1e-3)
 
 
-@kills("training/run_identity.py", 'in ("numerics", "small seed")', 'in ("numerics",)', slow=True)
+@kills(
+    "training/run_identity.py",
+    '("numerics", "small seed", INODE)',
+    '("numerics", INODE)',
+    slow=True,
+)
 @kills("training/runner.py", "        folder.begin()\n", "", slow=True)
 def test_a_resumed_run_keeps_the_kind_of_its_key(tmp_path):
     run = algorithm()
