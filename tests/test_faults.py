@@ -786,7 +786,8 @@ def test_what_a_run_is_says_nothing_of_its_key(tmp_path):
         key = jax.random.key(seed)
         state = algorithm.init(key, jax.random.normal(key, 5))
         _seen(tmp_path / str(seed), algorithm, state=state, steps=1)
-        found.append((tmp_path / str(seed) / "run.json").read_text())
+        found.append(json.loads((tmp_path / str(seed) / "run.json").read_text()))
+        assert found[-1].pop("inode of lock") > 0, "which is of the folder"
     assert found[0] == found[1]
 
 
