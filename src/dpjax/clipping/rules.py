@@ -278,9 +278,9 @@ def jl(bound: float, projections: int = 50) -> Clipping:
       It holds for exact arithmetic. Estimates are rounded up by what float32 may have lost of
       them, relative to the largest tangent on the way: examples whose derivatives cancel are
       clipped by what cancels. That does not count the positions which the reverse pass adds
-      within one example. Where 16,384 of them cancel to the last digits, as a person who
-      chooses an example may arrange, it passes the bound by thousands of times. Exact norms
-      (`flat`) hold there too, and take less time.
+      within one example. Where thousands of them cancel to the last digits, as a person who
+      chooses an example may arrange, the example passes the bound by far. Exact norms
+      (`flat`) hold there too.
 
       A loss in less than float32 is refused: narrow dtypes, ``reduce_precision``, and a
       ``precision=`` of products below the highest.
