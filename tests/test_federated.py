@@ -99,7 +99,7 @@ WEIGHTS = federated.Weights(values=[0.5, 9.0, 2.0, math.inf], largest=2.0)
 def released(rule, shares, **work):
     """The released sum of a round, without noise, as one program for all data."""
     loss = lambda p, x: -jnp.sum(p["a"] * x[:3]) - jnp.sum(p["b"] * x[3:])  # noqa: E731
-    steps = {"batch_size": 1, "epochs": 2, "steps": None, "ball": None, **work}
+    steps = {"batch_size": 1, "epochs": 2, "steps": None, "within": None, **work}
     what = local.Local(loss, optax.sgd(1.0), **steps)
     plan = mechanism(4, rule=rule)
     optimizer, key = optax.sgd(4.0), jax.random.key(0)
@@ -139,7 +139,7 @@ def influences(sum_of, examples):
 @pytest.mark.parametrize("name", RULES)
 def test_no_client_moves_the_sum_by_more_than_the_sensitivity(name, project):
     rule = RULES[name]
-    work = {"ball": local.ball(rule) if project else None}
+    work = {"within": rule if project else None}
     sum_of = released(rule, WEIGHTS.shares, **work)
 
     @hypothesis.given(values=hnp.arrays(np.float32, (8, 5), elements=VALUES))
@@ -327,8 +327,8 @@ def test_each_client_and_round_has_an_order_of_its_own():
 @pytest.mark.slow
 @kills(
     "federated/local.py",
-    "clipping.clip(local.ball, jax.tree.map(lambda x: x[None], update))[0]",
-    "carry.update + clipping.clip(local.ball, change[None])[0]",
+    "clipping.clip(_ball(local.within, params), rows)[0]",
+    "carry.update + clipping.clip(_ball(local.within, params), change[None])[0]",
     slow=True,
 )
 def test_a_projected_client_never_leaves_the_bound_however_long_it_trains():
@@ -339,6 +339,18 @@ def test_a_projected_client_never_leaves_the_bound_however_long_it_trains():
     assert not moved(fedavg(clients, mechanism(1, rule=rule), towards, **work)).any()
     inside = moved(fedavg(clients, mechanism(1, rule=rule), towards, project=True, **work))
     assert 0.4999 < length(inside) <= 0.5
+
+
+@kills("federated/local.py", "- ON_BOUND - rounding)", "- ON_BOUND)", slow=True)
+def test_an_update_in_bfloat16_stays_in_the_ball_that_it_was_projected_onto():
+    """Rounded to bfloat16 it may be longer, and this rule drops what is outside of its bound."""
+    way, bound = np.array([[100.0, 3.0, 7.0]], np.float32), 0.77
+    clients, rule = federated.Clients.of([way]), clipping.hard_threshold(bound)
+    algorithm = fedavg(
+        clients, mechanism(1, rule=rule), towards, project=True, local_batch_size=1, local_epochs=1
+    )
+    found = length(moved(algorithm, jnp.zeros(3, jnp.bfloat16)))
+    assert 0.98 * bound < found <= bound
 
 
 @pytest.mark.slow
@@ -411,7 +423,7 @@ KERNELS = [0.1 * jnp.ones((3, 3, 3, 4)), 0.1 * jnp.ones((3, 3, 4, 5))]
 def test_no_convolution_of_a_round_becomes_a_naive_loop_on_a_cpu():
     """XLA computes convolutions fast in a loop if their channels are last and have no groups."""
     clients, plan, server = images(2, 3), mechanism(2), optax.sgd(1.0)
-    what = local.Local(convolving, optax.sgd(0.1), 2, epochs=1, steps=None, ball=None)
+    what = local.Local(convolving, optax.sgd(0.1), 2, epochs=1, steps=None, within=None)
     recipe = recipe_of("fedavg", what, server, plan, clients, scale=1.0)
     key, scale = jax.random.key(0), jnp.float32(1)
     state = State(KERNELS, server.init(KERNELS), scale, key, jnp.int32(0), None)

@@ -20,7 +20,7 @@ import optax
 
 from dpjax import checks, ledger, meshes, trees
 from dpjax.federated.clients import Clients
-from dpjax.federated.local import Local, ball
+from dpjax.federated.local import Local
 from dpjax.federated.rounds import Row, by_size, client_loss, round_info
 from dpjax.federated.weights import Weights
 from dpjax.gradients.loss_checks import check_loss, check_params
@@ -124,9 +124,8 @@ def fedavg(
     steps = checks.whole_or_none(call, "local_steps", local_steps, hint)
     hint = "Usually a flag was not converted from text, and any text counts as True."
     checks.instance(call, "project", project, bool, hint)
-    # The ball of the rule's own bounds: an update that is projected in every step is hardly clipped
-    # at the end.
-    within = ball(mechanism.clipping) if project else None
+    # The rule's own bounds: an update that is projected in every step is hardly clipped at the end.
+    within = mechanism.clipping if project else None
     local = Local(loss, client_optimizer, size, epochs, steps, within)
     work = {"batch_size": local.batch_size, "epochs": epochs, "steps": steps, "project": project}
     identity = {"algorithm": "fedavg", "local": work}
@@ -172,7 +171,7 @@ def fedsgd(
     _check_kinds("federated.fedsgd", clients, server_optimizer=server_optimizer)
     # One step of rate 1 on the mean of all examples is minus the gradient: FedSGD is FedAvg with
     # this client.
-    local = Local(loss, optax.sgd(1.0), clients.capacity, epochs=None, steps=1, ball=None)
+    local = Local(loss, optax.sgd(1.0), clients.capacity, epochs=None, steps=1, within=None)
     identity = {"algorithm": "fedsgd"}
     return _algorithm(
         local, server_optimizer, mechanism, clients, identity, weights, microbatch_size, budget

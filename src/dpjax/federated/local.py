@@ -36,18 +36,12 @@ class Local(NamedTuple):
     batch_size: int
     epochs: int | None
     steps: int | None
-    ball: Clipping | None
+    within: Clipping | None
+    """The rule onto whose bounds each step projects the update, if any."""
 
     def trips(self, batches: Any) -> Any:
         """The number of steps of a client whose epoch has ``batches`` batches."""
         return batches * self.epochs if self.steps is None else self.steps
-
-
-def ball(rule: Clipping) -> Clipping:
-    """The projection onto the bounds of a rule."""
-    # Inside of the bound by more than rounding: outside, a rule of the user may drop the update.
-    bounds = tuple(bound * (1 - ON_BOUND) for bound in rule.bounds)
-    return Clipping(rule.partition, bounds, jnp.ones_like, "projection")
 
 
 def trained(
@@ -109,11 +103,20 @@ def _moved(
     gradient, here = trees.widened(gradient), trees.widened(here)
     change, state = local.optimizer.update(gradient, carry.optimizer, here)
     update = jax.tree.map(lambda u, c: u + c.astype(u.dtype), carry.update, change)
-    if local.ball is not None:
-        # By the rule's own clipping of one example, so groups and norms mean the same as in the
-        # step.
-        update = clipping.clip(local.ball, jax.tree.map(lambda x: x[None], update))[0]
+    if local.within is not None:
+        # By the clipping of one example, so groups and norms mean the same as in the step.
+        rows = jax.tree.map(lambda x: x[None], update)
+        update = clipping.clip(_ball(local.within, params), rows)[0]
     return _State(carry.losses + loss, update, state)
+
+
+def _ball(rule: Clipping, params: PyTree) -> Clipping:
+    """The projection of an update of these parameters onto the bounds of a rule."""
+    # Inside of the bound by more than rounding, which is to the parameters' own dtype at the end:
+    # outside, a rule of the user may drop the update.
+    rounding = max(float(jnp.finfo(leaf.dtype).eps) / 2 for leaf in jax.tree.leaves(params))
+    bounds = tuple(bound * (1 - ON_BOUND - rounding) for bound in rule.bounds)
+    return Clipping(rule.partition, bounds, jnp.ones_like, "projection")
 
 
 def _shuffled(key: Key, count: Int[Array, ""], capacity: int) -> Int[Array, " capacity"]:
