@@ -541,6 +541,21 @@ def test_the_usual_names_of_flags_are_names_of_flags_here():
     assert not cure(ValueError("lr"), FLAGS)
 
 
+@pytest.mark.parametrize(
+    ("given", "takes"),
+    [
+        ("--target_epsilon=three", " (expected a number)"),
+        ("--steps=1.5", " (expected an integer in the range [0, 2147483647])"),
+        ("--sampling=uniform", ""),  # the message lists the words
+        ("--target_epsilon=-1", ""),  # so does that of a range
+    ],
+)
+def test_a_value_that_a_flag_cannot_read_is_answered_with_what_it_takes(given, takes):
+    with pytest.raises(flags.Error) as found:
+        copy.deepcopy(FLAGS)(["train", given])
+    assert cure(found.value, FLAGS) == takes
+
+
 def test_remarks_of_orbax_are_not_shown_and_its_errors_are():
     def record(level, path):
         return logging.LogRecord("absl", level, path, 1, "words", None, None)

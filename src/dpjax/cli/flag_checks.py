@@ -31,7 +31,12 @@ USUAL_NAMES = {
 
 
 def cure(error: Exception, known: flags.FlagValues) -> str:
-    """The flag here that an unknown flag has elsewhere; else an empty text."""
+    """The flag here that an unknown flag has elsewhere, or what a flag takes; else no words."""
+    # A parser repeats the words of Python's `float`; a range says itself what it expects.
+    if isinstance(error, flags.IllegalFlagValueError) and isinstance(error.__context__, ValueError):
+        name = str(error).removeprefix("flag --").partition("=")[0]
+        takes = known[name].parser.syntactic_help if name in known else ""
+        return f" (expected {takes})" if takes else ""
     name = USUAL_NAMES.get(getattr(error, "flagname", ""), "")
     return f" (here it is --{name})" if name in known else ""
 
