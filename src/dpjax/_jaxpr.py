@@ -163,6 +163,7 @@ def _hash(part: Any, write: Callable[[bytes], Any]) -> None:
         case tuple() | list():
             write(f"({len(part)}".encode())
             for each in part:
+                write(b",")  # (1, 11) and (11, 1) would be one text without it
                 _hash(each, write)
         case Set():  # of axes of a mesh: their order differs from process to process
             _hash(sorted(map(repr, part)), write)
