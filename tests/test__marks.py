@@ -356,6 +356,9 @@ def test_clipped_sums_are_known_in_a_loop_of_ones_own():
     for start in (total, clipped.value, 2 * part, other(jnp.zeros(3), data).value):
         with pytest.raises(ValueError, match="Usually a total was not reset after a step"):
             clipped_grad(jnp.zeros(3), data, start=start)
+    for narrow in (jnp.bfloat16, jnp.float16, jnp.int32):
+        with pytest.raises(TypeError, match="expected float32 or wider"):
+            jax.jit(clipped_grad)(jnp.zeros(3), data, start=jnp.zeros(3, narrow))
     trusted = clipping.trusted_sum(clipped.value, RULE)
     np.testing.assert_array_equal(link.update(trusted, link.init(0))[0], noisy)
 

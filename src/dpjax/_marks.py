@@ -131,7 +131,7 @@ def _remember(leaf: Any, rule: Clipping, token: object, leaves: int) -> None:
 
 def certified(found: ClippedSum, rule: Clipping) -> ClippedSum:
     """The sum, known from here on as one of this rule, also outside ``jit``."""
-    by = rule.name, rule.bounds, tuple(rule.partition.assign(found.value))
+    by = rule.name, rule.bounds, rule.partition.assign(found.value)
     return _joined(by, (*found._replace(value=mark(found.value, rule)), None))
 
 
@@ -159,8 +159,7 @@ def require_clipped_sum(
     found = [entry for leaf in leaves if (entry := _found(leaf)) is not None]
     # The sum over no examples is a clipped sum of every rule.
     traced = trees.traced(leaves)
-    zero = not traced and not any(np.any(np.asarray(x)) for x in leaves)
-    if not found and (plain or zero):
+    if not found and (plain or not (traced or any(np.any(np.asarray(x)) for x in leaves))):
         return updates
     if not found and alone and traced:
         # Only the values can say whether the tree is the sum over no examples.
@@ -177,7 +176,7 @@ def require_clipped_sum(
             "it behind the noise."
         )
     clipped = found[0].rule
-    by = clipped.name, clipped.bounds, tuple(clipped.partition.assign(updates))
+    by = clipped.name, clipped.bounds, clipped.partition.assign(updates)
     _require_rule(by, rule, updates, name)
     return updates
 
@@ -190,6 +189,16 @@ def require_start(start: PyTree, rule: Clipping) -> PyTree:
       rule: The rule that clips what is added.
     """
     leaves = jax.tree.leaves(start)
+    dtypes = [jnp.result_type(leaf) for leaf in leaves]
+    # Engines add in the dtype of the start, where a narrow one rounds away whole examples.
+    if narrow := [
+        x for x in dtypes if not jnp.issubdtype(x, jnp.inexact) or jnp.finfo(x).bits < 32
+    ]:
+        raise TypeError(
+            f"clipped_grad(start=...): received {narrow[0]} numbers; expected float32 or wider, in "
+            "which sums are kept whatever the parameters are. Usually jnp.zeros_like was mapped "
+            "over parameters of that dtype: write jnp.zeros(x.shape), or begin with start=None."
+        )
     found = [entry for leaf in leaves if (entry := _found(leaf)) is not None]
     if _is_whole(found, leaves) and not found[0].noised:
         one, other = ((by.bounds, by.partition.assign(start)) for by in (rule, found[0].rule))
@@ -239,7 +248,7 @@ def _unchanged(found: _Certified, name: str) -> PyTree:
 def _require_rule(by: Any, rule: Clipping, total: PyTree, name: str) -> None:
     """Refuses noise of another rule than the one that clipped the sum."""
     clipped, bounds, groups = by
-    same = groups == tuple(rule.partition.assign(total))
+    same = groups == rule.partition.assign(total)
     if bounds != rule.bounds or not same:
         raise ValueError(
             f"{name}: the sum was clipped by {clipped} to the bounds {bounds}, and the noise is "

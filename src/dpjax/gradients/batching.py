@@ -345,9 +345,7 @@ def spread(engine: Engine, layout: Layout) -> Engine:
         even = _padded(rows, -(-count // layout.shares) * layout.shares)
         # Each device starts from zeros and not from `start`, which would be added once a device.
         parts = on_each(part, layout, split={1})(params, even)
-        each = jax.tree.map(
-            lambda x: x.reshape((-1, *x.shape[2:]))[:count], parts._replace(value=None)
-        )
+        each = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], parts._replace(value=None))
         return each._replace(value=jax.tree.map(lambda x: jnp.sum(x, axis=0), parts.value))
 
     return adding(together)

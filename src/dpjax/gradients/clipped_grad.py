@@ -72,7 +72,8 @@ def clipped_grad(
       * ``key`` is only for `dpjax.clipping.jl`, which draws its directions from it: a fresh key for
         each step, one key for all parts of a batch.
       * ``start`` is a sum of other examples of the same step, to which the value is added: zeros,
-        or a value that an equal rule clipped. In a traced function this is not checked.
+        in float32 or wider, or a value that an equal rule clipped. In a traced function only the
+        dtype is checked.
 
     Sensitivity:
       ``rule.sensitivity``, if the loss of an example sees no other example, and if each weight
@@ -274,7 +275,7 @@ def _held_weights(weights: Any, size: int, groups: int) -> Array:
             f"({size},), or per example and group, ({size}, {groups})."
         )
     # A weight above 1 would pass the sensitivity; a NaN weight compares False and becomes 0.
-    rows = weights.reshape(size, -1)
+    rows = weights if weights.ndim == 2 else weights[:, None]
     return jnp.broadcast_to(jnp.where(rows > 0, jnp.minimum(rows, 1), 0), (size, groups))
 
 

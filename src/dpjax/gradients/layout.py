@@ -212,7 +212,7 @@ def _batch_axes(mesh: Mesh, program: Jaxpr | None) -> tuple[str, ...]:
 
 
 def _together(loss: Traced, params: PyTree, example: PyTree, batch_size: int, engine: str) -> int:
-    """The number of examples in flight on all devices: a power of two, or all."""
+    """Examples in flight, on all devices of a CPU or on one accelerator: a power of two, or all."""
     if engine != "ghost" and platforms.on_cpu() and _trains_kernels(loss, params, example):
         return 1
     each = bytes_per_example(loss, params, example, engine)
@@ -299,7 +299,7 @@ def _total(
 
 
 def _budget(loss: Traced, params: PyTree, example: PyTree, engine: str) -> int:
-    """Bytes that may be in flight on one device."""
+    """Bytes that may be in flight, on all devices of a CPU or on one accelerator."""
     if platforms.on_cpu() and engine == "ghost":
         frozen = _FROZEN_PASSES * _frozen_bytes(loss, params, example)
         return _CACHES + _PASSES * _bytes(jax.tree.leaves(params)) + frozen

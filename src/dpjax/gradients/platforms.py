@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 T = TypeVar("T")
 
 ACCELERATOR = "accelerator"
-"""Any platform but the CPU: TPUs and GPUs share their forms, but for kernels of convolutions."""
+"""Any platform but the CPU. Where TPUs and GPUs differ, `on_tpu` and `on_gpu` decide."""
 
 # The setting of the default device; pyright does not know its attribute.
 _DEVICE = "jax_default_device"
