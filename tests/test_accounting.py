@@ -508,6 +508,10 @@ def test_divergence_is_the_integral(q, z):
         assert ours == pytest.approx(exact, rel=1e-5)
 
 
+def test_a_divergence_beyond_all_numbers_is_infinite_between_whole_orders_too():
+    assert accounting.renyi_divergence(1e-160, 0.5, [2.5]).tolist() == [math.inf]
+
+
 @pytest.mark.parametrize(("q", "z", "n"), [(0.2, 0.7, 100), (0.5, 1.0, 100), (0.9, 3.0, 30)])
 def test_never_above_the_library(q, z, n):
     theirs = library.RdpAccountant().compose(steps((q, z, n))).get_epsilon(1e-5)
@@ -1090,6 +1094,8 @@ def test_a_target_that_needs_no_noise_is_found_out_in_few_questions():
         (lambda: steps_within(maximum=math.nan), "whole number, zero or more, or infinity"),
         (lambda: accounting.gaussian(1.0, math.nan), "whole number"),
         (lambda: accounting.gaussian(1.0, math.inf), "whole number"),
+        (lambda: accounting.tightest(ONE, "replace_one"), "neighbours"),
+        (lambda: accounting.tightest(ONE, target=(3.0, 1.5)), r"tightest\(delta=1.5\)"),
         (lambda: accounting.with_projections(ONE, 0), "1 or more"),
         (lambda: accounting.with_projections(ONE, math.nan), "1 or more"),
         (lambda: accounting.with_projections(ONE, math.inf), "1 or more"),

@@ -137,6 +137,8 @@ def test_a_ledger_of_another_mechanism_is_refused():
     book = walk(make(2.0, steps=5), 2)
     with pytest.raises(ledger.Refused, match="other noise multipliers"):
         ledger.admit(book, make(1.0, steps=5))
+    with pytest.raises(ledger.Refused, match=r"not the first of the 1 .* the plan is shorter"):
+        ledger.epsilon(book, make(2.0, steps=1), 1e-5)
 
 
 OTHERS = {
@@ -239,3 +241,10 @@ def test_no_step_is_taken_back(steps):
 def test_budgets_that_mean_nothing_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         ledger.Budget(**options)
+
+
+def test_a_number_in_place_of_a_budget_is_answered_with_what_to_write():
+    with pytest.raises(TypeError, match=r"Write ledger\.Budget\(epsilon"):
+        ledger.admit(ledger.empty(), make(steps=5), 3.0)
+    with pytest.raises(TypeError, match=r"Write ledger\.Budget\(epsilon"):
+        ledger.affordable(make(steps=5), 3.0)

@@ -237,7 +237,9 @@ def test_runs_without_noise_or_bound_are_reported_as_not_private():
 
 @pytest.mark.parametrize("sampler", [sampling.fixed(100, 10), sampling.poisson(100, 10)])
 def test_nothing_but_noise_costs_nothing(sampler):
-    assert make(sampling=sampler, noise_multiplier=math.inf, steps=3).epsilon(1e-5) == 0.0
+    drowned = make(sampling=sampler, noise_multiplier=math.inf, steps=3)
+    assert drowned.epsilon(1e-5) == 0.0
+    assert drowned.spent(drowned.multipliers).runs == ((math.inf, 3),)
 
 
 @kills(

@@ -195,7 +195,7 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
         )
     if budget is None:
         return
-    _, method = mechanism.stated(budget.delta, budget.method)
+    method = _method(mechanism, budget)
     at = upwards(budget.delta, ".6g")
     before = _prefix_epsilon(mechanism, 0, budget.delta, method)
     # An error of its own, because its cure is in the mechanism and not in fewer steps.
@@ -250,10 +250,15 @@ def affordable(mechanism: Plan, budget: Budget | None = None) -> int:
     """
     if budget is None:
         return mechanism.steps
-    hint = "Write ledger.Budget(epsilon=3.0, delta=1e-5)."
-    checks.instance("ledger.affordable", "budget", budget, Budget, hint)
-    _, method = mechanism.stated(budget.delta, budget.method)
+    method = _method(mechanism, budget)
     return _affordable(mechanism, budget.epsilon, budget.delta, method)
+
+
+def _method(mechanism: Plan, budget: Budget) -> str:
+    """The method by which a budget is accounted; by default that of ``mechanism.target``."""
+    hint = "Write ledger.Budget(epsilon=3.0, delta=1e-5)."
+    checks.instance("ledger", "budget", budget, Budget, hint)
+    return mechanism.stated(budget.delta, budget.method)[1]
 
 
 # The method is a key of its own: mechanisms are equal whatever they were calibrated for.
@@ -332,9 +337,10 @@ def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
     multipliers, held = _multipliers(mechanism)[:done], ledger.expand()
     if not np.array_equal(held, multipliers.astype(held.dtype)):
         raise Refused(
-            "ledger: the steps in this state ran with other noise multipliers than this "
-            "mechanism's. Usually a state was handed to an algorithm built from another "
-            "mechanism; continue it with its own, or start a fresh state."
+            f"ledger: the {done} steps in this state are not the first of the {mechanism.steps} "
+            "that this mechanism plans: they ran with other noise multipliers, or the plan is "
+            "shorter. Usually a state was handed to an algorithm built from another mechanism; "
+            "continue it with its own, or start a fresh state."
         )
     return multipliers
 
@@ -352,7 +358,7 @@ def _words(content: bytes) -> np.ndarray:
 
 @functools.lru_cache(maxsize=128)
 def _plan(mechanism: Plan) -> str:
-    """A hash of all that the planned steps cost by."""
+    """A hash of all that the cost of the planned steps depends on."""
     priced = mechanism.accounted.encode() + np.asarray(mechanism.multipliers, float).tobytes()
     return hashlib.sha256(priced).hexdigest()
 

@@ -113,7 +113,7 @@ def assert_engines_agree(
       batch: Examples, on leading axes.
       mask: Which examples count, as in `dpjax.clipped_grad`; by default all.
       engines: The names of the engines to compare; by default all.
-      microbatch_sizes: The sizes that every engine runs with.
+      microbatch_sizes: Of every engine but "vmap", which runs on the whole batch.
       tolerance: Largest difference, relative to the largest number and to 1.
 
     Example:
@@ -151,9 +151,10 @@ def assert_noise(
 ) -> None:
     """Raises unless the output of a link (or a whole chain) has noise of this deviation.
 
-    The chain runs for one update on zeros, so its output is noise alone. All leaves together are
-    measured, and each leaf by itself, as well as its size allows: a leaf of 1,000 numbers to a
-    seventh, one of 1e6 to half a per cent.
+    The chain runs for one update on the sum over no examples, zeros of the shapes of ``params``, so
+    its output is noise alone. It begins behind the clipping: `assert_private` measures chains with
+    `dpjax.clip_and_sum`. All leaves together are measured, and each leaf by itself, as well as its
+    size allows: a leaf of 1,000 numbers to a seventh, one of 1e6 to half a per cent.
 
     | mistake in the chain | measured deviation |
     |---|---|
@@ -162,12 +163,12 @@ def assert_noise(
     | another scale behind the noise, such as `optax.scale` | scaled by the same factor |
     | noise for another bound or batch size | scaled by the same factor |
     | `optax.apply_every` behind the noise | 0 |
-    | a second noise link, or anything but clipping in front of the noise | refused by the link |
+    | a second noise link | refused by the link |
 
-    It does not find two runs with equal keys, a wrong deviation in later steps, or
-    `optax.apply_every` before the noise. If the chain divides by the expected batch size or
-    multiplies by a learning rate, so must ``deviation``. Groups whose multipliers give their noise
-    other deviations are refused.
+    It does not find two runs with equal keys, a wrong deviation in later steps, or a link before
+    the noise, such as `optax.scale` or `optax.apply_every`: zeros stay zeros. If the chain divides
+    by the expected batch size or multiplies by a learning rate, so must ``deviation``. Groups whose
+    multipliers give their noise other deviations are refused.
 
     Args:
       link: The link or chain.

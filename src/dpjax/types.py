@@ -446,7 +446,7 @@ class Plan(Protocol):
 
     @property
     def accounted(self) -> str:
-        """A hash of all that a step costs by, but multipliers: who is drawn, and how."""
+        """A hash of all that the cost of a step depends on, except its multiplier."""
         ...
 
     @property

@@ -189,7 +189,9 @@ def runs_of(multipliers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
       >>> runs_of(np.array([2.0, 2.0, 1.0, 2.0]))
       (array([2., 1., 2.]), array([2, 1, 1]))
     """
-    starts = np.flatnonzero(np.diff(multipliers, prepend=np.nan))
+    # Compared, not subtracted: infinity minus infinity is NaN.
+    begins = np.append(True, multipliers[1:] != multipliers[:-1])[: len(multipliers)]
+    starts = np.flatnonzero(begins)
     return multipliers[starts], np.diff(starts, append=len(multipliers))
 
 

@@ -161,10 +161,11 @@ def tightest(
       >>> accounting.tightest(accounting.subsampled_gaussian(1.1, sampling_rate=0.01, steps=100))
       'pld'
     """
-    parts = allocation.known_bins(split(event))
+    parts = allocation.known_bins(_sorted(event, neighbours, "pld"))
     if not parts.private or parts.empty:
         return "rdp"
     wanted, beside = target or (math.inf, 0.5)
+    checked_delta("accounting.tightest", beside)
     try:
         # RDP costs milliseconds. Where it has no proof, PLD alone can have one.
         epsilon(event, beside, "rdp", neighbours)

@@ -29,7 +29,7 @@ from scipy import stats
 from dpjax import checks
 from dpjax.accounting import profiles
 from dpjax.accounting.event_parts import Parts
-from dpjax.accounting.events import rewritten
+from dpjax.accounting.events import BARE, rewritten
 from dpjax.accounting.loss_distributions import MIXED, one_step, proven, rounded
 from dpjax.accounting.profiles import Profile
 
@@ -130,7 +130,8 @@ def steps_of(parts: Parts) -> Steps:
 
 def _bare(steps: Steps) -> bool:
     """Whether the proof allows some step to release an example without protection."""
-    return any(z == 0 or (q == 1 and _beyond(z, r) >= _RARE) for q, z, r in steps)
+    # `not >` is true of NaN too, which counts as no noise.
+    return any(not z > BARE or (q == 1 and _beyond(z, r) >= _RARE) for q, z, r in steps)
 
 
 def _whole(parts: Parts, steps: Steps, neighbours: str) -> library.PrivacyLossDistribution:

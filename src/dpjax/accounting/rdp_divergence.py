@@ -188,9 +188,11 @@ def _log_gap(log_f: np.ndarray, excess: np.ndarray, order: np.ndarray) -> np.nda
 def _log_moment_bound(z: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray:
     """An upper bound on ``log A``, convex in alpha: the chord between whole orders."""
     low = np.floor(orders).astype(int)
-    whole = {int(k): _log_moment_whole(z, q, int(k)) for k in np.union1d(low, low + 1)}
+    with np.errstate(over="ignore"):
+        whole = {int(k): _log_moment_whole(z, q, int(k)) for k in np.union1d(low, low + 1)}
     # log A is convex in the order, so the chord between whole orders lies above it.
     left = np.stack([whole[int(k)] for k in low], axis=-1)
     right = np.stack([whole[int(k) + 1] for k in low], axis=-1)
     with np.errstate(invalid="ignore"):
-        return left + (orders - low) * (right - left)
+        # inf - inf is NaN, which a conversion would read as no cost.
+        return np.where(np.isinf(left), np.inf, left + (orders - low) * (right - left))

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 FORMAT = 3
 
-# What a step costs by, in addition to its own multiplier.
+# What the cost of a step depends on, beside its multiplier.
 _COUNTED = ("unit", "sampling", "preparation", "projections", "noise", "before")
 
 
@@ -81,7 +81,7 @@ def described(mechanism: Mechanism) -> dict[str, Any]:
 
 
 def accounted(mechanism: Mechanism) -> str:
-    """A hash of what a step costs by, except multipliers, which the ledger compares itself.
+    """A hash of all that the cost of a step depends on, except multipliers.
 
     It covers the fields ``unit``, ``sampling``, ``preparation``, ``projections``, ``noise`` and
     ``before`` of the description, the sampler's fingerprint, and whether the bounds are finite.

@@ -68,7 +68,7 @@ class Mechanism:
         whole run: it is relative to what one example moves in all steps that the sampler lets it
         be in. `dpjax.sampling.cyclic_poisson` with at most as many bands as parts is amplified,
         and its multiplier is relative to one participation. With `dpjax.sampling.balls_in_bins`
-        it is counted that an example's batch is unknown, where batches overlap little.
+        accounting uses that an example's batch is unknown, where batches overlap little.
       target: What `calibrate` chose the noise for: epsilon, delta and method. Statements, cards
         and `dpjax.fit` take delta and method from it.
 
@@ -124,8 +124,9 @@ class Mechanism:
             if _STRENGTH.index(self.relation) < _STRENGTH.index(sampler.neighbours):
                 raise ValueError(
                     f"Mechanism(neighbours={self.relation.value!r}): {sampler.name} batches are "
-                    f"proved for {sampler.neighbours.value!r} neighbours only. Leave neighbours "
-                    "out, or give that relation, or sample with sampling.poisson."
+                    f"proved for {sampler.neighbours.value!r} neighbours only. Give "
+                    f"neighbours={sampler.neighbours.value!r}, which earlier runs (before=) can "
+                    "require too; or sample all runs with sampling.poisson."
                 )
         # Units do not mix: what one example costs says nothing of what one client costs.
         _check_unit(self.unit, self.preparation, [spent.unit for spent in self.before])
@@ -254,7 +255,7 @@ class Mechanism:
 
     @property
     def accounted(self) -> str:
-        """A hash of what a step costs by, except multipliers: which examples are drawn, and how."""
+        """A hash of all that the cost of a step depends on, except its multiplier."""
         return card.accounted(self)
 
     def spent(self, multipliers: np.ndarray) -> Spent:
@@ -337,7 +338,7 @@ class Mechanism:
         return accounting.epsilon(self.event_of(multipliers), delta, method, self.relation)
 
     def delta(self, epsilon: float, method: str | None = None) -> float:
-        """The delta of the whole computation at ``epsilon``; `epsilon` says which methods are."""
+        """The delta of the whole computation at ``epsilon``; methods as in `Mechanism.epsilon`."""
         return accounting.delta(self.event, epsilon, self._method(method), self.relation)
 
     def calibrate(self, epsilon: float, delta: float, method: str | None = None) -> Mechanism:

@@ -22,7 +22,7 @@ from dpjax.verify.epsilon import ROUGH, recompute, rounding_error, signal
 from dpjax.verify.events import LEVELS
 from dpjax.verify.fields import BOUNDS, ESTIMATES, require_consistent
 
-# Of the comparison: bounds are found on grids of orders and of losses.
+# Relative: both bounds are found on grids of orders and of losses.
 TOLERANCE = 0.005
 # How far a claim may be above the recomputed one; dpjax rounds many steps together.
 LOOSE, LOOSE_LEVELS = 0.01, 0.1

@@ -19,7 +19,7 @@ RELATION = {
     "zero-out": dp.NeighboringRelation.ADD_OR_REMOVE_ONE,  # the same for a sum
     "replace-one": dp.NeighboringRelation.REPLACE_ONE,
 }
-# Of the divergences: no coarser than in dpjax, whose claims would seem too small.
+# Rényi orders; with fewer than dpjax has, its claims would seem too small.
 ORDERS = np.concatenate(
     [
         1 + np.arange(2, 10) / 100,

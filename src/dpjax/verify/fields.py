@@ -68,7 +68,7 @@ CLAIMS = {
     ),
     "fixed": ("uniform batches of a fixed size; proved for replace-one neighbours (RDP)",),
 }
-# And of each, after the words for how batches are drawn, where the noise of steps is correlated.
+# How a claim ends where noise is correlated over the steps; it begins with how batches are drawn.
 TOGETHER = (
     "no amplification is counted: one Gaussian for the run",
     "one Gaussian for the run, in a batch that is unknown",
