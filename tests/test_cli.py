@@ -510,6 +510,30 @@ def test_an_audit_runs_a_part_of_any_run(name, workshop, tmp_path, monkeypatch):
     assert canaries.claimed == pytest.approx(whole) if name == "tree" else canaries.claimed < whole
 
 
+@pytest.mark.slow
+def test_canaries_among_texts_are_made_of_tokens_that_the_model_knows(workshop):
+    """White noise in their place would be no tokens, and every loss NaN."""
+    tokens = (np.arange(80 * 4).reshape(80, 4) % 9).astype(np.int32)
+    np.savez("texts.npz", x=tokens, y=np.arange(80) % 2)
+    options = "--model_options=width=4,heads=1,depth=1,length=4,vocabulary=9"
+    built = begun("--dataset=texts.npz", "--model=text_transformer", options)
+    found = audited_run.canaries(built, 20, 2, 0.95)
+    assert found.canaries == 20
+    assert found.epsilon >= 0
+
+
+@pytest.mark.slow
+def test_the_audit_of_one_step_takes_no_row_that_contributes_nothing(workshop, monkeypatch):
+    x = np.random.default_rng(0).normal(size=(60, 3))
+    x[1] = 1e30  # its gradient has no finite norm
+    np.savez("my.npz", x=x, y=np.arange(60) % 3)
+    asked = []
+    monkeypatch.setattr(auditing, "audit_algorithm", lambda *given, **_: asked.append(given[3]))
+    audited_run.step(begun(), 8, 0.95)
+    assert len(asked) == 1
+    assert asked != [1]
+
+
 @kills("cli/audit/job.py", "refutes=False", "refutes=found.epsilon > claimed", slow=True)
 @pytest.mark.slow
 def test_losses_of_another_distribution_are_no_verdict(workshop, tmp_path, monkeypatch, capsys):

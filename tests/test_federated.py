@@ -516,7 +516,6 @@ def test_fedsgd_with_one_example_a_client_is_dpsgd():
     np.testing.assert_allclose(states[0].params, states[1].params, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "server", [optax.adam(0.1), optax.sgd(0.5, momentum=0.9), optax.adagrad(0.1)]
 )
@@ -565,7 +564,6 @@ def test_the_noise_of_the_whole_round_has_its_scale_whatever_the_microbatches(si
     assert np.std(change) * 15 == pytest.approx(1.1 * 2.0, rel=0.005)
 
 
-@pytest.mark.sample(1)
 @kills("federated/fedavg.py", "**extra_arguments(server, scale)", "**{}", case="10.0", slow=True)
 @pytest.mark.parametrize("total", [None, 10.0])
 @pytest.mark.slow
@@ -824,6 +822,8 @@ def started(client_optimizer):
 
 TYPES_REFUSED = [
     (work(weights=[1.0]), "expected a Weights"),
+    (work(budget=3.0), r"Write dpjax\.ledger\.Budget"),
+    (lambda: fedavg(ONE, sampling.full(1)), "mechanism is a Sampler; .*arguments were swapped"),
     (work(project="no"), "project is a str; expected a bool"),
     (work(project=1), "project is a int; expected a bool"),
     (work(client_optimizer=0.1), "client_optimizer is a float"),

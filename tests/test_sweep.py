@@ -238,6 +238,8 @@ def test_a_random_number_of_runs_costs_what_selection_costs(stand_in, tmp_path):
     count = accounting.draw_runs(jax.random.key(1), 3)
     said = sweep(*flags, "--grid=x=10,20", "--free=x", "--out", tmp_path / "out")
     assert f"{count} runs; 0" in said
+    for output in (tmp_path / "out").glob("*/output.txt"):
+        assert not output.stat().st_mode & 0o077, "it holds private losses"
     best = accounting.select_best(ONE, 1e-5, runs=3).epsilon_best
     want = [accounting.epsilon(ONE, 1e-5, "pld"), best]
     assert prices(tmp_path / "out")[::2] == pytest.approx(want)

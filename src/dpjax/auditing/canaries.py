@@ -77,12 +77,13 @@ def score_canaries(
     adds its own clipped gradient to the mean, so its score is higher.
 
     Args:
-      algorithm: `dpjax.dpsgd` with an optimizer from `recording`.
+      algorithm: `dpjax.dpsgd` with an optimizer from `recording`, on data that hold all canaries;
+        its sampler leaves those out that take no part (`dpjax.auditing.without`).
       state: Its state before the first of these steps.
       steps: The number of steps.
       loss: ``loss(params, example)``, that of the algorithm.
       canaries: The examples of all canaries, with a leading axis, whether they took part or not.
-      rest: Rows of the data that are no canaries: all of them, or a sample that stands for all.
+      rest: Rows of the data that are no canaries: all of them, or a sample, whose sum is scaled up.
       per_step: That of the algorithm.
 
     Returns:
@@ -96,13 +97,13 @@ def score_canaries(
       >>> rows, canaries = np.zeros((20, 8), np.float32), 9 * np.eye(8, dtype=np.float32)
       >>> joined = np.array([True, False] * 4)  # by fair coins, in an audit
       >>> mechanism = dpjax.Mechanism(
-      ...     sampling=dpjax.sampling.full(24),
+      ...     sampling=without(dpjax.sampling.full(28), 20 + np.flatnonzero(~joined)),
       ...     clipping=dpjax.clipping.flat(bound=1.0),
       ...     noise_multiplier=0.2,
       ...     steps=3,
       ... )
       >>> loss = lambda w, x: 0.5 * jnp.sum((w - x) ** 2)
-      >>> data = np.concatenate([rows, canaries[joined]])
+      >>> data = np.concatenate([rows, canaries])
       >>> algorithm = dpjax.dpsgd(loss, recording(optax.sgd(0.1)), mechanism, data)
       >>> state = algorithm.init(dpjax.noise.secret_key(), jnp.zeros(8))
       >>> scores, _ = score_canaries(algorithm, state, 3, loss, canaries, rows)
@@ -147,7 +148,7 @@ def _added(
 ) -> Float[Array, " canaries"]:
     """Scores after one more step, from the state before it and the mean that it released."""
     params, examples = state.params, mechanism.sampling.examples
-    sizes = [jax.tree.leaves(part)[0].shape[0] for part in parts]
+    sizes = [trees.leading_size(part) for part in parts]
     canaries, rest = (
         with_entry(entry, state.key, state.step, part, (size,))
         for part, size in zip(parts, sizes, strict=True)
@@ -155,7 +156,7 @@ def _added(
     # Exact norms: the attacker need not estimate what it can compute.
     clipped = clipped_grad(loss, dataclasses.replace(mechanism.clipping, projections=None))
     own, others = clipped(params, canaries), clipped(params, rest)
-    share = (examples - sizes[0]) / sizes[1]
+    share = (examples - sizes[0]) / max(1, sizes[1])  # without a rest its sum is 0
     surplus = jax.tree.map(
         lambda m, o, c, p: (m - (share * o + c / 2) / examples).astype(p.dtype),
         mean,

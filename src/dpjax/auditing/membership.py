@@ -30,7 +30,7 @@ class Membership(NamedTuple):
     true_positives: float
     """The share of members that are guessed to be members."""
     false_positives: float
-    """The share of other rows that are."""
+    """The share of other rows that are guessed to be members."""
     limits: tuple[tuple[float, float], tuple[float, float]]
     """The confidence limits of the two shares: (low, high) of each."""
     auc: float

@@ -41,9 +41,8 @@ def _processor() -> str:
     """A name for what CPU programs are compiled for: a home folder may serve many machines."""
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text()
-        facts = sorted(
-            {line for line in text.splitlines() if line.startswith(("model name", "flags"))}
-        )
+        names = ("model name", "flags", "Features", "CPU ")  # the last two on ARM
+        facts = sorted({line for line in text.splitlines() if line.startswith(names)})
     except OSError:
         facts = []
     words = "\n".join([platform.machine(), platform.processor(), *facts])

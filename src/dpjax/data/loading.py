@@ -68,7 +68,8 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
     path = source.path(folder) if folder else None
     if path is not None and path.is_file():
         return checked(read(name, source, path), source.shape, str(path))
-    if importlib.util.find_spec("tensorflow_datasets") is not None:
+    # Of what TensorFlow Datasets does not have, `from_tfds` says so without importing it.
+    if source.tfds is None or importlib.util.find_spec("tensorflow_datasets") is not None:
         return checked(from_tfds(name, source, folder), source.shape, "TensorFlow Datasets")
     raise FileNotFoundError(
         f"data.load({name!r}): found neither {path or source.file} nor TensorFlow Datasets. Put "
@@ -115,7 +116,7 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
         x, y = dataset.train
         train = Stream(range(len(y)), example=lambda i: (x[i], y[i]))
         return Dataset(name, train, dataset.test, dataset.classes, dataset.note)
-    if not installed:
+    if not installed and source.tfds is not None:
         raise ImportError(
             f"data.stream({name!r}): found no {path}, and TensorFlow Datasets, which reads single "
             "examples, is not installed. Name the folder of that file by data_dir=... or "

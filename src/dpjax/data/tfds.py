@@ -84,8 +84,9 @@ def _prepared(asked: str, source: Source, folder: str | os.PathLike[str] | None)
     """The TFDS builder of a data set on the disk; downloads the data set if necessary."""
     if source.tfds is None:
         raise FileNotFoundError(
-            f"data.{asked}: TensorFlow Datasets does not have it. Put {source.file} into a "
-            "folder, and give that folder as data_dir=... or in DPJAX_DATA_DIR."
+            f"data.{asked}: found no {source.path(folder or '')}, and TensorFlow Datasets does not "
+            f"have it. Put {source.file} into a folder, and give that folder as data_dir=... or in "
+            "DPJAX_DATA_DIR."
         )
     tfds = importlib.import_module("tensorflow_datasets")
     place = None if folder is None else os.fspath(folder)

@@ -112,7 +112,7 @@ def tempered_bias(
             ahead = theta + step / (step + 3) * (theta - before)
             mean, norm = gradient(ahead)
             there = ahead - rate * mean
-            there *= jnp.minimum(1, radius / jnp.maximum(jnp.linalg.norm(there), radius))
+            there *= radius / jnp.maximum(jnp.linalg.norm(there), radius)
             return there, theta, jnp.maximum(largest, norm)
 
         start = jnp.zeros(z.shape[1])

@@ -112,7 +112,7 @@ def fedavg(
     """
     call = "federated.fedavg"
     optimizers = {"server_optimizer": server_optimizer, "client_optimizer": client_optimizer}
-    _check_kinds(call, clients, **optimizers)
+    _check_kinds(call, mechanism, clients, **optimizers)
     if (local_epochs is None) == (local_steps is None):
         raise ValueError(
             f"{call}(local_epochs={local_epochs}, local_steps={local_steps}): expected one of the "
@@ -168,7 +168,7 @@ def fedsgd(
       >>> algorithm.mechanism.unit  # init and step are as in the example of `fedavg`
       'client'
     """
-    _check_kinds("federated.fedsgd", clients, server_optimizer=server_optimizer)
+    _check_kinds("federated.fedsgd", mechanism, clients, server_optimizer=server_optimizer)
     # One step of rate 1 on the mean of all examples is minus the gradient: FedSGD is FedAvg with
     # this client.
     local = Local(loss, optax.sgd(1.0), clients.capacity, epochs=None, steps=1, within=None)
@@ -265,7 +265,7 @@ def _scaled(
     return optax.GradientTransformationExtraArgs(server.init, update)
 
 
-def _check_kinds(call: str, clients: Clients, **optimizers: Any) -> None:
+def _check_kinds(call: str, mechanism: Mechanism, clients: Clients, **optimizers: Any) -> None:
     hint = (
         "It knows the owner of each example: write federated.Clients.of(...) around a list of the "
         "clients' arrays, or federated.Clients.split(data, owners=..., clients=...)."
@@ -273,6 +273,8 @@ def _check_kinds(call: str, clients: Clients, **optimizers: Any) -> None:
     checks.instance(call, "clients", clients, Clients, hint)
     for name, given in optimizers.items():
         check_is_optimizer(f"{call}: {name}", given)
+    hint = f"Usually arguments were swapped: {call}(loss, server_optimizer, mechanism, clients)."
+    checks.instance(call, "mechanism", mechanism, Mechanism, hint)
 
 
 def _check_clients(call: str, mechanism: Mechanism, clients: Clients, weights: Weights) -> None:

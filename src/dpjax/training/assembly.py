@@ -79,6 +79,9 @@ def assemble(
       info: From the sums of steps to their means, which the observer sees.
     """
     name, mechanism = recipe.name, recipe.mechanism
+    if budget is not None:
+        hint = "Write dpjax.ledger.Budget(epsilon=..., delta=...): an epsilon needs its delta."
+        checks.instance(name, "budget", budget, ledger.Budget, hint)
     check_draw(name, mechanism.sampling)
     size = checked_size(name, "microbatch_size", recipe.microbatch_size)
     check_rule(mechanism.clipping)

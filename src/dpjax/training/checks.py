@@ -35,7 +35,7 @@ from dpjax.types import PyTree, Sampler, Schedule, State
 _BATCH_NORM = re.compile(r"batch_?norm|(^|/)bn_?\d*(/|$)", re.IGNORECASE)
 
 
-def check_kinds(recipe: Recipe, budget: Any) -> None:
+def check_kinds(recipe: Recipe) -> None:
     """Refuses arguments of `dpjax.dpsgd` of the wrong kind; usually two were swapped."""
     name, mechanism, loss = recipe.name, recipe.mechanism, recipe.loss
     hint = "Usually arguments were swapped: dpsgd(loss, optimizer, mechanism, data)."
@@ -48,9 +48,6 @@ def check_kinds(recipe: Recipe, budget: Any) -> None:
             "example) -> scalar. For a Linen module, dpjax.losses.of(model, "
             "dpjax.losses.cross_entropy) makes one."
         )
-    if budget is not None:
-        hint = "Write dpjax.ledger.Budget(epsilon=..., delta=...): an epsilon needs its delta."
-        checks.instance(name, "budget", budget, ledger.Budget, hint)
     named(name, recipe.engine)
     if mechanism.unit != "example":
         raise ValueError(

@@ -147,7 +147,7 @@ def on_examples(
       budget: As for `dpsgd`.
       bound_schedule: As for `dpsgd`.
     """
-    check_kinds(recipe, budget)
+    check_kinds(recipe)
     # One table is checked, run, and compared with that of a resumed run: the function could answer
     # otherwise when it is traced, after a variable that it reads has changed.
     scales = planned_bounds(recipe.name, bound_schedule, recipe.mechanism)

@@ -41,7 +41,7 @@ def numerics() -> dict[str, Any]:
 
 
 def machine() -> dict[str, str]:
-    """What else may do so, and may differ between the processes of a run."""
+    """XLA's flags and the processor, which may differ between the processes of a run."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     numeric = sorted(flag for flag in flags if not flag.startswith("--xla_dump"))
     return {"XLA_FLAGS": " ".join(numeric) or "none", "processor": _processor()}
@@ -62,7 +62,7 @@ def _processor() -> str:
 
 
 def settings() -> dict[str, Any]:
-    """The settings of JAX among them."""
+    """The settings of JAX that may change draws, noise or last bits."""
     return {name: getattr(jax.config, name, None) for name in _SETTINGS}
 
 

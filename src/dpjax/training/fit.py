@@ -25,6 +25,7 @@ import numpy as np
 from absl import logging
 
 from dpjax import accounting, checks, ledger, processes, trees
+from dpjax._files import FIELDS
 from dpjax.training.checks import check_state
 from dpjax.training.progress import Progress
 from dpjax.training.run_folder import Folder
@@ -36,9 +37,6 @@ from dpjax.types import Algorithm, Plan
 Evaluate = Callable[[Any], Mapping[str, Any]]
 Show = Callable[[Sequence[Mapping[str, Any]]], object]
 
-# The row's name for the number of planned steps. A row gets it after its evaluation ended the run,
-# and no evaluation may have a number of that name.
-_COUNTED = "counted"
 _SAVE = 300.0  # seconds between checkpoints
 
 
@@ -326,7 +324,9 @@ def _log(
     run.mark()
     if evaluate is not None:
         # The next step donates the buffers of the state, and users keep the best parameters.
-        row |= _evaluated(evaluate(trees.copy(run.state)), [*row, _COUNTED])
+        # A number by a name that only some rows have would be read as that of `fit` too.
+        taken = {*row, *FIELDS} - {"stop", "private"}
+        row |= _evaluated(evaluate(trees.copy(run.state)), taken)
     # Processes may measure different numbers, and all of them stop at one step.
     chosen = processes.from_first(lambda: bool(row.get("stop")))
     if chosen:
@@ -360,18 +360,19 @@ def _row(run: Run, terms: _Terms, speed: float) -> dict[str, Any]:
 def _cost(spent: ledger.Ledger, terms: _Terms) -> dict[str, Any]:
     """Epsilon, and of how many steps it is where these are not the steps that ran."""
     mechanism = terms.mechanism
-    counted = {_COUNTED: len(ledger.counted(spent, mechanism))} if spent.chosen else {}
+    counted = {"counted": len(ledger.counted(spent, mechanism))} if spent.chosen else {}
     return {"epsilon": ledger.epsilon(spent, mechanism, terms.delta, terms.method), **counted}
 
 
-def _evaluated(found: Any, taken: Sequence[str]) -> dict[str, Any]:
+def _evaluated(found: Any, taken: set[str]) -> dict[str, Any]:
     """The numbers of an evaluation, checked against the names of the log that are taken."""
     named = isinstance(found, Mapping) and all(isinstance(name, str) for name in found)
-    if not named or found.keys() & set(taken):
+    if not named or found.keys() & taken:
         what = list(found) if isinstance(found, Mapping) else type(found).__name__
         raise TypeError(
             f"fit(evaluate=...): it returned {what}; expected a mapping such as "
-            f"{{'accuracy': 0.9}}, by words and without the names of the log: {', '.join(taken)}."
+            f"{{'accuracy': 0.9}}, by words and without the names of the log: "
+            f"{', '.join(sorted(taken))}."
         )
     if not isinstance(found.get("private", {}), Mapping):
         raise TypeError(

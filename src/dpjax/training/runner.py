@@ -107,7 +107,6 @@ class Run:
         self.began, self.rows = began, folder.rows(until=self.done)
         # A row may be younger than the checkpoint of its step: it has these infos.
         self.seen = [] if self.at_row else self.seen
-        logging.info("fit: %s resumes at step %d.", folder.path, self.done)
 
     def _begin(self, folder: Folder) -> None:
         """Writes the first checkpoint."""

@@ -188,7 +188,8 @@ def step(rebuilt: Rebuilt, pairs: int, confidence: float) -> auditing.Separation
     if rebuilt.planned.per_step is not None:
         rows = (*rows, jnp.zeros(len(some), jnp.int32))
     found = dpjax.clipped_grad(rebuilt.loss, mechanism.clipping)(rebuilt.first, rows)
-    reach = np.linalg.norm(np.asarray(found.factors * found.norms), axis=1)
+    # A dropped row has factor 0 and a norm that is not finite: it moves nothing.
+    reach = np.linalg.norm(np.nan_to_num(np.asarray(found.factors * found.norms)), axis=1)
 
     def build(sampler: Any) -> Any:
         drawn = dataclasses.replace(mechanism, sampling=sampler)
@@ -216,7 +217,8 @@ def canaries(rebuilt: Rebuilt, count: int | None, steps: int, confidence: float)
     """Trains once more, on data in which some rows are canaries that join by fair coins.
 
     A canary is an image of white noise with a random label, as long as the row in whose place it
-    stands: its gradient is nearly orthogonal to all others.
+    stands: its gradient is nearly orthogonal to all others. Of whole numbers, such as tokens, each
+    entry of a canary comes from another canary's row.
     """
     (x, y), planned = rebuilt.dataset.train, rebuilt.planned
     draw, size = np.random.default_rng(0), rebuilt.dataset.examples
@@ -225,9 +227,12 @@ def canaries(rebuilt: Rebuilt, count: int | None, steps: int, confidence: float)
         raise app.UsageError(f"--canaries={count}: expected 10 or more, of {size} rows.")
     places = draw.choice(size, count, replace=False)
     x, y = np.array(x), np.array(y)
-    image, old = draw.normal(size=(count, *x.shape[1:])), x[places].reshape(count, -1)
-    lengths = np.linalg.norm(old, axis=1) / np.linalg.norm(image.reshape(count, -1), axis=1)
-    x[places] = image * lengths.reshape(-1, *[1] * (x.ndim - 1))
+    if np.issubdtype(x.dtype, np.integer):
+        x[places] = draw.permuted(x[places], axis=0)
+    else:
+        image, old = draw.normal(size=(count, *x.shape[1:])), x[places].reshape(count, -1)
+        lengths = np.linalg.norm(old, axis=1) / np.linalg.norm(image.reshape(count, -1), axis=1)
+        x[places] = image * lengths.reshape(-1, *[1] * (x.ndim - 1))
     y[places] = draw.integers(0, rebuilt.dataset.classes or 1, count)
     members = draw.random(count) < 0.5
     others = np.setdiff1d(np.arange(size), places)

@@ -151,7 +151,10 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     started, folder = time.time(), pathlib.Path(argv[1])
     compilation_cache.switch_on()
     out = folder if given.out is None else pathlib.Path(given.out)
-    lines = audit_run(given, folder, out)
+    try:
+        lines = audit_run(given, folder, out)
+    except ValueError as error:  # such as scores of a run that diverged
+        raise app.UsageError(f"{folder}: {error}") from error
     print("\n".join(map(str, (HEAD, *lines))))
     print(f"Wrote {out / 'audit.json'} and {out / 'audit.png'}.")
     print(f"The bounds and what was measured are {PRIVATE}. The claims may be published.")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import pathlib
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 from html import escape
@@ -181,7 +180,7 @@ def draw(groups: list[RunGroup], badge: str) -> tuple[str, bytes, list[str]]:
             look = {**style.DOTS, "linestyle": ("-", "--", ":", "-.")[round_of % 4]}
             try:
                 # The figure has room for the beginning of a label; the table has all of it.
-                label = textwrap.shorten(group.label, 90, placeholder=" …")
+                label = group.label if len(group.label) <= 90 else f"{group.label[:89]}…"
                 style.band(axes, *curve(group), style.SERIES[color], label, **look)
             except Missing as reason:
                 absent.append(f"{group.label} ({reason})")

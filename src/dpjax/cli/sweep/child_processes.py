@@ -39,7 +39,8 @@ def begin(command: Sequence[str], folder: pathlib.Path) -> subprocess.Popen[byte
     if handle is None:
         return None
     try:
-        with (folder / "output.txt").open("ab") as output:
+        # Closed to others, as metrics.jsonl is: it holds private losses too.
+        with open(folder / "output.txt", "ab", opener=_private) as output:
             # In its own session Ctrl-C reaches only this process, which passes it on once.
             return subprocess.Popen(
                 command,
@@ -53,6 +54,10 @@ def begin(command: Sequence[str], folder: pathlib.Path) -> subprocess.Popen[byte
             )
     finally:
         os.close(handle)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def run_all(

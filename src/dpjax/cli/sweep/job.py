@@ -283,7 +283,11 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     trials = {out / trial.name: trial for trial in planned(given, out, candidates)}
     failed = run_missing(given, trials)
     if finished(trials):
-        conclude(given, out, candidates, trials)
+        try:
+            conclude(given, out, candidates, trials)
+        # Not OSError: a closed pipe is one.
+        except (FileNotFoundError, ValueError) as error:
+            raise app.UsageError(str(error)) from error
     else:
         print("No run has finished, so there is nothing to compare or to choose.")
     sys.exit(bool(failed))
