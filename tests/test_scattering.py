@@ -104,7 +104,6 @@ def test_any_scales_angles_and_sides_follow_the_definition(shape, J, L):
     np.testing.assert_allclose(features[0], want, atol=1e-6)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", [6, 8, 12])
 @pytest.mark.parametrize("columns", [4, 8, 20])
 @pytest.mark.slow

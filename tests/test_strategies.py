@@ -554,6 +554,8 @@ def test_arguments_of_another_kind_are_refused():
                 make(100, 4, given)
     with pytest.raises(TypeError, match=r"dense: participation is a list"):
         strategies.dense(100, [])
+    with pytest.raises(TypeError, match="even is a str; expected a bool"):
+        strategies.Participation(even="no")
     with pytest.raises(TypeError, match=r"Make one with strategies\.white"):
         sensitivity(np.eye(3), once())
     with pytest.raises(TypeError, match=r"strategies\.once\(\)"):

@@ -49,7 +49,7 @@ __all__ = []
 LARGEST = 2**31 - 1
 """The most examples that an int32 counts; the indices of more are pairs of words."""
 
-# A block has 4 to 8 balls on average, or fewer, and more than 48 with a probability below 2^-73.
+# A block has 4 to 8 balls on average, or fewer, and more than 48 with a probability below 2^-72.
 _MEAN, _BALLS = 8, 48
 # The probability of a number of balls is a multiple of 2^-96.
 _WORDS = 3
@@ -152,7 +152,7 @@ def _repeated(
     def body(apart: Int[Array, ""], found: Array) -> Array:
         return found | (jax.lax.dynamic_slice_in_dim(earlier, balls - apart, balls) == cells)
 
-    # Two balls of a block are as many rows apart as its fullest block has balls, less one.
+    # Two balls of one block are fewer rows apart than the fullest block has balls.
     return jax.lax.fori_loop(1, jnp.max(falls), body, jnp.zeros_like(cells, bool))
 
 

@@ -172,7 +172,7 @@ def curriculum(
     | ``epochs == 1`` | ``start`` throughout |
     | "logarithmic" | the last epoch stays short of ``stop`` |
     | "piecewise", 2 to 4 epochs | as well: the last is at 1/2, 3/4 and 3/4 of the way |
-    | "exponential", "explosive" | rate one an epoch: over many short ones, a sudden drop |
+    | "exponential", "explosive" | the first, or last, 5 of many epochs hold 99 % of the change |
 
     Example:
       >>> schedule = curriculum("linear", 2.0, 1.0, epochs=3, steps_per_epoch=10)

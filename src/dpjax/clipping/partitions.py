@@ -64,7 +64,7 @@ def _fill(sizes: Sequence[int], groups: int, capacity: int) -> tuple[int, ...]:
         # Every later group needs one leaf at least: an empty group would have a bound, and so
         # noise, for nothing.
         starved = len(sizes) - i <= groups - 1 - group
-        if i and (load + size > capacity or starved):
+        if load + size > capacity or starved:
             group, load = group + 1, 0
         assigned.append(group)
         load += size

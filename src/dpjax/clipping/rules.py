@@ -155,7 +155,7 @@ def automatic(bound: float = 1.0, gamma: float = 0.01, *, groups: Groups = 1) ->
     """
     hint = "It is added to every norm; 0.01 is the usual choice."
     gamma = checks.not_negative("clipping.automatic", "gamma", gamma, hint)
-    _require_a_length("automatic", bound)
+    bound = _length("automatic", bound)
     return _rule("automatic", bound, groups, _stretched(bound, gamma), gamma=gamma)
 
 
@@ -184,7 +184,7 @@ def psac(bound: float = 1.0, stabilizer: float = 0.1, *, groups: Groups = 1) -> 
     """
     hint = "Without it this is clipping.normalized. 0.1 is a usual choice."
     stabilizer = checks.positive("clipping.psac", "stabilizer", stabilizer, hint)
-    _require_a_length("psac", bound)
+    bound = _length("psac", bound)
 
     def wish(norms: Norms) -> Norms:
         # The weight of the PSAC paper: for small norms the factor tends to the bound and not to
@@ -211,7 +211,7 @@ def normalized(bound: float = 1.0, *, groups: Groups = 1) -> Clipping:
       Array([[2.],
              [0.]], dtype=float32)
     """
-    _require_a_length("normalized", bound)
+    bound = _length("normalized", bound)
     return _rule("normalized", bound, groups, _stretched(bound, 0.0))
 
 
@@ -244,7 +244,7 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
     screen = bound if screen is None else checks.number(_THRESHOLD, "screen", screen, hint)
     if screen != bound:
         checks.positive(_THRESHOLD, "screen", screen, hint)
-        _require_a_length("hard_threshold", bound)
+        bound = _length("hard_threshold", bound)
     # (C / Z) g has norm at most C for |g| at most Z, so the sensitivity is C and not Z.
     scale = 1.0 if screen == bound else bound / screen
 
@@ -306,13 +306,15 @@ def jl(bound: float, projections: int = 50) -> Clipping:
 
 
 # bound / norm with an infinite bound would be an infinite factor.
-def _require_a_length(name: str, bound: float) -> None:
-    """Refuses an infinite bound to what makes gradients as long as it."""
+def _length(name: str, bound: float) -> float:
+    """The bound as Python's number; refuses infinity, to which no gradient can be scaled."""
+    bound = checks.not_negative(f"clipping.{name}", "bound", bound, _BOUND)
     if bound == math.inf:
         raise ValueError(
             f"clipping.{name}(bound=inf): this rule scales gradients up to the bound, and there is "
             "no infinite length. To switch clipping off, use clipping.flat(bound=math.inf)."
         )
+    return bound
 
 
 def _stretched(bound: float, gamma: float) -> Callable[[Norms], Norms]:

@@ -108,7 +108,7 @@ class TextTransformer(nn.Module):
 
     An input is ``tokens``, at most ``length`` of them, or ``(tokens, segments)`` if there are
     segments (first and second sentence); batch axes may lead. A text of padding alone gives
-    finite logits. Of a token or segment without a vector, negative or too large, they are NaN.
+    finite logits. Logits are NaN if a token or segment has no vector.
 
     Attributes:
       classes: Number of logits.

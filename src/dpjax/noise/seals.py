@@ -31,7 +31,7 @@ _seen: dict[bytes, np.ndarray] = {}
 
 
 def seal(tree: PyTree, in_parts: bool = False) -> UInt32[Array, "2"]:
-    """64 bits that differ, but for chance, where two trees of equal shapes differ in any bit.
+    """Two words, never 0, that differ, but for chance, where trees of equal shapes differ.
 
     Args:
       tree: Floats of any dtype.

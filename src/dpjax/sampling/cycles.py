@@ -77,12 +77,13 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
 def balls_in_bins(examples: int, batch_size: float) -> Sampler:
     """Each example falls into one of the batches of an epoch, the same in every epoch.
 
-    Batches have random sizes, about ``batch_size``. An example returns after exactly ``examples //
-    batch_size`` steps, and so correlated noise has a small sensitivity.
+    An epoch has ``examples // batch_size`` batches of random sizes. An example returns after
+    exactly as many steps, and so correlated noise has a small sensitivity.
 
     Args:
       examples: Size of the data set.
-      batch_size: The *expected* number of examples a step; sums are divided by it.
+      batch_size: What sums are divided by: the *expected* number of examples a step, if it divides
+        ``examples``. Otherwise batches are larger, by less than a factor of 2.
 
     Privacy:
       With add-or-remove neighbours, proved without amplification: one Gaussian an epoch, with the

@@ -195,7 +195,7 @@ def _searched(steps: int, participation: Participation, of: Workload) -> Dense:
     factor = np.linalg.cholesky(found[::-1, ::-1])[::-1, ::-1].T
     if participation.within(steps) > 1 and not participation.even:
         # Rounding leaves traces where orthogonal columns must not overlap.
-        factor = np.triu(np.tril(factor), 1 - participation.separation)
+        factor = np.triu(factor, 1 - participation.separation)
         factor = factor / np.linalg.norm(factor, axis=0)
     return packed(factor)
 

@@ -40,7 +40,10 @@ class Participation:
         if self.most is not None:
             hint = "It is the number of epochs, or None for as many steps as fit."
             object.__setattr__(self, "most", checks.whole(call, "most", self.most, hint))
-        object.__setattr__(self, "even", bool(self.even))
+        hint = (
+            "True promises fixed cycles, which may need less noise; any text would count as True."
+        )
+        checks.instance(call, "even", self.even, bool, hint)
 
     def within(self, steps: int) -> int:
         """The largest number of steps that one example can have in a run of ``steps`` steps."""

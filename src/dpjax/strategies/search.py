@@ -91,7 +91,9 @@ def banded_coefficients(
     # coefficients must decrease: they are sums of steps down, each a square.
     decreasing = bands > participation.separation
     begin = series.product(
-        series.square_root(bands), series.square_root(bands) * _powers(of, bands), bands
+        series.square_root(bands),
+        series.square_root(bands) * of.momentum ** np.arange(bands),
+        bands,
     )
     begin = begin / begin[0]
 
@@ -112,7 +114,3 @@ def banded_coefficients(
     x = np.sqrt(-np.diff(begin, append=0.0)) if decreasing else begin[1:]
     best = unpacked(descent.minimum(objective, x)) if x.size else begin
     return best / best[0]
-
-
-def _powers(of: Workload, length: int) -> np.ndarray:
-    return np.asarray(of.momentum ** np.arange(length, dtype=np.float64))

@@ -141,7 +141,7 @@ def _of_bands(diagonals: list[np.ndarray], participation: Participation) -> floa
 
 def _diagonals(form: Toeplitz) -> list[np.ndarray]:
     """The magnitudes of $X_{i,i+d}$ for all distances d at which columns overlap."""
-    steps, values = form.steps, np.asarray(form.values)[: form.steps]
+    steps, values = form.steps, np.asarray(form.values)
     # The last columns are cut off at the bottom: how many terms each has.
     terms = np.minimum(len(values), steps - np.arange(steps))
     squares = np.cumsum(values**2)[terms - 1] if form.normalized else np.ones(steps)

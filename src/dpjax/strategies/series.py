@@ -61,7 +61,7 @@ def reciprocal(coefficients: Float[np.ndarray, " n"], length: int) -> Float[np.n
 def quotient(
     poles: Float[np.ndarray, " d"], zeros: Float[np.ndarray, " d"], length: int
 ) -> Float[np.ndarray, " length"]:
-    r"""The series $\prod_i (1 - p_i x) / (1 - q_i x)$ for ``poles`` p and ``zeros`` q."""
+    r"""1 / c of a series c with poles p and zeros q: $\prod_i (1 - p_i x) / (1 - q_i x)$."""
     found = np.zeros(length)
     found[0] = 1.0
     for above, below in zip(np.sort(poles), np.sort(zeros), strict=True):

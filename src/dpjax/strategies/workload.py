@@ -43,7 +43,7 @@ class Workload(NamedTuple):
 
 
 def workload(call: str, steps: int, momentum: float, learning_rates: ArrayLike | None) -> Workload:
-    """The workload of these arguments, checked; a constant rate is left out, as it is a scale."""
+    """The workload of these arguments, checked; without rates, that of a rate of 1."""
     beta = checks.number(call, "momentum", momentum)
     if not 0 <= beta < 1:
         raise ValueError(
