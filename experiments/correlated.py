@@ -131,7 +131,7 @@ def main(argv: list[str]) -> None:
                     continue
                 batch = 128 if smoke else BATCH
                 mechanism = mechanism_of(method, examples, epsilon, batch)
-                seeds = range(1 if smoke else paper_runs.SEEDS.value)
+                seeds = paper_runs.seeds()
                 one = partial(run, dataset, mechanism)
                 found = [results.of(name, seed, one) for seed in seeds]
                 accuracy = paper_runs.spread([each["accuracy"] for each in found])

@@ -3,9 +3,9 @@
 
 `pytest -p tests.guards` loads dpjax with a switch in each such condition. A test with
 `pytest.raises` that passes runs again for each guard that it reached, with that guard switched
-off, until one test has failed without it. `make test` requires this of every guard that its tests
-reach, `make test-all` of every guard and every other `raise`. Nothing is kept between runs, so
-new guards and renamed tests need no upkeep.
+off, until one test has failed without it. `.ci/run` requires this of every guard that the quick
+tests reach, `make test-all` of every guard and every other `raise`. Nothing is kept between runs,
+so new guards and renamed tests need no upkeep.
 """
 
 import ast

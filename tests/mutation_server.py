@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one test against other sources, in a process that begins with everything but dpjax.
 
-This file is also the program of that server: it has imported what a test needs besides, and
-forks for every mutant, which so does not pay for it.  What is forked owes nothing to the
-tests that ran before, in the process that asks.  It must never import dpjax: the fork
-imports the edited copy.
+This file is also the program of that server. The server imports what tests need except dpjax, and
+forks once for each mutant, so a mutant pays for no import but that of dpjax. A fork shares no
+state with the tests that ran before. The server must never import dpjax: the fork imports the
+edited copy.
 """
 
 import importlib

@@ -338,7 +338,7 @@ def test_words_without_dashes_are_not_passed_over(binary):
     [
         ["--optimizer=dp_adam", "--learning_rate=0.01", "--floor=1e-6", "--warmup_steps=5"],
         ["--optimizer=nesterov", "--rate_per_512", "--learning_rate=0.3"],
-        pytest.param(["--optimizer=adamw", "--learning_rate=0.02"], marks=pytest.mark.slow),
+        ["--optimizer=adamw", "--learning_rate=0.02"],
     ],
     ids=["dp_adam", "nesterov", "adamw"],
 )
@@ -585,10 +585,7 @@ PAPERNOT = {"--table=3": 3, "--table=4": 4, "--figure=2": 3, "--figure=3": 2, "-
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "asked",
-    [pytest.param(a, marks=() if a.endswith("=3") else pytest.mark.slow) for a in PAPERNOT],
-)
+@pytest.mark.parametrize("asked", PAPERNOT)
 def test_tempered_sigmoids_smoke(asked, tmp_path):
     picture = tmp_path / "figure.png"
     out = run(
@@ -621,16 +618,7 @@ def test_tempered_sigmoids_have_the_printed_epsilons(imported):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "asked",
-    [
-        "--table=4",
-        *(
-            pytest.param(a, marks=pytest.mark.slow)
-            for a in ("--table=1", "--figure=3", "--figure=4")
-        ),
-    ],
-)
+@pytest.mark.parametrize("asked", ["--table=4", "--table=1", "--figure=3", "--figure=4"])
 def test_grouped_clipping_smoke(asked, tmp_path):
     picture = tmp_path / "figure.png"
     out = run("papers/liu2021_grouped_clipping.py", "--smoke", asked, "--plot", picture).stdout

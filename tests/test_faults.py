@@ -83,7 +83,7 @@ def running(server, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [10, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [10, 30])
 def test_kills_change_nothing(server, tmp_path, kills):
     """SIGKILL at random moments: in a step, in a save, between a row and its checkpoint."""
     moments = random.Random(0)
@@ -826,7 +826,7 @@ for name, parts in {"whole": [60], "in parts": [20, 60]}.items():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["memory", pytest.param("stream", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["memory", "stream"])
 def test_a_run_on_two_devices_resumes_to_the_last_bit(tmp_path, kind):
     program = [sys.executable, "-c", TWO_DEVICES, tmp_path, kind]
     here = {"env": runs.environment(), "capture_output": True, "text": True}

@@ -632,9 +632,7 @@ def errors(folder, devices=8, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "loss", ["dense", pytest.param("dense, banded noise", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("loss", ["dense", "dense, banded noise"])
 def test_a_mesh_changes_no_parameter(tmp_path, loss):
     found = errors(tmp_path, 4, loss=loss, engines="auto", mesh="data:2,model:2")
     assert len(found) == 1

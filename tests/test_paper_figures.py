@@ -240,6 +240,21 @@ def test_one_rule_decides_whether_a_claim_holds(fields, verdict, imported):
     assert claims.judged(claims.Claim("a system", **fields), ROWS).verdict == verdict
 
 
+def test_a_seed_that_diverged_is_no_luck_of_the_others(imported):
+    claims, tables = imported("common.claims"), imported("common.result_tables")
+    rows = {
+        "diverged": {"0": {"accuracy": 0.99}, "1": {"accuracy": None}},
+        "sound": seeds(50.0, 51.0),
+    }
+    below = claims.Claim("", ["diverged"], "above", than=["sound"])
+    assert claims.judged(below, rows).verdict == "does not hold"
+    assert claims.judged(below._replace(published=98.0, than=()), rows).verdict == "does not hold"
+    assert (
+        claims.judged(below._replace(rows=["diverged", "sound"], pooled=True), rows).row == "sound"
+    )
+    assert tables.summary(rows["diverged"], "accuracy").startswith("nan")
+
+
 def test_a_negative_verdict_is_open_until_the_rows_that_it_needs_ran(imported):
     claims = imported("common.claims")
     claim = claims.Claim("", ["ReLU"], 98.0, needs=[("0.5", "tanh, rate 0.5"), ("0.8", "x|y")])

@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from common import markdown
-from common.claims import BETTER, FAILS, HOLDS, NOT_RUN, OPEN, RULE, Claim, Judged, judged
+from common.claims import BETTER, FAILS, HOLDS, NOT_RUN, OPEN, RULE, Claim, Judged, judged, number
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -76,7 +76,7 @@ def load(name: str) -> dict[str, Any]:
 
 def summary(seeds: dict[str, dict[str, Any]], figure: str) -> str:
     """Mean, range and number of seeds of one row."""
-    values = [run[figure] for run in seeds.values() if figure in run]
+    values = [number(run[figure]) for run in seeds.values() if figure in run]
     spread = f" ({min(values):.4g} to {max(values):.4g})" if len(values) > 1 else ""
     return f"{statistics.mean(values):.4g}{spread} | {len(values)}"
 
@@ -161,7 +161,7 @@ def measure(seeds: Mapping[str, Any]) -> str:
 def swept(family: str, rows: Mapping[str, Any]) -> str:
     """A sweep as one row: the range of its means, and the best row."""
     means = {
-        name: statistics.mean(run[measure(seeds)] for run in seeds.values())
+        name: statistics.mean(number(run[measure(seeds)]) for run in seeds.values())
         for name, seeds in rows.items()
     }
     best = max(means, key=lambda name: means[name])

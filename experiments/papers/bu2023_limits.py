@@ -95,7 +95,7 @@ def _descend(layerwise: bool, steps: int, bound: Any, batch: Any, key: Any) -> t
 
 def measured(row: Row, trials: int, steps: int, seed: int, folder: Any) -> dict[str, int]:
     """In how many networks each property of the table was found."""
-    del folder  # a row takes a minute, and starts from its beginning
+    del folder  # a row takes seconds, and starts from its beginning
     keys = jax.random.split(jax.random.key(seed), trials)
     matrices, ways = _descend(row.layerwise, steps, row.bound, row.batch, keys)
     found = np.zeros(len(COLUMNS), int)

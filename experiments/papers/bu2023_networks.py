@@ -6,8 +6,8 @@ the last block, the pooler and the head are trained: the loss closes over all ot
 get neither gradients nor noise.  SNLI is read as tokens.
 
 MNIST is scaled by 0.1307 and 0.3081, as the paper's example has it and as is common.  These two
-numbers are moments of the private training images, and epsilon does not count them.  Another scale,
-such as 0.5 and 0.5, would count all and would change every MNIST result.
+numbers are moments of the private training images, and epsilon does not count them.  With public
+constants, such as 0.5 and 0.5, epsilon would cover everything, but every MNIST result would change.
 """
 
 from __future__ import annotations

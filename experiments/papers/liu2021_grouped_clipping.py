@@ -34,7 +34,8 @@ improved one.  CIFAR-10 prints batches of 256, with the noise, rate and bound of
 batches of 1,024, which cost the printed 3.00 after its 30 epochs; these and its momentum run here.
 The text has delta 1e-6 there and table 3 1e-5, which is what gives the steps here: by the same
 conversion 1,625 steps cost 3.49 at 1e-6.
-Its row of 1,430 steps is the beginning of the run of 1,625: all moves and the noise are the same.
+The CIFAR-10 row of 1,430 steps is the beginning of the run of 1,625, whose moves and noise are the
+same.
 Noise by "smooth sensitivity" is refused; --smooth says why.
 """
 
@@ -242,6 +243,11 @@ def main(argv: list[str]) -> None:
             "itself depends on the data, and epsilon is infinite. The paper's figure is the "
             'column "epsilon, paper\'s"; --ways=equal is what holds at it.'
         )
+    fixed = _TABLE.value == "rates"
+    unread = (_WAYS, _RATE, _MOMENTUM, _ACTIVATION) if fixed else (_DATASETS,)
+    if given := ", ".join(f"--{flag.name}" for flag in unread if flag.present):
+        why = "--table=rates has its own" if fixed else "only --table=rates reads it"
+        raise app.UsageError(f"{given}: {why}; it would have no effect.")
     results, lines, shown = paper_runs.results(), [], {}
     for trial in trials():
         try:

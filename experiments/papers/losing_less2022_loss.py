@@ -13,7 +13,8 @@
   figures   experiments/results/losing_less2022.json; --table=5 and --figure=1 to 15 for others
 
 All but the loss is Tramèr and Boneh's: networks, rates, batches, noise and features come from
-tramer2021_scatternet, with its flags --rows and --cache_dir.  The paper prints the best of five
+tramer2021_scatternet, with its flags --rows and --cache_dir.  The CNN on grey pixels pads by 2, as
+their code does; there it pads by "SAME".  The paper prints the best of five
 runs, which is above their mean; figures here are means over seeds.  Losses of the ablation keep
 the threshold and gamma of the whole, and SGD without privacy takes rate 0.1, since the paper
 prints neither.  Figures of norms, angles, sharpness and confusion show training examples of
