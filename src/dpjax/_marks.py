@@ -14,7 +14,7 @@ leave ``jit`` with it. `jax.tree.map` makes arrays that the checksum does not fi
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +36,15 @@ __all__ = [
 ]
 
 
+# Name, bounds and projections of a rule, and the group of each leaf.
+_By: TypeAlias = tuple[str, tuple[float, ...], int | None, tuple[int, ...]]
+
+
 class _Certified(ClippedSum):
     """A `ClippedSum` as `clipped_grad` returned it."""
 
-    by: tuple[str, tuple[float, ...], tuple[int, ...]] | None = None
-    """Name and bounds of the rule, and the group of each leaf; None after `_replace`."""
+    by: _By | None = None
+    """The rule, as `_described`; None after `_replace`."""
     checksum: Any = None
     """Of the value, once the tree was taken apart; None before, while marks know the arrays."""
 
@@ -131,7 +135,7 @@ def _remember(leaf: Any, rule: Clipping, token: object, leaves: int) -> None:
 
 def certified(found: ClippedSum, rule: Clipping) -> ClippedSum:
     """The sum, known from here on as one of this rule, also outside ``jit``."""
-    by = rule.name, rule.bounds, rule.partition.assign(found.value)
+    by = _described(rule, found.value)
     return _joined(by, (*found._replace(value=mark(found.value, rule)), None))
 
 
@@ -175,9 +179,7 @@ def require_clipped_sum(
             "jax.lax.cond stands around the noise alone, and could release a sum without it: put "
             "it behind the noise."
         )
-    clipped = found[0].rule
-    by = clipped.name, clipped.bounds, clipped.partition.assign(updates)
-    _require_rule(by, rule, updates, name)
+    _require_rule(_described(found[0].rule, updates), rule, updates, name)
     return updates
 
 
@@ -201,8 +203,8 @@ def require_start(start: PyTree, rule: Clipping) -> PyTree:
         )
     found = [entry for leaf in leaves if (entry := _found(leaf)) is not None]
     if _is_whole(found, leaves) and not found[0].noised:
-        one, other = ((by.bounds, by.partition.assign(start)) for by in (rule, found[0].rule))
-        same = one == other
+        one, other = (_described(by, start) for by in (rule, found[0].rule))
+        same = one[1:] == other[1:]
     else:
         same = trees.traced(leaves) or not any(np.any(np.asarray(x)) for x in leaves)
     if not same:
@@ -245,14 +247,21 @@ def _unchanged(found: _Certified, name: str) -> PyTree:
     return found.value
 
 
-def _require_rule(by: Any, rule: Clipping, total: PyTree, name: str) -> None:
+def _described(rule: Clipping, total: PyTree) -> _By:
+    """A rule by all that the cost of its sums depends on, after its name."""
+    # With projections: estimated norms cost more, whatever the bounds are.
+    return rule.name, rule.bounds, rule.projections, rule.partition.assign(total)
+
+
+def _require_rule(by: _By, rule: Clipping, total: PyTree, name: str) -> None:
     """Refuses noise of another rule than the one that clipped the sum."""
-    clipped, bounds, groups = by
-    same = groups == rule.partition.assign(total)
-    if bounds != rule.bounds or not same:
+    clipped, *what = by
+    noise, *wanted = _described(rule, total)
+    if what != wanted:
         raise ValueError(
-            f"{name}: the sum was clipped by {clipped} to the bounds {bounds}, and the noise is "
-            f"scaled to {rule.name} with the bounds {rule.bounds}; expected one rule for both "
+            f"{name}: the sum was clipped by {clipped} to the bounds {what[0]}, and the noise is "
+            f"scaled to {noise} with the bounds {wanted[0]} (projections: {what[1]} and "
+            f"{wanted[1]}); expected one rule for both "
             "links. Usually the rule was written twice: give both links one object, or use "
             "mechanism.private(key), which clips and adds noise by its own rule."
         )
