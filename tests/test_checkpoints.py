@@ -78,6 +78,8 @@ def test_another_shape_type_or_number_of_arrays_is_refused_by_name(kept):
         kept.latest({"a": jnp.ones(2), "w": jnp.ones((2, 3), jnp.int32)})
     with pytest.raises(ValueError, match="holds 2 arrays, and this run's state has 1"):
         kept.latest({"a": jnp.ones(2)})
+    with pytest.raises(ValueError, match="has w where this run's state has z"):
+        kept.latest({"a": jnp.ones(2), "z": jnp.ones((2, 3))})
 
 
 @kills("checkpoints.py", 'f"damaged-{step}-{again + 1}" if again else ', "", slow=True)

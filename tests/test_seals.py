@@ -297,7 +297,7 @@ PROGRAMS = {
 )
 @kills(
     "training/recipe.py",
-    "            bound_to(recipe, shared).loss(state.params, example),\n",
+    "            jax.value_and_grad(bound_to(recipe, shared).loss)(state.params, example),\n",
     "",
     case="loss",
     slow=True,

@@ -288,7 +288,7 @@ def test_the_ring_holds_the_last_ones_in_order(burn_in, every, steps):
     if kept:
         assert training.samples(state)["w"].tolist() == [[t, t] for t in kept]
     else:
-        with pytest.raises(ValueError, match="burn-in is not over"):
+        with pytest.raises(ValueError, match="the first one is every= steps after the burn-in"):
             training.samples(state)
 
 

@@ -672,6 +672,25 @@ def test_an_optimizer_may_hold_python_numbers_in_a_run_with_a_folder():
     assert programs[0]["functions"] == programs[1]["functions"]
 
 
+@kills(
+    "training/recipe.py",
+    "jax.value_and_grad(bound_to(recipe, shared).loss)",
+    "(bound_to(recipe, shared).loss)",
+    slow=True,
+)
+def test_losses_that_differ_in_their_gradient_alone_are_other_functions():
+    def rounded(scale):
+        ste = jax.custom_vjp(jnp.floor)
+        ste.defvjp(lambda x: (jnp.floor(x), None), lambda _, g: (scale * g,))
+        return lambda w, x: jnp.sum((ste(w) - x) ** 2)
+
+    found = []
+    for scale in (1.0, 2.0):
+        algorithm = dpjax.dpsgd(rounded(scale), optax.sgd(0.1), mechanism_with(steps=2), DATA)
+        found.append(algorithm.identity(start(algorithm))["program"]["functions"])
+    assert found[0] != found[1]
+
+
 @pytest.mark.slow
 def test_lookahead_is_that_of_optax_with_its_slow_parameters_in_the_state():
     algorithm = make(3, 0.0, training.lookahead(optax.adam(0.1), 2, 0.5, reset_state=True), 50)
@@ -1229,7 +1248,7 @@ class TestStreamed:
     @kills(
         "training/streaming.py",
         "(self.size) < found",
-        "(size) <= found",
+        "(self.size) <= found",
         case="poisson-8",
         slow=True,
     )

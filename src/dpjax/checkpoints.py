@@ -112,14 +112,17 @@ class Checkpoints:
             return went_well
         # A copy on the host: the next dispatch donates the buffers while Orbax writes. Of several
         # processes, each gives its part.
-        numbers = [trees.on_host(x) for x in jax.tree.leaves(state)]
-        return processes.from_first(lambda: self._write(step, numbers, facts)) and went_well
+        numbers = map(trees.on_host, jax.tree.leaves(state))
+        named = dict(zip(trees.leaf_names(state), numbers, strict=True))
+        return processes.from_first(lambda: self._write(step, named, facts)) and went_well
 
-    def _write(self, step: int, numbers: list[np.ndarray], facts: Mapping[str, Any]) -> bool:
+    def _write(self, step: int, named: dict[str, np.ndarray], facts: Mapping[str, Any]) -> bool:
+        numbers = list(named.values())
         # Orbax cannot write arrays without elements; their shapes are in the notes.
         written = {str(i): x for i, x in enumerate(numbers) if x.size}
         notes = {
             "facts": facts,
+            "names": list(named),
             "leaves": [[list(x.shape), x.dtype.name] for x in numbers],
             "digest": trees.fingerprint(numbers),
         }
@@ -167,10 +170,10 @@ class Checkpoints:
         found = processes.from_first(self._latest)
         if found is None:
             return None
-        step, numbers, facts = found
-        return Restored(_as(like, numbers, f"{self.directory}/{step}"), facts)
+        step, saved, facts = found
+        return Restored(_as(like, *saved, f"{self.directory}/{step}"), facts)
 
-    def _latest(self) -> tuple[int, list[np.ndarray], Mapping[str, Any]] | None:
+    def _latest(self) -> tuple[int, _Saved, Mapping[str, Any]] | None:
         self._wait()
         steps = sorted(self.manager.all_steps(), reverse=True)
         for step in steps:
@@ -186,7 +189,7 @@ class Checkpoints:
             )
         return None
 
-    def _read(self, step: int) -> tuple[list[np.ndarray], Mapping[str, Any]]:
+    def _read(self, step: int) -> tuple[_Saved, Mapping[str, Any]]:
         """The numbers of a checkpoint, checked against their digest."""
 
         def read(**items: Any) -> Any:
@@ -204,7 +207,8 @@ class Checkpoints:
         # Orbax notices a file that is cut off, not one whose content was exchanged.
         if trees.fingerprint(numbers) != digest:
             raise ValueError("its numbers differ from the saved ones")
-        return numbers, notes["facts"]
+        # Checkpoints of earlier versions have no names.
+        return _Saved(numbers, notes.get("names")), notes["facts"]
 
     def _set_aside(self, step: int, error: Exception) -> None:
         again = len(list(self.directory.glob(f"damaged-{step}*")))
@@ -228,7 +232,16 @@ class Checkpoints:
             self.manager.close()
 
 
-def _as(like: PyTree, numbers: Sequence[np.ndarray], where: str) -> PyTree:
+class _Saved(NamedTuple):
+    """The leaves of a saved state."""
+
+    numbers: Sequence[np.ndarray]
+    names: Sequence[str] | None
+
+
+def _as(
+    like: PyTree, numbers: Sequence[np.ndarray], saved: Sequence[str] | None, where: str
+) -> PyTree:
     """The numbers in the structure of ``like``, as JAX arrays, keys or NumPy arrays like there."""
     leaves, structure = jax.tree.flatten(like)
     names = trees.leaf_names(like)
@@ -236,6 +249,12 @@ def _as(like: PyTree, numbers: Sequence[np.ndarray], where: str) -> PyTree:
         raise ValueError(
             f"checkpoints: {where} holds {len(numbers)} arrays, and this run's state has "
             f"{len(leaves)}. Usually the model or the optimizer was changed."
+        )
+    # Layers of equal shapes would be exchanged without a word.
+    if other := [pair for pair in zip(saved or names, names, strict=True) if pair[0] != pair[1]]:
+        raise ValueError(
+            f"checkpoints: {where} has {other[0][0]} where this run's state has {other[0][1]}. "
+            "Usually a layer was renamed, or the model or the optimizer was changed."
         )
 
     def one(name: str, old: Any, new: np.ndarray) -> Any:

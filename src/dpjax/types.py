@@ -125,6 +125,7 @@ class Partition:
 
     def __post_init__(self) -> None:
         """Holds the partition to its own names from here on."""
+        object.__setattr__(self, "names", tuple(self.names))  # the ledger hashes mechanisms
         assign = self.assign.assign if isinstance(self.assign, _Assigned) else self.assign
         # Wrapped here and not where it is used: no caller can forget the check.
         object.__setattr__(self, "assign", _Assigned(assign, self.names))
@@ -422,7 +423,10 @@ class State(NamedTuple):
 
 
 class Plan(Protocol):
-    """What is planned, as far as accounting is concerned; `dpjax.Mechanism` is one."""
+    """What is planned, as far as accounting is concerned; `dpjax.Mechanism` is one.
+
+    A plan is hashable and never changes: the ledger caches what it computes of a plan.
+    """
 
     @property
     def steps(self) -> int:

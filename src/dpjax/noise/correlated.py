@@ -44,7 +44,7 @@ def correlated(
 
     Returns:
       A link on sums, which accepts and refuses the same as `gaussian`. Beyond ``strategy.steps``
-      it releases NaN.
+      it raises, or inside ``jit`` releases NaN.
 
     Privacy:
       All steps together are one Gaussian mechanism with multiplier $m$, if no example is in more

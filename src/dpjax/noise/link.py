@@ -87,6 +87,7 @@ def gaussian(
     | 0 | any | none: the identity, not private |
     | positive | infinite | refused |
     | negative or NaN | | refused |
+    | negative at a step of a schedule | finite | noise of its size; a `Mechanism` refuses it |
 
     Example:
       >>> import dpjax

@@ -12,6 +12,7 @@ refused, whatever differs. An equal one is a replay: it tells nothing new, and s
 from __future__ import annotations
 
 import hashlib
+import threading
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from dpjax.types import Key, PyTree
 # From the hash of a root key to the seal of each step, 0 where none ran. This outlives every
 # argument on purpose: no argument can say whether its noise was used before.
 _seen: dict[bytes, np.ndarray] = {}
+_lock = threading.Lock()  # two threads may run steps of one key
 
 
 def seal(tree: PyTree, in_parts: bool = False) -> UInt32[Array, "2"]:
@@ -57,9 +59,12 @@ def require_one_release(key: Any, first: int, seals: Any, name: str) -> None:
     if trees.seeded(key):
         return
     now = np.ascontiguousarray(seals).view(np.uint64).reshape(-1)
-    before = remembered(key, first + len(now))[first:]
-    # A folder has 0 for steps that ran before it was given.
-    other = np.flatnonzero((before != 0) & (now != 0) & (before != now)).tolist()
+    with _lock:
+        before = remembered(key, first + len(now))[first:]
+        # A folder has 0 for steps that ran before it was given.
+        other = np.flatnonzero((before != 0) & (now != 0) & (before != now)).tolist()
+        if not other:
+            _remember(key, first, np.where(now == 0, before, now))
     if other:
         raise Refused(
             f"{name}: step {first + other[0]} of this key ran before, and released something "
@@ -70,7 +75,6 @@ def require_one_release(key: Any, first: int, seals: Any, name: str) -> None:
             "Start each run with a key of its own, dpjax.noise.secret_key(), and count what all of "
             "them spend. To compare settings without a release, use a seed: jax.random.key(0)."
         )
-    _remember(key, first, np.where(now == 0, before, now))
 
 
 def seal_outside_jit(key: Any, step: Any, released: PyTree, name: str) -> None:

@@ -115,7 +115,7 @@ def curriculum(
         ),
         "a public fixed order; no amplification is proved: one Gaussian an epoch",
         lambda epoch, steps: strategies.cycles(epoch),
-        fingerprint=trees.fingerprint(indices),
+        fingerprint=trees.fingerprint(np.asarray(indices, np.int64)),
         # A part of a run's identity: a run recorded with public=False can be neither resumed nor
         # reported as public=True.
         facts={"public": public},

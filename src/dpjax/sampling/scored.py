@@ -77,7 +77,7 @@ def scored(
         event=event,
         claim="Poisson sampling at a rate for each bin of public scores; the largest is counted",
         facts={"rates": [[float(rate), steps_per_row] for rate in largest]},
-        fingerprint=trees.fingerprint([places, table]),
+        fingerprint=trees.fingerprint([np.asarray(places, np.int64), table]),
         independent=True,
     )
 

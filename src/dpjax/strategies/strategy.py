@@ -104,7 +104,8 @@ class Strategy:
     Strategies are values: equal ones have equal matrices. Constructors are in `dpjax.strategies`.
 
     Attributes:
-      name: For people; it has no effect.
+      name: For people. It changes no matrix; but a state or a folder of a run under another name is
+        refused.
       form: The matrix, in the shape that its family needs.
 
     Example:

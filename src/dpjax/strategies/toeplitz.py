@@ -216,7 +216,7 @@ def toeplitz(
       coefficients: $c_0, c_1, \dots$: at most one for each step, the first above 0.
       normalized: Whether each column is divided by its own norm. The last columns have fewer
         terms, and without this their noise protects more than it must.
-      name: For people.
+      name: For people; see `Strategy`.
 
     Example:
       >>> toeplitz(3, [0.5, 0.25]).matrix()

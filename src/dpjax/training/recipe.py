@@ -104,7 +104,7 @@ def layout_of(recipe: Recipe, params: PyTree, row: PyTree) -> Layout:
 
 
 def functions_of(recipe: Recipe, state: State, row: PyTree, shared: PyTree) -> ClosedJaxpr:
-    """Loss, per_step, weights and update as one program, in which no mesh or microbatch enters.
+    """Loss, gradient, per_step, weights and update as one program, without mesh and microbatch.
 
     Args:
       recipe: What the run does.
@@ -118,7 +118,8 @@ def functions_of(recipe: Recipe, state: State, row: PyTree, shared: PyTree) -> C
         weigh, scale = recipe.weights, recipe.bound_scale(state)
         mean, extra = trees.widened(state.params), extra_arguments(recipe.optimizer, scale)
         return (
-            bound_to(recipe, shared).loss(state.params, example),
+            # The gradient too: rules of `jax.custom_vjp` and `custom_jvp` stand there alone.
+            jax.value_and_grad(bound_to(recipe, shared).loss)(state.params, example),
             weigh and weigh(state.step, state.params, example),
             recipe.optimizer.update(mean, state.optimizer, state.params, **extra),
         )

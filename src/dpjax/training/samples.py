@@ -110,8 +110,8 @@ def samples(state: Any) -> PyTree:
     taken, size = int(kept.taken), jax.tree.leaves(kept.ring)[0].shape[0]
     if taken == 0:
         raise ValueError(
-            f"training.samples: {int(kept.step)} steps kept no sample, because the burn-in is not "
-            "over. Run more steps, or choose a shorter burn-in."
+            f"training.samples: {int(kept.step)} steps kept no sample; the first one is every= "
+            "steps after the burn-in. Run more steps, or choose a smaller burn_in= or every=."
         )
     # From the oldest to the newest: the last sample is the state's own parameters if the run ended
     # on one.

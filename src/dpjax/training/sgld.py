@@ -140,7 +140,8 @@ def dp_sgld(
         raise ValueError(
             f"training.dp_sgld(steps={steps}, burn_in={burn_in}): {steps - burn_in} steps are left "
             f"after the burn-in, and one in {every} is kept; expected at least {every}. The run "
-            "would spend its budget and keep no sample. Give more steps, or a shorter burn_in."
+            "would spend its budget and keep no sample. Give more steps, or a smaller "
+            "burn_in or every."
         )
     optimizer = optax.chain(
         # The Gaussian prior's gradient, w / s^2, divided by n, because the loss is a mean over
