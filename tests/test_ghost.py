@@ -1728,7 +1728,7 @@ def test_rows_that_cancel_do_not_slip_past_the_bound(left_over, rule):
 
 @kills(
     "gradients/_bookkeeping/common.py",
-    "jnp.where(largest > 0, jnp.ldexp(1.0, jnp.frexp(largest)[1] - 1), 1)",
+    "jnp.where(largest > 0, jnp.ldexp(jnp.ones_like(largest), jnp.frexp(largest)[1] - 1), 1)",
     "jnp.ones_like(largest)",
     slow=True,
 )
@@ -1737,6 +1737,26 @@ def test_a_common_gradient_with_a_square_of_zero_is_clipped():
     loss, w = (lambda w, scale: scale * 0.5 * jnp.sum(w**2)), jnp.full((256, 256), 2.6e-23)
     assert "common" in gradients.explain(loss, w, jnp.ones(()))
     assert_stays_within(loss, w, jnp.full(1, 1.8e19), 1e-3, 1e-2)
+
+
+def test_a_weight_decay_of_float32_parameters_runs_in_x64_mode():
+    def loss(w, x):
+        return 0.5 * jnp.sum((x @ w) ** 2) + 0.05 * jnp.sum(w**2)
+
+    with jax.enable_x64(True):
+        w, x = jnp.ones((8, 4), jnp.float32), jnp.ones((3, 8), jnp.float32)
+        testing.assert_engines_agree(loss, FLAT, w, x, microbatch_sizes=(2,))
+
+
+def test_unusual_forms_of_usual_operations_are_followed():
+    layer = jax.checkpoint(lambda w, x: jnp.sin(x @ w), prevent_cse=(True, False))
+
+    def loss(p, x):
+        scale = lax.dynamic_slice(p["scale"], (), ())
+        return scale * jnp.sum(layer(p["w"], x) ** 2)
+
+    params = {"w": jnp.ones((4, 3)), "scale": jnp.ones(())}
+    testing.assert_engines_agree(loss, FLAT, params, array(5, 4), microbatch_sizes=(2,))
 
 
 @kills(
@@ -1898,6 +1918,37 @@ def test_a_broken_image_stays_alone_in_float64(engine, kernel):
         broken[1, 0, 0] = math.nan
         clipped = jax.jit(clipped_grad(loss, clipping.flat(0.5), engine))
         np.testing.assert_allclose(clipped(w, broken).value, clipped(w, x, real).value, rtol=1e-12)
+
+
+@kills("gradients/nan_isolation.py", "count += 1 + sum(moving)", "count += 3", slow=True)
+def test_a_derivative_with_a_convolution_beside_a_convolution_of_data_stays_alone():
+    """The first layer has no cotangent of its input, which leaves no room for a hidden one."""
+
+    def conv(x, w):
+        return lax.conv_general_dilated(x[None], w, (1,), "SAME", dimension_numbers=NWC)
+
+    @jax.custom_vjp
+    def shifted(x, w):
+        padded = jnp.pad(x, ((1, 1), (0, 0)))
+        return sum(padded[i : i + len(x)] @ w[i] for i in range(3))[None]
+
+    def back(xw, g):
+        (x, w), by_kernel = xw, lambda w: conv(xw[0], w)
+        return jnp.zeros_like(x), jax.linear_transpose(by_kernel, w)(g)[0]
+
+    shifted.defvjp(lambda x, w: (shifted(x, w), (x, w)), back)
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(conv(x, p["w"]))) + jnp.sum(jnp.sin(shifted(x, p["v"])))
+
+    with jax.enable_x64(True):
+        x, real = np.random.default_rng(0).normal(size=(5, 6, 2)), np.arange(5) != 1
+        p = {"w": np.ones((3, 2, 2)), "v": np.ones((3, 2, 2))}
+        broken = x.copy()
+        broken[1, 0, 0] = math.nan
+        clipped = jax.jit(clipped_grad(loss, clipping.flat(0.5), "ghost"))
+        found, wanted = clipped(p, broken).value, clipped(p, x, real).value
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, wanted)
 
 
 @kills(
@@ -2154,7 +2205,7 @@ def test_norm_and_sum_are_of_the_same_bfloat16_numbers(engine, name):
     assert max(found) == pytest.approx(1, abs=1e-6)
 
 
-@kills("trees.py", "jax.lax.reduce_precision(wider, kind.nexp, kind.nmant)", "wider")
+@kills("trees.py", "jax.lax.reduce_precision(wider, exponents, kind.nmant)", "wider")
 @kills("trees.py", "jnp.round(wider / unit) * unit, kept)", "kept, kept)", slow=True)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_numbers_are_widened_exactly(dtype):
@@ -2168,3 +2219,10 @@ def test_narrow_numbers_are_widened_exactly(dtype):
     np.testing.assert_array_equal(once, np.asarray(a + b).astype(np.float32))
     for same in (wide, jnp.arange(3)):
         assert trees.widened_exactly(same) is same
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e4m3fnuz])
+def test_float8_numbers_are_widened_exactly(dtype):
+    every = jax.lax.bitcast_convert_type(jnp.arange(2**8, dtype=jnp.uint8), dtype)
+    want = np.asarray(every).astype(np.float32)
+    np.testing.assert_array_equal(jax.jit(trees.widened_exactly)(every), want)

@@ -202,7 +202,9 @@ def widened_exactly(x: Array) -> Array:
     # Where XLA widens a bfloat16 that it has just rounded, it may leave out the rounding: in the
     # norm and not in the sum. It keeps this rounding, which changes no bfloat16.
     kind, wider = jnp.finfo(x.dtype), x.astype(wide(x.dtype))
-    kept = jax.lax.reduce_precision(wider, kind.nexp, kind.nmant)
+    # A float8 may have numbers where IEEE's format with its exponent bits has infinity.
+    exponents = kind.nexp if kind.bits > 8 else jnp.finfo(wider.dtype).nexp
+    kept = jax.lax.reduce_precision(wider, exponents, kind.nmant)
     if kind.nexp == jnp.finfo(wider.dtype).nexp:
         return kept
     # To fewer exponent bits it rounds subnormal numbers to 0: in a float16 all below 6e-5.

@@ -13,15 +13,15 @@ convolution over devices, its result is wrong for finite numbers too (`sharding_
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from dpjax import trees
-from dpjax._jaxpr import convolutions
+from dpjax._jaxpr import convolutions, evaluate, marked_programs, outputs_depend
 from dpjax.gradients import platforms
 from dpjax.gradients.batching import Engine, Rows, microbatched
 from dpjax.gradients.loss_checks import has_own_derivatives
@@ -78,9 +78,29 @@ def differentiates_kernels(
     program = jax.make_jaxpr(loss)(params, example).jaxpr
     found, hidden = len(convolutions(program)), False
     if has_own_derivatives(program):
-        # The gradient of a convolution is two more; derivatives of the user's own may hold others.
-        hidden = len(convolutions(loss.gradient(params, example))) > 3 * found
+        # Derivatives of the user's own may hold convolutions that no rule of JAX makes.
+        leaves, inputs = len(jax.tree.leaves(params)), len(program.invars)
+        most = _in_gradient(program, [place < leaves for place in range(inputs)])
+        hidden = len(convolutions(loss.gradient(params, example))) > most
     return hidden or (found > 0 and found != harmless(loss, params, example))
+
+
+def _in_gradient(program: Jaxpr, moving: Sequence[bool]) -> int:
+    """How many convolutions JAX's rules give at most, with the gradient by the marked inputs."""
+    count = 0
+
+    def rule(equation: JaxprEqn, moving: Sequence[bool]) -> list[bool]:
+        nonlocal count
+        if equation.primitive.name == "conv_general_dilated":
+            count += 1 + sum(moving)  # one more for each operand that has a cotangent
+        count += sum(
+            _in_gradient(inner, marks) for inner, marks in marked_programs(equation, moving)
+        )
+        return outputs_depend(equation, moving)
+
+    still = [False] * len(program.constvars)
+    evaluate(program, still, moving, rule, literal=lambda _: False)
+    return count
 
 
 def _grouped_by_rows(run: Callable[[PyTree], PyTree], rows: PyTree) -> bool:

@@ -105,7 +105,7 @@ def _common(leaf: int, site: Site, gradients: Mapping[int, Array], scales: Array
     gradient = gradients[leaf]
     rest = tuple(axis for axis in range(gradient.ndim) if axis not in axes)
     largest = jnp.max(jnp.abs(gradient), axis=rest, keepdims=True)
-    unit = jnp.where(largest > 0, jnp.ldexp(1.0, jnp.frexp(largest)[1] - 1), 1)
+    unit = jnp.where(largest > 0, jnp.ldexp(jnp.ones_like(largest), jnp.frexp(largest)[1] - 1), 1)
     return Common(gradient / unit, scales * unit.reshape(scales.shape[1:]), tuple(sorted(axes)))
 
 

@@ -178,7 +178,9 @@ def _rematerialised(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[A
         return plain(outputs), child.data
 
     # Inputs and taps are closed over: the values that the region reads become its inputs.
-    again = jax.checkpoint(region, prevent_cse=p["prevent_cse"], policy=p["policy"])
+    marks = p["prevent_cse"]  # one for all inputs, or one for each
+    prevent = marks if isinstance(marks, bool) else any(marks)
+    again = jax.checkpoint(region, prevent_cse=prevent, policy=p["policy"])
     values, data = again()
     child, outputs = found
     for leaf, why in child.materialised.items():
@@ -217,8 +219,9 @@ def _narrows(equation: JaxprEqn, inputs: Sequence[Any], book: Book) -> int | Non
 
 def _takes_a_row(equation: JaxprEqn, inputs: Sequence[Any]) -> bool:
     """Whether the equation is ``table[i]`` with a table of parameters and ``i`` from the data."""
-    table, start, *_ = inputs
-    found = isinstance(table, View) and bool(table.leaves) and not isinstance(start, View)
+    table, *starts = inputs  # none of a scalar
+    found = isinstance(table, View) and bool(table.leaves) and bool(starts)
+    found = found and not isinstance(starts[0], View)
     return found and tuple(equation.params["slice_sizes"]) == (1, *table.value.shape[1:])
 
 
