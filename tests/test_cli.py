@@ -388,6 +388,7 @@ def test_options_hold_lists(workshop):
     given(["train", "--model_options=widths=[8,4],depth=2"])
     assert read(given.model_options) == read(["widths=[8,4]", "depth=2"])
     assert read([]) == {}
+    assert read(["a=False", "b=false", "c=None"]) == {"a": False, "b": False, "c": None}
 
 
 def test_an_audit_takes_the_flags_of_a_run_as_they_were(workshop):

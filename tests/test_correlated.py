@@ -496,12 +496,12 @@ class TestDescription:
     def test_the_statement_says_what_the_multiplier_covers(self):
         words = reports.statement(mechanism(), 1e-3)
         assert "correlated over the steps: square root" in words
-        assert "for the whole run of an example" in words
+        assert "for the whole run of one example" in words
         batches = sampling.cyclic_poisson(1000, 10, cycle=4)
         planned = mechanism(20, sampling=batches, noise=strategies.square_root(20, bands=4))
         words = reports.statement(planned, 1e-5)
         assert "square root, 4 bands" in words
-        assert "for each participation of an example" in words
+        assert "for each participation of one example" in words
         assert "rate 0.04 of a part, each 4 steps" in words
 
     @kills(

@@ -262,8 +262,11 @@ def no_jpegs():
     return {f"{name}_{part}": array for name, array in each.items() for part in ("train", "test")}
 
 
-@pytest.mark.parametrize(("name", "package"), [("digits", "sklearn"), ("cifar10", "PIL")])
-def test_a_missing_package_is_answered_with_its_name(tmp_path, monkeypatch, name, package):
+@pytest.mark.parametrize(
+    ("name", "package", "install"),
+    [("digits", "sklearn", "scikit-learn"), ("cifar10", "PIL", "pillow")],
+)
+def test_a_missing_package_is_answered_with_its_name(tmp_path, monkeypatch, name, package, install):
     real = builtins.__import__
 
     def refuse(module, *rest, **named):
@@ -273,7 +276,7 @@ def test_a_missing_package_is_answered_with_its_name(tmp_path, monkeypatch, name
 
     np.savez(tmp_path / "cifar10.npz", **no_jpegs())
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ImportError, match=r"pip install (scikit-learn|pillow)"):
+    with pytest.raises(ImportError, match=f"pip install {install}"):
         data.load(name, data_dir=tmp_path)
 
 
@@ -410,6 +413,23 @@ def test_a_validation_part_is_split_off_without_a_look_at_it():
         with pytest.raises(ValueError, match=r"^data\.hold_out: every leaf needs a leading axis"):
             data.hold_out((x, np.arange(10)), 2)
     assert len(data.hold_out((np.zeros((10, 2)), np.array(["a"] * 10)), 2.0)[1][1]) == 2
+
+
+def test_rows_are_held_out_by_place_whatever_their_names_are():
+
+    class Series:
+        """As one of pandas: `series[rows]` selects by label, here the place from the end."""
+
+        shape, values = (10,), np.arange(10)
+
+        def __array__(self, dtype=None, copy=None):
+            return np.array(self.values, dtype)
+
+        def __getitem__(self, rows):
+            return self.values[::-1][rows]
+
+    for x, y in data.hold_out((np.arange(10), Series()), 3):
+        np.testing.assert_array_equal(x, y)
 
 
 WINES = table("wine_quality", 330)[0].encode()
@@ -899,6 +919,8 @@ class TestOwnFiles:
             ("1,2\n3,4\n", "the names of the columns"),
             ("a\n1\n", "at least two columns"),
             ("a,b\n1,2,3\n", "line 2 has 3 columns"),
+            ("label,a,label\n0,1,0\n1,2,1\n", "2 columns are named 'label'; expected one"),
+            ('a,label\n1,"cat\n2,dog\n3,cat\n', "Usually a quotation mark is not closed"),
             ("a,b,label\n1,x,0\n2,3,1\n", "column 'b' has 'x' in its row 1"),
             ("a,b,label\n1,,0\n2,3,1\n", "column 'b' has '' in its row 1"),
             ("a,b\n", "0 examples in one part"),

@@ -315,6 +315,13 @@ def test_finite_differences_of_composite(epoch):
     check_grads(function, at, 1, ("rev",), eps=1e-2)
 
 
+def test_composite_takes_a_column_of_labels():
+    loss, logits = losses.composite(), jnp.array([0.3, -1.0, 2.0])
+    one, row = (loss(logits, jnp.array(label), hidden=HIDDEN, epoch=0) for label in (1, [1]))
+    assert one.shape == row.shape == ()
+    assert one == row
+
+
 def test_composite_of_a_label_outside_the_classes_pulls_at_nothing():
     loss = losses.composite()
     value, slopes = jax.value_and_grad(

@@ -568,7 +568,7 @@ def test_a_row_of_another_kind_has_a_page(tmp_path, monkeypatch):
     assert "test accuracy" not in text(tree.find(".//header"))
 
 
-def test_a_file_that_was_edited_is_answered(tmp_path, monkeypatch):
+def test_a_file_that_was_edited_is_answered(tmp_path):
     write(tmp_path, [row(10)], card={**CARD, "epsilon": [1.0]})
     with pytest.raises(app.UsageError, match=r"does not hold what dpjax writes there .*edited"):
         job.run(None, ["report", str(tmp_path)])

@@ -96,8 +96,9 @@ def plain(given: Any, called: str) -> np.ndarray:
     if array.dtype.kind in "OSUMm":
         raise TypeError(
             f"{called} is of type {array.dtype}; expected numbers. Usually labels are words: "
-            "np.unique(labels, return_inverse=True)[1] numbers them. Leave other text out: a name "
-            "among the parameters stands in the loss."
+            "np.unique(labels, return_inverse=True)[1] numbers them. Of numbers of several types "
+            "in one array, as frame.values makes it, write array.astype('float32'). Leave other "
+            "text out: a name among the parameters stands in the loss."
         )
     if array.dtype.names is not None:
         raise TypeError(

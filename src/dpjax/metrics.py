@@ -200,7 +200,9 @@ def ece(
       equation 3.
     """
     table = reliability(logits, labels, bins=bins)
-    return jnp.sum(table.counts * jnp.abs(table.accuracy - table.confidence)) / np.size(labels)
+    return jnp.sum(table.counts * jnp.abs(table.accuracy - table.confidence)) / jnp.sum(
+        table.counts
+    )
 
 
 def mce(

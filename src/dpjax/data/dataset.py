@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 
 from dpjax import checks, trees
 from dpjax._display import brief
+from dpjax._foreign import unmasked
 from dpjax.data.streaming import Stream
 
 Split: TypeAlias = tuple[np.ndarray, np.ndarray]
@@ -81,8 +82,9 @@ def hold_out(split: Split, size: int) -> tuple[Split, Split]:
       >>> len(rest[1]), len(held[1])
       (8, 2)
     """
-    x, y = split
-    rows = trees.leading_size((x, y), name="data.hold_out")
+    rows = trees.leading_size(tuple(split), name="data.hold_out")
+    # As arrays, whose rows have no names: a Series of pandas would take `rest` for its labels.
+    x, y = (unmasked(part, "data.hold_out: a part of the split") for part in split)
     size = checks.whole("data.hold_out", "size", size, "For a fifth of the rows: len(y) // 5.")
     if size >= rows:
         raise ValueError(

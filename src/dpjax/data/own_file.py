@@ -145,10 +145,14 @@ def _table(path: Path, label: str | None, call: str) -> tuple[list[Split], tuple
     separator = max(",;\t", key=first.count)
     try:
         # Not `splitlines`, which ends a line at characters that a label may hold.
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+        # Strict: an open quotation mark would make one label of all lines behind it.
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
         lines = [(reader.line_num, row) for row in reader if row]
     except csv.Error as error:
-        raise ValueError(f"{call}: expected a table with {separator!r} ({error}).") from error
+        raise ValueError(
+            f"{call}: expected a table with {separator!r} ({error}). Usually a quotation mark is "
+            "not closed: inside of a quoted value write it twice."
+        ) from error
     header, *rows = [row for _, row in lines] or [[]]
     header = [name.strip() for name in header]
     if len(header) < 2 or any(number(name) is not None for name in header):
@@ -175,8 +179,13 @@ def _table(path: Path, label: str | None, call: str) -> tuple[list[Split], tuple
     # `label` stands before `Label`, since small letters sort last.
     labels = [name for name in header if name.lower() == "label"]
     chosen = label or max(labels, default=header[-1])
-    # From the right: of two columns with one name the last one is the label.
-    place = len(header) - 1 - header[::-1].index(chosen)
+    if (count := header.count(chosen)) > 1:
+        raise ValueError(
+            f"{call}: {count} columns are named {chosen!r}; expected one, the label. The others "
+            "would be features that give the label away. Usually two tables were joined: leave "
+            "all but one out."
+        )
+    place = header.index(chosen)
     kept = [i for i in range(len(header)) if i != place]
     x = np.stack([_column(header[i], [row[i] for row in rows], chosen, call) for i in kept], axis=1)
     y = np.array([row[place].strip() for row in rows])
@@ -202,11 +211,11 @@ def _inputs(parts: list[np.ndarray], call: str) -> list[np.ndarray]:
     images = [x.dtype == np.uint8 and x.ndim in (3, 4) for x in parts]
     if all(images):
         return [floats(x) for x in parts]
-    if any(images):
+    if any(images) or len({x.dtype.kind in "iu" for x in parts}) > 1:
         raise ValueError(
             f"{call}: inputs of the train part are of type {parts[0].dtype}, inputs of the test "
-            f"part {parts[1].dtype}. Bytes of images would be scaled to [0, 1] and the others not: "
-            "store both parts as uint8, or scale both and store them as float32."
+            f"part {parts[1].dtype}. Bytes of images would be scaled to [0, 1] and the others not; "
+            "usually one part was scaled already: store both as uint8, or both scaled as float32."
         )
     return [_numbers(x, call) for x in parts]
 

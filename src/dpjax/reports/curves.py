@@ -31,7 +31,7 @@ def accuracy(figure: Figure, run: SavedRun) -> str:
     """Test accuracy against the epsilon spent."""
     y = 100 * run.series("accuracy")
     against_epsilon(figure.subplots(), run, y, "test accuracy (%)", "blue")
-    return f"{_last(y):.1f} % at the end, {_means(y).max():.1f} % at best.{_groups(y)}"
+    return f"{_end(y, '{:.1f} %')} at the end, {_means(y).max():.1f} % at best.{_groups(y)}"
 
 
 def test_loss(figure: Figure, run: SavedRun) -> str:
@@ -42,14 +42,14 @@ def test_loss(figure: Figure, run: SavedRun) -> str:
     except Missing:
         y = run.series("test_loss")
     against_epsilon(figure.subplots(), run, y, "mean loss of test examples", "blue")
-    return f"{_last(y):.3g} at the end, {_means(y).min():.3g} at best.{_groups(y)}"
+    return f"{_end(y)} at the end, {_means(y).min():.3g} at best.{_groups(y)}"
 
 
 def training_loss(figure: Figure, run: SavedRun) -> str:
     """The mean loss of the drawn examples against the epsilon spent."""
     y = run.series("private", "loss")
     against_epsilon(figure.subplots(), run, y, "mean loss of drawn examples", "clay")
-    return f"{_last(y):.3g} at the end."
+    return f"{_end(y)} at the end."
 
 
 def noise(figure: Figure, run: SavedRun) -> str:
@@ -76,14 +76,14 @@ def clipping(figure: Figure, run: SavedRun) -> str:
     since = 0 if len(run.rows) < 2 else run.rows[-2]["step"]
     axes = panel(figure, "step", "")
     band(axes, _steps(run), cut, "blue", "fraction above the bound")
-    seen = (
-        f"{100 * _last(cut):.0f} % of the examples drawn after step {since:,} were above the bound"
-    )
+    share = _end(100 * cut, "{:.0f} %")
+    seen = f"{share} of the examples drawn after step {since:,} were above the bound"
     lowest = 0.0
     try:
         turned = run.series("private", "cosine")
         band(axes, _steps(run), turned, "clay", "cosine of clipped and unclipped mean")
-        seen, lowest = f"{seen}; the cosine was {_last(turned):.2f}", min(0, np.nanmin(turned))
+        seen = f"{seen}; the cosine was {_end(turned, '{:.2f}')}"
+        lowest = min(0, np.nanmin(turned))
     except Missing:
         pass
     axes.set_ylim(1.05 * lowest - 0.03, 1.03)
@@ -98,7 +98,7 @@ def norms(figure: Figure, run: SavedRun) -> str:
     band(axes, _steps(run), y, "blue", "mean norm")
     axes.set_ylim(bottom=0)
     _draw_bound(axes, run)
-    return f"{_last(y):.3g} at the end.{_groups(y)}"
+    return f"{_end(y)} at the end.{_groups(y)}"
 
 
 def shades(figure: Figure, run: SavedRun) -> str:
@@ -138,6 +138,8 @@ def shades(figure: Figure, run: SavedRun) -> str:
         axes.annotate(
             f" {_name(edges, at)}", (1, middle), xycoords=("axes fraction", "data"), **words
         )
+    if not share[-1].any():
+        return "No norm at the end is a finite number of bounds."
     fullest = _name(edges, int(share[-1].argmax()))
     return f"In bounds, the fullest bin at the end is {fullest}."
 
@@ -216,6 +218,7 @@ def _means(table: np.ndarray) -> np.ndarray:
     return np.nanmean(table[~np.isnan(table).all(axis=1)], axis=1)
 
 
-def _last(table: np.ndarray) -> float:
-    """The mean over groups of the last row that has a number."""
-    return float(_means(table)[-1])
+def _end(table: np.ndarray, form: str = "{:.3g}") -> str:
+    """The mean over groups of the last row; an earlier row is of other parameters."""
+    kept = table[-1][~np.isnan(table[-1])]
+    return form.format(kept.mean()) if kept.size else "no number"

@@ -111,8 +111,9 @@ PLOTS = (
     Plot(
         "noise",
         "Noise schedule",
-        "The standard deviation of the noise on the sum, divided by the sensitivity of the sum. "
-        "It follows from the mechanism alone and is accounted.",
+        "The noise multiplier that is accounted at each step. Of fresh noise under fixed bounds it "
+        "is the standard deviation of the noise on the sum, divided by the sensitivity of the sum. "
+        "It follows from the mechanism alone.",
         curves.noise,
         lambda _: RELEASED,  # a function of the mechanism alone
     ),

@@ -263,7 +263,7 @@ def _words(mechanism: Mechanism) -> str:
     strategy, moved = mechanism.noise, mechanism.strategy_sensitivity
     assert strategy is not None
     covers = "each participation" if is_amplified(strategy, mechanism.sampling) else "the whole run"
-    return f"{strategy.name}, x {moved:.4g} for {covers} of an example"
+    return f"{strategy.name}, x {moved:.4g} for {covers} of one {mechanism.unit}"
 
 
 def _figures(claim: Claim) -> Iterator[str]:

@@ -80,7 +80,8 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
             # JSON covers numbers, truth values and lists; a word that is no JSON is text.
             read[name] = json.loads(value)
         except json.JSONDecodeError:
-            read[name] = value
+            # Python's spelling too: the text "False" would count as true.
+            read[name] = {"True": True, "False": False, "None": None}.get(value, value)
     return read
 
 
