@@ -4,6 +4,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from mutation import kills
@@ -248,3 +249,25 @@ def test_a_number_in_place_of_a_budget_is_answered_with_what_to_write():
         ledger.admit(ledger.empty(), make(steps=5), 3.0)
     with pytest.raises(TypeError, match=r"Write ledger\.Budget\(epsilon"):
         ledger.affordable(make(steps=5), 3.0)
+
+
+def test_numbers_of_a_budget_may_be_those_of_numpy_and_jax():
+    """Answers are cached by them, and a JAX array has no hash."""
+    for kind in (np.float32, jnp.float32):
+        budget = ledger.Budget(epsilon=kind(3.0), delta=1e-5)
+        assert ledger.affordable(make(steps=5), budget) == 5
+        assert repr(budget).startswith("Budget(epsilon=3.0,")
+
+
+@dataclasses.dataclass
+class Decay:
+    """A schedule that is an object without a hash, as data classes are."""
+
+    start: float
+
+    def __call__(self, step):
+        return self.start - 0.1 * jnp.asarray(step, jnp.float32)
+
+
+def test_a_schedule_may_be_an_object_without_a_hash():
+    assert walk(make(Decay(2.0), steps=5), 2).steps == 2

@@ -55,10 +55,12 @@ class Budget:
 
     def __post_init__(self) -> None:
         """Refuses budgets that mean nothing."""
-        checks.positive(
+        epsilon = checks.positive(
             "ledger.Budget", "epsilon", self.epsilon, "At 0 no step fits.", infinite=True
         )
-        checked_delta("ledger.Budget", self.delta)
+        # Python's numbers, which the cache of answers can hold.
+        object.__setattr__(self, "epsilon", epsilon)
+        object.__setattr__(self, "delta", checked_delta("ledger.Budget", self.delta))
         if not checked_method("ledger.Budget", self.method or "rdp").proven:
             raise ValueError(
                 f"ledger.Budget(method={self.method!r}): this method is an estimate, and a budget "

@@ -57,13 +57,15 @@ class Weights:
     def __post_init__(self) -> None:
         """Refuses public constants that are not positive."""
         hint = "It is the largest weight that counts, chosen without looking at the data."
-        checks.positive("federated.Weights", "largest", self.largest, hint)
+        largest = checks.positive("federated.Weights", "largest", self.largest, hint)
+        object.__setattr__(self, "largest", largest)  # Python's number, which run.json can hold
         if self.total is not None:
             hint = (
                 "It is an estimate of the sum of all weights, each held to largest=, chosen "
                 "without looking at the data."
             )
-            checks.positive("federated.Weights", "total", self.total, hint)
+            total = checks.positive("federated.Weights", "total", self.total, hint)
+            object.__setattr__(self, "total", total)
         if np.ndim(self.values) != 1:
             raise ValueError(
                 f"federated.Weights(values=...): shape {np.shape(self.values)}; expected one "

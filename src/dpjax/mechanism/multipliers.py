@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,7 +29,8 @@ class Planned:
       table: Its values, as the bytes of a float32 array.
     """
 
-    schedule: optax.Schedule
+    # Not compared: the table is what is accounted and run. A callable object may have no hash.
+    schedule: optax.Schedule = field(compare=False)
     table: bytes
 
     @classmethod
@@ -65,7 +66,7 @@ def planned(multiplier: NoiseMultiplier, steps: int) -> NoiseMultiplier:
         return multiplier
     if not isinstance(multiplier, Planned):
         return Planned.of(multiplier, steps)
-    # A shorter plan keeps the values; only new steps evaluate the function again.
+    # A shorter plan keeps the values; a longer one evaluates the function again, at all steps.
     if steps > multiplier.values.size:
         return Planned.of(multiplier.schedule, steps)
     return Planned(multiplier.schedule, multiplier.values[:steps].tobytes())
@@ -74,7 +75,9 @@ def planned(multiplier: NoiseMultiplier, steps: int) -> NoiseMultiplier:
 def scaled(multiplier: NoiseMultiplier, factor: float) -> NoiseMultiplier:
     """A multiplier with all its noise ``factor`` times as large."""
     if isinstance(multiplier, Planned):
-        schedule = schedules.times(multiplier.schedule, factor)
+        # In float32, as the table: a longer plan begins with the same numbers.
+        inner = multiplier.schedule
+        schedule = schedules.times(lambda step: jnp.asarray(inner(step), jnp.float32), factor)
         return Planned(schedule, (multiplier.values * np.float32(factor)).tobytes())
     if isinstance(multiplier, Sequence):
         return tuple(m * factor for m in multiplier)
