@@ -591,14 +591,18 @@ THREE = [
 
 
 @pytest.mark.parametrize(
-    ("method", "column"),
-    [("rdp-classic", 4), ("rdp", 5), pytest.param("pld", 6, marks=pytest.mark.slow)],
+    ("method", "q", "n", "others", "expected"),
+    [
+        pytest.param(
+            method, *run, z, id=f"{name}-{method}", marks=[pytest.mark.slow] * (method == "pld")
+        )
+        for name, *run, classic, rdp, pld in THREE
+        for method, z in {"rdp-classic": classic, "rdp": rdp, "pld": pld}.items()
+        if z is not None
+    ],
 )
-@pytest.mark.parametrize("row", THREE, ids=lambda row: row[0])
-def test_calibrate_three(row, method, column):
-    _, q, n, others, *_ = row
-    if row[column] is not None:
-        calibrated(lambda z: steps((q, z, n), *others), 3.0, 1e-5, method, row[column], 3e-3)
+def test_calibrate_three(method, q, n, others, expected):
+    calibrated(lambda z: steps((q, z, n), *others), 3.0, 1e-5, method, expected, 3e-3)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_the_demo_ends_with_a_report_in_which_no_figure_is_missing(demo):
 
 
 @pytest.mark.slow
-def test_the_same_command_shows_a_finished_run_again_and_another_is_refused(demo, tmp_path):
+def test_the_same_command_shows_a_finished_run_again_and_another_is_refused(demo):
     folder, outcome = demo
     before = (folder / "params.msgpack").read_bytes()
     again = run("train.py", "--out", folder, "--noreport")
@@ -360,7 +360,7 @@ def test_the_card_can_be_recomputed_and_a_false_one_is_caught(demo, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_recomputed_is_shown_as_it_is(demo, tmp_path):
+def test_what_is_recomputed_is_shown_as_it_is(demo):
     """The tolerance is of the comparison alone."""
     whole = json.loads((demo[0] / "privacy.json").read_text())
     bound = whole["epsilon"]["pld"]["value"]

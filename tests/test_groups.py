@@ -126,7 +126,7 @@ def test_a_mixture_that_the_accountant_cannot_bound_has_no_guarantee():
     event = accounting.subsampled_gaussian(1.0, 0.5, 1)
     assert accounting.epsilon_for_users(event, 1e-5, 50) == math.inf
     # What the caller got wrong is still said.
-    with pytest.raises(ValueError, match="delta"):
+    with pytest.raises(ValueError, match=r"^accounting\.epsilon_for_users\(delta=2\.0\)"):
         accounting.epsilon_for_users(event, 2.0, 50)
 
 

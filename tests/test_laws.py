@@ -301,7 +301,7 @@ def test_an_empty_draw_is_a_step_of_pure_noise():
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("rule", EVERY_RULE[:6])
+@pytest.mark.parametrize("rule", [*ON_ONE_GROUP, BY_LAYER[0]])
 def test_structure_and_shape_are_kept_and_sums_are_float32(rule, dtype):
     params = jax.tree.map(lambda x: x.astype(dtype), some_params())
     result = jax.eval_shape(dpjax.clipped_grad(network, rule), params, some_batch(3))

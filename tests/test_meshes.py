@@ -117,7 +117,12 @@ def test_what_has_no_exact_multiples_is_added_as_it_is(reach):
     np.testing.assert_allclose(value + lost, block.sum(axis=0), rtol=1e-6)
 
 
-@kills("training/recipe.py", "2 * recipe.mechanism.sampling.usual_size", "usual_size", slow=True)
+@kills(
+    "training/recipe.py",
+    "2 * recipe.mechanism.sampling.usual_size",
+    "recipe.mechanism.sampling.usual_size",
+    slow=True,
+)
 @kills(
     "training/recipe.py",
     "[most * rule.bounds[group] for group in",

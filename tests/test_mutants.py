@@ -56,3 +56,4 @@ def test_mutant_is_killed(mutant, tmp_path, judge):
     # 1: tests ran and failed.  Anything else (no such test, a crash) proves nothing.
     assert status == 1, report[-3000:]
     assert " failed" in report, report[-3000:]
+    assert "NameError: name" not in report, "the edit reads a name that is not there"
