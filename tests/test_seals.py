@@ -528,7 +528,10 @@ DIFFERENT = {
     "number in a jitted function": (jax.jit(scaled(2.0)), jax.jit(scaled(3.0))),
     "array": (scaled(jnp.ones(3)), scaled(jnp.zeros(3))),
     "primitive": (jnp.sin, jnp.cos),
-    "widths of a pad": (lambda x: jnp.pad(x, (1, 11)), lambda x: jnp.pad(x, (11, 1))),
+    "widths of a pad": (
+        lambda x: jax.lax.pad(x, 0.0, [(1, 11, 0)]),
+        lambda x: jax.lax.pad(x, 0.0, [(11, 1, 0)]),
+    ),
     "axis": (lambda x: jnp.flip(x, 0), lambda x: jnp.roll(x, 1, 0)),
     "operands": (lambda x: x - 2 * x, lambda x: 2 * x - x),
     "branch": (
