@@ -27,6 +27,7 @@ __all__ = [
     "FIELDS",
     "line_of_log",
     "lock",
+    "opened_for_owner",
     "overwrite",
     "read_arrays",
     "read_json",
@@ -53,6 +54,11 @@ def replace(path: pathlib.Path, content: str | bytes, *, public: bool = False) -
     """
     with replacing(path, public=public) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def opened_for_owner(path: str, flags: int) -> int:
+    """The ``opener`` of `open` for a file that its owner alone can read."""
+    return os.open(path, flags, 0o600)
 
 
 @contextlib.contextmanager

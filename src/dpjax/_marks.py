@@ -258,10 +258,10 @@ def _require_rule(by: _By, rule: Clipping, total: PyTree, name: str) -> None:
     clipped, *what = by
     noise, *wanted = _described(rule, total)
     if what != wanted:
+        norms = f" ({what[1]} and {wanted[1]} random projections)" * (what[1] != wanted[1])
         raise ValueError(
             f"{name}: the sum was clipped by {clipped} to the bounds {what[0]}, and the noise is "
-            f"scaled to {noise} with the bounds {wanted[0]} (projections: {what[1]} and "
-            f"{wanted[1]}); expected one rule for both "
+            f"scaled to {noise} with the bounds {wanted[0]}{norms}; expected one rule for both "
             "links. Usually the rule was written twice: give both links one object, or use "
             "mechanism.private(key), which clips and adds noise by its own rule."
         )

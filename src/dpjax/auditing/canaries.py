@@ -97,7 +97,9 @@ def score_canaries(
       >>> rows, canaries = np.zeros((20, 8), np.float32), 9 * np.eye(8, dtype=np.float32)
       >>> joined = np.array([True, False] * 4)  # by fair coins, in an audit
       >>> mechanism = dpjax.Mechanism(
-      ...     sampling=without(dpjax.sampling.full(28), 20 + np.flatnonzero(~joined)),
+      ...     sampling=dpjax.auditing.without(
+      ...         dpjax.sampling.full(28), 20 + np.flatnonzero(~joined)
+      ...     ),
       ...     clipping=dpjax.clipping.flat(bound=1.0),
       ...     noise_multiplier=0.2,
       ...     steps=3,

@@ -23,7 +23,14 @@ import numpy as np
 from absl import logging
 
 from dpjax import processes
-from dpjax._files import line_of_log, overwrite, read_json, read_log, replace
+from dpjax._files import (
+    line_of_log,
+    opened_for_owner,
+    overwrite,
+    read_json,
+    read_log,
+    replace,
+)
 from dpjax.checkpoints import Checkpoints
 from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
@@ -241,7 +248,7 @@ class Folder:
         size = None
         try:
             # A log that was removed while the run continues begins again, closed to others.
-            with open(self.log, "a", encoding="utf-8", opener=_private) as file:
+            with open(self.log, "a", encoding="utf-8", opener=opened_for_owner) as file:
                 size = file.tell()
                 file.write("".join(self._waiting))
             self._waiting.clear()
@@ -372,10 +379,6 @@ def _marked(folder: pathlib.Path) -> Mark:
         )
     mark = [int(word) for word in words]
     return Mark(max([*steps, *mark[:1]], default=0), max([*counted, *mark[1:]], default=0))
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _same_run(path: pathlib.Path, identity: Mapping[str, Any], folder: pathlib.Path) -> None:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dpjax._files import lock
+from dpjax._files import lock, opened_for_owner
 from dpjax.training.signals import Stop
 
 FINISHED = "finished"
@@ -40,7 +40,7 @@ def begin(command: Sequence[str], folder: pathlib.Path) -> subprocess.Popen[byte
         return None
     try:
         # Closed to others, as metrics.jsonl is: it holds private losses too.
-        with open(folder / "output.txt", "ab", opener=_private) as output:
+        with open(folder / "output.txt", "ab", opener=opened_for_owner) as output:
             # In its own session Ctrl-C reaches only this process, which passes it on once.
             return subprocess.Popen(
                 command,
@@ -54,10 +54,6 @@ def begin(command: Sequence[str], folder: pathlib.Path) -> subprocess.Popen[byte
             )
     finally:
         os.close(handle)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def run_all(
