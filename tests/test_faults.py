@@ -156,8 +156,13 @@ def test_the_last_row_that_a_full_disk_rejected_is_written_before_the_checkpoint
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [2, 4]
 
 
-@kills("training/run_folder.py", "os.open(path, flags, 0o600)", "os.open(path, flags)", slow=True)
-@kills("training/run_folder.py", 'encoding="utf-8", opener=_private', 'encoding="utf-8"', slow=True)
+@kills("_files.py", "os.open(path, flags, 0o600)", "os.open(path, flags)", slow=True)
+@kills(
+    "training/run_folder.py",
+    'encoding="utf-8", opener=opened_for_owner',
+    'encoding="utf-8"',
+    slow=True,
+)
 @pytest.mark.slow
 def test_a_log_that_is_removed_begins_again_and_its_steps_stay_spent(tmp_path):
     log = tmp_path / "metrics.jsonl"
