@@ -125,7 +125,8 @@ def test_one_scale_moves_the_bounds_of_all_groups():
 
 
 def test_a_bound_goes_no_further_than_it_can_be_divided_by():
-    quantile = Quantile(rate=3.0)
+    quantile = Quantile(rate=np.float32(3.0), target=jnp.float32(0.5))
+    assert json.dumps(vars(quantile)), "cards hold Python's numbers"
     assert float(quantile.moved(jnp.float32(2e-6), 1.0)) == pytest.approx(1e-6)
     assert float(quantile.moved(jnp.float32(9e5), 0.0)) == pytest.approx(1e6)
 

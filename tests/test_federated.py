@@ -177,7 +177,9 @@ def test_shares_are_weights_over_the_largest_and_never_above_one():
 @pytest.mark.slow
 def test_raw_counts_as_weights_are_capped_and_divided_by_the_public_total():
     clients = federated.Clients.of([np.full((n, 1), 0.5, np.float32) for n in (2, 5, 40)])
-    weights = federated.Weights(values=clients.counts, largest=10, total=15)
+    # As of NumPy and JAX: run.json holds Python's numbers.
+    weights = federated.Weights(values=clients.counts, largest=jnp.float32(10), total=np.int64(15))
+    assert json.dumps([weights.largest, weights.total_share]) == "[10.0, 1.5]"
     sampler = sampling.poisson(3, 3)
     algorithm = fedavg(clients, mechanism(3, sampler=sampler), weights=weights)
     # Everybody moves by 0.5; shares are 0.2, 0.5 and 1; the public sum of shares is 1.5.

@@ -153,6 +153,21 @@ def test_a_calibrated_mechanism_remembers_what_it_was_calibrated_for():
         base.epsilon()
 
 
+@kills(
+    "mechanism/multipliers.py",
+    "jnp.asarray(inner(step), jnp.float32), factor)",
+    "inner(step), factor)",
+    slow=True,
+)
+def test_a_longer_plan_of_scaled_noise_begins_with_the_same_numbers():
+    """optax.constant_schedule returns Python's float, and the table has its float32."""
+    plan = make(noise_multiplier=optax.constant_schedule(1.1), steps=5)
+    for factor in np.linspace(0.5, 2.0, 50).tolist():
+        scaled = plan.scaled(factor)
+        longer = dataclasses.replace(scaled, steps=7)
+        assert longer.multipliers[:5].tolist() == scaled.multipliers.tolist()
+
+
 @kills("accounting/methods.py", "wanted < 2 * rdp", "wanted < 0 * rdp", slow=True)
 def test_the_tightest_method_is_proven_and_quick():
     schedule = schedules.CURRICULA["linear-down"]()
@@ -235,6 +250,12 @@ def test_runs_without_noise_or_bound_are_reported_as_not_private():
     assert make(steps=0).epsilon(1e-5) == 0.0
 
 
+@kills(
+    "accounting/events.py",
+    "multipliers[1:] != multipliers[:-1])[: len(multipliers)]",
+    "np.diff(multipliers) != 0)[: len(multipliers)]",
+    slow=True,
+)
 @pytest.mark.parametrize("sampler", [sampling.fixed(100, 10), sampling.poisson(100, 10)])
 def test_nothing_but_noise_costs_nothing(sampler):
     drowned = make(sampling=sampler, noise_multiplier=math.inf, steps=3)

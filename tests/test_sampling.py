@@ -93,6 +93,19 @@ def test_an_order_made_from_private_data_is_not_private():
     assert "not private" in sampler.claim
 
 
+@kills("sampling/epochs.py", "np.asarray(indices, np.int64)", "indices", slow=True)
+@kills("sampling/scored.py", "np.asarray(places, np.int64)", "places", slow=True)
+def test_an_order_is_one_whatever_integers_hold_it():
+    order, rates = np.arange(60_000)[::-1], [0.01, 0.02]
+    for make in (
+        lambda kind: sampling.curriculum(order.astype(kind), 600, public=True),
+        lambda kind: sampling.scored(
+            (order % 2).astype(kind), [rates], steps_per_row=9, batch_size=600
+        ),
+    ):
+        assert make(np.int32).fingerprint == make(np.int64).fingerprint
+
+
 def bins(rates, steps_per_row=400):
     places = np.arange(60_000) // 12_000
     return sampling.scored(places, rates, steps_per_row=steps_per_row, batch_size=600)

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Noise is released once: the seals of a process and of a folder, and the identity of a program."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +16,9 @@ from jax.experimental import hijax
 from mutation import kills
 
 import dpjax
-from dpjax import clipping, ledger, noise, sampling, strategies, types
+from dpjax import checks, clipping, ledger, noise, sampling, strategies, types
 from dpjax._jaxpr import _hash, fingerprint
+from dpjax.noise import seals
 from dpjax.noise.seals import remembered, seal
 
 DATA = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
@@ -512,6 +516,33 @@ SAME = {
     ),
     "array of equal numbers": (scaled(jnp.ones(3)), scaled(jnp.ones(3))),
 }
+
+
+@kills("noise/seals.py", "with _lock:", "if True:", slow=True)
+def test_of_two_threads_with_one_key_one_releases(monkeypatch):
+    """Each waits for the other between the look at the table and the entry, if it can."""
+    key, both, found = noise.secret_key(), threading.Barrier(2), seals.remembered
+
+    def late(*given):
+        before = found(*given)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+        return before
+
+    def released(number):
+        try:
+            seals.require_one_release(key, 0, np.array([number], np.uint64), "a thread")
+        except checks.Refused:
+            return 0
+        return number
+
+    monkeypatch.setattr(seals, "remembered", late)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        each = list(pool.map(released, [3, 5]))
+    assert sorted(each) in ([0, 3], [0, 5])
+    assert found(key, 1) == max(each)
+
+
 DIFFERENT = {
     "parameters of an object": (shifted(1), shifted(2)),
     "program in an object": (

@@ -547,6 +547,12 @@ def test_errors_teach(call, words):
         call()
 
 
+@kills(
+    "strategies/participation.py",
+    'checks.instance(call, "even", self.even, bool, hint)',
+    "pass",
+    slow=True,
+)
 def test_arguments_of_another_kind_are_refused():
     for make in (strategies.banded, strategies.buffered):
         for given in (4, 0):

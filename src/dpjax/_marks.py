@@ -191,14 +191,13 @@ def require_start(start: PyTree, rule: Clipping) -> PyTree:
       rule: The rule that clips what is added.
     """
     leaves = jax.tree.leaves(start)
-    dtypes = [jnp.result_type(leaf) for leaf in leaves]
+    dtypes = {jnp.result_type(leaf) for leaf in leaves}
+    wide = {x for x in dtypes if jnp.issubdtype(x, jnp.inexact) and jnp.finfo(x).bits >= 32}
     # Engines add in the dtype of the start, where a narrow one rounds away whole examples.
-    if narrow := [
-        x for x in dtypes if not jnp.issubdtype(x, jnp.inexact) or jnp.finfo(x).bits < 32
-    ]:
+    if narrow := dtypes - wide:
         raise TypeError(
-            f"clipped_grad(start=...): received {narrow[0]} numbers; expected float32 or wider, in "
-            "which sums are kept whatever the parameters are. Usually jnp.zeros_like was mapped "
+            f"clipped_grad(start=...): received {narrow.pop()} numbers; expected float32 or wider, "
+            "in which sums are kept whatever the parameters are. Usually jnp.zeros_like was mapped "
             "over parameters of that dtype: write jnp.zeros(x.shape), or begin with start=None."
         )
     found = [entry for leaf in leaves if (entry := _found(leaf)) is not None]

@@ -200,9 +200,8 @@ def ece(
       equation 3.
     """
     table = reliability(logits, labels, bins=bins)
-    return jnp.sum(table.counts * jnp.abs(table.accuracy - table.confidence)) / jnp.sum(
-        table.counts
-    )
+    gaps = table.counts * jnp.abs(table.accuracy - table.confidence)
+    return jnp.sum(gaps) / jnp.sum(table.counts)
 
 
 def mce(
