@@ -243,7 +243,7 @@ def test_a_permutation_sends_an_index_everywhere():
     assert np.mean(found[:, 0] < found[:, 1]) == pytest.approx(0.5, abs=0.025)
 
 
-@kills("_draws.py", "(offset >> shift) + (low >> shift)", "(offset >> shift)")
+@kills("_draws.py", "(offset >> shift) + (low >> shift)", "(offset >> shift)", slow=True)
 def test_the_sum_of_a_place_and_a_step_carries():
     examples, key = 10**12, jax.random.key(0)
     starts = np.arange(5) * 123_456_789_123 + 2**20 - 1

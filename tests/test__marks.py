@@ -133,6 +133,7 @@ def updated(links, jitted):
     "if found[0].trace != get_opaque_trace_state():",
     "if False:",
     case="False-privatize at some steps",
+    slow=True,
 )
 @kills(
     "mechanism/link.py",
@@ -246,8 +247,8 @@ def test_a_state_that_is_a_constant_is_refused(link):
     ):
         with pytest.raises(ValueError, match="comes from outside of it, as a constant"):
             run(batches)
-    jax.jit(noisy)(state, batches[0])
-    jax.jit(lambda x: noisy(link.init(w), x))(batches[0])
+    jax.eval_shape(noisy, state, batches[0])
+    jax.eval_shape(lambda x: noisy(link.init(w), x), batches[0])
 
 
 def with_state(run):
@@ -277,7 +278,7 @@ SHARED = {
 }
 
 
-@kills("noise/one_run.py", "or not set(inner) <= set(around)", "", case="map")
+@kills("noise/one_run.py", "or not set(inner) <= set(around)", "", case="map", slow=True)
 @pytest.mark.parametrize("name", SHARED)
 def test_rounds_that_share_the_noise_of_one_state_are_refused(name):
     """The difference of two rounds would be that of their sums, 0.2 in each entry."""
@@ -342,7 +343,12 @@ def test_a_clipped_sum_says_by_which_rule(jitted):
 @kills("_marks.py", " and not found[0].noised", "", slow=True)
 @kills("_marks.py", "same = one[1:] == other[1:]", "same = True", slow=True)
 @kills("_marks.py", "same = trees.traced(leaves) or not any", "same = True or any", slow=True)
-@kills("_marks.py", "rule.name, rule.bounds, rule.projections,", "rule.name, rule.bounds, 0,")
+@kills(
+    "_marks.py",
+    "rule.name, rule.bounds, rule.projections,",
+    "rule.name, rule.bounds, 0,",
+    slow=True,
+)
 def test_clipped_sums_are_known_in_a_loop_of_ones_own():
     clipped_grad = dpjax.clipped_grad(lambda w, x: jnp.sum(w * x), RULE)
     link, data = noised(), jnp.ones((4, 3))

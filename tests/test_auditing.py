@@ -83,7 +83,12 @@ def test_one_run_without_noise_is_found_out():
     assert infinite == np.inf
 
 
-@kills("auditing/canaries.py", "np.lexsort((ties, scores))", "np.argsort(scores, stable=True)")
+@kills(
+    "auditing/canaries.py",
+    "np.lexsort((ties, scores))",
+    "np.argsort(scores, stable=True)",
+    slow=True,
+)
 def test_equal_scores_say_nothing():
     members = np.arange(100) >= 50
     right, made = auditing.guess_members(np.zeros(100), members, guesses=100)
@@ -146,7 +151,7 @@ BAD = {
 }
 
 
-@kills("auditing/canaries.py", "least=0, most=canaries)", "least=0)")
+@kills("auditing/canaries.py", "least=0, most=canaries)", "least=0)", slow=True)
 @pytest.mark.parametrize("name", BAD)
 def test_errors_teach(name):
     call, teaches = BAD[name]
@@ -154,7 +159,7 @@ def test_errors_teach(name):
         call()
 
 
-@kills("auditing/canaries.py", "guesses // 2, truths == 1", "guesses // 2, truths")
+@kills("auditing/canaries.py", "guesses // 2, truths == 1", "guesses // 2, truths", slow=True)
 @pytest.mark.parametrize("kind", [bool, int, float, list, jnp.asarray])
 def test_members_are_members_however_they_are_written(kind):
     members = np.array([1, 0, 1, 0])

@@ -109,7 +109,8 @@ def test_what_another_subcommand_needs_is_not_imported():
         (["train", "--epsilon=3"], "(here it is --target_epsilon)"),
         (["train", "my.csv"], "A file of data: --dataset=my.csv"),
         (["train", "--out="], "--out=: Expected a path."),
-        (["train", "--seed=99999999999999999999"], "is not an integer in the range"),
+        (["train", f"--seed={2**32}"], "is not an integer in the range"),
+        (["train", "--seed=-1"], "is not an integer in the range"),
         (["train", "--dataset=wine_quality"], "its target is a quantity"),
         (["train", "steps=3"], "begin with two dashes"),
         (["sweep", "--gird=a=1"], "Did you mean: grid"),
@@ -803,6 +804,22 @@ def test_the_price_of_a_run_that_continues_another_counts_both(workshop, caplog)
     assert not caplog.text
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--optimizer=dp_adam --sampling=cyclic_poisson --noise=banded", "describe no private run"),
+        ("--sampling=fixed --accountant=pld", r"--accountant=pld --sampling=fixed: "),
+        (
+            "--sampling=fixed --accountant=pld --max_epsilon=2 --delta=1e-3",
+            r"--accountant=pld --sampling=fixed: ",
+        ),
+    ],
+)
+def test_flags_that_no_accountant_or_optimizer_takes_are_told(words, message, workshop):
+    with pytest.raises(app.UsageError, match=message):
+        planned(*words.split())
+
+
 def test_a_full_disk_is_answered_in_words(workshop, tmp_path, monkeypatch, capsys):
     given = copy.deepcopy(FLAGS)
     words = ["train", "--dataset=my.npz", f"--out={tmp_path / 'run'}", "--batch_size=20"]
@@ -815,6 +832,9 @@ def test_a_full_disk_is_answered_in_words(workshop, tmp_path, monkeypatch, capsy
 
     monkeypatch.setattr(job, "train", raises)
     with pytest.raises(SystemExit, match="No space left on device\nUsually the disk is full"):
+        job.run(given, [])
+    full = OSError(13, "Permission denied", "weights.npz")
+    with pytest.raises(SystemExit, match=r"^\[Errno 13\] Permission denied: 'weights.npz'$"):
         job.run(given, [])
     full = BrokenPipeError()
     with pytest.raises(BrokenPipeError):

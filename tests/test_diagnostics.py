@@ -76,7 +76,7 @@ def test_a_broken_example_is_in_neither_mean():
 def test_histogram_and_fraction_count_what_clipped_grad_returns():
     rule = clipping.flat(1.0)
     norms = clipped_grad(quadratic, rule, "vmap")({"w": W}, (X, Y)).norms
-    counts, edges = diagnostics.norm_histogram(norms, bins=5)
+    counts, edges = diagnostics.norm_histogram(norms, bins=5.0)
     want, want_edges = np.histogram(norms[:, 0], bins=5, range=(0, float(norms.max())))
     assert np.array_equal(counts[0], want)
     np.testing.assert_allclose(edges, want_edges, rtol=1e-6)

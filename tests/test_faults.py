@@ -189,6 +189,7 @@ def test_nothing_runs_where_nothing_can_be_saved(tmp_path, monkeypatch):
     "training/run_folder.py",
     'overwrite(self.path / "furthest", 0, f',
     'replace(self.path / "furthest", f',
+    slow=True,
 )
 @kills(
     "training/run_folder.py", "overwrite(path, size, bytes(max(0, room - size)))", "pass", slow=True
@@ -756,6 +757,45 @@ def test_a_state_that_was_changed_between_two_calls_is_refused(tmp_path):
     with pytest.raises(ledger.Refused, match=r"params of the given state .* at this step, 2"):
         _seen(tmp_path, algorithm, steps=1, state=state._replace(params=state.params + 1))
     assert _seen(tmp_path, algorithm, steps=1, state=state).ledger.steps == 3
+
+
+@kills("training/runner.py", "given > found.state.ledger.steps", "False", slow=True)
+def test_steps_that_ran_without_fit_count_when_fit_has_seen_them(tmp_path):
+    algorithm = runs.make(steps=4)
+    state = _seen(tmp_path, algorithm, steps=1)
+    further, _ = algorithm.step(algorithm.step(state)[0])
+    with pytest.raises(KeyboardInterrupt):
+        _interrupted(algorithm, further, tmp_path)
+    assert _spent(tmp_path) == [3]
+
+
+def _interrupted(algorithm, state, folder):
+    """A call of `fit` that ends before its first step."""
+
+    def never(*_):
+        raise KeyboardInterrupt
+
+    algorithm = dataclasses.replace(algorithm, step=never, run=never)
+    dpjax.fit(algorithm, state, directory=folder, progress=False)
+
+
+def test_a_state_that_was_put_on_a_device_resumes(tmp_path):
+    algorithm = runs.make(steps=4)
+    placed = jax.device_put(runs.start(algorithm))
+    _seen(tmp_path, algorithm, state=placed, last=3)
+    assert _seen(tmp_path, algorithm, state=placed).ledger.steps == 4
+
+
+def test_the_info_of_a_step_of_ones_own_is_a_named_tuple():
+    algorithm = runs.make(steps=2)
+
+    def step(state):
+        state, info = algorithm.step(state)
+        return state, info._asdict()
+
+    own = dataclasses.replace(algorithm, step=step, run=None)
+    with pytest.raises(TypeError, match="info of a step is a dict; expected a NamedTuple"):
+        dpjax.fit(own, runs.start(own), progress=False)
 
 
 @kills("training/fit.py", "evaluate(trees.copy(run.state))", "evaluate(run.state)", slow=True)

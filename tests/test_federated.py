@@ -274,6 +274,12 @@ def test_padding_and_other_clients_rows_contribute_nothing():
 
 
 @pytest.mark.slow
+def test_a_secret_key_trains_clients_whatever_the_default_generator():
+    with jax.default_prng_impl("unsafe_rbg"):
+        algorithm = fedavg(some_clients(2, 3), mechanism(2))
+        algorithm.init(dpjax.noise.secret_key(), jnp.zeros(3))
+
+
 def test_the_order_of_clients_does_not_matter():
     groups = [np.random.default_rng(n).normal(size=(n, 3)).astype(np.float32) for n in range(7)]
     ways = [groups, groups[::-1]]

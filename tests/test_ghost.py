@@ -209,11 +209,11 @@ def tagged(function):
 
 
 CASES = {
+    "remat": lambda: linen(Remat(), (4,)),
     "tanh of few channels": lambda: linen(Pooled(4), (16, 16, 1)),
     "lstm": lambda: linen(Recurrent(), (5, 3)),
     "attention": lambda: linen(Attention(), (6,), integer=True),
     "norms and pools": lambda: linen(Normed(), (8, 8, 2)),
-    "remat": lambda: linen(Remat(), (4,)),
     "weight norm": lambda: linen(nn.WeightNorm(nn.Dense(3)), (4,)),
     "einsum": plain(lambda x, w: jnp.einsum("td,dhk->htk", x, w), (5, 3), w=(3, 2, 4)),
     "matrix on the left": plain(lambda x, w, b: w @ x + b[:, None], (3, 5), w=(4, 3), b=(4,)),
@@ -1480,6 +1480,7 @@ def in_two_dtypes(name):
     'if sources and name != "scan" and _mixed_precision(equation):',
     "if False:",
     case="two uses",
+    slow=True,
 )
 @kills(
     "gradients/_bookkeeping/trace.py",
@@ -1705,6 +1706,7 @@ def test_many_uses_of_a_leaf_are_no_quadratic_program():
     "if pieces is not None:",
     "if pieces is not None and not (found and into_table(i, found)):",
     case="0.0-derivative, kept",
+    slow=True,
 )
 @pytest.mark.parametrize("rule", ["rows", "derivative, kept"])
 @pytest.mark.parametrize("left_over", [0.0, 1e-4, 1.0])

@@ -225,8 +225,15 @@ NARROWER = {
     "for e in used if rounds_coarsely(e)",
     "for e in ()",
     case="mantissa",
+    slow=True,
 )
-@kills("gradients/_estimated_norms/jl.py", "for p in given if", "for p in () if", case="default")
+@kills(
+    "gradients/_estimated_norms/jl.py",
+    "for p in given if",
+    "for p in () if",
+    case="default",
+    slow=True,
+)
 @pytest.mark.parametrize("name", NARROWER)
 def test_a_model_that_would_round_the_sum_is_refused(name):
     """In bfloat16 a sum near 256 moves by 2 or not at all, whatever an example's bound is."""

@@ -395,7 +395,12 @@ def test_a_tuple_of_multipliers_gives_each_group_its_own_noise():
     "step_key(key, Purpose.NOISE, 0)",
     slow=True,
 )
-@kills("noise/link.py", "(state.key, state.step + 1, memory)", "(state.key, state.step, memory)")
+@kills(
+    "noise/link.py",
+    "(state.key, state.step + 1, memory)",
+    "(state.key, state.step, memory)",
+    slow=True,
+)
 @kills(
     "_packing.py",
     "jnp.split(array.reshape(-1), list(itertools.accumulate(sizes))[:-1])",

@@ -611,7 +611,7 @@ def test_estimated_norms_refuse_a_solver():
         dpjax.clipped_grad(loss, clipping.jl(1.0, 5))(W, X, key=jax.random.key(0))
 
 
-@kills("gradients/loss_checks.py", "shape[:1] == (examples,)", "shape[:1] == ()")
+@kills("gradients/loss_checks.py", "shape[:1] == (examples,)", "shape[:1] == ()", slow=True)
 def test_a_loss_that_closes_over_the_data_is_told(caplog):
     inputs = jnp.arange(21.0).reshape(7, 3)
     with caplog.at_level("WARNING"):

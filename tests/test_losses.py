@@ -322,6 +322,18 @@ def test_composite_takes_a_column_of_labels():
     assert one == row
 
 
+@pytest.mark.promotes
+@pytest.mark.parametrize(
+    ("dtype", "classes"), [(jnp.uint8, 256), (jnp.uint8, 300), (jnp.int8, 128)]
+)
+def test_composite_takes_narrow_labels_of_many_classes(dtype, classes):
+    """Where a whole number of the label's dtype does not reach the number of classes."""
+    loss, logits = losses.composite(), jnp.linspace(-1.0, 1.0, classes)
+    want = loss(logits, jnp.int32(100), hidden=[logits], epoch=0)
+    assert loss(logits, jnp.asarray(100, dtype), hidden=[logits], epoch=0) == want
+    assert jnp.isfinite(want)
+
+
 def test_composite_of_a_label_outside_the_classes_pulls_at_nothing():
     loss = losses.composite()
     value, slopes = jax.value_and_grad(

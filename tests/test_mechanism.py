@@ -361,6 +361,9 @@ def test_calibration_leaves_room_for_the_preparation():
     assert 1.99 < calibrated.epsilon(1e-5) <= 2.0
     with pytest.raises(ValueError, match=r"not reachable.*private moments of features"):
         prepared.calibrate(0.5, 1e-5, "rdp")  # the preparation alone costs more
+    fixed = dataclasses.replace(prepared, sampling=sampling.fixed(1000, 20), preparation=(1.0,))
+    with pytest.raises(ValueError, match=r"not reachable.*private moments of features"):
+        fixed.calibrate(2.0, 1e-5)
     fits = dpjax.ledger.affordable(calibrated, dpjax.ledger.Budget(epsilon=0.5, delta=1e-5))
     assert fits == 0
 

@@ -50,7 +50,7 @@ def test_calibration_equals_counting_counted(bins):
 def test_fifteen_bins_are_the_default():
     assert metrics.reliability(LOGITS, LABELS).counts.shape == (15,)
     assert metrics.ece(LOGITS, LABELS) == metrics.ece(LOGITS, LABELS, bins=15)
-    assert metrics.mce(LOGITS, LABELS) == metrics.mce(LOGITS, LABELS, bins=15)
+    assert metrics.mce(LOGITS, LABELS) == metrics.mce(LOGITS, LABELS, bins=15.0)
 
 
 def test_reliability_counts_everything_once():

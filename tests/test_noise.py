@@ -224,14 +224,25 @@ class TestKeys:
         with pytest.raises(TypeError, match="expected a key, such as"):
             noise.gaussian(1.0, RULE, key=key)
 
-    def test_keys_whose_folds_meet_are_refused(self):
-        """Of this generator fold_in(fold_in(k, a), b) is fold_in(fold_in(k, b), a)."""
-        key = jax.random.key(0, impl="unsafe_rbg")
+    @kills("checks.py", 'not in ("threefry2x32", "rbg")', '== "unsafe_rbg"', slow=True)
+    @pytest.mark.parametrize(
+        "generator", ["unsafe_rbg", "threefry4x32", "philox4x32", "philox2x32"]
+    )
+    def test_keys_whose_folds_meet_or_whose_seeds_are_not_told_are_refused(self, generator):
+        """Of unsafe_rbg fold_in(fold_in(k, a), b) is fold_in(fold_in(k, b), a)."""
+        key = jax.random.key(0, impl=generator)
         with pytest.raises(ValueError, match="would share their noise"):
             noise.gaussian(1.0, RULE, key=key)
         with pytest.raises(ValueError, match="would share their noise"):
             sampling.poisson(10, 2).draw(key, 0)
         noise.gaussian(1.0, RULE, key=jax.random.key(0, impl="rbg")).init(jnp.zeros(3))
+
+    @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+    def test_several_keys_are_refused(self, impl):
+        keys = jax.random.split(jax.random.key(0, impl=impl), 3)
+        for several in (keys, jax.random.key_data(keys)):
+            with pytest.raises(ValueError, match=r"key of shape \(3.*expected one key"):
+                noise.gaussian(1.0, RULE, key=several)
 
 
 @pytest.mark.promotes

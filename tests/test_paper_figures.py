@@ -270,6 +270,26 @@ def test_a_negative_verdict_is_open_until_the_rows_that_it_needs_ran(imported):
     assert verdict(compared._replace(rows=["tanh"], than=["ReLU"])) == "holds"
 
 
+def test_average_settings_of_a_sweep_hold_within_half_a_step_of_its_grid(imported):
+    claims, tables = imported("common.claims"), imported("common.result_tables")
+    # 20 rows, of which the best two have s = 1 and 2, and T = 4 and 4.
+    grid = [(s, t) for t in (1, 2, 4, 8, 16) for s in (1, 2, 4, 8)]
+    score = {(1, 4): 90.0, (2, 4): 89.0}
+    rows = {f"s={s} T={t}, 9 steps": seeds(score.get((s, t), 50.0 - s - t)) for s, t in grid}
+    claim = claims.Claim("", (), "1.50, 4.00", why="two nights", sweep=list(rows))
+    found = claims.judged(claim, rows)
+    assert (found.row, found.ours, found.verdict) == ("s=1 T=4, 9 steps", [1.5, 4.0], "holds")
+    assert tables.here(found) == "1.50, 4.00"
+    for printed, verdict in (
+        ("1.07, 5.60", "holds"),
+        ("1.05, 4.00", "does not hold"),
+        ("1.50, 5.70", "does not hold"),
+    ):
+        assert claims.judged(claim._replace(published=printed), rows).verdict == verdict
+    del rows["s=8 T=16, 9 steps"]
+    assert claims.judged(claim, rows).verdict == "not run: two nights", "a part of a sweep is none"
+
+
 @pytest.mark.parametrize("count", [2, 3, 10, 30, 300])
 def test_more_seeds_do_not_make_a_certain_difference_level(count, imported):
     claims = imported("common.claims")

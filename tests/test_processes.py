@@ -120,6 +120,7 @@ def test_a_signal_to_one_process_reaches_all(monkeypatch):
     "training/assembly.py",
     "processes.require_agreement(name, lambda: _facts_of_dispatch(state, count) | plan())",
     "pass",
+    slow=True,
 )
 @kills("training/assembly.py", "        **environment.numerics(),\n", "", case="setting", slow=True)
 @kills("training/assembly.py", '"the number of steps": count,', "", case="count", slow=True)

@@ -76,7 +76,7 @@ def test_every_row_leaves_card_statement_and_parameters(tmp_path):
     assert verify.main([str(tmp_path)]) == 0
 
 
-@kills("ledger.py", "max(int(ledger.chosen), len(steps))]", "len(steps)]")
+@kills("ledger.py", "max(int(ledger.chosen), len(steps))]", "len(steps)]", slow=True)
 @kills("training/fit.py", "        run.end()\n", "", slow=True)
 @kills(
     "reports/load_run.py",
@@ -219,7 +219,7 @@ def test_a_budget_bounds_what_a_stop_by_results_costs(tmp_path):
     slow=True,
 )
 @kills("training/runner.py", "        folder.begin()\n", "", slow=True)
-def test_a_resumed_run_keeps_the_kind_of_its_key(tmp_path):
+def test_a_resumed_run_keeps_the_kind_of_its_key(tmp_path, caplog):
     run = algorithm()
     seeded = run.init(jax.random.key(0), {"w": jnp.zeros((1,))})
     options = {"directory": tmp_path, "progress": False}
@@ -230,6 +230,7 @@ def test_a_resumed_run_keeps_the_kind_of_its_key(tmp_path):
     for state in (seeded, started(run)):
         with pytest.raises(InterruptedError):
             dpjax.fit(run, state, evaluate=dies, evaluate_every=2, **options)
+    assert "keeps that key; the given one is ignored" in caplog.text
     assert dpjax.training.earlier(tmp_path)[0].seeded
     # Without a checkpoint and without a step it takes the key that it is given.
     fresh = tmp_path / "fresh"
@@ -238,6 +239,23 @@ def test_a_resumed_run_keeps_the_kind_of_its_key(tmp_path):
     (fresh / "run.json").write_text(json.dumps(facts))
     dpjax.fit(run, started(run), directory=fresh, progress=False)
     assert not dpjax.training.earlier(fresh)[0].seeded
+
+
+@kills("training/released.py", 'read_json(path / "run.json")', "folder.identity", slow=True)
+def test_a_secret_run_that_is_resumed_with_a_seed_is_for_release(tmp_path):
+    run = algorithm()
+
+    def dies(state):
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        dpjax.fit(
+            run, started(run), directory=tmp_path, progress=False, evaluate=dies, evaluate_every=2
+        )
+    seeded = run.init(jax.random.key(0), {"w": jnp.zeros((1,))})
+    dpjax.fit(run, seeded, directory=tmp_path, progress=False)
+    assert left(tmp_path)[0]["seed_published"] is None
+    assert "not for release" not in (tmp_path / "statement.txt").read_text()
 
 
 @kills("training/run_identity.py", "= trees.seeded(state.key)", "= False", slow=True)
@@ -312,7 +330,7 @@ def test_a_seed_that_a_run_names_is_published_to_all_readers(name, value, tmp_pa
     assert load_run.read(tmp_path).seed == value
 
 
-@kills("_files.py", "0o666 if public else 0o600", "0o666")
+@kills("_files.py", "0o666 if public else 0o600", "0o666", slow=True)
 @kills("_files.py", "os.O_WRONLY | os.O_CREAT, 0o600)", "os.O_WRONLY | os.O_CREAT)", slow=True)
 def test_files_with_private_numbers_are_their_owners_alone(tmp_path):
     run = algorithm()
@@ -321,7 +339,7 @@ def test_files_with_private_numbers_are_their_owners_alone(tmp_path):
     assert open_to_all == {"privacy.json", "statement.txt", "params.msgpack"}
 
 
-@kills("training/released.py", "seed_of(folder.identity)", "None", slow=True)
+@kills("training/released.py", 'seed_of(read_json(path / "run.json"))', "None", slow=True)
 def test_every_row_says_that_its_seed_is_published(tmp_path):
     """Also where the key does not show it, as of a seed above 2^32 with x64."""
     run, words = algorithm(), []

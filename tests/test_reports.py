@@ -250,6 +250,21 @@ def test_a_schedule_is_described():
     schedule = schedules.CURRICULA["linear-down"](epochs=5, steps_per_epoch=2)
     words = dpjax.statement(make(noise_multiplier=schedule, steps=10), 1e-5)
     assert "5 to 1 (5 values, by a schedule)" in words
+    words = dpjax.statement(make(noise_multiplier=schedules.table([2.0, 0.5, 2.0]), steps=3), 1e-5)
+    assert "multiplier 2 to 2, between 0.5 and 2 (2 values, by a schedule)" in words
+
+
+def test_what_one_example_moves_is_rounded_up_and_doubled_by_a_replacement():
+    words = dpjax.statement(make(clipping=clipping.grouped(1.0, 2), steps=3), 1e-5)
+    assert "one example moves the sum by at most 1.415\n" in words
+    words = dpjax.statement(make(sampling=sampling.fixed(10_000, 100), steps=3), 1e-5)
+    assert "one example moves the sum by at most 2, a replacement by twice that\n" in words
+
+
+def test_bins_are_stated_by_their_own_size():
+    """Sums are divided by the batch size, and 1,000 examples fill 3 bins of 300 or more."""
+    words = dpjax.statement(make(sampling=sampling.balls_in_bins(1000, 300), steps=3), 1e-5)
+    assert "balls_in_bins: 333.333 of 1,000 examples a step (rate 0.333)" in words
 
 
 def test_what_scales_the_noise_beside_the_mechanism_is_said_of_its_run_alone():

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 import run_binary
-from absl import app
+from absl import app, flags
 from mutation import kills
 from small_mechanisms import mechanism_with
 
@@ -27,6 +27,7 @@ from dpjax import accounting, reports, sampling
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.compare import job as compare_job
 from dpjax.cli.compare.job import groups_of
+from dpjax.cli.flag_checks import writable_folder
 from dpjax.cli.sweep import FLAGS, possible_runs, search_cost, search_results, search_space
 from dpjax.cli.sweep.job import (
     candidates_from_flags,
@@ -491,6 +492,12 @@ def test_a_range_is_no_list_of_every_cost():
     given(["sweep", "--grid=momentum=0,0.9", "--free=momentum"])
     with pytest.raises(app.UsageError, match="goes with --binary"):
         candidates_from_flags(given)
+    given = copy.deepcopy(FLAGS)
+    given(["sweep", "--grid=x=1,2", "--reports", "--binary=x.py"])
+    with pytest.raises(app.UsageError, match=r"--reports --binary=x\.py: a script draws"):
+        candidates_from_flags(given)
+    with pytest.raises(flags.IllegalFlagValueError, match="Expected a path"):
+        given(["sweep", "--binary="])
 
 
 @kills(
@@ -542,6 +549,40 @@ def test_a_run_that_has_not_finished_protects_what_it_was_made_for(tmp_path):
 
 
 @kills("cli/sweep/job.py", "public = number_of_runs(given) is None", "public = True", slow=True)
+def finished_run(folder):
+    folder.mkdir()
+    claim = {"epsilon": {"rdp": {"value": 1.0, "proven": True}}}
+    (folder / "privacy.json").write_text(json.dumps(card() | claim))
+    (folder / "metrics.jsonl").write_text('{"step": 50, "epsilon": 1.0, "accuracy": 0.9}\n')
+    (folder / "finished").touch()
+    return folder
+
+
+@kills("cli/sweep/job.py", "if given.binary and (silent", "if False and (silent", slow=True)
+def test_a_script_that_failed_without_a_description_may_have_spent_anything(tmp_path):
+    given = copy.deepcopy(FLAGS)
+    given(["sweep", "--grid=x=1,2", "--binary=x.py"])
+    trials = {
+        folder: search_space.Trial({"x": folder.name}, None, 0)
+        for folder in (finished_run(tmp_path / "1"), tmp_path / "2")
+    }
+    known, _ = costs(given, {"x": ["1", "2"]}, trials)
+    assert known["prices"][1]["epsilon"] is not None, "the second has not begun"
+    (tmp_path / "2").mkdir()
+    (tmp_path / "2" / "output.txt").touch()
+    unknown, said = costs(given, {"x": ["1", "2"]}, trials)
+    assert unknown["prices"][1]["epsilon"] is None
+    assert "no file says what 2 spent" in said
+
+
+@kills("cli/flag_checks.py", "if mode != 0o777:", "if False:", slow=True)
+def test_the_folder_of_a_secret_number_of_runs_is_its_owners_alone_though_it_was_there(tmp_path):
+    for mode, others in ((0o777, 0o055), (0o700, 0)):
+        tmp_path.chmod(0o755)
+        writable_folder(tmp_path, tmp_path, mode=mode)
+        assert tmp_path.stat().st_mode & 0o077 == others
+
+
 @kills("cli/sweep/job.py", "RELEASED if public else _COUNTED", "RELEASED", slow=True)
 @kills("cli/compare/job.py", "badges = {badge, *map", "badges = {*map", slow=True)
 @pytest.mark.parametrize(
@@ -552,13 +593,8 @@ def test_results_that_tell_a_secret_number_of_runs_are_their_owners_alone(
 ):
     given = copy.deepcopy(FLAGS)
     given(["sweep", "--grid=x=1", number, "--binary=x.py"])
-    run = tmp_path / "run"
-    run.mkdir()
+    run = finished_run(tmp_path / "run")
     monkeypatch.setattr(compare_job, "draw", lambda *_: ("<svg/>", b"", []))
-    claim = {"epsilon": {"rdp": {"value": 1.0, "proven": True}}}
-    (run / "privacy.json").write_text(json.dumps(card() | claim))
-    (run / "metrics.jsonl").write_text('{"step": 50, "epsilon": 1.0, "accuracy": 0.9}\n')
-    (run / "finished").touch()
     conclude(given, tmp_path, {"x": ["1"]}, {run: search_space.Trial({"x": "1"}, None, 0)})
     os.umask(umask := os.umask(0))
     page = tmp_path / "comparison.html"
@@ -595,19 +631,21 @@ def test_a_plan_is_its_owners_alone(tmp_path):
 
 @kills("cli/sweep/job.py", "if hash_of(f) != there", "if False", slow=True)
 @pytest.mark.parametrize("number", ["--random=2", "--random_runs=geometric:3"])
-def test_a_search_whose_file_of_data_changed_is_refused(number, tmp_path):
+def test_a_search_whose_file_of_data_changed_is_refused(number, tmp_path, monkeypatch):
     """Also a file that no run drew: the best of a random number pays for its settings too."""
     files = [tmp_path / name for name in ("a.csv", "b.csv")]
     for file in files:
         file.write_text("x,label\n" + "0,0\n1,1\n" * 20)
     given = copy.deepcopy(FLAGS)
-    ranges = f"--ranges=dataset={files[0]},{files[1]};learning_rate=0.1,0.2"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    # A shell leaves ~ as it is there.
+    ranges = f"--ranges=dataset={files[0]},~/b.csv;learning_rate=0.1,0.2"
     given(["sweep", ranges, "--fixed=epochs=1;model=linear", number, "--seed=0"])
     begun = planned(given, tmp_path, candidates_from_flags(given))
-    for file in files:
+    for file, given_as in zip(files, (files[0], "~/b.csv"), strict=True):
         before = file.read_text()
         file.write_text(before + "1,1\n")
-        with pytest.raises(app.UsageError, match=f"--dataset={file}: the file differs"):
+        with pytest.raises(app.UsageError, match=f"--dataset={given_as}: the file differs"):
             planned(given, tmp_path, candidates_from_flags(given))
         file.write_text(before)
         assert planned(given, tmp_path, candidates_from_flags(given)) == begun

@@ -168,8 +168,8 @@ def test_an_infinite_epsilon_is_null_on_disk_and_infinite_when_it_is_read(tmp_pa
 )
 @kills(
     "training/fit.py",
-    "{*row, *FIELDS}",
-    "{*row}",
+    "{*row, *FIELDS, speed}",
+    "{*row, speed}",
     case="options12-TypeError-without the names of the log",
     slow=True,
 )
@@ -190,6 +190,11 @@ def test_an_infinite_epsilon_is_null_on_disk_and_infinite_when_it_is_read(tmp_pa
         ({"evaluate": lambda state: {"stop": np.zeros(2)}}, TypeError, "expected one truth value"),
         ({"evaluate": lambda state: {"counted": 0}}, TypeError, "without the names of the log"),
         ({"evaluate": lambda state: {"estimate": 1}}, TypeError, "without the names of the log"),
+        (
+            {"evaluate": lambda state: {"examples_per_second": 3.0}, "evaluate_every": 1},
+            TypeError,
+            "returned .'examples_per_second'.; .* without the names of the log",
+        ),
     ],
 )
 def test_options_that_fit_cannot_use_are_refused(options, error, message):

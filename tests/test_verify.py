@@ -20,6 +20,7 @@ import dpjax
 from dpjax import clipping, reports, sampling, strategies, verify
 from dpjax.accounting.loss_distributions import rounded
 from dpjax.accounting.rounding import upwards
+from dpjax.mechanism import Spent
 from dpjax.mechanism.correlated import is_amplified
 from dpjax.verify import cards, events, gaussian
 from dpjax.verify.fields import BOUNDS
@@ -80,6 +81,12 @@ def changed(card, path, value):
         {"sampling": SCORED},
         {"sampling": sampling.shuffled(90_000, 100), "noise_multiplier": 4.0},
         {"sampling": sampling.full(500), "noise_multiplier": 0.001},
+        {
+            "sampling": sampling.full(500),
+            "neighbours": "replace-one",
+            "before": [Spent(sampling=sampling.fixed(1000, 10), runs=((4.0, 5),))],
+        },
+        {"sampling": sampling.fixed(1000, 20), "noise_multiplier": 1e9},
         {"clipping": clipping.per_group([0.0, 1.0], groups=2)},
         {"before": [mechanism().spent(mechanism().multipliers)]},
     ],
@@ -93,6 +100,13 @@ def test_every_claim_of_an_honest_card_holds(options):
     assert claimed
     said = re.compile(r" by (rdp|pld), the best accountant here: holds$")
     assert sum(bool(said.search(line)) for line in lines) == len(claimed)
+
+
+@kills("verify/epsilon.py", "if 2 * one > 1e-4 * POINTS:", "if False:", slow=True)
+def test_noise_whose_losses_fill_the_memory_is_told():
+    card = json.loads(json.dumps(reports.card(mechanism(noise_multiplier=0.001), DELTA)))
+    with pytest.raises(verify.Unreadable, match=r"noise multiplier 0\.001 hides nearly nothing"):
+        verify.epsilon.recompute(card, "pld")
 
 
 @kills("verify/events.py", "found[float(q.max()), ", "found[float(q.min()), ", slow=True)
@@ -550,6 +564,7 @@ def test_it_imports_nothing_else_of_dpjax():
 CORRELATED = {
     "square root": strategies.square_root(steps=40),
     "two bands": strategies.toeplitz(40, [1.0, -0.5]),
+    "rising": strategies.toeplitz(40, [1.0, 2.0]),
     "normalized": strategies.toeplitz(40, [1.0, 0.5, 0.2], normalized=True),
     "inverse": strategies.banded_inverse_square_root(steps=40, bands=4),
     "buffered": strategies.buffered(steps=40, buffers=2),

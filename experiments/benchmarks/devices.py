@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time, memory and agreement of a private step on the device that JAX finds, beside its plan.
 
-  result    on an H100 a private step takes 1.22, 1.18, 1.60, 1.22 and 0.87 times a plain one (W1 to
-            W5), where `vmap` takes 2.69 (W1), 7.34 (W3), 2.62 and 1.11; the fastest mode of Opacus
-            takes 10.6, 6.1 and 2.9 times as long as dpjax (W1 to W3)
+  result    on an H100 a private step takes 1.22, 1.18, 1.60, 1.33 and 0.91 times a plain one (W1 to
+            W5), where `vmap` takes 2.69 (W1), 7.34 (W3), 2.39 and 1.15; the fastest mode of Opacus
+            takes 10.6, 6.1, 2.9, 8.4 and 9.8 times as long as dpjax
   hardware  one NVIDIA H100 80GB, JAX 0.11.2; no TPU; on a CPU it runs too, and shows that it runs
   command   make bench BENCH=devices ARGS="--models=W5 --seconds=2 --out FILE", once for each model
   figures   experiments/results/devices.json; the table in docs/pages/speed.md (``--page``)

@@ -22,9 +22,12 @@ means is beyond chance, by a one-sided Welch test at 5 %; otherwise they do not 
 difference may be in the claimed direction ("within chance"). "Level" holds if the first mean is at
 most half a point (of an mse: 5 %) worse than the second. A comparison with one seed on a side is
 open. So is a negative verdict while a row is missing that the claim needs, at the printed rate or
-at rates around the best that ran. Of rows at several rates the best mean counts, on test data."""
+at rates around the best that ran. Of rows at several rates the best mean counts, on test data.
+Average settings of the best tenth of a sweep hold if each is within half a step of the grid that
+runs here, a factor of sqrt(2)."""
 
 TOLERANCE, RELATIVE, CHANCE = 0.5, 0.05, 0.05  # points; the part of an mse; the level of the test
+HALF_A_STEP = math.sqrt(2)  # of a grid whose neighbours differ by a factor of two
 HOLDS, BETTER, FAILS, OPEN, NOT_RUN = "holds", "better", "does not hold", "open", "not run"
 _ERRORS = ("ece", "mce", "mse")
 _SCALE = {"ece": 100, "mce": 100}  # kept as parts, published in per cent
@@ -37,7 +40,8 @@ class Claim(NamedTuple):
       system: Its name in the tables.
       rows: Patterns of the rows that speak for it; the first that has rows counts, and among its
         rows the best mean: published figures are of searched rates too.
-      published: The published number; "above", "below" or "level" for a comparison; "" for none.
+      published: The published number; "above", "below" or "level" for a comparison; "" for none;
+        of a sweep, its average settings.
       than: Patterns of the rows that it is compared with.
       measure: The number of a run.
       at: The epoch whose accuracy is meant; 0 for the last.
@@ -45,6 +49,7 @@ class Claim(NamedTuple):
       pooled: Whether the best row of all patterns counts, not of the first that has rows.
       needs: Rates, each with a pattern of its rows; without them a negative verdict stays open.
       own: Whether the comparison is of this repository, and not of the paper.
+      sweep: All rows of a sweep, whose names tell its settings, in place of ``rows``.
     """
 
     system: str
@@ -57,6 +62,7 @@ class Claim(NamedTuple):
     pooled: bool = False
     needs: Sequence[tuple[str, str]] = ()
     own: bool = False
+    sweep: Sequence[str] = ()
 
     @property
     def lower(self) -> bool:
@@ -85,6 +91,8 @@ class Judged(NamedTuple):
 
 def judged(claim: Claim, rows: Mapping[str, Mapping[str, Any]]) -> Judged:
     """The verdict of a claim, by `RULE`."""
+    if claim.sweep:
+        return _swept(claim, rows)
     row, ours = _speaking(claim, claim.rows, rows)
     other, theirs = _speaking(claim, claim.than, rows)
     comparison = claim.published in ("above", "below", "level")
@@ -100,6 +108,26 @@ def judged(claim: Claim, rows: Mapping[str, Mapping[str, Any]]) -> Judged:
     if verdict.startswith(FAILS) and absent:
         verdict = f"{OPEN}: rate {', '.join(absent)} did not run"
     return Judged(claim, row, ours, other, theirs, verdict)
+
+
+def best_tenth(scores: Mapping[tuple[float, ...], float]) -> list[float]:
+    """The average settings of the best tenth of a sweep."""
+    order = sorted(scores, key=lambda settings: -scores[settings])
+    best = order[: max(1, round(len(order) / 10))]
+    return [statistics.mean(values) for values in zip(*best, strict=True)]
+
+
+def _swept(claim: Claim, rows: Mapping[str, Mapping[str, Any]]) -> Judged:
+    """The verdict on the average settings of a sweep."""
+    if any(row not in rows for row in claim.sweep):
+        return Judged(claim, None, [], None, [], f"{NOT_RUN}: {claim.why}")
+    means = {row: statistics.mean(_numbers(claim, rows[row])) for row in claim.sweep}
+    settings = {row: tuple(map(float, re.findall(r"=([\d.]+)", row))) for row in means}
+    ours = best_tenth({settings[row]: mean for row, mean in means.items()})
+    printed = map(float, str(claim.published).split(", "))
+    near = all(max(a / b, b / a) <= HALF_A_STEP for a, b in zip(ours, printed, strict=True))
+    verdict = HOLDS if near else FAILS
+    return Judged(claim, max(means, key=means.__getitem__), ours, None, [], verdict)
 
 
 def _measured(claim: Claim, ours: list[float]) -> str:

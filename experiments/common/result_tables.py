@@ -112,6 +112,8 @@ def claim_rows(paper: str) -> Iterator[str]:
 
 def here(result: Judged) -> str:
     """What ran: a number, or two that are compared."""
+    if result.claim.sweep:
+        return ", ".join(f"{setting:.2f}" for setting in result.ours)
     digits = 3 if result.claim.measure == "mse" else 1
     sides = [spread(side, digits) for side in (result.ours, result.theirs) if side]
     return " against ".join(sides) if result.ours else ""

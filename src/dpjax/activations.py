@@ -53,9 +53,10 @@ def tempered_sigmoid(
       Deep Learning with Differential Privacy", 2021, section 3.
     """
     call, hint = "activations.tempered_sigmoid", "For a falling curve, negate the input."
-    checks.positive(call, "scale", scale, hint)
-    checks.positive(call, "inverse_temperature", inverse_temperature, hint)
-    if math.isinf(checks.number(call, "offset", offset, "It is a height, such as 1.")):
+    scale = checks.positive(call, "scale", scale, hint)
+    inverse_temperature = checks.positive(call, "inverse_temperature", inverse_temperature, hint)
+    offset = checks.number(call, "offset", offset, "It is a height, such as 1.")
+    if math.isinf(offset):
         raise ValueError(f"{call}(offset={offset}): offset must be finite.")
     # In Python floats: with the defaults they are exactly 1 and 0, and the result is tanh.
     half, centre = scale / 2, scale / 2 - offset

@@ -140,12 +140,20 @@ def key(call: str, value: Any) -> Any:
             "dpjax.noise.secret_key() or, to repeat a run, jax.random.key(seed). Usually a bare "
             "seed was passed, or parameters in the place of the key."
         )
-    # Folds of unsafe_rbg commute: leaf b of step 0 would have the noise of leaf a of step 1.
-    if "unsafe" in str(jax.random.key_impl(value)):
+    if value.ndim != (0 if is_typed_key(value) else 1):
         raise ValueError(
-            f"{call}(key of {jax.random.key_impl(value)}): keys of this generator are folded by an "
-            "exclusive or, so that different steps and leaves would share their noise. Take "
-            "dpjax.noise.secret_key(), or jax.random.key(seed, impl='threefry2x32')."
+            f"{call}(key of shape {value.shape}): expected one key. Usually jax.random.split made "
+            "several: begin one run for each, [algorithm.init(key, params) for key in keys]."
+        )
+    # Folds of unsafe_rbg commute: leaf b of step 0 would have the noise of leaf a of step 1. A key
+    # of philox2x32 has 32 bits. philox4x32 and threefry4x32 hash seeds, which `trees.seeded` then
+    # cannot tell.
+    if str(jax.random.key_impl(value)) not in ("threefry2x32", "rbg"):
+        raise ValueError(
+            f"{call}(key of {jax.random.key_impl(value)}): expected a key of threefry2x32 or rbg. "
+            "Of other generators, different steps and leaves would share their noise, anyone can "
+            "try all keys, or a small seed is not recognised. Take dpjax.noise.secret_key(), or "
+            "jax.random.key(seed, impl='threefry2x32')."
         )
     return value
 

@@ -160,7 +160,7 @@ def reliability(
       Array([0. , 0.5], dtype=float32)
     """
     logits, labels = _batch("reliability", logits, labels)
-    checks.whole("metrics.reliability", "bins", bins, "15 is usual.")
+    bins = checks.whole("metrics.reliability", "bins", bins, "15 is usual.")
     # In float32 or wider: bfloat16 has 128 values between 1/2 and 1, where confidences lie.
     confidence = jax.nn.softmax(_wide(logits)).max(axis=-1)
     right = _predicted(logits) == labels

@@ -351,7 +351,8 @@ class Sampler:
         over the examples an attacker can confirm a guess.
       participation: From a number of steps to the `dpjax.strategies.Participation` of an example
         in them, for correlated noise; None if it can be in any of them.
-      independent: Whether each step draws on its own. Otherwise a run keeps its generator.
+      independent: Whether each step draws on its own. Otherwise a run keeps its generator and
+        the order of its rows.
       random_bins: Whether each example has one batch of an epoch, drawn uniformly once for the run
         and independently of all others. Correlated noise then counts that the batch is unknown.
     """
@@ -480,6 +481,7 @@ class Algorithm:
 
     init: Callable[[Key, PyTree], Any]
     step: Callable[[Any], tuple[Any, Any]]
+    """``step(state) -> (state, info)``; for `dpjax.fit`, ``info`` is a NamedTuple of arrays."""
     mechanism: Plan | None = None
     """The `dpjax.Mechanism` that is both run and accounted."""
     budget: Any = None

@@ -3,7 +3,8 @@
 
 One table with a row per method: its name, whether it is proven, and its profile. `epsilon`
 and `delta` check their arguments, flatten the event once, answer the cases that need no method (no
-step ran; a release without noise) and call the row. A new method is a new row.
+step ran; a release without noise) and call the row. A new method is a row here, a name
+in `dpjax.verify` and, if it is proven, a tolerance in `accounting.search`.
 """
 
 import dataclasses

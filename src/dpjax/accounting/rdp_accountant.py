@@ -167,7 +167,8 @@ def _halved(event: DpEvent) -> DpEvent:
         case dp_accounting.NoOpDpEvent() | dp_accounting.RandomizedResponseDpEvent():
             return event  # the library's bound of the latter is for an exchange
         case dp_accounting.GaussianDpEvent(noise_multiplier=z):
-            return dp_accounting.GaussianDpEvent(z / 2)
+            # The library takes the logarithm of 0 from 1e8 on, and less noise costs no less.
+            return dp_accounting.GaussianDpEvent(min(z / 2, 1e7))
         case dp_accounting.LaplaceDpEvent(noise_multiplier=b):
             return dp_accounting.LaplaceDpEvent(b / 2)
         case RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):

@@ -84,6 +84,8 @@ def writable_folder(out: str | pathlib.Path, folder: pathlib.Path, *, mode: int 
     """Makes the folder that ``--out=out`` writes into; refuses one that cannot hold a new file."""
     try:
         folder.mkdir(mode, parents=True, exist_ok=True)
+        if mode != 0o777:  # a folder that was there has kept its own
+            folder.chmod(mode)
         # Permissions do not tell: the file system may be read-only, or one of the kernel's.
         with tempfile.TemporaryFile(dir=folder):
             pass

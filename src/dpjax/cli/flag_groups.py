@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-LARGEST_SEED = 2**63 - 1  # JAX takes signed numbers of 64 bits
+LARGEST_SEED = 2**32 - 1  # of a larger seed JAX keeps the last 32 bits
 
 
 class _Path(flags.ArgumentParser[str]):

@@ -160,7 +160,7 @@ def automatic(bound: float = 1.0, gamma: float = 0.01, *, groups: Groups = 1) ->
 
 
 def psac(bound: float = 1.0, stabilizer: float = 0.1, *, groups: Groups = 1) -> Clipping:
-    r"""Like `automatic`, but small gradients are never made much longer than they were.
+    r"""Like `automatic`, but the factor of a gradient near 0 is the bound, not ``bound / gamma``.
 
     $$ \bar g_i = g_i \, C \Big/ \Bigl(\lVert g_i \rVert
        + \frac{r}{\lVert g_i \rVert + r}\Bigr) $$

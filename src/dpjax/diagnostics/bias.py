@@ -61,7 +61,7 @@ def clipping_bias(
     | edge case | value |
     |---|---|
     | an example with a non-finite gradient | left out of both means |
-    | the gradients sum to 0 | cosine and shrinkage NaN |
+    | the gradients sum to 0 | cosine NaN; shrinkage infinite, or NaN if the clipped ones do too |
     | the clipped gradients sum to 0 (bound 0) | cosine NaN, shrinkage 0 |
 
     Args:
@@ -81,8 +81,9 @@ def clipping_bias(
     References:
       Chen, Wu and Hong, "Understanding Gradient Clipping in Private SGD", 2020.
     """
-    size = checks.whole("diagnostics.clipping_bias", "examples", trees.leading_size(batch))
-    checks.whole("diagnostics.clipping_bias", "microbatch_size", microbatch_size)
+    call = "diagnostics.clipping_bias"
+    size = checks.whole(call, "examples", trees.leading_size(batch))
+    microbatch_size = checks.whole(call, "microbatch_size", microbatch_size)
     # In microbatches: a batch of per-example gradients of a large model does not fit in memory.
     part = jax.jit(partial(_part, loss, rule))
     parts = [
@@ -128,7 +129,7 @@ def norm_histogram(norms: Float[Array, "batch groups"], bins: int = 20) -> Histo
       Array([[1, 2]], dtype=int32)
     """
     _expect_norms("norm_histogram", norms)
-    checks.whole("diagnostics.norm_histogram", "bins", bins)
+    bins = checks.whole("diagnostics.norm_histogram", "bins", bins)
     finite = jnp.isfinite(norms)
     # One infinite norm would make every edge infinite.
     top = jnp.max(jnp.where(finite, norms, 0), initial=0.0)

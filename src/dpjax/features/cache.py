@@ -63,7 +63,7 @@ def scattered(
       >>> scattered(np.ones((5, 8, 8, 1), np.float32), J=1, L=2, batch_size=2).shape
       (5, 4, 4, 3)
     """
-    checks.whole("features.scattered", "batch_size", batch_size)
+    batch_size = checks.whole("features.scattered", "batch_size", batch_size)
 
     def transform(part: Any) -> jax.Array:
         return scatter(part, J, L, order)

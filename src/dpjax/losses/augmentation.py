@@ -54,7 +54,7 @@ def augmented(
       De, Berrada, Hayes, Smith and Balle, "Unlocking High-Accuracy Differentially Private
       Image Classification through Scale", 2022, section 3.3.
     """
-    checks.whole("losses.augmented", "views", views, "8 or 16 are usual.")
+    views = checks.whole("losses.augmented", "views", views, "8 or 16 are usual.")
     checks.key("losses.augmented", key)
     key = trees.mappable(jax.random.fold_in(key, Purpose.VIEWS))
 

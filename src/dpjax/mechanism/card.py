@@ -141,7 +141,8 @@ def check_format(facts: Any, where: str) -> None:
     if found != FORMAT:
         raise ValueError(
             f"{where}: the mechanism is described in format {found}; expected format {FORMAT}. "
-            "Another version of dpjax wrote the file. Finish and read that run with that version. "
+            "Another version of dpjax wrote the file, or an algorithm of your own that lacks "
+            "identity=lambda state: mechanism.identity did. Read that run with that version. "
             "To continue from what it released with this version, begin in another folder and "
             "describe what it spent: Mechanism(..., before=[dpjax.mechanism.Spent(sampling=..., "
             "runs=((noise multiplier, steps),))])."

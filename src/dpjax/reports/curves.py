@@ -153,7 +153,7 @@ def norm_counts(
       norms: The norm of each example's gradient in each group, before clipping.
       bounds: The bound of each group; a group without a positive, finite bound is left out.
       bins: The number of bins, equally wide in the logarithm, from 0.01 to 100 bounds. The
-        outer bins also count the norms beyond.
+        outer bins also count the finite norms beyond; NaN and infinite norms are left out.
 
     Example:
       >>> norm_counts([[0.5], [3.0], [1e9]], bounds=[1.0], bins=4).tolist()

@@ -165,13 +165,16 @@ def _facts(claim: Claim, ledger: Ledger | None, scaled_by: str | None) -> Iterat
     # Who is protected comes first: an epsilon without its unit and its neighbours says nothing.
     neighbours, unit = mechanism.relation, mechanism.unit
     groups = rule.partition.size
+    # To 12 digits first: the root of a sum of squares can be a last bit above its value.
+    moved = upwards(float(f"{rule.sensitivity:.12g}"))
     yield f"  unit          one {unit}"
     yield f"  neighbours    {neighbours.value}: {_NEIGHBOURS[neighbours].format(unit=unit)}"
     yield from _sampler(mechanism, len(ran))
     yield (
         f"  clipping      {rule.name}, {groups} group{'s' * (groups > 1)}: one {unit} "
         f"moves the sum by {'at most' if rule.projections is None else 'about'} "
-        f"{rule.sensitivity:.4g}{' at first' * bool(mechanism.adaptive)}"
+        f"{moved}{' at first' * bool(mechanism.adaptive)}"
+        f"{', a replacement by twice that' * (neighbours is Neighbours.REPLACE_ONE)}"
     )
     if rule.projections is not None:
         yield f"                norms are estimated from {rule.projections} random projections: it"
@@ -211,10 +214,13 @@ def _sampler(mechanism: Mechanism, steps: int) -> Iterator[str]:
     rows = sampling.facts.get("rates")  # of `scored`: the largest rate of each row, and its steps
     cycle = sampling.facts.get("cycle", 1)  # of `cyclic_poisson`: one part of the data at a time
     turn = f" of a part, each {cycle} steps" if cycle > 1 else ""
-    rate = f"rate {cycle * sampling.sampling_rate:.3g}{turn}"
+    size = sampling.batch_size
+    if sampling.random_bins:  # sums are divided by batch_size, and bins can be larger
+        size = sampling.examples / (sampling.examples // size)
+    rate = f"rate {cycle * size / sampling.examples:.3g}{turn}"
     rate = "rates go by bins" if rows else rate
     yield (
-        f"  sampler       {sampling.name}: {sampling.batch_size:g} of "
+        f"  sampler       {sampling.name}: {size:g} of "
         f"{sampling.examples:,} {unit}s a step ({rate})"
     )
     yield f"                {mechanism.claim}"
@@ -293,10 +299,13 @@ def _listed(values: Sequence[float]) -> str:
 
 
 def _range(values: np.ndarray) -> str:
-    """One number, or the first and last of several."""
+    """One number, or the first and last of several, and between which the others are."""
     if not len(values):
         return "none"
     if np.all(values == values[0]):
         return f"{values[0]:.4g}"
     distinct = len(np.unique(values))
-    return f"{values[0]:.4g} to {values[-1]:.4g} ({distinct} values, by a schedule)"
+    first, last, low, high = values[0], values[-1], values.min(), values.max()
+    turns = not {low, high} <= {first, last}
+    between = f", between {low:.4g} and {high:.4g}" if turns else ""
+    return f"{first:.4g} to {last:.4g}{between} ({distinct} values, by a schedule)"

@@ -325,7 +325,8 @@ def _log(
     if evaluate is not None:
         # The next step donates the buffers of the state, and users keep the best parameters.
         # A number by a name that only some rows have would be read as that of `fit` too.
-        taken = {*row, *FIELDS} - {"stop", "private"}
+        speed = f"{terms.mechanism.unit}s_per_second"
+        taken = {*row, *FIELDS, speed} - {"stop", "private"}
         row |= _evaluated(evaluate(trees.copy(run.state)), taken)
     # Processes may measure different numbers, and all of them stop at one step.
     chosen = processes.from_first(lambda: bool(row.get("stop")))

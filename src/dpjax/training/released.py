@@ -20,7 +20,7 @@ import numpy as np
 from absl import logging
 
 from dpjax import processes, reports, trees
-from dpjax._files import replace
+from dpjax._files import read_json, replace
 from dpjax.mechanism import Mechanism
 from dpjax.reports.load_run import seed_of
 from dpjax.training.run_folder import Folder
@@ -63,7 +63,8 @@ def write_released(
             # Loss distributions of many different steps take seconds: the last card has them.
             methods = None if last else ("rdp", "rdp-classic", method)
             facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
-            facts["seed"] = seed_of(folder.identity)
+            # Of the run's own key: a resumed run ignores the key that it is given.
+            facts["seed"] = seed_of(read_json(path / "run.json"))
             card = reports.card(mechanism, delta, **facts)
             facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
             words = reports.statement(mechanism, delta, **facts)

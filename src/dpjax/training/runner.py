@@ -46,7 +46,9 @@ class Run:
         self.algorithm, self.mechanism, self.folder = algorithm, mechanism, folder
         self.rows: list[dict[str, Any]] = []
         self.seen: list[Mapping[str, Any]] = []
-        self.state, self.pace, self.saved = trees.copy(state), 1, time.monotonic()
+        # The ledger on the host, where it grows: a caller may have put the state on a device.
+        self.state = _with_ledger(trees.copy(state), jax.device_get(state.ledger))
+        self.pace, self.saved = 1, time.monotonic()
         self.board, self._told, self.began = None, False, ""
         if folder is not None:
             # In the checkpoint beside the key, not in run.json: where one seed makes both key and
@@ -88,6 +90,13 @@ class Run:
             )
         if self.done and found.state.ledger.steps == self.done:
             _require_saved(self.state, found.state, folder)
+        if trees.seeded(found.state.key) and not trees.seeded(self.state.key):
+            logging.warning(
+                "fit: the run in %s began with the key of a small seed and keeps that key; the "
+                "given one is ignored. For a release, choose another folder, or, if nothing was "
+                "released there, dpjax.training.forget this one.",
+                folder.path,
+            )
         given, began = self.done, found.facts.get("began", self.began)
         if found.state.ledger.steps >= self.done:
             self.state, self.seen = found.state, list(found.facts["seen"])
@@ -107,6 +116,8 @@ class Run:
         self.began, self.rows = began, folder.rows(until=self.done)
         # A row may be younger than the checkpoint of its step: it has these infos.
         self.seen = [] if self.at_row else self.seen
+        if given > found.state.ledger.steps:  # steps that ran without `fit` count from now on
+            self.mark()
 
     def _begin(self, folder: Folder) -> None:
         """Writes the first checkpoint."""
@@ -140,9 +151,7 @@ class Run:
         """
         mechanism, budget = self.mechanism, self.algorithm.budget
         spent = ledger.ended(self.state.ledger, mechanism, budget, least=least)
-        # The states of dpjax are named tuples, a user's may be a dataclass.
-        replace: Any = getattr(type(self.state), "_replace", dataclasses.replace)
-        self.state = replace(self.state, ledger=spent)
+        self.state = _with_ledger(self.state, spent)
         self.mark()
 
     def write_released(self, delta: float, method: str, *, last: bool) -> None:
@@ -160,6 +169,11 @@ class Run:
             raise RuntimeError(
                 f"fit: {count} steps ran and the ledger counts {self.done - before}. An algorithm "
                 "must call dpjax.ledger.admit for every step before it runs. These steps are spent."
+            )
+        if not hasattr(infos, "_asdict"):
+            raise TypeError(
+                f"fit: the info of a step is a {type(infos).__name__}; expected a NamedTuple of "
+                "arrays. These steps are spent."
             )
         # Python numbers: they go into a checkpoint's JSON.
         self.seen.append({k: np.asarray(v).tolist() for k, v in infos._asdict().items()})
@@ -221,6 +235,13 @@ class Run:
         facts = {"seen": list(self.seen), "began": self.began}
         started = kept.save(self.done, self.state, facts)
         return kept.wait() and started if wait else started
+
+
+def _with_ledger(state: Any, spent: Any) -> Any:
+    """The state with another ledger."""
+    # The states of dpjax are named tuples, a user's may be a dataclass.
+    replace: Any = getattr(type(state), "_replace", dataclasses.replace)
+    return replace(state, ledger=spent)
 
 
 def _several(algorithm: Algorithm, state: Any, count: int) -> tuple[Any, Any]:

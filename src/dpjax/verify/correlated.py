@@ -69,20 +69,23 @@ def largest(noise: dict[str, Any], most: int, apart: int, *, even: bool) -> floa
     steps, kind = int(noise["steps"]), noise["kind"]
     most = min(most, -(-steps // apart))
     plain = kind in ("toeplitz", "inverse_toeplitz", "buffered") and not noise.get("normalized")
+    distances, known = range(0, bands(noise), apart), math.inf
     if plain and (steps > LARGEST or not even):
         # Of columns that fall, the first pattern is the worst; others are below such columns.
-        falling = np.maximum.accumulate(np.abs(first_column(noise))[::-1])[::-1]
+        column = np.abs(first_column(noise))
+        falling = np.maximum.accumulate(column[::-1])[::-1]
         total = np.zeros(steps)
         for number in range(most):
             total[number * apart :] += falling[: steps - number * apart]
-        return float(total @ total)
-    crowded = math.inf
+        lengths = np.sqrt(np.cumsum(column**2))[::-1][::apart][:most]  # the longest columns
+        known = float(min(total @ total, lengths.sum() ** 2))
+        if np.all(falling == column) or steps * len(distances) > LARGEST**2:
+            return known
     if kind == "tree":  # as many of the example's steps as fit below a node, for each step
         sizes = [min(2**level, steps) for level in range((steps - 1).bit_length() + 1)]
-        crowded = float(sum(most * min(most, -(-size // apart)) for size in sizes))
+        known = float(sum(most * min(most, -(-size // apart)) for size in sizes))
         if steps > LARGEST:
-            return crowded
-    distances = range(0, bands(noise), apart)
+            return known
     if steps * len(distances) > LARGEST**2:
         raise Unreadable(
             f"noise is correlated over {steps} steps by a {kind} strategy, whose columns of "
@@ -99,7 +102,7 @@ def largest(noise: dict[str, Any], most: int, apart: int, *, even: bool) -> floa
     rows = np.array([own * 0, *others, *(np.roll(x, d) for d, x in enumerate(others, 1))])
     rows = own + np.sort(rows, axis=0)[::-1][: most - 1].sum(axis=0)
     norms = np.sort(np.sqrt(own))[steps - most :].sum()
-    return float(min(np.sort(rows)[steps - most :].sum(), norms**2, crowded))
+    return float(min(np.sort(rows)[steps - most :].sum(), norms**2, known))
 
 
 def diagonals(noise: dict[str, Any], distances: range) -> np.ndarray:

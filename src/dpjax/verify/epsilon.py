@@ -11,7 +11,7 @@ import dp_accounting as dp
 import numpy as np
 
 from dpjax.verify import gaussian as closed_form
-from dpjax.verify.correlated import saved
+from dpjax.verify.correlated import Unreadable, saved
 from dpjax.verify.events import each_multiplier, event_of
 
 RELATION = {
@@ -28,6 +28,7 @@ ORDERS = np.concatenate(
         [72, 80, 96, 128, 192, 256, 384, 512, 768, 1024],
     ]
 )
+POINTS = 10_000_000  # losses of a step, of which dp-accounting makes a dictionary: 1 GB
 ROUGH = 20  # a delta below 20 errors of a distribution leaves few digits of epsilon
 
 
@@ -40,8 +41,6 @@ def recompute(card: dict[str, Any], method: str) -> tuple[float, float]:
     mechanism = card["mechanism"]
     relation = RELATION[mechanism["neighbours"]]
     halve = method == "rdp" and mechanism["neighbours"] == "replace-one"
-    if halve and mechanism["sampling"]["name"] != "fixed":
-        relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
     event = event_of(card, halve=halve, rounded=method == "pld")
     if isinstance(event, dp.NonPrivateDpEvent):
         return math.inf, math.inf
@@ -129,7 +128,13 @@ def grid(event: dp.DpEvent, exchange: int) -> float:
         return math.fsum(n * q**2 * math.expm1(min((times / z) ** 2, 700)) for q, z, n in steps)
 
     total, largest = variance(exchange), max(exchange / z for _, z, _ in steps)
-    losses = 2 * max(total / 2 + 6 * math.sqrt(total), largest**2 / 2 + 10 * largest)
+    one = largest**2 / 2 + 10 * largest
+    if 2 * one > 1e-4 * POINTS:
+        raise Unreadable(
+            f"noise multiplier {exchange / largest:g} hides nearly nothing: a step can lose "
+            f"{one:,.0f}, and this file computes distributions of {POINTS:,} losses."
+        )
+    losses = 2 * max(total / 2 + 6 * math.sqrt(total), one)
     step = math.sqrt(variance(1) / sum(n for *_, n in steps))
     finest = max(step / 8, losses / 500_000, 1e-4 / 1024)
     return 1e-4 * 2.0 ** min(0, math.floor(math.log2(finest / 1e-4)))

@@ -125,7 +125,8 @@ def best_cut(steps: np.ndarray) -> tuple[float, list[np.ndarray]]:
 
 def gaussian(multiplier: float) -> dp.DpEvent:
     """A sum with noise; with infinite noise it releases nothing."""
-    return dp.NoOpDpEvent() if math.isinf(multiplier) else dp.GaussianDpEvent(multiplier)
+    # dp-accounting takes the logarithm of 0 from 1e8 on, and less noise costs no less.
+    return dp.NoOpDpEvent() if math.isinf(multiplier) else dp.GaussianDpEvent(min(multiplier, 1e7))
 
 
 def step_event(sampling: dict[str, Any], rate: float, multiplier: float) -> dp.DpEvent:

@@ -53,6 +53,7 @@ _tried.several(
 
 _runs = Group(FLAGS, "Runs")
 _runs.path("binary", None, "Script of each run, which takes --out; by default dpjax train.")
+not_empty(FLAGS, "binary")
 _runs.whole("jobs", 1, "Number of parallel runs.", 1)
 _runs.yes_no("reports", False, "Let each run draw its own report.")
 

@@ -68,6 +68,11 @@ def candidates_from_flags(given: flags.FlagValues) -> search_space.Candidates:
             f"--free={','.join(given.free)}: goes with --binary. What each setting of dpjax train "
             "costs is computed; leave --free out."
         )
+    if given.reports and given.binary is not None:
+        raise app.UsageError(
+            f"--reports --binary={given.binary}: a script draws its own report. Leave --reports "
+            "out, or give a flag of the script in --fixed."
+        )
     if (given.grid is None) == (given.ranges is None):
         raise app.UsageError("expected either --grid or --ranges, which say what is tried.")
     if (given.random is None) == (given.ranges is not None and number is None):
@@ -128,7 +133,7 @@ def planned(
 
 def hash_of(file: str) -> str | None:
     """The hash of a file of data, or None without one."""
-    path = pathlib.Path(file)
+    path = pathlib.Path(file).expanduser()  # a shell leaves it in --fixed="dataset=~/my.csv"
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
@@ -227,6 +232,10 @@ def costs(
         )
     unfinished = [search_cost.spent_so_far(folder) for folder in trials if folder not in done]
     different = apart([read(folder, arrays=False) for folder in done])
+    # `fit` describes a run before its first step; a script without it may have spent anything.
+    begun = [folder for folder in trials if folder not in done and (folder / "output.txt").exists()]
+    if given.binary and (silent := [f.name for f in begun if not (f / "run.json").exists()]):
+        different = different or f"no file says what {', '.join(silent)} spent"
     prices, delta, relation = search_cost.prices(
         cards, unfinished, number, uncovered, possible, different
     )

@@ -142,7 +142,7 @@ _privacy.whole(
     "seed",
     None,
     "Reproducible noise: anyone who knows the seed can subtract it.",
-    -LARGEST_SEED,
+    0,
     LARGEST_SEED,
 )
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
+from absl import app, flags
 
 import dpjax
 from dpjax import data, features, processes, scattering
@@ -82,10 +82,13 @@ def with_features(given: flags.FlagValues, dataset: data.Dataset) -> data.Datase
     """Replaces images by their features, each computed from its own image alone."""
     if given.features == "none":
         return dataset
-    x, x_test = (
-        jnp.asarray(features.scattered(part[0], directory=given.cache_dir))
-        for part in (dataset.train, dataset.test)
-    )
+    try:
+        x, x_test = (
+            jnp.asarray(features.scattered(part[0], directory=given.cache_dir))
+            for part in (dataset.train, dataset.test)
+        )
+    except OSError as error:
+        raise app.UsageError(f"--cache_dir={given.cache_dir}: {error}") from error
     return dataset._replace(train=(x, dataset.train[1]), test=(x_test, dataset.test[1]))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import pathlib
 import shlex
 import sys
@@ -74,10 +75,12 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     except BrokenPipeError:  # for `dpjax.cli.main`
         raise
     except OSError as error:
-        sys.exit(
-            f"--out={given.out}: {error}\nUsually the disk is full. Free it and repeat the "
-            "command: it resumes the run from its last checkpoint, if there is one."
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        cure = (
+            "\nUsually the disk is full. Free it and repeat the command: it resumes the run from "
+            "its last checkpoint, if there is one."
         )
+        sys.exit(f"--out={given.out}: {error}{cure}" if full else str(error))
 
 
 def plan(given: flags.FlagValues) -> Checked:
@@ -107,9 +110,9 @@ def plan(given: flags.FlagValues) -> Checked:
         normalization = inputs.build_normalization(given, dataset.examples)
         queries = () if normalization is None else normalization.multipliers
         mechanism = build.build_mechanism(given, dataset.examples, queries)
+        optimizer = build.build_optimizer(given, mechanism)
     except (MemoryError, ValueError) as error:  # a table of all steps may not fit
         raise app.UsageError(f"these flags describe no private run: {error}") from error
-    optimizer = build.build_optimizer(given, mechanism)
     per_epoch = None
     if given.loss == "composite":
         per_epoch = build.steps_per_epoch(given, dataset.examples)
@@ -126,6 +129,12 @@ def plan(given: flags.FlagValues) -> Checked:
     except ValueError as error:
         raise app.UsageError(f"{build.model_flags(given)}: {error}") from error
     method = build.accountant(given, mechanism)
+    if given.noise_multiplier is not None:  # else the calibration has asked this accountant
+        try:
+            mechanism.epsilon(given.delta, method)
+        except ValueError as error:
+            words = f"--accountant={given.accountant} --sampling={given.sampling}"
+            raise app.UsageError(f"{words}: {error}") from error
     budget = given.max_epsilon and dpjax.ledger.Budget(
         epsilon=given.max_epsilon, delta=given.delta, method=method
     )
