@@ -38,7 +38,9 @@ def test_far_tails_are_flat_and_finite(x):
 
 
 def test_the_dtype_is_kept():
-    assert activations.tempered_sigmoid()(jnp.zeros(3, jnp.bfloat16)).dtype == jnp.bfloat16
+    for scale in (2.0, np.float64(1.6), jnp.float32(1.6)):
+        made = activations.tempered_sigmoid(scale, np.float64(2.0), np.float32(1.0))
+        assert made(jnp.zeros(3, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from dpjax import trees
 from dpjax.gradients._bookkeeping.cost import foresee
@@ -41,7 +42,9 @@ def explain(loss: LossFn, params: PyTree, example: PyTree) -> str:
       power   materialised: enters pow
     """
     program = Traced(loss).program(params, example)
-    leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(params)]
+    leaves = [
+        jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(params)
+    ]
     rows: list[tuple[str, ...]] = []
     for i, name in enumerate(trees.leaf_names(params)):
         sites = [site for site in program.sites if i in site.leaves]

@@ -202,7 +202,8 @@ def alike(forms: Sequence[Outer]) -> list[Outer] | None:
         # swap.
         elif form.axes[1:] == first.axes[:0:-1] and not form.chosen:
             x, g = (jnp.swapaxes(a, 2, 3) for a in (form.g, jnp.concatenate(form.x, axis=2)))
-            turned.append(form._replace(x=(x,), g=g))
+            # Pixels have the products of patches, which are the outputs of the turned form.
+            turned.append(form._replace(x=(x,), g=g, pixels=None))
         else:
             return None
     return turned

@@ -200,7 +200,9 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
         # One-hot columns have no product; their VJP is a scatter-add.
         # The pull-back through the view runs once, after the sum over examples.
         if form is not None and not form.chosen:
-            part = pulled([leaf], leaves, entry.site.of)(form.joined(_over_all(form)))[leaf]
+            # By all leaves of the site: JAX cannot differentiate by a padding value alone.
+            pull_back = pulled(sorted(entry.site.leaves), leaves, entry.site.of)
+            part = pull_back(form.joined(_over_all(form)))[leaf]
         elif form is None and entire(leaves[leaf], [entry.site]):
             # The scaled cotangents of an elementwise use are the scaled gradients, so only their
             # sum remains to be taken.
@@ -227,7 +229,7 @@ def halves(x: Array) -> tuple[Array, Array]:
 def _summing(leaf: int, entry: Entry, leaves: Sequence[Array]) -> Callable[[Array], Array]:
     """From cotangents of all examples at one site to the sum of their gradients of a leaf."""
     run = jax.vmap(entry.site.apply, (None, 0))
-    pull = pulled([leaf], leaves, lambda p: run(p, entry.data))
+    pull = pulled(sorted(entry.site.leaves), leaves, lambda p: run(p, entry.data))
     return lambda cotangents: pull(cotangents)[leaf]
 
 

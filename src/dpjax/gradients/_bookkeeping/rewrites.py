@@ -38,7 +38,7 @@ def rewritten(equation: JaxprEqn, inputs: Sequence[Any]) -> Rewritten | None:
         return None
     operand, view = views[0], inputs[views[0]]
     same = output.dtype == view.value.dtype == inputs[1 - operand].dtype
-    if view.made is None or not same or output.dtype.itemsize < 4:
+    if view.made is None or not same or output.dtype.itemsize < 4 or not view.value.size:
         return None
     name = view.made[0].primitive.name
     if name in {"mul", "div"}:

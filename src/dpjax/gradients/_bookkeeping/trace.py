@@ -47,7 +47,7 @@ from dpjax.types import LossFn, PyTree
 # Primitives that rearrange entries, and so change no norm.
 _REARRANGE = {"reshape", "transpose", "squeeze", "rev", "neg", "copy"}
 # Other primitives of one input that give the same result in float32 as in a narrower dtype.
-_WIDEN = {"broadcast_in_dim", "convert_element_type", "reduce_sum", "slice", *_REARRANGE}
+_WIDEN = {"broadcast_in_dim", "convert_element_type", "slice", *_REARRANGE}
 # Primitives that are linear (or affine) in one input at a time, and in which.
 _LINEAR_IN: dict[str, tuple[int, ...]] = {
     "add": (0, 1),
@@ -389,7 +389,7 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
         apply=lambda leaves, data, memo=None: run(mixed(leaves, data, memo)),
         data=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in data),
         output=jax.ShapeDtypeStruct(output.shape, output.dtype),
-        slices=slices(view) if len(sources) == 1 and name in ENTRYWISE else {},
+        slices=slices(view) if view.value.size and len(sources) == 1 and name in ENTRYWISE else {},
         scales=scales,
         unscaled=unscaled,
     )
