@@ -859,6 +859,8 @@ def test_multipliers_of_all_kinds_are_measured(name):
         key = noise.secret_key()
     chain = optax.chain(clip(rule), noise.gaussian(multiplier, rule, key=key))
     testing.assert_private(chain, PARAMS)
+    with pytest.raises(ValueError, match=r"assert_private\(steps=0\): expected a whole number"):
+        testing.assert_private(chain, PARAMS, steps=0)
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -121,7 +121,7 @@ def test_a_published_seed_is_not_for_release(tmp_path):
     (runs[1] / "run.json").write_text(json.dumps({"--seed": 7}))
     compare(*runs, "--out", tmp_path / "page.html")
     tree = parsed(tmp_path / "page.html")
-    assert "Seed published, so not for release: b (7)." in text(tree.find(".//header"))
+    assert "b: Seed published (7): not for release." in text(tree.find(".//header"))
     badge = tree.find(".//figure//p[@class]")
     assert "the seed of its noise is published" in text(badge)
     assert badge.get("class") == "badge private"
@@ -144,7 +144,7 @@ def test_a_folder_that_cannot_be_read_is_named_and_stops_nothing(tmp_path):
     assert "All 2 together" in words
     assert "What could not be read is not in these numbers." in words
     assert "no whole line yet" in words
-    assert "none has no metrics.jsonl" in words
+    assert "none is no folder" in words
     alone = compare(runs[1], "--out", tmp_path / "page.html", status=1)
     assert "none of these folders can be read" in alone.stdout + alone.stderr
 

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several processes of one run agree on, and by which name they refuse the rest."""
 
+import json
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
 from mutation import kills
 from processes_in_threads import in_threads, small_run
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import ledger, processes, sampling
 from dpjax.checks import Refused
+from dpjax.cli.train import build
 from dpjax.training import environment
 
 KEY = jax.random.key(0)
@@ -43,7 +48,7 @@ def require_refused(found, words, count=2):
 
 
 @kills("processes.py", "    if first_process():\n        try:", "    if True:\n        try:")
-@kills("processes.py", "else np.zeros(int.from_bytes(answers[0])", "else np.zeros(7", slow=True)
+@kills("processes.py", "bytes(int.from_bytes(answers[0]))", "bytes(7)", slow=True)
 def test_the_first_process_alone_runs_what_all_receive(monkeypatch):
     ran = []
 
@@ -82,7 +87,7 @@ def test_a_method_runs_in_the_first_process_and_returns_in_all(monkeypatch):
     )
 
 
-@kills("processes.py", "found = False, error", "found = True, error", slow=True)
+@kills("processes.py", "pickle.dumps((False, error))", "pickle.dumps((True, error))", slow=True)
 @kills(
     "processes.py",
     "        raise value\n",
@@ -96,6 +101,21 @@ def test_an_error_of_the_first_process_is_raised_in_all(monkeypatch):
     # In a list, because `in_threads` also returns what was raised.
     found = in_threads(monkeypatch, lambda _: [processes.from_first(make)])
     assert list(map(repr, found)) == 2 * ["OSError('the disk is full')"]
+
+
+def test_processes_learn_what_an_earlier_run_spent(monkeypatch, tmp_path):
+    mechanism = mechanism_with(50, 10, noise_multiplier=2.0, steps=9)
+    (tmp_path / "run.json").write_text(json.dumps(mechanism.identity))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3}')
+    given = types.SimpleNamespace(continue_from=str(tmp_path))
+    found = in_threads(monkeypatch, lambda _: [build.earlier_runs(given)])
+    assert [spent.runs for (each,) in found for spent in each] == 2 * [((2.0, 3),)]
+
+
+def test_what_cannot_be_sent_is_an_error_in_all(monkeypatch):
+    found = in_threads(monkeypatch, lambda _: processes.from_first(lambda: lambda: 0))
+    assert len(found) == 2
+    assert all("pickle" in str(error).lower() for error in found)
 
 
 @kills("processes.py", "if each[:32] != asked]", "if False]", slow=True)

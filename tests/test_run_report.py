@@ -280,7 +280,7 @@ def test_figures_say_what_they_miss(tmp_path):
     with pytest.raises(load_run.Missing, match="has 7 weight_norms and"):
         drawn(layers.weights, run)
     card = {**CARD, "steps": 0}
-    with pytest.raises(load_run.Missing, match="no step ran"):
+    with pytest.raises(load_run.Missing, match="no step counts"):
         drawn(curves.noise, run._replace(card=card))
     with pytest.raises(load_run.Missing, match=r"privacy\.json"):
         drawn(curves.noise, run._replace(card=None))
@@ -666,7 +666,7 @@ SAMPLE = "Of 4 training examples at the released parameters, 50% of the norms ar
         (curves.accuracy, "80.0 % at the end, 80.0 % at best."),
         (curves.test_loss, "0.1 at the end, 0.1 at best."),
         (curves.training_loss, "0.2 at the end."),
-        (curves.noise, "From 2 to 1.5, over 10 steps."),
+        (curves.noise, "From 2 to 1.5, over 10 accounted steps."),
         (curves.clipping, f"75 % {ABOVE}; the cosine was 0.90."),
         (curves.norms, "1.5 at the end."),
         (curves.shades, "In bounds, the fullest bin at the end is 0.22 to 4.6."),

@@ -362,10 +362,11 @@ REFUSED = {
     ),
     "no temperature": ({"temperature": 0.0}, "At 0 there is no noise"),
     "no prior": ({"prior_deviation": 0.0}, "math.inf is a flat prior"),
-    "no bound": ({"rule": clipping.flat(math.inf)}, "No finite noise hides an example"),
+    "no bound": ({"rule": clipping.flat(math.inf)}, "give the rule a positive, finite bound"),
     "a bound of 0": ({"rule": clipping.flat(0.0)}, "rule.sensitivity"),
     "no samples": ({"samples": 0}, "at least 1"),
     "a burn-in below 0": ({"burn_in": -1}, "at least 0"),
+    "samples in words": ({"samples": "20"}, r"training\.dp_sgld\(samples='20'\)"),
     "no step after the burn-in": ({"burn_in": 4}, "0 steps are left after the burn-in"),
     "half a step": ({"every": 1.5}, "whole number"),
 }

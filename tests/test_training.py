@@ -696,6 +696,25 @@ def test_losses_that_differ_in_their_gradient_alone_are_other_functions():
     assert found[0] != found[1]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": jnp.ones(50)}, "weights is a ArrayImpl; expected a function"),
+        ({"bound_schedule": 0.5}, r"bound_schedule=0\.5\): expected a function of the step"),
+    ],
+)
+def test_what_should_be_a_function_is_told(options, message):
+    with pytest.raises(TypeError, match=message):
+        make(**options)
+
+
+def test_a_reset_of_dp_adam_is_refused():
+    mechanism = mechanism_with(50, 10, steps=3)
+    chain = training.lookahead(training.dp_adam(0.1, mechanism), 2, 0.5, reset_state=True)
+    with pytest.raises(ValueError, match="expected reset_state=False"):
+        chain.init(jnp.zeros(3))
+
+
 @pytest.mark.slow
 def test_lookahead_is_that_of_optax_with_its_slow_parameters_in_the_state():
     algorithm = make(3, 0.0, training.lookahead(optax.adam(0.1), 2, 0.5, reset_state=True), 50)

@@ -122,5 +122,6 @@ COMMANDS = (
     Command("losing_less2022", "--figure=10 --rows=fashion", "fashion pixels cnn all, {threshold="
             "{0|2|4|6|8|10}|beta={1|11|51|101|191}|gamma={0|1|2|5|10}}", 3.5, 1),
     Command("papernot2021", "--figure=2 --datasets=fashion_mnist",
-            f"fashion_mnist {_SWEEP}, 9400 steps", 12, 1),
+            f"fashion_mnist {_SWEEP}, 9400 steps", 4, 1),
+    Command("papernot2021", "--figure=2 --datasets=mnist", f"mnist {_SWEEP}, 14100 steps", 6, 1),
 )  # fmt: skip

@@ -46,15 +46,15 @@ def from_first(make: Callable[[], T]) -> T:
     """
     if jax.process_count() == 1:
         return make()
-    found: Any = None
+    text = b""
     if first_process():
         try:
-            found = True, make()
-        except Exception as error:  # raised below, in every process
-            found = False, error
-    text = np.frombuffer(pickle.dumps(found), np.uint8)
+            text = pickle.dumps((True, make()))
+        except Exception as error:  # raised below, in every process; also of what cannot be sent
+            text = pickle.dumps((False, error))
     answers = _answers(_place(make), len(text).to_bytes(8))
-    sent = text if first_process() else np.zeros(int.from_bytes(answers[0]), np.uint8)
+    # The others receive as many bytes.
+    sent = np.frombuffer(text or bytes(int.from_bytes(answers[0])), np.uint8)
     # Bytes of this run's own process, never of a file.
     went_well, value = pickle.loads(bytes(multihost_utils.broadcast_one_to_all(sent)))
     if not went_well:

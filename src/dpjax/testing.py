@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpjax import accounting, clipping, trees
+from dpjax import accounting, checks, clipping, trees
 from dpjax.gradients import ENGINES, clipped_grad
 from dpjax.noise.measured import Measurement, measured
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
@@ -254,6 +254,7 @@ def assert_private(
       >>> chain = optax.chain(dpjax.clip_and_sum(rule), link, optax.scale_by_adam())
       >>> assert_private(chain, {"w": jnp.zeros(5)})
     """
+    steps = checks.whole("testing.assert_private", "steps", steps)
     far = jax.tree.map(lambda x: 1e6 * x[0], _others(params, 1))
     canary = far if canary is None else canary
     # One state begins all runs, because a chain may draw its key in `init`.

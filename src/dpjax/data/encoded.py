@@ -56,7 +56,7 @@ def decoded(stream: np.ndarray, starts: np.ndarray | None, path: Path) -> np.nda
         # A palette's pixels are its indices, no shades, and other modes have other units.
         if modes <= {"L", "RGB"}:
             return np.stack(images)
-    except (OSError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError) as error:  # a SyntaxError of a PNG's chunks
         raise ValueError(
             f"data.load: {path} holds encoded images that do not decode ({error}). It may have "
             "been cut off while it was copied: fetch it again."

@@ -2,7 +2,7 @@
 """Data sets that TensorFlow Datasets (TFDS) has prepared or downloads.
 
 Formats that allow random access are read without TensorFlow, whole or as a `Stream`. Data sets
-on the disk are not downloaded again.
+on the disk are not downloaded again. TFDS needs TensorFlow to download, and to open the wine table.
 """
 
 from __future__ import annotations
@@ -102,11 +102,12 @@ def _prepared(asked: str, source: Source, folder: str | os.PathLike[str] | None)
     except Exception as error:  # TFDS and its storage layers raise many unrelated kinds
         if place is not None:
             _sweep([Path(place, entry) for entry in set(os.listdir(place)) - before])
-        if isinstance(error, ImportError):
+        # TFDS may name a missing package in an error of another kind.
+        if isinstance(error, ImportError) or "No module named" in str(error):
             raise ImportError(
                 f"data.{asked}: TensorFlow Datasets needs a package that cannot be imported "
                 f"({error}). Usually the one that writes its files is missing: pip install "
-                "array_record importlib-resources."
+                "array_record importlib-resources. To download and extract, it needs tensorflow."
             ) from error
         # The kind and the words, since a command line shows no cause: it may be a full disk.
         raise FileNotFoundError(

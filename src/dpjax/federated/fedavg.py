@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from dpjax import checks, ledger, meshes, trees
+from dpjax._foreign import arrays
 from dpjax.federated.clients import Clients
 from dpjax.federated.local import Local
 from dpjax.federated.rounds import Row, by_size, client_loss, round_info
@@ -204,6 +205,9 @@ def _algorithm(
     algorithm = assemble(recipe, rows, identity, shared=clients, budget=budget, info=round_info)
 
     def init(key: Key, params: PyTree) -> State:
+        # As in `dpsgd`: swapped arguments are told before anything reads them.
+        checks.key(f"{call}: init", key)
+        params = arrays(params, f"{call}: init(params)")
         one = trees.one_row(clients.examples)
         check_params(f"{call}: init(key, params)", params)
         # The user's loss of one example; the step itself only sees the client's loss.

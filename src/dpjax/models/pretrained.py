@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
+from dpjax import trees
 from dpjax._files import read_arrays
 from dpjax.types import PyTree
 
@@ -139,7 +140,9 @@ def load_bert(path: str | Path, params: PyTree) -> PyTree:
     if "segment/embedding" not in leaves and segments is not None and _POSITIONS in stored:
         # BERT adds the vector of the first segment to every token of a single sentence; a model
         # without segments gets it with the positions.
-        stored[_POSITIONS] = stored[_POSITIONS] + segments[0]
+        # In float32 or wider: in bfloat16 the sum would be rounded.
+        kind = trees.wide(leaves[_POSITIONS].dtype)
+        stored[_POSITIONS] = _as(kind, stored[_POSITIONS]) + _as(kind, segments[0])
     layers = {n: re.match(r"encoder\.layer\.(\d+)\.", n) for n in given}
     ours = " ".join(leaves)
     deeper = {n for n, m in layers.items() if m and f"encoderblock_{m[1]}/" not in ours}

@@ -123,7 +123,7 @@ def multiplier_of(
     """The multiplier of `langevin_multiplier`; ``call`` is how errors call the function."""
     hint = "At 0 there is no noise and no privacy."
     temperature = checks.positive(call, "temperature", temperature, hint)
-    hint = "No finite noise hides an example of unbounded norm: give the rule a finite bound."
+    hint = "The noise multiplier is relative to it: give the rule a positive, finite bound."
     sensitivity = checks.positive(call, "rule.sensitivity", rule.sensitivity, hint)
     hint = "It is the expected size of a batch."
     batch_size = checks.positive(call, "batch_size", batch_size, hint)

@@ -53,12 +53,12 @@ def training_loss(figure: Figure, run: SavedRun) -> str:
 
 
 def noise(figure: Figure, run: SavedRun) -> str:
-    """The noise multiplier of each step that ran."""
+    """The noise multiplier of each step that counts."""
     if run.card is None:
         raise run.missing("privacy.json")
     runs = first_steps(run.mechanism["multiplier_and_steps"], run.card["steps"])
     if not runs:
-        raise Missing("privacy.json says that no step ran")
+        raise Missing("privacy.json says that no step counts")
     z, counts = (np.array(side, float) for side in zip(*runs, strict=True))
     edges = np.concatenate([[0], np.cumsum(counts)])
     axes = panel(figure, "step", "noise multiplier")
@@ -67,7 +67,7 @@ def noise(figure: Figure, run: SavedRun) -> str:
     axes.set_ylim(0, 1.2 * z.max() or 1)
     each = f"{z[0]:.4g}" if np.all(z == z[0]) else f"From {z[0]:.4g} to {z[-1]:.4g}"
     earlier = " Earlier runs are not drawn." if run.mechanism.get("before") else ""
-    return f"{each}, over {int(edges[-1]):,} steps.{earlier}"
+    return f"{each}, over {int(edges[-1]):,} accounted steps.{earlier}"
 
 
 def clipping(figure: Figure, run: SavedRun) -> str:

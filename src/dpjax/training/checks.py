@@ -48,6 +48,13 @@ def check_kinds(recipe: Recipe) -> None:
             "example) -> scalar. For a Linen module, dpjax.losses.of(model, "
             "dpjax.losses.cross_entropy) makes one."
         )
+    if recipe.weights is not None and not callable(recipe.weights):
+        raise TypeError(
+            f"{name}: weights is a {type(recipe.weights).__name__}; expected a function, "
+            "weights(step, params, example) -> number. Usually a weight for each example was "
+            "given: put the weights into the data, and read them there, as in lambda step, params, "
+            "example: example[2]."
+        )
     named(name, recipe.engine)
     if mechanism.unit != "example":
         raise ValueError(
@@ -263,6 +270,11 @@ def planned_bounds(name: str, schedule: Schedule | None, mechanism: Mechanism) -
     """A schedule of bounds as its table, which must be positive at every planned step."""
     if schedule is None:
         return None
+    if not callable(schedule):
+        raise TypeError(
+            f"{name}(bound_schedule={schedule!r:.100}): expected a function of the step. For one "
+            "factor at all steps, multiply the bound of the rule."
+        )
     if mechanism.adaptive is not None:
         raise ValueError(
             f"{name}(bound_schedule=...): the mechanism adapts its bounds to the gradients, so "

@@ -210,7 +210,8 @@ def lookahead(
 
     Returns:
       An Optax optimizer. Use it as the last link: its updates must be applied as they are. Its
-      ``update`` passes ``bound_scale=`` to ``fast_optimizer``, which may be `dp_adam`.
+      ``update`` passes ``bound_scale=`` to ``fast_optimizer``, which may be `dp_adam`
+    without ``reset_state``.
 
     Privacy:
       Post-processing: the slow parameters follow from private ones.
@@ -238,7 +239,15 @@ def lookahead(
     def init(params: PyTree) -> LookaheadState:
         # In buffers of their own: a step may donate parameters and state.
         slow = trees.copy(params)
-        return LookaheadState(slow, first.init(optax.LookaheadParams(params, slow)))
+        inner = first.init(optax.LookaheadParams(params, slow))
+        # Its counter says which step's noise to subtract, and a reset would begin it again.
+        if reset_state and trees.nodes(inner, DPAdamState):
+            raise ValueError(
+                "training.lookahead(dp_adam(...), reset_state=True): expected reset_state=False. "
+                "dp_adam counts the steps of the run, to subtract the noise of each, and a reset "
+                "would subtract that of the first steps again."
+            )
+        return LookaheadState(slow, inner)
 
     def update(
         updates: PyTree,

@@ -294,6 +294,11 @@ def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
       >>> earlier(folder)[0].runs
       ((2.0, 30),)
     """
+    return spent_of(**spending(directory))
+
+
+def spending(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """The arguments of `spent_of` for `earlier`: unlike a sampler, they can be sent."""
     folder = pathlib.Path(directory)
     try:
         run = read_json(folder / "run.json")
@@ -303,8 +308,8 @@ def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
             "run of dpjax.fit(directory=...). Usually the folder above it was given."
         ) from error
     check_format(run.get("mechanism"), f"training.earlier({str(directory)!r})")
-    steps = max(_marked(folder))
-    return spent_of(run["mechanism"], steps, seeded=seed_of(run) is not None)
+    seeded = seed_of(run) is not None
+    return {"facts": run["mechanism"], "steps": max(_marked(folder)), "seeded": seeded}
 
 
 def forget(directory: str | os.PathLike[str]) -> None:

@@ -132,6 +132,11 @@ def dp_sgld(
     )
     # The multiplier follows from the rate, so the noise cannot differ from what is accounted.
     mechanism = dataclasses.replace(silent, noise_multiplier=multiplier)
+    call, hint = "training.dp_sgld", "Start with 20 samples and a burn-in of half the steps."
+    samples = checks.whole(call, "samples", samples, hint)
+    burn_in = checks.whole_or_none(call, "burn_in", burn_in, hint, least=0)
+    every = checks.whole_or_none(call, "every", every, hint)
+    steps = mechanism.steps
     burn_in = steps // 2 if burn_in is None else burn_in
     # Samples are spread over what is left after the burn-in: neighbouring steps are hardly
     # independent.

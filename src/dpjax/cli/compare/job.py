@@ -23,6 +23,7 @@ from dpjax.reports import page, style
 from dpjax.reports.figure_output import png, svg
 from dpjax.reports.figures import PRIVATE, RELEASED, SEEDED, of_what_was_released
 from dpjax.reports.load_run import Missing, SavedRun, read
+from dpjax.reports.statement import seed_notice
 from dpjax.training.run_identity import PLACES
 
 REPEATED = ("seed", "out")  # flags in which the runs of a group may differ
@@ -262,6 +263,7 @@ def compare(
     replace(out.with_suffix(".png"), picture, public=badge == RELEASED)
     notices = [
         cost or price(runs),
+        *shorter(runs),
         *seeds(runs),
         *(f"Could not be read: {words}" for words in unread),
     ]
@@ -274,12 +276,23 @@ def compare(
 
 def seeds(runs: list[SavedRun]) -> Iterator[str]:
     """Which runs are not for release although they had noise."""
-    found = [f"{run.path.resolve().name} ({run.seed})" for run in runs if run.seed is not None]
+    named: dict[str, list[str]] = {}
+    for run in runs:
+        if run.seed is not None:
+            named.setdefault(seed_notice(run.seed), []).append(run.path.resolve().name)
+    yield from (f"{', '.join(names)}: {words}" for words, names in named.items())
+
+
+def shorter(runs: list[SavedRun]) -> Iterator[str]:
+    """Which runs took fewer steps than planned: means hold them like the others."""
+    found = []
+    for run in runs:
+        done = run.rows[-1]["step"]
+        planned = sum(steps for _, steps in run.mechanism.get("multiplier_and_steps", ()))
+        if done < planned:
+            found.append(f"{run.path.resolve().name} ({done:,} of {planned:,})")
     if found:
-        yield (
-            f"Seed published, so not for release: {', '.join(found)}. Anyone who knows a seed can "
-            "subtract the noise."
-        )
+        yield f"Fewer steps than planned ran, and means hold these runs too: {', '.join(found)}."
 
 
 def price(runs: list[SavedRun]) -> str:

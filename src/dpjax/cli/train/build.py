@@ -33,7 +33,9 @@ from dpjax import (
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.train import names, own_model
 from dpjax.mechanism import Spent
+from dpjax.mechanism.card import spent_of
 from dpjax.strategies import Strategy
+from dpjax.training.run_folder import spending
 from dpjax.types import Sampler
 
 LOSSES: dict[str, Callable[..., losses.ExampleLoss]] = {
@@ -205,9 +207,10 @@ def earlier_runs(given: flags.FlagValues) -> tuple[Spent, ...]:
     if given.continue_from is None:
         return ()
     try:
-        return processes.from_first(lambda: training.earlier(given.continue_from))
+        facts = processes.from_first(lambda: spending(given.continue_from))
     except FileNotFoundError as error:
         raise app.UsageError(f"--continue_from={given.continue_from}: {error}") from error
+    return spent_of(**facts)
 
 
 def build_sampler(given: flags.FlagValues, examples: int) -> Sampler:
