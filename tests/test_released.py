@@ -305,7 +305,7 @@ def test_the_key_of_the_first_step_says_whether_its_seed_is_small(small, tmp_pat
     assert ("Small seed" in words) is small
 
 
-@kills("training/run_folder.py", "seeded=seed_of(run) is not None", "seeded=False", slow=True)
+@kills("training/run_folder.py", "seeded = seed_of(run) is not None", "seeded = False", slow=True)
 @kills(
     "reports/load_run.py", 'in ("--seed", "seed") if', 'in ("--seed",) if', case="seed-3", slow=True
 )
