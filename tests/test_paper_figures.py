@@ -2,6 +2,7 @@
 """Figures of the papers and verdicts on their claims: from results files, without training."""
 
 import json
+import re
 from collections import Counter
 
 import numpy as np
@@ -270,9 +271,19 @@ def test_a_negative_verdict_is_open_until_the_rows_that_it_needs_ran(imported):
     assert verdict(compared._replace(rows=["tanh"], than=["ReLU"])) == "holds"
 
 
+def test_the_sweep_of_bounds_holds_the_bounds_of_table_2_in_order(imported):
+    pictures = imported("bu2023_pictures")
+    rows = json.loads((RESULTS / "bu2023.json").read_text())["rows"]
+    pattern = re.compile(pictures.FIGURES["6-right"].rows)
+    found = {m["line"]: list(rows[m[0]].values()) for m in map(pattern.fullmatch, rows) if m}
+    for panel in pictures.bounds("mnist", found):
+        places, _ = panel.lines["DP-SGD"]
+        assert places == [0.1, 1, 10, 50, 100, 200, 500]
+
+
 def test_average_settings_of_a_sweep_hold_within_half_a_step_of_its_grid(imported):
     claims, tables = imported("common.claims"), imported("common.result_tables")
-    # 20 rows, of which the best two have s = 1 and 2, and T = 4 and 4.
+    # 20 rows: the best two have s = 1 and 2, and T = 4 and 4.
     grid = [(s, t) for t in (1, 2, 4, 8, 16) for s in (1, 2, 4, 8)]
     score = {(1, 4): 90.0, (2, 4): 89.0}
     rows = {f"s={s} T={t}, 9 steps": seeds(score.get((s, t), 50.0 - s - t)) for s, t in grid}

@@ -226,6 +226,24 @@ def test_a_common_gradient_meets_rounded_numbers(monkeypatch):
     assert 1 <= longer < 1.001
 
 
+@kills("gradients/_bookkeeping/leaf_sums.py", "HIGHEST if whole else", "", slow=True)
+def test_a_common_gradient_meets_all_digits_where_the_loss_asks_for_more_than_one_pass(monkeypatch):
+    """Three passes round the product otherwise than the inner products with the decay."""
+    for module in (leaf_norms, leaf_sums):
+        monkeypatch.setattr(module, "product", in_one_pass)
+    x = g = jnp.full((32, 40), 1 + 2.0**-13)  # which 11 digits round down
+
+    def loss(w, example):
+        return positions(w, example, precision="high") + jnp.sum(w**2)
+
+    # The decay cancels most of the gradient of the data, and leaves more of its rounding.
+    w = -0.95 * (x.T @ g) / 2
+    with platforms.traced_for(platforms.ACCELERATOR):
+        assert "instantiate + common" in gradients.explain(loss, w, (x, g))
+        result = clipped_grad(loss, clipping.flat(1e9))(w, (x[None], g[None]))
+    assert np.linalg.norm(result.value) <= float(result.norms[0, 0])
+
+
 @kills(
     "gradients/_bookkeeping/outer_products.py",
     "return known and precision_of(p)",

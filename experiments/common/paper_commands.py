@@ -113,6 +113,9 @@ COMMANDS = (
             "adam at 0.00132|{sgd at 0.107|adam at 0.00106}, not private}, 9400 steps", 12),
     Command("papernot2021", "--figure=4 --datasets=mnist", "mnist {ReLU|tanh}{|, not private}, "
             "14100 steps", 15),
+    Command("papernot2021",
+            "--table=3 --datasets=fashion_mnist --kind='ReLU, not private' --rates=0.107",
+            "fashion_mnist ReLU, not private, batch 256, rate 0.107, 9400 steps", 4),
     Command("losing_less2022", "--figure=13 --rows=mnist,fashion",
             f"{_GREY} pixels cnn {{CE|all|CE without privacy}}", 3.5),
     Command("losing_less2022", "--figure=15 --rows=mnist", "mnist pixels cnn {SSE|SAE"

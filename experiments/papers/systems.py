@@ -122,7 +122,7 @@ def papernot2021(rows: Mapping[str, Any]) -> Found:
         steps = paper.mechanism_of(setting, SIZES[dataset]).steps
         end = f"{paper.words_of(setting)}, {steps} steps"
         sweep = [f"{dataset} {paper.member(*triplet)}{end}" for triplet in paper.FAMILY]
-        claims.append(Claim(system, (), average, why="27 runs of two hours", sweep=sweep))
+        claims.append(Claim(system, (), average, why="27 runs a data set", sweep=sweep))
     return costs, claims
 
 

@@ -22,6 +22,7 @@ from jaxtyping import Array
 from dpjax.gradients._bookkeeping.cost import aside
 from dpjax.gradients._bookkeeping.leaf_norms import norms, roundings
 from dpjax.gradients._bookkeeping.leaf_sums import (
+    DROPPED,
     Entry,
     Pieces,
     Squares,
@@ -179,8 +180,10 @@ def _cross(
         cross = _total(scales * terms)
     else:
         cross = scales * _total(terms)
-    # `_applied` may add one term after the other.
-    return cross, (inputs + 2 + roundings(form.g.shape[3])) * unsure
+    # `_applied` and `_total` may add one term after the other, and the sum may be of `halves`.
+    _, blocks, positions, width = form.g.shape
+    dropped = DROPPED / jnp.finfo(form.g.dtype).eps if form.short else 0
+    return cross, (inputs + 2 + roundings(width) + blocks * positions + dropped) * unsure
 
 
 def _applied(x: Array, part: Array) -> Array:

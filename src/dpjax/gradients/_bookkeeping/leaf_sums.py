@@ -22,6 +22,7 @@ from dpjax import trees
 from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.cost import entire
 from dpjax.gradients._bookkeeping.outer_products import (
+    HIGHEST,
     Outer,
     form_of,
     keeps_bfloat16,
@@ -280,14 +281,17 @@ def placed(
 ) -> tuple[Callable[[Sequence[Array]], Array], list[Array]]:
     """Each example's gradient in the pieces of its form, and the map from pieces to the leaf.
 
-    Unless ``exact``, the gradients may be rounded to bfloat16.
+    Unless ``exact``, they are rounded as the product of the loss rounds, or to bfloat16.
     """
     pull = pulled([leaf], leaves, entry.site.of)
     return lambda parts: pull(form.joined(parts))[leaf], _products(entry, form, exact)
 
 
 def _products(entry: Entry, form: Outer, exact: bool) -> list[Array]:
-    precision = precision_of(entry.site.equation.params)
+    # What meets other parts is the gradient of its data: numbers of a `short` form are rounded, so
+    # that one pass is exact, and others take all passes.
+    whole = exact and not form.short
+    precision = HIGHEST if whole else precision_of(entry.site.equation.params)
     short = not exact and keeps_bfloat16(entry.site)
 
     def one(x: Array) -> Array:
@@ -319,8 +323,7 @@ def instantiated(
             rest.append(entry)
         else:
             gradients = jax.vmap(form.joined)(_products(entry, form, exact))
-            wide = gradients.astype(trees.wide(gradients.dtype))
-            by_view.setdefault(entry.site.of, []).append(wide)
+            by_view.setdefault(entry.site.of, []).append(trees.widened_exactly(gradients))
     sound = {k: entry.sound() for k, entry in enumerate(rest) if _may_become_groups(entry.site)}
     rest = [entry.wiped(sound[k]) if k in sound else entry for k, entry in enumerate(rest)]
 
