@@ -88,7 +88,9 @@ def _shaped(function):
     """Checks annotated dtypes and shapes of arrays, and nothing else that is annotated."""
     kinds = function.__annotations__
     function.__annotations__ = {
-        name: kind for name, kind in kinds.items() if re.search(r"\[Array(Like)?, ", str(kind))
+        name: kind
+        for name, kind in kinds.items()
+        if re.search(r"\[Array(Like)?, ", str(kind)) and "Callable" not in str(kind)
     }
     return jaxtyping.jaxtyped(function, typechecker=beartype.beartype)
 
