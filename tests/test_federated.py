@@ -274,6 +274,7 @@ def test_padding_and_other_clients_rows_contribute_nothing():
 
 
 @pytest.mark.slow
+@kills("training/recipe.py", 'key(0, impl="threefry2x32")', "key(0)", slow=True)
 def test_a_secret_key_trains_clients_whatever_the_default_generator():
     with jax.default_prng_impl("unsafe_rbg"):
         algorithm = fedavg(some_clients(2, 3), mechanism(2))

@@ -219,6 +219,9 @@ def test_a_budget_bounds_what_a_stop_by_results_costs(tmp_path):
     slow=True,
 )
 @kills("training/runner.py", "        folder.begin()\n", "", slow=True)
+@kills(
+    "training/runner.py", "if trees.seeded(found.state.key) and not", "if False and not", slow=True
+)
 def test_a_resumed_run_keeps_the_kind_of_its_key(tmp_path, caplog):
     run = algorithm()
     seeded = run.init(jax.random.key(0), {"w": jnp.zeros((1,))})

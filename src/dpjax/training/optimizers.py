@@ -211,7 +211,7 @@ def lookahead(
     Returns:
       An Optax optimizer. Use it as the last link: its updates must be applied as they are. Its
       ``update`` passes ``bound_scale=`` to ``fast_optimizer``, which may be `dp_adam`
-    without ``reset_state``.
+      without ``reset_state``.
 
     Privacy:
       Post-processing: the slow parameters follow from private ones.

@@ -28,7 +28,7 @@ ORDERS = np.concatenate(
         [72, 80, 96, 128, 192, 256, 384, 512, 768, 1024],
     ]
 )
-POINTS = 10_000_000  # losses of a step: dp-accounting keeps them in a dictionary of a gigabyte
+POINTS = 10_000_000  # losses of a step, which dp-accounting keeps in a dictionary, in memory
 ROUGH = 20  # a delta below 20 errors of a distribution leaves few digits of epsilon
 
 
