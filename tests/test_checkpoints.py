@@ -66,6 +66,32 @@ def test_a_step_that_is_there_is_left_as_it_is(kept):
     assert kept.latest({"x": jnp.float32(0)}).state["x"] == 1
 
 
+def test_an_earlier_step_is_refused(kept):
+    """Orbax would leave it out, and `latest` return that of another run."""
+    kept.save(3, {"x": jnp.float32(1)}, {})
+    with pytest.raises(ValueError, match=r"step=2\): .* holds step 3; expected a later step"):
+        kept.save(2, {"x": jnp.float32(2)}, {})
+
+
+@kills(
+    "checkpoints.py",
+    "found = number if number.dtype == new.dtype else new",
+    "found = new",
+    slow=True,
+)
+@pytest.mark.promotes
+def test_numbers_of_python_still_take_the_dtype_of_what_they_meet(kept):
+    """The next step would otherwise round as no step did before."""
+    state = {"a": 0.5, "b": jnp.asarray(0.5), "c": True, "d": jnp.float32(0.5), "e": np.ones(())}
+    kept.save(1, state, {})
+    found = kept.latest(state).state
+    narrow = jnp.ones(2, jnp.bfloat16)
+    for name, value in state.items():
+        assert (found[name] * narrow).dtype == (value * narrow).dtype, name
+    assert type(found["a"]) is float
+    assert type(found["c"]) is bool
+
+
 def test_no_other_user_can_read_the_key(kept):
     assert kept.directory.stat().st_mode & 0o077 == 0
 
@@ -106,7 +132,7 @@ def test_all_of_them_damaged_is_said(kept):
             kept.latest({"x": jnp.float32(0)})
 
 
-@kills("checkpoints.py", " if old.committed else jnp.asarray(new)", "", slow=True)
+@kills("checkpoints.py", " if old.committed else jnp.asarray(found)", "", slow=True)
 def test_an_array_that_jax_may_move_comes_back_as_one(kept):
     assert kept.save(1, {"x": jnp.ones(2)}, {})
     found = kept.latest({"x": jnp.zeros(2)}).state

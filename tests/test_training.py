@@ -323,6 +323,15 @@ def test_an_interrupt_and_a_resumed_run_are_a_sentence_each(tmp_path, capsys):
     assert "resumes at step 2 of 3." in capsys.readouterr().err
 
 
+def test_a_signal_in_the_last_evaluation_ends_the_process():
+    def interrupt(state):
+        signal.raise_signal(signal.SIGINT)
+        return {"stop": True}
+
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 2 of 3, not saved"):
+        fit(make(steps=3), evaluate=interrupt, evaluate_every=2)
+
+
 def test_steps_and_ledger_count_alike():
     algorithm = make()
 
@@ -1098,6 +1107,24 @@ def test_steps_run_with_64_bits():
     with jax.enable_x64(True):
         state, _ = fit(make(steps=3, microbatch_size=2))
     assert np.all(np.isfinite(state.params))
+
+
+def test_optimizers_keep_the_dtype_of_parameters_beside_64_bits():
+    """Optax's trace would become float64, and no step run: its state would change its type."""
+    mechanism = mechanism_with(steps=3)
+    links = [training.dp_adam(0.1, mechanism), optax.trace(0.9), training.average_parameters()]
+    optimizer, params = optax.chain(*links), jnp.ones(3, jnp.float32)
+    with jax.enable_x64(True):
+        first = optimizer.init(params)
+        updates, state = optimizer.update(params, first, params)
+        assert updates.dtype == training.averaged(state).dtype == jnp.float32
+    assert jax.tree.map(jnp.result_type, first) == jax.tree.map(jnp.result_type, state)
+
+
+def test_a_configuration_holds_json_types(tmp_path):
+    for wrong in (tmp_path, np.float32(0.1), np.ones(2)):
+        with pytest.raises(TypeError, match=r"fit\(configuration=...\): .*: write str\(path\)"):
+            fit(make(), directory=tmp_path / "run", configuration={"data": wrong})
 
 
 @pytest.mark.sample(1)

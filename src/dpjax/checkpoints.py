@@ -98,13 +98,17 @@ class Checkpoints:
         """Starts to write a state; the caller may change or donate its buffers immediately.
 
         Args:
-          step: The number of the checkpoint; an existing one is not overwritten.
+          step: The number of the checkpoint, above those of earlier ones. One that is there is not
+            overwritten.
           state: A tree of arrays and typed keys.
           facts: Further facts, as JSON.
 
         Returns:
           Whether this save has started and all earlier ones succeeded. If not, the error is
           logged, and earlier checkpoints remain.
+
+        Raises:
+          ValueError: A later checkpoint is there.
         """
         went_well = self.wait()
         # Orbax refuses a second checkpoint of one step; the first holds the same bits.
@@ -130,9 +134,15 @@ class Checkpoints:
             state=self.args.StandardSave(written), notes=self.args.JsonSave(notes)
         )
         try:
-            self.manager.save(step, args=args)
+            started = self.manager.save(step, args=args)
         except Exception as error:  # storage layers raise many unrelated kinds
             return self._failed(error)
+        if not started:  # Orbax skips such a step without a word
+            raise ValueError(
+                f"checkpoints.save(step={step}): {self.directory} holds step "
+                f"{self.manager.latest_step()}; expected a later step, because `latest` reads the "
+                "last one. Usually another run wrote there: give each run a folder of its own."
+            )
         return True
 
     def wait(self) -> bool:
@@ -258,6 +268,8 @@ def _as(
         )
 
     def one(name: str, old: Any, new: np.ndarray) -> Any:
+        if type(old) in (bool, int, float, complex):
+            return new.item()
         if not isinstance(old, jax.Array):
             return new
         is_key = checks.is_typed_key(old)
@@ -267,9 +279,12 @@ def _as(
                 f"checkpoints: {where} has {name} as {new.dtype}{list(new.shape)}, and this run's "
                 f"state as {plain.dtype}{list(plain.shape)}. Usually the model was changed."
             )
+        # What JAX made of a Python number takes the dtype of what it meets; others would widen it.
+        number = jnp.asarray(new.item()) if jax.typeof(plain).weak_type and not new.ndim else new
+        found = number if number.dtype == new.dtype else new
         # An uncommitted array stays uncommitted: JAX may then move it to the run's devices.
         # A mesh other than the saved one is no matter: the numbers are whole here.
-        placed = meshes.put(new, plain.sharding) if old.committed else jnp.asarray(new)
+        placed = meshes.put(found, plain.sharding) if old.committed else jnp.asarray(found)
         return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(old)) if is_key else placed
 
     return structure.unflatten(map(one, names, leaves, numbers))

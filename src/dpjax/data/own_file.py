@@ -38,7 +38,7 @@ def load_file(
     | file | content |
     |---|---|
     | ``.npz`` | ``x_train``, ``y_train``, ``x_test``, ``y_test``; or ``x`` and ``y`` |
-    | ``.csv`` | a header; the label in the column ``label``, or else the last; else numbers |
+    | ``.csv`` | a header; numbers, and the label in the column ``label``, or else in the last |
 
     Without a test part, a fifth of the rows is held out as one, by a fixed shuffle. Bytes of
     images, ``[examples, height, width]`` or with channels last, become float32 in [0, 1] with a

@@ -105,7 +105,7 @@ def averaged(optimizer_state: Any) -> PyTree:
                 "training.averaged: no step ran, so the average is empty. Usually no step fits the "
                 "budget; state.params are the first parameters of the run."
             )
-        return jax.tree.map(lambda total: total / kept.weight, kept.total)
+        return jax.tree.map(lambda total: total / kept.weight.astype(total.dtype), kept.total)
     raise ValueError(
         "training.averaged: this state holds no average. End the optimizer with "
         "dpjax.training.average_parameters(): optax.chain(optax.sgd(0.1), "

@@ -77,7 +77,8 @@ def fit(
         stay.
       configuration: What else identifies the run (flags, a name, ...), in JSON types. The folder
         refuses another one. Loss, optimizer, weights and data need no name here: `fit` compares
-        the program of a step and the data.
+        the program of a step and the data; of a `dpjax.data.Stream`, the number of examples and 16
+        of them, so name its version here.
       save_every: Steps between checkpoints; by default about five minutes.
       progress: Whether to show a live line; or a function that gets the rows of the log after each
         evaluation instead, as `dpjax.reports.live_plot` makes one.
@@ -95,7 +96,7 @@ def fit(
     | is empty | the state, with the root key, is saved before the first step |
     | holds this run, stopped or killed | resumes from the last sound checkpoint, to the bit |
     | holds this run, under other numerics | logged; refused if released steps would change |
-    | holds released steps of other data | refused |
+    | holds released steps of other data | refused; of a `Stream`, 16 examples are compared |
     | ... of another loss, optimizer or rate | refused; not seen if versions or settings changed |
     | holds a run that began with other parameters | refused |
     | holds this run, and the given state was changed since its step | refused |
@@ -290,7 +291,8 @@ def _loop(run: Run, terms: _Terms, stop: Stop, show: Progress, log: Callable[[],
     # Or between the checkpoint of the last step and its row.
     elif terms.begin < run.done == terms.end:
         log()
-    while not over:
+    interrupted = False
+    while not over and not interrupted:
         show.begin()
         run.advance(terms.steps_from(run.done))
         show.tick(run.done)
@@ -301,13 +303,14 @@ def _loop(run: Run, terms: _Terms, stop: Stop, show: Progress, log: Callable[[],
             over = log()
         if run.folder is not None:
             _save(run, terms.save_every, now=over or interrupted)
-        if interrupted:
-            folder, again = terms.directory, " The same command resumes the run."
-            kept = f"saved in {folder}" if run.folder else "not saved, for want of a directory"
-            stop.end_process(
-                f"stopped at step {run.done:,} of {terms.end:,}, {kept}."
-                + again * (run.folder is not None)
-            )
+    # Asked again: a signal may have come while the last row was evaluated or saved.
+    if processes.any_process(stop.asked):
+        folder, again = terms.directory, " The same command resumes the run."
+        kept = f"saved in {folder}" if run.folder else "not saved, for want of a directory"
+        stop.end_process(
+            f"stopped at step {run.done:,} of {terms.end:,}, {kept}."
+            + again * (run.folder is not None)
+        )
 
 
 def _log(

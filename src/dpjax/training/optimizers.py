@@ -169,7 +169,7 @@ def dp_adam(
         # Both moments have the same bias, so the noise is subtracted before Adam's correction for
         # the first steps.
         assigned = groups.assign(means) if per_group else (0,) * len(leaves)
-        own = [v - noise[group] for v, group in zip(leaves, assigned, strict=True)]
+        own = [v - noise[group].astype(v.dtype) for v, group in zip(leaves, assigned, strict=True)]
         updates = jax.tree.map(
             lambda m, v: m / (1 - b1**count) / jnp.sqrt(jnp.maximum(v / (1 - b2**count), floor)),
             first,

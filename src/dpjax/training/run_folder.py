@@ -111,8 +111,8 @@ class Folder:
         self._write_mark(*self._mark)
 
     @processes.in_first
-    def resume(self, done: int) -> bool:
-        """Resumes the run after ``done`` steps, and returns whether its numerics changed.
+    def resume(self, done: int) -> None:
+        """Resumes the run after ``done`` steps, and records the numerics of now.
 
         Raises:
           Refused: They changed, and released steps would run a second time, or could in a copy.
@@ -158,7 +158,6 @@ class Folder:
             # The run keeps the key of its checkpoint, whatever key the caller gave.
             kept = {**self.identity, "small seed": before.get("small seed", False)}
             replace(path, json.dumps(kept, indent=2) + "\n")
-        return bool(changed)
 
     @processes.in_first
     def begin(self) -> None:

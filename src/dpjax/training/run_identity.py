@@ -38,6 +38,14 @@ def identity_of(
     identity["numerics"] = {**numerics(), **machine(), **identity.get("numerics", {})}
     # Not the key: one bit, by which a run that continues this one knows that its seed is public.
     identity["small seed"] = trees.seeded(state.key)
+    try:
+        json.dumps(dict(configuration))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"fit(configuration=...): {error}; expected text, numbers, and lists and mappings of "
+            "them. Usually a path, or an array or number of NumPy is among them: write str(path), "
+            "array.tolist() or float(number)."
+        ) from error
     taken = sorted(identity.keys() & configuration.keys())
     if taken:
         raise ValueError(

@@ -24,6 +24,7 @@ from dpjax.ledger import Refused
 from dpjax.noise import seals
 from dpjax.training.released import write_released
 from dpjax.training.run_folder import Folder
+from dpjax.training.run_identity import changed_numerics
 from dpjax.training.tensorboard import Board
 from dpjax.types import Algorithm, Plan
 
@@ -49,11 +50,12 @@ class Run:
         # The ledger on the host, where it grows: a caller may have put the state on a device.
         self.state = _with_ledger(trees.copy(state), jax.device_get(state.ledger))
         self.pace, self.saved = 1, time.monotonic()
-        self.board, self._told, self.began = None, False, ""
+        self.board, self._told, self.began, self.under = None, False, "", {}
         if folder is not None:
             # In the checkpoint beside the key, not in run.json: where one seed makes both key and
             # parameters, the hash would let anyone search for the seed.
             self.began = trees.fingerprint(state.params)
+            self.under = folder.identity["numerics"]
             folder.reserve(mechanism.steps)
             self._take_up(folder)
             # Its files may know that results ended it and its last checkpoint not, or the reverse.
@@ -98,12 +100,14 @@ class Run:
                 folder.path,
             )
         given, began = self.done, found.facts.get("began", self.began)
+        under = found.facts.get("began under", {})
         if found.state.ledger.steps >= self.done:
             self.state, self.seen = found.state, list(found.facts["seen"])
-        changed = folder.resume(self.done)
-        # Other numerics may make other parameters of one seed. Equal settings with other first
-        # parameters are another run: its noise would meet other sums.
-        if processes.any_process(not given and not changed and began != self.began):
+        folder.resume(self.done)
+        # Other numerics than those of the first call may make other parameters of one seed. Equal
+        # settings with other first parameters are another run: its noise would meet other sums.
+        comparable = not given and not changed_numerics(under, self.under)
+        if processes.any_process(comparable and began != self.began):
             raise Refused(
                 f"fit(directory={str(folder.path)!r}): the run there began with other parameters. "
                 "Usually another seed made them, or they come from another run. Choose another "
@@ -113,7 +117,7 @@ class Run:
         # What earlier processes released binds this one: a step that runs again releases the same.
         where = f"fit(directory={str(folder.path)!r})"
         seals.require_one_release(self.state.key, 0, folder.seals(), where)
-        self.began, self.rows = began, folder.rows(until=self.done)
+        self.began, self.under, self.rows = began, under, folder.rows(until=self.done)
         # A row may be younger than the checkpoint of its step: it has these infos.
         self.seen = [] if self.at_row else self.seen
         if given > found.state.ledger.steps:  # steps that ran without `fit` count from now on
@@ -232,7 +236,7 @@ class Run:
             return False
         self.folder.flush()  # its rows are not in the checkpoint
         self.saved, kept = time.monotonic(), self.folder.checkpoints
-        facts = {"seen": list(self.seen), "began": self.began}
+        facts = {"seen": list(self.seen), "began": self.began, "began under": self.under}
         started = kept.save(self.done, self.state, facts)
         return kept.wait() and started if wait else started
 
@@ -301,7 +305,7 @@ def _means(seen: list[Mapping[str, Any]]) -> dict[str, Any]:
 def numbers(row: Mapping[str, Any]) -> dict[str, Any]:
     """A mapping of arrays in JSON types."""
     return {
-        name: numbers(value) if isinstance(value, Mapping) else _plain(value)
+        str(name): numbers(value) if isinstance(value, Mapping) else _plain(value)
         for name, value in row.items()
     }
 
