@@ -30,7 +30,14 @@ def inside(x, y):
     return jax.jit(lambda a, b: (a, 2 * b, 1.0))(x, y)
 
 
-@pytest.mark.parametrize("function", [branches, rounds, until, running, inside])
+TWICE = jnp.array([2.0, 2.0])
+
+
+def beside_an_array(x, y):
+    return jax.jit(lambda a, b: (a, TWICE * b, TWICE))(x, y)
+
+
+@pytest.mark.parametrize("function", [branches, rounds, until, running, inside, beside_an_array])
 def test_a_program_is_evaluated_as_jax_does(function):
     closed = jax.make_jaxpr(function)(1.5, 2.0)
     found = evaluate(closed.jaxpr, closed.consts, [1.5, 2.0])
@@ -48,6 +55,7 @@ def test_a_program_is_evaluated_as_jax_does(function):
         (until, [True, False], [False, True]),
         (running, [True, False], [False, False]),
         (inside, [True, False, False], [False, True, False]),
+        (beside_an_array, [True, False, False], [False, True, False]),
     ],
 )
 def test_outputs_depend_on_what_moves_them(function, by_x, by_y):

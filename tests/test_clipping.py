@@ -531,6 +531,16 @@ class TestClipAndSum:
         assert not any(np.any(leaf) for leaf in jax.tree.leaves(out))
 
 
+@kills("clipping/application.py", "if weights.shape != factors.shape:", "if False:", slow=True)
+def test_weights_without_groups_are_refused_by_the_definition():
+    """They would be those of columns: the first example's weight would be everyone's."""
+    each = [0.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match=r"write weights\[:, None\]"):
+        clipping.clip(clipping.flat(1.0), jnp.ones((3, 2)), weights=each)
+    total, *_ = clipping.clip(clipping.flat(2.0), jnp.ones((3, 2)), weights=np.c_[each])
+    np.testing.assert_array_equal(total, [2.0, 2.0])
+
+
 @pytest.mark.parametrize("third", [np.full(4, 0.25), np.array([2, 0, 1, 1]), [math.nan, 1, 1, 1]])
 def test_weights_and_labels_are_no_mask(third):
     """Each nonzero entry would be an example, and class 0 would be left out as padding."""

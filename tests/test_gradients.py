@@ -683,6 +683,24 @@ def test_a_loss_is_traced_at_most_three_times(network, engine, monkeypatch):
     assert len(counter) <= 3
 
 
+@kills(
+    "gradients/clipped_grad.py", "rule=dataclasses.replace(rule, partition=fixed),", "", slow=True
+)
+def test_groups_of_complex_leaves_are_those_of_the_parameters():
+    """By size: a complex leaf counts once, although its parts are two."""
+    params = [jnp.ones(3, jnp.complex64), jnp.ones(4), jnp.ones(3)]
+    rule, x = clipping.grouped(1.0, groups=2), jnp.array([3.0, 0.1])
+
+    def loss(p, x):
+        return x * (jnp.sum(jnp.abs(p[0])) + jnp.sum(p[1]) + 5 * jnp.sum(p[2]))
+
+    with jax.numpy_dtype_promotion("standard"):
+        found = clipped_grad(loss, rule)(params, x)
+        _, norms, factors = clipping.clip(rule, jax.vmap(jax.grad(loss), (None, 0))(params, x))
+    np.testing.assert_allclose(found.norms, norms, rtol=1e-6)
+    np.testing.assert_allclose(found.factors, factors, rtol=1e-6)
+
+
 @pytest.mark.slow
 @kills(
     "gradients/complex_leaves.py",

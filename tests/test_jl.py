@@ -314,9 +314,11 @@ def cancelled(w, x):
     return jnp.vdot(w, x + 1e8) - jnp.vdot(w, 1e8 + 0 * x)
 
 
+BIG = jnp.full(3, 1e8)
 HIDDEN = {
     "as it is": cancelled,
     "a call": jax.jit(cancelled),
+    "a call with a constant": jax.jit(lambda w, x: jnp.vdot(w, x + BIG) - jnp.vdot(w, BIG + 0 * x)),
     "a loop": lambda w, x: jnp.sum(lax.scan(lambda c, r: (c, cancelled(w, r)), None, x[None])[1]),
     "carried": lambda w, x: lax.scan(lambda c, r: (c * cancelled(w, r), None), 1.0, x[None])[0],
     "carried later": lambda w, x: lax.scan(
@@ -330,6 +332,11 @@ HIDDEN = {
     )[1],
     "a branch": lambda w, x: lax.cond(x[0] > 0, cancelled, lambda w, x: w[0], w, x),
     "one product": lambda w, x: jnp.concatenate([w, -w]) @ jnp.concatenate([x + 1e8, 1e8 + 0 * x]),
+    "one ragged product": lambda w, x: lax.ragged_dot(
+        jnp.concatenate([x + 1e8, 1e8 + 0 * x])[None],
+        jnp.concatenate([w, -w])[None, :, None],
+        jnp.array([1]),
+    )[0, 0],
 }
 
 
@@ -357,10 +364,18 @@ HIDDEN = {
 )
 @kills(
     "gradients/_estimated_norms/jvp_magnitude.py",
-    'if name in ("dot_general", "conv_general_dilated"):',
+    'if name in ("dot_general", "ragged_dot_general", "conv_general_dilated"):',
     "if False:",
     slow=True,
 )
+@kills(
+    "gradients/_estimated_norms/jvp_magnitude.py",
+    '"ragged_dot_general", ',
+    "",
+    case="one ragged product",
+    slow=True,
+)
+@kills("_jaxpr.py", "    return inner[0] if alone else None", "    return None", slow=True)
 @pytest.mark.parametrize("name", HIDDEN)
 def test_the_largest_tangent_is_seen_wherever_it_is(name):
     w, x, direction = jnp.zeros(3), jnp.ones(3), jnp.arange(1.0, 4)

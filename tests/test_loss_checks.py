@@ -705,7 +705,7 @@ def test_one_draw_for_all_examples_is_told(where, caplog):
 def test_one_draw_for_all_clients_is_told(caplog):
     """And the key by which a client orders its rows is one of the round."""
     clients = federated.Clients.of([np.ones((2, 3), np.float32)] * 4)
-    for draw, told in ((lambda x: halved(KEY, x), 1), (lambda x: x, 0)):
+    for draw, told in ((jax.jit(lambda x: halved(KEY, x)), 1), (lambda x: x, 0)):
         algorithm = federated.fedavg(
             lambda w, x, draw=draw: jnp.sum(w * draw(x)),
             optax.sgd(1.0),

@@ -284,11 +284,16 @@ def name_of(equation: JaxprEqn) -> str:
     return name if called_class is None else f"{name} ({type(called_class).__name__})"
 
 
-def called(equation: JaxprEqn) -> Jaxpr | None:
+def called(equation: JaxprEqn) -> ClosedJaxpr | None:
     """The program that an equation calls with its own inputs, if it is such a call."""
-    inner = inner_programs(equation)
-    alone = len(inner) == 1 and len(inner[0].invars) == len(equation.invars)
-    return inner[0] if alone and not inner[0].constvars else None
+    # A jitted function that closes over an array has it among the constants of its program.
+    inner = [
+        part if isinstance(part, ClosedJaxpr) else ClosedJaxpr(part, ())
+        for part in parts(equation)
+        if isinstance(part, ClosedJaxpr) or (isinstance(part, Jaxpr) and not part.constvars)
+    ]
+    alone = len(inner) == 1 and len(inner[0].jaxpr.invars) == len(equation.invars)
+    return inner[0] if alone else None
 
 
 def depends(program: Jaxpr, moving: Sequence[bool]) -> list[bool]:
@@ -344,7 +349,7 @@ def marked_programs(
     if name == "cond":
         return [(branch.jaxpr, moving[1:]) for branch in p["branches"]]
     inner = called(equation)
-    return [] if inner is None else [(inner, moving)]
+    return [] if inner is None else [(inner.jaxpr, moving)]
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:

@@ -50,7 +50,7 @@ def tempered_sigmoid(
 
     References:
       Papernot, Thakurta, Song, Chien and Erlingsson, "Tempered Sigmoid Activations for
-      Deep Learning with Differential Privacy", 2021, section 3.
+      Deep Learning with Differential Privacy", 2021, equation 3.
     """
     call, hint = "activations.tempered_sigmoid", "For a falling curve, negate the input."
     scale = checks.positive(call, "scale", scale, hint)

@@ -65,8 +65,14 @@ def clip(
     real = real_rows("clipping.clip", mask, len(norms))[:, None]
     norms, factors = jnp.where(real, norms, 0), jnp.where(real, factors, 0)
     if weights is not None:
+        weights = jnp.asarray(weights, factors.dtype)
+        if weights.shape != factors.shape:
+            raise ValueError(
+                f"clipping.clip: weights have shape {weights.shape}; expected one for each example "
+                f"and group, {factors.shape}. For one weight an example write weights[:, None]."
+            )
         # After the bound: a weight may shorten a contribution and never lengthen it past its bound.
-        factors = factors * jnp.asarray(weights, factors.dtype)
+        factors = factors * weights
     return trees.scaled_sum(gradients, factors, groups), norms, factors
 
 

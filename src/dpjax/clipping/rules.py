@@ -237,7 +237,7 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
 
     References:
       Bu et al., "On the Convergence and Calibration of Deep Learning with Differential
-      Privacy", 2023, section 4.
+      Privacy", 2023, appendices C.8 and D.
     """
     bound = checks.not_negative(_THRESHOLD, "bound", bound, _BOUND)
     hint = "Examples with longer gradients are dropped; None is the bound."

@@ -7,6 +7,7 @@ batch; `clipped_grad` returns the sum of the gradients of its examples, each cli
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from numbers import Number
@@ -31,7 +32,7 @@ from dpjax.gradients.layout import Request, run_laid_out
 from dpjax.gradients.loss_checks import check_loss, check_params, require_one_example
 from dpjax.gradients.nan_isolation import isolated
 from dpjax.gradients.traced import Traced
-from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
+from dpjax.types import ClippedSum, Clipping, Key, LossFn, Partition, PyTree
 
 
 def clipped_grad(
@@ -136,10 +137,13 @@ def clipped_grad(
         # Python's numbers too; what is no array is refused by name.
         params = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, Number) else x, params)
         check_params("clipped_grad", params)
-        start = None if start is None else require_start(start, rule)
+        start = None if start is None else _shaped(require_start(start, rule), params)
         if not complex_leaves.any_complex(params):
             return of_reals(with_aux, params, batch, mask, weights, key, start)
-        # Norms, sums and rules see real numbers alone.
+        # Norms, sums and rules see real numbers alone. Groups are those of the parameters: the
+        # parts of a complex leaf have another rank and twice its size.
+        groups = rule.partition.assign(params)
+        fixed = Partition(rule.partition.names, lambda _: groups)
         start = None if start is None else complex_leaves.parts(start, sign=-1)
         found = of_reals(
             lambda reals, example: with_aux(complex_leaves.joined(reals, params), example),
@@ -149,11 +153,25 @@ def clipped_grad(
             weights,
             key,
             start,
+            rule=dataclasses.replace(rule, partition=fixed),
         )
         value = complex_leaves.joined(found.value, params, sign=-1)
         return certified(found._replace(value=value), rule)
 
     return clipped
+
+
+def _shaped(start: PyTree, params: PyTree) -> PyTree:
+    """The sum to start with, whose leaves must have the shapes of the parameters."""
+    found, expected = ([jnp.shape(leaf) for leaf in jax.tree.leaves(x)] for x in (start, params))
+    if found != expected:
+        raise ValueError(
+            f"clipped_grad(start=...): the leaves have shapes {found}; expected those of the "
+            f"parameters, {expected}. JAX would repeat each gradient along the other axes, and one "
+            "example would move the sum by several bounds. Usually the totals of several devices "
+            "were given as one tree: give the total of one, or begin with start=None."
+        )
+    return start
 
 
 def _of_reals(

@@ -85,11 +85,12 @@ def _step(equation: JaxprEqn, inputs: list[Any], moving: list[bool]) -> Watched:
         return jax.lax.switch(inputs[0], [lambda *x, b=b: b(x) for b in branches], *inputs[1:])
     inner = called(equation)
     if inner is not None:
-        return _evaluate(inner, (), inputs, moving)
+        return _evaluate(inner.jaxpr, inner.consts, inputs, moving)
     outputs = bind(equation, inputs)
     sizes = [_largest(x) for x in outputs]
-    # A contraction may cancel inside: bound its terms by Cauchy-Schwarz.
-    if name in ("dot_general", "conv_general_dilated"):  # the terms of the contraction
+    # A contraction may cancel inside. No term is above the largest tangent times the norm of the
+    # other operand.
+    if name in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
         (a, b), turned = inputs[:2], moving[1]
         tangent, other = (b, a) if turned else (a, b)
         sizes.append(_largest(tangent) * jnp.linalg.norm(jnp.ravel(other).astype(jnp.float32)))
