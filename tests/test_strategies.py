@@ -515,6 +515,12 @@ def test_the_square_root_has_its_closed_form_and_error():
     assert strategy.errors().maximal == pytest.approx(norm)
 
 
+def of_form(form):
+    return strategies.Strategy(name="own", form=form)
+
+
+@kills("strategies/strategy.py", "np.linalg.norm(row) / row[-1]", "1.0", slow=True)
+@kills("strategies/dense.py", "float(growth.max())", "1.0", slow=True)
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -540,6 +546,12 @@ def test_the_square_root_has_its_closed_form_and_error():
         (lambda: strategies.from_facts({"kind": "fir", "steps": 2}), "one of toeplitz"),
         (lambda: strategies.from_facts({"kind": "tree", "depth": 2}), "another version"),
         (lambda: InverseToeplitz(steps=2, values=(-1.0,)), "must be invertible"),
+        # What a step adds to noise that grows is rounded away.
+        (lambda: strategies.toeplitz(60, [1.0, 2.0]), "'toeplitz': .*would round away"),
+        (lambda: strategies.toeplitz(9_000, [1.0, 2.0]), "(inf|nan) times as large"),
+        (lambda: of_form(InverseToeplitz(steps=2, values=(1e-9, 1.0))), r"1e\+09 times as large"),
+        (lambda: of_form(Buffered(steps=60, scales=(5.0,), decays=(0.5,))), "would round away"),
+        (lambda: packed(np.array([[1.0, 0.0], [1e6, 1.0]])), r"dense: .* 1e\+06 times as large"),
     ],
 )
 def test_errors_teach(call, words):

@@ -204,7 +204,8 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
     if before > budget.epsilon:
         raise Refused(
             f"ledger: epsilon is {upwards(before)} at delta={at} before the first "
-            "step, for what was released ahead of it (Mechanism's preparation and before); the "
+            "step, for what was released ahead of it (Mechanism's preparation and before, or a "
+            "curriculum's order, unless it is public); the "
             f"budget is {budget.epsilon:g} ({method})."
         )
     fits, reached = affordable(mechanism, budget), max(int(ledger.chosen), done + steps)

@@ -70,7 +70,7 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
       ProjectedGaussianDpEvent(noise_multiplier=2.0, projections=30)
     """
     hint = "Each norm was estimated from 1 or more of them. For exact norms, keep the event."
-    checks.whole("accounting.with_projections", "projections", projections, hint)
+    projections = checks.whole("accounting.with_projections", "projections", projections, hint)
 
     def projected(part: DpEvent) -> DpEvent:
         # The kinds that samplers make are rewritten; every other kind is refused below, because the

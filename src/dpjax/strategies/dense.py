@@ -23,7 +23,7 @@ from dpjax import checks
 from dpjax.strategies import descent, streams
 from dpjax.strategies.banded import banded
 from dpjax.strategies.participation import Participation, or_once
-from dpjax.strategies.strategy import Strategy
+from dpjax.strategies.strategy import Strategy, require_fresh
 from dpjax.strategies.workload import Workload, workload
 from dpjax.types import PyTree
 
@@ -56,6 +56,10 @@ class Dense:
             raise ValueError(
                 f"{call}(rows): expected a positive diagonal, so that C has an inverse."
             )
+        with np.errstate(all="ignore"):  # an inverse that grows may overflow
+            inverse = _inverse(steps, text)
+            growth = np.linalg.norm(inverse, axis=1) / np.diag(inverse)
+        require_fresh(call, float(growth.max()))
 
     @property
     def bands(self) -> int:

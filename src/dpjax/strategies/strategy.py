@@ -26,6 +26,8 @@ from dpjax.types import PyTree
 
 # Up to here a strategy is handled as a whole matrix of 128 MiB where there is no shorter way.
 LARGEST_MATRIX = 4_096
+# In float32 a number of size 1 keeps 12 bits beside one of this size.
+LARGEST_GROWTH = 2.0**12
 
 
 class Form(Protocol):
@@ -119,6 +121,12 @@ class Strategy:
 
     name: str
     form: Form
+
+    def __post_init__(self) -> None:
+        """Refuses a stream in which a step has no noise of its own."""
+        with np.errstate(all="ignore"):  # an inverse that grows may overflow
+            row = self.form.row(self.form.steps - 1)
+            require_fresh(f"strategies: {self.name!r}", float(np.linalg.norm(row) / row[-1]))
 
     @property
     def steps(self) -> int:
@@ -261,6 +269,17 @@ class Strategy:
                 f"strategy.{method}: {self.steps} steps; expected at most {2 * LARGEST_MATRIX} for "
                 "a whole matrix. Use strategy.coefficients, column_norms() or row(step)."
             )
+
+
+def require_fresh(call: str, growth: float) -> None:
+    """Refuses noise that is this many times as large as the part of it that a step adds."""
+    if not growth <= LARGEST_GROWTH:
+        raise ValueError(
+            f"{call}: the noise of a step is {growth:.3g} times as large as what the step itself "
+            f"adds to it; expected at most {LARGEST_GROWTH:.0f}. In float32 the numbers of later "
+            "steps would round away, and nothing would hide these steps. Usually later "
+            "coefficients are larger than the first; positive ones that fall never let it grow."
+        )
 
 
 def narrowed(call: str, name: str, values: Any, most: int) -> tuple[float, ...]:

@@ -145,6 +145,7 @@ def strategy(noise: dict[str, Any]) -> np.ndarray:
     matrix = np.zeros((steps, steps))
     if kind == "dense":
         matrix[np.tril_indices(steps)] = np.frombuffer(base64.b64decode(noise["rows"]), "<f4")
+        require_inverse(np.diag(matrix))
         return matrix
     column = first_column(noise)
     for step in range(steps):
@@ -183,6 +184,12 @@ def saved(
     return np.minimum(np.maximum(leaves, joins) - orders / (2 * multiplier**2), 0.0)
 
 
+def require_inverse(diagonal: np.ndarray) -> None:
+    """Refuses a matrix without an inverse: noise in its proportion would be none."""
+    if not diagonal.size or not np.all(diagonal > 0):
+        raise Unreadable("noise is correlated by a matrix without an inverse: its diagonal has 0.")
+
+
 def first_column(noise: dict[str, Any]) -> np.ndarray:
     """The first column of a Toeplitz C, ``[steps]``."""
     steps, kind = int(noise["steps"]), noise["kind"]
@@ -190,6 +197,7 @@ def first_column(noise: dict[str, Any]) -> np.ndarray:
         powers = np.array(noise["decays"])[:, None] ** np.arange(steps - 1)
         return np.append(1.0, np.array(noise["scales"]) @ powers)
     values = np.array(noise["values"], np.float64)
+    require_inverse(values[:1])
     if kind == "toeplitz":
         return np.pad(values, (0, steps - len(values)))
     column = np.zeros(steps)  # of the inverse series, by long division
