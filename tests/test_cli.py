@@ -293,6 +293,22 @@ def test_a_plan_without_a_meaning_is_refused_in_one_sentence(workshop, monkeypat
         planned()
 
 
+def test_a_run_without_bound_and_noise_is_planned(workshop):
+    """For comparison: no multiplier but 0 goes with an infinite bound."""
+    given = copy.deepcopy(FLAGS)
+    given(["train", "--dataset=my.npz", "--batch_size=20", "--steps=4", "--noreport"])
+    given(["train", "--bound=inf", "--noise_multiplier=0", "--noise_schedule=linear-down"])
+    assert job.plan(given).mechanism.noise_multiplier == 0
+
+
+@pytest.mark.parametrize("asked", [5, 40, None])
+def test_canaries_are_counted_before_an_audit(asked):
+    rows = types.SimpleNamespace(dataset=types.SimpleNamespace(examples=39))
+    with pytest.raises(app.UsageError, match="expected 10 or more, and fewer than the 39 rows"):
+        audited_run.number_of_canaries(rows, asked)
+    assert audited_run.number_of_canaries(rows, 38) == 38
+
+
 def test_a_limit_that_no_number_of_steps_reaches_is_refused(workshop, monkeypatch):
     monkeypatch.setattr(build, "_MOST_STEPS", 1000)
     given = copy.deepcopy(FLAGS)

@@ -319,3 +319,10 @@ def test_a_folder_under_two_names_is_one_run(tmp_path, monkeypatch):
     monkeypatch.setattr(job, "draw", lambda *_: ("<svg/>", b"", []))
     page = job.compare(["a", "a/", tmp_path / "a", "../" + tmp_path.name + "/a"], "page.html")
     assert "1 run of dpjax" in page.read_text()
+
+
+def test_a_run_whose_name_begins_with_an_underscore_is_in_the_legend(tmp_path):
+    """Matplotlib would leave such a label out."""
+    runs = [read(write(tmp_path / name, [0.5, 0.9]), arrays=False) for name in ("_first", "second")]
+    image, *_ = job.draw(job.groups_of(runs), "released")
+    assert ">_first<" in image.replace(" ", "")

@@ -33,6 +33,7 @@ from dpjax.cli.sweep.job import (
     candidates_from_flags,
     conclude,
     costs,
+    draw,
     flags_of,
     planned,
     require_flags,
@@ -248,6 +249,16 @@ def test_a_random_number_of_runs_costs_what_selection_costs(stand_in, tmp_path):
     assert "--grid: x=10,20 there, x=10,30 now" in other
 
 
+@kills("cli/sweep/job.py", "trial._replace(repeat=secrets.randbits(64))", "trial", slow=True)
+def test_no_name_of_a_folder_tells_how_many_ran():
+    """The best run is published with its `config.json`, which holds the name."""
+    given = copy.deepcopy(FLAGS)
+    given(["sweep", "--grid=x=1", "--random_runs=geometric:30", "--binary=x.py"])
+    names = [trial.name for trial in draw(given, {"x": ["1"]})]
+    assert len({*names}) == len(names)
+    assert not {f"x=1,repeat={number}" for number in range(1000)} & {*names}
+
+
 @pytest.mark.slow
 def test_flags_that_do_not_go_together_are_refused(tmp_path):
     assert "either --grid or --ranges" in sweep("--out", tmp_path, status=1)
@@ -340,6 +351,7 @@ def test_equal_settings_are_repeats_with_seeds_and_folders_of_their_own():
         ("a=uniform:2:1e999", "ranges"),
         ("a=log:x:1", "ranges"),
         ("a=uniform:1:2", "grid"),
+        ("a=whole:0.5:0.9", "ranges"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_an_example(text, flag):
@@ -614,6 +626,8 @@ def test_a_run_without_a_last_accuracy_has_none_in_a_search_either(tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text(lines)
         trials[tmp_path / name] = search_space.Trial({"x": name}, None, 0)
     found = search_results.results(trials)
+    alone = search_results.results(dict.fromkeys(trials, search_space.Trial({}, 1, 0)), single=True)
+    assert [row["runs"] for row in alone] == [1, 1], "what a price of the best run is of"
     assert [row["mean"] for row in found] == [50.0, None]
     assert [row["epsilon"] for row in found] == [math.inf, math.inf]
     groups = groups_of([read(folder, arrays=False) for folder in trials])

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-__all__ = ["brief", "short", "table", "veiled"]
+__all__ = ["brief", "rate", "short", "table", "veiled"]
 
 _REPR = reprlib.Repr()
 _REPR.maxother = 400  # a mechanism within an algorithm is not cut
@@ -40,6 +40,11 @@ def veiled(thing: Any, *secrets: str) -> str:
 def brief(value: Any) -> str:
     """A `repr` of limited length."""
     return _REPR.repr(value)
+
+
+def rate(value: float) -> str:
+    """A number per second with three digits, also of slow runs: 12,300 or 0.4."""
+    return f"{float(f'{value:.3g}'):,.12g}"
 
 
 def table(title: str, rows: Iterable[tuple[str, str]]) -> str:

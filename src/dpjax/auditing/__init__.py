@@ -11,8 +11,8 @@ program is not the mechanism that was accounted. An audit without a finding prov
 | which canaries took part in a run? | `score_canaries`, `guess_members`, `epsilon_lower_bound` |
 | which rows was a released model trained on? | `audit_membership` |
 
-`audit_algorithm` and the canaries run an `Algorithm` as it is and change nothing but who is drawn
-(`without`).
+`audit_algorithm` runs an `Algorithm` as it is and changes nothing but who is drawn (`without`). For
+the canaries its optimizer is also wrapped by `recording`, which trains alike.
 """
 
 from dpjax.auditing.algorithm_step import Separation, audit_algorithm, without

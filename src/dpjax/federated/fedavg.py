@@ -50,8 +50,10 @@ def fedavg(
 ) -> Algorithm:
     r"""Federated averaging with differential privacy for clients.
 
-    $$ \theta \leftarrow \mathrm{server}\Bigl(\theta,\ -\frac{1}{qW}
+    $$ \theta \leftarrow \mathrm{server}\Bigl(\theta,\ -\frac{w_{\max}}{qW}
        \Bigl(\sum_{k \in C} s_k \,\mathrm{clip}(\theta_k - \theta) + \mathrm{noise}\Bigr)\Bigr) $$
+
+    with the shares $s_k$ and the constants $W$ and $w_{\max}$ of `Weights`.
 
     Args:
       loss: ``loss(params, example) -> scalar`` for one example.

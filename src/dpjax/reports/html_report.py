@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from typing import Any
 
+from dpjax._display import rate
 from dpjax._files import replace
 from dpjax.accounting.rounding import upwards
 from dpjax.reports.figures import PLOTS, RELEASED, Drawn, Plot, draw
@@ -97,7 +98,7 @@ def _header(run: SavedRun) -> Iterator[str]:
     units = f"{run.mechanism.get('unit', 'example')}s"
     yield f'<header>\n<p class="kicker">A run of dpjax, in {escape(run.path.resolve().name)}</p>'
     yield f"<h1>{escape(_name(run))}</h1>"
-    rate = last.get(f"{units}_per_second")
+    speed = last.get(f"{units}_per_second")
     accuracy = "" if math.isnan(run.accuracy) else f"{100 * run.accuracy:.1f} %"
     yield f'<p class="verdict">{_verdict(run, accuracy)}</p>'
     if run.seed is not None:
@@ -117,7 +118,7 @@ def _header(run: SavedRun) -> Iterator[str]:
         ("delta", power(run.delta), ""),
         ("test accuracy", accuracy, ""),
         ("steps", f"{last['step']:,}", ""),
-        (f"{units} per second", "" if rate is None else f"{float(f'{rate:.3g}'):,.0f}", ""),
+        (f"{units} per second", "" if speed is None else rate(speed), ""),
         ("time", _seconds(config.get("seconds")), ""),
     ]
     yield '<dl class="numbers">'

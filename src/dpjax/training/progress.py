@@ -9,6 +9,7 @@ import sys
 import time
 from typing import Any, TextIO
 
+from dpjax._display import rate
 from dpjax._files import FIELDS
 from dpjax.accounting.rounding import upwards
 
@@ -77,9 +78,9 @@ class Progress:
 
     def take_rate(self) -> float:
         """Steps per second since the last call; 0 if none ran but the one that compiled."""
-        rate = self.steps / max(1e-9, self.seconds)
+        found = self.steps / max(1e-9, self.seconds)
         self.steps, self.seconds = 0, 0.0
-        return rate
+        return found
 
     def line(self, step: int, row: dict[str, Any]) -> None:
         """Shows a row of the log."""
@@ -94,7 +95,7 @@ class Progress:
         form = ".2f" if self.most >= 0.1 else ".2g"  # 0.0001 is not 0.01
         self.pieces = [f"epsilon {upwards(row['epsilon'], form)} of {upwards(self.most, form)}"]
         self.pieces += [f"{k} {v:.3f}" for k, v in fields.items() if isinstance(v, float)]
-        self.pieces += [f"{row[speed]:,.0f} {self.units}/s"] if speed in row else []
+        self.pieces += [f"{rate(row[speed])} {self.units}/s"] if speed in row else []
         self.pieces += [f"nll {nll:.3f}"] if isinstance(nll, float) else []
         self.step = step
         self._draw()

@@ -213,7 +213,19 @@ class Guessed(NamedTuple):
     confidence: float
 
 
-def canaries(rebuilt: Rebuilt, count: int | None, steps: int, confidence: float) -> Guessed:
+def number_of_canaries(rebuilt: Rebuilt, asked: int | None) -> int:
+    """How many rows become canaries; by default a fourth, and at most 1,000."""
+    size = rebuilt.dataset.examples
+    count = min(1000, size // 4) if asked is None else asked
+    if not 10 <= count < size:
+        raise app.UsageError(
+            f"--canaries={count}: expected 10 or more, and fewer than the {size} rows; by default "
+            "they are a fourth of the rows, and at most 1,000."
+        )
+    return count
+
+
+def canaries(rebuilt: Rebuilt, count: int, steps: int, confidence: float) -> Guessed:
     """Trains once more, on data in which some rows are canaries that join by fair coins.
 
     A canary is an image of white noise with a random label, as long as the row in whose place it
@@ -222,9 +234,6 @@ def canaries(rebuilt: Rebuilt, count: int | None, steps: int, confidence: float)
     """
     (x, y), planned = rebuilt.dataset.train, rebuilt.planned
     draw, size = np.random.default_rng(0), rebuilt.dataset.examples
-    count = min(1000, size // 4) if count is None else count
-    if not 10 <= count < size:
-        raise app.UsageError(f"--canaries={count}: expected 10 or more, of {size} rows.")
     places = draw.choice(size, count, replace=False)
     x, y = np.array(x), np.array(y)
     if np.issubdtype(x.dtype, np.integer):

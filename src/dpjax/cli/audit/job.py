@@ -62,14 +62,16 @@ def line_of_step(step: auditing.Separation, delta: float, name: str) -> Line:
 def audit_run(given: flags.FlagValues, folder: pathlib.Path, out: pathlib.Path) -> list[Line]:
     """Audits the run in a folder, and writes figures and plot into another."""
     run = audited_run.rebuild(folder, given.data_dir)
-    writable_folder(out, out)  # before the audits, which take minutes
+    # Before the audits, which take minutes.
+    writable_folder(out, out)
+    count = audited_run.number_of_canaries(run, given.canaries)
     if run.unseen:
         print(f"{folder}:{run.unseen}", flush=True)
     delta, claimed = run.run.delta, run.run.epsilon
     correlated = run.planned.mechanism.noise is not None
     name = "first step of correlated noise" if correlated else "one step in which the row is drawn"
     step = line_of_step(audited_run.step(run, given.pairs, OF_A_STEP), delta, name)
-    guessed = audited_run.canaries(run, given.canaries, given.steps, OF_A_RUN)
+    guessed = audited_run.canaries(run, count, given.steps, OF_A_RUN)
     words = (
         f"{guessed.right} of {guessed.guesses} guesses right, {guessed.canaries} canaries, "
         f"{guessed.steps} steps"

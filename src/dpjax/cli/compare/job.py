@@ -182,6 +182,8 @@ def draw(groups: list[RunGroup], badge: str) -> tuple[str, bytes, list[str]]:
             try:
                 # The figure has room for the beginning of a label; the table has all of it.
                 label = group.label if len(group.label) <= 90 else f"{group.label[:89]}…"
+                # Matplotlib leaves a label with an underscore in front out of its legend.
+                label = f" {label}" if label.startswith("_") else label
                 style.band(axes, *curve(group), style.SERIES[color], label, **look)
             except Missing as reason:
                 absent.append(f"{group.label} ({reason})")

@@ -7,6 +7,7 @@ import copy
 import hashlib
 import json
 import pathlib
+import secrets
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -92,7 +93,9 @@ def draw(given: flags.FlagValues, candidates: search_space.Candidates) -> list[s
     if number is not None:
         key = noise.secret_key() if given.seed is None else jax.random.key(given.seed)
         count = accounting.draw_runs(key, number[1], number[0])
-        return search_space.trials(search_space.drawn(candidates, count, numbers), given.seed)
+        found = search_space.trials(search_space.drawn(candidates, count, numbers), given.seed)
+        # A folder's name stands in its public config.json, where a counter would tell how many ran.
+        return [trial._replace(repeat=secrets.randbits(64)) for trial in found]
     if given.random is not None:
         chosen = search_space.drawn(candidates, given.random, numbers)
     else:
@@ -264,11 +267,11 @@ def conclude(
 ) -> None:
     """Prints and writes the results and the cost of the search."""
     done = finished(trials)
-    rows = search_results.results(done)
-    written = "".join(json.dumps(strict(row)) + "\n" for row in rows)
     # Results, prices and page tell how many ran. The price of the best of a drawn number needs
-    # that to stay secret.
+    # that to stay secret, and a score that is the run's own, not a mean over several runs.
     public = number_of_runs(given) is None
+    rows = search_results.results(done, single=not public)
+    written = "".join(json.dumps(strict(row)) + "\n" for row in rows)
     replace(out / "results.jsonl", written, public=public)
     spent, said = costs(given, candidates, trials)
     replace(out / "costs.json", json.dumps(strict(spent), indent=2) + "\n", public=public)

@@ -15,11 +15,14 @@ from dpjax.cli.sweep import search_space
 from dpjax.reports.load_run import read
 
 
-def results(trials: Mapping[pathlib.Path, search_space.Trial]) -> list[dict[str, Any]]:
-    """A row for each setting, the best mean first."""
+def results(
+    trials: Mapping[pathlib.Path, search_space.Trial], *, single: bool = False
+) -> list[dict[str, Any]]:
+    """A row for each setting, the best mean first; with ``single`` a row for each run."""
     groups: dict[str, list[pathlib.Path]] = {}
     for folder, trial in trials.items():
-        groups.setdefault(search_space.words(trial.settings), []).append(folder)
+        name = folder.name if single else search_space.words(trial.settings)
+        groups.setdefault(name, []).append(folder)
     rows = [row(folders, trials[folders[0]].settings) for folders in groups.values()]
     return sorted(rows, key=lambda row: math.inf if row["mean"] is None else -row["mean"])
 

@@ -100,11 +100,12 @@ def _values(name: str, text: str, flag: str) -> list[str] | Range:
     except ValueError:
         low = high = float("nan")
     ordered = -math.inf < low <= high < math.inf
+    ordered &= scale != "whole" or (low.is_integer() and high.is_integer())
     if flag == "grid" or not (ordered and (scale != "log" or low > 0)):
         raise app.UsageError(
             f"--{flag}: {name}={text} is no range to draw from. Expected log:LOW:HIGH (LOW above "
-            "0), uniform:LOW:HIGH or whole:LOW:HIGH with finite ends, in --ranges; a grid has "
-            "values only."
+            "0), uniform:LOW:HIGH or, between whole numbers, whole:LOW:HIGH, with finite ends, in "
+            "--ranges; a grid has values only."
         )
     return Range(scale, low, high)
 

@@ -195,6 +195,8 @@ def build_mechanism(
 
 def build_noise_schedule(given: flags.FlagValues, steps: int, per_epoch: int) -> Any:
     """The noise multiplier up to a factor: 1, or a curriculum over the steps that run."""
+    if given.noise_multiplier == 0:
+        return 0.0  # an infinite bound takes no other multiplier, even before it is scaled
     if given.noise_schedule == "constant":
         return 1.0
     # `--steps` may cut the last epoch of the curriculum short.

@@ -36,7 +36,12 @@ _data.whole(
 )
 _data.text("label", None, "Column of the label in a .csv of yours; by default label, or the last.")
 _data.path("data_dir", None, "Folder of the data; by default the environment's DPJAX_DATA_DIR.")
-_data.yes_no("stream", False, "Read drawn examples from disk, by TFDS; keep none in memory.")
+_data.yes_no(
+    "stream",
+    False,
+    "Read drawn training examples from disk if TFDS has prepared the data; a file of --data_dir is "
+    "read whole.",
+)
 _data.choice(
     "features", "none", ["none", "scattering"], "Features to compute from each image first."
 )
@@ -86,7 +91,11 @@ _privacy.choice(
     ["flat", "grouped", "automatic", "normalized", "psac", "hard_threshold"],
     "Rule that bounds the gradient of one example.",
 )
-_privacy.number("bound", 0.5, "Largest norm that one example adds to the sum.")
+_privacy.number(
+    "bound",
+    0.5,
+    "Largest norm that one example adds to the sum; with --clipping=grouped, to each group of it.",
+)
 _privacy.whole("groups", 8, "Number of groups for --clipping=grouped.")
 _privacy.choice(
     "noise_schedule",
@@ -98,7 +107,11 @@ _privacy.number(
     "target_epsilon", 3.0, "Scale the noise so that the run costs at most this epsilon."
 )
 in_range(FLAGS, "target_epsilon", 0, strictly=True)
-_privacy.number("noise_multiplier", None, "Noise multiplier, in place of --target_epsilon.")
+_privacy.number(
+    "noise_multiplier",
+    None,
+    "Noise multiplier, in place of --target_epsilon; a factor on the values of --noise_schedule.",
+)
 _privacy.number(
     "max_epsilon",
     None,
@@ -155,7 +168,9 @@ _optimization.choice(
 )
 _optimization.number("learning_rate", 0.4, "Learning rate.")
 in_range(FLAGS, "learning_rate", 0)
-_optimization.yes_no("rate_per_512", False, "Scale the learning rate by the batch size over 512.")
+_optimization.yes_no(
+    "rate_per_512", False, "Multiply the learning rate by the whole 512s in the batch size."
+)
 _optimization.whole("warmup_steps", 0, "Steps over which the learning rate rises from 0.", 0)
 _optimization.number("momentum", 0.9, "Momentum of SGD.")
 in_range(FLAGS, "momentum", 0, 1)
