@@ -533,7 +533,7 @@ class TestClipAndSum:
 
 @kills("clipping/application.py", "if weights.shape != factors.shape:", "if False:", slow=True)
 def test_weights_without_groups_are_refused_by_the_definition():
-    """They would be those of columns: the first example's weight would be everyone's."""
+    """They would be weights of columns: the first example's would be everyone's."""
     each = [0.0, 1.0, 1.0]
     with pytest.raises(ValueError, match=r"write weights\[:, None\]"):
         clipping.clip(clipping.flat(1.0), jnp.ones((3, 2)), weights=each)

@@ -117,7 +117,7 @@ def test_a_claim_between_whole_orders_holds_at_large_rates(batch, steps):
 @pytest.mark.slow
 @kills("verify/cards.py", "leaves(event_of(card, halve=False))", '"x"', slow=True)
 def test_levels_of_earlier_runs_are_rounded_as_in_dpjax():
-    """It rounds the steps of all runs together, and `verify` those of each run."""
+    """It rounds the steps of all runs together, and `verify` the steps of each run."""
     before = [
         Spent(
             sampling=sampling.poisson(1000, batch),

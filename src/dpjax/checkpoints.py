@@ -98,7 +98,7 @@ class Checkpoints:
         """Starts to write a state; the caller may change or donate its buffers immediately.
 
         Args:
-          step: The number of the checkpoint, above those of earlier ones. One that is there is not
+          step: The number of the checkpoint, above all earlier numbers. An existing one is not
             overwritten.
           state: A tree of arrays and typed keys.
           facts: Further facts, as JSON.

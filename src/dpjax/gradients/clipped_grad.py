@@ -140,8 +140,8 @@ def clipped_grad(
         start = None if start is None else _shaped(require_start(start, rule), params)
         if not complex_leaves.any_complex(params):
             return of_reals(with_aux, params, batch, mask, weights, key, start)
-        # Norms, sums and rules see real numbers alone. Groups are those of the parameters: the
-        # parts of a complex leaf have another rank and twice its size.
+        # Norms, sums and rules see real numbers alone. The parameters decide on groups: the parts
+        # of a complex leaf have another rank and twice its size.
         groups = rule.partition.assign(params)
         fixed = Partition(rule.partition.names, lambda _: groups)
         start = None if start is None else complex_leaves.parts(start, sign=-1)
@@ -166,8 +166,8 @@ def _shaped(start: PyTree, params: PyTree) -> PyTree:
     found, expected = ([jnp.shape(leaf) for leaf in jax.tree.leaves(x)] for x in (start, params))
     if found != expected:
         raise ValueError(
-            f"clipped_grad(start=...): the leaves have shapes {found}; expected those of the "
-            f"parameters, {expected}. JAX would repeat each gradient along the other axes, and one "
+            f"clipped_grad(start=...): the leaves have shapes {found}; expected {expected}, as the "
+            f"parameters have. JAX would repeat each gradient along the other axes, and one "
             "example would move the sum by several bounds. Usually the totals of several devices "
             "were given as one tree: give the total of one, or begin with start=None."
         )

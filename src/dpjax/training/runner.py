@@ -104,7 +104,7 @@ class Run:
         if found.state.ledger.steps >= self.done:
             self.state, self.seen = found.state, list(found.facts["seen"])
         folder.resume(self.done)
-        # Other numerics than those of the first call may make other parameters of one seed. Equal
+        # Under other numerics than in the first call, one seed may make other parameters. Equal
         # settings with other first parameters are another run: its noise would meet other sums.
         comparable = not given and not changed_numerics(under, self.under)
         if processes.any_process(comparable and began != self.began):
