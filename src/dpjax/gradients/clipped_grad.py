@@ -167,7 +167,7 @@ def _shaped(start: PyTree, params: PyTree) -> PyTree:
     if found != expected:
         raise ValueError(
             f"clipped_grad(start=...): the leaves have shapes {found}; expected {expected}, as the "
-            f"parameters have. JAX would repeat each gradient along the other axes, and one "
+            "parameters have. JAX would repeat each gradient along the other axes, and one "
             "example would move the sum by several bounds. Usually the totals of several devices "
             "were given as one tree: give the total of one, or begin with start=None."
         )

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from dpjax import checks
 from dpjax.strategies import powers, series, streams
 from dpjax.strategies.participation import Participation, or_once
-from dpjax.strategies.strategy import Strategy, narrowed
+from dpjax.strategies.strategy import Strategy, narrowed, require_fresh
 from dpjax.strategies.workload import Workload, toeplitz_squares, workload
 from dpjax.types import PyTree
 
@@ -48,6 +48,7 @@ class Buffered:
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "scales", scales)
         object.__setattr__(self, "decays", decays)
+        require_fresh(call, self._reciprocal(steps), 1.0)
 
     @property
     def bands(self) -> int:

@@ -122,12 +122,6 @@ class Strategy:
     name: str
     form: Form
 
-    def __post_init__(self) -> None:
-        """Refuses a stream in which a step has no noise of its own."""
-        with np.errstate(all="ignore"):  # an inverse that grows may overflow
-            row = self.form.row(self.form.steps - 1)
-            require_fresh(f"strategies: {self.name!r}", float(np.linalg.norm(row) / row[-1]))
-
     @property
     def steps(self) -> int:
         """How many steps the run has; there is no noise for a step after them."""
@@ -271,8 +265,16 @@ class Strategy:
             )
 
 
-def require_fresh(call: str, growth: float) -> None:
-    """Refuses noise that is this many times as large as the part of it that a step adds."""
+def require_fresh(call: str, weights: np.ndarray, own: Any) -> None:
+    """Refuses noise beside which the part that a step adds is rounded away.
+
+    Args:
+      call: How errors call the function.
+      weights: Of the normal numbers in the noise of a step, along the last axis.
+      own: The weight of the step's own number.
+    """
+    with np.errstate(all="ignore"):  # an inverse that grows may overflow
+        growth = np.max(np.linalg.norm(weights, axis=-1) / own)
     if not growth <= LARGEST_GROWTH:
         raise ValueError(
             f"{call}: the noise of a step is {growth:.3g} times as large as what the step itself "

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from dpjax import checks
 from dpjax.strategies import series, streams
-from dpjax.strategies.strategy import Strategy, narrowed
+from dpjax.strategies.strategy import Strategy, narrowed, require_fresh
 from dpjax.strategies.workload import Workload, toeplitz_squares
 from dpjax.types import PyTree
 
@@ -43,6 +43,7 @@ class Toeplitz:
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "normalized", normalized)
+        require_fresh("strategies.toeplitz", self._reciprocal(steps), 1 / values[0])
 
     @property
     def bands(self) -> int:
@@ -129,6 +130,7 @@ class InverseToeplitz:
         steps, values = _checked("strategies.inverse_toeplitz", self.steps, self.values)
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "values", values)
+        require_fresh("strategies.inverse_toeplitz", np.array(values), values[0])
 
     @property
     def bands(self) -> int:
