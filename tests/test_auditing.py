@@ -173,6 +173,25 @@ def test_nothing_right_of_nothing_refutes_nothing():
     assert BOUND(100, 100, canaries=100, delta=1.0) == 0.0
 
 
+@kills("auditing/canaries.py", "2 * canaries * delta", "canaries * delta", slow=True)
+@kills("auditing/canaries.py", "2 * canaries * delta", "2 * guesses * delta", slow=True)
+@kills(
+    "auditing/canaries.py",
+    "np.max(below / steps, initial=0.0)",
+    "np.max((below / steps)[:1], initial=0.0)",
+    slow=True,
+)
+def test_delta_is_paid_for_every_canary():
+    """One guess is right with q + 2 m delta (1 - q) at most; of ten, by the theorem again."""
+    for canaries, delta in ((1, 0.1), (2, 0.05)):
+        found = BOUND(1, 1, canaries=canaries, delta=delta, confidence=0.2)
+        assert found == pytest.approx(math.log(3), abs=1e-5)
+    q = 1 / (1 + math.exp(-BOUND(9, 10, canaries=20, delta=1e-3)))
+    chance = [math.comb(10, k) * q**k * (1 - q) ** (10 - k) for k in range(11)]
+    slack = max(sum(chance[9 - i : 9]) / i for i in range(1, 10))
+    assert sum(chance[9:]) + 2 * 20 * 1e-3 * slack == pytest.approx(0.05, rel=1e-4)
+
+
 @kills("auditing/single_step.py", "if 0 < leaf.size < _ENOUGH]", "if 0 > leaf.size]", slow=True)
 @pytest.mark.parametrize("multiplier", [1.0, (2.0, 1.5)])
 @pytest.mark.slow

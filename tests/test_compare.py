@@ -326,3 +326,16 @@ def test_a_run_whose_name_begins_with_an_underscore_is_in_the_legend(tmp_path):
     runs = [read(write(tmp_path / name, [0.5, 0.9]), arrays=False) for name in ("_first", "second")]
     image, *_ = job.draw(job.groups_of(runs), "released")
     assert ">_first<" in image.replace(" ", "")
+
+
+@kills(
+    "cli/compare/job.py",
+    'upwards(group.epsilon(), ".3g")',
+    'format(group.epsilon(), ".3g")',
+    slow=True,
+)
+@kills("cli/compare/job.py", "upwards(epsilon, '.3g')", "format(epsilon, '.3g')", slow=True)
+def test_the_table_and_the_price_are_rounded_up(tmp_path):
+    runs = [read(write(tmp_path / name, [0.5], epsilon=2.0001), arrays=False) for name in "ab"]
+    assert {job.line(group)[3] for group in job.groups_of(runs)} == {"2.01"}
+    assert "at most epsilon 4.01 at delta 2e-05" in job.price(runs)

@@ -263,7 +263,9 @@ def describe(**changes):
 
 
 def some(examples=40, channels=5):
-    return jnp.asarray(RNG.gamma(2.0, 1.0, (examples, 3, 3, channels)), jnp.float32)
+    return jnp.asarray(
+        np.random.default_rng(0).gamma(2.0, 1.0, (examples, 3, 3, channels)), jnp.float32
+    )
 
 
 @pytest.mark.slow
@@ -389,6 +391,16 @@ def test_every_query_has_a_stream_of_its_own():
     streams.append(link.update(jnp.zeros(1000), link.init(jnp.zeros(1000)))[0])
     together = np.corrcoef(np.stack(streams)) - np.eye(6)
     assert abs(together).max() < 0.2
+
+
+@kills("features/normalization.py", "if not trees.seeded(key):", "if False:", slow=True)
+def test_one_key_answers_its_queries_once():
+    """Equal noise on other features would cancel in the difference of two answers."""
+    key, x = noise.secret_key(), some()
+    first = describe().release(key, x)
+    np.testing.assert_array_equal(describe().release(key, x).mean, first.mean)  # a replay is free
+    with pytest.raises(dpjax.ledger.Refused, match=r"^features\.Normalization: step 0 of this key"):
+        describe().release(key, x.at[7].set(0.0))
 
 
 @kills(

@@ -173,6 +173,19 @@ def test_shares_are_weights_over_the_largest_and_never_above_one():
     assert shares.max() <= 1.0
 
 
+@kills(
+    "federated/weights.py",
+    "np.size(self.values) if self.total is None",
+    "float(self.shares.sum()) if self.total is None",
+    slow=True,
+)
+def test_no_weight_moves_the_divisor_where_no_total_is_given():
+    """The sum of the weights is private: the number of clients alone is public."""
+    for weight in (0.0, 3.0, math.inf):
+        weights = federated.Weights(values=[weight, 2.0, 0.5], largest=4.0)
+        assert weights.total_share == 3
+
+
 @kills("federated/fedavg.py", "len(clients) / weights.total_share", "1.0", slow=True)
 @pytest.mark.slow
 def test_raw_counts_as_weights_are_capped_and_divided_by_the_public_total():

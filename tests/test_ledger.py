@@ -272,3 +272,47 @@ class Decay:
 @kills("mechanism/multipliers.py", "field(compare=False)", "field()", slow=True)
 def test_a_schedule_may_be_an_object_without_a_hash():
     assert walk(make(Decay(2.0), steps=5), 2).steps == 2
+
+
+UNLIKE = {
+    "exact norms": ({"clipping": clipping.jl(1.0, 30)}, {"clipping": clipping.flat(1.0)}),
+    "clients": ({}, {"unit": "client"}),
+}
+
+
+@kills(
+    "mechanism/card.py",
+    '"preparation", "projections",',
+    '"preparation",',
+    case="exact norms",
+    slow=True,
+)
+@kills("mechanism/card.py", '("unit", "sampling",', '("sampling",', case="clients", slow=True)
+@pytest.mark.parametrize("name", UNLIKE)
+def test_a_ledger_is_of_its_unit_and_of_how_norms_were_known(name):
+    one, other = (mechanism_with(60_000, 256, steps=5, **facts) for facts in UNLIKE[name])
+    with pytest.raises(ledger.Refused, match="ran under another mechanism"):
+        ledger.epsilon(walk(one, 2), other, 1e-5)
+
+
+@kills(
+    "ledger.py",
+    "max(int(ledger.chosen), affordable(mechanism, budget), least)",
+    "max(int(ledger.chosen), affordable(mechanism, budget))",
+    slow=True,
+)
+@kills(
+    "ledger.py",
+    "max(int(ledger.chosen), affordable(mechanism, budget), least)",
+    "max(affordable(mechanism, budget), least)",
+    slow=True,
+)
+def test_a_smaller_budget_takes_back_no_step_that_was_allowed():
+    """A run that results ended counts all steps that could have run, however it continues."""
+    mechanism, small = make(steps=2000), ledger.Budget(epsilon=1.0, delta=1e-5)
+    fits = ledger.affordable(mechanism, small)
+    assert 10 < fits < 1900
+    book = ledger.admit(ledger.empty(), mechanism, steps=10)
+    assert ledger.ended(book, mechanism, small).chosen == fits
+    assert ledger.ended(book, mechanism, small, least=1900).chosen == 1900
+    assert ledger.ended(ledger.ended(book, mechanism), mechanism, small).chosen == 2000

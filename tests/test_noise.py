@@ -2,6 +2,7 @@
 """Noise: tails, dtypes, keys, schedules, and what it refuses."""
 
 import math
+import os
 
 import jax
 import jax.numpy as jnp
@@ -207,6 +208,12 @@ class TestKeys:
     def test_secret_keys_differ(self):
         keys = {tuple(np.asarray(jax.random.key_data(noise.secret_key()))) for _ in range(64)}
         assert len(keys) == 64
+
+    @kills("noise/link.py", "os.urandom(8)", "2 * os.urandom(4)", slow=True)
+    def test_a_secret_key_is_64_bits_of_the_operating_system(self, monkeypatch):
+        monkeypatch.setattr(os, "urandom", lambda size: bytes(range(1, size + 1)))
+        words = np.asarray(jax.random.key_data(noise.secret_key()))
+        assert words.tobytes() == bytes(range(1, 9))
 
     def test_every_run_of_a_link_has_the_noise_of_its_key(self):
         """``init`` is pure: a second run replays the first, so each run needs a key of its own."""

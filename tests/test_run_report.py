@@ -781,10 +781,14 @@ def test_a_hundred_classes_and_a_broken_network_can_be_drawn(tmp_path):
             assert "<path" in figure_output.svg(figure, "some", "some")
 
 
-def test_small_numbers_are_powers():
+@kills("reports/page.py", 'upwards(number, ".3g")', 'format(number, ".3g")', slow=True)
+@kills("reports/page.py", "upwards(claim, '.3g')", "format(claim, '.3g')", slow=True)
+def test_small_numbers_are_powers_and_claims_are_rounded_up():
     assert page.power(1e-5) == "10<sup>\N{MINUS SIGN}5</sup>"
     assert page.power(2.5e-6) == "2.5 × 10<sup>\N{MINUS SIGN}6</sup>"
+    assert page.power(1.2301e-5) == "1.24 × 10<sup>\N{MINUS SIGN}5</sup>"
     assert page.power(0.01) == "0.01"
+    assert [page.three_digits(claim) for claim in (3.0, 2.3801)] == ["3.00", "2.39"]
 
 
 def test_without_matplotlib_the_package_is_named(whole, monkeypatch):

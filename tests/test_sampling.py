@@ -183,6 +183,38 @@ def test_the_rate_that_runs_is_never_above_the_rate_that_is_accounted(monkeypatc
     assert np.asarray(draw.indices)[: int(draw.size)].tolist() == [0, 1]
 
 
+@kills("sampling/scored.py", "np.floor(table * WORDS)", "np.ceil(table * WORDS)", slow=True)
+@kills("sampling/scored.py", "jnp.asarray(table > 0)", "jnp.asarray(table >= 0)", slow=True)
+def test_no_bin_is_drawn_above_the_rate_that_is_accounted(monkeypatch):
+    """As above; and at rate 0 not even a word of 0 means yes."""
+    words = [0, 1431655764, 1431655765, 0]
+    monkeypatch.setattr(jax.random, "bits", lambda *_: jnp.array(words, jnp.uint32))
+    sampler = sampling.scored([0, 0, 0, 1], [[1 / 3, 0.0]], steps_per_row=1, batch_size=1)
+    draw = sampler.draw(jax.random.key(0), 0)
+    assert np.asarray(draw.indices)[: int(draw.size)].tolist() == [0, 1]
+
+
+@kills("sampling/cycles.py", '"cycle": cycle},', '"cycle": cycle}, independent=True,', slow=True)
+@kills("sampling/cycles.py", "random_bins=True,", "random_bins=True, independent=True,", slow=True)
+@kills(
+    "sampling/epochs.py",
+    "neighbours=Neighbours.ZERO_OUT,",
+    "neighbours=Neighbours.ZERO_OUT, independent=True,",
+    slow=True,
+)
+def test_samplers_whose_steps_share_a_draw_say_so():
+    """A run keeps generator and rows then, or an example could be in two batches of an epoch."""
+    alone = [sampling.poisson(40, 10), sampling.fixed(40, 10), sampling.full(40), bins([[0.1] * 5])]
+    shared = [
+        sampling.shuffled(40, 10),
+        sampling.curriculum(np.arange(40), 10, public=True),
+        sampling.cyclic_poisson(40, 10, cycle=2),
+        sampling.balls_in_bins(40, 10),
+    ]
+    found = [each.name for each in (*alone, *shared) if not each.independent]
+    assert found == [each.name for each in shared]
+
+
 @pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed"])
 def test_every_sampler_says_what_is_proved(name):
     sampler = getattr(sampling, name)(100, 10)

@@ -515,6 +515,21 @@ def test_the_square_root_has_its_closed_form_and_error():
     assert strategy.errors().maximal == pytest.approx(norm)
 
 
+@kills(
+    "strategies/streams.py",
+    "axes=1, precision=jax.lax.Precision.HIGHEST",
+    "axes=1",
+    case="tree",
+    slow=True,
+)
+@pytest.mark.parametrize("maker", ["cut-root", "inverse", "buffered", "dense", "tree"])
+def test_no_matrix_unit_rounds_the_memory_of_noise(maker):
+    strategy, z = MAKERS[maker](8), {"w": jnp.ones(3)}
+    program = str(jax.make_jaxpr(strategy.next)(z, strategy.start(z), 3))
+    highest = program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
+    assert 0 < program.count("dot_general[") == highest
+
+
 @kills("strategies/toeplitz.py", "self._reciprocal(steps), 1 /", "np.ones(1), 1 /", slow=True)
 @kills("strategies/toeplitz.py", "np.array(values), values[0])", "np.ones(1), 1)", slow=True)
 @kills("strategies/buffered.py", "self._reciprocal(steps), 1.0", "np.ones(1), 1.0", slow=True)

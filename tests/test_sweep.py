@@ -615,6 +615,12 @@ def test_results_that_tell_a_secret_number_of_runs_are_their_owners_alone(
         assert (tmp_path / name).stat().st_mode & 0o777 == mode & ~umask
 
 
+@kills("cli/sweep/search_results.py", "upwards(spent, '.3f')", "format(spent, '.3f')", slow=True)
+def test_the_table_of_a_search_is_rounded_up():
+    row = {"mean": 50.0, "deviation": None, "runs": 1, "epsilon": 2.0001, "settings": {"x": "1"}}
+    assert "2.001" in search_results.table([row])
+
+
 def test_a_run_without_a_last_accuracy_has_none_in_a_search_either(tmp_path):
     """As in `dpjax compare`: an earlier accuracy is of other parameters."""
     trials = {}

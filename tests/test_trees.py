@@ -53,6 +53,15 @@ def test_a_factor_of_zero_silences_anything(bad):
     np.testing.assert_array_equal(total["w"], [2.0, 4.0])
 
 
+@kills("trees.py", "scale, kept, precision=jax.lax.Precision.HIGHEST", "scale, kept", slow=True)
+def test_no_matrix_unit_rounds_a_clipped_sum():
+    """It reads 8 bits of a factor and of a gradient, and norms are of all their bits."""
+    total = jax.make_jaxpr(lambda g, f: trees.scaled_sum(g, f, (0,)))
+    program = str(total(jnp.ones((3, 5)), jnp.ones((3, 1))))
+    highest = program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
+    assert 0 < program.count("dot_general[") == highest
+
+
 @kills("types.py", "NOISE = 0xB537112C", "NOISE = 1", slow=True)
 def test_keys_of_purposes_meet_no_key_of_the_same_root():
     """A model that is made from the run's root key would otherwise reveal the key of its noise."""
