@@ -229,6 +229,29 @@ def test_a_sum_over_microbatches_is_checked_like_one_batch():
             released(wrong)
 
 
+@kills(
+    "_marks.py", "if not all(entry is None or _may_begin", "if False and all(_may_begin", slow=True
+)
+@kills("_marks.py", "return not entry.noised and entry.rule", "return entry.rule", slow=True)
+def test_a_total_that_was_not_reset_is_no_clipped_sum_after_a_fold():
+    """Examples of an earlier step would move this release too, and be counted once."""
+    clipped, batch, w = dpjax.clipped_grad(lambda w, x: w @ x, RULE), jnp.ones((6, 5)), jnp.zeros(5)
+    link, draw = MECHANISM.privatize(jax.random.key(0)), Draw(jnp.arange(6), jnp.int32(6))
+
+    def add(rows, mask, total):
+        return clipped(w, batch[rows], mask, start=total).value
+
+    def folded(first):
+        return sampling.fold(draw, 4, add, first)
+
+    link.update(folded(folded(jnp.zeros(5))), link.init(w), w)
+    before = folded(jnp.zeros(5))
+    _, state = link.update(before, link.init(w), w)
+    for first in (before, 100 * jnp.ones(5)):
+        with pytest.raises(ValueError, match="is not the clipped sum"):
+            link.update(folded(first), state, w)
+
+
 @pytest.mark.sample(1)
 @kills("noise/one_run.py", "if not trees.traced(state.step) or", "if", slow=True)
 @pytest.mark.parametrize("link", [noised(), privatized()], ids=["gaussian", "privatize"])
@@ -621,6 +644,14 @@ STATES = {
     "broadcast": lambda s: jax.tree.map(lambda x: jnp.broadcast_to(x, (2, *x.shape)), s),
     "other steps": lambda s: jax.vmap(lambda step: s._replace(step=step))(jnp.arange(2)),
 }
+
+
+@kills("noise/one_run.py", "if several and words.shape[-1] != 2:", "if False:", slow=True)
+def test_an_ensemble_has_keys_of_threefry():
+    """JAX draws for all keys of rbg from the first: others of two ensembles would share noise."""
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 2)
+    with pytest.raises(ValueError, match="states with keys of rbg; expected keys of threefry2x32"):
+        jax.vmap(lambda key: noise.gaussian(1.0, RULE, key=key).init(jnp.zeros(3)))(keys)
 
 
 @kills("noise/one_run.py", "jnp.arange(len(rows))[:, None]", "0 * rows", slow=True)

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from mutation import kills
+from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import auditing, clipping, federated, sampling, strategies, training
@@ -121,7 +122,12 @@ BOUND = auditing.epsilon_lower_bound
 GUESS, SCORES = auditing.guess_members, np.array([3.0, -1.0, 0.1, 2.0])
 ROWS = np.ones((2, 3), np.float32)
 ADAPTED = clipping.Quantile(count_multiplier=10.0)
+ESTIMATED = mechanism_with(clipping=clipping.jl(1.0, 20))
 BAD = {
+    "norms that no step uses": (
+        lambda: auditing.audit_step(ESTIMATED, jnp.ones((3, 9)), jnp.ones(9), jax.random.key(0)),
+        "estimates norms from the loss",
+    ),
     "more right than guessed": (lambda: BOUND(200, 100, canaries=200), "each from 0 to the next"),
     "less than none right": (lambda: BOUND(-5, 100, canaries=100), "each from 0 to the next"),
     "more guesses than canaries": (lambda: BOUND(100, 100, canaries=10), "each from 0 to the next"),

@@ -146,6 +146,7 @@ Privacy statement
   epsilon          2.325   gdp: an estimate, not a bound: central limit of Gaussian DP
 
 Not covered
+  - the choice of this run among several, also by public data: see accounting.select_best
   - choosing hyper-parameters or a checkpoint by looking at the private data
   - statistics of the data outside this run (means, class weights, vocabularies), unless named above
   - per-step info (losses, norms, clipped fractions): computed before the noise

@@ -265,6 +265,11 @@ def test_processes_that_cannot_meet_are_an_error_of_usage(flags, words, monkeypa
         process_flags.meet(given)
 
 
+def test_a_mesh_in_words_is_answered_with_its_maker():
+    with pytest.raises(TypeError, match=r"dpsgd: mesh is a str; expected a Mesh.*meshes\.parse"):
+        small_run(mesh="data:4")
+
+
 def test_a_users_own_splitting_stays():
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
     own = NamedSharding(mesh, PartitionSpec("data", None))
@@ -303,6 +308,10 @@ for data, first_params, root in (at(first), same, same), (at(third),) * 3, (same
     algorithm, _ = small_run(microbatch_size=2, data=data(x))
     held(algorithm, algorithm.init(root(key), first_params(params)))
 # Parameters of a run on more devices, and states of other meshes.
+square = Mesh(np.array(devices).reshape(2, 2), ("data", "model"))
+odd = jax.device_put(jnp.zeros((6, 1001)), NamedSharding(square, PartitionSpec("model")))
+row = Mesh(np.array(devices).reshape(1, 4), ("data", "model"))
+assert dpjax.meshes.placed(odd, row).sharding.spec == PartitionSpec()
 phase, _ = small_run(microbatch_size=12)
 state = phase.init(jax.random.key(1), expected)
 assert len(phase.step(state)[0].params.sharding.device_set) == 2
@@ -346,6 +355,7 @@ except ValueError as error:
     "structure), self._held_on(None)",
     slow=True,
 )
+@kills("meshes.py", "and _is_even(", "or _is_even(", slow=True)
 @kills("trees.py", "None if isinstance(leaf, Tracer) else leaf.sharding", "None", slow=True)
 @kills("meshes.py", " and _devices(leaf.sharding) != devices", " and False", slow=True)
 @kills("gradients/layout.py", "if found.mesh and committed", "if False", slow=True)

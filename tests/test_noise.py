@@ -200,6 +200,14 @@ def test_update_is_a_pure_function_of_its_state():
     np.testing.assert_allclose(first, again, rtol=1e-6)
 
 
+@kills("noise/multiplier.py", "        if multiplier.ndim:", "        if False:", slow=True)
+def test_a_schedule_that_returns_all_its_values_is_refused():
+    """Each column would have one noise in ten sizes: two of them give the sum."""
+    link = noise.gaussian(lambda _: jnp.linspace(2.0, 1.0, 10), RULE, key=jax.random.key(0))
+    with pytest.raises(TypeError, match=r"\(10,\); expected one number .*schedules\.table"):
+        run(link, jnp.zeros((20, 1)))
+
+
 class TestKeys:
     def test_there_is_no_default_key(self):
         with pytest.raises(TypeError, match="key"):

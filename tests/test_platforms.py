@@ -3,12 +3,15 @@
 
 import itertools
 import re
+import types
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import Mesh
 from mutation import kills
 
 from dpjax import clipped_grad, clipping, gradients, testing
@@ -107,6 +110,46 @@ def test_an_accelerator_takes_the_batch_in_one_piece_while_it_fits():
         assert gradients.layout(convolved, PARAMS, row, 512) == gradients.Layout(512)
         assert gradients.layout(convolved, PARAMS, row, 2**20).microbatch_size < 2**14
     assert on_cpu.microbatch_size < 64
+
+
+@kills("gradients/platforms.py", "jax.local_devices()[0]", "jax.devices()[0]", slow=True)
+def test_memory_is_that_of_a_device_of_this_process(monkeypatch):
+    """JAX refuses to tell that of another process, which would leave the others waiting."""
+
+    def refuse():
+        raise jax.errors.JaxRuntimeError("MemoryStats is only supported for addressable devices")
+
+    far, near = types.SimpleNamespace(memory_stats=refuse), types.SimpleNamespace(platform="gpu")
+    far.platform, near.memory_stats = "gpu", lambda: {"bytes_limit": 7}
+    monkeypatch.setattr(jax, "devices", lambda: [far, near])
+    monkeypatch.setattr(jax, "local_devices", lambda: [near])
+    assert platforms.memory_limit() == 7
+
+
+@kills(
+    "gradients/layout.py",
+    "loss.gradient(params, example) if",
+    "jax.make_jaxpr(loss)(params, example).jaxpr if",
+    slow=True,
+)
+def test_convolutions_in_a_derivative_of_the_users_own_are_not_left_to_xla():
+    """It partitions their gradients over `model` wrongly; forwards there is a product alone."""
+
+    def convolution(x, w):
+        return jax.lax.conv_general_dilated(x[None, None], w[None, None], (1,), "VALID")
+
+    def backwards(kept, c):
+        w, x = kept
+        turn = jax.vjp(partial(convolution, x), w)[1]
+        return c * turn(jnp.ones((1, 1, 6)))[0], None
+
+    held = jax.custom_vjp(lambda w, x: jnp.sum(w * x[:3]))
+    held.defvjp(lambda w, x: (jnp.sum(w * x[:3]), (w, x)), backwards)
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+    row = jnp.ones(8)
+    assert gradients.layout(held, jnp.ones(3), row, 8, devices=mesh).axes == ("data", "model")
+    plain = gradients.layout(lambda w, x: w @ x[:3], jnp.ones(3), row, 8, devices=mesh)
+    assert plain.axes == ("data",)
 
 
 @kills(

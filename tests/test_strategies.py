@@ -338,6 +338,15 @@ def test_the_stream_is_the_inverse_of_the_matrix(maker):
         np.testing.assert_allclose(strategy.column_norms(), norms, rtol=1e-9)
 
 
+@kills("strategies/tree.py", "(precision).astype(sums.dtype)", "(precision)", slow=True)
+def test_noise_of_float32_parameters_stays_float32_beside_64_bits():
+    z = jnp.ones(3, jnp.float32)
+    with jax.enable_x64(True):
+        for maker in ("tree", "cut-root", "inverse", "buffered", "dense", "normalized"):
+            strategy = MAKERS[maker](4)
+            assert strategy.next(z, strategy.start(z), 1)[0].dtype == jnp.float32, maker
+
+
 @CASES
 def test_facts_are_json_and_rebuild_the_strategy(maker):
     strategy = MAKERS[maker](7)

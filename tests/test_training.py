@@ -1121,6 +1121,15 @@ def test_optimizers_keep_the_dtype_of_parameters_beside_64_bits():
     assert jax.tree.map(jnp.result_type, first) == jax.tree.map(jnp.result_type, state)
 
 
+@kills("training/released.py", '"fedavg" | "fedsgd", "weights"', '_, "weights"', slow=True)
+def test_a_configuration_may_name_weights(tmp_path):
+    """Of a federated run this is the name of other facts, which its statement repeats."""
+    for weights in (None, "resnet.npz", {"total": 3}):
+        folder = tmp_path / str(weights)[:4]
+        fit(make(steps=1), directory=folder, configuration={"weights": weights})
+        assert "the total of weights" not in (folder / "statement.txt").read_text()
+
+
 def test_a_configuration_holds_json_types(tmp_path):
     for wrong in (tmp_path, np.float32(0.1), np.ones(2)):
         with pytest.raises(TypeError, match=r"fit\(configuration=...\): .*: write str\(path\)"):

@@ -118,12 +118,25 @@ def marks_of(tree: PyTree) -> list[_Mark | None]:
     return list(map(_found, jax.tree.leaves(tree)))
 
 
-def marked_again(tree: PyTree, marks: list[_Mark | None]) -> PyTree:
-    """The tree itself, whose leaves are clipped sums where other leaves in their places were."""
+def marked_again(tree: PyTree, marks: list[_Mark | None], first: PyTree) -> PyTree:
+    """The tree itself, whose leaves are clipped sums where other leaves in their places were.
+
+    Not if ``first``, which the loop began with, is known to be neither zeros nor such a sum.
+    """
+    starts = zip(jax.tree.leaves(first), marks, strict=True)
+    if not all(entry is None or _may_begin(leaf, entry.rule) for leaf, entry in starts):
+        return tree
     for leaf, entry in zip(jax.tree.leaves(tree), marks, strict=True):
         if entry is not None:
             _remember(leaf, entry.rule, entry.total, entry.leaves)
     return tree
+
+
+def _may_begin(leaf: Any, rule: Clipping) -> bool:
+    """Whether a clipped sum of the rule may begin with this leaf. Traced leaves pass."""
+    if (entry := _found(leaf)) is not None:
+        return not entry.noised and entry.rule == rule
+    return trees.traced(leaf) or not np.any(np.asarray(leaf))
 
 
 def _remember(leaf: Any, rule: Clipping, token: object, leaves: int) -> None:

@@ -186,14 +186,13 @@ def best_order(event: DpEvent, epsilon: float, delta: float) -> float:
     # privacy.
     divergences = total(split(event), "add-or-remove")
     left = limits(epsilon, delta, ORDERS)
-    if not np.any((left > 0) & (divergences > 0) & np.isfinite(divergences)):
+    usable = (left > 0) & (divergences > 0) & np.isfinite(divergences)
+    if not np.any(usable):
         raise ValueError(
             f"accounting.best_order(event={event}, epsilon={epsilon}, delta={delta}): the event "
             "fits at no order, or it costs nothing. Allow a larger epsilon, or expect more noise."
         )
-    # Orders at which the event costs nothing divide by 0, and are not candidates.
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return float(ORDERS[np.nanargmax(left / divergences)])
+    return float(ORDERS[usable][np.argmax(left[usable] / divergences[usable])])
 
 
 @functools.lru_cache(maxsize=4096)

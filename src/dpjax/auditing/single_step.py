@@ -61,6 +61,12 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
             "auditing.audit_step: the mechanism adapts its bound, and so releases a count beside "
             "the sum; expected a fixed bound. Audit the algorithm: auditing.audit_algorithm."
         )
+    if mechanism.clipping.projections is not None:
+        raise ValueError(
+            "auditing.audit_step: the rule estimates norms from the loss (clipping.jl), and of "
+            "gradients alone their exact norms would be clipped; expected a rule with exact norms. "
+            "Audit the algorithm: auditing.audit_algorithm(..., keys=200)."
+        )
     _check_canary(gradients, canary)
     both = jax.tree.map(
         lambda g, c: jnp.concatenate([g, jnp.asarray(c, g.dtype)[None]]), gradients, canary

@@ -36,7 +36,9 @@ def group_norm(
     $$ y = \frac{x - \mu_g}{\sqrt{\sigma_g^2 + s}} $$
 
     Args:
-      features: Channels last, with any number of leading axes.
+      features: Height, width and channels last; each place of the axes before them is one example.
+        An array of three axes is a single example: give sequences, ``(examples, length,
+        channels)``, a height of 1, ``features[:, None]``.
       groups: The number of groups; the papers use 9, 27 or 81 for the features of a ScatterNet.
       stabilizer: $s$; prevents division by 0 in a constant group.
 

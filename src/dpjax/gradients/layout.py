@@ -89,7 +89,8 @@ def layout(
       devices: The user's choice, if any: a mesh, or a number of this process's devices.
 
     Returns:
-      The layout. A microbatch size chosen here is a power of two, or the whole batch.
+      The layout. On one device a microbatch size chosen here is a power of two, or the whole batch;
+      several devices divide it.
 
     Example:
       >>> import jax.numpy as jnp
@@ -110,8 +111,9 @@ def _layout(request: Request, loss: Traced, params: PyTree, example: PyTree) -> 
         together = microbatch_size or _together(loss, params, example, batch_size, engine)
         mesh = _mesh(devices, -(-batch_size // together))
         # Traced for a mesh of the user's alone: the layout of one device should cost no trace.
+        # The gradient, because derivatives of the user's own may hold other convolutions.
         split = mesh is not None and meshes.MODEL in mesh.axis_names
-        program = jax.make_jaxpr(loss)(params, example).jaxpr if split else None
+        program = loss.gradient(params, example) if split else None
         axes = () if mesh is None else _batch_axes(mesh, program)
         shares = Layout(1, mesh, axes).shares
         # Host devices share the caches, so the estimate is for all of them together.

@@ -98,8 +98,9 @@ def dependent(function: Callable[..., T], *arguments: Any) -> T:
 
 def memory_limit() -> int:
     """Bytes of memory of one accelerator; 16 GiB where none is here to be read."""
-    devices = jax.devices()
-    stats = None if devices[0].platform == "cpu" else devices[0].memory_stats()
+    # A device of this process: JAX does not tell the memory of others.
+    device = jax.local_devices()[0]
+    stats = None if device.platform == "cpu" else device.memory_stats()
     return (stats or {}).get("bytes_limit", 16 * 2**30)
 
 

@@ -36,6 +36,14 @@ def standard_deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step:
     if callable(noise_multiplier):
         # In a narrower dtype the product with a small bound could round to zero.
         multiplier = jnp.asarray(noise_multiplier(step), jnp.float32)
+        if multiplier.ndim:
+            raise TypeError(
+                "noise: the schedule of the multiplier returned an array of shape "
+                f"{multiplier.shape}; expected one number at each step. JAX would repeat the array "
+                "along each leaf: coordinates would have noise of other sizes, or share it. "
+                "Usually the schedule returns the values of all steps: write "
+                "dpjax.schedules.table(values)."
+            )
     return [_product(multiplier, rule.sensitivity)] * rule.partition.size
 
 

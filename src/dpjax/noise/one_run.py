@@ -96,6 +96,13 @@ def _in_one_run(words: Array, total: PyTree) -> PyTree:
 @_in_one_run.def_vmap
 def _refuse_shared_noise(size: int, batched: Any, words: Array, total: PyTree) -> Any:
     several, total_batched = batched[0], any(jax.tree.leaves(batched[1]))
+    if several and words.shape[-1] != 2:
+        raise ValueError(
+            f"noise: jax.vmap maps the link over {size} states with keys of rbg; expected keys of "
+            "threefry2x32. JAX draws for all of them from the first key, so two ensembles that "
+            "begin with one key would share the noise of their other members. Make the keys by "
+            "jax.random.split(dpjax.noise.secret_key(), n)."
+        )
     if total_batched and not several:
         raise ValueError(
             f"noise: jax.vmap maps the link over {size} sums or runs, and its state has one key; "

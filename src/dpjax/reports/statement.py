@@ -34,6 +34,7 @@ _NEIGHBOURS = {
 _FEW = 8  # groups that are listed one by one
 
 _NOT_COVERED = """\
+  - the choice of this run among several, also by public data: see accounting.select_best
   - choosing hyper-parameters or a checkpoint by looking at the private data
   - statistics of the data outside this run (means, class weights, vocabularies), unless named above
   - per-step info (losses, norms, clipped fractions): computed before the noise
@@ -191,7 +192,11 @@ def _facts(claim: Claim, ledger: Ledger | None, scaled_by: str | None) -> Iterat
         yield f"                multiplier {each}"
     for spent in mechanism.before:
         noise = _range(np.array([multiplier for multiplier, _ in spent.runs]))
-        queries = f"; queries before it: {len(spent.preparation)}" if spent.preparation else ""
+        noise += ", correlated over the steps" * (spent.noise is not None)
+        if spent.projections is not None:
+            noise += f", norms from {spent.projections} projections"
+        each = ", ".join(f"{multiplier:.4g}" for multiplier in spent.preparation)
+        queries = f"; queries before it with multiplier {each}" if each else ""
         yield f"  before        {spent.steps:,} steps of an earlier run on these data count too:"
         yield (
             f"                {spent.sampling.name}, {spent.sampling.batch_size:g} {unit}s a "

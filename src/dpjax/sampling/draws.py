@@ -34,7 +34,8 @@ def fold(
       add: ``(rows, mask, total) -> total``, with ``rows`` the indices of a microbatch and
         ``mask`` saying which of them belong to the draw: the last one is filled up.
       first: The total of an empty draw. If ``add`` returns ``clipped(..., start=total).value`` of
-        `dpjax.clipped_grad`, the result is known as a clipped sum, which noise links check.
+        `dpjax.clipped_grad`, the result is known as a clipped sum, which noise links check; then
+        begin with zeros, or with a clipped sum of other examples of the same step.
       share: ``(which, of)``: every ``of``-th microbatch, starting at number ``which``. All shares
         together are the draw.
       block: ``(count, settle)``: after every ``count`` microbatches of the share, and after the
@@ -81,7 +82,7 @@ def fold(
             return place, total
 
         # A sum that each round clips and adds to the total is a clipped sum in the end.
-        return marked_again(jax.lax.while_loop(more, marked, start)[1], marks)
+        return marked_again(jax.lax.while_loop(more, marked, start)[1], marks, first)
     count, settle = block
 
     def settled(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:

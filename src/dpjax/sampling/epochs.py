@@ -80,13 +80,14 @@ def curriculum(
     Args:
       order: A permutation of the examples.
       batch_size: Examples a step; the remainder of an epoch is skipped.
-      public: Whether the order was computed *without the private data*, by a public scorer
-        with one fixed place per example.
+      public: Whether the order was fixed *without the private data*, for example by public dates
+        or names of files. Scores of private examples are private data, also by a public scorer.
 
     Privacy:
       An order computed from the private data is itself a release without noise, and moving
-      one example moves many others between batches: epsilon is infinite. A public order has
-      the event of `shuffled`.
+      one example moves many others between batches: epsilon is infinite. This holds for a public
+      scorer too: with another score of one example, all examples between its two places move. For
+      scores there is `scored`. A public order has the event of `shuffled`.
 
     Example:
       >>> sampler = curriculum([2, 0, 3, 1], batch_size=2, public=True)

@@ -122,7 +122,8 @@ class Tree:
         ended = jnp.sum(full)
 
         def one(leaf: Array, sums: Array) -> tuple[Array, Array]:
-            found = leaf.astype(sums.dtype) / jnp.sqrt(precision)
+            # NumPy's float64 in the precision would widen the noise under jax_enable_x64.
+            found = leaf.astype(sums.dtype) / jnp.sqrt(precision).astype(sums.dtype)
             if not levels:
                 return found * scale, sums
             found = (found + streams.weighted(weights, sums)) * scale

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from dpjax import ledger, meshes, trees
+from dpjax import checks, ledger, meshes, trees
 from dpjax.mechanism import Mechanism
 from dpjax.training.assembly import assemble
 from dpjax.training.checks import check_kinds, checked_data, planned_bounds
@@ -114,6 +114,9 @@ def dpsgd(
       ...     weights=easy,
       ... )
     """
+    if mesh is not None:
+        hint = "Of text, as --mesh takes it, dpjax.meshes.parse('data:4,model:2') makes one."
+        checks.instance("dpsgd", "mesh", mesh, Mesh, hint)
     recipe = Recipe(
         name="dpsgd",
         loss=loss,

@@ -78,11 +78,12 @@ def write_released(
 
 def _scaled_by(identity: Mapping[str, Any], mechanism: Mechanism) -> str | None:
     """What this run multiplies sum and noise by, which its mechanism does not say."""
-    if identity.get("bound schedule") is not None:
-        return "a bound schedule"
-    clients = mechanism.sampling.examples
-    total = identity.get("weights", {}).get("total", clients)
-    return None if total == clients else "the total of weights"
+    match identity:  # of another algorithm, these names are of the caller's configuration
+        case {"algorithm": "dpsgd", "bound schedule": str()}:
+            return "a bound schedule"
+        case {"algorithm": "fedavg" | "fedsgd", "weights": {"total": total}}:
+            return None if total == mechanism.sampling.examples else "the total of weights"
+    return None
 
 
 def released_params(folder: str | os.PathLike[str], like: PyTree) -> PyTree:

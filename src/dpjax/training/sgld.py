@@ -140,7 +140,7 @@ def dp_sgld(
     burn_in = steps // 2 if burn_in is None else burn_in
     # Samples are spread over what is left after the burn-in: neighbouring steps are hardly
     # independent.
-    every = max(1, (steps - burn_in) // max(1, samples)) if every is None else every
+    every = max(1, (steps - burn_in) // samples) if every is None else every
     if steps - burn_in < every:
         raise ValueError(
             f"training.dp_sgld(steps={steps}, burn_in={burn_in}): {steps - burn_in} steps are left "
