@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one test against other sources, in a process that begins with everything but dpjax.
+"""Runs one test against edited sources, in a process that begins with everything but dpjax.
 
 This file is also the program of that server. The server imports what tests need except dpjax, and
 forks once for each mutant, so a mutant pays for no import but that of dpjax. A fork shares no
@@ -7,10 +7,14 @@ state with the tests that ran before. The server must never import dpjax: the fo
 edited copy.
 """
 
+import compileall
+import contextlib
 import importlib
 import json
 import os
 import pathlib
+import py_compile
+import shutil
 import subprocess
 import sys
 import traceback
@@ -24,7 +28,15 @@ LIBRARIES = ["jax", "optax", "flax.linen", "dp_accounting", "scipy.stats", "hypo
 
 
 class Server:
-    """A process that judges mutants, one after the other."""
+    """A process that judges mutants, one after the other, in one copy of the sources."""
+
+    def __init__(self, sources, folder):
+        """Copies the package ``sources`` into an empty ``folder``."""
+        self._folder, self._copy = folder, folder / sources.name
+        shutil.copytree(sources, self._copy, ignore=shutil.ignore_patterns("__pycache__"))
+        # Compiled once for all mutants. A checked hash knows an edited file from the original.
+        mode = py_compile.PycInvalidationMode.CHECKED_HASH
+        compileall.compile_dir(self._copy, quiet=1, invalidation_mode=mode)
 
     def __enter__(self):
         """Begins it."""
@@ -36,11 +48,23 @@ class Server:
         """Ends it, by the end of its input."""
         self._process.communicate()
 
-    def outcome(self, sources, killer):
+    @contextlib.contextmanager
+    def edited(self, file, before, after):
+        """In ``file``, ``before`` is ``after`` while the context lasts."""
+        path = self._copy / file
+        source = path.read_text()
+        assert source.count(before) == 1, "the line to edit must be there, once"
+        path.write_text(source.replace(before, after))
+        try:
+            yield
+        finally:
+            path.write_text(source)
+
+    def outcome(self, killer):
         """The status of pytest, and what it wrote."""
-        print(json.dumps([str(sources), killer]), file=self._process.stdin, flush=True)
+        print(json.dumps([str(self._folder), killer]), file=self._process.stdin, flush=True)
         status = self._process.stdout.readline()
-        return int(status), (sources / "report.txt").read_text()
+        return int(status), (self._folder / "report.txt").read_text()
 
 
 def _serve():

@@ -108,7 +108,7 @@ SAME = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SAME)
 def test_tensors_and_frames_train_as_their_arrays_do(name):
     np.testing.assert_allclose(stepped(SAME[name]()), stepped((X, Y)), rtol=1e-5)

@@ -77,6 +77,7 @@ def test_one_run_does_not_refute_the_claim():
     assert 0.3 < found <= claimed
 
 
+@pytest.mark.slow
 def test_one_run_without_noise_is_found_out():
     claimed = one_run(multiplier=9.0)[1]
     found, infinite = one_run(multiplier=0.0)
@@ -543,6 +544,7 @@ SAMPLERS = {
 }
 
 
+@pytest.mark.sample(2)
 @kills(
     "auditing/algorithm_step.py",
     "indices.shape[0]) < size) & ~gone",

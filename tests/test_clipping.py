@@ -321,6 +321,7 @@ def test_a_rule_of_ones_own_cannot_break_its_bound():
     assert float(jnp.min(negative.factors(norms))) >= 0.0
 
 
+@pytest.mark.sample(1)
 @kills("clipping/rules.py", "screen * (1 + ON_BOUND)", "screen", case="ghost", slow=True)
 @kills(
     "clipping/quantile.py", "norms.dtype) * (1 + ON_BOUND)", "norms.dtype)", case="ghost", slow=True

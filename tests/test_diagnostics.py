@@ -158,6 +158,7 @@ def test_layers_of_a_deeper_model_have_their_paths():
     assert set(names) == {f"Transformer/encoderblock_{i}/MlpBlock_3/hidden/0" for i in (0, 1)}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "spectrum", [[4.0, 1.0, 0.5], [1.0, -5.0, 2.0], [3.0, -3.0, 1.0], [0.0] * 3]
 )
@@ -414,6 +415,7 @@ def test_without_clipping_a_logistic_regression_has_no_bias():
     assert found.excess_limit == pytest.approx(2 * (2 - 0.05) * 2 * 0.5, rel=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("classes", [2, 5])
 def test_gradients_of_a_tempered_softmax_regression_are_bounded(classes):
     """Equation 5, for the library's cross-entropy of logits that are T times as large."""

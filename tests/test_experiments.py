@@ -348,6 +348,7 @@ def test_optimizers_by_flag(flags, tmp_path):
     assert row["accuracy"] > 0.75
 
 
+@pytest.mark.slow
 def test_the_card_can_be_recomputed_and_a_false_one_is_caught(demo, tmp_path):
     folder, _ = demo
     assert run("dpjax", "verify", folder / "privacy.json").stdout.count("holds") == 3

@@ -356,7 +356,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @kills("training/assembly.py", '"data": self.content,', '"data": None,', case="data", slow=True)
 @kills(
     "mechanism/description.py",
@@ -974,7 +974,7 @@ def test_a_start_or_an_end_that_fails_releases_the_folder(tmp_path, monkeypatch)
     Folder(tmp_path, {"numerics": {}}).close()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @kills(
     "training/run_folder.py",
     "if self._lock is not None and not is_lock(self._lock, self._path):",

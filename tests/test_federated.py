@@ -294,6 +294,7 @@ def test_a_secret_key_trains_clients_whatever_the_default_generator():
         algorithm.init(dpjax.noise.secret_key(), jnp.zeros(3))
 
 
+@pytest.mark.slow
 def test_the_order_of_clients_does_not_matter():
     groups = [np.random.default_rng(n).normal(size=(n, 3)).astype(np.float32) for n in range(7)]
     ways = [groups, groups[::-1]]

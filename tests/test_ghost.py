@@ -981,6 +981,7 @@ FOREIGN = {
 }
 
 
+@pytest.mark.sample(2)
 @kills("_jaxpr.py", '"linear_call", "call_hi_primitive"', '"linear_call"', case="a view", slow=True)
 @kills(
     "gradients/_bookkeeping/trace.py",
@@ -1206,7 +1207,7 @@ def test_a_common_gradient_times_nan_is_dropped():
     case="a kernel in a product, then in a convolution",
     slow=True,
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_forms_of_accelerators_are_the_definition(name):
     # Norms of Gram matrices are rounded up by more where a matrix unit adds the terms.
@@ -1310,7 +1311,7 @@ def test_a_convolution_of_few_channels_is_itself(outputs, stride, padding):
     np.testing.assert_allclose(fast(x, kernel), written(x, kernel), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @kills(
     "gradients/_xla_cpu/convolution.py",
     "taken + reach - given - low",
@@ -1551,6 +1552,7 @@ def in_two_dtypes(name):
     return pulled(convolved), w[None], (near, opposite)
 
 
+@pytest.mark.sample(2)
 @kills(
     "gradients/_bookkeeping/trace.py",
     'if sources and name != "scan" and _mixed_precision(equation):',
@@ -1725,6 +1727,7 @@ def over_all(kernels):
     return [kernel / norm for kernel in kernels]
 
 
+@pytest.mark.sample(2)
 @kills(
     "gradients/_bookkeeping/trace.py",
     "run(mixed(leaves, data, memo))",
@@ -2028,6 +2031,7 @@ def test_a_derivative_with_a_convolution_beside_a_convolution_of_data_stays_alon
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, wanted)
 
 
+@pytest.mark.sample(1)
 @kills(
     "gradients/nan_isolation.py",
     "if _grouped_by_rows(lambda some: engine(loss, rule, params, some, start), rows):",
@@ -2210,7 +2214,7 @@ REGIONS = {
     slow=True,
 )
 @pytest.mark.parametrize("name", REGIONS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_what_a_rematerialised_region_holds_is_found(name):
     params = {"a": array(4, 4), "b": array(4, 4, seed=1)}
     loss = squared(lambda w, x: REGIONS[name](w, x))
@@ -2262,6 +2266,7 @@ NARROW = {
 }
 
 
+@pytest.mark.sample(2)
 @kills(
     "trees.py",
     "list(map(widened_exactly, jax.tree.leaves(gradients)))",

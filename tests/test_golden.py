@@ -51,7 +51,7 @@ DRAWS = [
 ]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("sampler", "step", "want"), DRAWS)
 def test_the_draws_of_a_key(sampler, step, want):
     draw = sampler.draw(jax.random.key(7), step)

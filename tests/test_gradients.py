@@ -683,6 +683,7 @@ def test_a_loss_is_traced_at_most_three_times(network, engine, monkeypatch):
     assert len(counter) <= 3
 
 
+@pytest.mark.slow
 @kills(
     "gradients/clipped_grad.py", "rule=dataclasses.replace(rule, partition=fixed),", "", slow=True
 )

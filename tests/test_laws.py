@@ -560,6 +560,7 @@ def test_poisson_draws_of_a_small_set():
     assert found.mean(axis=0).std() < 2 * math.sqrt(0.05 * 0.95 / 20_000)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sampler", EVERY_SAMPLER)
 def test_draws_are_a_pure_function_of_key_and_step(sampler):
     key = jax.random.key(5)
@@ -782,7 +783,7 @@ def separation(rule, multiplier, size):
     return auditing.audit_step(mechanism, batch, canary, jax.random.key(0))
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @kills(
     "noise/multiplier.py",
     ", rule.sensitivity",

@@ -213,6 +213,7 @@ def test_classes_of_jax_that_hold_functions_are_refused():
 
 # Functions of `jax.numpy` that JAX 0.12 writes as classes, which batch row by row.
 ROW_BY_ROW = {
+    "ldexp": lambda w, x: jnp.ldexp(w * x, (3 * x).astype(int)),
     "searchsorted": lambda w, x: w * jnp.searchsorted(x.cumsum(), 0.7),
     "digitize": lambda w, x: w * jnp.digitize(x, jnp.array([0.2, 0.7])),
     "interp": lambda w, x: jnp.interp(3 * x, jnp.arange(3.0), w),
@@ -221,7 +222,6 @@ ROW_BY_ROW = {
     "expm": lambda w, x: jax.scipy.linalg.expm(x[0] * jnp.outer(w, w)),
     "nonzero": lambda w, x: w * x[jnp.nonzero(x > 0.4, size=3, fill_value=1)[0]],
     "unique": lambda w, x: w * jnp.unique(jnp.round(x, 1), size=3),
-    "ldexp": lambda w, x: jnp.ldexp(w * x, (3 * x).astype(int)),
     "frexp": lambda w, x: jnp.frexp(w * x + 1)[0],
 }
 

@@ -189,7 +189,7 @@ print(jax.device_count(), chosen.shares)
 """
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("word", "chosen", "want", "said"),
     [

@@ -8,7 +8,6 @@ is a hole in the tests.
 
 import os
 import pathlib
-import shutil
 import time
 
 import mutation_server
@@ -35,8 +34,8 @@ def test_each_line_to_edit_stands_once():
 
 
 @pytest.fixture(scope="module")
-def judge():
-    with mutation_server.Server() as server:
+def judge(tmp_path_factory):
+    with mutation_server.Server(SOURCES, tmp_path_factory.mktemp("mutants")) as server:
         yield server
 
 
@@ -44,15 +43,11 @@ def judge():
     "mutant",
     [pytest.param(m, id=m.name, marks=pytest.mark.slow if m.slow else ()) for m in MUTANTS],
 )
-def test_mutant_is_killed(mutant, tmp_path, judge):
+def test_mutant_is_killed(mutant, judge):
     if time.monotonic() > ENDS:
         pytest.skip("DPJAX_TEST_MINUTES are over")
-    shutil.copytree(SOURCES, tmp_path / "dpjax", ignore=shutil.ignore_patterns("__pycache__"))
-    edited = tmp_path / "dpjax" / mutant.file
-    source = edited.read_text()
-    assert source.count(mutant.before) == 1, "the line to edit must be there, once"
-    edited.write_text(source.replace(mutant.before, mutant.after))
-    status, report = judge.outcome(tmp_path, mutant.killer)
+    with judge.edited(mutant.file, mutant.before, mutant.after):
+        status, report = judge.outcome(mutant.killer)
     # 1: tests ran and failed.  Anything else (no such test, a crash) proves nothing.
     assert status == 1, report[-3000:]
     assert " failed" in report, report[-3000:]

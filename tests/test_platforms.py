@@ -334,7 +334,7 @@ def of_sides(w, x, **options):
     slow=True,
 )
 @kills("gradients/_bookkeeping/patches.py", "(place < n)", "(place <= n)", slow=True)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("rule", "kernel", "image", "options"),
     [
@@ -569,7 +569,7 @@ def test_kernels_on_a_gpu_are_products_of_all_patches(alone, name):
         assert re.search(r"instantiate( \+ common)?, kept", gradients.explain(loss, w, x[0]))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @kills(
     "gradients/_bookkeeping/leaf_sums.py",
     "entry.wiped(sound[k]) if k in sound else entry for",

@@ -154,7 +154,12 @@ def test_a_signal_to_one_process_reaches_all(monkeypatch):
 @pytest.mark.parametrize(
     ("differs", "words"),
     [
-        pytest.param("setting", "differ in jax_threefry_partitionable;", id="setting"),
+        pytest.param(
+            "setting",
+            "differ in jax_threefry_partitionable;",
+            id="setting",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("key", "differ in the root key;", id="key"),
         pytest.param("step", "differ in the step;", id="step"),
         pytest.param("ledger", "differ in the ledger;", id="ledger"),

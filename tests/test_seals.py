@@ -83,7 +83,7 @@ AGAIN = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @kills(
     "training/assembly.py",
     "require_one_release(key, first, sealed, name)",
@@ -284,7 +284,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @kills(
     "training/assembly.py",
     '"program": self._program(self._at_home(state)),',
