@@ -3,7 +3,7 @@
 
   result    experiments/results/*.json of tramer2021, papernot2021, an2021, losing_less2022, liu2021
             and bu2023
-  time      --list prints it by command: about 13 hours of a core are missing
+  time      --list prints it by command: about 12 hours of a core are missing
   command   python experiments/reproduce.py --processes=2 --minutes=600
   state     python experiments/reproduce.py --list --only=liu2021
 

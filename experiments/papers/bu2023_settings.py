@@ -36,7 +36,7 @@ class Setting(NamedTuple):
     delta: float
     optimizer: str
     rate: float
-    plain_rate: float  # without privacy
+    plain_rate: float  # without privacy, by the same optimizer; the text has GD for houses
     small: float
     large: float
     switch: float = 51_576 / 54_076  # the part of a mixed run before its bound is large

@@ -75,8 +75,8 @@ FIGURES = {
         THREE,
     ),
     "9": Figure(
-        "Ablation: squared error, the focal loss and the penalty each add accuracy, most of it "
-        "early.",
+        "Ablation: the squared error adds accuracy in the first epochs, the focal loss in later "
+        "ones, and the penalty adds more.",
         [accuracy],
         PIXELS + WAVELETS,
         PARTS,
