@@ -3,7 +3,7 @@
 
   result    fixed wavelets beat learnt features, as claimed: MNIST 98.5 against 98.1 % (paper:
             98.7, 98.1), FashionMNIST 89.4 against 86.0 (89.7, 86.0).  CIFAR-10 wavelets, linear:
-            66.3 (67.0), and 64.7 on JPEG copies; by a CNN, two seeds, 68.7 (69.3); a CNN on pixels
+            66.3 (67.0), and 64.7 on JPEG copies; by a CNN 68.7 (69.3); a CNN on pixels
             58.8 (59.2), on an H100
   time      2 to 10 minutes a run of a CPU core; the CNNs of CIFAR-10 16 (wavelets) and 46 (pixels)
   command   python experiments/papers/tramer2021_scatternet.py --rows=mnist --seeds=3
