@@ -164,7 +164,8 @@ def losing_less2022(rows: Mapping[str, Any]) -> Found:
             of.append(claim._replace(than=sides[kind]))
         claim = Claim(f"{words}: SSE+focal above CE{early}", sides["SSE+focal"], "above")
         ablation.append(claim._replace(than=sides["CE"], at=epochs))
-        why = "46 minutes a run of SSE+CE" if name == "cifar pixels cnn" else ""
+        minutes = {"cifar wavelets cnn": 16, "cifar pixels cnn": 46}.get(name)
+        why = f"{minutes} minutes a run of SSE+CE" if minutes else ""
         claim = Claim(f"{words}: SSE+focal above SSE+CE", sides["SSE+focal"], "above", why=why)
         ablation.append(claim._replace(than=sides["SSE+CE"]))
     for better, worse in (("SSE", "SAE"), ("SSE", "Huber 1.0"), ("Huber 1.0", "Huber 0.1")):

@@ -137,7 +137,7 @@ def clipped_grad(
         # Python's numbers too; what is no array is refused by name.
         params = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, Number) else x, params)
         check_params("clipped_grad", params)
-        start = None if start is None else _shaped(require_start(start, rule), params)
+        start = None if start is None else _shaped_like(require_start(start, rule), params)
         if not complex_leaves.any_complex(params):
             return of_reals(with_aux, params, batch, mask, weights, key, start)
         # Norms, sums and rules see real numbers alone. The parameters decide on groups: the parts
@@ -161,7 +161,7 @@ def clipped_grad(
     return clipped
 
 
-def _shaped(start: PyTree, params: PyTree) -> PyTree:
+def _shaped_like(start: PyTree, params: PyTree) -> PyTree:
     """The sum to start with, whose leaves must have the shapes of the parameters."""
     found, expected = ([jnp.shape(leaf) for leaf in jax.tree.leaves(x)] for x in (start, params))
     if found != expected:
