@@ -100,6 +100,7 @@ def updated(links, jitted):
     return update(GRADIENTS, state, PARAMS)
 
 
+@pytest.mark.sample(2)
 @kills(
     "_marks.py",
     "if what != wanted:",
@@ -169,6 +170,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.parametrize("jitted", [False, True])
 def test_right_chains_run(name, jitted):
@@ -328,7 +330,7 @@ OWN = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", OWN)
 def test_a_state_in_the_arguments_or_the_carry_runs(name):
     assert np.all(np.isfinite(with_state(OWN[name])))
@@ -467,7 +469,7 @@ CHANGED = {
 @pytest.mark.parametrize("name", CHANGED)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 def test_a_clipped_sum_that_was_changed_is_refused(name, jitted, inside):
     for link in (noised(), privatized()):
         chain = optax.chain(CHANGED[name], link)
@@ -502,7 +504,7 @@ COPIED = {
 
 @pytest.mark.parametrize("name", COPIED)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
-@pytest.mark.sample(8)
+@pytest.mark.sample(2)
 def test_a_copy_of_a_clipped_sum_is_one(name, jitted):
     link, found = noised(), found_by(jitted)
     state, noisy = link.init(PARAMS), []
@@ -585,6 +587,7 @@ def test_without_noise_nothing_is_promised_and_nothing_refused():
     np.testing.assert_array_equal(found, 2.0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["gaussian", "correlated"])
 @kills(
     "noise/link.py",
@@ -654,6 +657,7 @@ def test_an_ensemble_has_keys_of_threefry():
         jax.vmap(lambda key: noise.gaussian(1.0, RULE, key=key).init(jnp.zeros(3)))(keys)
 
 
+@pytest.mark.sample(1)
 @kills("noise/one_run.py", "jnp.arange(len(rows))[:, None]", "0 * rows", slow=True)
 @kills("noise/one_run.py", "total = _nan_if(shared, total)", "pass", case="stacked", slow=True)
 @pytest.mark.parametrize("name", STATES)
@@ -868,7 +872,7 @@ def optimizer_named(name):
     return make() if name == "adafactor" else make(learning_rate=0.1)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_behind_the_noise_is_as_private_as_its_multiplier(name):
     mechanism = dpjax.Mechanism(
@@ -945,7 +949,7 @@ BEFORE = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @kills(
     "testing.py",
     "others = _others(params, 3)",
@@ -1079,6 +1083,7 @@ def hostile(size, micro):
     return np.clip(x, 0, 1).astype(np.float32)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("path", ["clipped_grad", "dpsgd"])
 def test_one_example_moves_a_long_sum_by_its_bound(path):
     micro, size = 2, 8192
@@ -1154,6 +1159,7 @@ def test_a_blanked_example_moves_a_sum_of_two_parts_by_one_bound(devices):
     assert abs(without - np.sum(shares[..., 0] + shares[..., 1], dtype=np.float64)) < 1e-6
 
 
+@pytest.mark.sample(1)
 @kills(
     "training/step.py",
     "lost=lost,\n",

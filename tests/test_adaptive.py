@@ -269,6 +269,7 @@ def test_the_count_draws_from_a_stream_of_its_own():
     assert types.Purpose.COUNT not in (types.Purpose.NOISE, types.Purpose.SAMPLING)
 
 
+@pytest.mark.slow
 @kills("mechanism/adaptive.py", "Purpose.COUNT, step)", "Purpose.COUNT, 0 * step)", slow=True)
 def test_the_noises_of_steps_and_of_the_gradients_are_independent():
     mechanism = make(jnp.zeros((100, 1)), multiplier=4.0).mechanism

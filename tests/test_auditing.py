@@ -215,6 +215,7 @@ def test_leaves_of_a_few_numbers_raise_no_alarm(multiplier):
     assert separation == pytest.approx(1 / effective, rel=0.04)
 
 
+@pytest.mark.slow
 def test_without_noise_the_separation_is_infinite():
     mechanism = dpjax.Mechanism(
         sampling=sampling.full(10), clipping=clipping.flat(1.0), noise_multiplier=0.0, steps=1

@@ -55,7 +55,7 @@ def mechanism(steps=6, **options):
     return mechanism_with(12, 4, sampling=batches, steps=steps, **options)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", STRATEGIES)
 @kills(
     "noise/link.py",

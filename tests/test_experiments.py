@@ -134,6 +134,7 @@ def test_a_budget_without_steps_is_used_up_and_not_passed(tmp_path):
     assert f"{card['steps']} of {card['steps'] + 1} steps fit" in refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -145,7 +146,6 @@ def test_a_budget_without_steps_is_used_up_and_not_passed(tmp_path):
         (["--steps=0"], "expected one step at least, and an epoch has 3 of them"),
     ],
 )
-@pytest.mark.sample(1)
 def test_a_run_without_one_step_is_refused_and_leaves_nothing(flags, words, tmp_path):
     whole = ["--out", tmp_path / "run", "--noise_multiplier=1", "--noreport", *flags]
     assert words in run("train.py", *whole, status=1).stderr.replace("\n", " ")
@@ -630,8 +630,8 @@ def test_grouped_clipping_smoke(asked, tmp_path):
     assert picture.exists() == asked.startswith("--figure")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("figure", "names"), [("1", 4), ("2", 5)])
-@pytest.mark.sample(1)
 def test_schedules_are_drawn_without_training(figure, names, tmp_path):
     picture = tmp_path / "figure.png"
     asked = [f"--figure={figure}", "--plot", picture]

@@ -185,6 +185,7 @@ def test_nothing_runs_where_nothing_can_be_saved(tmp_path, monkeypatch):
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
+@pytest.mark.slow
 @kills(
     "training/run_folder.py",
     'overwrite(self.path / "furthest", 0, f',
@@ -396,6 +397,7 @@ def test_another_model_or_optimizer_is_refused(tmp_path):
         runs.fit(tmp_path, other)
 
 
+@pytest.mark.slow
 def test_a_state_of_another_run_is_refused(tmp_path):
     algorithm = runs.make()
     runs.fit(tmp_path, steps=3)
@@ -844,6 +846,7 @@ def test_what_a_run_is_says_nothing_of_its_key(tmp_path):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @kills("_files.py", " and number == len(lines):", ":", slow=True)
 def test_a_log_that_was_altered_is_left_as_it_is(tmp_path):
     runs.fit(tmp_path, steps=30)
@@ -1094,6 +1097,7 @@ def test_a_running_run_is_not_forgotten(server, tmp_path):
     assert (tmp_path / "run.json").exists()
 
 
+@pytest.mark.slow
 def test_parts_of_a_run_share_its_folder(tmp_path):
     """Fit after fit in one process, with the state handed on or not."""
     algorithm = runs.make()

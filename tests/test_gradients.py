@@ -314,6 +314,7 @@ def test_a_sum_is_added_to_what_was_there(engine, size, examples):
     assert alone["table"][3].all()
 
 
+@pytest.mark.sample(1)
 @kills(
     "gradients/_bookkeeping/leaf_sums.py",
     "jnp.where(each != 0, each * self.cotangent, 0)",

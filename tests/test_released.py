@@ -261,6 +261,7 @@ def test_a_secret_run_that_is_resumed_with_a_seed_is_for_release(tmp_path):
     assert "not for release" not in (tmp_path / "statement.txt").read_text()
 
 
+@pytest.mark.slow
 @kills("training/run_identity.py", "= trees.seeded(state.key)", "= False", slow=True)
 @kills("mechanism/card.py", '"seeded": each.seeded', '"seeded": False', slow=True)
 @kills("reports/load_run.py", 'run.get("small seed") or None', "None", slow=True)

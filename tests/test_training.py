@@ -288,6 +288,7 @@ def test_a_run_that_was_stopped_goes_further_in_another_folder_alone(tmp_path):
     assert beyond.ledger.steps == 6, "the row that stopped it is of an earlier step"
 
 
+@pytest.mark.slow
 @kills("training/fit.py", "follow(run.rows)", "follow([row])", slow=True)
 def test_a_function_that_shows_progress_gets_the_rows_and_the_terminal_none(capsys):
     seen = []
@@ -369,6 +370,7 @@ def test_a_folder_in_which_queries_were_made_is_not_overwritten(tmp_path):
     assert training.earlier(tmp_path)[0].preparation == (5.0,)
 
 
+@pytest.mark.slow
 @kills(
     "training/step.py", "dropped=jnp.sum(real & ~finite, dtype=jnp.int32)", "dropped=0", slow=True
 )
@@ -1168,6 +1170,7 @@ def test_two_inits_differ_by_their_keys_and_replay_with_one():
     np.testing.assert_array_equal(first, again)
 
 
+@pytest.mark.slow
 @kills(
     "training/assembly.py",
     "trees.copy(state._replace(ledger=ledger.empty(seeded=seeded)))",
