@@ -653,8 +653,8 @@ def test_a_mark_stays_where_it_was_furthest(tmp_path):
 @kills("training/run_identity.py", '"small seed", INODE)', '"small seed")', slow=True)
 @kills(
     "training/runner.py",
-    "not changed_numerics(under, self.under)",
-    "not changed_numerics(self.under, self.under)",
+    "not changed_numerics(under, self.began_under)",
+    "not changed_numerics(self.began_under, self.began_under)",
     slow=True,
 )
 def test_numerics_may_change_where_nothing_runs_again(tmp_path, caplog):
@@ -743,7 +743,7 @@ def test_runs_without_recorded_numerics_resume_where_nothing_runs_again(tmp_path
         _seen(tmp_path)
 
 
-@kills("training/runner.py", '"began under": self.under', '"began under": {}', slow=True)
+@kills("training/runner.py", '"began under": self.began_under', '"began under": {}', slow=True)
 def test_a_run_that_began_with_other_parameters_is_refused(tmp_path):
     algorithm = runs.make(steps=4)
     _seen(tmp_path, algorithm, steps=2)

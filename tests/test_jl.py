@@ -432,6 +432,7 @@ def published(projections):
 @pytest.mark.parametrize("multiplier", [0.0, 1e-160])
 def test_estimated_norms_without_noise_have_no_epsilon(multiplier):
     event = accounting.with_projections(accounting.gaussian(multiplier), 100)
+    assert type(accounting.with_projections(accounting.gaussian(1.0), 100.0).projections) is int
     assert accounting.epsilon(event, 1e-5, "pld") == math.inf
 
 

@@ -15,7 +15,7 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import clipping, ledger, reports, sampling, schedules, verify
+from dpjax import clipping, ledger, reports, sampling, schedules, strategies, verify
 from dpjax.accounting.rounding import downwards, upwards
 from dpjax.mechanism import Spent
 
@@ -439,3 +439,11 @@ def test_a_card_of_a_run_that_continues_another_is_verified():
     words = dpjax.statement(mechanism, 1e-5)
     assert "300 steps of an earlier run on these data count too" in words
     assert "multiplier 1.5; queries before it with multiplier " in words
+    whole = sampling.full(1000)
+    spent = [
+        Spent(sampling=whole, runs=((1.0, 40),), noise=strategies.square_root(steps=40)),
+        Spent(sampling=whole, runs=((1.0, 40),), projections=30),
+    ]
+    words = dpjax.statement(dataclasses.replace(mechanism, before=spent), 1e-5, methods=["pld"])
+    assert "multiplier 1, correlated over the steps" in words
+    assert "multiplier 1, norms from 30 projections" in words

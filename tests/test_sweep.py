@@ -596,6 +596,7 @@ def test_the_folder_of_a_secret_number_of_runs_is_its_owners_alone_though_it_was
 
 
 @kills("cli/sweep/job.py", "RELEASED if public else _COUNTED", "RELEASED", slow=True)
+@kills("cli/sweep/job.py", "single=not public", "single=False", slow=True)
 @kills("cli/compare/job.py", "badges = {badge, *map", "badges = {*map", slow=True)
 @pytest.mark.parametrize(
     ("number", "mode"), [("--random_runs=geometric:3", 0o600), ("--seeds=1", 0o666)]
@@ -607,7 +608,13 @@ def test_results_that_tell_a_secret_number_of_runs_are_their_owners_alone(
     given(["sweep", "--grid=x=1", number, "--binary=x.py"])
     run = finished_run(tmp_path / "run")
     monkeypatch.setattr(compare_job, "draw", lambda *_: ("<svg/>", b"", []))
-    conclude(given, tmp_path, {"x": ["1"]}, {run: search_space.Trial({"x": "1"}, None, 0)})
+    trials = dict.fromkeys(
+        (run, finished_run(tmp_path / "again")), search_space.Trial({"x": "1"}, None, 0)
+    )
+    conclude(given, tmp_path, {"x": ["1"]}, trials)
+    # The price of the best run is of a score of its own, and a mean is of several runs.
+    ranked = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert len(ranked) == (2 if mode == 0o600 else 1)
     os.umask(umask := os.umask(0))
     page = tmp_path / "comparison.html"
     assert ("tells how many ran: do not publish" in page.read_text()) == (mode == 0o600)

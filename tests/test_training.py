@@ -325,6 +325,7 @@ def test_an_interrupt_and_a_resumed_run_are_a_sentence_each(tmp_path, capsys):
     assert "resumes at step 2 of 3." in capsys.readouterr().err
 
 
+@kills("training/fit.py", "if processes.any_process(stop.asked):", "if interrupted:", slow=True)
 def test_a_signal_in_the_last_evaluation_ends_the_process():
     def interrupt(state):
         signal.raise_signal(signal.SIGINT)
@@ -1113,6 +1114,8 @@ def test_steps_run_with_64_bits():
     assert np.all(np.isfinite(state.params))
 
 
+@kills("training/optimizers.py", "noise[group].astype(v.dtype)", "noise[group]", slow=True)
+@kills("training/averaging.py", "kept.weight.astype(total.dtype)", "kept.weight", slow=True)
 def test_optimizers_keep_the_dtype_of_parameters_beside_64_bits():
     """Optax's trace would become float64, and no step run: its state would change its type."""
     mechanism = mechanism_with(steps=3)

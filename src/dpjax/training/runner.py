@@ -50,12 +50,12 @@ class Run:
         # The ledger on the host, where it grows: a caller may have put the state on a device.
         self.state = _with_ledger(trees.copy(state), jax.device_get(state.ledger))
         self.pace, self.saved = 1, time.monotonic()
-        self.board, self._told, self.began, self.under = None, False, "", {}
+        self.board, self._told, self.began, self.began_under = None, False, "", {}
         if folder is not None:
             # In the checkpoint beside the key, not in run.json: where one seed makes both key and
             # parameters, the hash would let anyone search for the seed.
             self.began = trees.fingerprint(state.params)
-            self.under = folder.identity["numerics"]
+            self.began_under = folder.identity["numerics"]
             folder.reserve(mechanism.steps)
             self._take_up(folder)
             # Its files may know that results ended it and its last checkpoint not, or the reverse.
@@ -106,7 +106,7 @@ class Run:
         folder.resume(self.done)
         # Under other numerics than in the first call, one seed may make other parameters. Equal
         # settings with other first parameters are another run: its noise would meet other sums.
-        comparable = not given and not changed_numerics(under, self.under)
+        comparable = not given and not changed_numerics(under, self.began_under)
         if processes.any_process(comparable and began != self.began):
             raise Refused(
                 f"fit(directory={str(folder.path)!r}): the run there began with other parameters. "
@@ -117,7 +117,7 @@ class Run:
         # What earlier processes released binds this one: a step that runs again releases the same.
         where = f"fit(directory={str(folder.path)!r})"
         seals.require_one_release(self.state.key, 0, folder.seals(), where)
-        self.began, self.under, self.rows = began, under, folder.rows(until=self.done)
+        self.began, self.began_under, self.rows = began, under, folder.rows(until=self.done)
         # A row may be younger than the checkpoint of its step: it has these infos.
         self.seen = [] if self.at_row else self.seen
         if given > found.state.ledger.steps:  # steps that ran without `fit` count from now on
@@ -236,7 +236,7 @@ class Run:
             return False
         self.folder.flush()  # its rows are not in the checkpoint
         self.saved, kept = time.monotonic(), self.folder.checkpoints
-        facts = {"seen": list(self.seen), "began": self.began, "began under": self.under}
+        facts = {"seen": list(self.seen), "began": self.began, "began under": self.began_under}
         started = kept.save(self.done, self.state, facts)
         return kept.wait() and started if wait else started
 
