@@ -261,8 +261,8 @@ class Mechanism:
     def spent(self, multipliers: np.ndarray) -> Spent:
         """The cost of this run alone, after steps with these multipliers, in this order.
 
-        A mechanism knows no key: of a run with a published seed, ``dataclasses.replace`` makes it
-        ``seeded``.
+        A mechanism knows no key: of a run with a supplied key, ``dataclasses.replace`` makes it
+        ``supplied``.
         """
         # Run-length encoded: a card of a million equal steps holds one pair.
         values, counts = runs_of(multipliers)
