@@ -335,7 +335,8 @@ class Mechanism:
 
     def epsilon_of(self, multipliers: np.ndarray, delta: float, method: str = "rdp") -> float:
         """The epsilon of steps that ran with these multipliers, in this order."""
-        return accounting.epsilon(self.event_of(multipliers), delta, method, self.relation)
+        event, plan = self.event_of(multipliers), self.event if method == "pld" else None
+        return accounting.epsilon(event, delta, method, self.relation, plan=plan)
 
     def delta(self, epsilon: float, method: str | None = None) -> float:
         """The delta of the whole computation at ``epsilon``; methods as in `Mechanism.epsilon`."""
