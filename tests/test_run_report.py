@@ -44,7 +44,7 @@ CARD = {
         name: {"value": value, "proven": name != "gdp"}
         for name, value in {"rdp": 2.5, "pld": 2.25, "gdp": 1.5}.items()
     },
-    "seed_published": None,
+    "randomness": "fresh",
 }
 EVIL = "<script>alert('x')</script>"
 CONFIG = {
@@ -180,25 +180,24 @@ def test_what_is_private_depends_on_the_run(changes, expected, tmp_path):
     assert {p.badge(run) for p in figures.PLOTS} == {figures.PRIVATE, figures.RELEASED}
 
 
-@kills("reports/figures.py", "RELEASED if run.seed is None else SEEDED", "RELEASED", slow=True)
-@kills("reports/load_run.py", "seed_of(self.identity or {})", "None", slow=True)
-def test_what_a_published_seed_protects_is_not_released(tmp_path, monkeypatch):
-    """The seed is read from the card, or while there is no card from run.json."""
+@kills("reports/figures.py", "SEEDED if run.supplied else RELEASED", "RELEASED", slow=True)
+def test_what_a_supplied_key_protects_has_a_badge_of_its_own(tmp_path, monkeypatch):
+    """The card says so, or while there is no card run.json."""
     (plot,) = (plot for plot in figures.PLOTS if plot.name == "accuracy")
     monkeypatch.setattr("dpjax.reports.html_report.PLOTS", [plot])
-    seeded = load_run.read(write(tmp_path, card={**CARD, "seed_published": 0}))
+    seeded = load_run.read(write(tmp_path, card={**CARD, "randomness": "supplied"}))
     found = {plot.name: plot.badge(seeded) for plot in figures.PLOTS}
     assert found.pop("noise") == figures.RELEASED, "it follows from the mechanism alone"
     assert {name for name, badge in found.items() if badge == figures.PRIVATE} == PRIVATE
     assert set(found.values()) == {figures.PRIVATE, figures.SEEDED}
     page = parsed(reports.report(tmp_path))
     assert badges(page) == {"accuracy": figures.SEEDED}
-    assert "Seed published (0)" in text(page.find(".//header"))
+    assert "The key was supplied" in text(page.find(".//header"))
     assert page.find(".//figure//p[@class]").get("class") == "badge private"
     (tmp_path / "privacy.json").unlink()
-    assert load_run.read(tmp_path).seed is None
-    (tmp_path / "run.json").write_text(json.dumps({"--seed": 7}))
-    assert load_run.read(tmp_path).seed == 7
+    assert not load_run.read(tmp_path).supplied
+    (tmp_path / "run.json").write_text(json.dumps({"randomness": "supplied"}))
+    assert load_run.read(tmp_path).supplied
     assert plot.badge(load_run.read(tmp_path)) == figures.SEEDED
 
 
@@ -213,16 +212,16 @@ def test_numbers_of_the_header(whole):
         "time1 min 15 s",
     ):
         assert words in head, words
-    assert "Seed" not in head
+    assert "key" not in head
 
 
-def test_a_published_seed_and_an_infinite_epsilon_are_the_first_things_said(tmp_path, monkeypatch):
+def test_a_supplied_key_and_an_infinite_epsilon_are_the_first_things_said(tmp_path, monkeypatch):
     monkeypatch.setattr("dpjax.reports.html_report.PLOTS", ())
     bare = {"epsilon": {"rdp": {"value": "inf", "proven": True}}, "not_private": "It had no noise."}
-    reports.report(write(tmp_path, card={**CARD, **bare, "seed_published": 3}))
+    reports.report(write(tmp_path, card={**CARD, **bare, "randomness": "supplied"}))
     head = text(parsed(tmp_path / "report.html").find(".//header"))
     assert "Not differentially private: epsilon is infinite" in head
-    assert "Seed published (3): not for release" in head
+    assert "The key was supplied" in head
 
 
 FIXED_BEFORE = Spent(sampling=sampling.fixed(1000, 10), runs=((1.0, 5),))
@@ -387,8 +386,8 @@ OTHERS = {
 )
 @kills(
     "mechanism/card.py",
-    "for each in mechanism.before]",
-    "for each in ()]",
+    "for spent in mechanism.before\n",
+    "for spent in ()\n",
     case="an earlier run",
     slow=True,
 )
@@ -515,7 +514,7 @@ def hostile(value):
 @pytest.mark.parametrize("foreign", ["", "it counts", "run.json describes another mechanism"])
 def test_no_text_of_a_file_is_html(foreign, tmp_path):
     mechanism = mechanism_with(1000, 10, noise_multiplier=1.05, steps=10)
-    made = hostile({**json.loads(json.dumps(reports.card(mechanism, DELTA))), "seed_published": ""})
+    made = hostile({**json.loads(json.dumps(reports.card(mechanism, DELTA)))})
     made["mechanism"] |= {"multiplier_and_steps": [[2.0, 10]], "format": card.FORMAT}
     made["epsilon"][HOSTILE] = {"value": 9.0, "proven": True}
     identity = {"mechanism": dict(made["mechanism"]), "--seed": HOSTILE}
