@@ -6,7 +6,7 @@
 PYTHON ?=
 ARGS ?=
 # Which of experiments/benchmarks: steps, accounting, scattering, layouts, primitives, overhead,
-# rounding, draws, meshes, scaling, pods, plans, devices, optimizers, strategies, zoo, zoo_bounds,
+# rounding, draws, scaling, devices, optimizers, strategies, zoo,
 # large, compilation or rounds.
 BENCH ?= steps
 # Versions as the lock has them. Newer ones: `make test VENV=.venv-newest LOCK= PYTHON=...`.

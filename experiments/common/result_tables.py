@@ -228,30 +228,6 @@ def device_rows() -> Iterator[str]:
         yield markdown.line(WORKLOADS.get(model, model), *cells)
 
 
-def plan_rows() -> Iterator[str]:
-    """What compilers expect of a step on accelerators, a row for each device and model."""
-    plans = load("plans")["plans"]
-    for device, model in dict.fromkeys(tuple(name.split(": ")[:2]) for name in plans):
-        if model not in WORKLOADS:
-            continue
-        plain, *others = (
-            plans.get(f"{device}: {model}: {step}", {})
-            for step in ("plain", "auto", "vmap", "jax_privacy")
-        )
-        cells = [_planned(plain, {}), *(_planned(found, plain) for found in others)]
-        yield markdown.line(device, WORKLOADS[model], *cells)
-
-
-def _planned(found: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
-    """Milliseconds of a plan and millions of cycles; ratios to a plain step."""
-    cells = []
-    for key, unit in (("expected_ms", 1), ("roofline_ms", 1), ("cycles", 1e6)):
-        if key in found:
-            ratio = f" ({found[key] / plain[key]:.2f})" if key in plain else ""
-            cells.append(f"{found[key] / unit:.3g}{ratio}")
-    return "; ".join(cells) or "-"
-
-
 def audit_rows() -> Iterator[str]:
     """Lower bounds beside claims, one row per algorithm."""
     for name, found in load("audits")["rows"].items():
@@ -346,11 +322,6 @@ def page() -> str:
         f"Milliseconds, and ratios to plain JAX, on {load('devices')['kind']} with JAX "
         f"{load('devices')['jax']},\nby `make bench BENCH=devices`. Opacus in its fastest mode, "
         "on W1 to W3 alone.",
-        "## One step on an accelerator, as compilers plan it",
-        markdown.table("| device | | plain JAX | dpjax | `vmap` | jax_privacy |", plan_rows()),
-        "Plans and not measurements, by `make bench BENCH=plans`: milliseconds that the compiler\n"
-        "of a TPU expects from FLOPs and bytes, and millions of cycles that its scheduler expects;"
-        "\nfor an H100, a roofline of FLOPs and bytes. In brackets, ratios to plain JAX.",
         f"## Audits: lower bounds on epsilon at delta {audits['delta']:g}",
         markdown.table(
             "| | one step | epsilon above | claimed | a run: epsilon above | claimed |",
