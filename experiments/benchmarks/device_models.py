@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import large_cases
 import optax
-from workloads import CLASSES, SEED, WORKLOADS
 
 import dpjax
 from dpjax import clipping, losses, models, noise, sampling
+from experiments.benchmarks.workloads import CLASSES, SEED, WORKLOADS
 
 BOUND, NOISE_MULTIPLIER, LEARNING_RATE = 1.0, 1.1, 0.1
 STEPS = ("plain", "auto", "vmap", "jax_privacy", "noised")
@@ -32,6 +31,10 @@ BATCH_SIZES = {
 TEXTS = {"vocabulary": 50_304, "length": 1024, "width": 768, "depth": 12, "heads": 12}
 
 
+RANK = 8  # of adapters
+Loss = Callable[[Any, Any], jax.Array]
+
+
 class Problem(NamedTuple):
     """The loss of one example, and the shapes of parameters, of a batch and of frozen arrays."""
 
@@ -47,7 +50,7 @@ def problem(name: str, batch_size: int) -> Problem:
     if name.startswith("Transformer"):
         network = models.TextTransformer(classes=CLASSES, padding=None, activation=nn.gelu, **TEXTS)
         x = jax.ShapeDtypeStruct((batch_size, TEXTS["length"]), jnp.int32)
-        loss = large_cases.loss_of(network)
+        loss = loss_of(network)
     elif name == "WRN-16-4":
         network, x = models.WideResNet(), jax.ShapeDtypeStruct((batch_size, 32, 32, 3), jnp.float32)
         loss = losses.of(network, losses.cross_entropy)
@@ -65,8 +68,8 @@ def problem(name: str, batch_size: int) -> Problem:
     batch = x, jax.ShapeDtypeStruct((batch_size,), jnp.int32)
     if not name.endswith("LoRA"):
         return Problem(loss, params, batch)
-    frozen = jax.eval_shape(large_cases.halved, params)
-    thin = jax.eval_shape(lambda: large_cases.adapters(key, TEXTS["width"], TEXTS["depth"]))
+    frozen = jax.eval_shape(halved, params)
+    thin = jax.eval_shape(lambda: adapters(key, TEXTS["width"], TEXTS["depth"]))
     return Problem(loss, thin, batch, frozen)
 
 
@@ -110,3 +113,45 @@ def _noised(key: Any) -> optax.GradientTransformation:
         return jax.tree.map(lambda x: x + noise.standard_normal(key, x.shape), updates), state
 
     return optax.GradientTransformation(lambda _: (), update)
+
+
+def halved(params: Any) -> Any:
+    """The parameters in bfloat16, which the network then computes in."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+
+
+def loss_of(model: nn.Module) -> Loss:
+    """The loss of one example, computed in bfloat16 up to the logits."""
+    each = losses.of(model, lambda h, y: losses.cross_entropy(h.astype(jnp.float32), y))
+    return lambda params, example: each(halved(params), example)
+
+
+def adapters(key: jax.Array, width: int, depth: int) -> dict[str, dict[str, jax.Array]]:
+    """Two thin matrices beside the kernel of every query and value; the product begins at 0."""
+    block = "Transformer/encoderblock_{}/MultiHeadDotProductAttention_1/{}"
+    names = [block.format(i, which) for i in range(depth) for which in ("query", "value")]
+    return {
+        name: {
+            "down": jax.random.normal(one, (width, RANK)) / width**0.5,
+            "up": jnp.zeros((RANK, width)),
+        }
+        for name, one in zip(names, jax.random.split(key, len(names)), strict=True)
+    }
+
+
+def adapted(loss: Loss, frozen: Any) -> Loss:
+    """The loss of the adapters: what the network itself holds is closed over, and so frozen."""
+
+    def of_adapters(added: Any, example: Any) -> jax.Array:
+        thin = halved(added)
+
+        def beside(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            out, pair = call(*args, **kwargs), thin.get("/".join(context.module.path))
+            if pair is None or context.method_name != "__call__":
+                return out
+            return out + (args[0] @ pair["down"] @ pair["up"]).reshape(out.shape)
+
+        with nn.intercept_methods(beside):
+            return loss(frozen, example)
+
+    return of_adapters

@@ -28,22 +28,23 @@ import pathlib
 import statistics
 from typing import Any
 
-import contestants
-import device_models
 import jax
 import jax.numpy as jnp
-import large_cases
-import reporting
-import steps
-import workers
 from absl import flags
-from common import markdown
-from contestants import Contestant, Refused
-from device_models import BOUND, gradient_of
-from workloads import CLASSES, SEED, WORKLOADS
 
 import dpjax
 from dpjax import clipping
+from experiments.benchmarks import (
+    contestants,
+    device_models,
+    reporting,
+    steps,
+    workers,
+)
+from experiments.benchmarks.contestants import Contestant, Refused
+from experiments.benchmarks.device_models import BOUND, gradient_of
+from experiments.benchmarks.workloads import CLASSES, SEED, WORKLOADS
+from experiments.common import markdown
 
 # Examples whose clipped sum is compared with the CPU's, of models that are slow there.
 EXAMPLES = {"WRN-16-4": 8, "ViT-S": 2, "Transformer": 2, "Transformer LoRA": 2}
@@ -101,7 +102,7 @@ def filled(shapes: Any) -> Any:
 
 def with_frozen(loss: Any, frozen: Any, params: Any, example: Any) -> Any:
     """The loss of an example; of adapters, if there are frozen arrays."""
-    return (loss if frozen is None else large_cases.adapted(loss, frozen))(params, example)
+    return (loss if frozen is None else device_models.adapted(loss, frozen))(params, example)
 
 
 def contestant(step: str, loss: Any, params: Any, given: Any) -> Contestant:

@@ -20,9 +20,9 @@ import sys
 import time
 from typing import Any
 
-import reporting
-import workers
 from absl import flags
+
+from experiments.benchmarks import reporting, workers
 
 # (family, steps, bands or buffers, separation, most); dense has no size.
 TASKS = [

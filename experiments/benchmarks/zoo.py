@@ -24,12 +24,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import reporting
 from absl import flags
-from zoo_models import MODELS, Case
 
 import dpjax
 from dpjax import clipping
+from experiments.benchmarks import reporting
+from experiments.benchmarks.zoo_models import MODELS, Case
 
 Run = Callable[[Any, Any], Any]
 
