@@ -19,10 +19,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dpjax import checks, ledger, meshes, processes, trees
-from dpjax._foreign import arrays
 from dpjax._jaxpr import fingerprint
 from dpjax.clipping.shards import refuse_explicit
 from dpjax.data import Stream
+from dpjax.data.arrays import arrays
 from dpjax.gradients.clipped_grad import check_rule, checked_size
 from dpjax.gradients.loss_checks import (
     check_loss,
