@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dpjax import checks, clipping, trees
+from dpjax import clipping, trees
 from dpjax.diagnostics.vectors import cosine, length
 from dpjax.types import Clipping, LossFn, PyTree
 
@@ -81,25 +81,25 @@ def clipping_bias(
     References:
       Chen, Wu and Hong, "Understanding Gradient Clipping in Private SGD", 2020.
     """
-    call = "diagnostics.clipping_bias"
-    size = checks.whole(call, "examples", trees.leading_size(batch))
-    microbatch_size = checks.whole(call, "microbatch_size", microbatch_size)
+    size = trees.leading_size(batch)
     # In microbatches: a batch of per-example gradients of a large model does not fit in memory.
-    part = jax.jit(partial(_part, loss, rule))
-    parts = [
-        part(params, jax.tree.map(lambda x, at=at: x[at : at + microbatch_size], batch))
-        for at in range(0, size, microbatch_size)
-    ]
-    clipped, whole = (
-        jax.tree.map(lambda *x: sum(x[1:], x[0]), *side)
-        for side in ([p[0] for p in parts], [p[1] for p in parts])
+    sums = jax.jit(partial(_sums, loss, rule))
+    clipped, unclipped, norms = zip(
+        *(
+            sums(params, jax.tree.map(lambda x, at=at: x[at : at + microbatch_size], batch))
+            for at in range(0, size, microbatch_size)
+        ),
+        strict=True,
     )
-    norms = jnp.concatenate([p[2] for p in parts])
-    shrinkage = length(clipped) / length(whole)
-    return Bias(cosine(clipped, whole), shrinkage, norms, clipped_fraction(norms, rule))
+    clipped, unclipped = (
+        jax.tree.map(lambda *x: sum(x[1:], x[0]), *parts) for parts in (clipped, unclipped)
+    )
+    norms = jnp.concatenate(norms)
+    shrinkage = length(clipped) / length(unclipped)
+    return Bias(cosine(clipped, unclipped), shrinkage, norms, clipped_fraction(norms, rule))
 
 
-def _part(
+def _sums(
     loss: LossFn, rule: Clipping, params: PyTree, rows: PyTree
 ) -> tuple[PyTree, PyTree, Array]:
     """Clipped sum, unclipped sum and norms of some examples."""
@@ -128,8 +128,6 @@ def norm_histogram(norms: Float[Array, "batch groups"], bins: int = 20) -> Histo
       >>> norm_histogram(jnp.array([[0.5], [1.5], [2.0]]), bins=2).counts
       Array([[1, 2]], dtype=int32)
     """
-    _expect_norms("norm_histogram", norms)
-    bins = checks.whole("diagnostics.norm_histogram", "bins", bins)
     finite = jnp.isfinite(norms)
     # One infinite norm would make every edge infinite.
     top = jnp.max(jnp.where(finite, norms, 0), initial=0.0)
@@ -159,13 +157,4 @@ def clipped_fraction(
       >>> clipped_fraction(jnp.array([[0.5], [1.0], [3.0], [2.0]]), clipping.flat(1.0))
       Array([0.5], dtype=float32)
     """
-    _expect_norms("clipped_fraction", norms, len(rule.bounds))
     return jnp.mean(norms > jnp.asarray(rule.bounds)[None], axis=0)
-
-
-def _expect_norms(name: str, norms: Array, groups: int | None = None) -> None:
-    if norms.ndim != 2 or groups not in (None, norms.shape[1]):
-        raise ValueError(
-            f"diagnostics.{name}: got norms of shape {norms.shape}; expected [batch, groups], as "
-            f"in ClippedSum.norms{f', with the {groups} groups of the rule' if groups else ''}."
-        )

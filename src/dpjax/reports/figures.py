@@ -444,7 +444,8 @@ def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> None:
     counts, _ = np.histogram(np.maximum(norms, low), edges)
     axes.stairs(counts, edges, fill=True, color=_BLUE, alpha=0.55)
     axes.set_xscale("log")
-    axes.xaxis.set_minor_formatter("")  # the powers of ten have labels, and others would overlap
+    if top > 10 * low:  # the powers of ten have labels, and others would overlap
+        axes.xaxis.set_minor_formatter("")
     if low * 1e-4 < bound < top * 1e4:  # else it would squeeze the histogram
         axes.axvline(bound, color=_CLAY, linestyle="--", label=f"bound {bound:.3g}")
 
