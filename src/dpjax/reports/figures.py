@@ -314,7 +314,7 @@ def activations(figure: Figure, run: SavedRun) -> str:
 
 RELEASED = "released"
 PRIVATE = "computed from private data without noise: do not publish"
-SEEDED = "the seed of its noise is published, so the noise can be subtracted: do not publish"
+SEEDED = "its key was supplied: do not publish it to those who know the key"
 
 
 def of_what_was_released(run: SavedRun) -> str:
@@ -323,7 +323,7 @@ def of_what_was_released(run: SavedRun) -> str:
     # them.
     if math.isinf(run.epsilon):
         return PRIVATE
-    return RELEASED if run.seed is None else SEEDED
+    return SEEDED if run.supplied else RELEASED
 
 
 def _private(_: SavedRun) -> str:

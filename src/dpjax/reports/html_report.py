@@ -21,7 +21,7 @@ from dpjax.reports.figure_output import png, svg
 from dpjax.reports.figures import PLOTS, RELEASED, Plot
 from dpjax.reports.load_run import Missing, SavedRun, read
 from dpjax.reports.page import badge, page, power, section, table, three_digits
-from dpjax.reports.statement import seed_notice
+from dpjax.reports.statement import SUPPLIED
 from dpjax.reports.statement_html import as_html
 from dpjax.reports.style import WIDTH, canvas, style
 
@@ -110,8 +110,8 @@ def _header(run: SavedRun) -> Iterator[str]:
     speed = last.get(f"{units}_per_second")
     accuracy = "" if math.isnan(run.accuracy) else f"{100 * run.accuracy:.1f} %"
     yield f'<p class="verdict">{_verdict(run, accuracy)}</p>'
-    if run.seed is not None:
-        yield f'<p class="notice">{escape(seed_notice(run.seed))}</p>'
+    if run.supplied:
+        yield f'<p class="notice">{SUPPLIED}</p>'
     if run.foreign:
         words = f"privacy.json is of an earlier run in this folder: {run.foreign}."
         yield f'<p class="notice">{escape(words)} The page leaves out what belongs to it.</p>'

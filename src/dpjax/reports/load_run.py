@@ -93,16 +93,10 @@ class SavedRun(NamedTuple):
         return (self.card or self.identity or {}).get("mechanism", {})
 
     @property
-    def seed(self) -> Any:
-        """The published seed: from the card, or without one from ``run.json``.
-
-        It is True for another seed below 2^32, or that of an earlier run.
-        """
-        if self.card is not None:
-            return self.card.get("seed_published")
-        seed = seed_of(self.identity or {})
-        before = any(spent.get("seeded") for spent in self.mechanism.get("before", ()))
-        return seed if seed is not None else before or None
+    def supplied(self) -> bool:
+        """Whether the caller supplied the key of this run, or of one before it."""
+        facts = (self.card, self.identity, *self.mechanism.get("before", ()))
+        return any(each and each.get("randomness") == "supplied" for each in facts)
 
     @property
     def epsilons(self) -> dict[str, float]:

@@ -300,4 +300,4 @@ def _first_state(recipe: Recipe, key: Key, params: PyTree, mesh: Mesh | None) ->
     )
     state = state if mesh is None else meshes.placed(state, mesh)
     # No two leaves share a buffer, nor one with the caller: `run` donates them.
-    return trees.copy(state._replace(ledger=ledger.empty(seeded=seeded)))
+    return trees.copy(state._replace(ledger=ledger.empty(supplied=seeded)))
