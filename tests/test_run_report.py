@@ -39,7 +39,7 @@ CARD = {
         name: {"value": value, "proven": name != "gdp"}
         for name, value in {"rdp": 2.5, "pld": 2.25, "gdp": 1.5}.items()
     },
-    "seed_published": None,
+    "randomness": "fresh",
 }
 EVIL = "<script>alert('x')</script>"
 CONFIG = {
@@ -173,21 +173,23 @@ def test_what_is_private_depends_on_the_run(changes, expected, tmp_path):
     assert {p.badge(run) for p in figures.PLOTS} == {figures.PRIVATE, figures.RELEASED}
 
 
-@kills("reports/figures.py", "RELEASED if run.seed is None else SEEDED", "RELEASED", slow=True)
-@kills("reports/load_run.py", "seed_of(self.identity or {})", "None", slow=True)
-def test_what_a_published_seed_protects_is_not_released(tmp_path, monkeypatch):
-    """The seed is read from the card, or while there is no card from run.json."""
+@kills("reports/figures.py", "SEEDED if run.supplied else RELEASED", "RELEASED", slow=True)
+@kills("reports/load_run.py", "(self.card, self.identity,", "(self.card,", slow=True)
+def test_what_a_supplied_key_protects_is_not_released(tmp_path, monkeypatch):
+    """The card says so, and while there is no card run.json."""
     monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:1])
-    seeded = load_run.read(write(tmp_path, card={**CARD, "seed_published": 0}))
-    found = {plot.name: plot.badge(seeded) for plot in figures.PLOTS}
+    run = load_run.read(write(tmp_path, card={**CARD, "randomness": "supplied"}))
+    found = {plot.name: plot.badge(run) for plot in figures.PLOTS}
     assert found.pop("noise") == figures.RELEASED, "it follows from the mechanism alone"
     assert {name for name, badge in found.items() if badge == figures.PRIVATE} == PRIVATE
     assert set(found.values()) == {figures.PRIVATE, figures.SEEDED}
     page = parsed(reports.report(tmp_path))
     assert badges(page) == {"accuracy": figures.SEEDED}
     assert page.find(".//figure//p[@class]").get("class") == "badge private"
+    assert "The key was supplied" in text(page.find(".//header"))
     (tmp_path / "privacy.json").unlink()
-    (tmp_path / "run.json").write_text(json.dumps({"--seed": 7}))
+    assert not load_run.read(tmp_path).supplied
+    (tmp_path / "run.json").write_text(json.dumps({"randomness": "supplied"}))
     assert figures.PLOTS[0].badge(load_run.read(tmp_path)) == figures.SEEDED
 
 
@@ -202,7 +204,7 @@ def test_numbers_of_the_header(whole):
         "time1 min 15 s",
     ):
         assert words in head, words
-    assert "Seed" not in head
+    assert "The key" not in head
 
 
 FIXED_BEFORE = Spent(sampling=sampling.fixed(1000, 10), runs=((1.0, 5),))
@@ -330,7 +332,7 @@ def test_a_card_of_another_mechanism_is_not_believed(changes, tmp_path):
 
 def test_a_card_of_another_format_is_refused_with_what_to_do(tmp_path):
     path = write(tmp_path, card={"format": "dpjax privacy card 1", "noise": {}})
-    with pytest.raises(ValueError, match=r"privacy.json: .* format 1; .*with that version"):
+    with pytest.raises(ValueError, match=r"privacy.json: .* format 1; expected format"):
         load_run.read(path)
 
 
@@ -384,10 +386,10 @@ def hostile(value):
 def test_no_text_of_a_file_is_html(foreign, tmp_path, monkeypatch):
     monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:1])
     mechanism = mechanism_with(1000, 10, noise_multiplier=1.05, steps=10)
-    made = hostile({**json.loads(json.dumps(reports.card(mechanism, DELTA))), "seed_published": ""})
+    made = hostile(json.loads(json.dumps(reports.card(mechanism, DELTA))))
     made["mechanism"] |= {"multiplier_and_steps": [[2.0, 10]], "format": card.FORMAT}
     made["epsilon"][HOSTILE] = {"value": 9.0, "proven": True}
-    identity = {"mechanism": dict(made["mechanism"]), "--seed": HOSTILE}
+    identity = {"mechanism": dict(made["mechanism"]), "note": HOSTILE}
     if foreign == "it counts":
         made["steps"] = HOSTILE
     rows = [row(step, method=HOSTILE, **{f"{HOSTILE}s_per_second": 1.0}) for step in (5, 10)]
@@ -692,7 +694,7 @@ def test_a_real_run_can_be_looked_at(tmp_path):
         directory=tmp_path,
         progress=False,
     )
-    facts = {"ledger": state.ledger, "seed": 1}
+    facts = {"ledger": state.ledger, "supplied": True}
     (tmp_path / "privacy.json").write_text(json.dumps(reports.card(mechanism, DELTA, **facts)))
     (tmp_path / "statement.txt").write_text(dpjax.statement(mechanism, DELTA, **facts))
     tree = parsed(reports.report(tmp_path))
