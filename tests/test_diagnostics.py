@@ -71,20 +71,6 @@ def test_a_broken_example_is_in_neither_mean():
     assert bias.shrinkage == pytest.approx(float(want.shrinkage), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("norms", "counts"),
-    [
-        ([[0.0], [0.0]], [[2, 0]]),
-        ([[np.inf], [np.nan], [1.0]], [[0, 1]]),
-        ([[0.1, 2.0], [1.9, 0.2]], [[1, 1], [1, 1]]),
-    ],
-)
-def test_histogram_edges(norms, counts):
-    found = diagnostics.norm_histogram(jnp.array(norms), bins=2)
-    assert np.array_equal(found.counts, counts)
-    assert found.edges[0] == 0
-
-
 def test_cosine_of_trees():
     a, b = {"u": jnp.array([1.0, 2.0]), "v": jnp.array(3.0)}, {"u": jnp.zeros(2), "v": jnp.ones(())}
     assert diagnostics.cosine(a, b) == pytest.approx(3 / np.sqrt(14))

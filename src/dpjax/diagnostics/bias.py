@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from dpjax import clipping, trees
 from dpjax.diagnostics.vectors import cosine, length
@@ -35,15 +35,6 @@ class Bias(NamedTuple):
     """Norms of each example's gradient, before clipping."""
     clipped: Float[Array, " groups"]
     """The fraction of the examples above the bound."""
-
-
-class Histogram(NamedTuple):
-    """The number of examples in each bin; the last bin contains its upper edge."""
-
-    counts: Int[Array, "groups bins"]
-    """The number of norms between neighbouring edges."""
-    edges: Float[Array, " edges"]
-    """The ``bins + 1`` edges, from 0."""
 
 
 def clipping_bias(
@@ -96,7 +87,9 @@ def clipping_bias(
     )
     norms = jnp.concatenate(norms)
     shrinkage = length(clipped) / length(unclipped)
-    return Bias(cosine(clipped, unclipped), shrinkage, norms, clipped_fraction(norms, rule))
+    # An infinite norm is above every bound; a NaN is above none, though clipping drops the example.
+    above = jnp.mean(norms > jnp.asarray(rule.bounds), axis=0)
+    return Bias(cosine(clipped, unclipped), shrinkage, norms, above)
 
 
 def _sums(
@@ -112,49 +105,3 @@ def _sums(
     # not finite.
     once = jnp.broadcast_to(finite.astype(factors.dtype), factors.shape)
     return clipped, trees.scaled_sum(gradients, once, rule.partition.assign(params)), norms
-
-
-def norm_histogram(norms: Float[Array, "batch groups"], bins: int = 20) -> Histogram:
-    """Counts per-example norms in bins of equal width, from 0 to the largest finite norm.
-
-    Args:
-      norms: Norms of a `ClippedSum` or a `Bias`.
-      bins: The number of bins.
-
-    Returns:
-      Counts per group; an infinite or NaN norm is in no bin.
-
-    Example:
-      >>> norm_histogram(jnp.array([[0.5], [1.5], [2.0]]), bins=2).counts
-      Array([[1, 2]], dtype=int32)
-    """
-    finite = jnp.isfinite(norms)
-    # One infinite norm would make every edge infinite.
-    top = jnp.max(jnp.where(finite, norms, 0), initial=0.0)
-    edges = jnp.linspace(0, jnp.where(top > 0, top, 1), bins + 1)
-    # The largest norm is the last edge, which belongs to the last bin.
-    place = jnp.clip(jnp.searchsorted(edges, norms, side="right") - 1, 0, bins - 1)
-    counts = jnp.sum(jax.nn.one_hot(place, bins, dtype=bool) & finite[..., None], axis=0)
-    return Histogram(counts, edges)
-
-
-def clipped_fraction(
-    norms: Float[Array, "batch groups"], rule: Clipping
-) -> Float[Array, " groups"]:
-    """The fraction of the examples with a norm above the bound, per group.
-
-    An infinite norm is above every bound. A NaN is above none, although clipping drops the
-    example.
-
-    Args:
-      norms: Norms of a `ClippedSum` or a `Bias`.
-      rule: The clipping rule that has the bounds.
-
-    Returns:
-      One number from 0 to 1 for each group.
-
-    Example:
-      >>> clipped_fraction(jnp.array([[0.5], [1.0], [3.0], [2.0]]), clipping.flat(1.0))
-      Array([0.5], dtype=float32)
-    """
-    return jnp.mean(norms > jnp.asarray(rule.bounds)[None], axis=0)
