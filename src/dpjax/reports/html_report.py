@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 from dpjax._display import rate
 from dpjax._files import replace
@@ -36,16 +36,6 @@ _PARAMETERS = (
     "Test results, and norms at the end, are {}, which params.msgpack holds. Training losses, "
     "norms and clipping over time are at the parameters of the steps, before any average."
 )
-
-
-class _Drawn(NamedTuple):
-    """A figure of one run; ``sentence`` says what is to be seen, or why there is no figure."""
-
-    plot: Plot
-    badge: str
-    sentence: str
-    svg: str = ""
-    png: bytes = b""
 
 
 def report(directory: str | pathlib.Path) -> pathlib.Path:
@@ -72,34 +62,40 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
     run = read(directory)
     folder = run.path / "figures"
     folder.mkdir(exist_ok=True)
-    figures = [_drawn(plot, run) for plot in PLOTS]
-    for figure in figures:
-        path = folder / f"{figure.plot.name}.png"
-        if figure.png:
-            replace(path, figure.png, public=figure.badge == RELEASED)
-        else:
+    figures, absent = [], []
+    for plot in PLOTS:
+        label, path = plot.badge(run), folder / f"{plot.name}.png"
+        try:
+            sentence, image, picture = _drawn(plot, run, label)
+        # A file may hold anything, and one figure of it must not cost the page.
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            why = str(error) if isinstance(error, Missing) else f"its data cannot be drawn: {error}"
+            absent.append(f"{plot.title.lower()} ({why})")
             path.unlink(missing_ok=True)  # an earlier page may have written it, from other data
-    body = [*_header(run), *_promise(run), *_figures(run, figures), *_made_with(run.config or {})]
+            continue
+        replace(path, picture, public=label == RELEASED)
+        note = (
+            f"<h3>{len(figures) + 1}. {escape(plot.title)}</h3>"
+            f"{badge(label, warns=label != RELEASED)}"
+            f'<p>{escape(plot.words)}</p><p class="seen">{escape(sentence)}</p>'
+        )
+        figures.append(section(note, image, tag="figure", name=plot.name))
+    if absent:
+        left_out = escape("; ".join(absent))
+        figures.append(f'<p class="aside" id="left-out">Left out: {left_out}.</p>')
+    body = [*_header(run), *_promise(run), *_happened(run), *figures, *_made_with(run.config or {})]
     # Figures first, page last: a page never names an image that is not there yet.
     replace(run.path / "report.html", page(_name(run), body))
     return run.path / "report.html"
 
 
-def _drawn(plot: Plot, run: SavedRun) -> _Drawn:
-    """A figure, or the reason why the folder has no data for it."""
-    words = plot.badge(run)
-    try:
-        with style():
-            figure = canvas(WIDTH, 2.9)
-            sentence = plot.draw(figure, run)
-            image = svg(figure, plot.name, f"{plot.title}. {sentence}")
-            note = "" if words == RELEASED else words
-            return _Drawn(plot, words, sentence, image, png(figure, note))
-    except Missing as reason:
-        return _Drawn(plot, words, str(reason))
-    # A file may hold anything, and one figure of it must not cost the page.
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        return _Drawn(plot, words, f"its data cannot be drawn: {error}")
+def _drawn(plot: Plot, run: SavedRun, label: str) -> tuple[str, str, bytes]:
+    """What is to be seen on a figure, the figure as SVG, and as PNG."""
+    with style():
+        figure = canvas(WIDTH, 2.9)
+        sentence = plot.draw(figure, run)
+        image = svg(figure, plot.name, f"{plot.title}. {sentence}")
+        return sentence, image, png(figure, "" if label == RELEASED else label)
 
 
 def _header(run: SavedRun) -> Iterator[str]:
@@ -156,22 +152,11 @@ def _promise(run: SavedRun) -> Iterator[str]:
     yield section(note, missing if run.statement is None else as_html(run.statement))
 
 
-def _figures(run: SavedRun, figures: Iterable[_Drawn]) -> Iterator[str]:
+def _happened(run: SavedRun) -> Iterator[str]:
     yield "<h2>What happened</h2>"
     yield f'<p class="aside">{_SEEN_BY}</p>'
     if run.evaluation is not None or run.diagnostics is not None:
         yield f'<p class="aside">{_PARAMETERS.format(run.measured_at)}</p>'
-    for number, figure in enumerate((f for f in figures if f.svg), start=1):
-        plot = figure.plot
-        note = (
-            f"<h3>{number}. {escape(plot.title)}</h3>"
-            f"{badge(figure.badge, warns=figure.badge != RELEASED)}"
-            f'<p>{escape(plot.words)}</p><p class="seen">{escape(figure.sentence)}</p>'
-        )
-        yield section(note, figure.svg, tag="figure", name=plot.name)
-    absent = [f"{f.plot.title.lower()} ({f.sentence})" for f in figures if not f.svg]
-    if absent:
-        yield f'<p class="aside" id="left-out">Left out: {escape("; ".join(absent))}.</p>'
 
 
 def _made_with(config: dict[str, Any]) -> Iterator[str]:
