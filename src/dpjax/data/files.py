@@ -87,7 +87,9 @@ def numbers(header: list[str], rows: list[list[str]], call: str) -> np.ndarray:
         except ValueError as error:
             fault = str(error)
         if fault:
-            raise ValueError(f"{call}: column {name!r} is not of finite numbers ({fault}).")
+            raise ValueError(
+                f"{call}: expected finite numbers in every column; column {name!r}: {fault}."
+            )
     return values
 
 
