@@ -145,7 +145,7 @@ def run() -> None:
     mechanism = mechanism_from_flags(count, rounds)
     key = None if _SEED.value is None else jax.random.key(_SEED.value)
     state, history = train(dataset, clients, mechanism, key)
-    print(dpjax.statement(mechanism, _DELTA.value, ledger=state.ledger, seed=_SEED.value))
+    print(dpjax.statement(mechanism, _DELTA.value, ledger=state.ledger))
     last, sizes = history[-1], np.asarray(clients.counts)
     print(f"\n{count} clients with {sizes.min()} to {sizes.max()} examples, {rounds} rounds")
     print(f"Test accuracy {last['accuracy']:.1%} on {dataset.name} {dataset.note}")

@@ -30,7 +30,6 @@ FLOORS = {
     "_jaxpr": 1,
     "_draws": 1,
     "_files": 1,
-    "_foreign": 1,
     "meshes": 1,
     "schedules": 1,
     "accounting": 1,

@@ -75,8 +75,8 @@ class Ledger(NamedTuple):
     counts: np.ndarray
     accounted: np.ndarray
     """A hash of what else is accounted, such as the sampler; zeros before the first step."""
-    seeded: np.ndarray
-    """Whether the root key is that of a small seed, so that anyone can subtract the noise."""
+    supplied: np.ndarray
+    """Whether the caller supplied the root key."""
     chosen: np.ndarray
     """How many steps plan and budget allowed where results ended the run; 0 if they never did."""
     key: np.ndarray
@@ -92,14 +92,14 @@ class Ledger(NamedTuple):
         return np.repeat(self.multipliers, self.counts)
 
 
-def empty(*, seeded: bool = False) -> Ledger:
+def empty(*, supplied: bool = False) -> Ledger:
     """A ledger without steps.
 
     Args:
-      seeded: Whether the root key of the run is that of a small seed.
+      supplied: Whether the caller supplied the key of the run.
     """
     nothing, words = (np.zeros(0, np.float64), np.zeros(0, np.int64)), np.zeros(_WORDS, np.uint32)
-    return Ledger(*nothing, words, np.array(seeded), np.array(0), words)
+    return Ledger(*nothing, words, np.array(supplied), np.array(0), words)
 
 
 def admit(
@@ -184,7 +184,7 @@ def keyed(ledger: Ledger, key: Key, name: str, drawn: str = "") -> Ledger:
             "another run from its parameters, init(new_key, state.params), with "
             "Mechanism(..., before=...)."
         )
-    return ledger._replace(key=root, seeded=np.array(trees.seeded(key)))
+    return ledger._replace(key=root, supplied=np.array(trees.seeded(key)))
 
 
 def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None = None) -> None:

@@ -346,7 +346,8 @@ class Sampler:
         *proved* for them.  Multipliers are relative to the add-or-remove sensitivity.
       neighbours: The neighbouring relation for which ``event`` holds.
       claim: In words, what is proved.
-      facts: What else accounting needs, as JSON has it; public, for it stands on cards.
+      facts: What the event follows from, as JSON has it (`dpjax.sampling.events.stated`); public,
+        for it stands on cards.
       fingerprint: What else tells it from others of its name.  **Not** public: with a hash
         over the examples an attacker can confirm a guess.
       participation: From a number of steps to the `dpjax.strategies.Participation` of an example

@@ -32,7 +32,8 @@ from dpjax.accounting.events import (
 )
 from dpjax.accounting.filters import Filter, best_order
 from dpjax.accounting.gdp import Estimate
-from dpjax.accounting.methods import METHODS, Method, delta, epsilon, tightest
+from dpjax.accounting.loss_distributions import levels
+from dpjax.accounting.methods import METHODS, Method, delta, epsilon, levels_of, tightest
 from dpjax.accounting.random_projections import ProjectedGaussianDpEvent, with_projections
 from dpjax.accounting.rdp_divergence import ORDERS, renyi_divergence
 from dpjax.accounting.search import calibrate, largest_steps
@@ -61,6 +62,8 @@ __all__ = [
     "for_groups",
     "gaussian",
     "largest_steps",
+    "levels",
+    "levels_of",
     "renyi_divergence",
     "scheduled_gaussian",
     "select_best",

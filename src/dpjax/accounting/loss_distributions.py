@@ -3,23 +3,25 @@
 
 The loss of one step is a random variable. Losses of steps add, so their distributions convolve;
 dp_accounting does that on a grid with pessimistic rounding. What floating point can take from the
-answer of a distribution is added to it (`error`). Many distinct steps are rounded to few:
-multipliers *down* and rates *up*, which is again an upper bound.
+answer of a distribution is added to it (`error`). Many distinct steps are rounded to few
+(`levels`): multipliers *down* and rates *up*, which is again an upper bound.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from dp_accounting.pld import privacy_loss_distribution
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from numpy.typing import ArrayLike
 
 from dpjax.accounting.event_parts import Parts, relation
 from dpjax.accounting.profiles import Profile
 
 MIXED = 1e-3  # a grid for losses that are found one by one: a tenth of the time, 0.1 %
-LEVELS = 64  # distinct steps that are composed as they are; more are rounded to these
+LEVELS = 256  # distinct steps that are composed as they are; more are rounded to these
+Steps: TypeAlias = dict[tuple[float, float], int]  # {(rate, multiplier): count}
 _UNIT = 2.0**-52  # the distance of floats above 1
 
 
@@ -65,60 +67,87 @@ def error(parts: Parts) -> float:
       '4.4e-11'
     """
     counts = [count for _, count in parts.foreign.values()] + [1] * (parts.precision > 0)
-    distinct = len(counts) + min(len(parts.sampled), LEVELS)
+    distinct = len(counts) + len(parts.sampled)
     return _UNIT * (2 * sum([*counts, *parts.sampled.values()]) + 16 * distinct)
 
 
-def rounded(
-    sampled: dict[tuple[float, float], int], most: int = LEVELS
-) -> dict[tuple[float, float], int]:
+def levels(
+    multipliers: ArrayLike, count: int = LEVELS, plan: ArrayLike | None = None
+) -> np.ndarray:
+    r"""Multipliers rounded down to at most ``count`` geometric levels, which costs no less.
+
+    With $a$ and $b$ the least and the largest positive finite multiplier of the plan,
+
+    $$ \ell_k = a\, (b / a)^{k / (count - 1)}, \qquad k = 0, \dots, count - 1. $$
+
+    A multiplier becomes the largest level that is not above it.
+
+    Args:
+      multipliers: Of the steps that ran, in any order.
+      count: The number of levels. A plan with at most as many different multipliers keeps them.
+      plan: Of all planned steps, so that a run that goes on keeps its levels; by default
+        ``multipliers``.
+
+    | multiplier | becomes |
+    |---|---|
+    | infinity, 0, or below those of the plan | what it was |
+    | above those of the plan | the largest of the plan |
+
+    Example:
+      >>> levels([1.0, 1.1, 2.0, 3.9, 4.0, np.inf], count=3)
+      array([ 1.,  1.,  2.,  2.,  4., inf])
+    """
+    values = np.asarray(multipliers, np.float64)
+    grid = _grid(values if plan is None else np.asarray(plan, np.float64), count)
+    place = np.searchsorted(grid, values, side="right") - 1
+    return np.where(np.isfinite(values) & (place >= 0), grid[place], values)
+
+
+def rounded(sampled: Steps, most: int = LEVELS, plan: Steps | None = None) -> Steps:
     """At most `most` distinct steps that cost no less: multipliers down, rates up.
 
-    All steps of a group count with its largest rate and its least multiplier. Groups are halved
-    until there are `most`, each time the one in which that costs the most.
+    Multipliers become `levels`, and so do one over the rates. Steps whose rates and multipliers
+    vary independently need a halved number of levels, until `most` pairs are left.
+
+    Args:
+      sampled: ``{(rate, multiplier): count}``.
+      most: The number of pairs.
+      plan: The steps of the whole plan, which has the levels; by default ``sampled``.
 
     Example:
       >>> steps = {(0.01, 1 + t / 1000): 1 for t in range(1000)}
       >>> len(rounded(steps)), min(z for _, z in rounded(steps))
-      (64, 1.0)
+      (256, 1.0)
     """
-    # dp_accounting convolves once per distinct step. A schedule with a multiplier per step would
-    # take minutes.
-    if len(sampled) <= most:
+    if not (count := level_count(plan or sampled, most)):
         return sampled
-    rows = np.array([(*step, count) for step, count in sorted(sampled.items())])
-    groups = [(*_halves(rows), rows)]
-    while len(groups) < most:
-        groups.sort(key=lambda group: group[0])
-        _, halves, rows = groups[-1]
-        if not halves:
-            break
-        groups[-1:] = [(*_halves(half), half) for half in halves]
-    out: dict[tuple[float, float], int] = {}
-    for _, _, rows in groups:
-        key = float(rows[:, 0].max()), float(rows[:, 1].min())
-        out[key] = out.get(key, 0) + int(rows[:, 2].sum())
+    out: Steps = {}
+    for pair, runs in zip(_at(sampled, plan or sampled, count), sampled.values(), strict=True):
+        out[pair] = out.get(pair, 0) + runs
     return out
 
 
-def _halves(rows: np.ndarray) -> tuple[float, tuple[np.ndarray, ...]]:
-    """What two groups cost less than one, and the two that cost the least, or none.
+def level_count(plan: Steps, most: int = LEVELS) -> int:
+    """The number of `levels` to which `rounded` rounds a plan; 0 if it keeps all steps."""
+    if len(plan) <= most:
+        return 0
+    count = most
+    while len(set(_at(plan, plan, count))) > most:
+        count //= 2
+    return count
 
-    Rows are ``(rate, multiplier, count)``. A group is cut between rates or between multipliers.
-    """
 
-    def cost(rows: np.ndarray) -> np.ndarray:
-        """Of the first rows as one group, ``[rows]``, as in the central limit."""
-        q, z = np.maximum.accumulate(rows[:, 0]), np.minimum.accumulate(rows[:, 1])
-        return np.cumsum(rows[:, 2]) * q**2 * np.expm1(np.minimum(z**-2, 700))
+def _at(steps: Steps, plan: Steps, count: int) -> list[tuple[float, float]]:
+    """The steps, with their rates and multipliers at the levels of the plan."""
+    (q, z), (rates, multipliers) = (np.array(list(each)).T for each in (steps, plan))
+    grid = _grid(rates, count)
+    up = grid[np.minimum(np.searchsorted(grid, q), grid.size - 1)]
+    down = levels(z, count, multipliers)
+    return list(zip(np.maximum(q, up).tolist(), down.tolist(), strict=True))
 
-    best: tuple[float, tuple[np.ndarray, ...]] = 0.0, ()
-    for column in (0, 1) if len(rows) > 1 else ():
-        ordered = rows[np.argsort(rows[:, column], kind="stable")]
-        first, last = cost(ordered), cost(ordered[::-1])[::-1]
-        both = first[:-1] + last[1:]
-        cut = int(np.argmin(both)) + 1
-        saved = float(first[-1] - both[cut - 1])
-        if saved > best[0]:
-            best = saved, (ordered[:cut], ordered[cut:])
-    return best
+
+def _grid(planned: np.ndarray, count: int) -> np.ndarray:
+    """The positive finite numbers, or geometric levels between them if they are many."""
+    values = np.unique(planned[(planned > 0) & np.isfinite(planned)])
+    values = values if values.size <= count else np.geomspace(values[0], values[-1], count)
+    return values if values.size else np.ones(1)

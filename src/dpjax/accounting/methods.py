@@ -16,6 +16,7 @@ from dp_accounting import DpEvent
 from dpjax import checks
 from dpjax.accounting import allocation, gdp, pld, random_projections, rdp_accountant
 from dpjax.accounting.event_parts import Parts, relation, split
+from dpjax.accounting.loss_distributions import level_count, rounded
 from dpjax.accounting.profiles import Profile
 
 
@@ -76,7 +77,12 @@ METHODS: dict[str, Method] = {
 
 
 def epsilon(
-    event: DpEvent, delta: float, method: str = "rdp", neighbours: str = "add-or-remove"
+    event: DpEvent,
+    delta: float,
+    method: str = "rdp",
+    neighbours: str = "add-or-remove",
+    *,
+    plan: DpEvent | None = None,
 ) -> float:
     """The epsilon that ``event`` costs at this delta.
 
@@ -86,6 +92,8 @@ def epsilon(
       method: "rdp", "pld", "rdp-classic", or "gdp" (an estimate).
       neighbours: "add-or-remove", "zero-out" (same arithmetic), or "replace-one" (sensitivity
         doubled here).
+      plan: What was planned, if ``event`` is the part of it that ran. "pld" rounds more than 256
+        different sampled steps to the `levels` of the plan, so that more steps never cost less.
 
     Returns:
       Epsilon, never negative; an `Estimate` if the method is not proven.
@@ -110,7 +118,7 @@ def epsilon(
     """
     call = "accounting.epsilon"
     delta, row = checked_delta(call, delta), checked_method(call, method)
-    parts = _sorted(event, neighbours, method)
+    parts = _sorted(event, neighbours, method, plan)
     if not parts.private or parts.empty:
         return _as(row, 0.0 if parts.private else math.inf)
     return _as(row, row.profile(parts, neighbours).epsilon(delta))
@@ -181,6 +189,23 @@ def tightest(
     return "pld" if few and not parts.foreign else "rdp"
 
 
+def levels_of(plan: DpEvent) -> dict[str, float] | None:
+    """How "pld" rounds the steps of a plan, for its card; None where it keeps all of them.
+
+    Returns:
+      The number of `levels`, and the ``smallest`` multiplier, which is the first level.
+
+    Example:
+      >>> from dpjax import accounting
+      >>> levels_of(accounting.scheduled_gaussian([1 + t / 300 for t in range(300)], 0.01))
+      {'levels': 256, 'smallest': 1.0}
+    """
+    sampled = split(plan).sampled
+    if not (count := level_count(sampled)):
+        return None
+    return {"levels": count, "smallest": min(z for _, z in sampled)}
+
+
 def checked_delta(call: str, delta: float) -> float:
     """Delta, or an error that names the call in which it was given."""
     return checks.fraction(call, "delta", delta, _DELTA)
@@ -194,9 +219,12 @@ def checked_method(call: str, name: str) -> Method:
     return METHODS[name]
 
 
-def _sorted(event: DpEvent, neighbours: str, method: str) -> Parts:
+def _sorted(event: DpEvent, neighbours: str, method: str, plan: DpEvent | None = None) -> Parts:
     relation(neighbours)  # an unknown name is an error even where nothing was run
     parts = split(event)
+    if method == "pld":  # whose time grows with the number of different steps
+        planned = parts if plan is None else split(plan)
+        parts = parts._replace(sampled=rounded(parts.sampled, plan=planned.sampled))
     # Before the row is used: no Rényi divergence exists where a norm may be estimated too small by
     # any factor.
     random_projections.refuse(parts, method)

@@ -24,11 +24,12 @@ from scipy.special import logsumexp
 
 from dpjax.accounting import allocation, profiles, random_projections, rdp_accountant
 from dpjax.accounting.event_parts import Parts, relation
-from dpjax.accounting.loss_distributions import MIXED, one_step, proven, rounded
+from dpjax.accounting.loss_distributions import MIXED, one_step, proven
 from dpjax.accounting.profiles import Profile
 
-GRID = 1e-4  # distance between the losses that the distribution is rounded to, at most
+GRID = 1e-4  # distance between the losses that the distribution is rounded to
 _FINE = 8  # as many grids make a step's standard deviation, which costs 0.1 % of epsilon
+_MANY = 8  # distinct steps: with more of them the grid is as coarse as this allows
 # Points of one distribution, 32 MB: composition by FFT holds several copies.
 _POINTS = 4_000_000
 _FEWER = 500_000  # of a finer grid than the usual one, which takes seconds too
@@ -46,7 +47,8 @@ def profile(parts: Parts, neighbours: str) -> Profile:
       | situation | what happens |
       |---|---|
       | unsampled Gaussians alone | the closed form, which a distribution only approaches |
-      | more than 64 distinct steps | rounded to 64: multipliers down, rates up |
+      | more than 256 distinct steps | rounded before: `loss_distributions.rounded` |
+      | more than 8 distinct steps | a grid of an eighth of a step's deviation |
       | steps with losses of about 8e-4 or less | a finer grid than 1e-4 |
       | losses that span more than 4 million grids | a coarser grid, still pessimistic |
       | mixtures of Gaussians, Laplace noise, other events | a grid of 1e-3, or coarser |
@@ -121,16 +123,14 @@ def _loss(parts: Parts, neighbours: str) -> PrivacyLossDistribution:
     # All unsampled Gaussians are one Gaussian, whose privacy loss has a closed form.
     if parts.precision:
         composed = composed.compose(_one_step(1.0, parts.unsampled_multiplier, grid, neighbours))
-    for (q, z), count in rounded(parts.sampled).items():
-        # Multipliers were rounded down and rates up, so the sum of these steps costs no less than
-        # the real ones.
+    for (q, z), count in parts.sampled.items():
         composed = composed.compose(_one_step(q, z, grid, neighbours).self_compose(count))
     return composed
 
 
 # Finding the loss of one step takes nearly all the time of an answer. Other questions about a run
 # (another delta, more steps, the epsilon of a row) are about the same steps.
-_one_step = functools.lru_cache(maxsize=16)(one_step)
+_one_step = functools.lru_cache(maxsize=300)(one_step)
 
 
 def _accountant(parts: Parts, neighbours: str) -> PLDAccountant:
@@ -138,7 +138,7 @@ def _accountant(parts: Parts, neighbours: str) -> PLDAccountant:
     accountant = PLDAccountant(relation(neighbours), _grid(parts, neighbours))
     if parts.precision:
         accountant.compose(dp_accounting.GaussianDpEvent(parts.unsampled_multiplier))
-    for (q, z), count in rounded(parts.sampled).items():
+    for (q, z), count in parts.sampled.items():
         step = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z))
         accountant.compose(step, count)
     for event, count in parts.foreign.values():
@@ -187,7 +187,9 @@ def _grid(parts: Parts, neighbours: str) -> float:
     squares = [n * q**2 * math.expm1(min(z**-2, 700)) for (q, z), n in parts.sampled.items()]
     deviation = math.sqrt(math.fsum(squares) / sum(parts.sampled.values()))
     wanted = max(deviation / _FINE, span / _FEWER, usual / 1024)
-    return usual * 2.0 ** min(0, math.floor(math.log2(wanted / usual)))
+    # In quarter powers of two, so that the steps of a slightly longer run are in the cache.
+    finest = math.floor(4 * math.log2(wanted / usual)) / 4
+    return usual * 2.0 ** (finest if len(parts.sampled) > _MANY else min(0, math.floor(finest)))
 
 
 def _spread(event: MixtureOfGaussiansDpEvent, count: int) -> float:

@@ -152,7 +152,7 @@ def _whole(parts: Parts, steps: Steps, neighbours: str) -> library.PrivacyLossDi
     if parts.precision:
         z = parts.unsampled_multiplier
         total = total.compose(one_step(1.0, z, _GRID, neighbours))
-    for (q, z), count in rounded(parts.sampled).items():
+    for (q, z), count in parts.sampled.items():
         total = total.compose(one_step(q, z, _GRID, neighbours).self_compose(count))
     for (q, z, r), count in _rounded(steps).items():
         total = total.compose(_mixture(q, z, r, neighbours).self_compose(count))

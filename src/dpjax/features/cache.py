@@ -26,7 +26,7 @@ from absl import logging
 
 from dpjax import checks
 from dpjax._files import replacing
-from dpjax._foreign import native, unmasked
+from dpjax.data.arrays import native
 from dpjax.scattering import scatter
 
 _VERSION = 1  # raise it when the values of a transform change: old files are then not found
@@ -134,8 +134,7 @@ def cached(
       [0 2 4]
       [0 2 4]
     """
-    # What is hashed is what is computed from: the bytes of a mask would not be in the key.
-    inputs = unmasked(inputs, "features.cached: the argument inputs")
+    inputs = np.asarray(inputs)
     path = Path(directory, f"{name}-{_key(inputs, settings, name)}.features")
     found = _read(path)
     if found is None:

@@ -188,8 +188,8 @@ class Normalization:
         Privacy:
           `release` warns of a key of a small seed, and no mechanism learns of it. Instead of
           ``preparation=``, give the mechanism ``before=[dpjax.mechanism.Spent(sampling=...,
-          runs=(), preparation=normalization.multipliers, seeded=True)]``: it costs as much, and
-          statement and card say that nothing is for release.
+          runs=(), preparation=normalization.multipliers, supplied=True)]``: it costs as much, and
+          statement and card say so.
         """
         trees.warn_of_seed(key, "Normalization.release")
         if features.shape[0] != self.examples:

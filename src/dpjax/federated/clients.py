@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from dpjax import checks, trees
-from dpjax._foreign import arrays, unmasked
+from dpjax.data.arrays import arrays
 from dpjax.types import PyTree
 
 _MOST = 2**31 - 1  # rows
@@ -87,7 +87,7 @@ class Clients:
         clients = checks.whole("federated.Clients.split", "clients", clients)
         data = arrays(data, "federated.Clients.split")
         rows = trees.leading_size(data, name="federated data")
-        owners = unmasked(owners, "federated.Clients.split: the argument owners")
+        owners = np.asarray(owners)
         whole = owners.shape == (rows,) and np.issubdtype(owners.dtype, np.integer)
         if not whole or not np.all((owners >= 0) & (owners < clients)):
             raise ValueError(

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from dpjax import checks, ledger, meshes, trees
-from dpjax._foreign import arrays
+from dpjax.data.arrays import arrays
 from dpjax.federated.clients import Clients
 from dpjax.federated.local import Local
 from dpjax.federated.rounds import Row, by_size, client_loss, round_info

@@ -19,10 +19,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool
 
 from dpjax import checks, trees
-from dpjax._foreign import arrays
 from dpjax._marks import certified, require_start
 from dpjax.clipping.application import real_rows
 from dpjax.clipping.shards import refuse_explicit, refuse_tracking
+from dpjax.data.arrays import arrays
 from dpjax.gradients import complex_leaves
 from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._estimated_norms.jl import projected

@@ -11,7 +11,7 @@ an infinite number is the word ``"inf"``.
 | ``format`` | the version of this schema, `FORMAT` | |
 | ``unit`` | whose data are protected, ``"example"`` or ``"client"`` | yes |
 | ``neighbours`` | the neighbouring relation, such as ``"add-or-remove"`` | |
-| ``sampling`` | ``name``, ``examples``, ``batch_size``, and the sampler's own facts | yes |
+| ``sampling`` | name, sizes, neighbours and `dpjax.types.Sampler.facts` | yes |
 | ``multiplier_and_steps`` | pairs: a noise multiplier and how many steps in turn have it | yes |
 | ``multipliers_by_group`` | one noise multiplier per group, or null | |
 | ``preparation`` | noise multipliers of the queries before the first step | yes |
@@ -20,10 +20,9 @@ an infinite number is the word ``"inf"``.
 | ``clipping`` | ``name``, ``groups``, ``bounds``, and the rule's own facts | |
 | ``adaptive`` | the fields of the `dpjax.clipping.Quantile` that the bounds follow, or null | |
 | ``before`` | what each earlier run on the same data spent: the fields marked above | |
-| ``seeded`` | whether the seed of an earlier run is published, or below 2^32 | only there |
+| ``randomness`` | of an earlier run: ``"supplied"`` by the caller, or ``"fresh"`` | only there |
 
-The sampling rate is ``batch_size / examples`` and the sensitivity is the Euclidean norm of
-``bounds``: what follows from other fields has no field.
+The sensitivity is the Euclidean norm of ``bounds``: what follows from other fields has no field.
 """
 
 from __future__ import annotations
@@ -37,12 +36,11 @@ from typing import TYPE_CHECKING, Any
 from dpjax import sampling, strategies
 from dpjax.mechanism.correlated import sensitivity_of
 from dpjax.mechanism.spent import Spent
-from dpjax.strategies import Strategy
 
 if TYPE_CHECKING:
     from dpjax.mechanism.description import Mechanism
 
-FORMAT = 3
+FORMAT = 4
 
 # What the cost of a step depends on, beside its multiplier.
 _COUNTED = ("unit", "sampling", "preparation", "projections", "noise", "before")
@@ -75,7 +73,10 @@ def described(mechanism: Mechanism) -> dict[str, Any]:
                 "bounds": [float(bound) for bound in rule.bounds],
             },
             "adaptive": adaptive,
-            "before": [{**_spent(each), "seeded": each.seeded} for each in mechanism.before],
+            "before": [
+                {**_spent(spent), "randomness": randomness(spent.supplied)}
+                for spent in mechanism.before
+            ],
         }
     )
 
@@ -97,17 +98,22 @@ def accounted(mechanism: Mechanism) -> str:
     return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()
 
 
-def spent_of(facts: Mapping[str, Any], steps: int, *, seeded: bool = False) -> tuple[Spent, ...]:
+def spent_of(facts: Mapping[str, Any], steps: int, *, supplied: bool = False) -> tuple[Spent, ...]:
     """What a run has spent of its description, preceded by what earlier runs spent.
 
     Args:
       facts: As `described` writes them.
       steps: How many of the planned steps ran.
-      seeded: Whether the seed of the run is published, or below 2^32.
+      supplied: Whether the caller supplied the key of the run.
     """
     runs = first_steps(facts["multiplier_and_steps"], steps)
-    ran = {**facts, "multiplier_and_steps": runs, "seeded": seeded}
+    ran = {**facts, "multiplier_and_steps": runs, "randomness": randomness(supplied)}
     return tuple(map(_read, (*facts["before"], ran)))
+
+
+def randomness(supplied: bool) -> str:
+    """Who gave the key of a run, in a word."""
+    return "supplied" if supplied else "fresh"
 
 
 def protects(facts: Mapping[str, Any]) -> str:
@@ -122,12 +128,12 @@ def first_steps(runs: Iterable[tuple[Any, int]], steps: int) -> list[tuple[float
       >>> first_steps([("inf", 2), (1.5, 100)], 5)
       [(inf, 2), (1.5, 3)]
     """
-    kept = []
+    taken = []
     for multiplier, planned in runs:
         if steps > 0:
-            kept.append((float(multiplier), min(steps, planned)))
+            taken.append((float(multiplier), min(steps, planned)))
         steps -= planned
-    return kept
+    return taken
 
 
 def check_format(facts: Any, where: str) -> None:
@@ -137,34 +143,24 @@ def check_format(facts: Any, where: str) -> None:
       facts: What stands under ``"mechanism"`` in the file, or None.
       where: The call, or the file, for the error.
     """
-    found = facts.get("format") if isinstance(facts, Mapping) else 1
-    if found != FORMAT:
+    version = facts.get("format") if isinstance(facts, Mapping) else 1
+    if version != FORMAT:
         raise ValueError(
-            f"{where}: the mechanism is described in format {found}; expected format {FORMAT}. "
-            "Another version of dpjax wrote the file, or an algorithm of your own that lacks "
-            "identity=lambda state: mechanism.identity did. Read that run with that version. "
-            "To continue from what it released with this version, begin in another folder and "
-            "describe what it spent: Mechanism(..., before=[dpjax.mechanism.Spent(sampling=..., "
-            "runs=((noise multiplier, steps),))])."
+            f"{where}: the mechanism is described in format {version}; expected format {FORMAT}. "
+            "Read it with the version of dpjax that wrote it, or describe what the run spent: "
+            "Mechanism(..., before=[dpjax.mechanism.Spent(...)])."
         )
 
 
 def strict(value: Any) -> Any:
-    """A value as strict JSON holds it: tuples are lists, and infinity is a word.
-
-    Raises:
-      ValueError: For NaN and minus infinity, which no bound and no noise is.
-    """
+    """A value as strict JSON holds it: tuples are lists, and infinity is a word."""
     if isinstance(value, Mapping):
         return {name: strict(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [strict(inner) for inner in value]
+    # A reader would take the word for them as a claim.
     if isinstance(value, float) and (math.isnan(value) or value == -math.inf):
-        raise ValueError(
-            f"mechanism.card.strict({value}): expected a number or infinity. A reader would take "
-            "the word for it as a claim. Usually an epsilon or a bound was computed from numbers "
-            "that are not finite: find that computation."
-        )
+        raise ValueError(f"mechanism.card.strict({value}): expected a number or infinity.")
     return "inf" if isinstance(value, float) and math.isinf(value) else value
 
 
@@ -177,6 +173,7 @@ def _spent(spent: Spent) -> dict[str, Any]:
             "name": sampler.name,
             "examples": sampler.examples,
             "batch_size": sampler.batch_size,
+            "neighbours": sampler.neighbours.value,
         },
         # Floats, so that 2 and 2.0 are written and hashed alike.
         "multiplier_and_steps": [[float(multiplier), steps] for multiplier, steps in spent.runs],
@@ -191,21 +188,16 @@ def _spent(spent: Spent) -> dict[str, Any]:
 
 
 def _read(facts: Mapping[str, Any]) -> Spent:
+    noise = dict(facts["noise"] or {})
+    noise.pop("sensitivity", None)  # computed again, from the strategy and the sampler
     return Spent(
-        sampling=sampling.by_name(**facts["sampling"]),
+        sampling=sampling.from_facts(facts["sampling"]),
         runs=tuple(
             (float(multiplier), steps) for multiplier, steps in facts["multiplier_and_steps"]
         ),
         preparation=tuple(map(float, facts["preparation"])),
         unit=facts["unit"],
         projections=facts["projections"],
-        noise=_strategy(facts["noise"]),
-        seeded=facts["seeded"],
+        noise=strategies.from_facts(noise) if noise else None,
+        supplied=facts["randomness"] == "supplied",
     )
-
-
-def _strategy(facts: Mapping[str, Any] | None) -> Strategy | None:
-    if facts is None:
-        return None
-    # The sensitivity follows from the strategy and the sampler, and is computed again.
-    return strategies.from_facts({k: v for k, v in facts.items() if k != "sensitivity"})

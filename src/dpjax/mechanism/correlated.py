@@ -77,8 +77,7 @@ def is_amplified(strategy: Strategy, sampler: Sampler) -> bool:
     # rows t to t + bands - 1 of C G. With bands <= cycle no row depends on two coins, so each
     # participation is a sampled Gaussian, given what was released before. C has at most `steps`
     # bands: a run of one cycle has one coin for an example, whatever C is.
-    cycle = sampler.facts.get("cycle")
-    return cycle is not None and strategy.bands <= cycle
+    return sampler.facts.get("place") == "coin" and strategy.bands <= sampler.facts["cycle"]
 
 
 def participation_of(strategy: Strategy, sampler: Sampler) -> Participation:

@@ -261,8 +261,8 @@ class Mechanism:
     def spent(self, multipliers: np.ndarray) -> Spent:
         """The cost of this run alone, after steps with these multipliers, in this order.
 
-        A mechanism knows no key: of a run with a published seed, ``dataclasses.replace`` makes it
-        ``seeded``.
+        A mechanism knows no key: of a run with a supplied key, ``dataclasses.replace`` makes it
+        ``supplied``.
         """
         # Run-length encoded: a card of a million equal steps holds one pair.
         values, counts = runs_of(multipliers)
@@ -335,7 +335,8 @@ class Mechanism:
 
     def epsilon_of(self, multipliers: np.ndarray, delta: float, method: str = "rdp") -> float:
         """The epsilon of steps that ran with these multipliers, in this order."""
-        return accounting.epsilon(self.event_of(multipliers), delta, method, self.relation)
+        event, plan = self.event_of(multipliers), self.event if method == "pld" else None
+        return accounting.epsilon(event, delta, method, self.relation, plan=plan)
 
     def delta(self, epsilon: float, method: str | None = None) -> float:
         """The delta of the whole computation at ``epsilon``; methods as in `Mechanism.epsilon`."""

@@ -44,8 +44,8 @@ class Spent:
       projections: The number of random projections that estimated each norm, if norms were
         estimated.
       noise: The strategy of its noise, if it was correlated over the steps.
-      seeded: Whether its root key, or that of its queries, is that of a seed below 2^32 or of a
-        published one. Nothing that uses its result is then for release, and every card says so.
+      supplied: Whether the caller supplied its key, or that of its queries. Every card then says
+        that epsilon holds against those who do not know the key.
     """
 
     sampling: Sampler
@@ -54,7 +54,7 @@ class Spent:
     unit: str = "example"
     projections: int | None = None
     noise: Strategy | None = None
-    seeded: bool = False
+    supplied: bool = False
 
     def __post_init__(self) -> None:
         """Refuses values that cannot be accounted; lists become tuples of Python numbers."""
@@ -74,7 +74,7 @@ class Spent:
             checks.instance("mechanism.Spent", "noise", self.noise, Strategy, hint)
             called = f"mechanism.Spent(noise={self.noise.name})"
             check_run(called, self.noise, self.sampling, self.steps)
-        object.__setattr__(self, "seeded", bool(self.seeded))  # a ledger's is an array
+        object.__setattr__(self, "supplied", bool(self.supplied))  # a ledger's is an array
 
     @property
     def steps(self) -> int:

@@ -10,8 +10,9 @@ Numbers are the accounted ones, never rounded.
 | ``steps`` | how many planned steps count: the first ones, which ran; all, if results ended it |
 | ``claim`` | in words, how batches are drawn and what is proved for them |
 | ``delta``, ``epsilon`` | the value by each method, and whether the method proves a bound |
+| ``levels`` | of many multipliers: how many levels "pld" rounds them to, and the smallest; or null |
 | ``not_private`` | what was released without noise, in words, or null |
-| ``seed_published`` | the fixed seed; true for another below 2^32 or of an earlier run; or null |
+| ``randomness`` | ``"supplied"`` if the caller gave the key of the run or an earlier one, ``"fresh"`` |
 | ``versions`` | the versions of the packages that ran and accounted |
 """
 
@@ -24,7 +25,7 @@ from dpjax import accounting
 from dpjax._versions import version
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism
-from dpjax.mechanism.card import strict
+from dpjax.mechanism.card import randomness, strict
 from dpjax.reports.claims import claim_of
 
 
@@ -33,7 +34,7 @@ def card(
     delta: float | None = None,
     *,
     ledger: Ledger | None = None,
-    seed: int | None = None,
+    supplied: bool = False,
     methods: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """The facts of a statement as a JSON object, from which epsilon can be recomputed.
@@ -54,20 +55,21 @@ def card(
       >>> card(mechanism, delta=1e-5)["mechanism"]["multiplier_and_steps"]
       [[4.0, 2]]
     """
-    claim = claim_of("reports.card", mechanism, delta, ledger, seed, methods)
+    claim = claim_of("reports.card", mechanism, delta, ledger, supplied, methods)
     facts = {
         # The schema of the run's folder: `verify`, `report` and `resume` read one description.
         "mechanism": mechanism.facts,
         "steps": len(claim.ran),
         "claim": mechanism.claim,
         "delta": claim.delta,
+        "levels": None,
         "epsilon": {
             # Not rounded: `verify` compares the number with the one that it recomputes.
             method: {"value": float(value), "proven": accounting.METHODS[method].proven}
             for method, value in claim.epsilons.items()
         },
         "not_private": claim.not_private,
-        "seed_published": claim.seed,
+        "randomness": randomness(claim.supplied),
         "versions": {
             name: version(name) for name in ("dpjax", "dp-accounting", "jax", "optax", "numpy")
         },

@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import dp_accounting as dp
 import numpy as np
 
 from dpjax import accounting, checks
@@ -36,8 +35,8 @@ class Claim(NamedTuple):
     With None, an infinite or missing epsilon means that nothing is proved, not that the
     computation is not private.
     """
-    seed: int | bool | None
-    """The published seed; True for another below 2^32, or that of an earlier run; or None."""
+    supplied: bool
+    """Whether the caller supplied the key of this run, or of one before it."""
 
 
 def claim_of(
@@ -45,37 +44,34 @@ def claim_of(
     mechanism: Mechanism,
     delta: float | None,
     ledger: Ledger | None,
-    seed: int | None,
+    supplied: bool,
     methods: Sequence[str] | None,
 ) -> Claim:
     """The claim of a mechanism.
 
     ``call`` is how errors call the function that states it. The other arguments are as in
     `dpjax.statement`.
-
-    Raises:
-      ValueError: A name is no method, or none of ``methods`` proves a bound.
     """
     checks.instance(call, "mechanism", mechanism, Mechanism, "Of a run: algorithm.mechanism.")
     delta = checked_delta(call, mechanism.stated(delta, None)[0])
     ran = mechanism.multipliers if ledger is None else counted(ledger, mechanism)
-    found = _epsilons(mechanism, tuple(ran.tolist()), delta, _asked(call, methods))
-    why, published = _why_infinite(mechanism, ran), _published_seed(seed, ledger, mechanism)
-    return Claim(mechanism, ran, delta, dict(found), why, published)
+    epsilons = _epsilons(mechanism, tuple(ran.tolist()), delta, _asked(call, methods))
+    supplied = supplied or (ledger is not None and bool(ledger.supplied))
+    supplied = supplied or any(spent.supplied for spent in mechanism.before)
+    return Claim(mechanism, ran, delta, dict(epsilons), _why_infinite(mechanism, ran), supplied)
 
 
 def _asked(call: str, methods: Sequence[str] | None) -> tuple[str, ...]:
     """The names of methods, in the order of their table."""
-    given = accounting.METHODS if methods is None else methods
+    table = accounting.METHODS
+    given = table if methods is None else methods
     names = [given] if isinstance(given, str) else list(given)
-    table, hint = accounting.METHODS, "Leave methods out for all that have an answer."
-    rows = [table[checks.one_of(call, "methods", name, table, hint)] for name in names]
+    rows = [table[checks.one_of(call, "methods", name, table)] for name in names]
     # Without a bound a statement would say that nothing is proved, whatever other methods prove.
     if not any(row.proven for row in rows):
         bounds = ", ".join(name for name, row in table.items() if row.proven)
         raise ValueError(
-            f"{call}(methods={methods!r}): expected a method that proves a bound: one of "
-            f"{bounds}. gdp is an estimate. Add one of these, or leave methods out."
+            f"{call}(methods={methods!r}): expected a method that proves a bound: one of {bounds}."
         )
     return tuple(name for name in table if name in names)
 
@@ -85,23 +81,13 @@ def _asked(call: str, methods: Sequence[str] | None) -> tuple[str, ...]:
 def _epsilons(
     mechanism: Mechanism, multipliers: tuple[float, ...], delta: float, methods: tuple[str, ...]
 ) -> tuple[tuple[str, float], ...]:
-    event, found = mechanism.event_of(np.array(multipliers, np.float64)), []
+    epsilons, ran = [], np.array(multipliers, np.float64)
     for method in methods:
         try:
-            value = accounting.epsilon(event, delta, method, mechanism.relation)
+            epsilons.append((method, mechanism.epsilon_of(ran, delta, method)))
         except ValueError:  # this method proves nothing for this sampler and relation
             continue
-        found.append((method, value))
-    return tuple(found)
-
-
-def _published_seed(
-    seed: int | None, ledger: Ledger | None, mechanism: Mechanism
-) -> int | bool | None:
-    small = ledger is not None and bool(ledger.seeded)
-    # A run that starts from what such a run released shows it, whatever its own key.
-    small = small or any(spent.seeded for spent in mechanism.before)
-    return seed if seed is not None else (small or None)
+    return tuple(epsilons)
 
 
 def _why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:
@@ -124,6 +110,5 @@ def _not_private(spent: Spent) -> bool:
 
 
 def _draws_reveal_data(sampling: Sampler) -> bool:
-    """Whether the choice of examples is itself a release, whatever the noise."""
-    # An order that was computed from private data is a release of its own, which no noise protects.
-    return isinstance(sampling.event(np.ones(1)), dp.NonPrivateDpEvent)
+    """Whether the choice of examples is itself a release, which no noise protects."""
+    return sampling.facts.get("event") == "none"

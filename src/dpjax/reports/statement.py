@@ -42,6 +42,11 @@ _NOT_COVERED = """\
   - models or data in which {unit}s see each other (batch statistics)
   - attacks on float32 arithmetic or on the pseudo-random generator"""
 
+SUPPLIED = (
+    "The key was supplied: epsilon holds against those who do not know the key, for one run per "
+    "key."
+)
+
 _TOGETHER = {
     "example": "examples that belong together: the unit is one example, not one person",
     "client": "anyone who sees one client's update: noise is added to the sum of updates\n"
@@ -54,7 +59,7 @@ def statement(
     delta: float | None = None,
     *,
     ledger: Ledger | None = None,
-    seed: int | None = None,
+    supplied: bool = False,
     methods: Sequence[str] | None = None,
     scaled_by: str | None = None,
 ) -> Statement:
@@ -64,7 +69,7 @@ def statement(
       mechanism: The computation.
       delta: The delta at which epsilon is stated; by default the one of ``mechanism.target``.
       ledger: The steps that ran; by default all planned steps.
-      seed: The fixed seed of the run, if it had one instead of a secret key.
+      supplied: Whether the caller supplies the key of the run; a ledger knows of its own.
       methods: The `dpjax.accounting` methods that state epsilon; by default all.
       scaled_by: What multiplies sum and noise alike beside the mechanism, for example
         ``"a bound schedule"`` of `dpjax.dpsgd`. `dpjax.fit` gives it for the run in a folder.
@@ -86,7 +91,7 @@ def statement(
         unit          one example
       ...
     """
-    claim = claim_of("statement", mechanism, delta, ledger, seed, methods)
+    claim = claim_of("statement", mechanism, delta, ledger, supplied, methods)
     lines = [
         "Privacy statement",
         "",
@@ -120,8 +125,8 @@ def _verdict(claim: Claim) -> Iterator[str]:
     else:
         yield "  This computation is NOT PROVED to be differentially private."
         yield f"  {_why_unproved(claim.mechanism, proven)}"
-    if claim.seed is not None:
-        yield f"  {seed_notice(claim.seed)}"
+    if claim.supplied:
+        yield f"  {SUPPLIED}"
     examples, unit = claim.mechanism.sampling.examples, claim.mechanism.unit
     # Publishing one record at random satisfies delta = 1/n, so such a delta promises nothing.
     if claim.delta * examples >= 1:
@@ -129,19 +134,6 @@ def _verdict(claim: Claim) -> Iterator[str]:
             f"  delta={claim.delta:g} is not below 1/{unit}s={1 / examples:.2g}: publishing one "
             f"{unit} outright would satisfy it. Choose a smaller delta."
         )
-
-
-def seed_notice(seed: int | bool) -> str:
-    """What a published or small seed means for a release."""
-    if seed is True:
-        return (
-            "Small seed: not for release. The root key of this run, or of one before it, is that "
-            "of a seed below 2^32; anyone can try all of these seeds and subtract the noise."
-        )
-    return (
-        f"Seed published ({seed}): not for release. Anyone who knows the seed can subtract the "
-        "noise."
-    )
 
 
 def _why_unproved(mechanism: Mechanism, proven: list[float]) -> str:
@@ -202,8 +194,8 @@ def _facts(claim: Claim, ledger: Ledger | None, scaled_by: str | None) -> Iterat
             f"                {spent.sampling.name}, {spent.sampling.batch_size:g} {unit}s a "
             f"step, multiplier {noise}{queries}"
         )
-        if spent.seeded:
-            yield "                its seed is small or published, so its noise can be subtracted"
+        if spent.supplied:
+            yield "                its key was supplied"
     planned = "" if ledger is None else f" (of {mechanism.steps:,} planned)"
     yield f"  steps         {mechanism.steps if ledger is None else ledger.steps:,}{planned}"
     if ledger is not None and ledger.chosen:
@@ -216,9 +208,10 @@ def _facts(claim: Claim, ledger: Ledger | None, scaled_by: str | None) -> Iterat
 def _sampler(mechanism: Mechanism, steps: int) -> Iterator[str]:
     """The expected batch, its sampling rate, and what is proved for it."""
     sampling, unit = mechanism.sampling, mechanism.unit
-    rows = sampling.facts.get("rates")  # of `scored`: the largest rate of each row, and its steps
-    cycle = sampling.facts.get("cycle", 1)  # of `cyclic_poisson`: one part of the data at a time
-    turn = f" of a part, each {cycle} steps" if cycle > 1 else ""
+    rows = sampling.facts.get("rates") if sampling.name == "scored" else None
+    part = sampling.facts.get("place") == "coin"  # `cyclic_poisson` draws from a part of the data
+    cycle = sampling.facts["cycle"] if part else 1
+    turn = f" of a part, each {cycle} steps" if part else ""
     size = sampling.batch_size
     if sampling.random_bins:  # sums are divided by batch_size, and bins can be larger
         size = sampling.examples / (sampling.examples // size)

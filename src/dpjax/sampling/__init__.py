@@ -14,6 +14,7 @@ words, which `on_host` joins for a `dpjax.data.Stream`.
 from dpjax.sampling.cycles import balls_in_bins, cyclic_poisson
 from dpjax.sampling.draws import fold, on_host
 from dpjax.sampling.epochs import curriculum, shuffled
+from dpjax.sampling.events import from_facts
 from dpjax.sampling.names import by_name
 from dpjax.sampling.scored import scored
 from dpjax.sampling.uniform import fixed, full, poisson
@@ -25,6 +26,7 @@ __all__ = [
     "cyclic_poisson",
     "fixed",
     "fold",
+    "from_facts",
     "full",
     "on_host",
     "poisson",

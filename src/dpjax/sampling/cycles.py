@@ -7,9 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dpjax import _draws, strategies, trees
+from dpjax import _draws, trees
 from dpjax.sampling.coins import coins, largest_word, parts_of
-from dpjax.sampling.events import gaussians, least
+from dpjax.sampling.events import stated
 from dpjax.sampling.sizes import check_rate, checked_count, checked_sizes
 from dpjax.types import Draw, Key, Purpose, Sampler
 
@@ -62,15 +62,10 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
 
     return Sampler(
         name="cyclic_poisson",
-        examples=examples,
-        batch_size=batch_size,
         capacity=examples,
         draw=draw,
-        # An example can be in one step of a cycle, at an unknown place: count the least noise.
-        event=lambda multipliers: gaussians(least(multipliers, cycle), rate),
         claim=f"Poisson sampling from {cycle} parts in turn; one amplified step a cycle is proved",
-        facts={"cycle": cycle},
-        participation=lambda steps: strategies.cycles(cycle),
+        **stated(examples, batch_size, rates=[[rate, 1]], cycle=cycle, place="coin"),
     )
 
 
@@ -108,12 +103,8 @@ def balls_in_bins(examples: int, batch_size: float) -> Sampler:
 
     return Sampler(
         name="balls_in_bins",
-        examples=examples,
-        batch_size=batch_size,
         capacity=examples,
         draw=draw,
-        event=lambda multipliers: gaussians(least(multipliers, bins), 1.0),
         claim="one random batch of the epoch for each example, the same in every epoch",
-        participation=lambda steps: strategies.cycles(bins),
-        random_bins=True,
+        **stated(examples, batch_size, cycle=bins, place="random"),
     )

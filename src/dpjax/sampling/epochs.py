@@ -3,23 +3,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from dpjax import _draws, checks, strategies, trees
-from dpjax.sampling.events import bare, gaussians, least
+from dpjax import _draws, checks, trees
+from dpjax.sampling.events import stated
 from dpjax.sampling.sizes import checked_whole_sizes, is_sparse
-from dpjax.strategies import Participation
 from dpjax.types import Draw, Key, Neighbours, Purpose, Sampler
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 
 def shuffled(examples: int, batch_size: int) -> Sampler:
@@ -67,8 +62,7 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
         batch_size,
         batch,
         f"{kind} batches; no amplification is proved: one Gaussian an epoch",
-        # The last batch of an epoch can share an example with the first one of the next.
-        lambda epoch, steps: strategies.apart(1, -(-steps // epoch)),
+        place="any",
     )
 
 
@@ -107,24 +101,21 @@ def curriculum(
     )
     checks.instance("sampling.curriculum", "public", public, bool, hint)
     fixed_order = jnp.asarray(indices, jnp.int32)
-    sampler = _epochs(
+    claim = "the order comes from the private data without noise: not private"
+    if public:
+        claim = "a public fixed order; no amplification is proved: one Gaussian an epoch"
+    return _epochs(
         "curriculum",
         indices.size,
         batch_size,
         lambda key, epoch, number: jax.lax.dynamic_slice_in_dim(
             fixed_order, number * batch_size, batch_size
         ),
-        "a public fixed order; no amplification is proved: one Gaussian an epoch",
-        lambda epoch, steps: strategies.cycles(epoch),
+        claim,
+        event="poisson" if public else "none",
+        place="same" if public else None,
         fingerprint=trees.fingerprint(np.asarray(indices, np.int64)),
-        # A part of a run's identity: a run recorded with public=False can be neither resumed nor
-        # reported as public=True.
-        facts={"public": public},
     )
-    if public:
-        return sampler
-    claim = "the order comes from the private data without noise: not private"
-    return dataclasses.replace(sampler, event=bare, claim=claim, participation=None)
 
 
 def _epochs(
@@ -133,14 +124,12 @@ def _epochs(
     batch_size: int,
     batch: Callable[[Key, Any, Any], Array],
     claim: str,
-    participation: Callable[[int, int], Participation],
+    *,
+    event: str = "poisson",
+    place: str | None,
     fingerprint: str | None = None,
-    facts: Mapping[str, Any] | None = None,
 ) -> Sampler:
-    """A sampler whose batches are disjoint in an epoch: ``batch(key, epoch, number)``.
-
-    ``participation(epoch, steps)`` says in which steps of a run one example can be.
-    """
+    """A sampler whose batches are disjoint in an epoch: ``batch(key, epoch, number)``."""
     # A last, smaller batch would be divided by the same constant, and has no place in a compiled
     # step.
     steps = examples // batch_size
@@ -150,20 +139,12 @@ def _epochs(
         chosen = batch(key, step // turn, step % turn)
         return Draw(chosen, jnp.asarray(batch_size, jnp.int32))
 
-    def event(multipliers: np.ndarray) -> DpEvent:
-        # An example is in one batch an epoch, at an unknown place: count the least noise.
-        return gaussians(least(multipliers, steps), 1.0)
-
     return Sampler(
         name=name,
-        examples=examples,
-        batch_size=batch_size,
         capacity=batch_size,
         draw=draw,
-        event=event,
         neighbours=Neighbours.ZERO_OUT,
         claim=claim,
-        participation=lambda planned: participation(steps, planned),
         fingerprint=fingerprint,
-        facts=facts or {},
+        **stated(examples, batch_size, event=event, cycle=steps, place=place),
     )

@@ -1,43 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The privacy events of samplers.
+"""What a sampler states of its batches: one description, from which its privacy event follows.
 
-A function imports accounting when it is called: drawing batches does not need that library, which
+The description is plain JSON, `Sampler.facts`. Accounting reads it, privacy cards hold it, and
+`dpjax.verify` recomputes epsilon from it. So a new sampler describes itself here and nowhere else.
+
+Accounting is imported when an event is made: drawing batches does not need that library, which
 imports most of SciPy.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from dpjax import strategies
+from dpjax.types import Draw, Key, Neighbours, Sampler
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
 
-def least(multipliers: np.ndarray, cycle: int) -> np.ndarray:
+def stated(
+    examples: int,
+    batch_size: float,
+    *,
+    event: str = "poisson",
+    rates: Sequence[Sequence[Any]] = ((1.0, 1),),
+    cycle: int = 1,
+    place: str | None = None,
+) -> dict[str, Any]:
+    """The fields of a `Sampler` that follow from how it draws.
+
+    Args:
+      examples: The number of examples in the data set.
+      batch_size: What sums are divided by.
+      event: ``"poisson"``: each example joins by a coin of its own; ``"subset"``: uniform batches
+        of exactly ``batch_size``; ``"none"``: the choice of batches is a release without noise.
+      rates: Pairs: a sampling rate, and how many steps in turn have it. The last one stays.
+      cycle: In how many steps in turn an example is in one batch at most, at an unknown place. The
+        event of a cycle is one step with the cycle's least multiplier.
+      place: Where that step is in each cycle, for correlated noise: ``"any"``, or the ``"same"`` in
+        all of them; ``"random"``: the same, drawn uniformly for each example; ``"coin"``: the same,
+        and a coin decides each time. None: no sensitivity of correlated noise is proved.
+
+    Example:
+      >>> described = stated(1000, 100, cycle=10, place="any")
+      >>> described["event"](np.ones(20))
+      SelfComposedDpEvent(event=GaussianDpEvent(noise_multiplier=1.0), count=2)
+    """
+    facts = {"event": event, "rates": [list(row) for row in rates], "cycle": cycle, "place": place}
+
+    def event_of(multipliers: np.ndarray) -> DpEvent:
+        from dp_accounting import NonPrivateDpEvent
+
+        from dpjax import accounting
+        from dpjax.accounting.events import without_replacement
+
+        if event == "none":
+            return NonPrivateDpEvent()
+        if event == "subset":
+            return without_replacement(multipliers, examples, int(batch_size))
+        each = _least(multipliers, cycle)
+        values, steps = map(np.asarray, zip(*rates, strict=True))
+        rows = np.searchsorted(np.cumsum(steps), np.arange(len(each)), side="right")
+        return accounting.scheduled_gaussian(each, values[np.minimum(rows, len(values) - 1)])
+
+    def participation(steps: int) -> strategies.Participation:
+        # The last batch of a cycle can share an example with the first one of the next.
+        if place == "any":
+            return strategies.apart(1, -(-steps // cycle))
+        return strategies.cycles(cycle)
+
+    return {
+        "examples": examples,
+        "batch_size": batch_size,
+        "event": event_of,
+        "facts": facts,
+        "participation": None if place is None else participation,
+        "random_bins": place == "random",
+    }
+
+
+def from_facts(facts: Mapping[str, Any]) -> Sampler:
+    """The sampler that a privacy card describes: it costs what that run cost, and cannot draw.
+
+    Args:
+      facts: Under ``"sampling"``, as `dpjax.mechanism.card` writes them.
+    """
+    named = dict(facts)
+    name, neighbours = named.pop("name"), named.pop("neighbours")
+    if "event" not in named:
+        raise ValueError(
+            f"sampling.from_facts: the sampler {name!r} states no event. Describe what the run "
+            "spent: Mechanism(before=[mechanism.Spent(sampling=..., runs=...)])."
+        )
+    return Sampler(
+        name=name,
+        capacity=named["examples"],
+        draw=_not_on_a_card,
+        neighbours=Neighbours(neighbours),
+        claim=f"{name} batches, as a card describes them",
+        **stated(**named),
+    )
+
+
+def _not_on_a_card(key: Key, step: Any) -> Draw:
+    del key, step
+    raise ValueError(
+        "sampling.from_facts: this sampler was read from a privacy card and cannot draw. Build one "
+        "with the function of its name in dpjax.sampling."
+    )
+
+
+def _least(multipliers: np.ndarray, cycle: int) -> np.ndarray:
     """The smallest multiplier of each cycle."""
     starts = np.arange(0, len(multipliers), cycle)
     return np.minimum.reduceat(multipliers, starts) if len(multipliers) else multipliers
-
-
-def gaussians(multipliers: np.ndarray, rate: float | np.ndarray) -> DpEvent:
-    """Gaussian steps, Poisson-subsampled at one rate or at one for each step."""
-    from dpjax import accounting
-
-    return accounting.scheduled_gaussian(multipliers, rate)
-
-
-def subsets(multipliers: np.ndarray, examples: int, batch_size: int) -> DpEvent:
-    """Gaussian steps on uniform subsets of a fixed size."""
-    from dpjax.accounting.events import without_replacement
-
-    return without_replacement(multipliers, examples, batch_size)
-
-
-def bare(multipliers: np.ndarray) -> DpEvent:
-    """Steps whose batches are a release without noise."""
-    from dp_accounting import NonPrivateDpEvent
-
-    del multipliers
-    return NonPrivateDpEvent()

@@ -4,19 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from dpjax import _draws, trees
 from dpjax.sampling.coins import WORDS, coins
-from dpjax.sampling.events import gaussians
+from dpjax.sampling.events import stated
 from dpjax.sampling.sizes import checked_count, checked_sizes
 from dpjax.types import Draw, Key, Purpose, Sampler
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
 
 
 def scored(
@@ -64,21 +61,14 @@ def scored(
         row = jnp.minimum(step // steps_per_row, len(table) - 1)
         return coins(trees.step_key(key, Purpose.SAMPLING, step), below[row][of], some[row][of])
 
-    def event(multipliers: np.ndarray) -> DpEvent:
-        rows = np.minimum(np.arange(len(multipliers)) // steps_per_row, len(table) - 1)
-        return gaussians(multipliers, largest[rows])
-
     return Sampler(
         name="scored",
-        examples=places.size,
-        batch_size=batch_size,
         capacity=places.size,
         draw=draw,
-        event=event,
         claim="Poisson sampling at a rate for each bin of public scores; the largest is counted",
-        facts={"rates": [[float(rate), steps_per_row] for rate in largest]},
         fingerprint=trees.fingerprint([np.asarray(places, np.int64), table]),
         independent=True,
+        **stated(places.size, batch_size, rates=[[float(rate), steps_per_row] for rate in largest]),
     )
 
 

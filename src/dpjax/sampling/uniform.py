@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
-from dpjax import _draws, strategies, trees
+from dpjax import _draws, trees
 from dpjax.sampling.coins import coins, largest_word
-from dpjax.sampling.events import gaussians, subsets
+from dpjax.sampling.events import stated
 from dpjax.sampling.sizes import check_rate, checked_sizes, checked_whole_sizes, is_sparse
 from dpjax.types import Draw, Key, Neighbours, Purpose, Sampler
 
@@ -69,13 +69,11 @@ def poisson(examples: int, batch_size: float) -> Sampler:
     kind = "Poisson sampling by blocks, never above its rate" if sparse else exact
     return Sampler(
         name="poisson",
-        examples=examples,
-        batch_size=batch_size,
         capacity=examples if block is None else block.capacity(examples),
         draw=draw,
-        event=lambda multipliers: gaussians(multipliers, rate),
         claim=f"{kind}; amplification by sampling is proved and counted",
         independent=True,
+        **stated(examples, batch_size, rates=[[rate, 1]]),
     )
 
 
@@ -91,14 +89,11 @@ def full(examples: int) -> Sampler:
     everything = jnp.arange(examples)
     return Sampler(
         name="full",
-        examples=examples,
-        batch_size=examples,
         capacity=examples,
         draw=lambda key, step: Draw(everything, jnp.asarray(examples, jnp.int32)),
-        event=lambda multipliers: gaussians(multipliers, 1.0),
         claim="every step uses every example; plain composition of Gaussians",
-        participation=lambda steps: strategies.apart(1),
         independent=True,
+        **stated(examples, examples, place="any"),
     )
 
 
@@ -136,14 +131,12 @@ def fixed(examples: int, batch_size: int) -> Sampler:
 
     return Sampler(
         name="fixed",
-        examples=examples,
-        batch_size=batch_size,
         capacity=batch_size,
         draw=draw,
-        event=lambda multipliers: subsets(multipliers, examples, batch_size),
         neighbours=Neighbours.REPLACE_ONE,
         # The size is public and constant, so an example cannot leave without another taking its
         # place.
         claim="uniform batches of a fixed size; proved for replace-one neighbours (RDP)",
         independent=True,
+        **stated(examples, batch_size, event="subset"),
     )

@@ -19,10 +19,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dpjax import checks, ledger, meshes, processes, trees
-from dpjax._foreign import arrays
 from dpjax._jaxpr import fingerprint
 from dpjax.clipping.shards import refuse_explicit
 from dpjax.data import Stream
+from dpjax.data.arrays import arrays
 from dpjax.gradients.clipped_grad import check_rule, checked_size
 from dpjax.gradients.loss_checks import (
     check_loss,
@@ -300,4 +300,4 @@ def _first_state(recipe: Recipe, key: Key, params: PyTree, mesh: Mesh | None) ->
     )
     state = state if mesh is None else meshes.placed(state, mesh)
     # No two leaves share a buffer, nor one with the caller: `run` donates them.
-    return trees.copy(state._replace(ledger=ledger.empty(seeded=seeded)))
+    return trees.copy(state._replace(ledger=ledger.empty(supplied=seeded)))

@@ -19,10 +19,10 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from dpjax import checks, clipping, ledger, noise, trees
-from dpjax._foreign import arrays, no_arrays
 from dpjax._jaxpr import depends
 from dpjax.accounting.event_parts import split
 from dpjax.data import Dataset, Stream
+from dpjax.data.arrays import arrays, no_arrays
 from dpjax.gradients.engines import named
 from dpjax.gradients.loss_checks import centres_alone, closed_over
 from dpjax.mechanism import Mechanism

@@ -64,7 +64,7 @@ def write_released(
             methods = None if last else ("rdp", "rdp-classic", method)
             facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
             # Of the run's own key: a resumed run ignores the key that it is given.
-            facts["seed"] = seed_of(read_json(path / "run.json"))
+            facts["supplied"] = seed_of(read_json(path / "run.json")) is not None
             card = reports.card(mechanism, delta, **facts)
             facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
             words = reports.statement(mechanism, delta, **facts)

@@ -308,7 +308,7 @@ def spending(directory: str | os.PathLike[str]) -> dict[str, Any]:
         ) from error
     check_format(run.get("mechanism"), f"training.earlier({str(directory)!r})")
     seeded = seed_of(run) is not None
-    return {"facts": run["mechanism"], "steps": max(_marked(folder)), "seeded": seeded}
+    return {"facts": run["mechanism"], "steps": max(_marked(folder)), "supplied": seeded}
 
 
 def forget(directory: str | os.PathLike[str]) -> None:

@@ -3,9 +3,9 @@
 
     python -m dpjax.verify RUN
 
-The facts of the card go to Google's dp-accounting, except Gaussians without sampling, which have a
-closed form. These files import nothing else of dpjax, so they check dpjax's accounting as well as
-the arithmetic of the card.
+The facts of the card are its events: rates, multipliers, counts. Epsilon follows from them by one
+formula for each kind of event, or by Google's dp-accounting. These files import nothing else of
+dpjax, so they check dpjax's accounting as well as the arithmetic of the card.
 
 A card proves no more than its facts: its author can state other facts. What is found is
 
@@ -15,13 +15,12 @@ A card proves no more than its facts: its author can state other facts. What is 
 | claims less than its own facts cost, or far more | DOES NOT HOLD; IS OF OTHER FACTS |
 | claims less at a delta below 1e-12, which dp-accounting cannot resolve | cannot be confirmed |
 | claims an infinite epsilon, or no proven one | promises nothing |
-| reports a published seed, or a release without noise | not for release |
+| reports a release without noise | not for release |
 | scales correlated noise to less than one example moves | not read further |
-| has another format, other fields, or values that contradict each other | not read further |
+| has another format, other fields, or a value that no such field has | not read further |
 """
 
 from dpjax.verify.cards import findings, main
-from dpjax.verify.correlated import Unreadable, sensitivity
-from dpjax.verify.events import event_of
+from dpjax.verify.facts import Unreadable
 
-__all__ = ["Unreadable", "event_of", "findings", "main", "sensitivity"]
+__all__ = ["Unreadable", "findings", "main"]

@@ -1,152 +1,168 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The epsilon of a privacy card, by dp-accounting and by the closed form of Gaussians."""
+r"""The epsilon of noisy sums: one formula for each kind, and Google's dp-accounting.
+
+| step | Rényi divergence | privacy loss |
+|---|---|---|
+| Gaussian on all the data | closed form | closed form |
+| Gaussian on a Poisson sample | whole orders in closed form | dp-accounting |
+| Gaussian on a uniform subset | dp-accounting | |
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections import Counter
 
 import dp_accounting as dp
 import numpy as np
+from scipy.special import erfcx, gammaln, logsumexp
 
-from dpjax.verify import gaussian as closed_form
-from dpjax.verify.correlated import Unreadable, saved
-from dpjax.verify.events import each_multiplier, event_of
+from dpjax.verify.facts import Card
+from dpjax.verify.matrices import saved
+from dpjax.verify.steps import Step
 
 RELATION = {
     "add-or-remove": dp.NeighboringRelation.ADD_OR_REMOVE_ONE,
     "zero-out": dp.NeighboringRelation.ADD_OR_REMOVE_ONE,  # the same for a sum
     "replace-one": dp.NeighboringRelation.REPLACE_ONE,
 }
-# Rényi orders; with fewer than dpjax has, its claims would seem too small.
-ORDERS = np.concatenate(
-    [
-        1 + np.arange(2, 10) / 100,
-        1 + np.arange(1, 100) / 10,
-        np.arange(11, 64),
-        [72, 80, 96, 128, 192, 256, 384, 512, 768, 1024],
-    ]
-)
+WHOLE = np.array([*range(2, 64), 72, 80, 96, 128, 192, 256, 384, 512, 768, 1024])
+ORDERS = np.concatenate([1 + np.arange(2, 10) / 100, 1 + np.arange(1, 100) / 10, WHOLE[9:]])
 POINTS = 10_000_000  # losses of a step, which dp-accounting keeps in a dictionary, in memory
-ROUGH = 20  # a delta below 20 errors of a distribution leaves few digits of epsilon
+LARGEST = 1e7  # multiplier: dp-accounting takes the logarithm of 0 from 1e8 on
 
 
-def recompute(card: dict[str, Any], method: str) -> tuple[float, float]:
-    """The epsilon of a card by one of dp-accounting's accountants, and by a classic conversion.
+def by_rdp(card: Card, steps: Counter[Step]) -> dict[str, float]:
+    """Epsilon by Rényi divergences, with the improved and with the classic conversion."""
+    divergences, exchange = 0 * ORDERS, card.mechanism.neighbours == "replace-one"
+    for step, count in steps.items():
+        # A replacement moves a sum twice as far.
+        multiplier = min(step.multiplier, LARGEST) / (2 if exchange else 1)
+        if not step.is_sampled:
+            divergences = divergences + count * ORDERS / (2 * multiplier**2)
+        elif step.subset is None and not exchange:
+            divergences = divergences + count * poisson_divergences(step.rate, multiplier)
+        elif step.subset is not None and exchange:
+            accountant = dp.rdp.RdpAccountant(ORDERS.tolist(), RELATION["replace-one"])
+            noise = dp.GaussianDpEvent(multiplier)
+            accountant.compose(dp.SampledWithoutReplacementDpEvent(*step.subset, noise), count)
+            divergences = divergences + accountant.rdp
+        else:  # nothing is proved
+            return {}
+    if not exchange:
+        divergences = divergences + saved_by_bins(card)
+    epsilon, _ = dp.rdp.compute_epsilon(ORDERS.tolist(), divergences.tolist(), card.delta)
+    classic = (divergences - math.log(card.delta) / (ORDERS - 1))[(ORDERS >= 1.1) & (ORDERS <= 63)]
+    return {"rdp": float(epsilon), "rdp-classic": float(np.min(classic))}
 
-    Gaussians without sampling have a closed form, which replaces their distribution. The second
-    number is above the smallest epsilon of the classic conversion.
+
+def saved_by_bins(card: Card) -> np.ndarray:
+    """What random bins take from the divergences of Gaussians, which leave the bins out."""
+    runs = (*card.mechanism.before, *[card.mechanism] * bool(card.steps))
+    correlated = (run for run in runs if run.noise is not None and run.multiplier_and_steps)
+    return sum((saved(run, ORDERS) for run in correlated), start=0 * ORDERS)
+
+
+def poisson_divergences(rate: float, multiplier: float) -> np.ndarray:
+    r"""The divergences of a Gaussian on a Poisson sample, at `ORDERS`.
+
+    $$ (\alpha - 1) D_\alpha = \ln \sum_{k=0}^{\alpha} \binom{\alpha}{k} (1 - q)^{\alpha - k} q^k
+       e^{k (k - 1) / 2 z^2} $$
+
+    for whole orders, and between them at most a line, since it is convex.
+
+    References:
+      Mironov, Talwar and Zhang, *Rényi differential privacy of the sampled Gaussian mechanism*,
+      2019, section 3.3.
     """
-    mechanism = card["mechanism"]
-    relation = RELATION[mechanism["neighbours"]]
-    halve = method == "rdp" and mechanism["neighbours"] == "replace-one"
-    event = event_of(card, halve=halve, rounded=method == "pld")
-    if isinstance(event, dp.NonPrivateDpEvent):
-        return math.inf, math.inf
-    if method == "pld":
-        if not math.isnan(moved := signal(card)):
-            epsilon = closed_form.epsilon(moved, card["delta"])
+    moments = [0.0]
+    for order in WHOLE.tolist():
+        k, log_binomials = binomials(order)
+        terms = log_binomials + k * math.log(rate) + (order - k) * math.log1p(-rate)
+        moments.append(float(logsumexp(terms + k * (k - 1) / (2 * multiplier**2))))
+    return np.interp(ORDERS, [1, *WHOLE], moments) / (ORDERS - 1)
+
+
+@functools.lru_cache(maxsize=len(WHOLE))
+def binomials(order: int) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers 0 to order, and the logarithms of their binomial coefficients."""
+    k = np.arange(order + 1)
+    return k, gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
+
+
+def by_losses(card: Card, steps: Counter[Step]) -> float:
+    """Epsilon by distributions of the privacy loss, or without sampling, whichever is less."""
+    exchange = 2 if card.mechanism.neighbours == "replace-one" else 1
+    # Without their sampling, the same steps cost no less.
+    signal = exchange * math.sqrt(math.fsum(n / step.multiplier**2 for step, n in steps.items()))
+    epsilon, sampled = of_gaussian(signal, card.delta), [s for s in steps if s.is_sampled]
+    spare = card.delta - rounding_error(steps)
+    if not sampled or spare <= 0 or (width := grid(steps, exchange)) is None:
+        return epsilon
+    accountant = dp.pld.PLDAccountant(RELATION[card.mechanism.neighbours], width)
+    plain = math.fsum(n / s.multiplier**2 for s, n in steps.items() if not s.is_sampled)
+    if plain:
+        accountant.compose(dp.GaussianDpEvent(min(plain**-0.5, LARGEST)))
+    with contextlib.suppress(dp.UnsupportedEventError):  # subsets
+        for step in sampled:
+            noise = dp.GaussianDpEvent(min(step.multiplier, LARGEST))
+            event = dp.PoissonSampledDpEvent(step.rate, noise)
+            if step.subset is not None:
+                event = dp.SampledWithoutReplacementDpEvent(*step.subset, noise)
+            accountant.compose(event, steps[step])
+        epsilon = min(epsilon, float(accountant.get_epsilon(spare)))
+    return epsilon
+
+
+def of_gaussian(signal: float, delta: float) -> float:
+    r"""The epsilon of a Gaussian that an example moves by ``signal`` standard deviations.
+
+    With $x = \varepsilon / \mu - \mu / 2$,
+    $\delta = \Phi(-x) - e^\varepsilon \Phi(-x - \mu)
+    = e^{-x^2 / 2} [R(x) - R(x + \mu)] / 2$, where $R(x) = \mathrm{erfcx}(x / \sqrt 2)$.
+    Bisection finds $x$; $R$ does not underflow, however small delta is.
+
+    References:
+      Balle, Wang, *Improving the Gaussian mechanism for differential privacy*, 2018, theorem 8.
+    """
+    low, high = max(-signal / 2, -40.0), math.sqrt(-2 * math.log(delta))
+    for _ in range(100):
+        x = (low + high) / 2
+        between = float(erfcx(x / 2**0.5) - erfcx((x + signal) / 2**0.5)) / 2
+        if between > 0 and math.log(between) - x**2 / 2 > math.log(delta):
+            low = x
         else:
-            exchange = 2 if mechanism["neighbours"] == "replace-one" else 1
-            accountant = dp.pld.PLDAccountant(relation, grid(event, exchange))
-            accountant.compose(event)
-            error = rounding_error(card)
-            spare = card["delta"] - error
-            epsilon = float(accountant.get_epsilon(spare)) if spare > 0 else math.inf
-            # Without their sampling, the same steps cost no less, and have a closed form.
-            noises = ((getattr(part, "event", part), n) for part, n in leaves(event))
-            total = math.fsum(n * closed_form.precision(noise) for noise, n in noises)
-            whole = closed_form.epsilon(exchange * math.sqrt(total), card["delta"])
-            epsilon = min(epsilon, whole)
-            if card["delta"] < ROUGH * error and exchange == 1:
-                epsilon = min(epsilon, recompute(card, "rdp")[0])
-        if np.any(less_by_bins(card, np.array([2.0]))):  # dp-accounting has no such distribution
-            epsilon = min(epsilon, recompute(card, "rdp")[0])
-        return epsilon, epsilon
-    accountant = dp.rdp.RdpAccountant(ORDERS.tolist(), relation)
-    accountant.compose(event)
-    divergences = accountant.rdp + less_by_bins(card, ORDERS)
-    found = ORDERS.tolist(), divergences.tolist()
-    epsilon, order = dp.rdp.compute_epsilon(*found, card["delta"])
-    if not order > 1:
-        return float(epsilon), float(epsilon)
-    # At one order, the classic conversion lacks these two terms of the improved one. The published
-    # one has no orders below 1.1 or above 63, so it is larger where those are the best.
-    classic = epsilon + math.log(order) / (order - 1) + math.log(order / (order - 1))
-    low = (ORDERS >= 1.1) & (ORDERS <= 63)
-    published = divergences[low] - math.log(card["delta"]) / (ORDERS[low] - 1)
-    return float(epsilon), max(float(classic), float(np.min(published)))
+            high = x
+    return signal * (high + signal / 2)
 
 
-def signal(card: dict[str, Any]) -> float:
-    """By how many standard deviations one example moves Gaussians; NaN if batches are sampled."""
-    exchange = 2 if card["mechanism"]["neighbours"] == "replace-one" else 1
-    return exchange * math.sqrt(closed_form.precision(event_of(card, halve=False)))
-
-
-def less_by_bins(card: dict[str, Any], orders: np.ndarray) -> np.ndarray:
-    """What random bins take from the divergences of the events, which leave the bins out."""
-    mechanism, total = card["mechanism"], 0 * orders
-    if mechanism["neighbours"] == "replace-one":
-        return total
-    ran = [*mechanism["before"], *[mechanism] * bool(card["steps"])]
-    for spent in ran:
-        multipliers = each_multiplier(spent)
-        if spent["noise"] is not None and multipliers:
-            total = total + saved(spent["noise"], spent["sampling"], multipliers[0], orders)
-    return total
-
-
-def rounding_error(card: dict[str, Any]) -> float:
+def rounding_error(steps: Counter[Step]) -> float:
     """By how much floating point can move a delta of dp-accounting's distribution, either way.
 
     `dpjax.accounting.loss_distributions.error` says why: each step by 2 units in the last place of
-    1, and each distinct step by 16. Equal Gaussians without sampling are one.
+    1, and each distinct step by 16. Gaussians without sampling are one.
     """
-    found = leaves(event_of(card, halve=False, rounded=True))
-    counts = [1 if isinstance(part, dp.GaussianDpEvent) else count for part, count in found]
-    return 2.0**-52 * sum(2 * count + 16 for count in counts)
+    return 2.0**-52 * sum(2 * (n if step.is_sampled else 1) + 16 for step, n in steps.items())
 
 
-def grid(event: dp.DpEvent, exchange: int) -> float:
-    """The distance between losses: 1e-4, or less where that is much for a sampled step.
+def grid(steps: Counter[Step], exchange: int) -> float | None:
+    """The distance between losses: an eighth of a step's deviation, if half a million span all.
 
-    As in dpjax, an eighth of a step's deviation, if half a million span all losses.
+    None if one step loses so much that no distribution fits the memory.
     """
-    steps: list[tuple[float, float, int]] = []
-    for part, n in leaves(event):
-        match part:
-            case dp.PoissonSampledDpEvent(
-                sampling_probability=q, event=dp.GaussianDpEvent(noise_multiplier=z)
-            ):
-                steps.append((q, z, n))
-    if not steps:
-        return 1e-4
+    sampled = [(s.rate, s.multiplier, n) for s, n in steps.items() if s.is_sampled]
 
     def variance(times: int) -> float:
-        return math.fsum(n * q**2 * math.expm1(min((times / z) ** 2, 700)) for q, z, n in steps)
+        return math.fsum(n * q**2 * math.expm1(min((times / z) ** 2, 700)) for q, z, n in sampled)
 
-    total, largest = variance(exchange), max(exchange / z for _, z, _ in steps)
+    total, largest = variance(exchange), max(exchange / z for _, z, _ in sampled)
     one = largest**2 / 2 + 10 * largest
     if 2 * one > 1e-4 * POINTS:
-        raise Unreadable(
-            f"noise multiplier {exchange / largest:g} hides nearly nothing: a step can lose "
-            f"{one:,.0f}, and this file computes distributions of {POINTS:,} losses."
-        )
+        return None
     losses = 2 * max(total / 2 + 6 * math.sqrt(total), one)
-    step = math.sqrt(variance(1) / sum(n for *_, n in steps))
+    step = math.sqrt(variance(1) / sum(n for *_, n in sampled))
     finest = max(step / 8, losses / 500_000, 1e-4 / 1024)
-    return 1e-4 * 2.0 ** min(0, math.floor(math.log2(finest / 1e-4)))
-
-
-def leaves(event: dp.DpEvent, count: int = 1) -> Iterator[tuple[dp.DpEvent, int]]:
-    """The events that hold no composition, and how often each runs."""
-    match event:
-        case dp.SelfComposedDpEvent(event=part, count=runs):
-            yield from leaves(part, count * runs)
-        case dp.ComposedDpEvent(events=parts):
-            for part in parts:
-                yield from leaves(part, count)
-        case _:
-            yield event, count
+    # With few distinct steps a fine grid takes no time.
+    return finest if len(sampled) > 8 else min(finest, 1e-4)

@@ -23,7 +23,7 @@ from dpjax.reports import page, style
 from dpjax.reports.figure_output import png, svg
 from dpjax.reports.figures import PRIVATE, RELEASED, SEEDED, of_what_was_released
 from dpjax.reports.load_run import Missing, SavedRun, read
-from dpjax.reports.statement import seed_notice
+from dpjax.reports.statement import SUPPLIED
 from dpjax.training.run_identity import PLACES
 
 REPEATED = ("seed", "out")  # flags in which the runs of a group may differ
@@ -277,12 +277,9 @@ def compare(
 
 
 def seeds(runs: list[SavedRun]) -> Iterator[str]:
-    """Which runs are not for release although they had noise."""
-    named: dict[str, list[str]] = {}
-    for run in runs:
-        if run.seed is not None:
-            named.setdefault(seed_notice(run.seed), []).append(run.path.resolve().name)
-    yield from (f"{', '.join(names)}: {words}" for words, names in named.items())
+    """Which runs had a key that the caller supplied."""
+    if names := [run.path.resolve().name for run in runs if run.supplied]:
+        yield f"{', '.join(names)}: {SUPPLIED}"
 
 
 def shorter(runs: list[SavedRun]) -> Iterator[str]:

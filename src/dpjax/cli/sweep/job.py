@@ -252,9 +252,8 @@ def costs(
     seed = given.seed
     if seed is not None:
         lines.append("These seeds are published: a search with secret keys would cost this.")
-    elif any(card.get("seed_published") is not None for card in cards):
-        seed = True  # usually that of the run which --continue_from names
-        lines.append("Seeds of these runs, or before them, are published: none is for release.")
+    elif any(card.get("randomness") == "supplied" for card in cards):
+        lines.append("Keys of these runs, or before them, were supplied.")
     said = {"delta": delta, "neighbours": relation, "seed_published": seed}
     return {**said, "prices": [price._asdict() for price in prices]}, "\n".join(lines)
 

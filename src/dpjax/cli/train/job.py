@@ -288,7 +288,7 @@ def report(
     folder, (params, state, history) = pathlib.Path(given.out), trained
     quoted = shlex.quote(str(folder))  # in commands, to be copied
     # What ran, and not what was planned: a budget may have ended the run earlier.
-    words = dpjax.statement(mechanism, given.delta, ledger=state.ledger, seed=given.seed)
+    words = dpjax.statement(mechanism, given.delta, ledger=state.ledger)
     size = sum(x.size for x in jax.tree.leaves(params))
     describe(given, dataset, started, before, parameters=size)
     print(words.partition("\n\nReferences\n")[0])  # which statement.txt has

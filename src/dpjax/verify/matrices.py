@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""How far one example moves a run with correlated noise, from the facts on a card alone.
+
+The noise of step t is row t of $C^{-1} Z$. One example with gradients of norm 1 at the steps $P$
+moves $C G$ by at most $(\sum_{i, j \in P} |X_{ij}|)^{1/2}$, with $X = C^T C$. This file finds the
+largest such sum over the steps that an example can be in, or a bound on it.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import Any
+
+import numpy as np
+
+from dpjax.verify.facts import Run, Sampling, Unreadable
+
+LARGEST = 4_096  # steps for which the whole of X, or as many numbers of it, is written down
+
+
+def require_hidden(run: Run) -> None:
+    """Refuses correlated noise that was scaled to less than one example moves."""
+    if run.noise is None:
+        return
+    planned = sum(steps for _, steps in run.multiplier_and_steps)
+    several = len({multiplier for multiplier, _ in run.multiplier_and_steps}) > 1
+    if planned > run.noise.steps or several or run.projections is not None:
+        raise Unreadable(
+            f"noise is correlated over {run.noise.steps:,} steps, and the run has {planned:,}, "
+            "several multipliers or estimated norms."
+        )
+    least = sensitivity(run.noise, run.sampling)
+    if not run.noise.sensitivity >= least * (1 - 1e-6):
+        raise Unreadable(
+            f"noise was scaled to a sensitivity of {run.noise.sensitivity:.6g}, and one example "
+            f"moves a run with this strategy and these batches by {least:.6g}."
+        )
+
+
+def is_amplified(noise: Any, sampling: Sampling) -> bool:
+    """Whether the columns of two steps of one example have no row in common."""
+    # An example takes part at every ``cycle``-th step alone, and step t moves rows t to
+    # t + bands - 1. No matrix has more bands than steps: a run of one cycle is always amplified.
+    return sampling.place == "coin" and bands(noise) <= sampling.cycle
+
+
+def bands(noise: Any) -> int:
+    """How many diagonals of C, from the main one on, hold all its numbers; or at least as many."""
+    if noise.kind == "dense":
+        rows, columns = np.nonzero(matrix(noise))
+        return int(np.max(rows - columns)) + 1
+    if noise.kind == "toeplitz" or (noise.kind == "inverse_toeplitz" and len(noise.values) == 1):
+        return len(noise.values)
+    return noise.steps
+
+
+def sensitivity(noise: Any, sampling: Sampling) -> float:
+    """What the noise must be scaled to, in bounds of one step."""
+    if is_amplified(noise, sampling):  # one participation: the longest column
+        return math.sqrt(largest(noise, noise.steps, noise.steps, even=True))
+    match sampling.place:
+        case "same" | "random" | "coin":
+            return math.sqrt(largest(noise, noise.steps, sampling.cycle, even=True))
+        case "any":  # the end of a cycle and the start of the next can meet
+            return math.sqrt(largest(noise, -(-noise.steps // sampling.cycle), 1, even=False))
+    raise Unreadable(
+        f"noise is correlated, and {sampling.name} batches can hold one example at any step: no "
+        "sensitivity is known for that."
+    )
+
+
+def largest(noise: Any, most: int, apart: int, *, even: bool) -> float:
+    """The largest sum of |X| over ``most`` steps: any, or (``even``) every ``apart``-th one."""
+    steps, normalized = noise.steps, getattr(noise, "normalized", False)
+    most = min(most, -(-steps // apart))
+    distances, known = range(0, bands(noise), apart), math.inf
+    plain = noise.kind in ("toeplitz", "inverse_toeplitz", "buffered") and not normalized
+    if plain and (steps > LARGEST or not even):
+        # Of columns that fall, the first pattern is the worst; others are below such columns.
+        column = np.abs(first_column(noise))
+        falling = np.maximum.accumulate(column[::-1])[::-1]
+        total = np.zeros(steps)
+        for number in range(most):
+            total[number * apart :] += falling[: steps - number * apart]
+        lengths = np.sqrt(np.cumsum(column**2))[::-1][::apart][:most]  # the longest columns
+        known = float(min(total @ total, lengths.sum() ** 2))
+        if np.all(falling == column) or steps * len(distances) > LARGEST**2:
+            return known
+    if noise.kind == "tree":  # as many of the example's steps as fit below a node, for each step
+        sizes = [min(2**level, steps) for level in range((steps - 1).bit_length() + 1)]
+        known = float(sum(most * min(most, -(-size // apart)) for size in sizes))
+        if steps > LARGEST:
+            return known
+    if steps * len(distances) > LARGEST**2:
+        raise Unreadable(
+            f"noise is correlated over {steps:,} steps by a {noise.kind} strategy: more than the "
+            f"{LARGEST**2:,} pairs of steps that this file computes."
+        )
+    squares, *others = diagonals(noise, distances)
+    if even:
+        sums = squares + 2 * np.sum(others, axis=0)
+        return float(np.bincount(np.arange(steps) % apart, sums).max())
+    # A step collects at most its own entry and the largest others of its row, on both its sides.
+    rows = np.array([squares * 0, *others, *(np.roll(x, d) for d, x in enumerate(others, 1))])
+    rows = squares + np.sort(rows, axis=0)[::-1][: most - 1].sum(axis=0)
+    norms = np.sort(np.sqrt(squares))[steps - most :].sum()
+    return float(min(np.sort(rows)[steps - most :].sum(), norms**2, known))
+
+
+def diagonals(noise: Any, distances: range) -> np.ndarray:
+    """|X| of each step and the one that is so far after it, or 0: ``[distances, steps]``."""
+    steps = noise.steps
+    entries = np.zeros((len(distances), steps))
+    if noise.kind in ("tree", "dense"):
+        gram = products(noise)
+        for row, apart in zip(entries, distances, strict=True):
+            row[: steps - apart] = np.diagonal(gram, apart)
+        return np.abs(entries)
+    column = first_column(noise)[: bands(noise)]
+    # The last columns end with the run: how many terms each column has.
+    left = np.minimum(len(column), steps - np.arange(steps))
+    for row, apart in zip(entries, distances, strict=True):
+        sums = np.cumsum(column[apart:] * column[: len(column) - apart])
+        row[: steps - apart] = sums[left[: steps - apart] - 1 - apart]
+    if getattr(noise, "normalized", False):
+        norms = np.sqrt(np.cumsum(column**2)[left - 1])
+        for row, apart in zip(entries, distances, strict=True):
+            row[: steps - apart] /= norms[: steps - apart] * norms[apart:]
+    return np.abs(entries)
+
+
+def products(noise: Any) -> np.ndarray:
+    """X: the products of all pairs of columns."""
+    if noise.kind == "tree":  # how many nodes of a binary tree are above both
+        places = np.arange(noise.steps)
+        levels = range((len(places) - 1).bit_length() + 1)
+        return np.sum([np.equal.outer(places >> n, places >> n) for n in levels], axis=0) * 1.0
+    return matrix(noise).T @ matrix(noise)
+
+
+def matrix(noise: Any) -> np.ndarray:
+    """C itself."""
+    steps = noise.steps
+    if noise.kind == "tree":  # the lower triangle of X: a Cholesky factor from the last step
+        return np.linalg.cholesky(products(noise)[::-1, ::-1])[::-1, ::-1].T
+    c = np.zeros((steps, steps))
+    if noise.kind == "dense":
+        numbers = base64.b64decode(noise.rows)
+        c[np.tril_indices(steps)] = np.frombuffer(numbers, "<f4")
+        require_inverse(np.diag(c))
+        return c
+    column = first_column(noise)
+    for step in range(steps):
+        c[step:, step] = column[: steps - step]
+    return c / np.linalg.norm(c, axis=0) if getattr(noise, "normalized", False) else c
+
+
+def saved(run: Run, orders: np.ndarray) -> np.ndarray:
+    r"""How far the divergence is below that of a Gaussian, as an example hides among random bins.
+
+    An example in bin b moves row t of $C G$ by at most $m_{tb}$, the sum of $|C_{ts}|$ over the
+    steps of the bin. With $K = M^T M$ over the variance, the moment of the mixture of bins against
+    none is at most $\prod_j \max_a E_b e^{j K_{ab}}$ for a whole order (Hölder), and that of none
+    against the mixture is at most a Gaussian's (Jensen).
+    """
+    noise, bins, multiplier = run.noise, run.sampling.cycle, min(run.multiplier_and_steps)[0]
+    if run.sampling.place != "random" or noise.steps > LARGEST or multiplier <= 0:
+        return 0 * orders
+    sizes = np.abs(matrix(noise))
+    moves = np.array([sizes[:, first::bins].sum(axis=1) for first in range(bins)])
+    shared = moves @ moves.T / noise.sensitivity**2
+    shared = np.sort(shared, axis=1).max(axis=0)  # at least the sorted entries of every row
+    if np.mean(shared) > 0.75:  # the card does not count what is saved here
+        return 0 * orders
+    # A bin of 32 random bits, modulo the number of bins, is this much likelier than 1 / bins.
+    odds, shared = (1 + bins / 2**32) / bins, shared / multiplier**2
+    moments, log_moment = [0.0], 0.0
+    for j in range(1, math.ceil(max(orders))):
+        top = j * shared[-1]
+        log_moment += top + math.log(odds * np.exp(j * shared - top).sum())
+        moments.append(log_moment)
+    leaves = np.interp(orders, 1 + np.arange(len(moments)), moments) / (orders - 1)
+    joins = (shared[-1] + (orders - 1) * odds * shared.sum()) / 2
+    return np.minimum(np.maximum(leaves, joins) - orders / (2 * multiplier**2), 0.0)
+
+
+def require_inverse(diagonal: np.ndarray) -> None:
+    """Refuses a matrix without an inverse: noise in its proportion would be none."""
+    if not np.all(diagonal > 0):
+        raise Unreadable("noise is correlated by a matrix without an inverse: its diagonal has 0.")
+
+
+def first_column(noise: Any) -> np.ndarray:
+    """The first column of a Toeplitz C, ``[steps]``."""
+    steps = noise.steps
+    if noise.kind == "buffered":
+        powers = np.array(noise.decays)[:, None] ** np.arange(steps - 1)
+        return np.append(1.0, np.array(noise.scales) @ powers)
+    values = np.array(noise.values)
+    require_inverse(values[:1])
+    if noise.kind == "toeplitz":
+        return np.pad(values, (0, steps - len(values)))
+    column = np.zeros(steps)  # of the inverse series, by long division
+    column[0] = 1 / values[0]
+    for k in range(1, steps):
+        reach = values[1 : k + 1]
+        column[k] = -(reach @ column[k - len(reach) : k][::-1]) / values[0]
+    return column

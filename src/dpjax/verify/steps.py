@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The noisy sums that a privacy card describes, from the numbers of its events alone.
+
+A run is its queries before the first step and the steps that ran. A step is a Gaussian on a sample
+of the data; equal ones are counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+
+from dpjax.verify.facts import MOST_LEVELS, Card, Run, Unreadable
+from dpjax.verify.matrices import is_amplified
+
+BARE = 1e-100  # a smaller multiplier hides nothing: its square underflows
+
+
+class Step(NamedTuple):
+    """A sum over a sample of the data, with Gaussian noise."""
+
+    multiplier: float
+    rate: float = 1.0
+    """The chance of each example to be in it."""
+    subset: tuple[int, int] | None = None
+    """The sizes of the data and of a batch, if all batches have one size."""
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether it is more than a Gaussian on all the data."""
+        return self.rate < 1 or self.subset is not None
+
+
+def steps_of(card: Card) -> Counter[Step] | None:
+    """What the runs of a card released, at its levels; None if any of it had no noise."""
+    before, plan, ran = card.mechanism.before, planned(card.mechanism), first_steps(card)
+    runs = (*before, card.mechanism)
+    if card.steps and math.inf in card.mechanism.clipping:
+        return None
+    used = np.concatenate([ran, *map(planned, before)])[:, 0]
+    bare = any(z <= BARE for z in (*used, *(z for run in runs for z in run.preparation)))
+    if bare or any(run.sampling.event == "none" for run in runs):
+        return None
+    earlier = sum((steps_of_run(run, planned(run)) for run in before), Counter[Step]())
+    queries = Counter(Step(z) for run in runs for z in run.preparation)
+    steps, whole = (earlier + steps_of_run(card.mechanism, pairs) for pairs in (ran, plan))
+    noisy = queries + at_levels(card, steps, whole)
+    # Infinite noise, and a rate of 0, release nothing.
+    return Counter({s: n for s, n in noisy.items() if s.rate > 0 and s.multiplier < math.inf})
+
+
+def planned(run: Run) -> np.ndarray:
+    """Pairs of a multiplier and how many steps in turn have it, ``[pairs, 2]``."""
+    return np.array(run.multiplier_and_steps, np.float64).reshape(-1, 2)
+
+
+def first_steps(card: Card) -> np.ndarray:
+    """The pairs of the steps that ran, which are the first ones of the plan."""
+    pairs = planned(card.mechanism)
+    pairs[:, 1] = np.diff(np.minimum(np.cumsum(pairs[:, 1]), card.steps), prepend=0)
+    return pairs[pairs[:, 1] > 0]
+
+
+def steps_of_run(run: Run, pairs: np.ndarray) -> Counter[Step]:
+    """The steps of one run with these multipliers."""
+    sampling, (multipliers, counts) = run.sampling, pairs.T
+    if run.projections is not None:
+        raise Unreadable(
+            "norms were estimated from random projections, so nothing is recomputed: dpjax alone "
+            "accounts for that."
+        )
+    if run.noise is not None and not is_amplified(run.noise, sampling):
+        # The noise hides all steps of an example together.
+        return Counter(map(Step, multipliers[:1].tolist()))
+    if sampling.cycle > 1 or len(sampling.rates) > 1:  # places of steps count
+        multipliers = np.repeat(multipliers, counts.astype(int))
+        # One batch a cycle, at an unknown place: the least noise is counted.
+        starts = np.arange(0, len(multipliers), sampling.cycle)
+        multipliers = np.minimum.reduceat(multipliers, starts) if len(starts) else multipliers
+        counts = np.ones(len(multipliers))
+    rates, lasts = np.array(sampling.rates).T
+    rows = np.searchsorted(np.cumsum(lasts), np.arange(len(multipliers)), side="right")
+    rates = rates[np.minimum(rows, len(rates) - 1)]  # the last rate stays
+    subset = None
+    if sampling.event == "subset":
+        subset = sampling.examples, int(sampling.batch_size)
+    steps: Counter[Step] = Counter()
+    for multiplier, rate, count in zip(multipliers.tolist(), rates.tolist(), counts, strict=True):
+        steps[Step(multiplier, rate, subset)] += int(count)
+    return steps
+
+
+def at_levels(card: Card, steps: Counter[Step], plan: Counter[Step]) -> Counter[Step]:
+    """The steps at the levels of the card: multipliers down and rates up, so they cost no less."""
+    if card.levels is None:
+        if sum(map(is_rounded, plan)) > MOST_LEVELS:
+            raise Unreadable(
+                f"the card plans more than {MOST_LEVELS} different steps, and names no levels."
+            )
+        return steps
+    sampled = [step for step in plan if is_rounded(step)]
+    count, largest = card.levels.levels, max(step.rate for step in sampled)
+    multipliers = grid({step.multiplier for step in sampled}, card.levels.smallest, count)
+    inverse_rates = grid({1 / step.rate for step in sampled}, 1 / largest, count)
+    rounded: Counter[Step] = Counter()
+    for step, n in steps.items():
+        if is_rounded(step):
+            rate = max(step.rate, 1 / below(inverse_rates, 1 / step.rate))
+            step = step._replace(multiplier=below(multipliers, step.multiplier), rate=rate)
+        rounded[step] += n
+    return rounded
+
+
+def is_rounded(step: Step) -> bool:
+    """Whether it is a sampled step that releases anything."""
+    return step.is_sampled and step.rate > 0 and step.multiplier < math.inf
+
+
+def grid(values: set[float], smallest: float, count: int) -> np.ndarray:
+    """Geometric levels from the smallest to the largest value; the values, if they are few."""
+    if len(values) <= count:
+        return np.array(sorted(values))
+    return np.geomspace(smallest, max(values), count)
+
+
+def below(levels: np.ndarray, value: float) -> float:
+    """The largest level that is not above a value; the value, if there is none."""
+    place = np.searchsorted(levels, value, side="right") - 1
+    return float(levels[place]) if place >= 0 else value
