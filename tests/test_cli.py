@@ -146,18 +146,6 @@ def test_names_of_flags_are_those_of_the_tables():
     assert tuple(schedules.CURRICULA) == names.CURRICULA
 
 
-@pytest.mark.parametrize(
-    ("target", "most", "method"), [(3.0, None, "rdp"), (0.01, None, "pld"), (3.0, 0.01, "pld")]
-)
-def test_a_small_epsilon_of_a_schedule_is_accounted_by_distributions(target, most, method):
-    given = types.SimpleNamespace(
-        accountant="tightest", target_epsilon=target, max_epsilon=most, delta=1e-8
-    )
-    falling = schedules.table(np.linspace(2.0, 1.0, 10), 4)
-    planned = mechanism_with(1000, 20, noise_multiplier=falling, steps=40)
-    assert build.accountant(given, planned) == method
-
-
 MODULE = """
 import flax.linen as nn
 

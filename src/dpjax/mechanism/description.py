@@ -389,7 +389,7 @@ class Mechanism:
 
         # One factor for the whole schedule keeps its shape, and makes epsilon monotone in a single
         # number.
-        method = method or accounting.tightest(self.event, self.relation, (epsilon, delta))
+        method = method or accounting.tightest(self.event, self.relation)
         factor = accounting.calibrate(event, epsilon, delta, method, self.relation)
         target = Target(float(epsilon), float(delta), method)
         return dataclasses.replace(self.scaled(factor), target=target)

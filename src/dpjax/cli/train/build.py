@@ -242,8 +242,7 @@ def accountant(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> str:
     """The method by which this run is accounted."""
     if given.accountant != "tightest":
         return given.accountant
-    smallest = min(filter(None, (given.target_epsilon, given.max_epsilon)))
-    return accounting.tightest(mechanism.event, mechanism.relation, (smallest, given.delta))
+    return accounting.tightest(mechanism.event, mechanism.relation)
 
 
 def steps_that_fit(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> int:

@@ -130,7 +130,7 @@ _privacy.choice(
     "accountant",
     "tightest",
     ["tightest", "rdp", "pld"],
-    "Accountant that computes epsilon: tightest is pld where it takes seconds, and else rdp.",
+    "Accountant that computes epsilon: tightest is pld where it has a proof, and else rdp.",
 )
 _privacy.choice(
     "sampling",
