@@ -62,7 +62,7 @@ def card(
         "steps": len(claim.ran),
         "claim": mechanism.claim,
         "delta": claim.delta,
-        "levels": None,
+        "levels": accounting.levels_of(mechanism.event),
         "epsilon": {
             # Not rounded: `verify` compares the number with the one that it recomputes.
             method: {"value": float(value), "proven": accounting.METHODS[method].proven}
