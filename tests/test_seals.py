@@ -3,7 +3,6 @@
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import shutil
 import threading
 
@@ -272,85 +271,6 @@ def died(folder, algorithm, *, after, key=None):
 def forgotten(monkeypatch):
     """A new process remembers nothing."""
     monkeypatch.setattr("dpjax.noise.seals._seen", {})
-
-
-PROGRAMS = {
-    "rate": {"rate": 0.01},
-    "loss": {"loss": absolute},
-    "weights": {"weights": lambda step, params, x: jnp.float32(0.5)},
-    "constant": {"loss": lambda w, x: jnp.sum((w - x - jnp.asarray(DATA)[0]) ** 2)},
-}
-
-
-@pytest.mark.sample(1)
-@kills(
-    "training/assembly.py",
-    '"program": self._program(self._at_home(state)),',
-    '"program": None,',
-    case="rate",
-    slow=True,
-)
-@kills(
-    "training/recipe.py",
-    "            weigh and weigh(",
-    "            () and weigh(",
-    case="weights",
-    slow=True,
-)
-@kills(
-    "training/recipe.py",
-    "            jax.value_and_grad(bound_to(recipe, shared).loss)(state.params, example),\n",
-    "",
-    case="loss",
-    slow=True,
-)
-@kills(
-    "training/recipe.py",
-    "            recipe.optimizer.update(mean, state.optimizer, state.params, **extra),\n",
-    "",
-    case="rate",
-    slow=True,
-)
-@kills(
-    "training/run_identity.py",
-    "not names and comparable",
-    "not names and not changed",
-    case="rate",
-    slow=True,
-)
-@pytest.mark.parametrize("change", PROGRAMS)
-def test_released_steps_belong_to_one_program(tmp_path, change, monkeypatch):
-    """Also where the layout changed with it, and so the traced step."""
-    died(tmp_path, make(), after=2)
-    for layout in ({}, {"microbatch_size": 8, "engine": "vmap"}):
-        forgotten(monkeypatch)
-        with pytest.raises(ledger.Refused, match=r"program\.functions: ") as refusal:
-            died(tmp_path, make(**layout, **PROGRAMS[change]), after=None)
-        assert "program.step" not in str(refusal.value)
-    state, _ = died(tmp_path, make(), after=None)
-    assert state.ledger.steps == 6
-
-
-@kills(
-    "training/run_identity.py",
-    "    if not names and not changed:\n        names = differ\n",
-    "",
-    slow=True,
-)
-def test_a_changed_step_of_the_same_functions_is_refused_too(tmp_path, monkeypatch):
-    """As of another clipping of one description, or of an algorithm that traces no functions."""
-
-    def changed(algorithm):
-        def identity(state):
-            known = algorithm.identity(state)
-            return {**known, "program": {**known["program"], "step": ["another"]}}
-
-        return dataclasses.replace(algorithm, identity=identity)
-
-    died(tmp_path, make(), after=2)
-    forgotten(monkeypatch)
-    with pytest.raises(ledger.Refused, match=r"program\.step: "):
-        died(tmp_path, changed(make()), after=None)
 
 
 def rows(data):
