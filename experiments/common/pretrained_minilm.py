@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """all-MiniLM-L6-v2: a BERT encoder of six layers with published weights, and its tokens.
 
-The network is `dpjax.models.TextTransformer` in BERT's layout, and `dpjax.models.load_bert` fills
-it.  As in its training on pairs of sentences, the head reads the mean over tokens; the pooler,
-which that training did not touch, is left out.
+The network is `dpjax.models.TextTransformer` in BERT's layout, which
+`pretrained_transformers.load_bert` fills.  As in its training on pairs of sentences, the head reads
+the mean over tokens; the pooler, which that training did not touch, is left out.
 
 References:
   Wang et al., "MiniLM: Deep Self-Attention Distillation for Task-Agnostic Compression of
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from common import pretrained_files
+from common import pretrained_files, pretrained_transformers
 from dpjax import models
 
 PADDING, UNKNOWN, START, END = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
@@ -160,7 +160,8 @@ def _is_ideograph(character: str) -> bool:
 def load(path: str | pathlib.Path, params: Any) -> Any:
     """Fills the parameters of a `MiniLM`; its head keeps its initial values."""
     with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory() as folder:
-        return models.load_bert(archive.extract("model.safetensors", folder), params)
+        file = archive.extract("model.safetensors", folder)
+        return pretrained_transformers.load_bert(file, params)
 
 
 def tokenizer(path: str | pathlib.Path) -> WordPiece:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from common import paper_runs
+from common import paper_runs, pretrained_transformers
 from flax import traverse_util
 
 from dpjax import data, models
@@ -94,7 +94,7 @@ def _vit(seed: int) -> tuple[data.Dataset, Any]:
         return 2 * jax.image.resize(x, (*x.shape[:-3], side, side, x.shape[-1]), "bilinear") - 1
 
     network = models.ViT(classes=10, **(small if paper_runs.SMOKE.value else {}))
-    return dataset, _tuned(network, prepare, dataset, seed, VIT, models.load_vit)
+    return dataset, _tuned(network, prepare, dataset, seed, VIT, pretrained_transformers.load_vit)
 
 
 def _bert(seed: int) -> tuple[data.Dataset, Any]:
@@ -108,7 +108,9 @@ def _bert(seed: int) -> tuple[data.Dataset, Any]:
     def prepare(x: Any) -> Any:
         return x[..., 0, :], x[..., 1, :]
 
-    return dataset, _tuned(network, prepare, dataset, seed, BERT, models.load_bert, part)
+    return dataset, _tuned(
+        network, prepare, dataset, seed, BERT, pretrained_transformers.load_bert, part
+    )
 
 
 def _tuned(

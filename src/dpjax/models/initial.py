@@ -10,7 +10,8 @@ training has few steps, so the difference is visible in accuracy; every model of
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,8 @@ from jaxtyping import Array
 
 from dpjax.types import Key
 
-
-class Initializer(Protocol):
-    """Anything that makes an array from a key, a shape and a dtype."""
-
-    def __call__(self, key: Key, shape: Any, dtype: Any = ..., /) -> Any:
-        """Draws the array."""
-        ...
+Initializer: TypeAlias = Callable[..., Any]
+"""``(key, shape, dtype) -> array``, as the initialisers of Flax are."""
 
 
 class Styled(Protocol):
@@ -43,13 +39,7 @@ class Styled(Protocol):
 
 
 def symmetric(limit: float) -> Initializer:
-    """Uniform draws between ``-limit`` and ``limit``.
-
-    Example:
-      >>> draws = symmetric(0.5)(jax.random.key(0), (1000,), jnp.float32)
-      >>> bool((abs(draws) <= 0.5).all() and draws.min() < -0.4)
-      True
-    """
+    """Uniform draws between ``-limit`` and ``limit``."""
 
     def init(key: Key, shape: Any, dtype: Any = jnp.float32, /) -> Array:
         return jax.random.uniform(key, shape, dtype, -limit, limit)
@@ -68,8 +58,6 @@ def layer(style: Styled, fan_in: int) -> dict[str, Any]:
       slope of the square root of 5 that PyTorch's `Linear` and `Conv2d` pass.
     """
     if style.torch_init:
-        # PyTorch's default, uniform with this limit for kernels and biases: published runs that
-        # were trained there start so.
         uniform = symmetric(1 / math.sqrt(fan_in))
         return {"kernel_init": uniform, "bias_init": uniform}
     return {"kernel_init": style.kernel_init, "bias_init": initializers.zeros}

@@ -70,11 +70,7 @@ class WideResNet(nn.Module):
         expect_image("WideResNet", x, smallest=4)
         blocks, rest = divmod(self.depth - 4, 6)
         if rest or blocks < 1:
-            raise ValueError(
-                f"models.WideResNet(depth={self.depth}): depth must be 6 n + 4 with n at least 1: "
-                "two convolutions a block in three stages, and four other layers. Usual are 10, "
-                "16, 28 and 40."
-            )
+            raise ValueError(f"models.WideResNet(depth={self.depth}): depth must be 6 n + 4.")
         x = self._conv(x, 16, 3)
         for stage in range(3):
             for block in range(blocks):
