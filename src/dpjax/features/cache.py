@@ -2,9 +2,8 @@
 """Features of a whole data set: computed once, then read.
 
 The name of a file is a hash of the data's bytes and of the transform's settings, so a file is
-never stale and two data sets never share one. Its first bytes are a hash of the features: a
-truncated or changed file is detected and computed again. A file is written under a temporary
-name and then renamed, so a reader sees all of it or none.
+never stale and two data sets never share one. A file is written under a temporary name and then
+renamed, so a reader sees all of it or none.
 
 Features are functions of private examples: a cache is as secret as the data. Files are data,
 never code: nothing is unpickled.
@@ -17,18 +16,16 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 import numpy as np
-from absl import logging
 
 from dpjax import checks
 from dpjax._files import replacing
 from dpjax.scattering import scatter
 
 _VERSION = 1  # raise it when the values of a transform change: old files are then not found
-_DIGEST = hashlib.sha256().digest_size
 
 
 def scattered(
@@ -110,13 +107,6 @@ def cached(
     Returns:
       The array, equal to the last bit.
 
-    | the file | effect |
-    |---|---|
-    | does not exist | computed and written |
-    | is whole | read |
-    | was truncated or changed | a warning; computed and written again |
-    | is being written by another process | not seen; both write equal files |
-
     Example:
       >>> import tempfile
       >>> folder = tempfile.mkdtemp()
@@ -128,12 +118,13 @@ def cached(
       [0 2 4]
     """
     inputs = np.asarray(inputs)
-    path = Path(directory, f"{name}-{_key(inputs, settings, name)}.features")
-    if (stored := _read(path)) is not None:
-        return stored
+    path = Path(directory, f"{name}-{_key(inputs, settings, name)}.npy")
+    if path.is_file():
+        return np.load(path, allow_pickle=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     computed = np.asarray(compute(inputs))
-    _write(path, computed)
+    with replacing(path) as file:
+        np.save(file, computed, allow_pickle=False)
     return computed
 
 
@@ -146,34 +137,3 @@ def _key(inputs: np.ndarray, settings: Mapping[str, Any], name: str) -> str:
     # Of all images: a changed image must not be given the features of the old one.
     hashed.update(np.ascontiguousarray(inputs).reshape(-1).view(np.uint8).data)
     return hashed.hexdigest()[:32]
-
-
-def _read(path: Path) -> np.ndarray | None:
-    """The array of a file; None if the file does not exist or is damaged."""
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        # The digest stands in front, so a file that was cut off never passes.
-        if file.read(_DIGEST) == _digest(file):
-            file.seek(_DIGEST)
-            return np.load(file, allow_pickle=False)
-    logging.warning("features.cached: %s is damaged; its features are computed again.", path)
-    return None
-
-
-def _write(path: Path, array: np.ndarray) -> None:
-    with replacing(path) as file:
-        file.write(bytes(_DIGEST))
-        np.save(file, array, allow_pickle=False)
-        file.seek(_DIGEST)
-        digest = _digest(file)
-        file.seek(0)
-        file.write(digest)
-
-
-def _digest(file: IO[bytes]) -> bytes:
-    """The hash of a file from its current position to its end."""
-    hashed = hashlib.sha256()
-    while piece := file.read(2**20):
-        hashed.update(piece)
-    return hashed.digest()

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dpjax import checks, clipping, trees
-from dpjax.features.scaling import Moments, checked
+from dpjax.features.scaling import Moments
 from dpjax.noise.link import add_noise
 from dpjax.noise.multiplier import check_multiplier, standard_deviations
 from dpjax.types import Key, Purpose
@@ -77,10 +77,6 @@ class Search:
     def __post_init__(self) -> None:
         """Refuses searches that cannot find a threshold."""
         check_multiplier("features.Search", self.noise_multiplier, clipping.flat(1.0))
-        checks.fraction("features.Search", "quantile", self.quantile)
-        lowest = checks.positive("features.Search", "lowest", self.lowest)
-        if not lowest < self.highest:
-            raise ValueError(f"features.{self}: expected lowest below highest.")
 
     @property
     def edges(self) -> np.ndarray:
@@ -146,11 +142,6 @@ class Normalization:
         """Refuses impossible descriptions."""
         checks.whole("features.Normalization", "examples", self.examples)
         bounds = (1.0, 1.0) if isinstance(self.thresholds, Search) else self.thresholds
-        if np.shape(bounds) != (2,):
-            raise ValueError(
-                f"features.Normalization(thresholds={self.thresholds}): expected two, of channel "
-                "means and of mean squares, or a features.Search."
-            )
         for bound in bounds:
             checks.not_negative("features.Normalization", "thresholds", bound)
             rule = clipping.flat(bound)
@@ -212,7 +203,6 @@ class Normalization:
 @jax.jit
 def _statistics(features: Features) -> tuple[Array, Array]:
     """Channel means, and means of squares, of each example: ``[examples, channels]``."""
-    features = checked(features)
     features = features.astype(trees.wide(features.dtype))
     # Over places within an example: its contribution stays one vector, however large the image is.
     return jnp.mean(features, axis=(1, 2)), jnp.mean(features**2, axis=(1, 2))

@@ -55,7 +55,7 @@ def group_norm(
     References:
       Wu and He, "Group Normalization", 2018; without its learned scale and shift.
     """
-    features = checked(features)
+    features = jnp.asarray(features)
     *rest, channels = features.shape
     if channels % groups:
         raise ValueError(
@@ -100,18 +100,8 @@ def normalize(
       >>> normalize(jnp.array([[[[6.0, 5.5]]]]), moments).round(3)
       Array([[[[2., 0.]]]], dtype=float32)
     """
-    features = checked(features)
+    features = jnp.asarray(features)
     # A variance of 0 after noise means that noise dominates: its root would amplify the channel.
     scale = jnp.where(moments.variance > 0, jax.lax.rsqrt(moments.variance + stabilizer), 0)
-    return (features - moments.mean) * scale
-
-
-def checked(features: ArrayLike) -> Array:
-    """Returns the features; raises unless they are floating point with three axes or more."""
-    features = jnp.asarray(features)
-    if features.ndim < 3 or not jnp.issubdtype(features.dtype, jnp.floating):
-        raise ValueError(
-            f"features: got {features.dtype}{list(features.shape)}; expected floating-point "
-            "numbers, (examples, height, width, channels). For vectors write x[:, None, None]."
-        )
-    return features
+    mean, scale = (jnp.broadcast_to(x, features.shape) for x in (moments.mean, scale))
+    return (features - mean) * scale

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from dpjax import checks, trees
@@ -65,19 +64,8 @@ def augmented(
         folded = key
         for number in numbers:
             # Folded one after the other, so that (row 1, step 2) and (row 2, step 1) differ.
-            folded = jax.random.fold_in(folded, _whole(number))
+            folded = jax.random.fold_in(folded, number)
         drawn = jax.vmap(augment, (0, None))(jax.random.split(folded, views), x)
         return jnp.mean(jax.vmap(lambda view: loss(params, (view, y)))(drawn))
 
     return mean_loss
-
-
-def _whole(number: ArrayLike) -> Array:
-    """The number as an array; `fold_in` would truncate fractions, and views would be shared."""
-    number = jnp.asarray(number)
-    if number.shape != () or not jnp.issubdtype(number.dtype, jnp.integer):
-        raise TypeError(
-            f"losses.augmented: got {number.dtype}{list(number.shape)} after (x, y); expected "
-            "whole numbers. Write (x, y, jnp.arange(len(x)))."
-        )
-    return number

@@ -71,33 +71,13 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
       ...     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), row), step)
       ...     return cross_entropy(model.apply({"params": params}, x, rngs={"dropout": key}), y)
 
-      A module of NNX or Equinox splits into parameters and a rest, and the loss merges them.
-      With ``copy=True``, changes of state are discarded after each call. So a Dropout in training
-      has one mask for all examples and steps, and a BatchNorm in training takes its statistics
-      from a single example: split after ``model.eval()``, and use group or layer normalisation.
-
-      >>> from flax import nnx
-      >>> model = nnx.Linear(64, 10, rngs=nnx.Rngs(0))
-      >>> graph, params, rest = nnx.split(model, nnx.Param, ...)
-      >>> loss = lambda params, example: cross_entropy(
-      ...     nnx.merge(graph, params, rest, copy=True)(example[0]), example[1]
-      ... )
-      >>> loss(params, (jnp.zeros(64), jnp.array(7))).shape
-      ()
-
-      >>> import equinox as eqx
-      >>> linear = eqx.nn.Linear(64, 10, key=jax.random.key(0))
-      >>> params, rest = eqx.partition(linear, eqx.is_inexact_array)
-      >>> loss = lambda params, example: cross_entropy(
-      ...     eqx.combine(params, rest)(example[0]), example[1]
-      ... )
-      >>> loss(params, (jnp.zeros(64), jnp.array(7))).shape
-      ()
+      A module of NNX, Equinox or Haiku needs no `of`: its loss joins the parameters with the rest,
+      as the page *Your model* shows.
     """
     if isinstance(model, type) or not callable(getattr(model, "apply", None)):
         raise TypeError(
             f"losses.of: the model is {model!r:.60}; expected a Linen module, such as MLP(). "
-            "For other models write loss(params, example) yourself, as the examples of `of` show."
+            "For other models write loss(params, example)."
         )
     # With one key, all examples and steps would share one dropout mask.
     if "rngs" in options:
@@ -109,7 +89,8 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
         if isinstance(params, Mapping) and {"params", "batch_stats"} & params.keys():
             raise ValueError(f"losses.of: got the variables {sorted(params)}. {_STATE}")
         x, y, *epoch = unpacked("of", example)
-        more = _epoch(named, epoch)
+        # An argument `epoch` with a default serves runs without `per_step` too.
+        more: dict[str, Any] = {"epoch": epoch[0]} if epoch else {}
         try:
             if "hidden" in named:
                 # No other collection is mutable: batch statistics raise and are refused below.
@@ -146,22 +127,6 @@ _OWN_KEY = (
 _STATE = (
     'Batch statistics mix examples: use GroupNorm or LayerNorm, and give model.init(...)["params"].'
 )
-
-
-def _epoch(named: Mapping[str, inspect.Parameter], given: list[Any]) -> dict[str, Any]:
-    """The epoch as a keyword argument, if the loss has one and the example brings one."""
-    if len(given) > 1 or (given and "epoch" not in named):
-        raise ValueError(
-            f"losses.of: got an example of {2 + len(given)} entries; expected (x, y), or "
-            "(x, y, epoch) for a loss that has an argument named epoch."
-        )
-    if not given and "epoch" in named and named["epoch"].default is inspect.Parameter.empty:
-        raise ValueError(
-            "losses.of: the loss depends on the epoch, and the example is (x, y). Write "
-            "dpsgd(per_step=lambda step: step // steps_per_epoch)."
-        )
-    # An epoch with a default stays at it, so that one loss serves runs with and without `per_step`.
-    return {"epoch": given[0]} if given else {}
 
 
 def _hidden(model: nn.Module, params: PyTree, kept: Any) -> list[Array]:

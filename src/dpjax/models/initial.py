@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +21,10 @@ from jaxtyping import Array
 from dpjax.types import Key
 
 Initializer: TypeAlias = Callable[..., Any]
-"""``(key, shape, dtype) -> array``, as the initialisers of Flax are."""
+"""``(key, shape, dtype) -> array``, as the initialisers of Flax are.
 
-
-class Styled(Protocol):
-    """The fields of a model that choose its initialisers."""
-
-    @property
-    def kernel_init(self) -> Initializer:
-        """Draws kernels; biases start at 0."""
-        ...
-
-    @property
-    def torch_init(self) -> bool:
-        """Whether kernels and biases start as in PyTorch instead."""
-        ...
+Models hold one as ``kernel_init``; functions here take the model as ``style``.
+"""
 
 
 def symmetric(limit: float) -> Initializer:
@@ -47,7 +36,7 @@ def symmetric(limit: float) -> Initializer:
     return init
 
 
-def layer(style: Styled, fan_in: int) -> dict[str, Any]:
+def layer(style: Any, fan_in: int) -> dict[str, Any]:
     r"""The initialisers of a dense or convolutional layer, as arguments for Flax.
 
     PyTorch's are uniform in $\pm 1/\sqrt{\text{fan-in}}$, for the kernel and the bias; the fan-in
@@ -63,7 +52,7 @@ def layer(style: Styled, fan_in: int) -> dict[str, Any]:
     return {"kernel_init": style.kernel_init, "bias_init": initializers.zeros}
 
 
-def attention(style: Styled, width: int) -> dict[str, Any]:
+def attention(style: Any, width: int) -> dict[str, Any]:
     r"""The initialisers of an attention layer, as arguments for Flax.
 
     In PyTorch, query, key and value are one matrix of ``width`` by ``3 width``, uniform in
@@ -79,7 +68,7 @@ def attention(style: Styled, width: int) -> dict[str, Any]:
     }
 
 
-def embedding(style: Styled) -> Initializer:
+def embedding(style: Any) -> Initializer:
     """The initialiser of a table of embeddings: PyTorch's has deviation 1, others 0.02."""
     # 0.02 is BERT's and GPT's; deviation 1 is nn.Embedding's default.
     return initializers.normal(1.0 if style.torch_init else 0.02)

@@ -29,14 +29,14 @@ Pooling: TypeAlias = Callable[..., Array]
 
 
 def dense(
-    style: initial.Styled, x: Float[Array, "*batch width"], features: int, name: str | None = None
+    style: Any, x: Float[Array, "*batch width"], features: int, name: str | None = None
 ) -> Float[Array, "*batch features"]:
     """A dense layer."""
     return nn.Dense(features, name=name, **initial.layer(style, x.shape[-1]))(x)
 
 
 def conv(
-    style: initial.Styled,
+    style: Any,
     x: Float[Array, "*batch height width channels"],
     features: int,
     kernel: int,

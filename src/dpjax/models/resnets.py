@@ -14,9 +14,9 @@ from typing import Any
 import flax.linen as nn
 from jaxtyping import Array, Float
 
+from dpjax.models import parts
 from dpjax.models.initial import Initializer
 from dpjax.models.parts import Activation, activated, conv, dense, expect_image, group_norm
-from dpjax.models.parts import standardized as _standardized
 
 _HE: Initializer = nn.initializers.he_normal()
 
@@ -96,5 +96,5 @@ class WideResNet(nn.Module):
     def _conv(self, x: Array, channels: int, kernel: int, **options: Any) -> Array:
         if self.standardized:
             # Through Flax's own hook, so the parameters keep their published names.
-            options["conv_general_dilated"] = _standardized
+            options["conv_general_dilated"] = parts.standardized
         return conv(self, x, channels, kernel, use_bias=False, **options)

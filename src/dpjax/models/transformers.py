@@ -168,7 +168,8 @@ class TextTransformer(nn.Module):
             h = h + table(self.segments, name="segment")(segments)
         # A lookup counts negative numbers from the end: -100, padding of other libraries, would
         # be a word. Too large ones are NaN already.
-        h = jnp.where((real & _negative(tokens, segments))[..., None], jnp.nan, h)
+        least = tokens if segments is None else jnp.minimum(tokens, segments)
+        h = jnp.where((real & (least < 0))[..., None], jnp.nan, h)
         # The mask has axes for heads and queries: padding may attend, but no query attends to it.
         h = _encoder(self, self.length, self.layout)(h, real[..., None, None, :])
         return dense(self, self._summary(h, real), self.classes, name="head")
@@ -230,10 +231,6 @@ class ViT(nn.Module):
         h = jnp.concatenate([jnp.broadcast_to(first[0], (*h.shape[:-2], 1, self.width)), h], -2)
         h = _encoder(self, h.shape[-2], "pre-norm")(h)
         return dense(self, h[..., 0, :], self.classes, name="head")
-
-
-def _negative(tokens: Array, segments: Array | None) -> Bool[Array, "*batch positions"]:
-    return tokens < 0 if segments is None else (tokens < 0) | (segments < 0)
 
 
 def _encoder(model: TextTransformer | ViT, length: int, layout: str) -> _Encoder:
