@@ -564,12 +564,6 @@ def test_what_is_not_returned_is_not_checked():
     assert "checksum" in str(jax.make_jaxpr(partial(clipped_grad, jnp.zeros(3)))(x))
 
 
-def test_sums_of_complex_leaves_are_trees_too():
-    clipped_grad = dpjax.clipped_grad(lambda w, x: jnp.abs(jnp.sum(w * x)), RULE)
-    found = jax.jit(clipped_grad)(jnp.ones(3, jnp.complex64), jnp.ones((4, 3)))
-    assert jnp.iscomplexobj(jax.tree.map(np.asarray, found).value)
-
-
 @kills("_marks.py", "lambda _: _marks.pop(name, None)", "None", slow=True)
 def test_marks_end_with_their_arrays():
     from dpjax import _marks

@@ -835,12 +835,6 @@ VALUES_REFUSED += [(work(**given), words) for words, all_ in WORK_REFUSED.items(
 NO_CLIENTS = r"clients is a list.*Clients\.of"
 WORDS = np.array(["a", "b"])
 NO_NUMBERS = r"^federated\.Clients\.(of: client 0: leaf 1|split: leaf 1) is of type <U1.*np\.unique"
-PLATEAU = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())
-LOSS_WANTED = r"^federated\.fedavg: client_optimizer does not run on .*has no loss to give"
-
-
-def started(client_optimizer):
-    return lambda: start(fedavg(ONE, mechanism(1), client_optimizer=client_optimizer))
 
 
 TYPES_REFUSED = [
@@ -851,18 +845,6 @@ TYPES_REFUSED = [
     (work(project=1), "project is a int; expected a bool"),
     (work(client_optimizer=0.1), "client_optimizer is a float"),
     (work(server=optax.sgd), "server_optimizer is a function"),
-    (started(PLATEAU), LOSS_WANTED),
-    (started(optax.lbfgs()), LOSS_WANTED),
-    (
-        lambda: start(federated.fedsgd(squared, PLATEAU, mechanism(1), ONE)),
-        r"^federated\.fedsgd: the optimizer does not run on .*has no loss to give",
-    ),
-    (
-        lambda: start(work(server=PLATEAU)()),
-        r"^federated\.fedavg: the optimizer does not run on .*has no loss to give",
-    ),
-    (started(optax.lookahead(optax.sgd(0.1), 2, 0.5)), r"take dpjax\.training\.lookahead"),
-    (started(optax.monitor({"size": optax.tree.norm})), "another structure after an update"),
     (
         lambda: work()().init(jax.random.key(0), jnp.arange(3)),
         r"^federated\.fedavg: init\(.*is int32",
@@ -907,19 +889,6 @@ def test_examples_may_hold_keys():
         found = moved(fedavg(clients, mechanism(3), loss), jnp.zeros(2))
         assert np.all(np.isfinite(found))
         assert np.any(found)
-
-
-@kills("training/assembly.py", "    check_draw(name, mechanism.sampling)\n", "", slow=True)
-def test_a_draw_that_is_made_once_is_refused():
-    """As for examples: NumPy draws when the round is compiled."""
-
-    def draw(key, step):
-        drawn = np.random.default_rng().permutation(9)
-        return types.Draw(jnp.asarray(drawn), jnp.asarray(3))
-
-    own = dataclasses.replace(sampling.poisson(9, 3), draw=draw)
-    with pytest.raises(ValueError, match=r"^federated\.fedavg: the sampler .* the same examples"):
-        fedavg(some_clients(*range(9)), mechanism(9, sampler=own))
 
 
 def test_numbers_of_numpy_are_numbers():

@@ -13,6 +13,7 @@ import dp_accounting as dp
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dpjax.strategies.dense import packed
 from mutation import kills
 from small_mechanisms import mechanism_with
 
@@ -22,7 +23,6 @@ from dpjax.accounting.event_parts import split
 from dpjax.accounting.rounding import upwards
 from dpjax.mechanism import Spent
 from dpjax.mechanism.correlated import is_amplified
-from dpjax.strategies.dense import packed
 from dpjax.verify import cards, epsilon, facts, matrices, steps
 from dpjax.verify.facts import BOUNDS
 

@@ -26,6 +26,7 @@ from flax import traverse_util
 
 from dpjax import data, models
 from experiments.common import runs
+from experiments.finetuning import transformers
 
 VIT = flags.DEFINE_string("vit", None, "Weights of ViT-Base, patches of 16: the release's .npz.")
 BERT = flags.DEFINE_string("bert", None, "Weights of BERT-Base: a .safetensors file.")
@@ -92,7 +93,7 @@ def _vit(seed: int) -> tuple[data.Dataset, Any]:
         return 2 * jax.image.resize(x, (*x.shape[:-3], side, side, x.shape[-1]), "bilinear") - 1
 
     network = models.ViT(classes=10, **(small if runs.SMOKE.value else {}))
-    return dataset, _tuned(network, prepare, dataset, seed, VIT, models.load_vit)
+    return dataset, _tuned(network, prepare, dataset, seed, VIT, transformers.load_vit)
 
 
 def _bert(seed: int) -> tuple[data.Dataset, Any]:
@@ -106,7 +107,9 @@ def _bert(seed: int) -> tuple[data.Dataset, Any]:
     def prepare(x: Any) -> Any:
         return x[..., 0, :], x[..., 1, :]
 
-    return dataset, _tuned(network, prepare, dataset, seed, BERT, models.load_bert, part)
+    return dataset, _tuned(
+        network, prepare, dataset, seed, BERT, transformers.load_bert, part
+    )
 
 
 def _tuned(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """all-MiniLM-L6-v2: a BERT encoder of six layers with published weights, and its tokens.
 
-The network is `dpjax.models.TextTransformer` in BERT's layout, and `dpjax.models.load_bert` fills
-it.  As in its training on pairs of sentences, the head reads the mean over tokens; the pooler,
-which that training did not touch, is left out.
+The network is `dpjax.models.TextTransformer` in BERT's layout, which
+`transformers.load_bert` fills.  As in its training on pairs of sentences, the head reads
+the mean over tokens; the pooler, which that training did not touch, is left out.
 
 References:
   Wang et al., "MiniLM: Deep Self-Attention Distillation for Task-Agnostic Compression of
@@ -29,7 +29,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from dpjax import models
-from experiments.finetuning import files
+from experiments.finetuning import files, transformers
 
 PADDING, UNKNOWN, START, END = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
 _LONGEST = 100  # characters of a word; longer words are unknown, as in BERT
@@ -160,7 +160,8 @@ def _is_ideograph(character: str) -> bool:
 def load(path: str | pathlib.Path, params: Any) -> Any:
     """Fills the parameters of a `MiniLM`; its head keeps its initial values."""
     with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory() as folder:
-        return models.load_bert(archive.extract("model.safetensors", folder), params)
+        file = archive.extract("model.safetensors", folder)
+        return transformers.load_bert(file, params)
 
 
 def tokenizer(path: str | pathlib.Path) -> WordPiece:

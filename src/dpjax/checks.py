@@ -28,13 +28,6 @@ __all__ = [
     "whole_or_none",
 ]
 
-# How a loss has a key for each example and step.
-KEY_OF_EXAMPLE = (
-    "Make a key of what the example holds, as dpjax.losses.of shows: jax.random.fold_in("
-    "jax.random.fold_in(root, row), step), where x, y, row, step = example. The row is in the "
-    "data, (x, y, jnp.arange(len(x))), and dpsgd(per_step=lambda step: step) adds the step."
-)
-
 T = TypeVar("T")
 
 

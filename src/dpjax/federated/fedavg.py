@@ -28,7 +28,7 @@ from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.gradients.traced import Traced
 from dpjax.mechanism import Mechanism
 from dpjax.training.assembly import assemble
-from dpjax.training.checks import check_is_optimizer, update_program
+from dpjax.training.checks import check_is_optimizer
 from dpjax.training.recipe import Recipe, extra_arguments
 from dpjax.types import Algorithm, Key, LossFn, Purpose, PyTree, State
 
@@ -214,9 +214,6 @@ def _algorithm(
         check_params(f"{call}: init(key, params)", params)
         # The user's loss of one example; the step itself only sees the client's loss.
         check_loss(Traced(local.loss), params, one, call)
-        # A client's optimizer is given no loss either.
-        client = jax.eval_shape(local.optimizer.init, trees.widened(params))
-        update_program(f"{call}: client_optimizer", local.optimizer, client, params)
         return algorithm.init(key, params)
 
     # The recipe's sampler orders clients by size, which changes no event: users see their

@@ -19,31 +19,21 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dpjax import checks, ledger, meshes, processes, trees
-from dpjax._jaxpr import fingerprint
 from dpjax.clipping.shards import refuse_explicit
 from dpjax.data import Stream
 from dpjax.data.arrays import arrays
 from dpjax.gradients.clipped_grad import check_rule, checked_size
-from dpjax.gradients.loss_checks import (
-    check_loss,
-    check_params,
-    leaks_noted,
-    warn_of_one_draw,
-)
+from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.gradients.traced import Traced
 from dpjax.noise.link import first_memory
 from dpjax.noise.seals import require_one_release
 from dpjax.training import environment
 from dpjax.training.checks import (
-    check_draw,
-    check_optimizer,
     check_same_optimizer,
     check_state,
     check_step,
     warn_of_batch_norm,
     warn_of_constants,
-    warn_of_idle,
-    warn_of_narrow,
 )
 from dpjax.training.in_memory import InMemory
 from dpjax.training.info import Seen, mean_info, warn_of_unscored
@@ -51,7 +41,6 @@ from dpjax.training.recipe import (
     Recipe,
     bound_to,
     example_of,
-    functions_of,
     home_of,
     layout_of,
 )
@@ -82,7 +71,6 @@ def assemble(
     if budget is not None:
         hint = "Write dpjax.ledger.Budget(epsilon=..., delta=...): an epsilon needs its delta."
         checks.instance(name, "budget", budget, ledger.Budget, hint)
-    check_draw(name, mechanism.sampling)
     size = checked_size(name, "microbatch_size", recipe.microbatch_size)
     check_rule(mechanism.clipping)
     recipe = recipe._replace(microbatch_size=size)
@@ -155,7 +143,7 @@ class _Assembly:
         check_state(self.name, state)
         ledger.require_untraced(state, f"{self.name}: run")
         count = checks.whole(f"{self.name}: run", "count", count)
-        with meshes.in_force(self.mesh), leaks_noted():
+        with meshes.in_force(self.mesh):
             return self._dispatch(state, count)
 
     def _dispatch(self, state: State, count: int) -> tuple[State, Any]:
@@ -198,12 +186,11 @@ class _Assembly:
 
     def identity(self, state: State) -> dict[str, Any]:
         """What the run is, in JSON types; see `Algorithm`."""
-        with meshes.in_force(self.mesh), leaks_noted():
+        with meshes.in_force(self.mesh):
             return {
                 **self.facts,
                 **self.mechanism.identity,
                 "data": self.content,
-                "program": self._program(self._at_home(state)),
                 "numerics": self._numerics(state.params),
             }
 
@@ -212,15 +199,6 @@ class _Assembly:
         if self.mechanism.adaptive is None:
             return {}
         return {"bound": float(state.bound_scale) * np.array(self.mechanism.clipping.bounds)}
-
-    def _program(self, state: State) -> dict[str, Any]:
-        # Loss, optimizer, weights and per_step are functions. Their program can be compared, also
-        # with that of a run on another mesh.
-        functions = functions_of(self.recipe, state, self.row, self.shared)
-        return {
-            "functions": fingerprint(functions),
-            "step": [fingerprint(each) for each in self.steps.programs(state)],
-        }
 
     def _numerics(self, params: PyTree) -> dict[str, Any]:
         layout = layout_of(self.with_shared, params, self.row)
@@ -233,7 +211,7 @@ class _Assembly:
     def _facts_of_run(self, state: State) -> dict[str, Any]:
         """What would make the processes of a run drift apart in silence, compared once a run."""
         rest = self.identity(state)
-        data, program, numerics = (rest.pop(name) for name in ("data", "program", "numerics"))
+        data, numerics = (rest.pop(name) for name in ("data", "numerics"))
         drawn = environment.draw_and_noise(self.mechanism.sampling, state.key, int(state.step))
         return {
             "the draw and the noise": drawn,
@@ -242,7 +220,6 @@ class _Assembly:
             "the scale of the bounds": trees.fingerprint(state.bound_scale),
             "the memory of the noise": trees.fingerprint(state.memory),
             "the data": data,
-            "the program of a step": program,
             **numerics,
             "the mechanism": rest,
         }
@@ -271,12 +248,8 @@ def _read_loss(recipe: Recipe, params: PyTree, row: PyTree, *, tell: bool) -> No
       tell: Whether constants may be the data; a client's loss closes over all clients.
     """
     name, example = recipe.name, example_of(recipe, row)
-    loss = Traced(recipe.loss)
-    program = check_loss(loss, params, example, name)
-    warn_of_narrow(name, params)
-    warn_of_idle(name, loss.gradient(params, example), params)
-    warn_of_batch_norm(name, program.jaxpr, params)
-    warn_of_one_draw(name, program.jaxpr)
+    program = check_loss(Traced(recipe.loss), params, example, name)
+    warn_of_batch_norm(name, params)
     if tell:
         warn_of_constants(name, program, recipe.mechanism.sampling.examples)
 
@@ -284,7 +257,6 @@ def _read_loss(recipe: Recipe, params: PyTree, row: PyTree, *, tell: bool) -> No
 def _first_state(recipe: Recipe, key: Key, params: PyTree, mesh: Mesh | None) -> State:
     """The state before the first step, on the mesh of the run."""
     optimizer = recipe.optimizer.init(trees.widened(params))
-    check_optimizer(recipe, optimizer, params)
     seeded = trees.warn_of_seed(key, f"{recipe.name}: init(key, params)")
     memory = first_memory(recipe.mechanism.noise, params)
     if mesh is not None and jax.tree.leaves(memory):
