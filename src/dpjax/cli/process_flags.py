@@ -29,27 +29,15 @@ def meet(given: flags.FlagValues) -> int | None:
     """
     import jax  # here, because flags are defined and read before JAX is imported
 
-    found: dict[str, Any] = {name: given[name].value for name in NAMES}
-    missing = [name for name, value in found.items() if value is None]
-    shown = " ".join(f"--{name}={value}" for name, value in found.items() if value is not None)
-    if missing and shown:
-        raise app.UsageError(
-            f"{shown}: --{' and --'.join(missing)} missing; expected all three, in every process. "
-            "On a cluster that JAX knows, --distributed alone finds them."
-        )
-    if shown and not found["process_id"] < found["num_processes"]:
-        raise app.UsageError(
-            f"{shown}: expected a number below {found['num_processes']}. Processes are numbered "
-            "from 0."
-        )
-    if missing and not given.distributed:
+    arguments: dict[str, Any] = {name: given[name].value for name in NAMES}
+    typed = {name: value for name, value in arguments.items() if value is not None}
+    if not typed and not given.distributed:
         return 1
     try:
-        jax.distributed.initialize(**found)
+        jax.distributed.initialize(**arguments)
     except (RuntimeError, ValueError) as error:
+        shown = " ".join(f"--{name}={value}" for name, value in typed.items()) or "--distributed"
         raise app.UsageError(
-            f"{shown or '--distributed'}: {error} Usually JAX does not know this cluster, or the "
-            "address is not that of process 0. Give --coordinator_address=HOST:PORT, "
-            "--num_processes and --process_id to every process."
+            f"{shown}: {error} Give --coordinator_address, --num_processes and --process_id."
         ) from error
-    return found["num_processes"]
+    return arguments["num_processes"]
