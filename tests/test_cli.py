@@ -342,7 +342,8 @@ def test_a_run_leaves_its_files_and_is_shown_again(workshop, tmp_path, capsys):
     more = trained(tmp_path / "more", f"--continue_from={tmp_path / 'run'}")
     assert "together with the earlier runs, cost epsilon" in capsys.readouterr().out
     card = json.loads((tmp_path / "more" / "privacy.json").read_text())
-    assert [run["steps"] for run in card["mechanism"]["before"]] == [2]
+    (before,) = card["mechanism"]["before"]
+    assert before["multiplier_and_steps"] == [[1.0, 2]]
     assert more["flags"]["continue_from"] == str(tmp_path / "run")
 
 
@@ -354,9 +355,10 @@ def test_a_stopped_run_is_described_and_resumed(workshop, tmp_path, monkeypatch)
             raise KeyboardInterrupt
         return measured(self, state)
 
-    with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as stopped:
         stopped.setattr(classifier.Evaluation, "evaluate", interrupted)
-        trained(tmp_path / "run")
+        with pytest.raises(KeyboardInterrupt):
+            trained(tmp_path / "run")
     before = json.loads((tmp_path / "run" / "config.json").read_text())
     (tmp_path / "run" / "config.json").write_text(json.dumps({**before, "seconds": 100.0}))
     after = trained(tmp_path / "run")
@@ -475,5 +477,5 @@ def test_losses_of_another_distribution_are_no_verdict(tmp_path, monkeypatch, ca
     audit.conclude(lines, 1.0)
     said = capsys.readouterr().out
     assert "Above the claim, and no verdict: losses of the released model." in said
-    with pytest.raises(SystemExit, match="EXCEEDS ITS CLAIM: step$"):
+    with pytest.raises(SystemExit, match=r"EXCEEDS ITS CLAIM: step$"):
         audit.conclude([sound._replace(refutes=True)], 1.0)

@@ -7,13 +7,15 @@ command resumes a search, and every run that began is priced.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import os
 import pathlib
 import secrets
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -58,14 +60,25 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         out.mkdir(parents=True, exist_ok=True)
         if number is not None:
             out.chmod(0o700)  # the names of subfolders tell how many ran
-        if lock(out / "lock") is None:
-            raise app.UsageError(f"--out={out}: another search is running there.")
-        runs = {out / trial.name: trial for trial in plan(given, out, tried)}
-        failed = run_missing(given, runs)
-        conclude(given, out, tried, runs)
+        with one_search(out):
+            runs = {out / trial.name: trial for trial in plan(given, out, tried)}
+            failed = run_missing(given, runs)
+            conclude(given, out, tried, runs)
     except (OSError, ValueError) as error:
         raise app.UsageError(str(error)) from error
     sys.exit(bool(failed))
+
+
+@contextlib.contextmanager
+def one_search(folder: pathlib.Path) -> Iterator[None]:
+    """Holds the lock of a search's folder."""
+    handle = lock(folder / "lock")
+    if handle is None:
+        raise app.UsageError(f"--out={folder}: another search is running there.")
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
 def candidates_of(given: flags.FlagValues) -> Candidates:
