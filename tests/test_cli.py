@@ -22,8 +22,7 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import accounting, auditing, cli, data, features, ledger, models, schedules
 from dpjax._files import lock
-from dpjax.cli import audit, compilation_cache
-from dpjax.cli import compare as compare_command
+from dpjax.cli import audit, compare, compilation_cache
 from dpjax.cli.flag_sets import names
 from dpjax.cli.flag_sets.audit import FLAGS as AUDIT_FLAGS
 from dpjax.cli.flag_sets.train import FLAGS, settings
@@ -137,7 +136,7 @@ def test_a_missing_matplotlib_is_found_before_the_work(monkeypatch):
     with pytest.raises(app.UsageError, match=r"cannot be imported \(.*--upgrade matplotlib\)\.$"):
         audit.run(AUDIT_FLAGS, ["audit", "run"])
     with pytest.raises(app.UsageError, match=r"cannot be imported \(.*--upgrade matplotlib\)\.$"):
-        compare_command.compare(["run"], "page.html")
+        compare.run(None, ["compare", "run"])
 
 
 @pytest.fixture

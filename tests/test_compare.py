@@ -2,17 +2,17 @@
 """Runs side by side: which are one group, their mean and spread, and what choosing costs."""
 
 import json
+import re
+import types
 
 import pytest
 from absl import app
-from html_pages import parsed, text
 from mutation import kills
 
 from dpjax.cli import compare
 from dpjax.cli.compare import RunGroup
 from dpjax.reports.load_run import Missing, read
 
-EVIL = "<b>$x$</b>"
 INF, SPENT = float("inf"), [0.5, 1.0, 1.5]
 
 
@@ -37,74 +37,62 @@ def runs_of(*folders):
     return [read(folder, arrays=False) for folder in folders]
 
 
-@pytest.fixture(scope="module")
-def compared(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
+def run(out, *folders):
+    compare.run(types.SimpleNamespace(out=str(out)), ["compare", *map(str, folders)])
+
+
+def test_runs_that_differ_in_seed_and_folder_alone_are_one_line_of_the_table(
+    tmp_path, capsys, monkeypatch
+):
     runs = [
-        write(folder / "a1", [0.5, 0.90], {"seed": 1, "rule": EVIL, "epochs": 3}),
-        write(
-            folder / "a2", [0.6, None, 0.94], {"seed": 2, "rule": EVIL, "epochs": 3}, [1, 1, 1.5]
-        ),
-        write(folder / "b", [0.7, 0.80], {"seed": 1, "rule": "flat", "epochs": 3}, [1.0, 2.0]),
-        write(folder / "_bare", [0.1, 0.2]),
+        write(tmp_path / "a1", [0.5, 0.90], {"seed": 1, "rule": "$x$", "epochs": 3}),
+        write(tmp_path / "a2", [0.6, None, 0.94], {"seed": 2, "rule": "$x$", "epochs": 3}, SPENT),
+        write(tmp_path / "b", [0.7, 0.80], {"seed": 1, "rule": "flat", "epochs": 3}, [1.0, 2.0]),
+        write(tmp_path / "_bare", [0.1, 0.2]),
     ]
-    again = folder / ".." / folder.name / "_bare"  # a folder under two names is one run
-    return compare.compare([*runs, again, folder / "none"], folder / "deeper" / "page.html")
-
-
-def test_runs_that_differ_in_seed_and_folder_alone_are_one_line_of_the_table(compared):
-    lines = [[text(cell) for cell in line] for line in parsed(compared).iter("tr")]
+    figures = []
+    monkeypatch.setattr(compare, "png", lambda *given: figures.append(given) or b"")
+    again = tmp_path / ".." / tmp_path.name / "_bare"  # a folder under two names is one run
+    run(tmp_path / "deeper" / "page.png", *runs, again, tmp_path / "none")
+    left_out, *lines = capsys.readouterr().out.splitlines()
+    assert left_out.startswith(f"Left out: {tmp_path / 'none'} (")
     unknown = "not written"
-    assert lines == [
+    assert [re.split("  +", line) for line in lines[:4]] == [
         [*compare.COLUMNS],
-        [f"rule={EVIL}", "92.00 % ± 2.83", "2 runs", "20 to 30", "1.5", "1e-05", "10.0 s", unknown],
+        ["rule=$x$", "92.00 % ± 2.83", "2 runs", "20 to 30", "1.5", "1e-05", "10.0 s", unknown],
         ["rule=flat", "80.00 %", "1 run", "20", "2", "1e-05", "10.0 s", unknown],
         ["_bare", "20.00 %", "1 run", "20", "1", "1e-05", unknown, unknown],
     ]
-
-
-def test_the_figure_has_two_plots_with_a_line_for_each_group(compared):
-    (image,) = parsed(compared).iter("svg")
-    shown = [text(node).strip() for node in image.iter("text")]
-    assert any(words.startswith("epsilon spent at delta") for words in shown)
-    assert "steps" in shown
-    groups = [f"rule={EVIL}", "rule=flat", "_bare"]
-    assert [words for words in shown if words in groups] == groups
-    names = [node.get("id", "") for node in image.iter("g")]
-    assert sum("FillBetween" in name for name in names) == 2, "where runs repeat"
-    assert compared.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_page_says_what_choosing_costs(compared):
-    words = text(parsed(compared).find(".//header"))
-    assert "looking at private data" in words
     # 1 + 1.5 + 2 + 1, and four times 1e-5.
-    assert "All 4 together cost at most epsilon 5.5 at delta 4e-05" in words
-
-
-def test_the_page_is_escaped_and_loads_nothing(compared):
-    raw = compared.read_text()
-    assert "<b>" not in raw
-    assert "src=" not in raw
-    assert "<script" not in raw
-    assert raw.count("http") == 2, "the names of two XML namespaces"
+    assert "All 4 together cost at most epsilon 5.5 at delta 4e-05" in lines[5]
+    assert "looking at private data" in lines[5]
+    ((figure, badge),) = figures
+    assert not badge
+    spent, taken = figure.axes
+    assert spent.get_xlabel().startswith("epsilon spent at delta")
+    labels = [line.get_label().strip() for line in spent.lines]
+    assert labels == ["rule=$x$", "rule=flat", "_bare"]
+    assert len(taken.lines) == 3
+    assert [len(axes.collections) for axes in figure.axes] == [1, 1], "a band where runs repeat"
+    assert len(figure.legends[0].get_texts()) == 3
 
 
 def test_a_run_of_an_infinite_epsilon_is_not_for_release(tmp_path, capsys):
     folders = [write(tmp_path / "a", [0.5, 0.9], epsilons=[INF, INF]), write(tmp_path / "b", [0.5])]
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "metrics.jsonl").write_text("{half")
-    page = compare.compare([*folders, tmp_path / "damaged"], tmp_path / "page.png")
-    tree = parsed(page)
-    assert "has no proven epsilon" in text(tree.find(".//header"))
-    assert "do not publish" in text(tree.find(".//figure"))
-    assert "Not drawn: a (" in text(tree.find(".//p[@id='left-out']"))
-    assert page.stat().st_mode & 0o077 == 0
-    assert f"Not on the page: {tmp_path / 'damaged'} (" in capsys.readouterr().out
+    out = tmp_path / "page.png"
+    run(out, *folders, tmp_path / "damaged")
+    said = capsys.readouterr().out
+    assert "has no proven epsilon" in said
+    assert "Not drawn: a (" in said
+    assert f"Left out: {tmp_path / 'damaged'} (" in said
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert out.stat().st_mode & 0o077 == 0
     with pytest.raises(app.UsageError, match="none of these folders can be read"):
-        compare.compare([tmp_path / "damaged"], page)
+        run(out, tmp_path / "damaged")
     with pytest.raises(app.UsageError, match="expected folders of runs"):
-        compare.run(None, ["compare"])
+        run(out)
 
 
 @kills("cli/compare.py", "if len(kinds := protected(runs)) > 1:", "if kinds := '':")

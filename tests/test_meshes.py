@@ -30,7 +30,7 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import clipping, federated, meshes, noise
 from dpjax.checks import Refused
-from dpjax.cli import mesh_flag, process_flags
+from dpjax.cli import machine_flags
 from dpjax.cli.flag_sets.train import FLAGS
 from dpjax.gradients import batching
 from dpjax.gradients.layout import _batch_axes
@@ -167,20 +167,20 @@ def test_a_mesh_that_is_none_is_answered(text):
 
 
 def test_a_mesh_flag_that_is_none_is_an_error_of_usage():
-    wrong = mesh_flag.mesh_in_force("data")
+    wrong = machine_flags.mesh_in_force("data")
     with pytest.raises(app.UsageError, match=r"--mesh=data: .*data:4,model:2"):
         wrong.__enter__()
-    with mesh_flag.mesh_in_force(None):
+    with machine_flags.mesh_in_force(None):
         assert meshes.of() is None
 
 
 DEVICES = """
 import contextlib, sys, jax, jax.numpy as jnp
 from dpjax import gradients, meshes
-from dpjax.cli import mesh_flag
+from dpjax.cli import machine_flags
 
 meshes.os.cpu_count = lambda: 3
-binary = mesh_flag.mesh_in_force(None) if "binary" in sys.argv else contextlib.nullcontext()
+binary = machine_flags.mesh_in_force(None) if "binary" in sys.argv else contextlib.nullcontext()
 with binary:
     loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))
     for _ in range(2):
@@ -261,7 +261,7 @@ def test_processes_that_cannot_meet_are_an_error_of_usage(flags, words, monkeypa
     given = copy.deepcopy(FLAGS)
     given(["train", *flags.split()])
     with pytest.raises(app.UsageError, match=words):
-        process_flags.meet(given)
+        machine_flags.meet(given)
 
 
 def test_a_mesh_in_words_is_answered_with_its_maker():

@@ -19,6 +19,7 @@ from small_mechanisms import mechanism_with
 
 from dpjax import accounting, sampling
 from dpjax.accounting.rounding import upwards
+from dpjax.cli import compare
 from dpjax.cli.flag_sets.sweep import FLAGS
 from dpjax.cli.sweep import child_processes, search, search_cost, search_space
 from dpjax.cli.sweep.search_cost import Spent
@@ -60,7 +61,7 @@ def stand_in(tmp_path):
     mechanism = mechanism_with(100, 10, noise_multiplier=2.0, steps=50)
     (tmp_path / "card.json").write_text(json.dumps(described(mechanism)))
     fixed = f"card={tmp_path / 'card.json'};gate={tmp_path / 'gate'}"
-    return [f"--binary={tmp_path / 'stand_in.py'}", f"--out={tmp_path / 'out'}", "--nopage"], fixed
+    return [f"--binary={tmp_path / 'stand_in.py'}", f"--out={tmp_path / 'out'}", "--noplot"], fixed
 
 
 def sweep(*words, status=0):
@@ -105,15 +106,13 @@ def test_a_search_trains_ranks_and_is_not_repeated(tmp_path, capsys):
     one = accounting.subsampled_gaussian(z, drawn["batch_size"] / drawn["examples"], steps)
     every = accounting.epsilon(accounting.compose(*[one] * 2), 1e-5, "pld")
     assert prices(tmp_path) == pytest.approx([accounting.epsilon(one, 1e-5, "pld"), every])
-    page = " ".join((tmp_path / "comparison.html").read_text().split())
     for price in prices(tmp_path):
         assert f"epsilon {upwards(price, '.3f')}" in said
-        assert f"epsilon {upwards(price, '.3f')}" in page
     best = tmp_path / rows[0]["folders"][0]
     assert (best / "params.msgpack").exists()
     assert not (best / "report.html").exists(), "only if it is wanted"
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")}
-    sweep(*words, "--nopage")
+    sweep(*words, "--noplot")
     assert "2 runs; 2 have finished" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")} == before
 
@@ -189,6 +188,7 @@ def test_a_run_is_a_command_without_a_report_of_its_own(tmp_path):
     ("words", "answer"),
     [
         ([], "either --grid or --ranges"),
+        (["--ranges=a=1"], "goes with --random or --random_runs"),
         (["--grid=a=1", "--fixed=a=2"], "--fixed=a=2: a is searched too"),
         (
             ["--grid=a=1", "--random_runs=geometric:3", "--seeds=2"],
@@ -364,28 +364,28 @@ def test_a_range_is_no_list_of_every_cost():
 @kills("cli/compare.py", "badges = [badge, *map", "badges = [*map")
 @pytest.mark.parametrize("secret", [True, False])
 def test_results_that_tell_a_secret_number_of_runs_are_their_owners_alone(
-    secret, stand_in, tmp_path
+    secret, stand_in, tmp_path, monkeypatch
 ):
     """The best run is published with its `config.json`, which holds the name of its folder."""
     words, fixed = stand_in
     number = "--random_runs=poisson:3" if secret else "--seeds=2"
     seed = next(n for n in range(99) if accounting.draw_runs(jax.random.key(n), 3, "poisson") == 2)
-    given = parsed(*words, "--grid=x=1", number, f"--fixed={fixed}", "--page")
+    given = parsed(*words, "--grid=x=1", number, f"--fixed={fixed}", "--plot")
     out = tmp_path / "out"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(search.noise, "secret_key", lambda: jax.random.key(seed))
-        with pytest.raises(SystemExit):
-            search.run(given, [])
+    badges = []
+    monkeypatch.setattr(compare, "png", lambda _, words: badges.append(words) or b"")
+    monkeypatch.setattr(search.noise, "secret_key", lambda: jax.random.key(seed))
+    with pytest.raises(SystemExit):
+        search.run(given, [])
     assert bool(out.stat().st_mode & 0o077) != secret, "the names of subfolders tell it"
     names = [path.parent.name for path in out.glob("*/finished")]
     assert len(names) == 2
     assert ({"x=1,repeat=0", "x=1,repeat=1"} == {*names}) != secret
     # The price of the best run is of a score of its own, and a mean is of several runs.
     assert len((out / "results.jsonl").read_text().splitlines()) == (2 if secret else 1)
-    page = out / "comparison.html"
-    assert ("tells how many ran: do not publish" in page.read_text()) == secret
-    for name in ("results.jsonl", "costs.json", page, page.with_suffix(".png")):
+    for name in ("results.jsonl", "costs.json", "comparison.png"):
         assert bool((out / name).stat().st_mode & 0o077) != secret
+    assert [*map(bool, badges)] == [secret]
     assert not (out / "sweep.json").stat().st_mode & 0o077
 
 

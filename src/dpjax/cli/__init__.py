@@ -32,7 +32,7 @@ COMMANDS = {
     "sweep": "train with many settings, and compute the privacy cost of the search",
     "audit": "measure lower bounds on the epsilon of a run, beside its claim",
 }
-_HELP = {"-h", "--help", "-help", "-?"}
+_HELP = ("-h", "--help", "-help", "-?")
 _MORE = "`dpjax SUBCOMMAND --help` lists the flags; `dpjax --version` prints the version."
 
 
@@ -61,7 +61,7 @@ def run_command(name: str) -> None:
     """
     typed = importlib.import_module(f"dpjax.cli.flag_sets.{name}")
     program, *words = sys.argv
-    if _HELP & set(words):
+    if any(word in _HELP for word in words):
         print(f"{inspect.getdoc(typed)}\n\n{described(typed.FLAGS)}")
         return
 

@@ -73,10 +73,8 @@ class Rebuilt(NamedTuple):
     run: SavedRun
     planned: Planned
     dataset: dpjax.data.Dataset
-    first: Any
-    """The parameters before the first step."""
-    released: Any
-    """The parameters after the last one."""
+    first: Any  # parameters before the first step
+    released: Any  # parameters after the last one
 
     def algorithm(
         self, mechanism: dpjax.Mechanism, optimizer: optax.GradientTransformation, train: Any
@@ -321,8 +319,5 @@ def conclude(lines: Sequence[Line], seconds: float) -> None:
     if broken := [line.audit for line in lines if line.refutes]:
         sys.exit(f"A LOWER BOUND EXCEEDS ITS CLAIM: {'; '.join(broken)}")
     if above := [line.audit for line in lines if line.bound > line.claimed]:
-        print(
-            f"Above the claim, and no verdict: {'; '.join(above)}. Usually the test rows are of "
-            "another distribution than the train rows. If they are of one, the claim is false."
-        )
+        print(f"Above the claim, and no verdict: {'; '.join(above)}. It is {ASSUMED}.")
     print("No audit refutes its claim, which proves nothing.")

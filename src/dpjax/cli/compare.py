@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of several runs: a table, two plots, and what all of them cost together.
+"""Several runs: a table, two plots, and what all of them cost together.
 
 Runs with equal flags but for seed and folder are one group: a line of the table, and in the plots
 a mean with its range.
@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import math
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from decimal import Decimal
-from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +21,8 @@ from dpjax._files import replace
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.mechanism.card import protects
-from dpjax.reports import page, style
-from dpjax.reports.figure_output import png, svg
+from dpjax.reports import style
+from dpjax.reports.figure_output import png
 from dpjax.reports.figures import RELEASED, of_what_was_released
 from dpjax.reports.load_run import Missing, SavedRun, read
 
@@ -47,45 +46,31 @@ class RunGroup(NamedTuple):
 
 
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
-    """Writes the page of the runs that the command line names."""
+    """Prints the table of the runs that the command line names, and draws their plots."""
     if not argv[1:]:
         raise app.UsageError("expected folders of runs: dpjax compare runs/a runs/b ...")
-    out = compare(argv[1:], given.out)
-    print(f"Wrote {out} and {out.with_suffix('.png')}")
-    print("To choose among these runs by private data has a cost that their epsilons leave out.")
-
-
-def compare(
-    folders: Iterable[str | pathlib.Path],
-    out: str | pathlib.Path,
-    cost: str = "",
-    badge: str = RELEASED,
-) -> pathlib.Path:
-    """Writes the page, and its figure as a PNG of the same name; returns the page's path.
-
-    ``cost`` says what the runs cost together, if it is known better than from the runs alone, and
-    ``badge`` why the page may not be released, if the runs alone do not say it.
-    """
     require_matplotlib()
-    out, runs = pathlib.Path(out), []
+    runs, out = [], pathlib.Path(given.out)
     # One folder under two names, as a1 and a1/, is one run.
-    for folder in {pathlib.Path(folder).resolve(): folder for folder in folders}.values():
+    for folder in {pathlib.Path(folder).resolve(): folder for folder in argv[1:]}.values():
         try:
             runs.append(read(folder, arrays=False))
         except (OSError, ValueError) as error:
-            print(f"Not on the page: {folder} ({error})", flush=True)
+            print(f"Left out: {folder} ({error})")
     if not runs:
         raise app.UsageError("none of these folders can be read.")
-    groups = groups_of(runs)
-    # The figure shows all runs, so a badge of one of them holds for it.
+    print(f"{table(groups_of(runs))}\n\nEach epsilon is the price of one run alone. {price(runs)}")
+    plot(runs, out)
+    print(f"Wrote {out}")
+
+
+def plot(runs: list[SavedRun], out: pathlib.Path, badge: str = RELEASED) -> None:
+    """Writes the plots; ``badge`` says why not for release, if the runs alone do not say it."""
+    # The plots show all runs, so a badge of one of them holds for all.
     badges = [badge, *map(of_what_was_released, runs)]
     badge = next((words for words in badges if words != RELEASED), RELEASED)
-    image, picture, absent = draw(groups, badge)
     out.parent.mkdir(parents=True, exist_ok=True)
-    body = body_of(groups, image, absent, badge, cost or price(runs))
-    replace(out.with_suffix(".png"), picture, public=badge == RELEASED)
-    replace(out.with_suffix(".html"), page.page("Runs compared", body), public=badge == RELEASED)
-    return out.with_suffix(".html")
+    replace(out, draw(groups_of(runs), badge), public=badge == RELEASED)
 
 
 def groups_of(runs: Iterable[SavedRun]) -> list[RunGroup]:
@@ -100,7 +85,7 @@ def groups_of(runs: Iterable[SavedRun]) -> list[RunGroup]:
     varied = [n for n in names if len({json.dumps(s.get(n)) for s in settings if s}) > 1]
     groups: list[RunGroup] = []
     for known, group in zip(settings, members.values(), strict=True):
-        words = ", ".join(f"{name}={page.value(known[name])}" for name in varied if name in known)
+        words = ", ".join(f"{name}={known[name]}" for name in varied if name in known)
         label = words or group[0].path.resolve().name
         if label in {other.label for other in groups}:
             label = f"{label} ({group[0].path})"
@@ -135,9 +120,8 @@ def curve(group: RunGroup, axis: str) -> tuple[np.ndarray, np.ndarray]:
     return places[finite], accuracy[finite]
 
 
-def draw(groups: list[RunGroup], badge: str) -> tuple[str, bytes, list[str]]:
-    """Accuracy against epsilon and against steps, as SVG and PNG, and why groups are missing."""
-    absent = []
+def draw(groups: list[RunGroup], badge: str) -> bytes:
+    """Accuracy against epsilon and against steps, as PNG; prints why groups are missing."""
     stated = " or".join(sorted({run.stated for group in groups for run in group.runs} - {""}))
     with style.style():
         figure = style.canvas(height=3.6 + 0.16 * len(groups))
@@ -148,21 +132,29 @@ def draw(groups: list[RunGroup], badge: str) -> tuple[str, bytes, list[str]]:
         for number, group in enumerate(groups):
             round_of, color = divmod(number, len(style.SERIES))
             look = {**style.DOTS, "linestyle": ("-", "--", ":", "-.")[round_of % 4]}
-            # The figure has room for the beginning of a label; the table has all of it. Matplotlib
-            # leaves a label with an underscore in front out of its legend.
+            # Matplotlib leaves a label with an underscore in front out of its legend.
             label = f" {group.label[:89]}…" if len(group.label) > 90 else f" {group.label}"
             try:
                 style.band(spent, *curve(group, "epsilon"), style.SERIES[color], label, **look)
                 style.band(taken, *curve(group, "step"), style.SERIES[color], **look)
             except Missing as reason:
-                absent.append(f"{group.label} ({reason})")
+                print(f"Not drawn: {group.label} ({reason})")
         if spent.lines:
-            handles, labels = spent.get_legend_handles_labels()
             where = {"loc": "outside lower left", "frameon": False, "labelcolor": "linecolor"}
-            for words in figure.legend(handles, labels, **where).get_texts():
+            legend = figure.legend(*spent.get_legend_handles_labels(), **where)
+            for words in legend.get_texts():
                 words.set_parse_math(False)
-        image = svg(figure, "compared", "Test accuracy against epsilon and against steps")
-        return image, png(figure, "" if badge == RELEASED else badge), absent
+        return png(figure, "" if badge == RELEASED else badge)
+
+
+def table(groups: list[RunGroup]) -> str:
+    """A line for each group, and the names of the columns above them."""
+    rows = [COLUMNS, *map(line, groups)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(entry.ljust(width) for entry, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
 def line(group: RunGroup) -> list[str]:
@@ -205,27 +197,3 @@ def price(runs: list[SavedRun]) -> str:
         f"{chosen}All {len(runs)} together cost at most epsilon {upwards(epsilon, '.3g')} at delta "
         f"{upwards(delta, '.3g')}."
     )
-
-
-def body_of(
-    groups: list[RunGroup], image: str, absent: list[str], badge: str, cost: str
-) -> Iterator[str]:
-    """The page's body."""
-    yield '<header><p class="kicker">dpjax</p><h1>Runs compared</h1><p class="notice">'
-    yield "Each epsilon below is the price of one run alone. "
-    yield f"{escape(cost).replace(chr(10), '<br/>')}</p></header>"
-    yield "<h2>Accuracy and its price</h2>"
-    note = (
-        f"<h3>Test accuracy</h3>{page.badge(badge, warns=badge != RELEASED)}"
-        "<p>A line is the mean of runs that differ only in their seed, its band reaches from the "
-        "worst to the best of them. Further up for less epsilon is better.</p>"
-    )
-    yield page.section(note, image, tag="figure", name="compared")
-    note = (
-        "<h3>At the end</h3><p>Accuracy as mean and standard deviation over runs. Epsilon is the "
-        "smallest that an accountant proves, of the dearest run; curves have the one that the run "
-        "was logged with.</p>"
-    )
-    yield page.section(note, page.grid(COLUMNS, map(line, groups)))
-    if absent:
-        yield f'<p class="aside" id="left-out">Not drawn: {escape("; ".join(absent))}.</p>'

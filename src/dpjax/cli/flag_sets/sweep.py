@@ -10,7 +10,7 @@ Examples:
 costs much less than all runs together.  Its price covers the dearest setting that could have been
 drawn, so a flag that changes the cost of a run, such as --steps, has a list of values there and no
 range.  The folder receives a folder per run, `results.jsonl` (best setting first, or of a drawn
-number best run first), `costs.json` and `comparison.html`.  The same command resumes a search and
+number best run first), `costs.json` and `comparison.png`.  The same command resumes a search and
 repeats no finished run.  Runs have secret keys unless `--seed` is given.  They share compiled
 programs, and draw no report of their own unless `--fixed="report=true"` is given.
 """
@@ -50,4 +50,4 @@ _runs.whole("jobs", 1, "Number of parallel runs.", 1)
 
 _output = Group(FLAGS, "Output")
 _output.path("out", "runs/sweep", "Folder of the search.")
-_output.yes_no("page", True, "Write comparison.html, as `dpjax compare` does.")
+_output.yes_no("plot", True, "Write comparison.png, as `dpjax compare` does.")

@@ -28,7 +28,7 @@ from typing import Any
 
 from absl import flags
 
-from dpjax.cli import mesh_flag, process_flags
+from dpjax.cli import machine_flags
 from dpjax.cli.flag_sets import LARGEST_SEED, Group, names
 
 __all__ = ["FLAGS", "WORDS", "settings"]
@@ -199,15 +199,15 @@ _output.whole("save_every", None, "Steps between checkpoints; by default 5 minut
 _output.yes_no("report", True, "Write report.html and its figures, for which Matplotlib is needed.")
 
 _machine = Group(FLAGS, "Machine")
-_machine.text("mesh", None, mesh_flag.HELP)
-_machine.yes_no("distributed", False, process_flags.DISTRIBUTED)
-_machine.text("coordinator_address", None, process_flags.ADDRESS)
-_machine.whole("num_processes", None, process_flags.COUNT, 1)
-_machine.whole("process_id", None, process_flags.NUMBER, 0)
+_machine.text("mesh", None, machine_flags.MESH)
+_machine.yes_no("distributed", False, machine_flags.DISTRIBUTED)
+_machine.text("coordinator_address", None, machine_flags.ADDRESS)
+_machine.whole("num_processes", None, machine_flags.COUNT, 1)
+_machine.whole("process_id", None, machine_flags.NUMBER, 0)
 
 # Flags that may differ between two calls of one and the same run.
-_ELSEWHERE = {"out", "stream", "overwrite", "data_dir", "cache_dir", "save_every", "report", "mesh"}
-_ELSEWHERE |= {"distributed", *process_flags.NAMES}
+_ELSEWHERE = ("out", "stream", "overwrite", "data_dir", "cache_dir", "save_every", "report", "mesh")
+_ELSEWHERE += ("distributed", *machine_flags.PROCESSES)
 
 
 def settings(given: flags.FlagValues) -> dict[str, Any]:

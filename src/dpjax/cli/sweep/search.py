@@ -25,7 +25,8 @@ from absl import app, flags
 from dpjax import accounting, noise
 from dpjax._files import lock, read_json, replace
 from dpjax.accounting.rounding import upwards
-from dpjax.cli.compare import compare
+from dpjax.cli.compare import plot
+from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.flag_sets.train import FLAGS
 from dpjax.cli.sweep import child_processes, search_cost
 from dpjax.cli.sweep.search_space import (
@@ -45,12 +46,14 @@ from dpjax.reports.load_run import read
 Runs = Mapping[pathlib.Path, Trial]
 
 _COUNTED = "tells how many ran: do not publish"
-_ELSEWHERE = {"jobs", "out", "page"}  # the same search
+_ELSEWHERE = ("jobs", "out", "plot")  # flags of the same search
 
 
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Runs the search that the flags describe."""
     del argv  # flags alone
+    if given.plot:
+        require_matplotlib(", or give --noplot")
     jax.config.update("jax_platforms", "cpu")  # leaves the accelerator to the runs
     # SIGTERM ends a search as Ctrl-C does: its children are asked to stop, and save.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -87,6 +90,8 @@ def candidates_of(given: flags.FlagValues) -> Candidates:
         raise app.UsageError("expected either --grid or --ranges, which say what is tried.")
     if (given.random or given.seeds > 1) and given.random_runs:
         raise app.UsageError("--random_runs draws how many run; leave --random and --seeds out.")
+    if given.ranges and not (given.random or given.random_runs):
+        raise app.UsageError("--ranges goes with --random or --random_runs, which says how many.")
     tried = candidates(given.ranges or given.grid, "grid" if given.ranges is None else "ranges")
     if both := sorted(tried.keys() & pairs(given.fixed, "fixed").keys()):
         raise app.UsageError(f"--fixed={given.fixed}: {', '.join(both)} is searched too.")
@@ -135,7 +140,7 @@ def draw(given: flags.FlagValues, tried: Candidates) -> list[Trial]:
 
 def flags_of(given: flags.FlagValues, trial: Trial, folder: pathlib.Path) -> dict[str, Any]:
     """The flags of a run."""
-    # A report costs more time than a small run, and a search looks at one page for all of them.
+    # A report costs more time than a small run, and a search has one figure for all of them.
     quiet = {} if given.binary else {"report": "false"}
     seed = {} if trial.seed is None else {"seed": trial.seed}
     return {"out": folder, **quiet, **pairs(given.fixed, "fixed"), **trial.settings, **seed}
@@ -192,7 +197,7 @@ def conclude(given: flags.FlagValues, out: pathlib.Path, tried: Candidates, runs
     if not (done := finished(runs)):
         print("No run has finished, so there is nothing to compare or to choose.")
         return
-    # Results, prices and page tell how many ran. The price of the best of a drawn number needs
+    # Results, prices and figure tell how many ran. The price of the best of a drawn number needs
     # that to stay secret, and a score that is the run's own, not a mean over several runs.
     public = number_of_runs(given) is None
     rows = results(done, single=not public)
@@ -201,8 +206,9 @@ def conclude(given: flags.FlagValues, out: pathlib.Path, tried: Candidates, runs
     spent, said = costs(given, tried, runs)
     replace(out / "costs.json", json.dumps(strict(spent), indent=2) + "\n", public=public)
     print(f"\n{table(rows)}\n\n{said}", flush=True)
-    if given.page:
-        compare(done, out / "comparison.html", said, RELEASED if public else _COUNTED)
+    if given.plot:
+        saved = [read(folder, arrays=False) for folder in done]
+        plot(saved, out / "comparison.png", RELEASED if public else _COUNTED)
 
 
 def results(runs: Runs, *, single: bool = False) -> list[dict[str, Any]]:

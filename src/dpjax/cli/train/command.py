@@ -28,8 +28,7 @@ from dpjax.cli import compilation_cache
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.flag_sets import names
 from dpjax.cli.flag_sets.train import settings
-from dpjax.cli.mesh_flag import mesh_in_force
-from dpjax.cli.process_flags import meet
+from dpjax.cli.machine_flags import meet, mesh_in_force
 from dpjax.cli.train import build, inputs, run_files
 from dpjax.cli.train.classifier import rehearse, train
 
