@@ -61,15 +61,13 @@ def _require_one_mesh(mesh: Mesh) -> None:
     reached = {device.process_index for device in mesh.devices.flat}
     own = reached == {jax.process_index()}
     devices = None if own else [device.id for device in mesh.devices.flat]
-    facts = {"the mesh": [list(mesh.shape.items()), devices]}
     # Programs that order devices differently, or that one process does not run, wait for ever.
-    processes.require_agreement("meshes.of", lambda: facts)
+    facts = {"the mesh": f"{list(mesh.shape.items())} {devices}"}
+    processes.require_equal("meshes.of", lambda: facts)
     if not own and len(reached) < jax.process_count():
         raise ValueError(
-            f"meshes.of: the mesh has devices of the processes {sorted(reached)}, and "
-            f"{jax.process_count()} processes run; expected devices of all of them, or a mesh of "
-            "its own in each. Usually jax.devices() was cut: make the mesh of all of them, or "
-            "start fewer processes."
+            f"meshes.of: the mesh has devices of {sorted(reached)} of {jax.process_count()} "
+            "processes; expected devices of all of them, or a mesh of its own in each."
         )
 
 
@@ -128,9 +126,8 @@ def parse(text: str) -> Mesh:
     devices = jax.devices()
     if math.prod(sizes.values()) != len(devices):
         raise ValueError(
-            f"meshes.parse(text={text!r}): it has {math.prod(sizes.values())} places, and there "
-            f"are {len(devices)} devices. On a CPU, jax.config.update('jax_num_cpu_devices', n) "
-            "makes n devices, before anything else of JAX runs."
+            f"meshes.parse(text={text!r}): it has {math.prod(sizes.values())} places for "
+            f"{len(devices)} devices. On a CPU, jax.config.update('jax_num_cpu_devices', n) makes n."
         )
     return Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes))
 
@@ -210,10 +207,8 @@ def committed(name: str, **parts: PyTree) -> tuple[Any, ...]:
     if len(places) > 1:
         where = ", ".join(f"{part} on {[d.id for d in on]}" for on, part in places.items())
         raise ValueError(
-            f"{name}: not all arrays are on the same devices: {where}. Usually parameters were put "
-            "on a mesh, and key or data on one device: put them on the mesh too, with "
-            "jax.device_put(key, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())), "
-            "or give data as NumPy arrays, which JAX moves to the parameters."
+            f"{name}: not all arrays are on the same devices: {where}. Give data as NumPy arrays, "
+            "which JAX moves to the parameters."
         )
     return next(iter(places), ())
 
@@ -258,7 +253,7 @@ def put(leaf: Any, sharding: Sharding) -> Any:
     ours = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
     if ours and not sharding.is_fully_addressable:
         # Each process has the whole array and keeps what its devices hold.
-        # `processes.require_agreement` compares the arrays of all processes.
+        # `processes.require_equal` compares them once a run.
         array = np.asarray(leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf))
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
     return jax.device_put(leaf, sharding)

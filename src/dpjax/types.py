@@ -351,8 +351,10 @@ class Sampler:
         over the examples an attacker can confirm a guess.
       participation: From a number of steps to the `dpjax.strategies.Participation` of an example
         in them, for correlated noise; None if it can be in any of them.
-      independent: Whether each step draws on its own. Otherwise a run keeps its generator and
-        the order of its rows.
+      independent: Whether each step draws on its own, so that a resumed run draws with a new key.
+        Otherwise a run keeps its key, its generator and the order of its rows.
+      coins: Whether a step draws with two keys, ``draw(key, step, coins)``: a run keeps the numbers
+        of the first, and draws those of the second with a new key at each start.
       random_bins: Whether each example has one batch of an epoch, drawn uniformly once for the run
         and independently of all others. Correlated noise then counts that the batch is unknown.
     """
@@ -369,6 +371,7 @@ class Sampler:
     fingerprint: str | None = None
     participation: Callable[[int], Any] | None = None
     independent: bool = False
+    coins: bool = False
     random_bins: bool = False
 
     def __repr__(self) -> str:
@@ -382,6 +385,10 @@ class Sampler:
             "claim": self.claim,
         }
         return table(f"Sampler: {self.name}", rows.items())
+
+    def drawn(self, key: Key, noise_key: Key, step: Any) -> Draw:
+        """The draw of a step of a run with these two keys; see `State`."""
+        return self.draw(key, step, noise_key) if self.coins else self.draw(key, step)
 
     @property
     def sampling_rate(self) -> float:
@@ -400,8 +407,8 @@ class Sampler:
 class State(NamedTuple):
     """What the next step of an algorithm needs.
 
-    Privacy: ``params`` may be released, and so may anything computed from them. ``key`` and
-    ``memory`` may not: with either, noise can be subtracted.
+    Privacy: ``params`` may be released, and so may anything computed from them. The keys and
+    ``memory`` may not: with them, batches are known, or noise can be subtracted.
     """
 
     params: PyTree
@@ -411,16 +418,18 @@ class State(NamedTuple):
     bound_scale: Float[Array, ""]
     """The factor on the rule's bounds that an adapted bound has reached; 1 without one."""
     key: Key
-    """The root of all randomness of the run."""
+    """The root of the draws, and of what a loss draws for its examples."""
+    noise_key: Key
+    """The root of the noise. `dpjax.fit` renews it at each start, unless the caller supplied it."""
     step: Int[Array, ""]
-    """How many steps ran: the number of the next one. Draw and noise follow from key and step."""
+    """How many steps ran: the number of the next one. Draw and noise follow from keys and step."""
     ledger: Any
     """The `dpjax.ledger.Ledger` of what was spent; `dpjax.dpsgd` holds it to ``step``."""
     memory: PyTree = ()
     """What correlated noise remembers of earlier steps; empty for white noise."""
 
     def __repr__(self) -> str:
-        return veiled(self, "key", "memory")
+        return veiled(self, "key", "noise_key", "memory")
 
 
 class Plan(Protocol):
@@ -470,7 +479,7 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Anything that runs: ``state = init(key, params)``; ``state, info = step(state)``.
+    """Anything that runs: ``state = init(params)``; ``state, info = step(state)``.
 
     Privacy:
       ``state.params`` is after the noise and may be released.  ``info`` is computed
@@ -479,7 +488,9 @@ class Algorithm:
     It unpacks: ``init, step = dpjax.dpsgd(...)``.
     """
 
-    init: Callable[[Key, PyTree], Any]
+    init: Callable[..., Any]
+    """``init(params, key=None)``. Without a key the operating system's randomness makes one; with
+    a key the run can be repeated, and its epsilon holds against those who do not know the key."""
     step: Callable[[Any], tuple[Any, Any]]
     """``step(state) -> (state, info)``; for `dpjax.fit`, ``info`` is a NamedTuple of arrays."""
     mechanism: Plan | None = None
@@ -490,11 +501,7 @@ class Algorithm:
     """``run(state, count)``: several steps in one dispatch, which *uses up* the state it is
     given; infos are stacked.  Without it `dpjax.fit` takes one step at a time."""
     identity: Callable[[Any], Mapping[str, Any]] = lambda state: {}
-    """From a state to what its run is, as JSON has it: different runs share no folder.
-
-    ``program``, the hash of what a step computes, is compared between runs of equal
-    ``numerics``, and its entry ``functions``, of loss and optimizer, also on other devices; see
-    `dpjax.training.run_identity`."""
+    """From a state to what its run is, as JSON has it: different runs share no folder."""
     released: Callable[[Any], Mapping[str, Any]] = lambda state: {}
     """What of a state is released beside its params, and worth a place in the log."""
 

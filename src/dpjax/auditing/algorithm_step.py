@@ -218,8 +218,8 @@ def without(sampling: Sampler, rows: ArrayLike) -> Sampler:
     """
     gone = jnp.asarray(np.isin(np.arange(sampling.examples), np.asarray(rows)))
 
-    def draw(key: Key, step: Any) -> Draw:
-        indices, size = sampling.draw(key, step)
+    def draw(key: Key, step: Any, *coins: Key) -> Draw:
+        indices, size = sampling.draw(key, step, *coins)
         stays = (jnp.arange(indices.shape[0]) < size) & ~gone[indices]
         order = jnp.argsort(~stays, stable=True)
         return Draw(indices[order], jnp.sum(stays, dtype=jnp.int32))
@@ -244,8 +244,8 @@ def _checked_rows(
 def _renamed(sampling: Sampler, row: int, instead: int) -> Sampler:
     """The sampler of a data set with another row in the place of one."""
 
-    def draw(key: Key, step: Any) -> Draw:
-        indices, size = sampling.draw(key, step)
+    def draw(key: Key, step: Any, *coins: Key) -> Draw:
+        indices, size = sampling.draw(key, step, *coins)
         return Draw(jnp.where(indices == row, instead, indices), size)
 
     return dataclasses.replace(sampling, draw=draw)
@@ -254,8 +254,8 @@ def _renamed(sampling: Sampler, row: int, instead: int) -> Sampler:
 def _silent_beyond(sampling: Sampler) -> Sampler:
     """The sampler, but keys of seeds that are not searched draw no row: such a step is noise."""
 
-    def draw(key: Key, step: Any) -> Draw:
-        indices, size = sampling.draw(key, step)
+    def draw(key: Key, step: Any, *coins: Key) -> Draw:
+        indices, size = sampling.draw(key, step, *coins)
         return Draw(indices, jnp.where(jax.random.key_data(key)[-1] < _SEEDS, size, 0))
 
     return dataclasses.replace(sampling, draw=draw)
@@ -274,12 +274,12 @@ class _FirstStep:
             hint,
         )
         self.step = algorithm.step
-        # A secret key here, so that `init` does not warn of the small seeds below: nothing is
-        # released.
-        self.state: State = algorithm.init(noise.secret_key(), params)
+        # As of a supplied key: each seed below begins the same run again.
+        self.state: State = algorithm.init(params, jax.random.key(0))
 
     def __call__(self, seed: int) -> list[np.ndarray]:
-        state, _ = self.step(self.state._replace(key=jax.random.key(seed)))
+        key = jax.random.key(seed)
+        state, _ = self.step(self.state._replace(key=key, noise_key=key))
         leaves = [trees.on_host(leaf).astype(np.float64) for leaf in jax.tree.leaves(state.params)]
         adaptive = self.mechanism.adaptive
         if adaptive is None:

@@ -19,15 +19,14 @@ import numpy as np
 import optax
 
 from dpjax import checks, ledger, meshes, trees
-from dpjax._foreign import arrays
 from dpjax.federated.clients import Clients
 from dpjax.federated.local import Local
 from dpjax.federated.rounds import Row, by_size, client_loss, round_info
 from dpjax.federated.weights import Weights
-from dpjax.gradients.loss_checks import check_loss, check_params
+from dpjax.gradients.loss_checks import check_loss
 from dpjax.gradients.traced import Traced
 from dpjax.mechanism import Mechanism
-from dpjax.training.assembly import assemble
+from dpjax.training.assembly import assemble, checked_params
 from dpjax.training.checks import check_is_optimizer, update_program
 from dpjax.training.recipe import Recipe, extra_arguments
 from dpjax.types import Algorithm, Key, LossFn, Purpose, PyTree, State
@@ -104,7 +103,7 @@ def fedavg(
       ...     local_batch_size=10,
       ...     local_epochs=2,
       ... )
-      >>> state = algorithm.init(dpjax.noise.secret_key(), jnp.zeros(3))
+      >>> state = algorithm.init(jnp.zeros(3))
       >>> state, info = algorithm.step(state)
       >>> state.ledger.steps
       1
@@ -130,8 +129,7 @@ def fedavg(
     # The rule's own bounds: an update that is projected in every step is hardly clipped at the end.
     within = mechanism.clipping if project else None
     local = Local(loss, client_optimizer, size, epochs, steps, within)
-    work = {"batch_size": local.batch_size, "epochs": epochs, "steps": steps, "project": project}
-    identity = {"algorithm": "fedavg", "local": work}
+    identity = {"algorithm": "fedavg"}
     return _algorithm(
         local, server_optimizer, mechanism, clients, identity, weights, microbatch_size, budget
     )
@@ -202,22 +200,17 @@ def _algorithm(
         call, local, server, mechanism, clients, scale=scale, microbatch_size=microbatch_size
     )
     rows = Row(jnp.arange(len(clients)), jnp.asarray(weights.shares), clients.counts)
-    held = {"shares": trees.fingerprint(weights.shares), "total": weights.total_share}
-    identity = {**identity, "weights": held}
+    identity = {**identity, "weights": {"total": weights.total_share}}
     algorithm = assemble(recipe, rows, identity, shared=clients, budget=budget, info=round_info)
 
-    def init(key: Key, params: PyTree) -> State:
-        # As in `dpsgd`: swapped arguments are told before anything reads them.
-        checks.key(f"{call}: init", key)
-        params = arrays(params, f"{call}: init(params)")
-        one = trees.one_row(clients.examples)
-        check_params(f"{call}: init(key, params)", params)
+    def init(params: PyTree, key: Key | None = None) -> State:
+        params = checked_params(call, params, key)
         # The user's loss of one example; the step itself only sees the client's loss.
-        check_loss(Traced(local.loss), params, one, call)
+        check_loss(Traced(local.loss), params, trees.one_row(clients.examples), call)
         # A client's optimizer is given no loss either.
         client = jax.eval_shape(local.optimizer.init, trees.widened(params))
         update_program(f"{call}: client_optimizer", local.optimizer, client, params)
-        return algorithm.init(key, params)
+        return algorithm.init(params, key)
 
     # The recipe's sampler orders clients by size, which changes no event: users see their
     # mechanism.

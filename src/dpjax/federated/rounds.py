@@ -61,8 +61,8 @@ def by_size(sampler: Sampler, clients: Clients) -> Sampler:
     """
     inner = sampler.draw
 
-    def draw(key: Key, step: Int[Array, ""]) -> Draw:
-        indices, size = inner(key, step)
+    def draw(key: Key, step: Int[Array, ""], *coins: Key) -> Draw:
+        indices, size = inner(key, step, *coins)
         # Padding sorts behind every drawn client, so the draw's size still cuts it off.
         drawn = jnp.arange(indices.shape[0]) < size
         sizes = jnp.where(drawn, clients.counts[indices], clients.capacity + 1)

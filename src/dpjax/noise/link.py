@@ -10,6 +10,7 @@ The noise of step t comes from ``fold_in(fold_in(root, NOISE), t)``.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -160,7 +161,7 @@ def first_state(name: str, key: Key, params: PyTree, strategy: Strategy | None) 
     arrays = [x for x in (key, *jax.tree.leaves(params)) if isinstance(x, jax.Array)]
     if not trees.traced(arrays) and not all(x.is_fully_addressable for x in arrays):
         facts = {"the root key": trees.fingerprint(key)}
-        processes.require_agreement(name, lambda: facts)
+        processes.require_equal(name, lambda: facts)
     # A copy: a step that donates the state would delete the key of the caller.
     return GaussianState(jnp.copy(key), step, first_memory(strategy, params))
 
@@ -193,7 +194,6 @@ def checked_sums(
     """
     check_multiplier(name, noise_multiplier, rule)
     checks.key(name, key)
-    trees.warn_of_seed(key, name)
     # A traced key cannot be read, so it may be the key of zeros.
     key_of_zeros = trees.traced(key) or not np.any(trees.on_host(key))
 
@@ -272,3 +272,38 @@ def secret_key() -> Key:
     with jax.ensure_compile_time_eval():
         words = jnp.asarray(np.frombuffer(os.urandom(8), dtype=np.uint32))
         return jax.random.wrap_key_data(words, impl="threefry2x32")
+
+
+def renew(state: PyTree) -> PyTree:
+    """The same state, or any tree of states, with fresh secret noise keys.
+
+    Two programs that go on from one state then have different noise: two releases, whose costs add
+    up, and never a difference without noise. `dpjax.fit` does this at each start.
+
+    Example:
+      >>> import dpjax
+      >>> link = gaussian(1.1, dpjax.clipping.flat(bound=1.0), key=secret_key())
+      >>> fork = renew(link.init(jnp.zeros(3)))
+    """
+    return with_noise_keys(state, lambda size: processes.from_first(lambda: os.urandom(size)))
+
+
+def with_noise_keys(state: PyTree, bits: Callable[[int], bytes]) -> PyTree:
+    """A tree whose states have other noise keys; ``bits(size)`` gives as many bytes."""
+
+    def one(node: Any) -> Any:
+        if not (name := _noise_key_of(node)):
+            return node
+        shape = getattr(node, name).shape  # of an ensemble, a key for each member
+        words = np.frombuffer(bits(8 * math.prod(shape)), np.uint32).reshape(*shape, 2)
+        key = jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
+        return node._replace(**{name: key})
+
+    return jax.tree.map(one, state, is_leaf=lambda node: bool(_noise_key_of(node)))
+
+
+def _noise_key_of(node: Any) -> str:
+    """The field of a state that holds its noise key: of a `State`, or of a link."""
+    fields = getattr(node, "_fields", ())
+    links = {"key", "step"} <= {*fields} and "params" not in fields
+    return "noise_key" if "noise_key" in fields else "key" * links

@@ -55,9 +55,10 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
     check_rate("cyclic_poisson", examples, batch_size, rate, bits=32)
     largest = largest_word(rate)
 
-    def draw(key: Key, step: Any) -> Draw:
+    def draw(key: Key, step: Any, fresh: Key | None = None) -> Draw:
         here = parts_of(key, examples, cycle) == step % cycle
-        key = trees.step_key(key, Purpose.SAMPLING, step)
+        # Parts last for the run. Two runs that go on from one state have coins of their own.
+        key = trees.step_key(key if fresh is None else fresh, Purpose.SAMPLING, step)
         return coins(key, jnp.full(examples, largest, jnp.uint32), here)
 
     return Sampler(
@@ -69,6 +70,7 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
         # An example can be in one step of a cycle, at an unknown place: count the least noise.
         event=lambda multipliers: gaussians(least(multipliers, cycle), rate),
         claim=f"Poisson sampling from {cycle} parts in turn; one amplified step a cycle is proved",
+        coins=True,
         facts={"cycle": cycle},
         participation=lambda steps: strategies.cycles(cycle),
     )

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -101,33 +100,6 @@ def layout_of(recipe: Recipe, params: PyTree, row: PyTree) -> Layout:
         microbatch_size=recipe.microbatch_size,
         devices=recipe.mesh,
     )
-
-
-def functions_of(recipe: Recipe, state: State, row: PyTree, shared: PyTree) -> ClosedJaxpr:
-    """Loss, gradient, per_step, weights and update as one program, without mesh and microbatch.
-
-    Args:
-      recipe: What the run does.
-      state: A state, or its shapes.
-      row: Shapes of one row of the data.
-      shared: What the loss takes before the parameters, or None.
-    """
-
-    def functions(state: State, row: PyTree, shared: PyTree) -> PyTree:
-        example = with_entry(recipe.entry, state.key, state.step, row, ())
-        weigh, scale = recipe.weights, recipe.bound_scale(state)
-        mean, extra = trees.widened(state.params), extra_arguments(recipe.optimizer, scale)
-        return (
-            # The gradient too: rules of `jax.custom_vjp` and `custom_jvp` stand there alone.
-            jax.value_and_grad(bound_to(recipe, shared).loss)(state.params, example),
-            weigh and weigh(state.step, state.params, example),
-            recipe.optimizer.update(mean, state.optimizer, state.params, **extra),
-        )
-
-    # Shapes alone: an array would bring its sharding. An optimizer may hold Python numbers.
-    seen = jax.eval_shape(lambda *arguments: arguments, state, row, shared)
-    seen = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), seen)
-    return jax.make_jaxpr(functions)(*seen)
 
 
 def home_of(recipe: Recipe, row: PyTree) -> Callable[[PyTree], Mesh | None]:
