@@ -114,7 +114,7 @@ def train(
     params = jax.jit(model.init)(jax.random.key(0), x[0])["params"]
     return dpjax.fit(
         algorithm,
-        algorithm.init(key, params),
+        algorithm.init(params, key),
         evaluate=evaluate,
         evaluate_every=max(1, mechanism.steps // 10),
         delta=_DELTA.value,

@@ -39,7 +39,7 @@ def make(multiplier=1.0, batch=20, bound=1.0, data=DATA, steps=STEPS, rate=0.1, 
 
 def start(algorithm, key=None, size=5):
     key = dpjax.noise.secret_key() if key is None else key
-    return algorithm.init(key, jnp.zeros(size))
+    return algorithm.init(jnp.zeros(size), key)
 
 
 def fit(directory, algorithm=None, state=None, **options):

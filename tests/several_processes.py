@@ -118,7 +118,7 @@ def main(folder, task):
         everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec())
         mechanism.privatize(key).init(meshes.put(first, everywhere))
     algorithm = dpjax.dpsgd(loss, optimizer, mechanism, data, microbatch_size=4, mesh=mesh)
-    state = algorithm.init(key, first)
+    state = algorithm.init(first, key)
     if task.get("differs") == "state":
         later, _ = algorithm.step(state)
         state = later if last else state  # the others go back to the first

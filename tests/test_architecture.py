@@ -27,7 +27,6 @@ FLOORS = {
     "_packing": 0.5,
     "trees": 1,
     "_checksums": 1.25,  # above trees, below marks and noise
-    "_jaxpr": 1,
     "_draws": 1,
     "_files": 1,
     "_foreign": 1,

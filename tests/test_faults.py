@@ -660,7 +660,7 @@ def test_a_mark_stays_where_it_was_furthest(tmp_path):
 def test_numerics_may_change_where_nothing_runs_again(tmp_path, caplog):
     _seen(tmp_path, steps=2)
     algorithm = runs.make(steps=4)
-    other = algorithm.init(noise.secret_key(), jnp.ones(5))  # as of a seed under other numerics
+    other = algorithm.init(jnp.ones(5))  # as of a seed under other numerics
     with jax.threefry_partitionable(False):
         with caplog.at_level("WARNING"):
             _seen(tmp_path, algorithm, last=3, state=other)
@@ -712,7 +712,7 @@ def test_the_rest_of_an_epoch_is_not_drawn_by_another_generator(tmp_path, folder
             steps=4,
         )
         algorithm = dpjax.dpsgd(lambda p, x: jnp.vdot(p, x), optax.sgd(0.1), mechanism, np.eye(20))
-        state = state or algorithm.init(noise.secret_key(), jnp.zeros(20, jnp.float32))
+        state = state or algorithm.init(jnp.zeros(20, jnp.float32))
         state, _ = dpjax.fit(algorithm, state, steps=steps, directory=directory, progress=False)
         return state
 
@@ -747,7 +747,7 @@ def test_runs_without_recorded_numerics_resume_where_nothing_runs_again(tmp_path
 def test_a_run_that_began_with_other_parameters_is_refused(tmp_path):
     algorithm = runs.make(steps=4)
     _seen(tmp_path, algorithm, steps=2)
-    other = algorithm.init(noise.secret_key(), jnp.ones(5))
+    other = algorithm.init(jnp.ones(5))
     with pytest.raises(ledger.Refused, match="began with other parameters"):
         _seen(tmp_path, algorithm, state=other)
     last = last_state(tmp_path, other)
@@ -839,7 +839,7 @@ def test_what_a_run_is_says_nothing_of_its_key(tmp_path):
     algorithm, found = runs.make(steps=4), []
     for seed in (0, 1):
         key = jax.random.key(seed)
-        state = algorithm.init(key, jax.random.normal(key, 5))
+        state = algorithm.init(jax.random.normal(key, 5), key)
         _seen(tmp_path / str(seed), algorithm, state=state, steps=1)
         found.append(json.loads((tmp_path / str(seed) / "run.json").read_text()))
         assert found[-1].pop("inode of lock") > 0, "which is of the folder"
@@ -1190,7 +1190,7 @@ def test_rules_with_several_groups_resume(tmp_path):
     for name, parts in (("whole", (60,)), ("parts", (20, 60))):
         for steps in parts:
             fresh = algorithm()
-            state = fresh.init(jax.random.key(0), {"a": jnp.zeros(5), "b": jnp.zeros(5)})
+            state = fresh.init({"a": jnp.zeros(5), "b": jnp.zeros(5)}, jax.random.key(0))
             options = {"evaluate_every": 25, "save_every": 10, "progress": False}
             if steps == 20:  # stopped at a checkpoint between two rows
                 cut_off(tmp_path / name, fresh, after=20, state=state, evaluate=None, **options)

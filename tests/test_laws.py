@@ -121,7 +121,7 @@ def mechanism_for(rule, *, sampler=None, multiplier=1.0, steps=10):
 def begin(mechanism, data, loss=network, rate=0.1, **options):
     """An algorithm of SGD steps on the network, and its first state."""
     algorithm = dpjax.dpsgd(loss, optax.sgd(rate), mechanism, data, **options)
-    return algorithm, algorithm.init(jax.random.key(0), some_params())
+    return algorithm, algorithm.init(some_params(), jax.random.key(0))
 
 
 # Law 1: sensitivity -------------------------------------------------------------------
@@ -445,7 +445,7 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
     algorithm = dpjax.dpsgd(
         lambda w, x: jnp.vdot(w, x), optax.sgd(1.0), mechanism, data, microbatch_size=size
     )
-    state = algorithm.init(jax.random.key(1), jnp.zeros(200_000))
+    state = algorithm.init(jnp.zeros(200_000), jax.random.key(1))
     after, _ = algorithm.step(state)
     assert np.std(after.params) * 20 == pytest.approx(1.1, rel=0.006)
 
@@ -500,7 +500,7 @@ def test_infinite_bound_and_no_noise_is_plain_sgd(sampler, size):
     mechanism = mechanism_for(clipping.flat(math.inf), sampler=sampler, multiplier=0.0, steps=4)
     algorithm = dpjax.dpsgd(network, optax.sgd(rate), mechanism, data, microbatch_size=size)
     key = jax.random.key(7)
-    state = algorithm.init(key, some_params())
+    state = algorithm.init(some_params(), key)
     plain = some_params()
 
     @jax.jit
@@ -679,7 +679,7 @@ def test_what_ran_is_what_is_accounted():
     mechanism = mechanism_with(100, 20, steps=4, **facts)
     data = jnp.zeros((100, 200_000))
     algorithm = dpjax.dpsgd(lambda w, x: jnp.vdot(w, x), optax.sgd(1.0), mechanism, data)
-    state = algorithm.init(jax.random.key(0), jnp.zeros(200_000))
+    state = algorithm.init(jnp.zeros(200_000), jax.random.key(0))
     measured = []
     for _ in range(4):
         before = state.params
@@ -700,7 +700,7 @@ def test_a_state_that_went_through_bytes_resumes_bit_for_bit():
         return dpjax.dpsgd(network, optimizer, mechanism, some_batch(100))
 
     algorithm = build()
-    state = algorithm.init(jax.random.key(0), some_params())
+    state = algorithm.init(some_params(), jax.random.key(0))
     for _ in range(4):
         state, _ = algorithm.step(state)
     halfway = jax.tree.map(

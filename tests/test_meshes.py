@@ -306,14 +306,14 @@ def held(algorithm, state, count=2):
 # What the caller committed to a device is moved to the devices that dpjax chooses.
 for data, first_params, root in (at(first), same, same), (at(third),) * 3, (same, whole, same):
     algorithm, _ = small_run(microbatch_size=2, data=data(x))
-    held(algorithm, algorithm.init(root(key), first_params(params)))
+    held(algorithm, algorithm.init(first_params(params), root(key)))
 # Parameters of a run on more devices, and states of other meshes.
 square = Mesh(np.array(devices).reshape(2, 2), ("data", "model"))
 odd = jax.device_put(jnp.zeros((6, 1001)), NamedSharding(square, PartitionSpec("model")))
 row = Mesh(np.array(devices).reshape(1, 4), ("data", "model"))
 assert dpjax.meshes.placed(odd, row).sharding.spec == PartitionSpec()
 phase, _ = small_run(microbatch_size=12)
-state = phase.init(jax.random.key(1), expected)
+state = phase.init(expected, jax.random.key(1))
 assert len(phase.step(state)[0].params.sharding.device_set) == 2
 for mesh in two, model:
     other, state = small_run(microbatch_size=2, mesh=mesh)

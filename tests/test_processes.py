@@ -263,8 +263,8 @@ def test_processes_agree_on_plan_and_budget_before_one_alone_could_refuse(
         pytest.param("rate", "differ in the optimizer's state;", id="rate"),
         pytest.param("params", "differ in the parameters;", id="params"),
         pytest.param("bound_scale", "differ in the scale of the bounds;", id="bound_scale"),
-        pytest.param("memory", "differ in the memory of the noise, the program", id="memory"),
-        pytest.param("engine", "differ in the program of a step, engine;", id="engine"),
+        pytest.param("memory", "differ in the memory of the noise", id="memory"),
+        pytest.param("engine", "differ in engine;", id="engine"),
     ],
 )
 def test_processes_agree_on_every_field_of_the_state_once_a_run(monkeypatch, differs, words):

@@ -40,7 +40,7 @@ def algorithm(budget=None):
 
 
 def started(algorithm):
-    return algorithm.init(noise.secret_key(), {"w": jnp.zeros((1,))})
+    return algorithm.init({"w": jnp.zeros((1,))})
 
 
 def left(folder):
@@ -224,7 +224,7 @@ def test_a_budget_bounds_what_a_stop_by_results_costs(tmp_path):
 )
 def test_a_resumed_run_keeps_the_kind_of_its_key(tmp_path, caplog):
     run = algorithm()
-    seeded = run.init(jax.random.key(0), {"w": jnp.zeros((1,))})
+    seeded = run.init({"w": jnp.zeros((1,))}, jax.random.key(0))
     options = {"directory": tmp_path, "progress": False}
 
     def dies(state):
@@ -255,7 +255,7 @@ def test_a_secret_run_that_is_resumed_with_a_seed_is_for_release(tmp_path):
         dpjax.fit(
             run, started(run), directory=tmp_path, progress=False, evaluate=dies, evaluate_every=2
         )
-    seeded = run.init(jax.random.key(0), {"w": jnp.zeros((1,))})
+    seeded = run.init({"w": jnp.zeros((1,))}, jax.random.key(0))
     dpjax.fit(run, seeded, directory=tmp_path, progress=False)
     assert left(tmp_path)[0]["seed_published"] is None
     assert "not for release" not in (tmp_path / "statement.txt").read_text()
@@ -278,7 +278,7 @@ def test_a_run_that_continues_one_with_a_small_seed_is_not_for_release(tmp_path,
     for folder in parts:
         mechanism = dataclasses.replace(MECHANISM, before=before)
         run = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, DATA)
-        first = run.init(jax.random.key(0), {"w": jnp.zeros((1,))})
+        first = run.init({"w": jnp.zeros((1,))}, jax.random.key(0))
         state = started(run) if before else first
         dpjax.fit(run, state, directory=folder, progress=False)
         before = dpjax.training.earlier(folder)
@@ -301,7 +301,7 @@ def test_the_key_of_the_first_step_says_whether_its_seed_is_small(small, tmp_pat
     """Also where it replaced the one that the state began with."""
     keys = noise.secret_key(), jax.random.key(0)
     run = algorithm()
-    state = run.init(keys[not small], {"w": jnp.zeros((1,))})._replace(key=keys[small])
+    state = run.init({"w": jnp.zeros((1,))}, keys[not small])._replace(key=keys[small])
     dpjax.fit(run, state, directory=tmp_path, progress=False)
     (card, _), words = left(tmp_path), (tmp_path / "statement.txt").read_text()
     assert dpjax.training.earlier(tmp_path)[0].seeded is small
@@ -497,7 +497,7 @@ TREES = {
     "slash": lambda: OrderedDict(a={"b": jnp.ones(2)}, **{"a/b": jnp.zeros(2)}),
     "boxed": lambda: nn.Dense(
         2, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "model"))
-    ).init(jax.random.key(0), jnp.ones(2)),
+    ).init(jnp.ones(2), jax.random.key(0)),
     "nnx": lambda: nnx.split(Blocks(nnx.Rngs(0)), nnx.Param, ...)[1],
     "equinox": lambda: eqx.partition(
         eqx.nn.MLP(1, 1, 2, depth=11, key=jax.random.key(0)), eqx.is_inexact_array

@@ -276,7 +276,7 @@ def test_a_stream_of_a_million_millions_is_trained_on(name):
     algorithm = dpjax.dpsgd(
         lambda w, x: w * x, optax.sgd(0.1), mechanism, Stream(range(10**12), example, workers=1)
     )
-    state = algorithm.init(key := jax.random.key(3), jnp.zeros(()))
+    state = algorithm.init(jnp.zeros(()), key := jax.random.key(3))
     read.clear()
     state, infos = algorithm.run(state, 3)
     draws = [sampling.on_host(mechanism.sampling.draw(key, step)) for step in range(3)]

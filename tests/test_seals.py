@@ -3,7 +3,6 @@
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import shutil
 import threading
 
@@ -12,12 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import hijax
 from mutation import kills
 
 import dpjax
 from dpjax import checks, clipping, ledger, noise, sampling, strategies, types
-from dpjax._jaxpr import _hash, fingerprint
 from dpjax.noise import seals
 from dpjax.noise.seals import remembered, seal
 
@@ -108,7 +105,7 @@ AGAIN = {
 @pytest.mark.parametrize("change", AGAIN)
 def test_one_state_in_two_runs_is_refused(change):
     first, second = make(), make(**AGAIN[change])
-    state = first.init(noise.secret_key(), jnp.zeros(3))
+    state = first.init(jnp.zeros(3))
     first.step(state)
     with pytest.raises(ledger.Refused, match="step 0 of this key ran before"):
         second.step(state)
@@ -155,7 +152,7 @@ def test_one_noise_at_two_scales_is_refused(change):
     first = solvable(strategy, drawn, **dict(*more))
     second = solvable(*other[:2], **dict(*other[2:]))
     assert first.mechanism.deviations_on_mean(0) == second.mechanism.deviations_on_mean(0)
-    state = first.init(noise.secret_key(), {"a": jnp.zeros(3), "b": jnp.zeros(3)})
+    state = first.init({"a": jnp.zeros(3), "b": jnp.zeros(3)})
     first.step(state)
     with pytest.raises(ledger.Refused, match="step 0 of this key"):
         second.step(state)
@@ -164,7 +161,7 @@ def test_one_noise_at_two_scales_is_refused(change):
 def test_memory_of_another_step_is_refused():
     """The difference of both releases would be the noise of an earlier step."""
     algorithm = solvable(strategies.square_root(8, bands=2), sampling.full(40))
-    before = algorithm.init(noise.secret_key(), {"a": jnp.zeros(3), "b": jnp.zeros(3)})
+    before = algorithm.init({"a": jnp.zeros(3), "b": jnp.zeros(3)})
     state, _ = algorithm.step(before)
     algorithm.step(state)
     with pytest.raises(ledger.Refused, match="step 1 of this key"):
@@ -173,7 +170,7 @@ def test_memory_of_another_step_is_refused():
 
 def test_edited_parameters_are_refused_in_the_middle_of_a_dispatch():
     algorithm = make()
-    start = algorithm.init(noise.secret_key(), jnp.zeros(3))
+    start = algorithm.init(jnp.zeros(3))
     algorithm.run(dpjax.trees.copy(start), 4)
     state, _ = algorithm.step(start)
     with pytest.raises(ledger.Refused, match="step 1 of this key ran before"):
@@ -182,7 +179,7 @@ def test_edited_parameters_are_refused_in_the_middle_of_a_dispatch():
 
 def test_a_replay_is_free_and_so_is_another_rate_behind_the_same_noise():
     algorithm, faster = make(), make(rate=0.2)
-    state = algorithm.init(noise.secret_key(), jnp.zeros(3))
+    state = algorithm.init(jnp.zeros(3))
     (one, _), (two, _) = algorithm.step(state), algorithm.run(dpjax.trees.copy(state), 3)
     np.testing.assert_array_equal(algorithm.run(one, 2)[0].params, two.params)
     # The rate acts on what the first step released, so only the second step is another one.
@@ -193,7 +190,7 @@ def test_a_replay_is_free_and_so_is_another_rate_behind_the_same_noise():
 
 def test_seeds_compare_settings_freely(caplog):
     with caplog.at_level("WARNING"):
-        state = make().init(jax.random.key(42), jnp.zeros(3))
+        state = make().init(jnp.zeros(3), jax.random.key(42))
     assert "a seed below 2^32" in caplog.text
     make().step(state)
     make(absolute).step(state)
@@ -243,7 +240,7 @@ def test_two_links_of_one_key_are_refused(make_link):
 
 def test_a_run_and_a_link_share_no_key():
     key, algorithm = noise.secret_key(), make()
-    algorithm.step(algorithm.init(key, jnp.zeros(3)))
+    algorithm.step(algorithm.init(jnp.zeros(3), key))
     link = algorithm.mechanism.privatize(key)
     with pytest.raises(ledger.Refused, match="step 0 of this key"):
         link.update(jnp.ones(3), link.init(jnp.zeros(3)))
@@ -262,7 +259,7 @@ def died(folder, algorithm, *, after, key=None):
             raise InterruptedError
         return {}
 
-    state = algorithm.init(noise.secret_key() if key is None else key, jnp.zeros(3))
+    state = algorithm.init(jnp.zeros(3))
     options = {"evaluate": evaluate, "evaluate_every": 1, "directory": folder, "progress": False}
     if after is None:
         return dpjax.fit(algorithm, state, **options)
@@ -274,85 +271,6 @@ def died(folder, algorithm, *, after, key=None):
 def forgotten(monkeypatch):
     """A new process remembers nothing."""
     monkeypatch.setattr("dpjax.noise.seals._seen", {})
-
-
-PROGRAMS = {
-    "rate": {"rate": 0.01},
-    "loss": {"loss": absolute},
-    "weights": {"weights": lambda step, params, x: jnp.float32(0.5)},
-    "constant": {"loss": lambda w, x: jnp.sum((w - x - jnp.asarray(DATA)[0]) ** 2)},
-}
-
-
-@pytest.mark.sample(1)
-@kills(
-    "training/assembly.py",
-    '"program": self._program(self._at_home(state)),',
-    '"program": None,',
-    case="rate",
-    slow=True,
-)
-@kills(
-    "training/recipe.py",
-    "            weigh and weigh(",
-    "            () and weigh(",
-    case="weights",
-    slow=True,
-)
-@kills(
-    "training/recipe.py",
-    "            jax.value_and_grad(bound_to(recipe, shared).loss)(state.params, example),\n",
-    "",
-    case="loss",
-    slow=True,
-)
-@kills(
-    "training/recipe.py",
-    "            recipe.optimizer.update(mean, state.optimizer, state.params, **extra),\n",
-    "",
-    case="rate",
-    slow=True,
-)
-@kills(
-    "training/run_identity.py",
-    "not names and comparable",
-    "not names and not changed",
-    case="rate",
-    slow=True,
-)
-@pytest.mark.parametrize("change", PROGRAMS)
-def test_released_steps_belong_to_one_program(tmp_path, change, monkeypatch):
-    """Also where the layout changed with it, and so the traced step."""
-    died(tmp_path, make(), after=2)
-    for layout in ({}, {"microbatch_size": 8, "engine": "vmap"}):
-        forgotten(monkeypatch)
-        with pytest.raises(ledger.Refused, match=r"program\.functions: ") as refusal:
-            died(tmp_path, make(**layout, **PROGRAMS[change]), after=None)
-        assert "program.step" not in str(refusal.value)
-    state, _ = died(tmp_path, make(), after=None)
-    assert state.ledger.steps == 6
-
-
-@kills(
-    "training/run_identity.py",
-    "    if not names and not changed:\n        names = differ\n",
-    "",
-    slow=True,
-)
-def test_a_changed_step_of_the_same_functions_is_refused_too(tmp_path, monkeypatch):
-    """As of another clipping of one description, or of an algorithm that traces no functions."""
-
-    def changed(algorithm):
-        def identity(state):
-            known = algorithm.identity(state)
-            return {**known, "program": {**known["program"], "step": ["another"]}}
-
-        return dataclasses.replace(algorithm, identity=identity)
-
-    died(tmp_path, make(), after=2)
-    forgotten(monkeypatch)
-    with pytest.raises(ledger.Refused, match=r"program\.step: "):
-        died(tmp_path, changed(make()), after=None)
 
 
 def rows(data):
@@ -393,7 +311,7 @@ def test_a_folder_and_its_process_agree(tmp_path, monkeypatch):
     died(tmp_path, make(), after=2, key=key)
     forgotten(monkeypatch)
     algorithm = make(loss=absolute)
-    algorithm.step(algorithm.init(key, jnp.zeros(3)))
+    algorithm.step(algorithm.init(jnp.zeros(3), key))
     with pytest.raises(ledger.Refused, match=r"^fit\(.*: step 0 of this key ran before"):
         died(tmp_path, make(), after=None, key=key)
 
@@ -402,7 +320,7 @@ def test_a_folder_and_its_process_agree(tmp_path, monkeypatch):
 def test_steps_before_the_folder_stay_known(tmp_path, monkeypatch):
     """A state that ran in another process enters a folder, and is run on there."""
     key, algorithm = noise.secret_key(), make()
-    first = algorithm.init(key, jnp.zeros(3))
+    first = algorithm.init(jnp.zeros(3), key)
     state, _ = algorithm.step(first)
     known = remembered(key, 1)
     forgotten(monkeypatch)
@@ -451,73 +369,6 @@ def test_a_folder_whose_run_is_unknown_is_refused(tmp_path):
         died(tmp_path, make(), after=None)
 
 
-# --- programs ---------------------------------------------------------------------------------
-
-
-def traced(function, *shapes):
-    return fingerprint(jax.make_jaxpr(function)(*shapes))
-
-
-def placed(x):
-    return jax.lax.with_sharding_constraint(x, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-
-
-def scaled(by):
-    return lambda x: jnp.sum(jnp.tanh(x) * by)
-
-
-# Its name before JAX 0.11 comes second.
-HiPrim = getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive
-
-
-class Shift(HiPrim):
-    """As JAX 0.12 writes operations: the number stands in the parameters of an object."""
-
-    def __init__(self, kind, by):
-        self.in_avals, self.out_aval, self.params = (kind,), kind, {"by": by}
-        super().__init__()
-
-    def expand(self, x):
-        return x
-
-
-@dataclasses.dataclass(frozen=True)
-class Gain:
-    by: float
-
-    def __call__(self, x):
-        return self.by * np.asarray(x)
-
-
-def shifted(by):
-    return lambda x: Shift(jax.typeof(x), by)(x)
-
-
-def hosted(function):
-    return lambda x: jax.pure_callback(function, x, x, vmap_method="sequential")
-
-
-def searched(side):
-    return lambda x: jnp.searchsorted(jnp.arange(3.0), x, side=side)
-
-
-# Its text leaves numbers out.
-LONG = np.sin(np.arange(5000.0)) * (np.arange(5000) == 2500)
-
-
-SAME = {
-    "parameters of an object": (shifted((1, scaled(1.0))), shifted((1, scaled(2.0)))),
-    "what a callback holds": (hosted(Gain(1.0)), hosted(Gain(2.0))),
-    "closure made again": (scaled(2.0), scaled(2.0)),
-    "name of a function": (jax.jit(lambda x: x + 1), jax.jit(lambda y: y + 1)),
-    "place of an array": (
-        lambda x: jnp.sin(x) - x,
-        lambda x: placed(jnp.sin(placed(x))) - placed(x),
-    ),
-    "array of equal numbers": (scaled(jnp.ones(3)), scaled(jnp.ones(3))),
-}
-
-
 @kills("noise/seals.py", "with _lock:", "if True:", slow=True)
 def test_of_two_threads_with_one_key_one_releases(monkeypatch):
     """Each waits for the other between the look at the table and the entry, if it can."""
@@ -541,87 +392,3 @@ def test_of_two_threads_with_one_key_one_releases(monkeypatch):
         each = list(pool.map(released, [3, 5]))
     assert sorted(each) in ([0, 3], [0, 5])
     assert found(key, 1) == max(each)
-
-
-DIFFERENT = {
-    "parameters of an object": (shifted(1), shifted(2)),
-    "program in an object": (
-        shifted(jax.make_jaxpr(jnp.sin)(1.0)),
-        shifted(jax.make_jaxpr(jnp.cos)(1.0)),
-    ),
-    "traced function in an object": (
-        shifted(jax.jit(jnp.sin).trace(1.0)),
-        shifted(jax.jit(jnp.cos).trace(1.0)),
-    ),
-    "array in an object": (shifted({"by": LONG}), shifted({"by": 2 * LONG})),
-    "side of a search": (searched("left"), searched("right")),
-    "number": (scaled(2.0), scaled(3.0)),
-    "number in a jitted function": (jax.jit(scaled(2.0)), jax.jit(scaled(3.0))),
-    "array": (scaled(jnp.ones(3)), scaled(jnp.zeros(3))),
-    "primitive": (jnp.sin, jnp.cos),
-    "widths of a pad": (
-        lambda x: jax.lax.pad(x, 0.0, [(1, 11, 0)]),
-        lambda x: jax.lax.pad(x, 0.0, [(11, 1, 0)]),
-    ),
-    "axis": (lambda x: jnp.flip(x, 0), lambda x: jnp.roll(x, 1, 0)),
-    "operands": (lambda x: x - 2 * x, lambda x: 2 * x - x),
-    "branch": (
-        lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x),
-        lambda x: jax.lax.cond(x[0] > 0, jnp.cos, jnp.sin, x),
-    ),
-}
-
-
-@kills(
-    "_jaxpr.py",
-    'if equation.primitive.name == "sharding_constraint":',
-    "if False:",
-    case="place of an array",
-    slow=True,
-)
-@pytest.mark.parametrize("name", SAME)
-def test_equal_programs_have_one_hash(name):
-    one, other = SAME[name]
-    assert traced(one, jnp.ones(3)) == traced(other, jnp.ones(3))
-
-
-@kills("_jaxpr.py", "_hash(np.asarray(v.val), write)", "pass", case="number in a jitted function")
-@kills(
-    "_jaxpr.py",
-    "if all(each is not None for each in held):",
-    "if False:",
-    case="parameters of an object",
-)
-@kills(
-    "_jaxpr.py",
-    "case Mapping():",
-    "case Mapping() if False:",
-    case="array in an object",
-    slow=True,
-)
-@kills(
-    "_jaxpr.py", "_hash(part.jaxpr, write)", "pass", case="traced function in an object", slow=True
-)
-@kills("_jaxpr.py", "for constant in part.consts:", "for constant in ():", case="array", slow=True)
-@kills(
-    "_jaxpr.py",
-    "for v in (*equation.invars, *equation.outvars):",
-    "for v in equation.outvars:",
-    case="operands",
-    slow=True,
-)
-@kills("_jaxpr.py", 'write(b",")', "pass", case="widths of a pad", slow=True)
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_other_programs_have_another_hash(name):
-    one, other = DIFFERENT[name]
-    assert traced(one, jnp.ones(3)) != traced(other, jnp.ones(3))
-
-
-@kills("_jaxpr.py", "_hash(sorted(map(repr, part)), write)", "_hash(list(map(repr, part)), write)")
-def test_a_set_has_one_hash_in_any_order():
-    """Axes of a mesh are a set, and each process orders a set of names in its own way."""
-    written = [[], []]
-    for order, out in zip(([0, 8], [8, 0]), written, strict=True):
-        _hash(frozenset(order), out.append)
-    assert list(frozenset([0, 8])) != list(frozenset([8, 0]))
-    assert written[0] == written[1]

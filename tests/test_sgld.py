@@ -31,7 +31,7 @@ def flat(w, x):
 
 def after(algorithm, steps, start, key=0):
     """The state after these steps, in one dispatch."""
-    state = algorithm.init(jax.random.key(key), start)
+    state = algorithm.init(start, jax.random.key(key))
     return algorithm.run(trees.copy(state), steps)
 
 
@@ -102,7 +102,7 @@ DECAY = optax.exponential_decay(4e-4, 1, 0.5)
 def test_the_noise_is_the_root_of_the_rate_through_the_whole_chain(rate, rule, temperature):
     algorithm = chain(rate=rate, rule=rule, temperature=temperature)
     before = {"a": jnp.zeros(150_000), "b": jnp.zeros((2, 75_000))}
-    state = algorithm.init(jax.random.key(0), before)
+    state = algorithm.init(before, jax.random.key(0))
     for step in range(4):
         state, _ = algorithm.step(state)
         expected = math.sqrt(temperature * (rate(step) if callable(rate) else rate))
@@ -174,7 +174,7 @@ def test_on_the_mean_gradient_it_is_the_papers():
         prior_deviation=0.5,
         samples=1,
     )
-    state, _ = algorithm.step(algorithm.init(jax.random.key(0), jnp.ones(200_000)))
+    state, _ = algorithm.step(algorithm.init(jnp.ones(200_000), jax.random.key(0)))
     assert np.mean(state.params) == pytest.approx(1 - 0.1 * (1 - 3 + 4 / 10), abs=0.003)
     assert np.std(state.params) == pytest.approx(0.1**0.5, rel=0.01)
 
@@ -234,7 +234,7 @@ def test_a_killed_run_ends_the_same_to_the_last_bit(tmp_path, deaths):
         algorithm = chain(square, rate, data=data, steps=40, **kept)
         if dies is not None:
             algorithm = dies_after(algorithm, dies)
-        state = algorithm.init(jax.random.key(3), jnp.zeros(3))
+        state = algorithm.init(jnp.zeros(3), jax.random.key(3))
         options = {"directory": directory, "save_every": 5, "evaluate_every": 10}
         return dpjax.fit(algorithm, state, progress=False, delta=1e-3, **options)
 
@@ -249,7 +249,7 @@ def test_a_killed_run_ends_the_same_to_the_last_bit(tmp_path, deaths):
 
 
 def named(algorithm):
-    return algorithm.identity(algorithm.init(jax.random.key(0), jnp.zeros(3)))
+    return algorithm.identity(algorithm.init(jnp.zeros(3), jax.random.key(0)))
 
 
 def test_another_rate_prior_or_temperature_is_another_run():
@@ -397,7 +397,7 @@ def test_arguments_in_the_wrong_place_and_narrow_parameters_are_refused():
     with pytest.raises(ValueError, match=r"^training\.dp_sgld: the data hold 9 examples"):
         training.dp_sgld(flat, 1e-4, sampling.poisson(10, 2), WIDE, 4, np.zeros((9, 3)))
     with pytest.raises(TypeError, match="narrow dtype rounds them to zero"):
-        chain().init(jax.random.key(0), {"w": jnp.zeros(3, jnp.bfloat16)})
+        chain().init({"w": jnp.zeros(3, jnp.bfloat16)}, jax.random.key(0))
 
 
 def test_samples_that_are_not_there():

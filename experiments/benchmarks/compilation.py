@@ -119,7 +119,7 @@ def step_of(kind: str, loss: Any, params: Any, batch: Any) -> Iterator[Any]:
     optimizer = optax.sgd(0.1, momentum=0.9)
     if kind == "private":
         algorithm = dpjax.dpsgd(loss, optimizer, MECHANISM, batch)
-        state = algorithm.init(dpjax.noise.secret_key(), params)
+        state = algorithm.init(params)
         while True:
             state, _ = algorithm.step(state)
             yield state.params

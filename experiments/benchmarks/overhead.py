@@ -56,7 +56,7 @@ def algorithm(examples: Any) -> dpjax.types.Algorithm:
 def started(algorithm: dpjax.types.Algorithm) -> Any:
     model = models.MLP(features=(128,), classes=10)
     params = model.init(jax.random.key(0), jnp.zeros((8, 8, 1)))["params"]
-    return algorithm.init(jax.random.key(0), params)
+    return algorithm.init(params, jax.random.key(0))
 
 
 def dispatch(algorithm: dpjax.types.Algorithm, state: Any, count: int) -> float:

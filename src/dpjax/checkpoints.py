@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: saves any state atomically, and restores it to the last bit.
 
-Orbax writes one folder a step, which gets its name only when it is whole. A digest of all numbers is
-saved with them, so that a truncated or altered checkpoint is never read. (Orbax itself detects
+Orbax writes one folder a step, which gets its name only when it is whole. A digest of all numbers
+is saved with them, so that a truncated or altered checkpoint is never read. (Orbax itself detects
 truncation only.)
 
 A state is a tree of arrays. JAX arrays are restored with the shape they had; NumPy arrays, such

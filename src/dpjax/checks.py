@@ -143,7 +143,7 @@ def key(call: str, value: Any) -> Any:
     if value.ndim != (0 if is_typed_key(value) else 1):
         raise ValueError(
             f"{call}(key of shape {value.shape}): expected one key. Usually jax.random.split made "
-            "several: begin one run for each, [algorithm.init(key, params) for key in keys]."
+            "several: begin one run for each, [algorithm.init(params, key) for key in keys]."
         )
     # Folds of unsafe_rbg commute: leaf b of step 0 would have the noise of leaf a of step 1. A key
     # of philox2x32 has 32 bits. philox4x32 and threefry4x32 hash seeds, which `trees.seeded` then

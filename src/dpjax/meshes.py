@@ -127,7 +127,7 @@ def parse(text: str) -> Mesh:
     if math.prod(sizes.values()) != len(devices):
         raise ValueError(
             f"meshes.parse(text={text!r}): it has {math.prod(sizes.values())} places for "
-            f"{len(devices)} devices. On a CPU, jax.config.update('jax_num_cpu_devices', n) makes n."
+            f"{len(devices)} devices. On a CPU, set jax_num_cpu_devices before JAX runs."
         )
     return Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes))
 

@@ -15,7 +15,7 @@ import collections
 import hashlib
 import pickle
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np

@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 from numpy.typing import ArrayLike
 
-from dpjax import accounting, checks, noise, trees
+from dpjax import accounting, checks, trees
 from dpjax.accounting import profiles
 from dpjax.accounting.methods import checked_delta
 from dpjax.mechanism import Mechanism

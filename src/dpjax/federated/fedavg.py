@@ -27,7 +27,7 @@ from dpjax.gradients.loss_checks import check_loss
 from dpjax.gradients.traced import Traced
 from dpjax.mechanism import Mechanism
 from dpjax.training.assembly import assemble, checked_params
-from dpjax.training.checks import check_is_optimizer, update_program
+from dpjax.training.checks import check_is_optimizer
 from dpjax.training.recipe import Recipe, extra_arguments
 from dpjax.types import Algorithm, Key, LossFn, Purpose, PyTree, State
 
@@ -207,9 +207,6 @@ def _algorithm(
         params = checked_params(call, params, key)
         # The user's loss of one example; the step itself only sees the client's loss.
         check_loss(Traced(local.loss), params, trees.one_row(clients.examples), call)
-        # A client's optimizer is given no loss either.
-        client = jax.eval_shape(local.optimizer.init, trees.widened(params))
-        update_program(f"{call}: client_optimizer", local.optimizer, client, params)
         return algorithm.init(params, key)
 
     # The recipe's sampler orders clients by size, which changes no event: users see their

@@ -7,7 +7,6 @@ batch; `clipped_grad` returns the sum of the gradients of its examples, each cli
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from numbers import Number
@@ -23,7 +22,6 @@ from dpjax._foreign import arrays
 from dpjax._marks import certified, require_start
 from dpjax.clipping.application import real_rows
 from dpjax.clipping.shards import refuse_explicit, refuse_tracking
-from dpjax.gradients import complex_leaves
 from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._estimated_norms.jl import projected
 from dpjax.gradients.batching import Engine, Rows, adding
@@ -32,7 +30,7 @@ from dpjax.gradients.layout import Request, run_laid_out
 from dpjax.gradients.loss_checks import check_loss, check_params, require_one_example
 from dpjax.gradients.nan_isolation import isolated
 from dpjax.gradients.traced import Traced
-from dpjax.types import ClippedSum, Clipping, Key, LossFn, Partition, PyTree
+from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 
 
 def clipped_grad(
@@ -87,7 +85,6 @@ def clipped_grad(
     | a weight above 1, below 0, or NaN | taken as 1, 0 and 0 |
     | an example with a NaN or infinite gradient | contributes exactly 0 |
     | bfloat16 or float16 parameters | norms and sums are float32 |
-    | complex parameters | norms and sums of real and imaginary parts; conjugated as by `jax.grad` |
 
     Example:
       >>> import dpjax
@@ -138,25 +135,7 @@ def clipped_grad(
         params = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, Number) else x, params)
         check_params("clipped_grad", params)
         start = None if start is None else _shaped_like(require_start(start, rule), params)
-        if not complex_leaves.any_complex(params):
-            return of_reals(with_aux, params, batch, mask, weights, key, start)
-        # Norms, sums and rules see real numbers alone. The parameters decide on groups: the parts
-        # of a complex leaf have another rank and twice its size.
-        groups = rule.partition.assign(params)
-        fixed = Partition(rule.partition.names, lambda _: groups)
-        start = None if start is None else complex_leaves.parts(start, sign=-1)
-        found = of_reals(
-            lambda reals, example: with_aux(complex_leaves.joined(reals, params), example),
-            complex_leaves.parts(params),
-            batch,
-            mask,
-            weights,
-            key,
-            start,
-            rule=dataclasses.replace(rule, partition=fixed),
-        )
-        value = complex_leaves.joined(found.value, params, sign=-1)
-        return certified(found._replace(value=value), rule)
+        return of_reals(with_aux, params, batch, mask, weights, key, start)
 
     return clipped
 

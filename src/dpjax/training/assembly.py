@@ -22,23 +22,13 @@ from dpjax._foreign import arrays
 from dpjax.clipping.shards import refuse_explicit
 from dpjax.data import Stream
 from dpjax.gradients.clipped_grad import check_rule, checked_size
-from dpjax.gradients.loss_checks import (
-    check_loss,
-    check_params,
-    leaks_noted,
-    warn_of_one_draw,
-)
+from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.gradients.traced import Traced
 from dpjax.noise.link import first_memory
 from dpjax.training.checks import (
-    check_draw,
-    check_optimizer,
     check_state,
-    check_step,
     warn_of_batch_norm,
     warn_of_constants,
-    warn_of_idle,
-    warn_of_narrow,
 )
 from dpjax.training.in_memory import InMemory
 from dpjax.training.info import Seen, mean_info, warn_of_unscored
@@ -76,7 +66,6 @@ def assemble(
     if budget is not None:
         hint = "Write dpjax.ledger.Budget(epsilon=..., delta=...): an epsilon needs its delta."
         checks.instance(name, "budget", budget, ledger.Budget, hint)
-    check_draw(name, mechanism.sampling)
     size = checked_size(name, "microbatch_size", recipe.microbatch_size)
     check_rule(mechanism.clipping)
     recipe = recipe._replace(microbatch_size=size)
@@ -151,7 +140,7 @@ class _Assembly:
         check_state(self.name, state)
         ledger.require_untraced(state, f"{self.name}: run")
         count = checks.whole(f"{self.name}: run", "count", count)
-        with meshes.in_force(self.mesh), leaks_noted():
+        with meshes.in_force(self.mesh):
             return self._dispatch(state, count)
 
     def _dispatch(self, state: State, count: int) -> tuple[State, Any]:
@@ -163,7 +152,6 @@ class _Assembly:
             )
         # The ledger records the steps before they run: a crash during a step leaves it counted.
         spent = ledger.admit(state.ledger, self.mechanism, self.budget, steps=count)
-        check_step(self.name, state)
         state, seen = self.steps.run(self._at_home(state), count)
         self.warned = self.warned or warn_of_unscored(self.name, seen)
         return state._replace(ledger=spent), self.info(seen)
@@ -223,12 +211,8 @@ def _read_loss(recipe: Recipe, params: PyTree, row: PyTree, *, tell: bool) -> No
       tell: Whether constants may be the data; a client's loss closes over all clients.
     """
     name, example = recipe.name, example_of(recipe, row)
-    loss = Traced(recipe.loss)
-    program = check_loss(loss, params, example, name)
-    warn_of_narrow(name, params)
-    warn_of_idle(name, loss.gradient(params, example), params)
-    warn_of_batch_norm(name, program.jaxpr, params)
-    warn_of_one_draw(name, program.jaxpr)
+    program = check_loss(Traced(recipe.loss), params, example, name)
+    warn_of_batch_norm(name, params)
     if tell:
         warn_of_constants(name, program, recipe.mechanism.sampling.examples)
 
@@ -236,7 +220,6 @@ def _read_loss(recipe: Recipe, params: PyTree, row: PyTree, *, tell: bool) -> No
 def _first_state(recipe: Recipe, key: Key | None, params: PyTree, mesh: Mesh | None) -> State:
     """The state before the first step, on the mesh of the run."""
     optimizer = recipe.optimizer.init(trees.widened(params))
-    check_optimizer(recipe, optimizer, params)
     memory = first_memory(recipe.mechanism.noise, params)
     if mesh is not None and jax.tree.leaves(memory):
         memory = meshes.placed_rows(memory, params, mesh)

@@ -5,9 +5,9 @@ The ledger checks that all steps fit before the first runs, so the budget never 
 `fit` writes two kinds of numbers and keeps them apart: released ones (parameters, and what follows
 from them and public data) and, under ``"private"``, those computed from private data without noise.
 
-With a folder, a step is saved before it is released: first its checkpoint, then `evaluate`, the row
-of the log, card and parameters, and the progress. A killed run resumes at its last checkpoint, so no
-released step ever runs again, whatever changed in between.
+With a folder, a step is saved before it is released: first its checkpoint, then `evaluate`, the
+row of the log, card and parameters, and the progress. A killed run resumes at its last checkpoint,
+so no released step ever runs again, whatever changed in between.
 """
 
 from __future__ import annotations

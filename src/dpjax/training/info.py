@@ -19,6 +19,7 @@ from dpjax.gradients.batching import Layout, Total, no_total
 from dpjax.mechanism import Mechanism
 from dpjax.types import PyTree
 
+
 class Seen(NamedTuple):
     """What a step sums beside gradients, **before** any noise: all of it is secret."""
 

@@ -2,9 +2,8 @@
 """The folder of one run: one process at a time, one identity, one log, its checkpoints.
 
 `run.json` says what the run is. A later process with another identity is refused with the
-differences; with an equal one it resumes from the last checkpoint. A step is released only after its
-checkpoint is on disk, so no released step ever runs again, and every row of the log has a
-checkpoint that is as late.
+differences; with an equal one it resumes from the last checkpoint. A step is released only after
+its checkpoint is on disk, so no released step ever runs again.
 """
 
 from __future__ import annotations

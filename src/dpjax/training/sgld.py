@@ -144,7 +144,7 @@ def dp_sgld(
     if steps - burn_in < every:
         raise ValueError(
             f"training.dp_sgld(steps={steps}, burn_in={burn_in}): no sample would be kept, as one "
-            f"in {every} steps after the burn-in is. Give more steps, or a smaller burn_in or every."
+            f"in {every} later steps is. Give more steps, or a smaller burn_in or every."
         )
     optimizer = optax.chain(
         # The Gaussian prior's gradient, w / s^2, divided by n, because the loss is a mean over
@@ -171,8 +171,10 @@ def dp_sgld(
         _check_width(params)
         return inner.init(params, key)
 
-    # The rate is in the mechanism: it decides the noise multiplier.
-    identity = lambda state: {**inner.identity(state), "algorithm": "dp_sgld"}
+    def identity(state: State) -> dict[str, Any]:
+        # The rate is in the mechanism: it decides the noise multiplier.
+        return {**inner.identity(state), "algorithm": "dp_sgld"}
+
     return dataclasses.replace(inner, init=init, identity=identity)
 
 

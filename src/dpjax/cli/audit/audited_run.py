@@ -30,7 +30,7 @@ from dpjax.cli.train.flags import settings
 from dpjax.cli.train.job import Checked, configuration_of, load, plan
 from dpjax.reports.load_run import SavedRun, read
 from dpjax.training.released import restored
-from dpjax.training.run_identity import differences, identity_of
+from dpjax.training.run_folder import differences, identity_of
 
 _MOST = 10_000  # rows whose losses are compared
 _KNOWN = 2_000  # rows whose gradients the attacker subtracts
@@ -113,16 +113,16 @@ def _require_same(rebuilt: Rebuilt, configuration: dict[str, Any]) -> str:
     """Refuses what is not the run of the folder; returns what could not be compared."""
     planned, run = rebuilt.planned, rebuilt.run
     algorithm = rebuilt.algorithm(planned.mechanism, planned.optimizer, rebuilt.dataset.train)
-    state = algorithm.init(jax.random.key(0), rebuilt.first)
+    state = algorithm.init(rebuilt.first, jax.random.key(0))
     identity = json.loads(json.dumps(identity_of(algorithm, state, configuration)))
-    lines, unseen = differences(run.identity or {}, identity)
-    if lines:
+    there = run.identity or {}
+    if lines := differences(there, {**identity, "randomness": there.get("randomness")}):
         raise app.UsageError(
             f"{run.path}: its flags, these data and this code are another run than its run.json:\n"
             + "\n".join(lines)
             + f"\nAn audit of them says nothing of what ran.{_USUAL}"
         )
-    return unseen
+    return ""
 
 
 def _files(folder: pathlib.Path) -> tuple[SavedRun, bytes]:
@@ -257,7 +257,7 @@ def canaries(rebuilt: Rebuilt, count: int, steps: int, confidence: float) -> Gue
     algorithm = rebuilt.algorithm(mechanism, auditing.recording(planned.optimizer), (x, y))
     scores, _ = auditing.score_canaries(
         algorithm,
-        algorithm.init(jax.random.key(0), rebuilt.first),
+        algorithm.init(rebuilt.first, jax.random.key(0)),
         steps,
         rebuilt.loss,
         (jnp.asarray(x[places]), jnp.asarray(y[places])),

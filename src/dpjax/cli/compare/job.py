@@ -24,7 +24,6 @@ from dpjax.reports.figure_output import png, svg
 from dpjax.reports.figures import PRIVATE, RELEASED, SEEDED, of_what_was_released
 from dpjax.reports.load_run import Missing, SavedRun, read
 from dpjax.reports.statement import seed_notice
-from dpjax.training.run_identity import PLACES
 
 REPEATED = ("seed", "out")  # flags in which the runs of a group may differ
 COLUMNS = ("runs", "test accuracy", "of", "epsilon", "delta", "time of one")
@@ -78,8 +77,7 @@ def data_of(run: SavedRun) -> tuple[str | None, str | None]:
 
 def traced(run: SavedRun) -> dict[str, Any]:
     """Versions and settings under which a program was traced; others give other programs."""
-    found = (run.identity or {}).get("numerics", {})
-    return {name: value for name, value in found.items() if name not in PLACES}
+    return (run.identity or {}).get("numerics", {})
 
 
 def program_of(run: SavedRun) -> str | None:

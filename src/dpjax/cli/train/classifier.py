@@ -163,7 +163,7 @@ def train(
 
     state, history = dpjax.fit(
         algorithm,
-        algorithm.init(key, fresh),
+        algorithm.init(fresh, key),
         evaluate=evaluate,
         evaluate_every=-(-mechanism.steps // evaluations) or None,
         **options,

@@ -33,7 +33,7 @@ from dpjax.cli.mesh_flag import mesh_in_force
 from dpjax.cli.train import build, inputs, names, run_files
 from dpjax.cli.train.classifier import rehearse, train
 from dpjax.cli.train.flags import refusal, settings, without_effect
-from dpjax.training.folder_lock import hold
+from dpjax.training.run_folder import held
 
 
 class Checked(NamedTuple):
@@ -226,7 +226,7 @@ def run_and_report(
             planned.loss,
             mechanism,
             planned.optimizer,
-            key=key,
+            key=None if given.seed is None else key,
             params=planned.earlier,
             per_step=planned.per_step,
             budget=planned.budget,
@@ -269,7 +269,7 @@ def secret_key() -> Any:
 def prepared(folder: pathlib.Path, overwrite: bool) -> Iterator[None]:
     """Makes and locks the folder of the run; deletes the run that is there, if asked to."""
     writable_folder(folder, folder)
-    with hold(folder):
+    with held(folder, "command.lock"):
         if overwrite:
             training.forget(folder)
             run_files.clear(folder, inputs.MOMENTS)
