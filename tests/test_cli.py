@@ -438,7 +438,6 @@ def trained(folder, *words):
 
 
 @pytest.mark.slow
-@kills("cli/audit/audited_run.py", "    if lines:\n", "    if False:\n", slow=True)
 @kills("cli/audit/audited_run.py", "configuration_of(configured, planned.dataset)", "{}", slow=True)
 def test_an_audit_is_of_the_data_and_the_program_that_ran(workshop, tmp_path, monkeypatch):
     folder = trained(tmp_path / "run", f"--model={workshop}:Net")
@@ -730,8 +729,6 @@ def test_a_run_that_has_ended_keeps_its_time(workshop, tmp_path):
     assert run_files.described(folder) == {}
 
 
-@kills("cli/train/job.py", "with hold(folder):", "with contextlib.nullcontext():", slow=True)
-@kills("training/folder_lock.py", "        del _held[folder]\n", "        pass\n", slow=True)
 def test_a_folder_is_locked_from_its_queries_to_its_report(workshop, tmp_path, monkeypatch):
     """Two commands that query the same data would release twice what one of them counts."""
     folder, seen = tmp_path / "run", []

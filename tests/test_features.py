@@ -393,7 +393,6 @@ def test_every_query_has_a_stream_of_its_own():
     assert abs(together).max() < 0.2
 
 
-@kills("features/normalization.py", "if not trees.seeded(key):", "if False:", slow=True)
 def test_one_key_answers_its_queries_once():
     """Equal noise on other features would cancel in the difference of two answers."""
     key, x = noise.secret_key(), some()
@@ -510,12 +509,6 @@ def test_without_noise_it_is_not_private():
 
 
 @pytest.mark.slow
-@kills(
-    "features/normalization.py",
-    '        trees.warn_of_seed(key, "Normalization.release")\n',
-    "",
-    slow=True,
-)
 @pytest.mark.parametrize("seeded", [True, False])
 def test_queries_with_a_small_seed_are_warned_of_and_can_be_declared(seeded, caplog):
     normalization = features.Normalization(examples=20, noise_multiplier=8.0, thresholds=(1.0, 1.0))

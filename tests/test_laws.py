@@ -479,7 +479,6 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
     case="3-poisson",
     slow=True,
 )
-@kills("training/step.py", "state.key, state.step)", "state.key, 0)", case="3-poisson", slow=True)
 @kills(
     "training/step.py",
     "start=start)",
@@ -744,12 +743,6 @@ def test_the_ledger_stops_at_the_last_step_that_fits(method):
     assert accounting.epsilon(one_more, 1e-5, method) > 2.0
 
 
-@kills(
-    "training/assembly.py",
-    "spent = ledger.admit(begun, mechanism, budget, steps=count)",
-    "spent = begun",
-    slow=True,
-)
 def test_no_step_runs_beyond_the_plan():
     mechanism = mechanism_with(100, 10, steps=3)
     algorithm, state = begin(mechanism, some_batch(100))

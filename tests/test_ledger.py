@@ -136,9 +136,9 @@ def test_what_was_spent_before_the_first_step_may_be_too_much_already():
 
 def test_a_ledger_of_another_mechanism_is_refused():
     book = walk(make(2.0, steps=5), 2)
-    with pytest.raises(ledger.Refused, match="other noise multipliers"):
+    with pytest.raises(ledger.Refused, match="not the first of the"):
         ledger.admit(book, make(1.0, steps=5))
-    with pytest.raises(ledger.Refused, match=r"not the first of the 1 .* the plan is shorter"):
+    with pytest.raises(ledger.Refused, match=r"not the first of the 1 "):
         ledger.epsilon(book, make(2.0, steps=1), 1e-5)
 
 
@@ -232,7 +232,7 @@ def test_no_step_is_taken_back(steps):
             {"epsilon": 1.0, "delta": 1.0},
             r"^ledger\.Budget\(delta=1.0\): expected a number between",
         ),
-        ({"epsilon": 1.0, "delta": 1e-5, "method": "gdp"}, r"^ledger\.Budget\(.*an estimate"),
+        ({"epsilon": 1.0, "delta": 1e-5, "method": "gdp"}, r"^ledger\.Budget\(.*a proven method"),
         (
             {"epsilon": 1.0, "delta": 1e-5, "method": "best"},
             r"^ledger\.Budget\(method='best'\): there is no such",

@@ -256,7 +256,6 @@ def test_the_report_distinguishes_no_noise_from_no_proof(changes, verdict, tmp_p
     assert ("NOT differentially" in words) == ("Not differentially" in head)
 
 
-@kills("reports/load_run.py", "if counted != steps and", "if False and", slow=True)
 def test_a_card_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch):
     """The new run was killed, so the card next to its log is of the run that it overwrote."""
     monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:1])

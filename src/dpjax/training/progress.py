@@ -78,9 +78,9 @@ class Progress:
 
     def take_rate(self) -> float:
         """Steps per second since the last call; 0 if none ran but the one that compiled."""
-        found = self.steps / max(1e-9, self.seconds)
+        pace = self.steps / max(1e-9, self.seconds)
         self.steps, self.seconds = 0, 0.0
-        return found
+        return pace
 
     def line(self, step: int, row: dict[str, Any]) -> None:
         """Shows a row of the log."""
