@@ -21,7 +21,7 @@ import pytest
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import clipping, training
+from dpjax import clipping
 
 DATA = np.random.default_rng(0).normal(size=(200, 5)).astype(np.float32)
 STEPS = 60
@@ -35,7 +35,7 @@ def make(multiplier=1.0, batch=20, bound=1.0, data=DATA, steps=STEPS, rate=0.1, 
     mechanism = mechanism_with(
         len(data), batch, clipping=clipping.flat(bound), noise_multiplier=multiplier, steps=steps
     )
-    optimizer = optax.chain(optax.adam(rate), training.average_parameters(0.9))
+    optimizer = optax.sgd(rate, momentum=0.9)
     return dpjax.dpsgd(options.pop("loss", loss), optimizer, mechanism, data, **options)
 
 

@@ -194,10 +194,6 @@ def committed(name: str, **parts: PyTree) -> tuple[Any, ...]:
     """The devices to which arrays are committed, if any; refuses arrays on different ones.
 
     JAX moves all other arrays to them. A traced array is on no device yet.
-
-    Args:
-      name: The function that received the arrays.
-      **parts: Trees of arrays, by the names that the error gives them.
     """
     places: dict[tuple[Any, ...], str] = {}
     for part, tree in parts.items():

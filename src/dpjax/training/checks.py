@@ -59,12 +59,7 @@ def check_is_optimizer(name: str, given: Any) -> None:
 
 
 def check_state(name: str, state: Any) -> None:
-    """Refuses an object that is not a state, and a state with donated buffers.
-
-    Args:
-      name: The function that received it.
-      state: The object.
-    """
+    """Refuses an object that is not a state, and a state with donated buffers."""
     if not all(hasattr(state, field) for field in ("params", "key", "step", "ledger")):
         raise TypeError(
             f"{name}: the state is a {type(state).__name__}; expected that of "

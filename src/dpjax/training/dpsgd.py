@@ -141,14 +141,7 @@ def on_examples(
     budget: ledger.Budget | None,
     bound_schedule: Schedule | None = None,
 ) -> Algorithm:
-    """The algorithm of a recipe whose rows are examples, checked.
-
-    Args:
-      recipe: What every step does.
-      data: As for `dpsgd`.
-      budget: As for `dpsgd`.
-      bound_schedule: As for `dpsgd`.
-    """
+    """The algorithm of a recipe whose rows are examples, checked."""
     check_kinds(recipe)
     # One table is checked, run, and compared with that of a resumed run: the function could answer
     # otherwise when it is traced, after a variable that it reads has changed.

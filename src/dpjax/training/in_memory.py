@@ -31,13 +31,8 @@ _MOST = 512
 class InMemory:
     """Steps on data in device memory.
 
-    Args:
-      recipe: What the run does.
-      data: A tree of arrays with one example per row.
-      home: From parameters to the mesh on which states with such parameters lie; see `home_of`.
-      shared: What ``recipe.loss`` takes as its first argument, before the parameters, if it
-        needs arrays that are no rows. An argument of the program: a closure would be copied
-        into it as constants.
+    ``shared`` are arrays that ``recipe.loss`` takes before the parameters. They are arguments of
+    the program: a closure would be copied into it as constants.
     """
 
     def __init__(
@@ -57,12 +52,7 @@ class InMemory:
         self._compiled = functools.lru_cache(maxsize=4)(functools.partial(_compiled, recipe))
 
     def run(self, state: State, count: int) -> tuple[State, Seen]:
-        """Takes steps, and donates the state's buffers.
-
-        Returns:
-          The state ``count`` steps later, and what each of these steps saw, ``[count, ...]`` as
-          NumPy arrays.
-        """
+        """The state ``count`` steps later, whose buffers it donates, and what the steps saw."""
         parts = []
         while count > 0:
             # One program serves every count, because the buffer has a fixed size.

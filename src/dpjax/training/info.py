@@ -62,13 +62,7 @@ def nothing_seen(mechanism: Mechanism) -> Seen:
 
 
 def no_sums(mechanism: Mechanism, params: PyTree, layout: Layout) -> Sums:
-    """The sums over no examples.
-
-    Args:
-      mechanism: Its rule has the groups, its sampler the usual size of a draw.
-      params: Parameters.
-      layout: The microbatch.
-    """
+    """The sums over no examples."""
     gradients = no_total(trees.zeros_wide(params), mechanism.sampling.usual_size, layout)
     return Sums(gradients, nothing_seen(mechanism))
 

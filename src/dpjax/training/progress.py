@@ -18,16 +18,7 @@ _QUIET = FIELDS - {"bound"}
 
 
 class Progress:
-    """Shows the progress of a run.
-
-    Args:
-      begin: The current step.
-      end: The last step.
-      most: The largest epsilon: that of the budget, or of the plan.
-      unit: What the rate in a row counts: ``f"{unit}s_per_second"``.
-      enabled: Whether to show anything.
-      stream: Standard error by default, so that results can be piped.
-    """
+    """Shows the progress of a run."""
 
     def __init__(
         self,

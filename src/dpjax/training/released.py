@@ -31,16 +31,7 @@ _FILE = "params.msgpack"
 def write_released(
     folder: Folder, mechanism: Plan, state: State, delta: float, method: str, *, last: bool
 ) -> None:
-    """Writes card, statement and parameters of a state into a run's folder.
-
-    Args:
-      folder: The folder of the run.
-      mechanism: What ran. Only a `dpjax.Mechanism` has a card and a statement.
-      state: Its ledger says which steps ran, its params are released.
-      delta: The delta at which epsilon is stated.
-      method: The method of the log.
-      last: Whether the run ends here.
-    """
+    """Writes card, statement and parameters of a state; a last card states all methods."""
     params = jax.tree.map(trees.on_host, state.params)  # of all processes
     if not processes.first_process():
         return

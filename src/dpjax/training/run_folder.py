@@ -38,13 +38,6 @@ class Folder:
     """The folder of one run, held by this process until `close`.
 
     Where several processes run, the first one alone reads and writes files.
-
-    Args:
-      directory: Created if it does not exist.
-      identity: What the run is; see `identity_of`.
-
-    Raises:
-      Refused: Another process holds the folder, or it holds another run.
     """
 
     def __init__(self, directory: str | os.PathLike[str], identity: Mapping[str, Any]) -> None:

@@ -30,14 +30,7 @@ _DISPATCH = 0.25  # seconds of steps per dispatch; signals and the clock are rea
 
 
 class Run:
-    """A run in progress.
-
-    Args:
-      algorithm: What is run.
-      mechanism: Its mechanism, which `fit` requires.
-      state: The first state, unless the folder has one that is as late.
-      folder: The folder of the run, or None.
-    """
+    """A run in progress."""
 
     def __init__(
         self, algorithm: Algorithm, mechanism: Plan, state: Any, folder: Folder | None

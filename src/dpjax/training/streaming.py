@@ -27,12 +27,7 @@ from dpjax.types import PyTree, State
 
 
 class Streamed:
-    """Steps on data that are read by index, with the methods of `InMemory`.
-
-    Args:
-      recipe: What the run does.
-      stream: Where examples are read.
-    """
+    """Steps on data that are read by index, with the methods of `InMemory`."""
 
     def __init__(self, recipe: Recipe, stream: Stream) -> None:
         self._recipe, self._stream = recipe, stream
@@ -112,12 +107,7 @@ def _pieces(draw: Any, size: int) -> list[np.ndarray]:
 
 
 class Placement:
-    """Puts the rows of a batch on the devices of a layout: each process reads its own.
-
-    Args:
-      layout: The devices.
-      size: Rows in a batch, with the padding.
-    """
+    """Puts the rows of a batch on the devices of a layout: each process reads its own."""
 
     def __init__(self, layout: Layout, size: int) -> None:
         self.size, self.places = size, np.arange(size)

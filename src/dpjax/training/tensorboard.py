@@ -21,10 +21,6 @@ class Board:
     """Writes events into a folder; does nothing if tensorboardX is not installed.
 
     It warns, once, and does nothing more if tensorboardX cannot write.
-
-    Args:
-      directory: The folder of the events.
-      done: The step at which the run resumes; later events are purged.
     """
 
     def __init__(self, directory: pathlib.Path, done: int) -> None:
