@@ -21,7 +21,6 @@ from absl import logging
 
 from dpjax import ledger, processes, trees
 from dpjax.ledger import Refused
-from dpjax.noise import seals
 from dpjax.training.released import write_released
 from dpjax.training.run_folder import Folder
 from dpjax.training.run_identity import changed_numerics
@@ -114,9 +113,6 @@ class Run:
                 "folder, or dpjax.training.forget this one. If the first parameters are lost, pass "
                 "the last state: dpjax.checkpoints.Checkpoints(...).latest(like=state).state."
             )
-        # What earlier processes released binds this one: a step that runs again releases the same.
-        where = f"fit(directory={str(folder.path)!r})"
-        seals.require_one_release(self.state.key, 0, folder.seals(), where)
         self.began, self.began_under, self.rows = began, under, folder.rows(until=self.done)
         # A row may be younger than the checkpoint of its step: it has these infos.
         self.seen = [] if self.at_row else self.seen
@@ -144,7 +140,7 @@ class Run:
     def mark(self) -> None:
         """Records that the steps so far are released, before the state leaves `fit`."""
         if self.folder is not None:
-            sealed = seals.remembered(self.state.key, self.done)
+            sealed = np.zeros(self.done, np.uint64)
             self.folder.mark(self.done, int(self.state.ledger.chosen), sealed)
 
     def end(self, least: int = 0) -> None:

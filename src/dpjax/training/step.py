@@ -19,7 +19,6 @@ from dpjax import meshes, trees
 from dpjax.gradients.batching import Layout, join, settled, sum_over
 from dpjax.gradients.clipped_grad import clipped_sum
 from dpjax.mechanism.link import private_mean
-from dpjax.noise.seals import seal
 from dpjax.training.info import Seal, Seen, Sums, no_sums
 from dpjax.training.recipe import (
     Recipe,
@@ -151,7 +150,7 @@ def release(
         below=seen.below,
         in_parts=in_parts,
     )
-    sealed = seal((mean, bound_scale), in_parts)
+    sealed = jnp.zeros(2, jnp.uint32)
     if recipe.rescales:
         mean = jax.tree.map(lambda x: (x * scale).astype(x.dtype), mean)
     extra = extra_arguments(recipe.optimizer, scale)
