@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from dpjax.noise.seals import remembered, seal
 from jax.experimental import hijax
 from mutation import kills
 
@@ -19,7 +20,6 @@ import dpjax
 from dpjax import checks, clipping, ledger, noise, sampling, strategies, types
 from dpjax._jaxpr import _hash, fingerprint
 from dpjax.noise import seals
-from dpjax.noise.seals import remembered, seal
 
 DATA = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
 RULE = clipping.flat(1.0)

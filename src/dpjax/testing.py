@@ -170,12 +170,12 @@ def assert_noise(
 
     | mistake in the chain | measured deviation |
     |---|---|
-    | no noise link, or a multiplier of 0 | 0 |
+    | a multiplier of 0 | 0 |
     | a leaf without noise, as behind `optax.masked` around the link | 0 of that leaf |
     | another scale behind the noise, such as `optax.scale` | scaled by the same factor |
     | noise for another bound or batch size | scaled by the same factor |
     | `optax.apply_every` behind the noise | 0 |
-    | a link before the noise, or a second noise link | refused |
+    | no noise link, a second one, or another link before it | refused |
 
     It does not find two runs with equal keys, or a wrong deviation in later steps. If the chain
     divides by the expected batch size or multiplies by a learning rate, so must ``deviation``.
@@ -198,6 +198,8 @@ def assert_noise(
         noise, _ = link.update(zeros, link.init(params), params)
     except (AttributeError, TypeError, ValueError) as error:
         raise LawBroken(f"the chain refuses to run: {error}") from error
+    if isinstance(noise, Sum):
+        raise LawBroken("the chain adds no noise: a clipped sum comes out.")
     from scipy.stats import chi2
 
     measured = [("", float(np.std(_vector(noise))), 1 - tolerance, 1 + tolerance)]
