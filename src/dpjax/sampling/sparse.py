@@ -124,7 +124,7 @@ def scattered(key: Key, examples: int, block: Block) -> Draw:
     # In the order of blocks, so that a stream reads forwards.
     draw = listed(chosen.T.reshape(-1))
     # Padding repeats the drawn examples in turn. An empty draw has none: each place names another.
-    places = draw.indices[jnp.arange(draw.mask.size) % jnp.maximum(draw.size, 1)]
+    places = draw.indices[jnp.arange(draw.mask.size, dtype=jnp.int32) % jnp.maximum(draw.size, 1)]
     numbers, cells = places // balls, cells.T.reshape(-1)[places]
     indices = _joined(numbers.astype(jnp.uint32), cells, block.shift, examples)
     others = jnp.arange(len(indices), dtype=jnp.uint32)
