@@ -17,14 +17,14 @@ from dpjax import clipping, federated, noise, sampling
 
 
 def test_the_noise_of_a_key():
-    link = noise.gaussian(2.0, clipping.flat(0.5), key=jax.random.key(0))
-    like = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
+    rule, like = clipping.flat(0.5), {"a": jnp.zeros(3), "b": jnp.zeros(2)}
+    link = noise.gaussian(2.0, rule, jax.random.key(0))
     state = link.init(like)
     for a, b in [
         ([-0.37616, 0.47896, 1.11565], [-0.80095, 1.67861]),
         ([-1.18545, -0.27643, 1.04560], [1.60145, -1.55000]),
     ]:
-        out, state = link.update(like, state)
+        out, state = link.update(clipping.trusted_sum(like, rule), state)
         np.testing.assert_allclose(out["a"], a, atol=1e-5)
         np.testing.assert_allclose(out["b"], b, atol=1e-5)
 

@@ -219,10 +219,10 @@ def without(sampling: Sampler, rows: ArrayLike) -> Sampler:
     gone = jnp.asarray(np.isin(np.arange(sampling.examples), np.asarray(rows)))
 
     def draw(key: Key, step: Any, *coins: Key) -> Draw:
-        indices, size = sampling.draw(key, step, *coins)
-        stays = (jnp.arange(indices.shape[0]) < size) & ~gone[indices]
+        indices, mask = sampling.draw(key, step, *coins)
+        stays = mask & ~gone[indices]
         order = jnp.argsort(~stays, stable=True)
-        return Draw(indices[order], jnp.sum(stays, dtype=jnp.int32))
+        return Draw(indices[order], stays[order])
 
     return dataclasses.replace(sampling, draw=draw)
 
@@ -245,8 +245,8 @@ def _renamed(sampling: Sampler, row: int, instead: int) -> Sampler:
     """The sampler of a data set with another row in the place of one."""
 
     def draw(key: Key, step: Any, *coins: Key) -> Draw:
-        indices, size = sampling.draw(key, step, *coins)
-        return Draw(jnp.where(indices == row, instead, indices), size)
+        indices, mask = sampling.draw(key, step, *coins)
+        return Draw(jnp.where(indices == row, instead, indices), mask)
 
     return dataclasses.replace(sampling, draw=draw)
 
@@ -255,8 +255,8 @@ def _silent_beyond(sampling: Sampler) -> Sampler:
     """The sampler, but keys of seeds that are not searched draw no row: such a step is noise."""
 
     def draw(key: Key, step: Any, *coins: Key) -> Draw:
-        indices, size = sampling.draw(key, step, *coins)
-        return Draw(indices, jnp.where(jax.random.key_data(key)[-1] < _SEEDS, size, 0))
+        indices, mask = sampling.draw(key, step, *coins)
+        return Draw(indices, mask & (jax.random.key_data(key)[-1] < _SEEDS))
 
     return dataclasses.replace(sampling, draw=draw)
 
@@ -339,8 +339,8 @@ def _seeds_that_draw(sampling: Sampler, row: int, count: int) -> Iterator[int]:
     @jax.jit
     def holds(seeds: Array) -> Bool[Array, " seeds"]:
         def one(seed: Array) -> Bool[Array, ""]:
-            indices, size = sampling.draw(jax.random.key(seed), jnp.int32(0))
-            return jnp.any((indices == row) & (jnp.arange(indices.shape[0]) < size))
+            indices, mask = sampling.draw(jax.random.key(seed), jnp.int32(0))
+            return jnp.any((indices == row) & mask)
 
         return jax.lax.map(one, seeds)
 

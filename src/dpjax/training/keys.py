@@ -18,37 +18,43 @@ import jax
 import jax.numpy as jnp
 
 from dpjax import noise, processes, trees
-from dpjax.noise.link import with_noise_keys
+from dpjax.noise.state import GaussianState, shared_key
 from dpjax.types import Key, State
 
 
-def first_keys(key: Key | None) -> list[Key]:
+def first_keys(key: Key | None) -> tuple[Key, Key]:
     """The keys for draws and for noise of a new run: two secret ones, or the given one twice.
 
     All processes have those of the first process.
     """
-    impl = "threefry2x32" if key is None else jax.random.key_impl(key)
-    roots = [noise.secret_key(), noise.secret_key()] if key is None else [key, key]
-    words = processes.from_first(lambda: [trees.on_host(root) for root in roots])
-    return [jax.random.wrap_key_data(jnp.asarray(x), impl=impl) for x in words]
+    if key is None:
+        return shared_key(), shared_key()
+    words = jnp.asarray(processes.from_first(lambda: trees.on_host(key)))
+    root = jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
+    return root, root
 
 
 def renewed(state: Any, mechanism: Any) -> Any:
     """The state with keys from which nothing was drawn: to run, to return, and to show."""
-    if supplied(state):
-        return state
-    state = noise.renew(state)
-    again = _draws_again(state, mechanism)
-    return state._replace(key=noise.renew(state).noise_key) if again else state
+    return state if supplied(state) else noise.renew(without_secrets(state, mechanism))
 
 
 def without_secrets(state: Any, mechanism: Any) -> Any:
     """The state for a checkpoint: zeros in place of each key that a start renews or is given."""
     if supplied(state) and not isinstance(state, State):
         return state  # of an algorithm of the user's own, whose keys are unknown
-    state = with_noise_keys(state, bytes)
-    forgets = supplied(state) or _draws_again(state, mechanism)
-    return state._replace(key=state.noise_key) if forgets else state
+
+    def unset(node: Any) -> Any:
+        if isinstance(node, GaussianState):
+            return node._replace(key=_zeros(node.key))
+        return node._replace(noise_key=_zeros(node.noise_key)) if isinstance(node, State) else node
+
+    kinds = GaussianState | State
+    state = jax.tree.map(unset, state, is_leaf=lambda node: isinstance(node, kinds))
+    # A plan of the user's own may have no sampler.
+    independent = getattr(getattr(mechanism, "sampling", None), "independent", False)
+    forgets = isinstance(state, State) and (supplied(state) or independent)
+    return state._replace(key=_zeros(state.key)) if forgets else state
 
 
 def with_supplied(saved: Any, given: Any) -> Any:
@@ -63,6 +69,7 @@ def supplied(state: Any) -> bool:
     return bool(state.ledger.supplied)
 
 
-def _draws_again(state: Any, mechanism: Any) -> bool:
-    sampling = getattr(mechanism, "sampling", None)  # which a plan of the user's own may lack
-    return isinstance(state, State) and getattr(sampling, "independent", False)
+def _zeros(key: Key) -> Key:
+    """The unset key, or as many as an ensemble has."""
+    words = jnp.zeros((*key.shape, 2), jnp.uint32)
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
