@@ -13,13 +13,11 @@ so no released step ever runs again, whatever changed in between.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from absl import logging
 
 from dpjax import accounting, checks, ledger, processes, trees
@@ -142,8 +140,9 @@ def fit(
       12
     """
     terms = _checked(algorithm, state, steps, evaluate_every, save_every, delta, method)
-    ledger.require(state.ledger, terms.mechanism, terms.end - terms.begin, algorithm.budget)
+    # First, since what follows would be refused in one process alone, and the others would wait.
     processes.require_equal("fit", lambda: {"the state": _told(state)})
+    ledger.require(state.ledger, terms.mechanism, terms.end - terms.begin, algorithm.budget)
     most = _most(algorithm, terms)
     directory = processes.from_first(lambda: directory and os.fspath(directory))
 
@@ -168,8 +167,7 @@ def fit(
         if run.done > terms.begin:
             logging.info("fit: the given state is ignored; %s is at step %d.", directory, run.done)
             if run.done < terms.end:
-                words = f"resumes at step {run.done:,} of {terms.end:,}."
-                show.say(f"The run in {directory} {words}")
+                show.say(f"The run in {directory} resumes at step {run.done:,} of {terms.end:,}.")
         _loop(run, terms, stop, show, evaluate, progress if callable(progress) and first else None)
         return renewed(run.state, terms.mechanism), run.rows
 
@@ -343,24 +341,10 @@ def _cost(spent: ledger.Ledger, terms: _Terms) -> dict[str, Any]:
     return {"epsilon": ledger.epsilon(spent, mechanism, terms.delta, terms.method), **counted}
 
 
-def _evaluated(answer: Any, taken: set[str]) -> dict[str, Any]:
-    """The numbers of an evaluation, checked against the names of the log that are taken."""
-    named = isinstance(answer, Mapping) and all(isinstance(name, str) for name in answer)
-    if not named or answer.keys() & taken:
-        what = list(answer) if isinstance(answer, Mapping) else type(answer).__name__
-        raise TypeError(
-            f"fit(evaluate=...): it returned {what}; expected a mapping such as {{'accuracy': "
-            f"0.9}} without the names {', '.join(sorted(taken))}."
-        )
-    if math.prod(np.shape(stop := answer.get("stop", False))) != 1:
-        raise TypeError(
-            f"fit(evaluate=...): 'stop' is {stop!r:.60}; expected one truth value. Reduce the "
-            "result by all() or any()."
-        )
-    try:
-        private = numbers(answer.get("private", {}))
-        return {**numbers(answer), "private": private}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise TypeError(
-            f"fit(evaluate=...): not all of {', '.join(answer)} are numbers ({error})."
-        ) from error
+def _evaluated(answer: Mapping[str, Any], taken: set[str]) -> dict[str, Any]:
+    """The numbers of an evaluation, without the names of the log that are taken."""
+    if clash := sorted(taken & answer.keys()):
+        raise ValueError(f"fit(evaluate=...): {', '.join(clash)} are names of the log itself.")
+    # An array of several truth values raises here, and would be true as a list.
+    stop = {"stop": bool(answer["stop"])} if "stop" in answer else {}
+    return {**numbers(answer), **stop}

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
@@ -149,13 +148,14 @@ class Run:
         self._told = True
         units = f"{self.mechanism.unit}s"
         drawn = sum(int(np.sum(s[units])) for s in self.seen)
-        usual = "there is a NaN in the data, a label out of range, or a loss that overflows"
-        if dropped == drawn:  # a bad example spoils itself alone
-            usual = "all inputs are out of the model's range, as tokens beyond its vocabulary"
-            if not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(self.state.params)):
-                usual = "the parameters are not finite: at the start, or by too large a rate"
-        words = "fit: of %d %s drawn up to step %d, %d had no finite gradient. Usually %s."
-        logging.warning(words, drawn, units, self.done, dropped, usual)
+        logging.warning(
+            "fit: of %d %s drawn up to step %d, %d had no finite gradient. Usually there is a NaN "
+            "in the data, or the rate is too large.",
+            drawn,
+            units,
+            self.done,
+            dropped,
+        )
 
     def close(self) -> None:
         """Closes the TensorBoard file."""
