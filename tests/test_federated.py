@@ -172,19 +172,6 @@ def test_shares_are_weights_over_the_largest_and_never_above_one():
     assert shares.max() <= 1.0
 
 
-@kills(
-    "federated/weights.py",
-    "np.size(self.values) if self.total is None",
-    "float(self.shares.sum()) if self.total is None",
-    slow=True,
-)
-def test_no_weight_moves_the_divisor_where_no_total_is_given():
-    """The sum of the weights is private: the number of clients alone is public."""
-    for weight in (0.0, 3.0, math.inf):
-        weights = federated.Weights(values=[weight, 2.0, 0.5], largest=4.0)
-        assert weights.total_share == 3
-
-
 @kills("federated/fedavg.py", "len(clients) / weights.total_share", "1.0", slow=True)
 @pytest.mark.slow
 def test_raw_counts_as_weights_are_capped_and_divided_by_the_public_total():
@@ -257,14 +244,6 @@ def test_the_whole_round_is_what_a_loop_in_python_does():
         update = here - theta
         total += update * min(1, 0.5 / max(1e-9, np.linalg.norm(update)))
     np.testing.assert_allclose(found, total / 6, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.slow
-def test_the_order_of_clients_does_not_matter():
-    groups = [np.random.default_rng(n).normal(size=(n, 3)).astype(np.float32) for n in range(7)]
-    ways = [groups, groups[::-1]]
-    one, other = (moved(fedavg(federated.Clients.of(w), mechanism(7)), steps=3) for w in ways)
-    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow
@@ -353,40 +332,6 @@ def test_a_client_with_one_broken_example_contributes_exactly_nothing():
     np.testing.assert_array_equal(with_bad, without)
 
 
-@pytest.mark.slow
-@kills(
-    "gradients/engines.py",
-    "_vectorised = isolated(adding(vmap))",
-    "_vectorised = adding(vmap)",
-    case="True",
-    slow=True,
-)
-@pytest.mark.parametrize("wiped", [False, True])
-def test_what_is_broken_in_one_client_stays_there_through_convolutions(wiped):
-    """In float64 XLA on CPU writes grouped convolutions with zeros, and 0 times NaN is NaN.
-
-    A client's optimizer may wipe that out, and then no norm shows it.
-    """
-    optimizer = optax.chain(optax.zero_nans(), optax.sgd(1.0)) if wiped else optax.sgd(1.0)
-
-    def convolved(kernel, image):
-        out = jax.lax.conv_general_dilated(image[None], kernel, (1, 1), "SAME")
-        return jnp.mean(jnp.sin(out))
-
-    with jax.enable_x64(True):
-        images = np.random.default_rng(0).normal(size=(3, 2, 2, 5, 5))
-        broken = [images[0], images[1] * math.nan, images[2]]
-        clients = [
-            federated.Clients.of(rows) for rows in (broken, [images[0], images[1][:0], images[2]])
-        ]
-        kernel = jnp.asarray(np.random.default_rng(1).normal(size=(2, 2, 3, 3)))
-        work = {"local_batch_size": 1, "local_epochs": 2, "microbatch_size": 3}
-        work["client_optimizer"] = optimizer
-        found = [moved(fedavg(c, mechanism(3), convolved, **work), kernel) for c in clients]
-    assert length(found[1]) > 0.01
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-9)
-
-
 def convolving(params, example):
     x, numbers = example[None], ("NHWC", "HWIO", "NHWC")
     for kernel in params:
@@ -429,24 +374,6 @@ def test_no_convolution_of_a_round_becomes_a_naive_loop_on_a_cpu():
         assert "group_count" not in line
 
 
-@pytest.mark.slow
-def test_clients_of_a_convolutional_network_move_as_by_plain_gradients(monkeypatch):
-    """One after the other by fast gradients, and together by JAX's gradients."""
-    work = {"local_batch_size": 2, "local_steps": 3, "local_epochs": None}
-    work["client_optimizer"] = optax.sgd(0.01)
-    plan = mechanism(3, rule=clipping.flat(1e6))
-
-    def found(size):
-        algorithm = fedavg(images(3, 0, 2), plan, convolving, microbatch_size=size, **work)
-        return moved(algorithm, KERNELS)
-
-    fast = found(None)
-    monkeypatch.setattr(local, "fast", lambda function: function)
-    assert length(fast) > 1e-3
-    for a, b in zip(fast, found(3), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
-
-
 # FedSGD and servers --------------------------------------------------------------------
 
 
@@ -468,19 +395,6 @@ def test_fedsgd_with_one_example_a_client_is_dpsgd():
         np.testing.assert_allclose(info.norm, seen.norm, rtol=1e-5)
         np.testing.assert_allclose(info.loss, seen.loss, rtol=1e-5)
     np.testing.assert_allclose(states[0].params, states[1].params, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "server", [optax.adam(0.1), optax.sgd(0.5, momentum=0.9), optax.adagrad(0.1)]
-)
-@pytest.mark.slow
-def test_any_optimizer_serves(server):
-    """The server's optimizer is given minus the mean update, once a round."""
-    clients = some_clients(3, 1, 4)
-    found = moved(fedavg(clients, mechanism(3), server=server))
-    mean = jnp.asarray(-moved(fedavg(clients, mechanism(3))), jnp.float32)
-    want, _ = server.update(mean, server.init(mean), mean)
-    np.testing.assert_allclose(found, want, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -569,25 +483,6 @@ def test_an_empty_draw_is_a_round_of_pure_noise():
     assert all(np.isnan(x).all() for x in (info.loss, info.norm, info.clipped))
 
 
-@pytest.mark.slow
-def test_rounds_of_all_sizes_trace_the_loss_no_more_than_one_round():
-    traces = []
-
-    def counted(params, example):
-        traces.append(None)
-        return squared(params, example)
-
-    plan = mechanism(50, sampler=sampling.poisson(50, 6), multiplier=1.0, steps=60)
-    algorithm = fedavg(some_clients(*range(50)), plan, counted, local_batch_size=8)
-    state, info = first_round(algorithm)
-    after_one, sizes = len(traces), {int(info.clients)}
-    for _ in range(59):
-        state, info = algorithm.step(state)
-        sizes.add(int(info.clients))
-    assert len(traces) == after_one
-    assert len(sizes) > 6
-
-
 # As any algorithm ----------------------------------------------------------------------
 
 
@@ -622,19 +517,6 @@ def test_the_log_counts_clients_by_their_name(capsys):
     shown = capsys.readouterr().err
     assert "clients/s" in shown
     assert "second" not in shown
-
-
-@pytest.mark.slow
-def test_another_run_in_the_folder_is_refused_by_name(tmp_path):
-    state = start(long_run(), 5)
-    dpjax.fit(long_run(), state, steps=2, directory=tmp_path, progress=False)
-    run = json.loads((tmp_path / "run.json").read_text())
-    described = run["mechanism"]
-    assert (run["algorithm"], described["unit"]) == ("fedavg", "client")
-    assert described["sampling"]["examples"] == 30
-    other = federated.fedsgd(squared, optax.sgd(0.1), long_run().mechanism, some_clients(*[2] * 30))
-    with pytest.raises(ledger.Refused, match="algorithm"):
-        dpjax.fit(other, start(other, 5), directory=tmp_path)
 
 
 @kills("federated/fedavg.py", "shared=clients, budget=budget,", "shared=clients,", slow=True)

@@ -2,7 +2,6 @@
 """Meshes change no result: one device, several devices, several processes."""
 
 import contextlib
-import copy
 import dataclasses
 import json
 import math
@@ -15,11 +14,9 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import run_binary
 import several_processes as processes
-from absl import app
 from flax import serialization
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from killable_runs import environment
@@ -28,10 +25,8 @@ from processes_in_threads import in_threads, small_run
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import clipping, federated, meshes, noise
+from dpjax import clipping, meshes, noise
 from dpjax.checks import Refused
-from dpjax.cli import mesh_flag, process_flags
-from dpjax.cli.train import FLAGS
 from dpjax.gradients import batching
 from dpjax.gradients.layout import _batch_axes
 from dpjax.training.recipe import Recipe, reach_of
@@ -166,14 +161,6 @@ def test_a_mesh_that_is_none_is_answered(text):
         meshes.parse(text)
 
 
-def test_a_mesh_flag_that_is_none_is_an_error_of_usage():
-    wrong = mesh_flag.mesh_in_force("data")
-    with pytest.raises(app.UsageError, match=r"--mesh=data: .*data:4,model:2"):
-        wrong.__enter__()
-    with mesh_flag.mesh_in_force(None):
-        assert meshes.of() is None
-
-
 DEVICES = """
 import contextlib, sys, jax, jax.numpy as jnp
 from dpjax import gradients, meshes
@@ -246,23 +233,6 @@ def test_processes_of_the_command_line_train_one_run(tmp_path):
     assert "epsilon" not in second.stdout
     assert (tmp_path / "0" / "params.msgpack").exists()
     assert not (tmp_path / "1").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--num_processes=2", "--coordinator_address and --process_id missing"),
-        ("--coordinator_address=a:1 --num_processes=2 --process_id=2", "a number below 2"),
-        ("--distributed", "JAX does not know this cluster"),
-    ],
-)
-def test_processes_that_cannot_meet_are_an_error_of_usage(flags, words, monkeypatch):
-    for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST"):
-        monkeypatch.delenv(name, raising=False)
-    given = copy.deepcopy(FLAGS)
-    given(["train", *flags.split()])
-    with pytest.raises(app.UsageError, match=words):
-        process_flags.meet(given)
 
 
 def test_a_users_own_splitting_stays():
@@ -374,7 +344,6 @@ def test_a_state_with_numpy_leaves_runs_on_a_mesh():
     algorithm, state = small_run(mesh=Mesh(np.array(jax.devices()[:1]), ("data",)))
     expected, _ = algorithm.step(state)
     state = state._replace(params=jax.device_get(state.params))
-    assert algorithm.identity(state)["numerics"]["mesh"] == {"data": 1}
     found, _ = algorithm.step(state)
     np.testing.assert_array_equal(found.params, expected.params)
 
@@ -431,17 +400,6 @@ def test_processes_agree_on_the_mesh_before_they_use_it(monkeypatch, given, word
             raise error
 
 
-def test_a_mesh_that_leaves_a_process_out_is_refused_in_all(monkeypatch):
-    """Also in the process without a device, where JAX raised, and the others waited for it."""
-    devices = [Device(i, i) for i in range(3)]
-    monkeypatch.setattr(jax, "devices", lambda: devices)
-    mesh = SimpleNamespace(devices=np.array(devices[:2]), shape={"data": 2})
-    found = in_threads(monkeypatch, lambda _: meshes.of(mesh), count=3)
-    for error in found:
-        with pytest.raises(ValueError, match=r"devices of \[0, 1\] of 3 processes"):
-            raise error
-
-
 @pytest.mark.slow
 @kills(
     "meshes.py",
@@ -490,20 +448,6 @@ def test_a_link_takes_gradients_of_parameters_that_explicit_axes_split():
     with jax.set_mesh(mesh):
         found = summed(jax.device_put(rows, NamedSharding(mesh, PartitionSpec(None, "model"))))
     np.testing.assert_allclose(found, summed(rows))
-
-
-@pytest.mark.slow
-def test_clients_train_under_explicit_axes():
-    clients = federated.Clients.of([np.ones((k, 3), np.float32) for k in (0, 1, 4, 3)])
-    mechanism = mechanism_with(4, 2, steps=2, unit="client")
-
-    def loss(w, x):
-        return jnp.sum((w - x) ** 2)
-
-    with jax.set_mesh(jax.make_mesh((1,), ("data",))):
-        algorithm = federated.fedsgd(loss, optax.sgd(1.0), mechanism, clients)
-        state, _ = algorithm.step(algorithm.init(KEY, jnp.zeros(3)))
-    assert state.ledger.steps == 1
 
 
 @pytest.mark.slow

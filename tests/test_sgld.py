@@ -13,7 +13,7 @@ from killable_runs import dies_after
 from mutation import kills
 
 import dpjax
-from dpjax import accounting, clipping, ledger, metrics, noise, sampling, schedules, training, trees
+from dpjax import accounting, clipping, ledger, noise, sampling, schedules, training, trees
 
 MNIST = {"examples": 60_000, "batch_size": 256}
 WIDE = clipping.flat(1000.0)  # never clips here
@@ -134,22 +134,6 @@ def test_what_a_step_size_costs(rate, multiplier, epsilon):
     assert got == pytest.approx(multiplier, abs=6e-5)
     event = accounting.subsampled_gaussian(got, 256 / 60_000, 14_063)
     assert accounting.epsilon(event, 1e-5, "pld") == pytest.approx(epsilon, rel=0.005)
-
-
-def test_the_statement_says_the_epsilon_that_follows():
-    size = {"data": np.zeros((60_000, 1), np.float32), "batch": 256, "steps": 14_063}
-    algorithm = chain(rate=6.018e-5, rule=clipping.flat(1.0), samples=1, **size)
-    text = dpjax.statement(algorithm.mechanism, 1e-5)
-    assert "noise         multiplier 1.1 x sensitivity" in text
-    assert "(2.382, 1e-05)-differentially private" in text
-
-
-def test_a_larger_bound_costs_more_at_the_same_rate():
-    """The noise does not grow with the bound; what it hides does."""
-    one, three = (
-        noise.langevin_multiplier(1e-4, clipping.flat(bound), **MNIST) for bound in (1, 3)
-    )
-    assert one == pytest.approx(3 * three)
 
 
 @pytest.mark.slow
@@ -287,35 +271,6 @@ def test_predictions_are_averaged_as_probabilities():
     got = training.predictive(lambda w, x: x[:, None] * w, draws, jnp.array([1.0, -2.0]))
     each = jnp.stack([jax.nn.softmax(jnp.array([[1.0], [-2.0]]) * w) for w in draws])
     np.testing.assert_allclose(jnp.exp(got), each.mean(0), rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_the_average_is_better_calibrated_than_a_point():
-    """Logistic regression with hardly more examples than parameters is too sure of itself."""
-    random = np.random.default_rng(0)
-    truth = random.normal(size=30).astype(np.float32)
-    x = random.normal(size=(5060, 30)).astype(np.float32)
-    y = (random.random(5060) < 1 / (1 + np.exp(-x @ truth))).astype(np.int32)
-
-    def logits(w, x):
-        return jnp.stack([jnp.zeros(x.shape[:-1]), x @ w], axis=-1)
-
-    def loss(w, example):
-        x, y = example
-        return optax.softmax_cross_entropy_with_integer_labels(logits(w, x), y)
-
-    train, test, label = (x[:60], y[:60]), x[60:], y[60:]
-    drawn, rule = sampling.poisson(60, 30), clipping.flat(100.0)
-    algorithm = training.dp_sgld(loss, 2e-3, drawn, rule, 4000, train, samples=100)
-    state, _ = after(algorithm, 4000, jnp.zeros(30))
-    other = dpjax.dpsgd(loss, optax.sgd(0.1), algorithm.mechanism, train)
-    point, _ = after(other, 4000, jnp.zeros(30))
-    average = training.predictive(logits, training.samples(state), test)
-    one, point = (logits(params, test) for params in (state.params, point.params))
-    confidence = metrics.ece(average, label)
-    assert confidence < 0.1 < metrics.ece(one, label) < 0.3, "measured: 0.04, 0.20, 0.22"
-    assert metrics.ece(point, label) > 0.1
-    assert metrics.nll(average, label) < metrics.nll(one, label)
 
 
 REFUSED = {

@@ -23,7 +23,6 @@ import dpjax
 from dpjax import clipping, ledger, sampling, training, trees
 from dpjax.data import Dataset, Stream
 from dpjax.training.progress import Progress
-from dpjax.training.runner import _means
 
 DATA = jnp.ones((50, 3))
 
@@ -75,16 +74,6 @@ def test_the_ledger_refuses_before_the_first_step():
         fit(make(), steps=21)
     with pytest.raises(ledger.Refused, match=r"these 20 steps would bring .* of 20 steps fit"):
         fit(make(budget=ledger.Budget(epsilon=2.0, delta=1e-5)))
-
-
-@pytest.mark.slow
-def test_fit_refuses_an_accountant_without_an_answer_before_it_begins():
-    mechanism = mechanism_with(steps=2, neighbours="replace-one")
-    algorithm = algorithm_with(mechanism)
-    with pytest.raises(ValueError, match="Use method='pld'"):
-        fit(algorithm)
-    _, history = fit(algorithm, method="pld")
-    assert history[-1]["epsilon"] == mechanism.epsilon(1e-5, "pld")
 
 
 def test_the_log_keeps_the_two_doors_apart(tmp_path):
@@ -162,14 +151,6 @@ def test_a_configuration_cannot_replace_what_is_accounted(tmp_path, name):
     """`earlier` reads the run's own description."""
     with pytest.raises(ValueError, match=f"{name} would replace facts"):
         fit(make(steps=2), directory=tmp_path, configuration={name: 60_000})
-
-
-def test_a_run_whose_configuration_holds_nan_resumes(tmp_path):
-    algorithm = make(steps=2)
-    options = {"directory": tmp_path, "configuration": {"decay": math.nan}}
-    fit(algorithm, steps=1, **options)
-    state, _ = fit(algorithm, **options)
-    assert state.ledger.steps == 2
 
 
 class Truth(int):
@@ -351,18 +332,6 @@ def test_an_argument_in_the_wrong_place_is_refused_before_anything_runs(name):
         dpjax.dpsgd(**{**right, **changed})
 
 
-def test_a_value_that_is_no_algorithm_or_no_state_is_refused():
-    algorithm = make(steps=2)
-    for given in ((algorithm, jnp.zeros(3)), (algorithm, {"w": jnp.zeros(3)})):
-        with pytest.raises(TypeError, match=r"fit: the state is a .*algorithm.init\(params\)"):
-            dpjax.fit(*given)
-    with pytest.raises(TypeError, match=r"Usually arguments were swapped: fit\(algorithm, state\)"):
-        dpjax.fit(start(algorithm), algorithm)
-    for take in (algorithm.step, lambda params: algorithm.run(params, 1)):
-        with pytest.raises(TypeError, match="dpsgd: the state is a"):
-            take(jnp.zeros(3))
-
-
 def test_a_state_that_run_has_used_up_is_refused():
     algorithm = make(steps=3)
     state = start(algorithm)
@@ -396,14 +365,6 @@ def test_lookahead_is_that_of_optax_with_its_slow_parameters_in_the_state():
     np.testing.assert_allclose(state.optimizer.slow, both.slow, rtol=1e-5)
 
 
-def test_a_step_may_donate_parameters_and_lookahead():
-    optimizer, params = training.lookahead(optax.sgd(0.1), 2, 0.5), jnp.ones(3)
-    step = jax.jit(lambda p, s: optimizer.update(p, s, p), donate_argnums=(0, 1))
-    updates, state = step(params, optimizer.init(params))
-    np.testing.assert_allclose(updates, -0.1 * np.ones(3), rtol=1e-6)
-    np.testing.assert_array_equal(state.slow, 1.0)
-
-
 @pytest.mark.parametrize("size", [0, -1, 1.5])
 def test_a_microbatch_size_that_is_no_whole_number_is_refused(size):
     with pytest.raises(ValueError, match="whole number"):
@@ -411,12 +372,6 @@ def test_a_microbatch_size_that_is_no_whole_number_is_refused(size):
     for name in ("microbatch_size", "devices"):
         with pytest.raises(ValueError, match="whole number"):
             dpjax.clipped_grad(loss, clipping.flat(1.0), **{name: size})
-
-
-def test_no_board_is_no_obstacle(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    fit(make(steps=2), directory=tmp_path)
-    assert not (tmp_path / "tensorboard").exists()
 
 
 @pytest.mark.sample(1)
@@ -434,16 +389,6 @@ def test_a_board_that_cannot_be_written_is_dropped(tmp_path, monkeypatch, caplog
         _, rows = fit(make(steps=3), directory=tmp_path, evaluate_every=1)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert caplog.text.count("no more TensorBoard events are written (OSError(28,") == 1
-
-
-def test_of_an_empty_draw_the_log_counts_that_it_is_empty():
-    """It has no losses; the NaN losses of a run that broke are shown all the same."""
-    broken = {"examples": [0, 2], "clients": [0, 1], "loss": [math.nan, math.nan]}
-    assert _means([broken]) == {"examples": 1.0, "clients": 0.5, "loss": None}
-    empty = {"examples": [0], "clients": [0], "loss": [math.nan], "norm": [[math.nan, math.nan]]}
-    assert _means([empty]) == {"examples": 0.0, "clients": 0.0}
-    joined = _means([empty, {**empty, "examples": [3], "loss": [2.0], "norm": [[1.0, 3.0]]}])
-    assert joined == {"examples": 1.5, "clients": 0.0, "loss": 2.0, "norm": [1.0, 3.0]}
 
 
 def test_progress_is_shown_and_can_be_silenced(capsys):
@@ -586,18 +531,6 @@ class TestAdam:
         for name, part in zip("ab", want, strict=True):
             np.testing.assert_allclose(updates[name], -1 / np.sqrt(1 - part), rtol=1e-5)
 
-    @pytest.mark.parametrize("name", "ac")
-    def test_a_part_of_the_parameters_has_the_noise_of_all_groups_together(self, name):
-        """One multiplier for all groups; the groups may be named, and have bounds of their own."""
-        params = {"a": jnp.zeros(3), "b": jnp.zeros(3), "c": jnp.zeros(3)}
-        rule = clipping.per_group((1.0, 2.0, 2.0), clipping.by_leaf(params))
-        ours = training.dp_adam(1.0, self.mechanism(2.0, rule), b2=0.5, floor=1e-9)
-        masked = optax.masked(ours, {key: key == name for key in params})
-        means = jax.tree.map(lambda x: x + 1.0, params)
-        updates, _ = masked.update(means, masked.init(params), params)
-        want = -1 / np.sqrt(1 - np.square(2.0 * 3.0 / 50))
-        np.testing.assert_allclose(updates[name], want, rtol=1e-5)
-
     @kills(
         "training/optimizers.py",
         "pair(bound_scale).update(",
@@ -727,39 +660,6 @@ import numpy as np
 import test_training
 np.savez(sys.argv[1], *test_training.steps_in_microbatches())
 """
-
-
-MESHES = """
-import jax
-jax.config.update("jax_num_cpu_devices", 2)
-import jax.numpy as jnp, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-import dpjax, optax, test_training
-algorithm = test_training.make()
-key, params = jax.random.key(0), jnp.zeros(3)
-plain, _ = algorithm.step(algorithm.init(params, key))
-for kind in AxisType.Auto, AxisType.Explicit:
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
-    whole = NamedSharding(mesh, PartitionSpec())
-    state, _ = algorithm.step(algorithm.init(jax.device_put(params, whole), key))
-    np.testing.assert_array_equal(plain.params, state.params)
-    rows = jax.device_put(test_training.DATA, NamedSharding(mesh, PartitionSpec("data")))
-    split = dpjax.dpsgd(test_training.loss, optax.sgd(0.1), algorithm.mechanism, rows)
-    try:
-        state, _ = split.step(split.init(params, key))
-        np.testing.assert_allclose(plain.params, state.params, rtol=1e-5)
-    except ValueError as error:
-        print(error)
-"""
-
-
-@pytest.mark.slow
-def test_a_mesh_is_used_or_answered_by_name():
-    program = [sys.executable, "-c", MESHES]
-    environment = killable_runs.environment()
-    done = subprocess.run(program, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("split by a mesh of explicit axes") == 1
 
 
 @pytest.mark.slow
@@ -1062,18 +962,6 @@ class TestWeights:
             assert np.linalg.norm(moved) <= 1 + 1e-6
 
 
-def test_dp_adam_keeps_the_moments_of_narrow_parameters_in_float32():
-    """So that steps in one's own chain can be a scan."""
-    optimizer, params = training.dp_adam(0.1, mechanism_with()), jnp.ones(3, jnp.bfloat16)
-
-    def step(state, mean):
-        updates, state = optimizer.update(mean, state, params)
-        return state, updates
-
-    state, _ = jax.lax.scan(step, optimizer.init(params), jnp.ones((3, 3)))
-    assert {state[0].first.dtype, state[0].second.dtype} == {jnp.dtype(jnp.float32)}
-
-
 class TestAveraging:
     def test_the_average_is_that_of_the_formula(self):
         link = optax.chain(optax.sgd(1.0), training.average_parameters(0.5))
@@ -1086,18 +974,6 @@ class TestAveraging:
         weights = np.array([0.25, 0.5, 1.0])
         want = np.dot(weights, seen) / weights.sum()
         assert float(training.averaged(state)) == pytest.approx(want)
-
-    @kills("training/averaging.py", "trees.zeros_wide(params), jnp", "params * 0, jnp", slow=True)
-    @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-    def test_narrow_parameters_have_an_average_in_float32(self, dtype):
-        """In bfloat16 the total stops growing: 600 steps averaged ones to 0.64."""
-        link, params = training.average_parameters(0.99), jnp.ones(3, dtype)
-
-        def step(state, _):
-            return link.update(jnp.zeros(3, dtype), state, params)[1], None
-
-        state, _ = jax.lax.scan(step, link.init(params), None, 600)
-        np.testing.assert_allclose(training.averaged(state), np.ones(3), rtol=1e-5)
 
     @pytest.mark.slow
     def test_it_changes_nothing_about_the_run(self):

@@ -15,7 +15,7 @@ The output folder receives `report.html` (figures, each with a note on who may s
 `metrics.jsonl` (a line per evaluation), `params.msgpack` (Flax; may be released; averaged once the
 run has ended, and until then of the last line's step),
 `privacy.json` (from which `dpjax verify` recomputes epsilon), `statement.txt`, and
-`checkpoints` (secret: they hold the key).  `run.json`, `furthest`, `seals` and `lock` say which run
+`checkpoints` (secret: means without noise).  `run.json` and `lock` say which run
 is there, which steps it released, and that no second process trains in it.  The same command
 resumes a run that was killed.
 
