@@ -248,9 +248,6 @@ def test_the_whole_round_is_what_a_loop_in_python_does():
 
 @pytest.mark.slow
 @kills(
-    "sampling/draws.py", "- which * size < draw.size", "+ size <= draw.size", case="3", slow=True
-)
-@kills(
     "training/step.py",
     "jnp.where(mask, recipe.sizes(rows), 0)",
     "recipe.sizes(rows)",

@@ -84,11 +84,6 @@ def test_processes_learn_what_an_earlier_run_spent(monkeypatch, tmp_path):
     assert [spent.runs for (each,) in answers for spent in each] == 2 * [((2.0, 3),)]
 
 
-@kills(
-    "training/keys.py",
-    "    words = processes.from_first(lambda: ",
-    "    words = (lambda f: f())(lambda: ",
-)
 @pytest.mark.parametrize("supplied", [True, False])
 def test_all_processes_have_the_keys_of_the_first(monkeypatch, supplied):
     def work(process):

@@ -116,8 +116,8 @@ def test_the_link_and_the_multiplier_are_one():
     """`noise.langevin` on sums, in a chain of one's own."""
     rule, rate, size = clipping.flat(2.0), 3e-4, {"examples": 500, "batch_size": 20}
     link = noise.langevin(rate, rule, **size, key=jax.random.key(0))
-    sums = jnp.zeros(300_000)
-    noisy, _ = link.update(sums, link.init(sums))
+    zeros = jnp.zeros(300_000)
+    noisy, _ = link.update(clipping.trusted_sum(zeros, rule), link.init(zeros))
     assert np.std(noisy / 20 * rate * 500 / 2) == pytest.approx(rate**0.5, rel=0.01)
     multiplier = noise.langevin_multiplier(rate, rule, **size)
     assert np.std(noisy) == pytest.approx(multiplier * rule.sensitivity, rel=0.01)

@@ -280,7 +280,7 @@ def test_batch_normalisation_of_one_example_is_named(caplog):
     ("key", "params", "message"),
     [
         (jnp.zeros(3), jax.random.key(0), r"given a key in the place of parameters"),
-        (42, jnp.zeros(3), "Usually a bare seed was passed"),
+        (42, jnp.zeros(3), "expected a key"),
         (jax.random.key(0), {"w": 1.0}, "leaf w is float"),
         (jax.random.key(0), {"w": jnp.zeros(3), "n": jnp.arange(3)}, "leaf n is int32"),
         (jax.random.key(0), {"w": jnp.tanh}, "leaf w is .*eqx.partition"),
