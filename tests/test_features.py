@@ -394,8 +394,6 @@ def test_every_query_has_a_stream_of_its_own():
     assert abs(together).max() < 0.2
 
 
-
-
 @kills(
     "features/normalization.py", "axis=0, dtype=np.float64)", "axis=0, dtype=np.float32)", slow=True
 )

@@ -84,6 +84,7 @@ def test_processes_learn_what_an_earlier_run_spent(monkeypatch, tmp_path):
     assert [spent.runs for (each,) in answers for spent in each] == 2 * [((2.0, 3),)]
 
 
+@kills("training/keys.py", "processes.from_first(lambda: trees.on_host(key))", "trees.on_host(key)")
 @pytest.mark.parametrize("supplied", [True, False])
 def test_all_processes_have_the_keys_of_the_first(monkeypatch, supplied):
     def work(process):

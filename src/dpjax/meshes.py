@@ -45,30 +45,20 @@ def of(mesh: Mesh | None = None) -> Mesh | None:
     Returns:
       The mesh with automatic axes, or None for a run that `dpjax.gradients.layout` places.
     """
-    processes.require_equal_hosts()
     if mesh is None and not jax.sharding.get_abstract_mesh().empty:
         mesh = jax.sharding.get_mesh()
     if mesh is not None:
-        _require_one_mesh(mesh)
+        processes.require_equal("meshes.of", lambda: {"the mesh": _named(mesh)})
         return automatic(mesh)
     return Mesh(np.array(jax.devices()), ("data",)) if jax.process_count() > 1 else None
 
 
-def _require_one_mesh(mesh: Mesh) -> None:
-    """Refuses meshes that leave a process out or differ; each process may have one of its own."""
-    if jax.process_count() == 1:
-        return
-    reached = {device.process_index for device in mesh.devices.flat}
-    own = reached == {jax.process_index()}
+def _named(mesh: Mesh) -> str:
+    """Axes and devices; each process may have a mesh of its own, with devices of its own."""
+    own = {device.process_index for device in mesh.devices.flat} == {jax.process_index()}
+    # Programs that order devices differently wait for each other for ever.
     devices = None if own else [device.id for device in mesh.devices.flat]
-    # Programs that order devices differently, or that one process does not run, wait for ever.
-    facts = {"the mesh": f"{list(mesh.shape.items())} {devices}"}
-    processes.require_equal("meshes.of", lambda: facts)
-    if not own and len(reached) < jax.process_count():
-        raise ValueError(
-            f"meshes.of: the mesh has devices of {sorted(reached)} of {jax.process_count()} "
-            "processes; expected devices of all of them, or a mesh of its own in each."
-        )
+    return f"{list(mesh.shape.items())} {devices}"
 
 
 def automatic(mesh: Mesh) -> Mesh:

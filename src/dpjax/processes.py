@@ -11,7 +11,6 @@ Nothing here knows of meshes; `dpjax.meshes` says which devices share a run.
 
 from __future__ import annotations
 
-import collections
 import hashlib
 import pickle
 from collections.abc import Callable, Mapping
@@ -90,15 +89,4 @@ def require_equal(call: str, facts: Callable[[], Mapping[str, str]]) -> None:
         raise Refused(
             f"{call}: the {len(theirs)} processes differ in {names}. Start all of them with one "
             "command and one environment, and give each the whole data in one order."
-        )
-
-
-def require_equal_hosts() -> None:
-    """Refuses processes with unequal numbers of devices, before JAX fails to reshape them."""
-    counts = collections.Counter(device.process_index for device in jax.devices())
-    if len(set(counts.values())) > 1:
-        raise ValueError(
-            f"meshes.of: the processes have {[counts[i] for i in sorted(counts)]} devices; "
-            "expected equally many. Restrict all of them to one number, for example by "
-            "CUDA_VISIBLE_DEVICES."
         )
