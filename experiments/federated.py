@@ -24,7 +24,7 @@ import optax
 from absl import app, flags, logging
 
 import dpjax
-from dpjax import clipping, data, federated, losses, metrics, models, noise, sampling
+from dpjax import clipping, data, federated, losses, metrics, models, sampling
 from dpjax.cli.flag_checks import only_flags
 from dpjax.cli.machine_flags import MESH, mesh_in_force
 
@@ -114,7 +114,7 @@ def train(
     params = jax.jit(model.init)(jax.random.key(0), x[0])["params"]
     return dpjax.fit(
         algorithm,
-        algorithm.init(key, params),
+        algorithm.init(params, key),
         evaluate=evaluate,
         evaluate_every=max(1, mechanism.steps // 10),
         delta=_DELTA.value,
@@ -147,7 +147,7 @@ def run() -> None:
     owners = owners_of(dataset.train[1], count, _CONCENTRATION.value)
     clients = federated.Clients.split(dataset.train, owners, count)
     mechanism = mechanism_from_flags(count, rounds)
-    key = noise.secret_key() if _SEED.value is None else jax.random.key(_SEED.value)
+    key = None if _SEED.value is None else jax.random.key(_SEED.value)
     state, history = train(dataset, clients, mechanism, key)
     print(dpjax.statement(mechanism, _DELTA.value, ledger=state.ledger, seed=_SEED.value))
     last, sizes = history[-1], np.asarray(clients.counts)

@@ -151,7 +151,7 @@ def run(setting: Setting, seed: int, folder: Any) -> Mapping[str, Any]:
     model, algorithm = prepared(setting)
     x, y = jax.tree.map(jnp.asarray, dpjax.data.load("digits").test)
     params = jax.jit(model.init)(jax.random.key(seed), x[0])["params"]
-    state = algorithm.init(jax.random.key(seed), params)
+    state = algorithm.init(params, jax.random.key(seed))
     last = max(1, algorithm.mechanism.steps // 10)
     state, _ = dpjax.fit(algorithm, state, steps=algorithm.mechanism.steps - last, progress=False)
     # A row of the log holds the means since the row before it: here of these steps.

@@ -121,7 +121,7 @@ def train(
 ) -> Any:
     """The parameters after all steps of Adam."""
     algorithm = dpjax.dpsgd(loss, optax.adam(rate), mechanism, data)
-    state = algorithm.init(jax.random.key(seed), params)
+    state = algorithm.init(params, jax.random.key(seed))
     return dpjax.fit(algorithm, state, evaluate_every=mechanism.steps, progress=False)[0].params
 
 

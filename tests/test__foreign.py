@@ -97,7 +97,7 @@ def source(kind, size=20, **attributes):
 def stepped(data, params=None, loss=loss):
     algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), MECHANISM, data)
     params = jnp.zeros(3) if params is None else params
-    return algorithm.step(algorithm.init(jax.random.key(0), params))[0].params
+    return algorithm.step(algorithm.init(params, jax.random.key(0)))[0].params
 
 
 SAME = {

@@ -21,12 +21,12 @@ from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import accounting, auditing, cli, data, features, ledger, models, schedules
-from dpjax._files import lock
 from dpjax.cli import audit, compare, compilation_cache
 from dpjax.cli.flag_sets import names
 from dpjax.cli.flag_sets.audit import FLAGS as AUDIT_FLAGS
 from dpjax.cli.flag_sets.train import FLAGS, settings
 from dpjax.cli.train import build, classifier, command, inputs
+from dpjax.training.run_folder import held
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -384,10 +384,8 @@ def test_private_scales_are_asked_for_once(tmp_path):
     other = features.Normalization(examples=30, noise_multiplier=2.0, thresholds=(1.0, 1.0))
     with pytest.raises(ledger.Refused, match="Their cost is spent"):
         inputs.release_once(path, other, x)
-    held = lock(path.with_suffix(".lock"))
-    with pytest.raises(ledger.Refused, match="another process is asking"):
+    with held(tmp_path, "moments.lock"), pytest.raises(ledger.Refused, match="is running there"):
         inputs.release_once(path, asked, x)
-    assert held is not None
 
 
 # --- audits ---

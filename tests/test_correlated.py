@@ -107,7 +107,7 @@ def test_dpsgd_runs_the_noise_of_its_mechanism():
         planned,
         jnp.ones(12),
     )
-    state, seen = algorithm.init(key, ZEROS), []
+    state, seen = algorithm.init(ZEROS, key), []
     for _ in range(6):
         state, _ = algorithm.step(state)
         seen.append(flat(state.params))
@@ -128,10 +128,10 @@ def small_run(**options):
 @pytest.mark.slow
 def test_a_run_is_the_same_however_it_is_cut(tmp_path):
     key, whole, parts = jax.random.key(5), small_run(), small_run()
-    want, _ = whole.run(whole.init(key, ZEROS), 6)
-    state, _ = dpjax.fit(parts, parts.init(key, ZEROS), steps=2, directory=tmp_path)
+    want, _ = whole.run(whole.init(ZEROS, key), 6)
+    state, _ = dpjax.fit(parts, parts.init(ZEROS, key), steps=2, directory=tmp_path)
     again = small_run()
-    state, _ = dpjax.fit(again, again.init(key, ZEROS), steps=6, directory=tmp_path)
+    state, _ = dpjax.fit(again, again.init(ZEROS, key), steps=6, directory=tmp_path)
     np.testing.assert_array_equal(flat(state.params), flat(want.params))
     np.testing.assert_array_equal(flat(state.memory), flat(want.memory))
     card = json.loads((tmp_path / "privacy.json").read_text())
@@ -339,7 +339,7 @@ class TestEvents:
 
     @kills("mechanism/card.py", '"projections", "noise", ', '"projections", ', slow=True)
     def test_a_ledger_knows_the_strategy(self):
-        state = small_run().step(small_run().init(jax.random.key(2), ZEROS))[0]
+        state = small_run().step(small_run().init(ZEROS, jax.random.key(2)))[0]
         other = small_run(noise=STRATEGIES["tree"])
         with pytest.raises(dpjax.ledger.Refused, match="another mechanism"):
             other.step(state._replace(memory=strategies.tree(6).start(ZEROS)))
@@ -424,7 +424,7 @@ def test_a_stream_has_the_noise_of_data_in_memory():
     states = []
     for data in (rows, stream):
         algorithm = training.dpsgd(quadratic, optax.sgd(0.1), mechanism(), data)
-        states.append(algorithm.run(algorithm.init(jax.random.key(5), ZEROS), 6)[0])
+        states.append(algorithm.run(algorithm.init(ZEROS, jax.random.key(5)), 6)[0])
     memory, streamed = (flat(state.params) for state in states)
     np.testing.assert_allclose(streamed, memory, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(*(flat(state.memory) for state in states), rtol=1e-6)
@@ -440,7 +440,7 @@ def test_clients_have_the_noise_of_examples():
     )
     loss = lambda p, x: 0.0 * (jnp.sum(p["w"]) + jnp.sum(p["b"])) * x  # noqa: E731
     algorithm = dpjax.federated.fedsgd(loss, optax.sgd(1.0), planned, clients)
-    state, _ = algorithm.run(algorithm.init(key, ZEROS), 6)
+    state, _ = algorithm.run(algorithm.init(ZEROS, key), 6)
     released = run(planned.privatize(key), 6)
     np.testing.assert_allclose(flat(state.params), -released.sum(axis=0), rtol=1e-4, atol=1e-4)
 

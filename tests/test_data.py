@@ -749,7 +749,7 @@ def test_a_real_tfds_data_set_on_the_disk(tmp_path, monkeypatch):
             mechanism_with(dataset.examples, 2, steps=5),
             dataset.train,
         )
-        state = algorithm.init(jax.random.key(0), jnp.zeros((28, 28, 1)))
+        state = algorithm.init(jnp.zeros((28, 28, 1)), jax.random.key(0))
         ends.append(dpjax.fit(algorithm, state, progress=False)[0].params)
     np.testing.assert_allclose(*ends, rtol=1e-5, atol=1e-7)
 

@@ -178,7 +178,7 @@ def test_an_overwritten_and_killed_run_leaves_nothing_of_the_one_before(tmp_path
         process.kill()
     left = {name.partition("/")[0] for name in files_of(folder)}
     left = {re.sub(r"\.\w+\.part$", "", name) for name in left}
-    known = {"run.json", "metrics.jsonl", "furthest", "seals", "checkpoints", "tensorboard"}
+    known = {"run.json", "metrics.jsonl", "checkpoints", "tensorboard"}
     known |= {"config.json", "notes.txt", "privacy.json", "statement.txt", "params.msgpack"}
     assert left <= known
     if (folder / "privacy.json").exists():

@@ -159,7 +159,7 @@ def test_looking_tells_the_loss_the_epoch_that_was_trained(imported):
     mechanism = mechanism_with(sampling=dpjax.sampling.full(dataset.examples), steps=35)
     at_once = losses.of(model, functools.partial(loss, epoch=1))
     algorithm = dpjax.dpsgd(at_once, optax.sgd(0.1), mechanism, dataset.train)
-    state = algorithm.init(jax.random.key(1), params)
+    state = algorithm.init(params, jax.random.key(1))
 
     def look(epoch):  # a new watch, as in a run that resumes after a kill
         watch = watching.Watch(model, loss, mechanism.clipping, dataset, steps=7)

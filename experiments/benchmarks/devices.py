@@ -118,7 +118,7 @@ def repeated(name: str, size: int) -> dict[str, Any]:
     def ended() -> tuple[Any, float]:
         algorithm = dpjax.dpsgd(shapes.loss, optax.sgd(0.1), mechanism, data)
         assert algorithm.run is not None
-        state, _ = algorithm.run(algorithm.init(jax.random.key(SEED), params), steps)
+        state, _ = algorithm.run(algorithm.init(params, jax.random.key(SEED)), steps)
         began = time.perf_counter()
         state, _ = algorithm.run(state, 9 * steps)
         return jax.device_get(state.params), 1e3 * (time.perf_counter() - began) / (9 * steps)

@@ -80,7 +80,7 @@ def parameters(name: str, engine: str, mesh: Any) -> np.ndarray:
     options: Any = {"microbatch_size": 8, "mesh": mesh}
     algorithm = dpjax.dpsgd(loss, optax.adam(0.01), mechanism, data, engine, **options)
     params = jax.device_get(model.init(jax.random.key(0), x[0])["params"])
-    state, _ = algorithm.run(algorithm.init(jax.random.key(1), params), 2)
+    state, _ = algorithm.run(algorithm.init(params, jax.random.key(1)), 2)
     return np.concatenate(
         [np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(state.params))]
     )

@@ -146,7 +146,7 @@ def train(steps: int) -> dict[str, Any]:
     algorithm = dpjax.dpsgd(
         loss, pods_cases.OPTIMIZER, mechanism, data, microbatch_size=2, mesh=mesh
     )
-    state, losses, seconds = algorithm.init(jax.random.key(1), params), [], []
+    state, losses, seconds = algorithm.init(params, jax.random.key(1)), [], []
     for _ in range(steps):
         began = time.perf_counter()
         state, info = algorithm.run(state, 1)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dpjax._jaxpr import inner_programs
+from dpjax.gradients.jaxprs import inner_programs
 
 KINDS = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
 # What moves no bytes.

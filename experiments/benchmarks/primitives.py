@@ -29,8 +29,8 @@ from agreement import TOLERANCE
 from contestants import Contestant
 from steps import configure, start, take_turns
 
-from dpjax._jaxpr import bind, evaluate
 from dpjax.gradients._xla_cpu.primitives import bind_fast
+from dpjax.gradients.jaxprs import bind, evaluate
 
 EXAMPLES, ROUNDS = 32, 8  # per round; rounds of the loop
 

@@ -54,7 +54,7 @@ def contestants(name: str) -> dict[str, Callable[[], Any]]:
         local_batch_size=BATCH,
         local_epochs=1,
     )
-    states = [algorithm.init(dpjax.noise.secret_key(), jax.tree.map(jnp.copy, params))]
+    states = [algorithm.init(jax.tree.map(jnp.copy, params))]
 
     def one_round() -> Any:
         state, _ = algorithm.step(states.pop())

@@ -35,7 +35,7 @@ def prepare(workload: str, devices: int, batch_size: int) -> dict[str, Any]:
     )
     mesh = meshes.parse(f"data:{devices}")
     algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, jax.device_get(batch), mesh=mesh)
-    state = algorithm.init(jax.random.key(SEED), params)
+    state = algorithm.init(params, jax.random.key(SEED))
     _ready["run"], (_ready["state"], _) = algorithm.run, algorithm.run(state, 2)
     return {"devices": jax.device_count()}
 

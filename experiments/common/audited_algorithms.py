@@ -213,7 +213,7 @@ def audit(audited: Audited) -> Found:
     method = "pld"
     if mechanism.clipping.projections is None:
         method = accounting.tightest(mechanism.event, mechanism.relation)
-    state = algorithm.init(jax.random.key(0), params)
+    state = algorithm.init(params, jax.random.key(0))
     state, _ = dpjax.fit(algorithm, state, progress=False, delta=DELTA, method=method)
     scores = sum(x[name] @ np.asarray(state.params[name]) for name in x)
     right, guesses = auditing.guess_members(scores, members, GUESSES)

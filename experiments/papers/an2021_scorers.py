@@ -62,7 +62,7 @@ def private(dataset: data.Dataset, seed: int) -> tuple[np.ndarray, dpjax.mechani
     algorithm = dpjax.dpsgd(loss, optax.sgd(1.0), mechanism, (x, y))
     params = model.init(jax.random.key(0), x[0])["params"]
     key = jax.random.fold_in(jax.random.key(seed), 1)
-    state, _ = dpjax.fit(algorithm, algorithm.init(key, params), progress=False)
+    state, _ = dpjax.fit(algorithm, algorithm.init(params, key), progress=False)
     bins = np.digitize(_scores(state.params, x, y, dataset.classes), THRESHOLDS)
     return bins, mechanism.spent(mechanism.multipliers)
 

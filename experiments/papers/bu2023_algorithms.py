@@ -217,7 +217,7 @@ def run(row: Row, seed: int, folder: Any) -> Mapping[str, Any]:
             "ece": metrics.ece(logits, y, bins=BINS),
         }
 
-    state = algorithm.init(jax.random.key(seed), params)
+    state = algorithm.init(params, jax.random.key(seed))
     # PLD alone knows norms from projections. Computed before the clock starts, because it takes
     # longer than the training there.
     rdp = None if mechanism.clipping.projections else mechanism.epsilon(DELTA)

@@ -88,7 +88,7 @@ def run(name: str, way: str, seed: int, folder: Any) -> Mapping[str, Any]:
         train, test = errors(state.params)
         return {"mse": test, "private": {"train mse": train}}
 
-    state = algorithm.init(jax.random.key(seed), params)
+    state = algorithm.init(params, jax.random.key(seed))
     every = -(-setting.steps // 50)
     options: Any = {"evaluate_every": every, "progress": False, "delta": setting.delta}
     _, history = dpjax.fit(algorithm, state, evaluate=evaluate, directory=folder, **options)

@@ -3,7 +3,7 @@
 
 A file is replaced whole: a reader, also after a kill, finds the new content or the old one. Its
 owner alone can read it from its first byte, unless the caller calls it public. A lock says which
-process writes. Records of one length are overwritten in place. JSON and arrays that were edited or
+process writes. JSON and arrays that were edited or
 cut off are refused with the file, the fault and the cure.
 """
 
@@ -28,7 +28,6 @@ __all__ = [
     "line_of_log",
     "lock",
     "opened_for_owner",
-    "overwrite",
     "read_arrays",
     "read_json",
     "read_log",
@@ -81,21 +80,6 @@ def replacing(path: pathlib.Path, *, public: bool = False) -> Iterator[IO[bytes]
         raise
 
 
-def overwrite(path: pathlib.Path, start: int, content: bytes) -> None:
-    """Overwrites a part of a file, and waits until it is on disk.
-
-    Where the file is long enough, most file systems do it on a full disk too.
-    """
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-    try:
-        while content:
-            written = os.pwrite(handle, content, start)
-            content, start = content[written:], start + written
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def lock(path: pathlib.Path) -> int | None:
     """The handle of a lock, or None if another process holds it; the file names its process.
 
@@ -140,7 +124,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
       FileNotFoundError: There is no file.
       ValueError: It holds something else.
     """
-    text, found, error = path.read_text(encoding="utf-8"), None, "not an object"
+    text, found, error = path.read_text(encoding="utf-8", errors="replace"), None, "not an object"
     try:
         found = json.loads(text)
     except json.JSONDecodeError as fault:
@@ -165,7 +149,10 @@ def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
 
     Of rows of one step the last one counts. A last line that a kill cut off is no row.
     """
-    rows, lines = {}, path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows, lines = (
+        {},
+        path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else [],
+    )
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)

@@ -31,7 +31,7 @@ from dpjax.cli import compilation_cache
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.flag_sets.train import FLAGS
 from dpjax.cli.train import inputs
-from dpjax.cli.train.classifier import first_parameters, initial_state
+from dpjax.cli.train.classifier import first_parameters
 from dpjax.cli.train.command import Planned, plan
 from dpjax.cli.train.run_files import MOMENTS
 from dpjax.mechanism.card import strict
@@ -222,7 +222,7 @@ def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int, confidence: 
     algorithm = rebuilt.algorithm(mechanism, auditing.recording(planned.optimizer), (x, y))
     scores, _ = auditing.score_canaries(
         algorithm,
-        initial_state(algorithm, rebuilt.first, jax.random.key(0)),
+        algorithm.init(rebuilt.first, jax.random.key(0)),
         steps,
         losses.of(planned.model, planned.loss),
         (jnp.asarray(x[places]), jnp.asarray(y[places])),

@@ -22,7 +22,6 @@ from dpjax import checks, clipping, trees
 from dpjax.features.scaling import Moments, checked
 from dpjax.noise.link import add_noise
 from dpjax.noise.multiplier import check_multiplier, standard_deviations
-from dpjax.noise.seals import require_one_release, seal
 from dpjax.types import Key, Purpose
 
 _ROWS = 2**16  # examples that are added together in float64, on the host
@@ -186,12 +185,8 @@ class Normalization:
           The noisy moments, which may be published.
 
         Privacy:
-          `release` warns of a key of a small seed, and no mechanism learns of it. Instead of
-          ``preparation=``, give the mechanism ``before=[dpjax.mechanism.Spent(sampling=...,
-          runs=(), preparation=normalization.multipliers, seeded=True)]``: it costs as much, and
-          statement and card say that nothing is for release.
+          Write the moments before they are used, and read them on resume: each call is a release.
         """
-        trees.warn_of_seed(key, "Normalization.release")
         if features.shape[0] != self.examples:
             raise ValueError(
                 f"features.Normalization.release: got {features.shape[0]} examples; expected "
@@ -258,9 +253,6 @@ def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float)
     stream = trees.step_key(key, Purpose.PREPARATION, query)
     deviations = standard_deviations(multiplier, rule, 0)
     released, _ = add_noise(total, rule.partition, deviations, stream, 0, lost=lost)
-    # The root key says whether it is a published seed; no key of a stream looks like one.
-    if not trees.seeded(key):
-        require_one_release(stream, 0, seal(released)[None], "features.Normalization")
     return jnp.asarray(released)
 
 

@@ -98,7 +98,7 @@ def _epsilons(
 def _published_seed(
     seed: int | None, ledger: Ledger | None, mechanism: Mechanism
 ) -> int | bool | None:
-    small = ledger is not None and bool(ledger.seeded)
+    small = ledger is not None and bool(ledger.supplied)
     # A run that starts from what such a run released shows it, whatever its own key.
     small = small or any(spent.seeded for spent in mechanism.before)
     return seed if seed is not None else (small or None)

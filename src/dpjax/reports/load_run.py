@@ -4,8 +4,8 @@
 Only ``metrics.jsonl`` is required. Numbers that were not finite are null in JSON and NaN here,
 except epsilon, which is infinite.
 
-A privacy card whose steps differ from the log's and were not released here, or whose mechanism
-differs from the one in ``run.json``, belongs to an earlier run in the same folder. The card and the
+A privacy card whose steps differ from the log's, or whose mechanism differs from the one in
+``run.json``, belongs to an earlier run in the same folder. The card and the
 files written with it are ignored: the epsilon of one run with the accuracy of another would be a
 false claim.
 """
@@ -32,15 +32,13 @@ _INTERRUPTED = (
 
 
 def seed_of(run: Mapping[str, Any]) -> Any:
-    """The published seed of a run; True for another below 2^32, and None for a secret key.
+    """The published seed of a run; True for another supplied key, None for a secret one.
 
     Args:
       run: What ``run.json`` holds.
     """
-    # A command publishes its flag --seed, and a script may make its key from a "seed" by other
-    # means than `jax.random.key`, so that the key does not show it.
     named = [run[name] for name in ("--seed", "seed") if run.get(name) is not None]
-    return named[0] if named else run.get("small seed") or None
+    return named[0] if named else run.get("randomness") == "supplied" or None
 
 
 class Missing(LookupError):
@@ -104,7 +102,7 @@ class SavedRun(NamedTuple):
     def seed(self) -> Any:
         """The published seed: from the card, or without one from ``run.json``.
 
-        It is True for another seed below 2^32, or that of an earlier run.
+        It is True for another supplied key, or that of an earlier run.
         """
         if self.card is not None:
             return self.card.get("seed_published")
@@ -215,10 +213,7 @@ def _foreign(
     check_format(card.get("mechanism"), str(path / "privacy.json"))
     steps = int(rows[-1].get("counted", rows[-1]["step"]))
     counted = _number(card.get("steps", 0))  # NaN for text, which is another run's
-    # A resumed run writes the rows of released steps again. Its card counts all of these steps.
-    mark = path / "furthest"
-    released = max(map(int, mark.read_text().split()[:1]), default=0) if mark.is_file() else 0
-    if counted != steps and not steps < counted <= released:
+    if counted != steps:
         return f"it counts {card.get('steps')} steps, and the log counts {steps:,}"
     # Algorithms without a Mechanism write none into run.json; the steps alone are compared then.
     there, here = card["mechanism"], identity.get("mechanism", card["mechanism"])

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers by their names: a privacy card has the name and the facts of a sampler, not its draw."""
+"""Samplers by their names: a privacy card has the name and the facts of a sampler, not its draw.
+
+A new sampler has one file, which states its draw, its event and its facts, and one row here.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +18,6 @@ from dpjax.sampling.scored import scored
 from dpjax.sampling.sizes import checked_count
 from dpjax.sampling.uniform import fixed, full, poisson
 from dpjax.types import Draw, Key, Sampler
-
-_BY_SIZE = {
-    "poisson": poisson,
-    "fixed": fixed,
-    "shuffled": shuffled,
-    "balls_in_bins": balls_in_bins,
-}
 
 
 def by_name(name: str, examples: int, batch_size: float, **facts: Any) -> Sampler:
@@ -40,37 +37,50 @@ def by_name(name: str, examples: int, batch_size: float, **facts: Any) -> Sample
       >>> by_name("fixed", 100, 10).claim
       'uniform batches of a fixed size; proved for replace-one neighbours (RDP)'
     """
-    match name, facts:
-        case "full", _ if not facts:
-            return full(examples)
-        case "cyclic_poisson", {"cycle": cycle}:
-            return cyclic_poisson(examples, batch_size, cycle=cycle)
-        case "curriculum", {"public": public}:
-            size = checked_count("by_name", "batch_size", batch_size)
-            found = curriculum(np.arange(examples), size, public=public)
-            return dataclasses.replace(found, draw=_not_on_a_card)
-        case "scored", {"rates": [[_, steps], *_] as rows} if all(n == steps for _, n in rows):
-            # One bin with the largest rate of each row: the event counts no other rate.
-            bins, rates = np.zeros(examples, int), [[rate] for rate, _ in rows]
-            found = scored(bins, rates, steps_per_row=steps, batch_size=batch_size)
-            return dataclasses.replace(found, draw=_not_on_a_card)
-    if name not in _BY_SIZE or facts:
+    if name not in _SAMPLERS:
         raise ValueError(
-            f"sampling.by_name({name!r}, {facts}): expected one of full, {', '.join(_BY_SIZE)}, "
-            "cyclic_poisson with its cycle, curriculum with public=, or scored with its rates. "
-            "Usually the sampler is one of your own, or the facts of its card were left out. To "
-            "count an earlier run (training.earlier, a card) with your own sampler, describe what "
-            "it spent: Mechanism(before=(dpjax.mechanism.Spent(sampling=that sampler, "
-            "runs=((multiplier, steps), ...)),))."
+            f"sampling.by_name({name!r}): expected one of {', '.join(_SAMPLERS)}. Count a run with "
+            "a sampler of your own by before=[mechanism.Spent(sampling=that sampler, ...)]."
         )
-    return _BY_SIZE[name](examples, batch_size)
+    return _SAMPLERS[name](examples, batch_size, **facts)
+
+
+def _full(examples: int, batch_size: float) -> Sampler:
+    del batch_size
+    return full(examples)
+
+
+def _curriculum(examples: int, batch_size: float, *, public: bool) -> Sampler:
+    size = checked_count("by_name", "batch_size", batch_size)
+    return dataclasses.replace(
+        curriculum(np.arange(examples), size, public=public), draw=_not_on_a_card
+    )
+
+
+def _scored(examples: int, batch_size: float, *, rates: Sequence[tuple[float, int]]) -> Sampler:
+    # One bin with the largest rate of each row: the event counts no other rate.
+    bins, steps = np.zeros(examples, int), rates[0][1]
+    table = [[rate] for rate, _ in rates]
+    sampler = scored(bins, table, steps_per_row=steps, batch_size=batch_size)
+    return dataclasses.replace(sampler, draw=_not_on_a_card)
 
 
 def _not_on_a_card(key: Key, step: Any) -> Draw:
     del key, step
     raise ValueError(
-        "sampling.by_name: this sampler was built from a privacy card, to be accounted; it cannot "
-        "draw. A card has neither the order of a curriculum nor the bins of scores. Usually the "
-        "sampler of an earlier run was given to a new one: build that with sampling.curriculum or "
-        "sampling.scored."
+        "sampling.by_name: a sampler from a privacy card is for accounting alone; a card has no "
+        "order and no bins to draw from."
     )
+
+
+_SAMPLERS: dict[str, Callable[..., Sampler]] = {
+    "poisson": poisson,
+    "full": _full,
+    "fixed": fixed,
+    "shuffled": shuffled,
+    "curriculum": _curriculum,
+    "cyclic_poisson": cyclic_poisson,
+    "balls_in_bins": balls_in_bins,
+    "scored": _scored,
+}
+"""From the name on a card to a function ``(examples, batch_size, **facts) -> Sampler``."""

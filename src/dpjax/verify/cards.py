@@ -92,7 +92,7 @@ def require_of_run(card: dict[str, Any], run: dict[str, Any], mark: pathlib.Path
     # A seed that is named is published, of any size; a small one can also be that of the caller's
     # key.
     named = (run.get(name) is not None for name in ("--seed", "seed"))
-    seeded = run.get("small seed") or any(named)
+    seeded = run.get("randomness") == "supplied" or any(named)
     wrong = {
         "describes another mechanism": run.get("mechanism") != card.get("mechanism"),
         "hides the seed": seeded and card.get("seed_published") is None,

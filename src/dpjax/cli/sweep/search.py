@@ -7,15 +7,13 @@ command resumes a search, and every run that began is priced.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
-import os
 import pathlib
 import secrets
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,8 +21,9 @@ import numpy as np
 from absl import app, flags
 
 from dpjax import accounting, noise
-from dpjax._files import lock, read_json, replace
+from dpjax._files import read_json, replace
 from dpjax.accounting.rounding import upwards
+from dpjax.checks import Refused
 from dpjax.cli.compare import plot
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.flag_sets.train import FLAGS
@@ -42,6 +41,7 @@ from dpjax.cli.sweep.search_space import (
 from dpjax.mechanism.card import strict
 from dpjax.reports.figures import RELEASED
 from dpjax.reports.load_run import read
+from dpjax.training.run_folder import held
 
 Runs = Mapping[pathlib.Path, Trial]
 
@@ -60,28 +60,15 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     out = pathlib.Path(given.out)
     try:
         tried, number = candidates_of(given), number_of_runs(given)
-        out.mkdir(parents=True, exist_ok=True)
-        if number is not None:
-            out.chmod(0o700)  # the names of subfolders tell how many ran
-        with one_search(out):
+        with held(out):
+            if number is not None:
+                out.chmod(0o700)  # the names of subfolders tell how many ran
             runs = {out / trial.name: trial for trial in plan(given, out, tried)}
             failed = run_missing(given, runs)
             conclude(given, out, tried, runs)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, Refused) as error:
         raise app.UsageError(str(error)) from error
     sys.exit(bool(failed))
-
-
-@contextlib.contextmanager
-def one_search(folder: pathlib.Path) -> Iterator[None]:
-    """Holds the lock of a search's folder."""
-    handle = lock(folder / "lock")
-    if handle is None:
-        raise app.UsageError(f"--out={folder}: another search is running there.")
-    try:
-        yield
-    finally:
-        os.close(handle)
 
 
 def candidates_of(given: flags.FlagValues) -> Candidates:

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 import dpjax
-from dpjax import data, diagnostics, losses, metrics, noise, processes, reports, training, trees
+from dpjax import data, diagnostics, losses, metrics, processes, reports, training, trees
 from dpjax._files import replace, replacing
 from dpjax.training.released import restored, serialized
 
@@ -145,7 +145,7 @@ def train(
         weights=weights,
         budget=budget,
     )
-    state = initial_state(algorithm, first_parameters(model, dataset, params, initial), key)
+    fresh = first_parameters(model, dataset, params, initial)
     # A loss that changes with the step has no single gradient to watch.
     observed = of_example if gradients and per_step is None else None
     evaluation = Evaluation(model, observed, mechanism, dataset)
@@ -156,7 +156,7 @@ def train(
 
     state, history = dpjax.fit(
         algorithm,
-        state,
+        algorithm.init(fresh, key),
         evaluate=evaluate,
         evaluate_every=-(-mechanism.steps // evaluations) or None,
         **options,
@@ -165,14 +165,6 @@ def train(
     if options.get("directory") is not None and processes.first_process():
         evaluation.write(pathlib.Path(options["directory"]), average)
     return average, state, history
-
-
-def initial_state(algorithm: Any, params: Any, key: Any = None) -> Any:
-    """The state before the first step; all processes of a run hold one key."""
-    if key is None:
-        secret = processes.from_first(lambda: trees.on_host(noise.secret_key()))
-        key = jax.random.wrap_key_data(jnp.asarray(secret), impl="threefry2x32")
-    return algorithm.init(key, params)
 
 
 def first_parameters(

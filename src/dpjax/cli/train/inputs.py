@@ -7,7 +7,6 @@ resumed run reads them there, because a second query would spend privacy again.
 
 from __future__ import annotations
 
-import os
 import pathlib
 from functools import partial
 from typing import Any
@@ -19,7 +18,8 @@ from absl import flags
 
 import dpjax
 from dpjax import data, features, noise, scattering
-from dpjax._files import lock, replacing
+from dpjax._files import replacing
+from dpjax.training.run_folder import held
 
 
 def build_normalization(given: flags.FlagValues, examples: int) -> features.Normalization | None:
@@ -84,17 +84,12 @@ def release_once(
       A second query would be a release that no card counts. So answers are written before they
       are used, and two processes in one folder ask once.
     """
-    handle = lock(path.with_suffix(".lock"))
-    if handle is None:
-        raise dpjax.ledger.Refused(f"--out={path.parent}: another process is asking for moments.")
-    try:
+    with held(path.parent, "moments.lock"):
         if not path.exists():
             key = noise.secret_key() if seed is None else jax.random.key(seed)
             answers = normalization.release(key, x)._asdict()
             with replacing(path) as file:  # closed to others, and whole or not there
                 np.savez(file, multipliers=normalization.multipliers, **answers)
-    finally:
-        os.close(handle)
     return read_moments(path, normalization)
 
 
