@@ -22,7 +22,7 @@ import time
 import jax
 from absl import app, flags, logging
 
-from dpjax.cli.audit.job import HEAD, OF_A_RUN, Line, conclude, line_of_step
+from dpjax.cli.audit import HEAD, OF_A_RUN, Line, conclude, line_of_step
 from dpjax.mechanism.card import strict
 from experiments import audited_algorithms
 from experiments.common import runs

@@ -25,7 +25,7 @@ from absl import app, flags
 
 import dpjax
 from dpjax import clipping, data, federated, losses, metrics, models, sampling
-from dpjax.cli.mesh_flag import HELP, mesh_in_force
+from dpjax.cli.machine_flags import MESH, mesh_in_force
 from experiments.common import runs
 
 _CLIENTS = flags.DEFINE_integer("clients", 1000, "How many clients there are.", 1)
@@ -53,7 +53,7 @@ _DELTA = flags.DEFINE_float("delta", 1e-5, "Delta of the guarantee.")
 _SEED = flags.DEFINE_integer(
     "seed", None, "Reproducible noise: anyone who knows the seed can subtract it."
 )
-_MESH = flags.DEFINE_string("mesh", None, HELP)
+_MESH = flags.DEFINE_string("mesh", None, MESH)
 
 
 def owners_of(labels: np.ndarray, clients: int, concentration: float | None) -> np.ndarray:

@@ -26,14 +26,11 @@ FLOORS = {
     "verify": 0,  # imports nothing of dpjax
     "_packing": 0.5,
     "trees": 1,
-    "_checksums": 1.25,  # above trees, below marks and noise
-    "_draws": 1,
     "_files": 1,
     "meshes": 1,
     "schedules": 1,
     "accounting": 1,
     "strategies": 1.5,  # above trees, below noise
-    "_marks": 1.5,
     **dict.fromkeys(["clipping", "noise", "sampling", "losses", "activations"], 2),
     **dict.fromkeys(["models", "data", "scattering", "metrics", "checkpoints"], 2),
     "diagnostics": 3,

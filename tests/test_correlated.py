@@ -103,7 +103,7 @@ def test_dpsgd_runs_the_noise_of_its_mechanism():
         planned,
         jnp.ones(12),
     )
-    state, seen = algorithm.init(key, ZEROS), []
+    state, seen = algorithm.init(ZEROS, key), []
     for _ in range(6):
         state, _ = algorithm.step(state)
         seen.append(flat(state.params))
@@ -250,7 +250,7 @@ class TestEvents:
 
     @kills("mechanism/card.py", '"projections", "noise", ', '"projections", ', slow=True)
     def test_a_ledger_knows_the_strategy(self):
-        state = small_run().step(small_run().init(jax.random.key(2), ZEROS))[0]
+        state = small_run().step(small_run().init(ZEROS, jax.random.key(2)))[0]
         other = small_run(noise=STRATEGIES["tree"])
         with pytest.raises(dpjax.ledger.Refused, match="another mechanism"):
             other.step(state._replace(memory=strategies.tree(6).start(ZEROS)))

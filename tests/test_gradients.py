@@ -257,7 +257,7 @@ def test_models_of_any_library_train_privately(case):
     testing.assert_engines_agree(per_example, clipping.grouped(0.5, 2), params, (X, Y))
     mechanism = mechanism_with(5, 3, clipping=RULE, steps=2)
     algorithm = dpjax.dpsgd(per_example, optax.adam(1e-2), mechanism, (X, Y))
-    state, info = algorithm.step(algorithm.init(jax.random.key(1), params))
+    state, info = algorithm.step(algorithm.init(params, jax.random.key(1)))
     assert jax.tree.structure(state.params) == jax.tree.structure(params)
     assert info.norm.shape == (1,)
 
@@ -549,7 +549,7 @@ def test_a_broken_image_takes_no_weight_from_others():
     def released(broken, **options):
         x, w = images(broken)
         algorithm = dpjax.dpsgd(convolved, optax.sgd(1.0), bare(5), x, weights=weigh, **options)
-        return algorithm.step(algorithm.init(jax.random.key(0), w))[0].params
+        return algorithm.step(algorithm.init(w, jax.random.key(0)))[0].params
 
     with jax.enable_x64(True):
         x, w = images()
@@ -611,7 +611,7 @@ def test_an_example_without_a_finite_loss_spoils_no_mean_and_is_told_once_a_run(
     algorithm, told = dpjax.dpsgd(scored, optax.sgd(1.0), plan, (x, labels)), []
     for seed in (0, 0, 1):
         caplog.clear()
-        state, info = algorithm.step(algorithm.init(jax.random.key(seed), jnp.ones(3)))
+        state, info = algorithm.step(algorithm.init(jnp.ones(3), jax.random.key(seed)))
         algorithm.step(state)
         told.append(caplog.text.count("dpsgd: 1 of 4 examples have a finite gradient"))
     assert float(info.loss) == pytest.approx(np.log(3) + 0.3)
@@ -684,5 +684,5 @@ def test_a_loss_is_traced_at_most_three_times(network, engine, monkeypatch):
 
     counter.clear()
     algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism_with(8, 4), data, engine=engine)
-    algorithm.step(algorithm.init(jax.random.key(0), params))
+    algorithm.step(algorithm.init(params, jax.random.key(0)))
     assert len(counter) <= 3

@@ -144,7 +144,7 @@ def test_steps_in_memory_and_from_a_stream_are_the_same_and_their_directions_dif
     found = []
     for data, size in ((X, None), (X, 5), (Stream(X), 5)):
         algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism_for(), data, microbatch_size=size)
-        state, infos = algorithm.run(algorithm.init(jax.random.key(1), PARAMS), 6)
+        state, infos = algorithm.run(algorithm.init(PARAMS, jax.random.key(1)), 6)
         found.append((state.params, infos.norm))
     jax.tree.map(lambda *x: [np.testing.assert_allclose(x[0], y, rtol=1e-4) for y in x[1:]], *found)
 
@@ -154,7 +154,7 @@ def test_steps_in_memory_and_from_a_stream_are_the_same_and_their_directions_dif
 def test_a_step_draws_directions_of_its_own():
     mechanism = mechanism_for(sampler=sampling.full(12), multiplier=0.0, projections=3)
     algorithm = dpjax.dpsgd(loss, optax.sgd(0.0), mechanism, X)
-    state, root = algorithm.init(jax.random.key(1), PARAMS), jax.random.key(1)
+    state, root = algorithm.init(PARAMS, jax.random.key(1)), jax.random.key(1)
     for step in range(3):
         state, info = algorithm.step(state)
         key = trees.step_key(root, types.Purpose.PROJECTIONS, step)
@@ -420,7 +420,7 @@ def test_a_loss_without_forward_mode_is_refused():
 def test_an_interrupted_run_ends_the_same_to_the_last_bit(tmp_path):
     def fit(directory, steps=None):
         algorithm = dpjax.dpsgd(loss, optax.adam(0.1), mechanism_for(multiplier=8.0), X)
-        state = algorithm.init(jax.random.key(1), PARAMS)
+        state = algorithm.init(PARAMS, jax.random.key(1))
         options = {"method": "pld", "directory": directory, "progress": False}
         return dpjax.fit(algorithm, state, steps=steps, evaluate_every=2, **options)
 
@@ -491,7 +491,7 @@ def test_one_step_costs_the_mean_over_the_scale():
 def test_no_other_method_has_a_number(method):
     mechanism = mechanism_for()
     algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, X)
-    state = algorithm.init(jax.random.key(0), PARAMS)
+    state = algorithm.init(PARAMS, jax.random.key(0))
     for answer in (
         lambda: mechanism.epsilon(1e-5, method),
         lambda: mechanism.delta(1.0, method),

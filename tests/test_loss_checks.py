@@ -61,7 +61,7 @@ def mechanism(examples=4, **options):
 
 def started(loss, data=X, params=W, **options):
     algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism(len(data)), data, **options)
-    return algorithm, algorithm.init(jax.random.key(0), params)
+    return algorithm, algorithm.init(params, jax.random.key(0))
 
 
 @kills("gradients/loss_checks.py", '"pure_callback", "io_callback", ', "", case="pure_callback")
@@ -111,7 +111,7 @@ def test_weights_rules_and_losses_of_clients_are_read():
     described = mechanism(unit="client")
     fedsgd = federated.fedsgd(loss_of(centred), optax.sgd(1.0), described, clients)
     with pytest.raises(ValueError, match="custom_vmap_call"):
-        fedsgd.init(jax.random.key(0), W)
+        fedsgd.init(W, jax.random.key(0))
 
 
 @kills(

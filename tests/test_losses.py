@@ -312,7 +312,7 @@ def test_a_run_with_the_composite_loss_moves_from_the_errors_of_early_to_those_o
     mechanism, epoch_of = mechanism_with(sampling=dpjax.sampling.full(6)), lambda step: step // 2
     loss = losses.of(model, composite)
     algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, (x, y), per_step=epoch_of)
-    state = algorithm.init(jax.random.key(0), some_params(model, x[0]))
+    state = algorithm.init(some_params(model, x[0]), jax.random.key(0))
     for epoch in (0, 0, 1):
         params = state.params
         state, info = algorithm.step(state)

@@ -96,7 +96,7 @@ def transformer(depth: int, scanned: bool) -> tuple[Any, Any, Any]:
 
 
 def linear() -> tuple[Any, Any, Any]:
-    """Hardly a model: what is left is the cost of draw, sums, noise and seals."""
+    """Hardly a model: what is left is the cost of draw, sums and noise."""
 
     def loss(params: Any, example: Any) -> Any:
         return losses.cross_entropy(example[0] @ params, example[1])

@@ -107,9 +107,7 @@ def _bert(seed: int) -> tuple[data.Dataset, Any]:
     def prepare(x: Any) -> Any:
         return x[..., 0, :], x[..., 1, :]
 
-    return dataset, _tuned(
-        network, prepare, dataset, seed, BERT, transformers.load_bert, part
-    )
+    return dataset, _tuned(network, prepare, dataset, seed, BERT, transformers.load_bert, part)
 
 
 def _tuned(

@@ -25,7 +25,6 @@ __all__ = [
     "line_of_log",
     "lock",
     "opened_for_owner",
-    "overwrite",
     "read_arrays",
     "read_json",
     "read_log",
@@ -71,21 +70,6 @@ def replacing(path: pathlib.Path, *, public: bool = False) -> Iterator[IO[bytes]
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-
-
-def overwrite(path: pathlib.Path, start: int, content: bytes) -> None:
-    """Overwrites a part of a file, and waits until it is on disk.
-
-    Where the file is long enough, most file systems do it on a full disk too.
-    """
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-    try:
-        while content:
-            written = os.pwrite(handle, content, start)
-            content, start = content[written:], start + written
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def lock(path: pathlib.Path) -> int | None:

@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 from numpy.typing import ArrayLike
 
-from dpjax import accounting, checks, noise, trees
+from dpjax import accounting, checks, trees
 from dpjax.accounting import profiles
 from dpjax.accounting.methods import checked_delta
 from dpjax.mechanism import Mechanism
@@ -218,11 +218,11 @@ def without(sampling: Sampler, rows: ArrayLike) -> Sampler:
     """
     gone = jnp.asarray(np.isin(np.arange(sampling.examples), np.asarray(rows)))
 
-    def draw(key: Key, step: Any) -> Draw:
-        indices, size = sampling.draw(key, step)
-        stays = (jnp.arange(indices.shape[0]) < size) & ~gone[indices]
+    def draw(key: Key, step: Any, *coins: Key) -> Draw:
+        indices, mask = sampling.draw(key, step, *coins)
+        stays = mask & ~gone[indices]
         order = jnp.argsort(~stays, stable=True)
-        return Draw(indices[order], jnp.sum(stays, dtype=jnp.int32))
+        return Draw(indices[order], stays[order])
 
     return dataclasses.replace(sampling, draw=draw)
 
@@ -244,9 +244,9 @@ def _checked_rows(
 def _renamed(sampling: Sampler, row: int, instead: int) -> Sampler:
     """The sampler of a data set with another row in the place of one."""
 
-    def draw(key: Key, step: Any) -> Draw:
-        indices, size = sampling.draw(key, step)
-        return Draw(jnp.where(indices == row, instead, indices), size)
+    def draw(key: Key, step: Any, *coins: Key) -> Draw:
+        indices, mask = sampling.draw(key, step, *coins)
+        return Draw(jnp.where(indices == row, instead, indices), mask)
 
     return dataclasses.replace(sampling, draw=draw)
 
@@ -254,9 +254,9 @@ def _renamed(sampling: Sampler, row: int, instead: int) -> Sampler:
 def _silent_beyond(sampling: Sampler) -> Sampler:
     """The sampler, but keys of seeds that are not searched draw no row: such a step is noise."""
 
-    def draw(key: Key, step: Any) -> Draw:
-        indices, size = sampling.draw(key, step)
-        return Draw(indices, jnp.where(jax.random.key_data(key)[-1] < _SEEDS, size, 0))
+    def draw(key: Key, step: Any, *coins: Key) -> Draw:
+        indices, mask = sampling.draw(key, step, *coins)
+        return Draw(indices, mask & (jax.random.key_data(key)[-1] < _SEEDS))
 
     return dataclasses.replace(sampling, draw=draw)
 
@@ -274,12 +274,12 @@ class _FirstStep:
             hint,
         )
         self.step = algorithm.step
-        # A secret key here, so that `init` does not warn of the small seeds below: nothing is
-        # released.
-        self.state: State = algorithm.init(noise.secret_key(), params)
+        # As of a supplied key: each seed below begins the same run again.
+        self.state: State = algorithm.init(params, jax.random.key(0))
 
     def __call__(self, seed: int) -> list[np.ndarray]:
-        state, _ = self.step(self.state._replace(key=jax.random.key(seed)))
+        key = jax.random.key(seed)
+        state, _ = self.step(self.state._replace(key=key, noise_key=key))
         leaves = [trees.on_host(leaf).astype(np.float64) for leaf in jax.tree.leaves(state.params)]
         adaptive = self.mechanism.adaptive
         if adaptive is None:
@@ -339,8 +339,8 @@ def _seeds_that_draw(sampling: Sampler, row: int, count: int) -> Iterator[int]:
     @jax.jit
     def holds(seeds: Array) -> Bool[Array, " seeds"]:
         def one(seed: Array) -> Bool[Array, ""]:
-            indices, size = sampling.draw(jax.random.key(seed), jnp.int32(0))
-            return jnp.any((indices == row) & (jnp.arange(indices.shape[0]) < size))
+            indices, mask = sampling.draw(jax.random.key(seed), jnp.int32(0))
+            return jnp.any((indices == row) & mask)
 
         return jax.lax.map(one, seeds)
 

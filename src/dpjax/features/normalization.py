@@ -167,6 +167,9 @@ class Normalization:
 
         Returns:
           The noisy moments, which may be published.
+
+        Privacy:
+          Write the moments before they are used, and read them on resume: each call is a release.
         """
         if features.shape[0] != self.examples:
             raise ValueError(

@@ -26,15 +26,13 @@ from dpjax.mechanism.card import check_format
 
 
 def seed_of(run: Mapping[str, Any]) -> Any:
-    """The published seed of a run; True for another below 2^32, and None for a secret key.
+    """The published seed of a run; True for another supplied key, None for a secret one.
 
     Args:
       run: What ``run.json`` holds.
     """
-    # A command publishes its flag --seed, and a script may make its key from a "seed" by other
-    # means than `jax.random.key`, so that the key does not show it.
     named = [run[name] for name in ("--seed", "seed") if run.get(name) is not None]
-    return named[0] if named else run.get("small seed") or None
+    return named[0] if named else run.get("randomness") == "supplied" or None
 
 
 class Missing(LookupError):

@@ -7,17 +7,15 @@ They read shapes and public numbers, never the values of examples.
 from __future__ import annotations
 
 import re
-import reprlib
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 from absl import logging
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
-from dpjax import checks, ledger, trees
+from dpjax import checks, trees
 from dpjax.data import Dataset, Stream
 from dpjax.data.arrays import arrays, no_arrays
 from dpjax.gradients.engines import named
@@ -25,7 +23,7 @@ from dpjax.gradients.loss_checks import closed_over
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.multipliers import Planned
 from dpjax.training.recipe import Recipe
-from dpjax.types import PyTree, Schedule, State
+from dpjax.types import PyTree, Schedule
 
 # Flax names a layer BatchNorm_0; others write batch_norm or bn.
 _BATCH_NORM = re.compile(r"batch_?norm|(^|/)bn_?\d*(/|$)", re.IGNORECASE)
@@ -61,47 +59,17 @@ def check_is_optimizer(name: str, given: Any) -> None:
 
 
 def check_state(name: str, state: Any) -> None:
-    """Refuses an object that is not a state, and a state with donated buffers.
-
-    Args:
-      name: The function that received it.
-      state: The object.
-    """
+    """Refuses an object that is not a state, and a state with donated buffers."""
     if not all(hasattr(state, field) for field in ("params", "key", "step", "ledger")):
         raise TypeError(
-            f"{name}: the state is a {type(state).__name__}; expected the state of "
-            "algorithm.init(key, params). Usually the parameters were given alone."
+            f"{name}: the state is a {type(state).__name__}; expected that of "
+            "algorithm.init(params)."
         )
     # JAX's own error names a buffer. The user knows states, and which call used one up.
     if any(_deleted(leaf) for leaf in jax.tree.leaves(state)):
         raise RuntimeError(
-            f"{name}: this state was used up: algorithm.run donated its buffers to the next "
-            "state. Continue with the state that run returned, or give run a copy: "
-            "algorithm.run(dpjax.trees.copy(state), count). step and fit copy the state."
-        )
-
-
-def check_same_optimizer(name: str, optimizer: optax.GradientTransformation, state: State) -> None:
-    """Refuses the state of another optimizer, before Optax fails within the step."""
-    wide = trees.widened(state.params)
-    # By names: the structure of a tree may hold functions, which a script makes again.
-    expected = trees.leaf_names(jax.eval_shape(optimizer.init, wide))
-    if (found := trees.leaf_names(state.optimizer)) != expected:
-        raise TypeError(
-            f"{name}: the leaves of the optimizer's state are {reprlib.repr(found)}; expected "
-            f"{reprlib.repr(expected)}. Usually the state comes from an algorithm with another "
-            "optimizer. Continue it there; or begin from its parameters, init(key, state.params), "
-            "with another key and Mechanism(..., before=...)."
-        )
-
-
-def check_step(name: str, state: State) -> None:
-    """Refuses a state whose step is not the number of steps in its ledger."""
-    if int(state.step) != state.ledger.steps:
-        raise ledger.Refused(
-            f"{name}: the state is at step {int(state.step)} and its ledger at "
-            f"{state.ledger.steps}; expected equal numbers: draw and noise follow from the step, "
-            "epsilon from the ledger. Usually fields of two states were combined."
+            f"{name}: algorithm.run donated the buffers of this state. Continue with the state "
+            "that it returned, or give it dpjax.trees.copy(state)."
         )
 
 

@@ -71,12 +71,7 @@ def bound_to(recipe: Recipe, shared: PyTree) -> Recipe:
 
 
 def extra_arguments(optimizer: optax.GradientTransformation, bound_scale: Any) -> dict[str, Any]:
-    """What the update of an optimizer takes beside gradients, state and parameters.
-
-    Args:
-      optimizer: The optimizer.
-      bound_scale: The factor on the bounds, and on the noise; `dpjax.training.dp_adam` reads it.
-    """
+    """What the update of an optimizer takes beside gradients, state and parameters."""
     # By the signature: some optimizers take extra arguments of their own and refuse all others.
     takes = inspect.signature(optimizer.update).parameters.values()
     named = any(x.name == "bound_scale" or x.kind is x.VAR_KEYWORD for x in takes)
@@ -84,13 +79,7 @@ def extra_arguments(optimizer: optax.GradientTransformation, bound_scale: Any) -
 
 
 def layout_of(recipe: Recipe, params: PyTree, row: PyTree) -> Layout:
-    """The microbatch and the devices of a run, chosen by shapes alone.
-
-    Args:
-      recipe: What the run does.
-      params: Parameters, or their shapes.
-      row: Shapes of one row of the data.
-    """
+    """The microbatch and the devices of a run, chosen by shapes alone."""
     return layout(
         recipe.loss,
         params,
@@ -106,10 +95,6 @@ def home_of(recipe: Recipe, row: PyTree) -> Callable[[PyTree], Mesh | None]:
     """From parameters to the mesh on which all arrays of their run lie, their *home*.
 
     It is None if JAX places the arrays on one device, and equal for parameters of equal shapes.
-
-    Args:
-      recipe: What the run does.
-      row: Shapes of one row of the data.
     """
 
     @functools.cache

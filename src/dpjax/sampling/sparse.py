@@ -44,8 +44,6 @@ from jaxtyping import Array, Bool, Int, UInt
 
 from dpjax.types import Draw, Key
 
-__all__ = []
-
 LARGEST = 2**31 - 1
 """The most examples that an int32 counts; the indices of more are pairs of words."""
 
@@ -125,10 +123,13 @@ def scattered(key: Key, examples: int, block: Block) -> Draw:
     chosen = falls & real & ~_repeated(cells, jnp.sum(falls, axis=0, dtype=jnp.int32))
     # In the order of blocks, so that a stream reads forwards.
     draw = listed(chosen.T.reshape(-1))
-    numbers, cells = draw.indices // balls, cells.T.reshape(-1)[draw.indices]
+    # Padding repeats the drawn examples in turn. An empty draw has none: each place names another.
+    places = draw.indices[jnp.arange(draw.mask.size, dtype=jnp.int32) % jnp.maximum(draw.size, 1)]
+    numbers, cells = places // balls, cells.T.reshape(-1)[places]
     indices = _joined(numbers.astype(jnp.uint32), cells, block.shift, examples)
-    filled = jnp.arange(len(indices), dtype=jnp.int32) < draw.size
-    return Draw(jnp.where(filled.reshape(-1, *[1] * (indices.ndim - 1)), indices, 0), draw.size)
+    others = jnp.arange(len(indices), dtype=jnp.uint32)
+    others = _joined(jnp.zeros_like(others), others, _WIDEST, examples)
+    return Draw(jnp.where(draw.size > 0, indices, others), draw.mask)
 
 
 def _less(words: UInt[Array, "*a words"], than: UInt[Array, "*b words"]) -> Bool[Array, "..."]:
@@ -262,27 +263,30 @@ def _joined(high: Array, low: Array, shift: int, examples: int) -> Array:
 
 
 def listed(chosen: Bool[Array, " examples"]) -> Draw:
-    """The indices of the chosen examples in order, padded with zeros."""
-    # On a CPU one sequential loop runs, and compiles, faster than `jnp.nonzero`.
+    """The indices of the chosen examples in order, and then those of all others, as padding."""
+    # On a CPU one sequential loop runs, and compiles, faster than a scatter.
     return jax.lax.platform_dependent(chosen, cpu=_listed_in_turn, default=_listed)
 
 
 def _listed(chosen: Bool[Array, " examples"]) -> Draw:
     """`listed` in parallel."""
-    count = jnp.sum(chosen, dtype=jnp.int32)
-    return Draw(jnp.nonzero(chosen, size=chosen.size, fill_value=0)[0].astype(jnp.int32), count)
+    examples, counts = jnp.arange(chosen.size, dtype=jnp.int32), jnp.cumsum(chosen, dtype=jnp.int32)
+    # The others from the last place on, as `_listed_in_turn` writes them.
+    places = jnp.where(chosen, counts - 1, chosen.size - 1 - (examples - counts))
+    return Draw(jnp.zeros_like(examples).at[places].set(examples), examples < counts[-1])
 
 
 def _listed_in_turn(chosen: Bool[Array, " examples"]) -> Draw:
     """`listed` as a sequential loop."""
+    examples = jnp.arange(chosen.size, dtype=jnp.int32)
 
-    # Writes every index at the end of the list; only a chosen one advances the end.
-    def body(i: Int[Array, ""], so_far: Draw) -> Draw:
-        return Draw(
-            so_far.indices.at[so_far.size].set(i), so_far.size + chosen[i].astype(jnp.int32)
-        )
+    # A chosen index goes to the end of the list that grows from the front, another one to the end
+    # of that which grows from the back.
+    def body(i: Int[Array, ""], so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+        indices, size = so_far
+        place = jnp.where(chosen[i], size, chosen.size - 1 - (i - size))
+        return indices.at[place].set(i), size + chosen[i].astype(jnp.int32)
 
-    places = jnp.arange(chosen.size, dtype=jnp.int32)
-    empty = Draw(jnp.zeros_like(places), jnp.int32(0))
-    found, size = jax.lax.fori_loop(0, chosen.size, body, empty)
-    return Draw(jnp.where(places < size, found, 0), size)
+    start = jnp.zeros_like(examples), jnp.int32(0)
+    indices, size = jax.lax.fori_loop(0, chosen.size, body, start)
+    return Draw(indices, examples < size)
