@@ -5,9 +5,8 @@
 # A choice of interpreter: `make test PYTHON=/path/to/python3.12`.
 PYTHON ?=
 ARGS ?=
-# Which of experiments/benchmarks: steps, accounting, scattering, layouts, primitives, overhead,
-# rounding, draws, meshes, scaling, pods, plans, devices, optimizers, strategies, zoo, zoo_bounds,
-# large, compilation or rounds.
+# Which of experiments/benchmarks: steps, accounting, compilation, devices, draws, layouts,
+# optimizers, strategies or zoo.
 BENCH ?= steps
 # Versions as the lock has them. Newer ones: `make test VENV=.venv-newest LOCK= PYTHON=...`.
 VENV ?= .venv
@@ -56,10 +55,10 @@ dist: $(VENV)/ready-run ## build wheel and sdist, and try both in empty environm
 	@$(call try,dist/*.tar.gz)
 
 bench: $(VENV)/ready-run ## time a training step, or with BENCH= another benchmark
-	$(PY) experiments/benchmarks/$(BENCH).py $(ARGS)
+	$(PY) -m experiments.benchmarks.$(BENCH) $(ARGS)
 
 bench-peers: $(VENV)/ready-run $(PEERS)/ready ## the same, beside the peers, which it installs
-	$(PY) experiments/benchmarks/$(BENCH).py $(ARGS)
+	$(PY) -m experiments.benchmarks.$(BENCH) $(ARGS)
 
 clean: ## remove the environments and the caches, keep runs/
 	rm -rf $(VENV) $(PEERS) build dist .pytest_cache .ruff_cache .hypothesis
@@ -103,7 +102,7 @@ $(PEERS)/ready: .ci/peers.txt | $(VENV)/ready-run
 	@rm -rf $(PEERS) && $(PY) -m venv $(PEERS) && echo '*' > $(PEERS)/.gitignore
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check install -q \
-	  -c .ci/peers.txt opacus jax-privacy kymatio -e .
+	  -c .ci/peers.txt opacus jax-privacy -e .
 	@touch $@
 
 rebuild:

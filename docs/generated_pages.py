@@ -34,10 +34,10 @@ def on_files(files, config):
         files.append(File.generated(config, f"notebooks/{path.stem}.md", content=page))
         for name, picture in pictures.items():
             files.append(File.generated(config, f"notebooks/{name}", content=picture))
-    sys.path[:0] = [str(ROOT / "experiments"), str(ROOT / "experiments" / "papers")]
-    import figures
+    sys.path.insert(0, str(ROOT))
+    from experiments import gallery
 
-    page, pictures = figures.gallery()
+    page, pictures = gallery.gallery()
     files.append(File.generated(config, "gallery.md", content=page))
     for name, picture in pictures.items():
         files.append(File.generated(config, f"gallery/{name}", content=picture))

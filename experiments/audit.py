@@ -3,7 +3,7 @@
 
   result    a step of 27 algorithms shows 97.9 to 99.1 % of its claim (adapted 92.2 %, jl 80.5 %)
   time      786 s for all algorithms, on two CPU cores shared with other work
-  command   python experiments/audit.py --algorithms=all --out experiments/results
+  command   python -m experiments.audit --algorithms=all --out experiments/results
 
 `dpjax audit RUN` audits a run of `dpjax train` (the demo claims epsilon 3 and shows 0.87 to
 canaries, 0 to losses, and 0.665 of 0.671 in one step, in 56 s).  Here data are artificial, so
@@ -21,16 +21,15 @@ import time
 
 import jax
 from absl import app, flags, logging
-from common import audited_algorithms
 
-from dpjax.cli.audit.job import HEAD, OF_A_RUN, Line, conclude, line_of_step
-from dpjax.cli.flag_checks import only_flags
+from dpjax.cli.audit import HEAD, OF_A_RUN, Line, conclude, line_of_step
 from dpjax.mechanism.card import strict
+from experiments import audited_algorithms
+from experiments.common import runs
 
 _ALGORITHMS = flags.DEFINE_string(
     "algorithms", "all", "Audit the algorithms that have this in their name; all for every one."
 )
-_OUT = flags.DEFINE_string("out", None, "Folder for audits.json, the figures.")
 
 
 def audit_algorithms(names: str, out: pathlib.Path | None) -> list[Line]:
@@ -51,7 +50,7 @@ def audit_algorithms(names: str, out: pathlib.Path | None) -> list[Line]:
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         facts = {
-            "command": "python experiments/audit.py --algorithms=all --out experiments/results",
+            "command": "python -m experiments.audit --algorithms=all --out experiments/results",
             "date": time.strftime("%Y-%m-%d"),
             "device": f"{os.cpu_count()} cores, {jax.devices()[0].device_kind}",
             **{name: importlib.metadata.version(name) for name in ("jax", "optax")},
@@ -64,9 +63,9 @@ def audit_algorithms(names: str, out: pathlib.Path | None) -> list[Line]:
 
 
 def main(argv: list[str]) -> None:
-    only_flags(argv)
+    runs.only_flags(argv)
     logging.set_verbosity(logging.ERROR)  # nothing is released, so public seeds need no warning
-    started, out = time.time(), None if _OUT.value is None else pathlib.Path(_OUT.value)
+    started, out = time.time(), None if runs.OUT.value is None else pathlib.Path(runs.OUT.value)
     lines = audit_algorithms(_ALGORITHMS.value, out)
     print("Artificial data: these figures may be published.")
     conclude(lines, time.time() - started)

@@ -5,8 +5,8 @@
             8, buffered noise 1.18, 0.98 and 0.55.  On CIFAR-10 that is 56.3, 56.4 and 54.3 % (at
             0.5), and 64.2, 64.5 and 64.5 % (at 8)
   time      15 to 50 core seconds a run, of CIFAR-10 60 to 140, on busy cores; 135 runs
-  command   python experiments/correlated.py --seeds=3 --out=experiments/results/correlated.json
-  figures   experiments/results/correlated.json; --rows=mnist selects some, --smoke trains on digits
+  command   python -m experiments.correlated --seeds=3 --out=experiments/results/correlated.json
+  figures   experiments/results/correlated.json; --row=mnist selects some, --smoke trains on digits
 
 All methods take equally many steps with the same momentum and the same learning rate, and are
 calibrated by one accountant (PLD) for one neighbouring relation. Batches of 1,024 do not divide the
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import pathlib
-import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -36,14 +35,7 @@ from absl import app, logging
 
 import dpjax
 from dpjax import clipping, data, features, models, sampling, strategies
-from dpjax.cli.flag_checks import only_flags
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-
-from common import paper_runs
-
-paper_runs.define_rows()
-_CACHE = paper_runs.define_cache()
+from experiments.common import runs
 
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 METHODS = ("poisson", "banded", "buffered")
@@ -74,7 +66,7 @@ def mechanism_of(method: str, examples: int, epsilon: float, batch: int) -> dpja
         steps=steps,
         **options,
     )
-    return planned.calibrate(epsilon, paper_runs.DELTA, "pld")
+    return planned.calibrate(epsilon, runs.DELTA, "pld")
 
 
 def error_of(mechanism: dpjax.Mechanism) -> float:
@@ -89,11 +81,11 @@ def error_of(mechanism: dpjax.Mechanism) -> float:
 @functools.lru_cache(maxsize=1)
 def prepared(dataset: str) -> data.Dataset:
     """Wavelet features, each example normalised by itself."""
-    found = paper_runs.standardized(data.load(dataset, paper_runs.DATA_DIR.value))
+    found = runs.standardized(runs.loaded(dataset))
     (x, y), (x_test, y_test) = found.train, found.test
     scaled = jax.jit(partial(features.group_norm, groups=27 * x.shape[-1]))
     x, x_test = (
-        scaled(jnp.asarray(features.scattered(part, directory=_CACHE.value)))
+        scaled(jnp.asarray(features.scattered(part, directory=runs.CACHE_DIR.value)))
         for part in (x, x_test)
     )
     return found._replace(train=(x, y), test=(x_test, y_test))
@@ -106,7 +98,7 @@ def run(
     ready = prepared(dataset)
     model = models.by_name("scatter_linear", ready.classes, torch_init=True)
     moves = optax.sgd(RATES[dataset], momentum=MOMENTUM)
-    found = paper_runs.trained(ready, model, mechanism, moves, seed, folder)
+    found = runs.trained(ready, model, mechanism, moves, seed, folder)
     return {
         **found,
         "epsilon": mechanism.epsilon(),
@@ -117,30 +109,30 @@ def run(
 
 
 def main(argv: list[str]) -> None:
-    only_flags(argv)
+    runs.only_flags(argv)
     logging.set_verbosity(logging.ERROR)
-    smoke = paper_runs.SMOKE.value
+    smoke = runs.SMOKE.value
     names = ["digits"] if smoke else ["mnist", "fashion_mnist", "cifar10"]
-    results, lines = paper_runs.results(), []
+    results, lines = runs.results(), []
     for dataset in names:
-        examples = data.load(dataset, paper_runs.DATA_DIR.value).examples
+        examples = runs.loaded(dataset).examples
         for epsilon in EPSILONS[2:3] if smoke else EPSILONS:
             for method in METHODS:
                 name = f"{dataset} {method} at epsilon {epsilon:g}"
-                if not paper_runs.chosen(name):
+                if not runs.named(name):
                     continue
                 batch = 128 if smoke else BATCH
                 mechanism = mechanism_of(method, examples, epsilon, batch)
-                seeds = paper_runs.seeds()
+                seeds = runs.seeds()
                 one = partial(run, dataset, mechanism)
                 found = [results.of(name, seed, one) for seed in seeds]
-                accuracy = paper_runs.spread([each["accuracy"] for each in found])
+                accuracy = runs.spread([each["accuracy"] for each in found])
                 figures = ("noise_multiplier", "sensitivity", "error")
                 shown = [f"{found[0][figure]:.4g}" for figure in figures]
                 lines.append([name, accuracy, *shown])
                 print(*lines[-1], sep="  ", flush=True)
     head = ["row", "test accuracy", "multiplier", "sensitivity", "error"]
-    print(paper_runs.table(head, lines))
+    print(runs.table(head, lines))
 
 
 if __name__ == "__main__":

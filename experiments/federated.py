@@ -4,7 +4,7 @@
   result    a linear model has 89.6 % test accuracy (IID clients) or 88.6 % (--concentration=0.3)
             at epsilon 2.85 for one client (delta 1e-5, RDP; 2.54 by PLD), one run each
   time      24 s, or 76 s with uneven clients, on two CPU cores
-  command   python experiments/federated.py [--concentration=0.3] [--out runs/federated]
+  command   python -m experiments.federated [--concentration=0.3] [--out runs/federated]
 
 Epsilon is for adding or removing one client with all its examples.  Without --concentration
 every client has 60 examples of all digits; with it, shares of each digit follow a Dirichlet
@@ -21,15 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags, logging
+from absl import app, flags
 
 import dpjax
-from dpjax import clipping, data, federated, losses, metrics, models, noise, sampling
-from dpjax.cli.flag_checks import only_flags
-from dpjax.cli.mesh_flag import HELP, mesh_in_force
+from dpjax import clipping, data, federated, losses, metrics, models, sampling
+from dpjax.cli.machine_flags import MESH, mesh_in_force
+from experiments.common import runs
 
-_SMOKE = flags.DEFINE_bool("smoke", False, "Seconds instead of minutes: digits, and few rounds.")
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are, if not DPJAX_DATA_DIR.")
 _CLIENTS = flags.DEFINE_integer("clients", 1000, "How many clients there are.", 1)
 _CONCENTRATION = flags.DEFINE_float(
     "concentration", None, "Dirichlet concentration of the split; small is uneven. By default IID."
@@ -55,8 +53,7 @@ _DELTA = flags.DEFINE_float("delta", 1e-5, "Delta of the guarantee.")
 _SEED = flags.DEFINE_integer(
     "seed", None, "Reproducible noise: anyone who knows the seed can subtract it."
 )
-_OUT = flags.DEFINE_string("out", None, "Folder of the run; an interrupted run resumes.")
-_MESH = flags.DEFINE_string("mesh", None, HELP)
+_MESH = flags.DEFINE_string("mesh", None, MESH)
 
 
 def owners_of(labels: np.ndarray, clients: int, concentration: float | None) -> np.ndarray:
@@ -114,11 +111,11 @@ def train(
     params = jax.jit(model.init)(jax.random.key(0), x[0])["params"]
     return dpjax.fit(
         algorithm,
-        algorithm.init(key, params),
+        algorithm.init(params, key=key),
         evaluate=evaluate,
         evaluate_every=max(1, mechanism.steps // 10),
         delta=_DELTA.value,
-        directory=_OUT.value,
+        directory=runs.OUT.value,
         configuration={f"--{name}": flags.FLAGS[name].value for name in sorted(_MINE)},
     )
 
@@ -128,26 +125,25 @@ _MINE |= {"server_momentum", "seed", "smoke"}
 
 
 def main(argv: list[str]) -> None:
-    only_flags(argv)
-    logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
+    runs.only_flags(argv)
     with mesh_in_force(_MESH.value):
         run()
 
 
 def size(given: flags.FlagHolder[int], smoke: int) -> int:
     """The value of a flag; by default that of the smoke run, if it is one."""
-    return smoke if _SMOKE.value and not given.present else given.value
+    return smoke if runs.SMOKE.value and not given.present else given.value
 
 
 def run() -> None:
     """Trains as the flags say, and prints what the guarantee is."""
     started = time.time()
-    dataset = data.load("digits" if _SMOKE.value else "mnist", _DATA_DIR.value)
+    dataset = data.load("digits" if runs.SMOKE.value else "mnist", runs.DATA_DIR.value)
     count, rounds = size(_CLIENTS, 20), size(_ROUNDS, 5)
     owners = owners_of(dataset.train[1], count, _CONCENTRATION.value)
     clients = federated.Clients.split(dataset.train, owners, count)
     mechanism = mechanism_from_flags(count, rounds)
-    key = noise.secret_key() if _SEED.value is None else jax.random.key(_SEED.value)
+    key = None if _SEED.value is None else jax.random.key(_SEED.value)
     state, history = train(dataset, clients, mechanism, key)
     print(dpjax.statement(mechanism, _DELTA.value, ledger=state.ledger))
     last, sizes = history[-1], np.asarray(clients.counts)

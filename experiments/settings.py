@@ -5,8 +5,8 @@
             Bounds from 0.05 to 5 and batches from 64 to 1,024 are level, at equal rate times bound
             and at equal epochs; group normalisation adds 2.9 points to a CNN.  3 seeds
   time      1 to 8 core seconds a run; 7 core minutes for three seeds
-  command   python experiments/settings.py --seeds=3 --out=experiments/results/settings.json
-  figures   experiments/results/settings.json; --rows=batch selects some; ``--page
+  command   python -m experiments.settings --seeds=3 --out=experiments/results/settings.json
+  figures   experiments/results/settings.json; --row=batch selects some; ``--page
             docs/pages/settings.md`` writes the tables there, from all committed results
 
 One setting changes at a time: 1,437 digits of 8x8 pixels, a network with 128 hidden units, 112
@@ -21,7 +21,6 @@ import functools
 import json
 import pathlib
 import statistics
-import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,18 +30,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags, logging
+from absl import app, logging
 
 import dpjax
 from dpjax import clipping, losses, metrics, models, sampling, training
-from dpjax.cli.flag_checks import only_flags
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-
-from common import markdown, paper_runs
-
-_ROWS = flags.DEFINE_list("rows", None, "Tables to run; all by default.")
-_PAGE = flags.DEFINE_string("page", None, "Run nothing; write the tables into this page.")
+from experiments.common import markdown, runs
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -116,7 +108,7 @@ def mechanism_of(batch: int, steps: int, epsilon: float, bound: float) -> dpjax.
         noise_multiplier=1.0,
         steps=steps,
     )
-    return planned.calibrate(epsilon, paper_runs.DELTA, "pld")
+    return planned.calibrate(epsilon, runs.DELTA, "pld")
 
 
 def shifted(key: Any, x: Any) -> Any:
@@ -138,7 +130,7 @@ def prepared(setting: Setting) -> tuple[Any, Any]:
         loss = losses.augmented(loss, shifted, setting.views, key=jax.random.key(0))
         examples = (*examples, np.arange(data.examples))
         more["per_step"] = lambda step: step
-    steps = 4 if paper_runs.SMOKE.value else setting.steps
+    steps = 4 if runs.SMOKE.value else setting.steps
     mechanism = mechanism_of(setting.batch, steps, setting.epsilon, setting.bound)
     moves = optax.sgd(setting.rate, momentum=setting.momentum or None)
     moves = optax.chain(moves, training.average_parameters(setting.average))
@@ -151,19 +143,19 @@ def run(setting: Setting, seed: int, folder: Any) -> Mapping[str, Any]:
     model, algorithm = prepared(setting)
     x, y = jax.tree.map(jnp.asarray, dpjax.data.load("digits").test)
     params = jax.jit(model.init)(jax.random.key(seed), x[0])["params"]
-    state = algorithm.init(jax.random.key(seed), params)
+    state = algorithm.init(params, key=jax.random.key(seed))
     last = max(1, algorithm.mechanism.steps // 10)
     state, _ = dpjax.fit(algorithm, state, steps=algorithm.mechanism.steps - last, progress=False)
     # A row of the log holds the means since the row before it: here of these steps.
     state, rows = dpjax.fit(algorithm, state, steps=last, evaluate_every=last, progress=False)
-    logits = paper_runs.logits_on(model, x)(training.averaged(state.optimizer))
+    logits = runs.logits_on(model, x)(training.averaged(state.optimizer))
     (seen,) = (row["private"] for row in rows)
     return {
         "accuracy": 100 * float(metrics.accuracy(logits, y)),
         "loss": float(seen["loss"]),
         "clipped": 100 * float(np.mean(seen["clipped"])),
         "noise_multiplier": float(algorithm.mechanism.multipliers[0]),
-        "epsilon": algorithm.mechanism.epsilon(paper_runs.DELTA, "pld"),
+        "epsilon": algorithm.mechanism.epsilon(runs.DELTA, "pld"),
     }
 
 
@@ -249,9 +241,9 @@ def content(name: str) -> Any:
 
 
 def of_paper(label: str, name: str, row: str) -> Line:
-    runs = list(content(name)["rows"][row].values())
-    epsilon = content("systems")[name]["epsilons"].get(row, ["", "", "none"])[2]
-    return Line(label, [run["accuracy"] for run in runs], epsilon, f"{name}: {row}", runs)
+    seeds = list(content(name)["rows"][row].values())
+    epsilon = content("epsilons")[name].get(row, ["", "", "none"])[2]
+    return Line(label, [run["accuracy"] for run in seeds], epsilon, f"{name}: {row}", seeds)
 
 
 def of_sweep(label: str, settings: list[Setting]) -> Line:
@@ -280,7 +272,7 @@ def table(found: list[Line]) -> str:
     head[3:3] = ["training loss", "clipped"] if seen else []
     rows = []
     for line in found:
-        cells = [line.label, paper_runs.spread(line.accuracies), line.epsilon, f"`{line.source}`"]
+        cells = [line.label, runs.spread(line.accuracies), line.epsilon, f"`{line.source}`"]
         if seen:
             mean = {k: statistics.mean(run[k] for run in line.runs) for k in ("loss", "clipped")}
             cells[3:3] = [f"{mean['loss']:.2f}", f"{mean['clipped']:.0f} %"]
@@ -294,19 +286,19 @@ def tables() -> dict[str, str]:
 
 
 def main(argv: list[str]) -> None:
-    only_flags(argv)
+    runs.only_flags(argv)
     logging.set_verbosity(logging.ERROR)
-    if _PAGE.value is not None:
-        markdown.rewrite(_PAGE.value, tables())
+    if runs.PAGE.value is not None:
+        markdown.rewrite(runs.PAGE.value, tables())
         return
-    results = paper_runs.results()
-    seeds = paper_runs.seeds()
+    results = runs.results()
+    seeds = runs.seeds()
     for table, sweep in SWEEPS.items():
-        for name, settings in sweep.items() if table in (_ROWS.value or SWEEPS) else ():
+        for name, settings in sweep.items() if runs.named(table) else ():
             for setting in settings:
                 one = partial(run, setting)
                 found = [results.of(row_of(setting), seed, one) for seed in seeds]
-                accuracy = paper_runs.spread([each["accuracy"] for each in found])
+                accuracy = runs.spread([each["accuracy"] for each in found])
                 print(f"{table}: {name}", row_of(setting), accuracy, sep="  ", flush=True)
 
 

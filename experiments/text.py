@@ -6,8 +6,8 @@
             sentence of 13 phrases, the median, epsilon is 36.  Secrets planted 16 times have an
             exposure of 9.2 of 10 bits without privacy, 3.5 at epsilon 2
   time      7 core minutes for three seeds of all rows
-  command   python experiments/text.py --seeds=3 --out=experiments/results/text.json
-  figures   experiments/results/text.json; --rows=sst2 selects some, --smoke reads a few lines;
+  command   python -m experiments.text --seeds=3 --out=experiments/results/text.json
+  figures   experiments/results/text.json; --row=sst2 selects some, --smoke reads a few lines;
             ``--page docs/pages/tutorials/text.md`` writes the tables there
 
   sst2         one block of width 32 classifies phrases.  The base was trained on the development
@@ -40,7 +40,6 @@ import math
 import os
 import pathlib
 import re
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -51,24 +50,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags, logging
+from absl import app, logging
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import dpjax
 from dpjax import accounting, clipping, losses, metrics, models, sampling
-from dpjax.cli.flag_checks import only_flags
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-
-from common import markdown, paper_runs
-
 from dpjax.accounting.rounding import upwards
+from experiments.common import markdown, runs
 
-paper_runs.define_rows()
-
-_PAGE = flags.DEFINE_string("page", None, "Run nothing; write the tables into this page.")
-
-DELTA = paper_runs.DELTA
+DELTA = runs.DELTA
 WORDS, LENGTH, RANK = 4096, 24, 4  # hashed words, the longest text, of adapters
 WINDOW, ALPHABET, DIGITS = 64, 96, 3  # characters; printable ASCII and the end of a line
 PLANTED = {1: ("Orla", "Bram", "Yusuf"), 4: ("Ines", "Kofi", "Thea"), 16: ("Wim", "Zora", "Emil")}
@@ -121,7 +111,7 @@ def train(
 ) -> Any:
     """The parameters after all steps of Adam."""
     algorithm = dpjax.dpsgd(loss, optax.adam(rate), mechanism, data)
-    state = algorithm.init(jax.random.key(seed), params)
+    state = algorithm.init(params, key=jax.random.key(seed))
     return dpjax.fit(algorithm, state, evaluate_every=mechanism.steps, progress=False)[0].params
 
 
@@ -203,7 +193,7 @@ def sentiment(
 def accuracy(params: Any) -> float:
     """On the test sentences, in per cent."""
     x, y = jax.tree.map(jnp.asarray, phrases_of("test"))
-    return 100 * float(metrics.accuracy(paper_runs.logits_on(MODEL, x)(params), y))
+    return 100 * float(metrics.accuracy(runs.logits_on(MODEL, x)(params), y))
 
 
 @functools.cache
@@ -213,7 +203,7 @@ def costs(mechanism: dpjax.Mechanism, records: tuple[int, ...]) -> dict[str, Any
         return {}
     of = partial(accounting.epsilon_for_users, mechanism.event, DELTA)
     # The accountant has no answer for 16 of the few examples of a smoke run.
-    counts = (1,) if paper_runs.SMOKE.value else records
+    counts = (1,) if runs.SMOKE.value else records
     return {
         "noise_multiplier": float(mechanism.multipliers[0]),
         "epsilon_of": {str(count): of(count) for count in counts},
@@ -305,13 +295,13 @@ def memorised(row: tuple[float, float], seed: int, folder: Any) -> Mapping[str, 
 
 
 def text_of(name: str) -> str:
-    folder = paper_runs.DATA_DIR.value or os.environ.get("DPJAX_DATA_DIR", ".")
+    folder = runs.DATA_DIR.value or os.environ.get("DPJAX_DATA_DIR", ".")
     return pathlib.Path(folder, name).read_text("utf-8")
 
 
 def rows_of(part: str) -> list[list[str]]:
     """Phrases and their sentiment, 1 for positive."""
-    if paper_runs.SMOKE.value:
+    if runs.SMOKE.value:
         return SMALL
     return [row.split("\t") for row in text_of(f"sst2_{part}.tsv").splitlines()[1:]]
 
@@ -349,7 +339,7 @@ def phrases_of(part: str) -> tuple[np.ndarray, np.ndarray]:
 def play() -> tuple[np.ndarray, np.ndarray]:
     """Windows of the private and of the public part, each with the character after it."""
     small = "To thine own self be true.\n" * 60
-    codes = characters(small if paper_runs.SMOKE.value else text_of("tiny_shakespeare.txt"))
+    codes = characters(small if runs.SMOKE.value else text_of("tiny_shakespeare.txt"))
     starts = np.arange(0, len(codes) - WINDOW, WINDOW)
     windows = np.stack([codes[start : start + WINDOW + 1] for start in starts])
     kept = len(windows) // 4
@@ -365,16 +355,16 @@ def tables(rows: Mapping[str, Any]) -> dict[str, str]:
     units = rows["sst2 all at epsilon 3"]["0"]["epsilon_of"]
     times = [f"exposure, planted {count}" for count in PLANTED]
     return {
-        "sst2": paper_runs.table(["", "parameters", "test accuracy"], [*_sentiment(rows)]),
+        "sst2": runs.table(["", "parameters", "test accuracy"], [*_sentiment(rows)]),
         "phrases": (
             f"Its {counts['sentences']:,} sentences have {counts['median']:.0f} phrases in the "
             f"median, and one has {counts['most']}."
         ),
-        "units": paper_runs.table(
+        "units": runs.table(
             ["phrases of one sentence", "epsilon at delta 1e-5"],
             [[count, upwards(epsilon, ".4g")] for count, epsilon in units.items()],
         ),
-        "shakespeare": paper_runs.table(
+        "shakespeare": runs.table(
             ["", "bits a character", *times, "epsilon of 1, 4 and 16 windows"],
             [*_exposures(rows)],
         ),
@@ -383,43 +373,43 @@ def tables(rows: Mapping[str, Any]) -> dict[str, str]:
 
 def _sentiment(rows: Mapping[str, Any]) -> Iterator[list[str]]:
     for name in SENTIMENT:
-        runs = list(rows[name].values())
-        trained = f"{runs[0].get('trained', 0):,}"
-        accuracies = [run["accuracy"] for run in runs]
-        yield [name.removeprefix("sst2 "), trained, paper_runs.spread(accuracies)]
+        seeds = list(rows[name].values())
+        trained = f"{seeds[0].get('trained', 0):,}"
+        accuracies = [run["accuracy"] for run in seeds]
+        yield [name.removeprefix("sst2 "), trained, runs.spread(accuracies)]
     file = pathlib.Path(__file__).parent / "results" / "finetuning.json"
-    runs = [*json.loads(file.read_text())["rows"]["sst2 linear small R at epsilon 1"].values()]
-    accuracies = [run["accuracy"] for run in runs]
-    trained = str(runs[0]["trained"])
-    yield ["a head on frozen MiniLM at epsilon 1", trained, paper_runs.spread(accuracies)]
+    seeds = [*json.loads(file.read_text())["rows"]["sst2 linear small R at epsilon 1"].values()]
+    accuracies = [run["accuracy"] for run in seeds]
+    trained = str(seeds[0]["trained"])
+    yield ["a head on frozen MiniLM at epsilon 1", trained, runs.spread(accuracies)]
 
 
 def _exposures(rows: Mapping[str, Any]) -> Iterator[list[str]]:
     """Bits of the model, and exposures over secrets and seeds: mean, and the range."""
     for name in PLAY:
-        runs = list(rows[name].values())
-        found = [[e for run in runs for e in run["exposure"][str(n)]] for n in PLANTED]
+        seeds = list(rows[name].values())
+        found = [[e for run in seeds for e in run["exposure"][str(n)]] for n in PLANTED]
         each = (f"{np.mean(e):.1f} ({min(e):.1f} to {max(e):.1f})" for e in found)
-        bits = paper_runs.spread([run["bits"] for run in runs])
-        epsilons = [upwards(e, ".3g") for e in runs[0].get("epsilon_of", {}).values()]
+        bits = runs.spread([run["bits"] for run in seeds])
+        epsilons = [upwards(e, ".3g") for e in seeds[0].get("epsilon_of", {}).values()]
         yield [name.removeprefix("shakespeare "), bits, *each, ", ".join(epsilons)]
 
 
 def main(argv: list[str]) -> None:
-    only_flags(argv)
+    runs.only_flags(argv)
     logging.set_verbosity(logging.ERROR)
-    if _PAGE.value is not None:
+    if runs.PAGE.value is not None:
         kept = pathlib.Path(__file__).parent / "results/text.json"
-        markdown.rewrite(_PAGE.value, tables(json.loads(kept.read_text())["rows"]))
+        markdown.rewrite(runs.PAGE.value, tables(json.loads(kept.read_text())["rows"]))
         return
-    results = paper_runs.results()
-    seeds = paper_runs.seeds()
-    if paper_runs.chosen("sst2 phrases of a sentence"):
+    results = runs.results()
+    seeds = runs.seeds()
+    if runs.named("sst2 phrases of a sentence"):
         print(results.of("sst2 phrases of a sentence", 0, phrases_of_sentences))
     made = {name: (sentiment, row) for name, row in SENTIMENT.items()}
     made |= {name: (memorised, row) for name, row in PLAY.items()}
     for name, (one, row) in made.items():
-        if paper_runs.chosen(name):
+        if runs.named(name):
             found = [results.of(name, seed, partial(one, row)) for seed in seeds]
             print(name, *found, sep="\n  ", flush=True)
 

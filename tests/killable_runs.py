@@ -7,6 +7,7 @@ begins in some tens of milliseconds.
 
 import contextlib
 import dataclasses
+import json
 import multiprocessing
 import os
 import pathlib
@@ -16,10 +17,11 @@ import signal
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import clipping, training
+from dpjax import clipping
 
 DATA = np.random.default_rng(0).normal(size=(200, 5)).astype(np.float32)
 STEPS = 60
@@ -33,35 +35,23 @@ def make(multiplier=1.0, batch=20, bound=1.0, data=DATA, steps=STEPS, rate=0.1, 
     mechanism = mechanism_with(
         len(data), batch, clipping=clipping.flat(bound), noise_multiplier=multiplier, steps=steps
     )
-    optimizer = optax.chain(optax.adam(rate), training.average_parameters(0.9))
-    return dpjax.dpsgd(loss, optimizer, mechanism, data, **options)
+    optimizer = optax.sgd(rate, momentum=0.9)
+    return dpjax.dpsgd(options.pop("loss", loss), optimizer, mechanism, data, **options)
 
 
 def start(algorithm, key=None, size=5):
-    key = dpjax.noise.secret_key() if key is None else key
-    return algorithm.init(key, jnp.zeros(size))
+    return algorithm.init(jnp.zeros(size), key)
 
 
 def fit(directory, algorithm=None, state=None, **options):
     algorithm = make() if algorithm is None else algorithm
     state = start(algorithm) if state is None else state
-    settings = {"evaluate_every": 7, "save_every": 3, "progress": False, "evaluate": evaluate}
+    settings = {"evaluate_every": 7, "save_every": 3, "progress": False}
     return dpjax.fit(algorithm, state, directory=directory, **{**settings, **options})
 
 
-def evaluate(state):
-    return {"length": jnp.linalg.norm(state.params)}
-
-
-def read(directory):
-    """The last checkpoint of a finished run, as (state, rows without times)."""
-    state, rows = fit(directory)
-    assert state.ledger.steps == STEPS
-    return state, [{k: v for k, v in row.items() if "second" not in k} for row in rows]
-
-
 def dies_after(algorithm, steps):
-    """The same algorithm, whose process dies at that step."""
+    """The same algorithm, whose process dies before it takes more steps than these."""
 
     def run(state, count):
         if state.ledger.steps + count > steps:
@@ -71,13 +61,25 @@ def dies_after(algorithm, steps):
     return dataclasses.replace(algorithm, run=run)
 
 
+def cut_off(folder, algorithm=None, *, after, **options):
+    """A run that dies when these steps have run."""
+    with pytest.raises(InterruptedError):
+        fit(folder, dies_after(algorithm or make(), after), **options)
+
+
 def life(directory, born, largest=None, options=None):
-    """One process: trains in the folder until it is done, or killed."""
+    """One process: trains in the folder until it is done, or killed; notes what it releases."""
     if largest is not None:  # a disk that takes no file longer than this
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
+
+    def evaluate(state):
+        with open(f"{directory}.seen", "a") as file:
+            print(json.dumps([state.ledger.steps, state.params.tolist()]), file=file, flush=True)
+        return {"length": jnp.linalg.norm(state.params)}
+
     born.set()
-    fit(directory, **(options or {}))
+    fit(directory, evaluate=evaluate, **(options or {}))
 
 
 def server():

@@ -25,7 +25,7 @@ def small_run(rate=0.1, *, batch=10, steps=6, multiplier=1.0, **options):
         return jnp.sum((w - x) ** 2)
 
     algorithm = dpjax.dpsgd(loss, optimizer, mechanism, **options)
-    return algorithm, algorithm.init(jax.random.key(0), jnp.zeros(3))
+    return algorithm, algorithm.init(jnp.zeros(3), jax.random.key(0))
 
 
 def in_threads(monkeypatch, work, count=2):

@@ -15,10 +15,9 @@ import tempfile
 from typing import NamedTuple
 
 import killable_runs
-from absl import logging
-from absl.flags import FLAGS
 
-EXPERIMENTS = pathlib.Path(__file__).parent.parent / "experiments"
+ROOT = pathlib.Path(__file__).parent.parent
+EXPERIMENTS = ROOT / "experiments"
 
 
 class Outcome(NamedTuple):
@@ -29,20 +28,18 @@ class Outcome(NamedTuple):
 
 
 def run(binary, *flags, status=0):
-    """Runs a binary, which must end with this status."""
+    """Runs ``dpjax`` or ``python -m binary``, which must end with this status."""
     (outcome,) = run_together(binary, [flags], status=status)
     return outcome
 
 
-def run_together(binary, each, status=0):
+def run_together(binary, commands, status=0):
     """Runs a binary in several processes, one for each list of flags; all end with this status."""
     with contextlib.ExitStack() as stack:
-        folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in each]
+        folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in commands]
         processes = [
-            killable_runs.server().Process(
-                target=_run, args=([str(EXPERIMENTS / binary), *map(str, flags)], folder)
-            )
-            for flags, folder in zip(each, folders, strict=True)
+            killable_runs.server().Process(target=_run, args=([binary, *map(str, flags)], folder))
+            for flags, folder in zip(commands, folders, strict=True)
         ]
         for process in processes:
             process.start()
@@ -55,37 +52,11 @@ def run_together(binary, each, status=0):
     return outcomes
 
 
-@contextlib.contextmanager
-def importing():
-    """Imports binaries, and takes their flags away again: two of them may have one of a name.
-
-    Their `main` may change the level of the log, which other tests read.
-    """
-    folders, before = [str(EXPERIMENTS), str(EXPERIMENTS / "papers")], set(sys.modules)
-    logger, verbosity = logging.get_absl_logger(), logging.get_verbosity()
-    level = logger.level  # which need not be that of the verbosity before it is set
-    sys.path[:0] = folders
-    try:
-        yield importlib.import_module
-    finally:
-        logging.set_verbosity(verbosity)
-        logger.setLevel(level)
-        del sys.path[: len(folders)]
-        for name in set(sys.modules) - before:
-            if str(EXPERIMENTS) in str(getattr(sys.modules[name], "__file__", "")):
-                flags = FLAGS.get_flags_for_module(sys.modules[name])
-                FLAGS.remove_flag_values([flag.name for flag in flags])
-                parent, _, child = name.rpartition(".")
-                if parent in sys.modules:  # `from parent import child` would find it there
-                    vars(sys.modules[parent]).pop(child, None)
-                del sys.modules[name]
-
-
 def _run(command, folder):
     for stream, name in enumerate(Outcome._fields, 1):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), stream)
-    sys.argv, sys.path[0] = command, os.path.dirname(command[0])
-    if command[0].endswith("/dpjax"):  # the console command
+    sys.argv, sys.path[0] = command, str(ROOT)
+    if command[0] == "dpjax":  # the console command
         importlib.import_module("dpjax.cli").main(command[1:])
     else:
-        runpy.run_path(command[0], run_name="__main__")
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)

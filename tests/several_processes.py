@@ -40,10 +40,7 @@ def start(folder, count, *, devices=1, **options):
         task = {"port": port, "count": count, "process": process, "devices": devices, **options}
         with open(f"{folder}.{process}.txt", "w") as output:
             command = [sys.executable, __file__, str(folder), json.dumps(task)]
-            here = dict(environment)
-            if options.get("differs") == "setting" and process == count - 1:
-                here["JAX_THREEFRY_PARTITIONABLE"] = "0"
-            options_of = {"stdout": output, "stderr": output, "env": here}
+            options_of = {"stdout": output, "stderr": output, "env": environment}
             started.append(subprocess.Popen(command, **options_of))
     return started
 
@@ -81,7 +78,7 @@ def main(folder, task):
     import jax.numpy as jnp
     import numpy as np
     import optax
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import Mesh
     from small_mechanisms import mechanism_with
 
     import dpjax
@@ -113,12 +110,8 @@ def main(folder, task):
     }
     if task.get("meshes"):
         mesh = Mesh(np.array(devices[task["meshes"]]), ("data",))
-    if task.get("link"):
-        # A loop of one's own, whose parameters lie on all processes.
-        everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec())
-        mechanism.privatize(key).init(meshes.put(first, everywhere))
     algorithm = dpjax.dpsgd(loss, optimizer, mechanism, data, microbatch_size=4, mesh=mesh)
-    state = algorithm.init(key, first)
+    state = algorithm.init(first, key if task.get("supplied", True) else None)
     if task.get("differs") == "state":
         later, _ = algorithm.step(state)
         state = later if last else state  # the others go back to the first

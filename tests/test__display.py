@@ -49,7 +49,7 @@ def test_a_line_says_what_an_object_was_made_from():
 def test_no_state_shows_its_key():
     key, adaptive = dpjax.noise.secret_key(), clipping.Quantile(count_multiplier=20.0)
     states = [
-        algorithm().init(key, jnp.zeros(())),
+        algorithm().init(jnp.zeros(()), key),
         dpjax.noise.gaussian(1.0, clipping.flat(1.0), key=key).init(jnp.zeros(())),
         of(adaptive=adaptive).privatize(key).init(jnp.zeros(())),
     ]

@@ -64,15 +64,15 @@ def test_a_lock_has_one_holder_and_names_it(tmp_path):
     os.close(again)
 
 
-@pytest.mark.parametrize("text", ["", '{"flags": ', "[1, 2]", "7"])
-def test_what_is_no_json_object_is_refused(tmp_path, text):
+@pytest.mark.parametrize("content", [b"", b'{"flags": ', b"[1, 2]", b'{"a": "\xff"}'])
+def test_what_is_no_json_object_is_refused(tmp_path, content):
     path = tmp_path / "run.json"
     with pytest.raises(FileNotFoundError):
         _files.read_json(path)
     path.write_text('{"a": [1, 2]}')
     assert _files.read_json(path) == {"a": [1, 2]}
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"run\.json: expected a JSON object, got .*remove it"):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"run\.json: expected a JSON object"):
         _files.read_json(path)
 
 
@@ -84,9 +84,9 @@ def test_a_log_is_read_in_the_order_of_its_steps(tmp_path):
     assert _files.read_log(log) == [{"step": 2, "epsilon": math.inf}, {"step": 4}]
 
 
-@pytest.mark.parametrize("line", ["{half", "{}", "[4]", "4"])
+@pytest.mark.parametrize("line", [b"{half", b"{}", b"[4]", b'{"step": "\xff"}'])
 def test_a_line_that_no_kill_cuts_off_is_refused(tmp_path, line):
     log = tmp_path / "metrics.jsonl"
-    log.write_text(f'{{"step": 2}}\n{line}\n' + '{"step": 4}\n' * (line == "{half"))
-    with pytest.raises(ValueError, match=r"line 2 of \d is not a JSON object with a step"):
+    log.write_bytes(b'{"step": 2}\n' + line + b'\n{"step": 4}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2 of 3 is not a JSON object"):
         _files.read_log(log)

@@ -29,7 +29,6 @@ from dpjax import accounting, schedules
 from dpjax.accounting.event_parts import split
 from dpjax.accounting.loss_distributions import rounded
 from dpjax.accounting.pld import _accountant, _loss
-from dpjax.accounting.rdp_accountant import least_epsilon
 
 METHODS = ("rdp-classic", "rdp", "pld", "gdp")
 TOLERANCE = {"rdp-classic": 0.002, "rdp": 0.002, "pld": 0.005, "gdp": 0.001}
@@ -746,27 +745,6 @@ def test_calibrate_inverts_epsilon(z, q, n):
         assert found == pytest.approx(z, rel=1e-5)
 
 
-@kills(
-    "accounting/rdp_accountant.py",
-    "-float(np.max(limits(0.0, delta, ORDERS)))",
-    "0.0",
-    case="rdp-1e-08",
-    slow=True,
-)
-@pytest.mark.parametrize(("method", "delta"), [("rdp", 1e-8), ("rdp", 1e-5), ("rdp-classic", 1e-5)])
-def test_noise_is_not_found_below_the_least_epsilon_of_a_method(method, delta):
-    """There it would be hundreds of times as large, or there is none."""
-    least = least_epsilon(delta, method)
-    free = accounting.epsilon(accounting.gaussian(3e4), delta, method)
-    assert free == pytest.approx(least, rel=1e-3)
-    with pytest.raises(ValueError, match="larger Rényi orders"):
-        accounting.calibrate(accounting.gaussian, least, delta, method)
-    found, tight = (
-        accounting.calibrate(accounting.gaussian, 2 * least, delta, by) for by in (method, "pld")
-    )
-    assert tight <= found <= 1.5 * tight
-
-
 def test_without_noise_there_is_nothing_to_calibrate():
     with pytest.raises(ValueError, match=r"noise_multiplier=0\.0"):
         accounting.calibrate(lambda z: steps((0.1, z, 5)), math.inf, 1e-5)
@@ -1118,16 +1096,6 @@ def test_a_target_that_needs_no_noise_is_found_out_in_few_questions():
 def test_errors_teach(call, words):
     with pytest.raises((TypeError, ValueError), match=words):
         call()
-
-
-@kills("accounting/methods.py", 'checked_delta("accounting.tightest", beside)', "pass", slow=True)
-@kills("accounting/methods.py", '_sorted(event, neighbours, "pld")', "split(event)", slow=True)
-def test_the_tightest_method_of_arguments_without_a_meaning_is_none():
-    """It answered "pld", because the refusal looked like that of a method without a proof."""
-    with pytest.raises(ValueError, match="neighbours='replace_one'"):
-        accounting.tightest(ONE, "replace_one")
-    with pytest.raises(ValueError, match=r"tightest\(delta=1\.5\)"):
-        accounting.tightest(ONE, target=(3.0, 1.5))
 
 
 def test_effective_multiplier():

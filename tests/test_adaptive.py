@@ -47,7 +47,7 @@ def make(data, *, multiplier=1.0, bound=1.0, steps=20, sampler=None, quantile=No
 
 
 def start(algorithm, size, seed=0):
-    return algorithm.init(jax.random.key(seed), jnp.zeros(size))
+    return algorithm.init(jnp.zeros(size), jax.random.key(seed))
 
 
 def silent(**settings):
@@ -119,7 +119,7 @@ def test_one_scale_moves_the_bounds_of_all_groups():
     data = {"a": jnp.array([[0.5], [2.0]]), "b": jnp.array([[2.9], [0.1]])}
     loss = lambda w, x: jnp.sum(w["a"] * x["a"] + w["b"] * x["b"])  # noqa: E731
     algorithm = dpjax.dpsgd(loss, optax.sgd(1.0), mechanism, data)
-    state, _ = algorithm.step(algorithm.init(jax.random.key(0), params))
+    state, _ = algorithm.step(algorithm.init(params, jax.random.key(0)))
     want = np.array([1.0, 3.0]) * math.exp(-0.25)
     np.testing.assert_allclose(algorithm.released(state)["bound"], want, rtol=1e-6)
 

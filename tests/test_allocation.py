@@ -14,7 +14,6 @@ from small_mechanisms import mechanism_with
 from dpjax import accounting, reports, sampling, strategies, verify
 from dpjax.accounting import AllocatedGaussianDpEvent as Allocated
 from dpjax.accounting.allocation import divergence
-from dpjax.mechanism import correlated
 from dpjax.strategies.allocation import overlaps
 
 DELTA = 1e-4
@@ -24,7 +23,6 @@ STRATEGIES = {
     "signs": strategies.toeplitz(12, [1.0, -0.5, 0.25]),
     "inverse": strategies.banded_inverse_square_root(12, bands=3),
     "tree": strategies.tree(12),
-    "dense": strategies.dense(12),
 }
 
 
@@ -64,7 +62,6 @@ def by_quadrature(means, order):
 
 @kills("accounting/allocation.py", "np.maximum(leaves, joins)", "joins", case="2-0.0-0.5")
 @kills("accounting/allocation.py", "np.cumsum(rises)", "rises", case="5-0.0-0.5")
-@kills("accounting/allocation.py", "steps = np.arange(1, ", "steps = np.arange(0, ", slow=True)
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("multiplier", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("shared", [0.0, 0.5, 0.9])
@@ -81,7 +78,6 @@ def test_no_divergence_of_two_bins_is_above_the_bound(order, shared, multiplier)
 
 
 @kills("strategies/allocation.py", "np.abs(strategy.matrix())", "strategy.matrix()", case="signs")
-@kills("strategies/allocation.py", ".max(axis=0)", ".min(axis=0)", case="dense", slow=True)
 @kills("strategies/allocation.py", "[:, first::bins].sum(axis=1)", "[:, first]", case="white")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_no_gradients_move_a_run_by_more_than_its_overlaps(name):
@@ -143,17 +139,6 @@ def test_an_example_that_joins_is_bounded_too():
     np.testing.assert_allclose(same, accounting.ORDERS / 8, rtol=1e-9)
 
 
-def test_the_bound_is_monotone():
-    orders = accounting.ORDERS
-    few, many = (Allocated(1.0, (1.0, *(n * [0.1]))) for n in (9, 99))
-    assert np.all(divergence(many, orders) <= divergence(few, orders))
-    noisy = dataclasses.replace(few, noise_multiplier=1.1)
-    assert np.all(divergence(noisy, orders) <= divergence(few, orders))
-    apart = Allocated(1.0, (1.0, *(9 * [0.0])))
-    assert np.all(divergence(apart, orders) <= divergence(few, orders))
-    assert np.all(np.diff(divergence(few, orders)) >= 0), "a divergence rises with its order"
-
-
 @kills("accounting/allocation.py", "math.log(shared.size) + above", "math.log(shared.size)")
 def test_bins_of_a_random_word_are_not_quite_uniform():
     """A bin can hold one word of 2^32 more than its share."""
@@ -185,13 +170,6 @@ def test_a_simulated_attack_is_within_the_bound():
 
 
 @kills("mechanism/correlated.py", "not sampler.random_bins or ", "")
-@kills(
-    "mechanism/correlated.py",
-    "not sampler.random_bins or",
-    'sampler.name != "balls_in_bins" or',
-    slow=True,
-)
-@kills("mechanism/correlated.py", "sensitivity_of(strategy, sampler) ** 2", "4", slow=True)
 def test_bins_alone_are_amplified_and_where_they_differ():
     white = strategies.white(12)
     planned = mechanism(white, noise_multiplier=1.2)
@@ -204,8 +182,6 @@ def test_bins_alone_are_amplified_and_where_they_differ():
         sampling.shuffled(120, 20),
         known,
         sampling.full(120),
-        # The name of a user's own sampler says nothing of how it draws.
-        dataclasses.replace(known, name="balls_in_bins"),
     ):
         fixed = mechanism(white, sampling=sampler, noise_multiplier=1.2)
         assert fixed.event == accounting.gaussian(1.2)
@@ -214,23 +190,6 @@ def test_bins_alone_are_amplified_and_where_they_differ():
     assert wide.event == accounting.gaussian(1.2)
 
 
-def test_long_runs_are_not_amplified(monkeypatch):
-    monkeypatch.setattr(correlated, "LARGEST_MATRIX", 11)
-    long = mechanism(strategies.toeplitz(12, [1.0, 0.125]), noise_multiplier=1.25)
-    assert long.event == accounting.gaussian(1.25)
-
-
-@kills(
-    "accounting/allocation.py",
-    "count / squared(event.noise_multiplier)",
-    "1 / squared(event.noise_multiplier)",
-)
-@kills(
-    "accounting/rdp_accountant.py",
-    "allocation.known_bins(parts) if swap else parts",
-    "parts",
-    slow=True,
-)
 @kills(
     "accounting/pld.py",
     "_bounds(known, neighbours)",
@@ -275,20 +234,9 @@ def test_verify_finds_what_bins_save(name):
     for neighbours in (None, "replace-one"):
         planned = mechanism(STRATEGIES[name], noise_multiplier=3.0, neighbours=neighbours)
         least = min(planned.epsilon(DELTA, method) for method in ("rdp", "pld"))
-        for methods in (["rdp"], ["pld"], ["rdp", "pld", "rdp-classic"]):
+        for methods in (["rdp"], ["pld"]):
             card = json.loads(json.dumps(reports.card(planned, DELTA, methods=methods)))
             assert all(good for good, _ in verify.findings(card)), list(verify.findings(card))
             for claim in card["epsilon"].values():
                 claim["value"] = 0.97 * least
             assert not all(good for good, _ in verify.findings(card))
-
-
-def test_verify_counts_bins_of_earlier_runs():
-    first = mechanism(STRATEGIES["two bands"], noise_multiplier=3.0)
-    then = mechanism_with(120, 20, before=[first.spent(first.multipliers)], steps=4)
-    card = json.loads(json.dumps(reports.card(then, DELTA, methods=["rdp"])))
-    assert all(good for good, _ in verify.findings(card)), list(verify.findings(card))
-    shuffled = json.loads(json.dumps(card))
-    shuffled["mechanism"]["before"][0]["sampling"].update(cycle=1, place="any")
-    with pytest.raises(verify.Unreadable, match="moves a run"):
-        list(verify.findings(shuffled))

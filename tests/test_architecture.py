@@ -2,6 +2,7 @@
 """The plan of the house, held by tests: floors, public names, documentation."""
 
 import ast
+import collections
 import importlib
 import pathlib
 import pkgutil
@@ -16,41 +17,19 @@ import dpjax
 ROOT = pathlib.Path(dpjax.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-# A file imports only from floors with a smaller number.
-FLOORS = {
-    "_display": -1,
-    "_versions": -1,
-    "checks": -1,  # imports nothing of dpjax
-    "types": 0,
-    "processes": 0,
-    "verify": 0,  # imports nothing of dpjax
-    "_packing": 0.5,
-    "trees": 1,
-    "_checksums": 1.25,  # above trees, below marks and noise
-    "_jaxpr": 1,
-    "_draws": 1,
-    "_files": 1,
-    "_foreign": 1,
-    "meshes": 1,
-    "schedules": 1,
-    "accounting": 1,
-    "strategies": 1.5,  # above trees, below noise
-    "_marks": 1.5,
-    **dict.fromkeys(["clipping", "noise", "sampling", "losses", "activations"], 2),
-    **dict.fromkeys(["models", "data", "scattering", "metrics", "checkpoints"], 2),
-    "diagnostics": 3,
-    "features": 3,
-    "mechanism": 3,
-    "ledger": 3,
-    "gradients": 3,
-    "reports": 4,
-    "training": 5,  # `fit` leaves a card and a statement
-    "federated": 6,
-    "testing": 5,
-    "auditing": 6,
-    "cli": 7,  # the console command is above all rooms
-    "__main__": 8,
-}
+# A file imports from its own floor and from floors above it in this list; rooms form no circle.
+FLOORS = (
+    ("checks", "_display", "_files", "_versions", "processes", "verify"),
+    ("types", "trees", "meshes", "schedules"),
+    ("clipping", "noise", "sampling", "strategies", "accounting", "ledger"),
+    ("data", "losses", "metrics", "models", "scattering"),
+    ("diagnostics", "features", "gradients", "mechanism"),
+    ("reports", "testing"),
+    ("training",),
+    ("auditing", "federated"),
+    ("cli", "__main__"),
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 ROOMS = {module.name for module in pkgutil.iter_modules([str(ROOT)])}
 
@@ -71,19 +50,77 @@ def imports(path):
             yield from (room(a.name) for a in node.names if a.name.startswith("dpjax."))
 
 
-def test_every_room_has_a_floor():
-    assert set(FLOORS) == ROOMS
+def test_every_room_has_a_floor_and_there_are_nine_at_most():
+    assert set(FLOOR) == ROOMS
+    assert len(FLOORS) <= 9
 
 
 def test_imports_come_from_floors_above():
     for path in set(FILES) - {ROOT / "__init__.py"}:
         here = path.relative_to(ROOT).parts[0].removesuffix(".py")
         for imported in set(imports(path)) - {here}:
-            assert FLOORS[imported] < FLOORS[here], f"{path}: {here} imports {imported}"
+            assert FLOOR[imported] <= FLOOR[here], f"{path}: {here} imports {imported}"
+
+
+def circle(edges):
+    """A circle in a graph, or None."""
+    left = {node: set(others) & set(edges) for node, others in edges.items()}
+    while free := [node for node, others in left.items() if not others]:
+        for node in free:
+            del left[node]
+        left = {node: others - set(free) for node, others in left.items()}
+    return sorted(left) or None
+
+
+def test_neither_rooms_nor_the_files_of_a_room_import_each_other_in_a_circle():
+    rooms, files = {room: set() for room in ROOMS}, {}
+    for path in set(FILES) - {ROOT / "__init__.py"}:
+        here = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        rooms[here] |= set(imports(path)) - {here}
+        files[path] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and "dpjax" in node.module:
+                base = ROOT.joinpath(*node.module.split(".")[1:])
+                for name in (base / alias.name for alias in node.names):
+                    files[path].add(name.with_suffix(".py"))
+                files[path].add(base.with_suffix(".py"))
+    assert circle(rooms) is None
+    assert circle(files) is None
+
+
+def test_no_name_of_a_file_occurs_three_times():
+    names = collections.Counter(path.stem for path in FILES)
+    assert {name for name, count in names.items() if count > 2} <= {"__init__", "__main__"}
+
+
+def test_no_private_part_of_jax_is_read_and_no_frame_or_module_is_searched():
+    private = r"jax\._src|\._trace\b|parent_trace|sys\.modules|inspect\.stack"
+    found = {path.name for path in FILES if re.search(private, path.read_text())}
+    assert not found
+
+
+def test_no_module_holds_what_changes():
+    """A table is a tuple, a frozen mapping or a literal that no function writes to."""
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        tables = {
+            target.id
+            for node in tree.body
+            if isinstance(node, ast.Assign | ast.AnnAssign)
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            if isinstance(target, ast.Name)
+        }
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef):
+                assert not any(isinstance(n, ast.Global) for n in ast.walk(function)), path
+                for node in ast.walk(function):
+                    for target in getattr(node, "targets", [getattr(node, "target", None)]):
+                        written = isinstance(target, ast.Subscript) and target.value
+                        assert getattr(written, "id", None) not in tables, f"{path}: {written.id}"
 
 
 def test_a_room_exports_each_name_once():
-    for module in ["dpjax", *[f"dpjax.{name}" for name in FLOORS if name != "__main__"]]:
+    for module in ["dpjax", *[f"dpjax.{name}" for name in sorted(ROOMS) if name != "__main__"]]:
         loaded = importlib.import_module(module)
         assert len(set(loaded.__all__)) == len(loaded.__all__), module
         missing = [name for name in loaded.__all__ if not hasattr(loaded, name)]
@@ -138,7 +175,7 @@ HEAVY = ["dp_accounting", "scipy.stats", "orbax", "sklearn", "matplotlib"]
 @pytest.mark.parametrize(
     ("program", "absent"),
     [
-        ("import dpjax", [*[f"dpjax.{name}" for name in FLOORS], *HEAVY, "jax"]),
+        ("import dpjax", [*[f"dpjax.{name}" for name in ROOMS], *HEAVY, "jax"]),
         (
             "from dpjax import clip_and_sum, clipped_grad, noise, sampling",
             [*[f"dpjax.{name}" for name in SHELF], "dpjax.accounting", *HEAVY],
@@ -166,7 +203,7 @@ def test_the_top_has_its_names_and_no_others():
 
 def test_each_room_has_its_tests():
     here = pathlib.Path(__file__).parent
-    for name in FLOORS.keys() - {"__main__"}:
+    for name in ROOMS - {"__main__"}:
         assert (here / f"test_{name}.py").exists(), f"tests/test_{name}.py is missing"
 
 

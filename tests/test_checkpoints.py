@@ -29,7 +29,7 @@ def kept(tmp_path):
 
 def test_every_kind_of_leaf_comes_back(kept):
     like = {**STATE, "key": jax.random.key(0), "grown": np.arange(2), "scalar": jnp.int32(0)}
-    assert kept.save(0, STATE, {"note": [1.5, None, 0.1]})
+    kept.save(0, STATE, {"note": [1.5, None, 0.1]})
     found = kept.latest(like)
     assert found.facts == {"note": [1.5, None, 0.1]}
     assert jax.tree.structure(found.state) == jax.tree.structure(STATE)
@@ -41,42 +41,31 @@ def test_every_kind_of_leaf_comes_back(kept):
         np.testing.assert_array_equal(np.asarray(one, float), np.asarray(other, float))
 
 
-def test_the_buffers_may_be_used_again_at_once(kept):
-    """The background thread writes copies."""
-    numbers = np.arange(5.0)
-    kept.save(0, {"x": numbers}, {})
-    numbers[:] = -1
-    np.testing.assert_array_equal(kept.latest({"x": numbers}).state["x"], np.arange(5.0))
-
-
-def test_nothing_saved_is_nothing_found(kept):
+def test_nothing_saved_is_nothing_found_and_other_users_cannot_read(kept):
     assert kept.latest(STATE) is None
+    assert kept.directory.stat().st_mode & 0o077 == 0
 
 
 def test_the_last_three_are_kept_and_the_last_is_taken(kept):
     for step in range(5):
-        assert kept.save(step, {"x": jnp.float32(step)}, {"step": step})
+        kept.save(step, {"x": jnp.float32(step)}, {"step": step})
     assert kept.latest({"x": jnp.float32(0)}).facts == {"step": 4}
     assert sorted(int(p.name) for p in kept.directory.glob("[0-9]*")) == [2, 3, 4]
 
 
-def test_a_step_that_is_there_is_left_as_it_is(kept):
-    assert kept.save(1, {"x": jnp.float32(1)}, {})
-    assert kept.save(1, {"x": jnp.float32(2)}, {})
-    assert kept.latest({"x": jnp.float32(0)}).state["x"] == 1
-
-
-def test_an_earlier_step_is_refused(kept):
-    """Orbax would leave it out, and `latest` return that of another run."""
+@kills("checkpoints.py", "and last >= step:", "and last > step:")
+def test_a_step_that_is_there_is_an_error(kept):
+    """Orbax would skip it without a word, and then the step would be released unsaved."""
     kept.save(3, {"x": jnp.float32(1)}, {})
-    with pytest.raises(ValueError, match=r"step=2\): .* holds step 3; expected a later step"):
-        kept.save(2, {"x": jnp.float32(2)}, {})
+    for step in (2, 3):
+        with pytest.raises(ValueError, match=rf"step={step}\): .* holds step 3; expected a later"):
+            kept.save(step, {"x": jnp.float32(2)}, {})
 
 
 @kills(
     "checkpoints.py",
-    "found = number if number.dtype == new.dtype else new",
-    "found = new",
+    "number = number if number.dtype == new.dtype else new",
+    "number = new",
     slow=True,
 )
 @kills("checkpoints.py", "return new.item()", "return new", slow=True)
@@ -93,48 +82,31 @@ def test_numbers_of_python_still_take_the_dtype_of_what_they_meet(kept):
     assert type(found["c"]) is bool
 
 
-def test_no_other_user_can_read_the_key(kept):
-    assert kept.directory.stat().st_mode & 0o077 == 0
-
-
 def test_another_shape_type_or_number_of_arrays_is_refused_by_name(kept):
     kept.save(0, {"a": jnp.ones(2), "w": jnp.ones((2, 3))}, {})
     with pytest.raises(ValueError, match=r"has w as float32\[2, 3\], .* as float32\[3, 3\]"):
         kept.latest({"a": jnp.ones(2), "w": jnp.ones((3, 3))})
     with pytest.raises(ValueError, match=r"state as int32\[2, 3\]"):
         kept.latest({"a": jnp.ones(2), "w": jnp.ones((2, 3), jnp.int32)})
-    with pytest.raises(ValueError, match="holds 2 arrays, and this run's state has 1"):
+    with pytest.raises(ValueError, match="other leaves, such as w"):
         kept.latest({"a": jnp.ones(2)})
-    with pytest.raises(ValueError, match="has w where this run's state has z"):
+    with pytest.raises(ValueError, match="other leaves, such as w"):
         kept.latest({"a": jnp.ones(2), "z": jnp.ones((2, 3))})
 
 
-@kills("checkpoints.py", 'f"damaged-{step}-{again + 1}" if again else ', "", slow=True)
-def test_a_damaged_one_is_set_aside_for_the_one_before(kept):
-    kept.save(1, {"x": jnp.float32(1)}, {})
-    for aside in ("damaged-2", "damaged-2-2", "damaged-2-3"):
-        assert kept.save(2, {"x": jnp.float32(5)}, {}), "its number is free again"
-        assert kept.latest({"x": jnp.float32(0)}).state["x"] == 5
-        for path in (kept.directory / "2").rglob("*"):
-            if path.is_file():
-                path.write_bytes(b"")
-        assert kept.latest({"x": jnp.float32(0)}).state["x"] == 1
-        assert (kept.directory / aside).is_dir()
-
-
-def test_all_of_them_damaged_is_said(kept):
-    kept.save(1, {"x": jnp.float32(1)}, {})
-    kept.wait()
-    for path in (kept.directory / "1").rglob("*"):
+def test_a_damaged_one_is_said_and_no_earlier_one_is_read(kept):
+    for step in (1, 2):
+        kept.save(step, {"x": jnp.float32(step)}, {})
+    for path in (kept.directory / "2").rglob("*"):
         if path.is_file():
             path.write_bytes(b"")
-    for _ in range(2):
-        with pytest.raises(Damaged, match="spent all the same"):
-            kept.latest({"x": jnp.float32(0)})
+    with pytest.raises(Damaged, match="2 is damaged"):
+        kept.latest({"x": jnp.float32(0)})
+    assert kept.finished() == [1, 2]
 
 
-@kills("checkpoints.py", " if old.committed else jnp.asarray(found)", "", slow=True)
+@kills("checkpoints.py", " if old.committed else jnp.asarray(number)", "", slow=True)
 def test_an_array_that_jax_may_move_comes_back_as_one(kept):
-    assert kept.save(1, {"x": jnp.ones(2)}, {})
+    kept.save(1, {"x": jnp.ones(2)}, {})
     found = kept.latest({"x": jnp.zeros(2)}).state
     assert not found["x"].committed

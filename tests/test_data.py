@@ -1,25 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data: every format, from small files made here; the real sets where a folder has them."""
 
-import builtins
-import importlib.util
+import importlib
 import io
 import os
 import sys
 import types
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from mutation import kills
 from PIL import Image
-from small_mechanisms import mechanism_with
 
-import dpjax
 from dpjax import data
-from dpjax.data.sources import SOURCES
 
 RNG = np.random.default_rng(0)
 REAL = os.environ.get("DPJAX_DATA_DIR")
@@ -32,12 +25,7 @@ def _nothing_but_what_a_test_gives(monkeypatch):
 
 @pytest.fixture
 def without_tfds(monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *rest: None if name == "tensorflow_datasets" else real(name, *rest),
-    )
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
 
 
 def arrays(dtype=np.uint8, shape=(28, 28, 1)):
@@ -60,55 +48,46 @@ def saved(folder, **changes):
     return stored
 
 
-def load_raises(name, path, words):
-    """`data.load` refuses what the file holds, and names the file."""
-    with pytest.raises(ValueError, match=words) as error:
-        data.load(name, data_dir=path.parent)
-    assert str(path) in str(error.value)
-
-
-def test_digits():
-    digits = data.load("digits")
-    (x, y), (x_test, y_test) = digits.train, digits.test
-    assert x.shape == (1437, 8, 8, 1)
-    assert x_test.shape == (360, 8, 8, 1)
-    assert (x.dtype, y.dtype) == (np.float32, np.int32)
-    assert (x.min(), x.max()) == (0.0, 1.0)
-    assert set(y) == set(y_test) == set(range(10))
-    assert digits.classes == 10
-    again = data.load("digits")
-    assert np.array_equal(x, again.train[0])
-    assert np.array_equal(y_test, again.test[1])
-
-
 def test_digits_are_each_in_one_part_only():
     from sklearn.datasets import load_digits
 
     digits = data.load("digits")
-    together = np.concatenate([digits.train[0], digits.test[0]]).reshape(-1, 64) * 16
+    (x, y), (x_test, y_test) = digits.train, digits.test
+    assert (x.shape, x_test.shape) == ((1437, 8, 8, 1), (360, 8, 8, 1))
+    assert (x.dtype, y.dtype, x.min(), x.max()) == (np.float32, np.int32, 0.0, 1.0)
+    assert set(y) == set(y_test) == set(range(digits.classes))
+    assert np.array_equal(x, data.load("digits").train[0])
+    together = np.concatenate([x, x_test]).reshape(-1, 64) * 16
     assert sorted(map(bytes, together)) == sorted(map(bytes, load_digits().data.astype(np.float32)))
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float64])
-@pytest.mark.parametrize("shape", [(28, 28, 1), (28, 28)])
-@pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
-def test_npz(tmp_path, name, dtype, shape):
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(np.uint8, (28, 28, 1)), (np.float64, (28, 28))], ids=["bytes", "floats"]
+)
+def test_npz(tmp_path, dtype, shape):
     stored = arrays(dtype, shape)
-    np.savez(tmp_path / f"{name}.npz", **stored)
-    loaded = data.load(name, data_dir=tmp_path)
+    np.savez(tmp_path / "mnist.npz", **stored)
+    loaded = data.load("mnist", data_dir=tmp_path)
     x, y = loaded.train
     scale = 255 if dtype == np.uint8 else 1
     np.testing.assert_allclose(x[..., 0], stored["x_train"].reshape(6, 28, 28) / scale, rtol=1e-6)
     assert np.array_equal(y, stored["y_train"])
     assert loaded.test[0].shape == (3, 28, 28, 1)
     assert (x.dtype, y.dtype) == (np.float32, np.int32)
-    assert (loaded.name, loaded.classes, loaded.note) == (name, 10, "")
+    assert (loaded.name, loaded.classes, loaded.note) == ("mnist", 10, "")
 
 
-def test_the_folder_may_come_from_the_environment(tmp_path, monkeypatch):
+def test_the_folder_may_come_from_the_environment_and_exists(tmp_path, monkeypatch):
     saved(tmp_path)
     monkeypatch.setenv("DPJAX_DATA_DIR", str(tmp_path))
-    assert data.load("mnist").train[0].shape == (6, 28, 28, 1)
+    assert data.load("mnist", "").train[0].shape == (6, 28, 28, 1)
+    for ask in (data.load, data.stream):
+        with pytest.raises(FileNotFoundError, match=r"data_dir is '.*slip'; there is no such"):
+            ask("mnist", tmp_path / "slip")
+    monkeypatch.setenv("DPJAX_DATA_DIR", str(tmp_path / "slip"))
+    with pytest.raises(FileNotFoundError, match=r"DPJAX_DATA_DIR is '.*slip'"):
+        data.load("mnist")
+    assert data.load("digits").examples == 1437, "they are in no folder"
 
 
 def encoded(form="jpeg"):
@@ -125,60 +104,22 @@ def encoded(form="jpeg"):
     return stored
 
 
-@pytest.mark.parametrize(
-    ("array", "change", "word"),
-    [
-        ("jpeg_train", lambda x: x[:-300], "offsets are from 0 to"),
-        ("jpeg_train", lambda x: x[: len(x) // 2], "cut off: fetch it again"),
-        ("jpeg_train", lambda x: np.concatenate([x[:-300], x[:300]]), "do not decode"),
-        ("jpeg_train", np.zeros_like, r"cifar10\.npz holds encoded images that do not decode"),
-        ("offsets_train", lambda x: None, "without their offsets"),
-        ("offsets_train", lambda x: x.astype(float), "without their offsets"),
-        ("offsets_train", lambda x: x[None], "without their offsets"),
-        ("offsets_train", lambda x: x[1:], "but the offsets are from"),
-        ("offsets_train", lambda x: x[[0, 2, 1, 3]], "do not decode"),
-        ("offsets_train", lambda x: x[[0, 1, 3]], "2 inputs and 3 targets"),
-    ],
-)
-def test_damaged_jpeg_streams_are_refused(tmp_path, array, change, word):
-    stored = encoded()
-    stored |= {array: change(stored[array])}
-    np.savez(tmp_path / "cifar10.npz", **{k: v for k, v in stored.items() if v is not None})
-    load_raises("cifar10", tmp_path / "cifar10.npz", word)
-
-
-def test_jpeg_streams(tmp_path):
+def test_encoded_images_and_those_without_loss_are_preferred(tmp_path):
     stored = encoded()
     np.savez(tmp_path / "cifar10.npz", **stored)
     loaded = data.load("cifar10", data_dir=tmp_path)
-    assert loaded.train[0].shape == (3, 32, 32, 3)
     np.testing.assert_allclose(loaded.train[0][:, 5, 5, 0] * 255, [0, 100, 255], atol=2)
-    assert loaded.test[1].tolist() == [0]
-    assert "JPEG" in loaded.note
-
-
-def test_images_without_loss_are_preferred(tmp_path):
-    np.savez(tmp_path / "cifar10.npz", **encoded())
+    assert (loaded.test[1].tolist(), loaded.note) == ([0], "lossy: decoded from JPEG copies")
     np.savez(tmp_path / "cifar10_lossless.npz", **encoded("png"), lossy_train=np.array([1]))
     loaded = data.load("cifar10", data_dir=tmp_path)
-    np.testing.assert_array_equal(
-        loaded.train[0][:, 5, 5, 0], np.float32([0, 100, 255]) / np.float32(255)
-    )
+    shades = np.float32([0, 100, 255]) / np.float32(255)
+    np.testing.assert_array_equal(loaded.train[0][:, 5, 5, 0], shades)
     assert loaded.note == "1 of the images are lossy copies"
-
-
-@pytest.mark.parametrize("mode", ["P", "1", "LA", "I;16"])
-def test_an_index_of_a_palette_is_no_shade(tmp_path, mode):
-    """A palette of few shades has their numbers as pixels, and so do other modes."""
-    stored, stream = encoded("png"), io.BytesIO()
-    Image.new(mode, (32, 32)).save(stream, "png")
-    one = np.frombuffer(stream.getvalue(), np.uint8)
-    whole = np.concatenate([stored["png_train"], one])
-    stored |= {"png_train": whole, "y_train": np.arange(4)}
-    stored["offsets_train"] = np.append(stored["offsets_train"], len(whole))
+    stored["jpeg_train"] = stored["jpeg_train"][:-300]
+    os.remove(tmp_path / "cifar10_lossless.npz")
     np.savez(tmp_path / "cifar10.npz", **stored)
-    words = rf"cifar10\.npz holds encoded images of modes {mode}, RGB; .*image\.convert"
-    load_raises("cifar10", tmp_path / "cifar10.npz", words)
+    with pytest.raises(ValueError, match=r"cifar10\.npz holds encoded images that do not decode"):
+        data.load("cifar10", data_dir=tmp_path)
 
 
 def table(name, rows):
@@ -202,8 +143,7 @@ def test_tables(tmp_path, name, file, test_size):
     loaded = data.load(name, data_dir=tmp_path)
     (x, y), (x_test, y_test) = loaded.train, loaded.test
     assert (len(x), len(x_test)) == (50, test_size)
-    assert loaded.classes is None
-    assert (x.dtype, y.dtype) == (np.float32, np.float32)
+    assert (loaded.classes, x.dtype, y.dtype) == (None, np.float32, np.float32)
     np.testing.assert_allclose(x.sum(axis=1), y, atol=1e-3)  # rows and targets stay together
     np.testing.assert_allclose(
         np.sort(np.concatenate([y, y_test])), np.sort(values[:, -1]), rtol=1e-5
@@ -216,173 +156,59 @@ def test_standardize():
     got = data.standardize(x, mean=[2.0, 20.0], scale=[1.0, 10.0])
     assert got.dtype == np.float32
     assert np.array_equal(got, [[-1, -1], [1, 1]])
-    with pytest.raises(ValueError, match="every scale must be positive"):
-        data.standardize(x, mean=0.0, scale=[1.0, 0.0])
-
-
-@pytest.mark.parametrize(
-    ("mean", "scale"), [(np.nan, 1), ([0, np.inf], 1), (0, np.inf), (0, np.nan)]
-)
-def test_a_constant_of_standardize_is_finite(mean, scale):
-    with pytest.raises(ValueError, match=r"^data\.standardize.*must be .*finite"):
-        data.standardize(np.ones((3, 2)), mean, scale)
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32])
-def test_standardize_neither_wraps_nor_overflows(dtype):
-    """Also where values and constants have one narrow type."""
-    x = np.array([[0, 200]], dtype)
-    many = np.array([60_000, 60_000], np.float16) if dtype == np.float16 else np.array([255], dtype)
-    got = data.standardize(x, many, np.array([2], dtype))
-    np.testing.assert_array_equal(got, (x.astype(float) - many.astype(float)) / 2)
-
-
-def test_an_unknown_name_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'minst'.*digits, mnist, fashion_mnist.*wine_quality"):
-        data.load("minst")
-    assert data.NAMES[0] == "digits"
+    for mean, scale in ((0.0, [1.0, 0.0]), (np.nan, 1), (0, np.inf)):
+        with pytest.raises(ValueError, match="expected finite numbers, and positive scales"):
+            data.standardize(x, mean, scale)
+    for dtype in (np.uint8, np.float16):  # which would wrap around, or overflow
+        narrow = np.array([[0, 200]], dtype)
+        many = np.array([60_000 if dtype == np.float16 else 255], dtype)
+        got = data.standardize(narrow, many, np.array([2], dtype))
+        np.testing.assert_array_equal(got, (narrow.astype(float) - many.astype(float)) / 2)
 
 
 @pytest.mark.usefixtures("without_tfds")
-@pytest.mark.parametrize("name", data.NAMES[1:])
-def test_a_missing_file_is_answered_with_what_to_do(tmp_path, name):
-    with pytest.raises(FileNotFoundError, match=r"DPJAX_DATA_DIR") as error:
-        data.load(name, data_dir=tmp_path)
-    assert str(tmp_path) in str(error.value)
-    # Not where TensorFlow Datasets has no such data set.
-    installs = "pip install tensorflow-datasets" in str(error.value)
-    assert installs == (SOURCES[name].tfds is not None)
-    with pytest.raises(FileNotFoundError, match=r"DPJAX_DATA_DIR"):
-        data.load(name)
-
-
-def no_jpegs():
-    """Arrays with the right names and bytes that no JPEG decoder accepts."""
-    each = {"jpeg": np.zeros(9, np.uint8), "offsets": np.array([0, 9]), "y": np.zeros(1, int)}
-    return {f"{name}_{part}": array for name, array in each.items() for part in ("train", "test")}
-
-
-@pytest.mark.parametrize(
-    ("name", "package", "install"),
-    [("digits", "sklearn", "scikit-learn"), ("cifar10", "PIL", "pillow")],
-)
-def test_a_missing_package_is_answered_with_its_name(tmp_path, monkeypatch, name, package, install):
-    real = builtins.__import__
-
-    def refuse(module, *rest, **named):
-        if module.split(".")[0] == package:
-            raise ImportError(module)
-        return real(module, *rest, **named)
-
-    np.savez(tmp_path / "cifar10.npz", **no_jpegs())
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ImportError, match=f"pip install {install}"):
-        data.load(name, data_dir=tmp_path)
+def test_a_name_without_data_is_answered_with_what_to_do(tmp_path):
+    with pytest.raises(ValueError, match=r"'minst'.*digits, mnist, fashion_mnist.*wine_quality"):
+        data.load("minst")
+    for name, ask in (("mnist", data.load), ("mnist", data.stream), ("pathmnist", data.load)):
+        with pytest.raises(FileNotFoundError, match=rf"{tmp_path}/{name}.npz.*DPJAX_DATA_DIR"):
+            ask(name, data_dir=tmp_path)
+    for name in ("digits", "wine_quality"):
+        with pytest.raises(ValueError, match=rf"fits into memory. Use data\.load\('{name}'\)"):
+            data.stream(name)
 
 
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"x_test": None}, "another data set"),
+        ({"x_test": None}, "expected x_train, y_train, x_test, y_test"),
         ({"x_train": np.full((6, 28, 28), 2.0)}, r"numbers in \[0, 1\]"),
-        ({"x_train": np.full((6, 28, 28), np.nan)}, r"numbers in \[0, 1\]"),
         ({"x_train": np.zeros((6, 28, 28), np.int64)}, "expected bytes"),
         ({"x_train": np.zeros((6, 784), np.uint8)}, r"\[examples, height, width, channels\]"),
         ({"x_test": np.zeros((3, 32, 32, 3), np.uint8)}, r"\(32, 32, 3\); expected \(28, 28, 1\)"),
-        ({"x_train": np.zeros((5, 28, 28), np.uint8)}, "5 inputs and 6 targets; each needs one"),
-        ({"x_test": np.zeros((0, 28, 28), np.uint8), "y_test": np.zeros(0)}, "0 inputs and 0"),
-        ({"x_test": np.zeros((0, 28, 28)), "y_test": np.zeros(0)}, "0 inputs and 0"),
-        ({"x_train": np.zeros((6, 28, 27), np.uint8)}, r"shape \(28, 27, 1\); expected"),
+        ({"x_train": np.zeros((5, 28, 28), np.uint8)}, "5 inputs and 6 targets"),
         ({"y_train": np.array([0, 1, 2, 3, 4, 3.7])}, "a whole number for each example"),
-        ({"y_train": np.array([0, 1, 2, 3, 4, np.nan])}, "labels of type float64"),
-        *(
-            ({"y_train": np.array([0, 1, 2, 3, 4, label])}, "got labels of type int64")
-            for label in (2**32 + 3, -(2**63), 2**31, -(2**31) - 1)
-        ),
-        ({"y_train": np.array(list("abcdef"))}, "a whole number for each example"),
-        ({"y_train": np.eye(10)[:6]}, r"shape \(6, 10\).*argmax"),
+        ({"y_train": np.array([0, 1, 2, 3, 4, 2**32 + 3])}, "a whole number for each example"),
+        ({"y_train": np.eye(10)[:6]}, r"\[6, 10\].*argmax"),
         ({"y_train": np.array([0, 1, 2, 3, 4, 10])}, "labels from 0 to 10; expected 0 to 9"),
-        ({"y_test": np.array([-1, 0, 1])}, "labels from -1 to 1"),
         ({"y_test": np.array([None, 0, 1])}, "not a whole .npz file of plain arrays"),
     ],
 )
 def test_wrong_contents_are_refused_and_the_file_is_named(tmp_path, change, word):
     saved(tmp_path, **change)
-    load_raises("mnist", tmp_path / "mnist.npz", word)
+    with pytest.raises(ValueError, match=rf"mnist\.npz.*{word}"):
+        data.load("mnist", data_dir=tmp_path)
 
 
-def test_whole_labels_may_be_stored_as_floats(tmp_path):
-    stored = saved(tmp_path, y_train=np.arange(6.0))
-    loaded = data.load("mnist", data_dir=tmp_path)
-    assert loaded.train[1].dtype == np.int32
-    assert np.array_equal(loaded.train[1], stored["y_train"])
-
-
-@pytest.mark.parametrize("kept", [0, 10, 200, 0.5, -1, -400])
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_a_file_that_was_cut_off_is_refused(tmp_path, save, kept):
+def test_a_damaged_file_is_refused(tmp_path, save):
     save(tmp_path / "mnist.npz", **arrays())
-    whole = (tmp_path / "mnist.npz").read_bytes()
-    end = kept if isinstance(kept, int) else int(len(whole) * kept)
-    (tmp_path / "mnist.npz").write_bytes(whole[:end])
-    with pytest.raises(ValueError, match=r"mnist\.npz is not a whole .* fetch it again"):
-        data.load("mnist", data_dir=tmp_path)
-
-
-@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_a_flipped_bit_is_reported_with_the_name_of_the_file(tmp_path, save):
-    """Also with unknown compression methods, and entries flagged as encrypted."""
-    x = np.zeros((2, 28, 28), np.uint8)
-    save(tmp_path / "mnist.npz", x_train=x, y_train=[0, 1], x_test=x, y_test=[0, 1])
-    whole = (tmp_path / "mnist.npz").read_bytes()
-    draw = np.random.default_rng(0)
-    places = [whole.index(b"PK\x01\x02") + at for at in (8, 10)]
-    places += draw.integers(0, len(whole), 200).tolist()
-    refused = []
-    for place, bit in zip(places, [0, 6, *draw.integers(0, 8, 200).tolist()], strict=True):
-        flipped = bytearray(whole)
-        flipped[place] ^= 1 << bit
-        (tmp_path / "mnist.npz").write_bytes(bytes(flipped))
-        try:
-            np.testing.assert_array_equal(data.load("mnist", tmp_path).train[1], [0, 1])
-        except ValueError as error:
-            refused.append("mnist" in str(error))
-    assert len(refused) > 10
-    assert all(refused)
-
-
-def test_a_folder_that_is_not_there_is_refused_and_nothing_is_downloaded(tmp_path, monkeypatch):
-    asked = fake_tfds(monkeypatch, {})
-    for ask in (data.load, data.stream):
-        with pytest.raises(FileNotFoundError, match=r"data_dir is '.*slip'.*no such folder"):
-            ask("mnist", tmp_path / "slip")
-    monkeypatch.setenv("DPJAX_DATA_DIR", str(tmp_path / "slip"))
-    with pytest.raises(FileNotFoundError, match=r"DPJAX_DATA_DIR is '.*slip'"):
-        data.load("mnist")
-    assert not asked
-    assert data.load("digits", tmp_path / "slip").examples == 1437, "they are in no folder"
-
-
-def test_an_empty_folder_is_the_one_of_the_environment(tmp_path, monkeypatch):
-    saved(tmp_path)
-    monkeypatch.setenv("DPJAX_DATA_DIR", str(tmp_path))
-    assert data.load("mnist", "").train[0].shape == data.load("mnist", tmp_path).train[0].shape
-
-
-def test_a_single_array_is_no_data_set(tmp_path):
-    np.save(tmp_path / "mnist.npy", np.zeros(3))
-    (tmp_path / "mnist.npy").rename(tmp_path / "mnist.npz")
-    with pytest.raises(ValueError, match="not a whole"):
-        data.load("mnist", data_dir=tmp_path)
-
-
-def test_a_changed_byte_is_noticed(tmp_path):
-    saved(tmp_path)
-    bad = bytearray((tmp_path / "mnist.npz").read_bytes())
-    bad[1000] ^= 1
-    (tmp_path / "mnist.npz").write_bytes(bad)
-    with pytest.raises(ValueError, match="not a whole"):
-        data.load("mnist", data_dir=tmp_path)
+    content = bytearray((tmp_path / "mnist.npz").read_bytes())
+    content[1000] ^= 1
+    for damaged in (content, content[:0], content[:200], content[: len(content) // 2]):
+        (tmp_path / "mnist.npz").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"mnist\.npz is not a whole"):
+            data.load("mnist", data_dir=tmp_path)
 
 
 def test_what_medmnist_publishes_is_read_as_it_is(tmp_path):
@@ -406,61 +232,17 @@ def test_a_validation_part_is_split_off_without_a_look_at_it():
     assert all(x[0] == 2 * y for part in (rest, held) for x, y in zip(*part, strict=True))
     other, _ = data.hold_out((RNG.normal(size=(10, 2)), np.arange(10)), 3)
     assert other[1].tolist() == rest[1].tolist()
-    for size in (0, 10, -1, 0.2, "2"):
+    for size in (0, 10):
         with pytest.raises(ValueError, match=r"^data\.hold_out\(size=.*expected"):
             data.hold_out(split, size)
-    for x in (np.zeros((20, 2)), np.zeros((5, 2)), np.zeros(10).tolist()):
-        with pytest.raises(ValueError, match=r"^data\.hold_out: every leaf needs a leading axis"):
-            data.hold_out((x, np.arange(10)), 2)
-    assert len(data.hold_out((np.zeros((10, 2)), np.array(["a"] * 10)), 2.0)[1][1]) == 2
-
-
-def test_rows_are_held_out_by_place_whatever_their_names_are():
-
-    class Series:
-        """As one of pandas: `series[rows]` selects by label, here the place from the end."""
-
-        shape, values = (10,), np.arange(10)
-
-        def __array__(self, dtype=None, copy=None):
-            return np.array(self.values, dtype)
-
-        def __getitem__(self, rows):
-            return self.values[::-1][rows]
-
-    for x, y in data.hold_out((np.arange(10), Series()), 3):
-        np.testing.assert_array_equal(x, y)
-
-
-WINES = table("wine_quality", 330)[0].encode()
-
-
-@pytest.mark.parametrize(
-    ("content", "word"),
-    [
-        (WINES.rsplit(b";", 1)[0] + b";nan", "NaN or infinite"),
-        (WINES.rsplit(b";", 1)[0] + b";eleven", "not a table of numbers"),
-        (table("wine_quality", 320)[0].encode(), "got 320 rows.*cut off"),
-        (b"", "got 0 rows"),
-        (b"a;b\n", "got 0 rows"),
-        (WINES[:-5] + b";", "not a table of numbers"),
-        (WINES + b"\n1;2", "not a table of numbers"),
-        (b"\xff\xfe" + WINES, "not a table of numbers"),
-        (table("california_housing", 330)[0].encode(), r"shape \(8,\); expected \(11,\)"),
-        (WINES.split(b"\n", 1)[1], "numbers and no names"),
-        (b"\xef\xbb\xbf" + WINES.split(b"\n", 1)[1], "numbers and no names"),
-        (WINES.replace(b"\n", b"\n#", 9), "could not convert"),
-    ],
-)
-def test_a_table_that_is_not_whole_or_another_is_refused(tmp_path, content, word):
-    (tmp_path / "wine_quality_red.csv").write_bytes(content)
-    load_raises("wine_quality", tmp_path / "wine_quality_red.csv", word)
+    with pytest.raises(ValueError, match=r"^data\.hold_out: every leaf needs a leading axis"):
+        data.hold_out((np.zeros((20, 2)), np.arange(10)), 2)
 
 
 # --- TensorFlow Datasets ----------------------------------------------------------------------
 
 
-def fake_tfds(monkeypatch, contents, *, prepared=True, random_access=True, tensorflow=False):
+def fake_tfds(monkeypatch, contents, *, prepared=True, random_access=True):
     """Puts a module in the place of TFDS that serves `contents`, and records its calls."""
     asked = []
 
@@ -481,18 +263,8 @@ def fake_tfds(monkeypatch, contents, *, prepared=True, random_access=True, tenso
                 raise NotImplementedError
             return contents
 
-        def as_dataset(self):
-            assert tensorflow
-            return contents
-
-    module = types.SimpleNamespace(builder=Builder, as_numpy=iter)
+    module = types.SimpleNamespace(builder=Builder)
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", module)
-    real, known = importlib.util.find_spec, {"tensorflow_datasets": True, "tensorflow": tensorflow}
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *rest: known[name] or None if name in known else real(name, *rest),
-    )
     return asked
 
 
@@ -509,28 +281,31 @@ def test_tfds_serves_what_no_file_has_and_downloads_only_if_it_must(
     asked = fake_tfds(monkeypatch, contents, prepared=prepared)
     loaded = data.load("mnist", data_dir=tmp_path)
     np.testing.assert_allclose(loaded.train[0][3] * 255, contents["train"][3]["image"], rtol=1e-6)
-    assert loaded.test[1].tolist() == [0, 1]
-    assert loaded.test[1].dtype == np.int32
+    assert (loaded.test[1].tolist(), loaded.test[1].dtype) == ([0, 1], np.int32)
     attempts = [("mnist", str(tmp_path), None), ("mnist", str(tmp_path), "array_record")]
     assert asked == attempts[: 1 if prepared else 2]
 
 
 def test_a_file_is_preferred_to_tfds(tmp_path, monkeypatch):
     asked = fake_tfds(monkeypatch, None)
-    saved(tmp_path)
-    data.load("mnist", data_dir=tmp_path)
+    stored = saved(tmp_path)
+    streamed, loaded = (ask("mnist", data_dir=tmp_path) for ask in (data.stream, data.load))
     assert not asked
+    assert isinstance(streamed.train, data.Stream)
+    for got, want in zip(streamed.rows(np.array([4, 1])), loaded.train, strict=True):
+        assert np.array_equal(got, want[[4, 1]])
+        assert got.dtype == want.dtype
+    assert np.array_equal(streamed.test[1], stored["y_test"])
 
 
-def test_a_format_that_only_tensorflow_reads(monkeypatch):
-    contents = {"train": rows(5), "test": rows(2)}
-    fake_tfds(monkeypatch, contents, random_access=False, tensorflow=True)
-    assert data.load("mnist").train[1].tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(ValueError, match="without random access"):
-        data.stream("mnist")
-    fake_tfds(monkeypatch, contents, random_access=False)
-    with pytest.raises(ValueError, match="tfds build mnist --file_format=array_record"):
-        data.load("mnist")
+def test_tfds_without_the_data_is_answered_with_its_own_words(monkeypatch):
+    for ask in (data.load, data.stream):
+        fake_tfds(monkeypatch, None, prepared=False)
+        with pytest.raises(FileNotFoundError, match=r"AssertionError: no network.*DPJAX_DATA_DIR"):
+            ask("mnist")
+        fake_tfds(monkeypatch, {"train": rows(5), "test": rows(2)}, random_access=False)
+        with pytest.raises(FileNotFoundError, match="no format with random access"):
+            ask("mnist")
 
 
 def test_a_stream_leaves_the_training_part_where_it_is(monkeypatch):
@@ -540,19 +315,16 @@ def test_a_stream_leaves_the_training_part_where_it_is(monkeypatch):
             return super().__getitem__(index)
 
     read = []
-    contents = {"train": Unread(rows(9)), "test": rows(2)}
-    fake_tfds(monkeypatch, contents)
+    fake_tfds(monkeypatch, {"train": Unread(rows(9)), "test": rows(2)})
     streamed = data.stream("mnist")
     assert read == [0]  # for the shape
     assert (len(streamed.train), streamed.classes, streamed.note) == (9, 10, "")
     x, y = streamed.train.rows(np.array([8, 2]))
-    assert read[0] == 0
-    assert sorted(read[1:]) == [2, 8]
-    whole = data.load("mnist")
-    assert np.array_equal(x, whole.train[0][[8, 2]])
-    assert np.array_equal(y, whole.train[1][[8, 2]])
-    assert np.array_equal(streamed.test[0], whole.test[0])
-    assert (x.dtype, y.dtype, streamed.test[1].dtype) == (np.float32, np.int32, np.int32)
+    assert sorted(read) == [0, 2, 8]
+    loaded = data.load("mnist")
+    assert np.array_equal(x, loaded.train[0][[8, 2]])
+    assert np.array_equal(y, loaded.train[1][[8, 2]])
+    assert np.array_equal(streamed.test[0], loaded.test[0])
 
 
 def test_a_stream_checks_what_it_reads(monkeypatch):
@@ -561,108 +333,12 @@ def test_a_stream_checks_what_it_reads(monkeypatch):
     train[5]["image"] = np.zeros((28, 29, 1), np.uint8)
     fake_tfds(monkeypatch, {"train": train, "test": rows(2)})
     stream = data.stream("mnist").train
-    stream.rows(np.array([1, 2]))
     for index, word in ((3, "label is 10; expected 0 to 9"), (4, "label is -1"), (5, "28, 29")):
         with pytest.raises((RuntimeError, ValueError), match=rf"example {index} .*{word}"):
             stream.rows(np.array([1, index]))
-    fake_tfds(monkeypatch, {"train": rows(2), "test": []})
-    with pytest.raises(ValueError, match="empty"):
-        data.stream("mnist")
     fake_tfds(monkeypatch, {"train": rows(2), "test": train[5:]})
     with pytest.raises(ValueError, match=r"test part has examples of shape \(28, 29, 1\)"):
         data.stream("mnist")
-
-
-def test_what_cannot_be_streamed_is_answered_with_what_to_do(monkeypatch):
-    fake_tfds(monkeypatch, None)
-    with pytest.raises(ValueError, match=r"data\.load\('digits'\)"):
-        data.stream("digits")
-    with pytest.raises(ValueError, match=r"data\.stream\(name='minst'\).*expected one of digits"):
-        data.stream("minst")
-    with pytest.raises(ValueError, match=r"table.*data\.load\('wine_quality'\)"):
-        data.stream("wine_quality")
-    with pytest.raises(FileNotFoundError, match="does not have it"):
-        data.stream("pathmnist")
-
-
-@pytest.mark.usefixtures("without_tfds")
-def test_a_stream_by_name_needs_tfds_or_a_file(tmp_path):
-    with pytest.raises(ImportError, match=r"stream.*found no .*mnist\.npz.*pip install tensor"):
-        data.stream("mnist", data_dir=tmp_path)
-    saved(tmp_path)
-    streamed, loaded = (ask("mnist", data_dir=tmp_path) for ask in (data.stream, data.load))
-    assert isinstance(streamed.train, data.Stream)
-    for got, want in zip(streamed.rows(np.array([4, 1])), loaded.train, strict=True):
-        assert np.array_equal(got, want[[4, 1]])
-        assert got.dtype == want.dtype
-    assert np.array_equal(streamed.test[0], loaded.test[0])
-    assert streamed.classes == 10
-
-
-@pytest.mark.parametrize("prepared", [True, False])
-def test_a_stream_takes_what_is_on_the_disk_and_downloads_nothing(tmp_path, monkeypatch, prepared):
-    asked = fake_tfds(monkeypatch, {"train": rows(9), "test": rows(2)}, prepared=prepared)
-    saved(tmp_path)
-    assert data.stream("mnist", data_dir=tmp_path).examples == 6
-    assert not asked
-    (tmp_path / "mnist").mkdir()
-    assert data.stream("mnist", data_dir=tmp_path).examples == (9 if prepared else 6)
-    assert "array_record" not in [file_format for *_, file_format in asked]
-
-
-def test_a_stream_reads_the_file_where_tfds_has_a_format_without_random_access(
-    tmp_path, monkeypatch
-):
-    asked = fake_tfds(monkeypatch, None, random_access=False)
-    saved(tmp_path)
-    (tmp_path / "mnist").mkdir()
-    assert data.stream("mnist", data_dir=tmp_path).examples == 6
-    assert asked == [("mnist", str(tmp_path), None)]
-    (tmp_path / "mnist.npz").unlink()
-    with pytest.raises(ValueError, match="without random access"):
-        data.stream("mnist", data_dir=tmp_path)
-
-
-@pytest.mark.parametrize("ask", [data.load, data.stream])
-def test_a_download_that_fails_leaves_no_empty_folders(tmp_path, monkeypatch, ask):
-    def download(self):
-        (tmp_path / "mnist" / "3.0.1.incomplete").mkdir(parents=True)
-        (tmp_path / "downloads").mkdir()
-        (tmp_path / "downloads" / "half").touch()
-        raise OSError("no network")
-
-    fake_tfds(monkeypatch, None, prepared=False)
-    monkeypatch.setattr(
-        sys.modules["tensorflow_datasets"].builder, "download_and_prepare", download
-    )
-    (tmp_path / "own").mkdir()
-    answer = rf"data.{ask.__name__}.*could neither .* \(OSError: no network\)"
-    with pytest.raises(FileNotFoundError, match=answer):
-        ask("mnist", data_dir=tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["downloads", "own"]
-
-
-@pytest.mark.parametrize("ask", [data.load, data.stream])
-def test_a_package_that_tfds_misses_is_named(tmp_path, monkeypatch, ask):
-    def download(self):
-        raise ImportError("No module named 'array_record'")
-
-    fake_tfds(monkeypatch, None, prepared=False)
-    monkeypatch.setattr(
-        sys.modules["tensorflow_datasets"].builder, "download_and_prepare", download
-    )
-    answer = rf"data.{ask.__name__}.*'array_record'\).*pip install array_record"
-    with pytest.raises(ImportError, match=answer):
-        ask("mnist", data_dir=tmp_path)
-
-
-@pytest.mark.parametrize("columns", [tuple, list])
-def test_arrays_of_all_examples_are_no_records(columns):
-    x, y = np.ones((6, 3)), np.arange(6)
-    with pytest.raises(TypeError, match=r"taken for 2 examples.*lambda i: \(x\[i\], y\[i\]\)"):
-        data.Stream(columns((x, y)))
-    assert len(data.Stream(range(len(x)), example=lambda i: (x[i], y[i]))) == 6
-    assert len(data.Stream(list(x))) == 6
 
 
 # The columns of the wine table as its file has them.
@@ -683,20 +359,10 @@ def test_tfds_tables_keep_the_order_of_the_columns(monkeypatch):
     assert sorted([*loaded.train[1], *loaded.test[1]]) == list(range(400))
 
 
-def test_tfds_without_the_data_is_answered_with_what_to_do(monkeypatch):
-    fake_tfds(monkeypatch, None, prepared=False)
-    for ask in (data.load, data.stream):
-        with pytest.raises(FileNotFoundError, match=r"mnist.*Without a network.*DPJAX_DATA_DIR"):
-            ask("mnist")
-    with pytest.raises(FileNotFoundError, match=r"does not have it.*california_housing\.csv"):
-        data.load("california_housing")
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_a_real_tfds_data_set_on_the_disk(tmp_path, monkeypatch):
-    import tensorflow_datasets as tfds  # some seconds
-
+def test_a_real_tfds_data_set_on_the_disk(tmp_path):
+    tfds = importlib.import_module("tensorflow_datasets")  # some seconds
     stored = rows(4)
 
     def png(image):
@@ -730,51 +396,12 @@ def test_a_real_tfds_data_set_on_the_disk(tmp_path, monkeypatch):
     for image, label in zip(*loaded.train, strict=True):
         np.testing.assert_allclose(image * 255, stored[label]["image"], rtol=1e-6)
     assert sorted(loaded.test[1]) == [0, 1, 2, 3]
-
-    streamed = data.stream("mnist", data_dir=tmp_path)
     order = np.array([2, 0, 2, 3, 1])
     draws = [order, order[:0], order[2:]]
-    for (x, y), draw in zip(streamed.train.batches(draws), draws, strict=True):
+    streamed = data.stream("mnist", data_dir=tmp_path).train
+    for (x, y), draw in zip(streamed.batches(draws), draws, strict=True):
         assert np.array_equal(x, loaded.train[0][draw])
         assert np.array_equal(y, loaded.train[1][draw])
-
-    # Training on the arrays and training on the stream give equal parameters.
-    ends = []
-    for dataset in (loaded, streamed):
-        (image,), _ = dataset.rows(np.array([3]))
-        assert image.shape == (28, 28, 1)
-        algorithm = dpjax.dpsgd(
-            lambda w, example: jnp.vdot(w, example[0]) * example[1],
-            optax.sgd(0.1),
-            mechanism_with(dataset.examples, 2, steps=5),
-            dataset.train,
-        )
-        state = algorithm.init(jax.random.key(0), jnp.zeros((28, 28, 1)))
-        ends.append(dpjax.fit(algorithm, state, progress=False)[0].params)
-    np.testing.assert_allclose(*ends, rtol=1e-5, atol=1e-7)
-
-    def no_network(self):
-        raise OSError("no network")
-
-    monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", no_network)
-    (tmp_path / "empty").mkdir()
-    saved(tmp_path / "empty")
-    assert data.stream("mnist", data_dir=tmp_path / "empty").examples == 6
-    assert os.listdir(tmp_path / "empty") == ["mnist.npz"]
-    os.remove(tmp_path / "empty" / "mnist.npz")
-    for folder in (tmp_path / "empty", None):
-        monkeypatch.setattr("tensorflow_datasets.core.constants.DATA_DIR", str(tmp_path / "none"))
-        with pytest.raises(FileNotFoundError, match="could neither find mnist"):
-            data.load("mnist", data_dir=folder)
-    (part,) = tmp_path.rglob("*test*")
-    part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
-    for ask in (data.load, data.stream):
-        with pytest.raises(ValueError, match=r"in .*3\.0\.1 cannot be read whole.*prepares the"):
-            ask("mnist", data_dir=tmp_path)
-    (info,) = tmp_path.rglob("dataset_info.json")
-    info.write_text(info.read_text().replace("array_record", "tfrecord"))
-    with pytest.raises(ValueError, match=r"prepared in .*3\.0\.1 in a format without random"):
-        data.stream("mnist", data_dir=tmp_path)
 
 
 # --- the real sets ----------------------------------------------------------------------------
@@ -794,13 +421,9 @@ def test_real_images(name, mean, deviation):
 
 
 @real
-@pytest.mark.parametrize(
-    ("name", "shapes"),
-    [("california_housing", ((18_576, 8), (2_064, 8))), ("wine_quality", ((1_279, 11), (320, 11)))],
-)
-def test_real_tables(name, shapes):
-    loaded = data.load(name, data_dir=REAL)
-    assert (loaded.train[0].shape, loaded.test[0].shape) == shapes
+def test_real_tables():
+    loaded = data.load("california_housing", data_dir=REAL)
+    assert (loaded.train[0].shape, loaded.test[0].shape) == ((18_576, 8), (2_064, 8))
     assert all(np.isfinite(part).all() for part in (*loaded.train, *loaded.test))
 
 
@@ -814,20 +437,22 @@ def test_real_images_without_loss():
     assert loaded.note == "111 of the images are lossy copies"
 
 
-def own(tmp_path, content, name="own.csv"):
+# --- files of the user ------------------------------------------------------------------------
+
+
+def own(tmp_path, content, **options):
     """A file of the user with a text, or with arrays."""
-    path = tmp_path / name
     if isinstance(content, str):
+        path = tmp_path / "own.csv"
         path.write_text(content)
     else:
-        np.savez(path.with_suffix(".npz"), **content)
-        path = path.with_suffix(".npz")
-    return data.load_file(path)
+        path = tmp_path / "own.npz"
+        np.savez(path, **content)
+    return data.load_file(path, **options)
 
 
 ROWS = "".join(f"{i};{i % 3};{'ab'[i % 2]}\n" for i in range(20))
 X, Y = RNG.normal(size=(10, 4)), np.arange(10) % 2
-BYTES = RNG.integers(0, 256, (10, 5, 5, 1), np.uint8)
 
 
 def test_a_data_set_is_shown_in_a_line(tmp_path):
@@ -841,59 +466,31 @@ def test_a_data_set_is_shown_in_a_line(tmp_path):
 
 
 class TestOwnFiles:
-    def test_a_table_takes_its_label_by_name_or_from_the_last_column(self, tmp_path):
-        last = own(tmp_path, "width;length;kind\n" + ROWS)
-        assert own(tmp_path, "width;label;kind\n" + ROWS.translate({97: 49, 98: 48})).classes == 3
-        assert last.classes == 2
-        assert last.train[0].shape == (16, 2)
-        assert last.train[0].dtype == np.float32
-        x, y = (np.concatenate(parts) for parts in zip(last.train, last.test, strict=True))
-        assert np.array_equal(x[:, 0] % 2, y), "words are numbered in alphabetical order"
-
-    def test_the_label_may_be_any_column_and_words_are_kept(self, tmp_path):
-        last = own(tmp_path, "width;length;kind\n" + ROWS)
-        assert (last.class_names, last.columns) == (("a", "b"), ("width", "length"))
-        path = tmp_path / "other.csv"
-        path.write_text("width;kind;length\n" + ROWS.translate({97: 49, 98: 48}))
-        found = data.load_file(path, label="kind")
-        assert (found.classes, found.class_names, found.columns) == (3, (), ("width", "length"))
-        with pytest.raises(
-            ValueError, match=r"label='knid'\): the columns are width, kind, length"
-        ):
-            data.load_file(path, label="knid")
-        np.savez(tmp_path / "own.npz", x=X, y=Y)
-        with pytest.raises(ValueError, match="the labels of"):
-            data.load_file(tmp_path / "own.npz", label="y")
-
-    def test_words_are_read_whole_and_also_from_bytes(self, tmp_path):
+    def test_words_are_numbered_in_alphabetical_order(self, tmp_path):
+        found = own(tmp_path, "width;length;kind\n" + ROWS)
+        assert (found.classes, found.class_names, found.columns) == (
+            2,
+            ("a", "b"),
+            ("width", "length"),
+        )
+        x, y = (np.concatenate(parts) for parts in zip(found.train, found.test, strict=True))
+        assert (x.shape, x.dtype, y.dtype) == ((20, 2), np.float32, np.int32)
+        assert np.array_equal(x[:, 0] % 2, y)
         found = own(tmp_path, "a,b\n" + "1,x\u2028y\n2,z\n" * 9)
         assert found.class_names == ("x\u2028y", "z"), "a separator of lines within a word"
         found = own(tmp_path, {"x": X, "y": np.where(Y, b"dog", b"cat")})
         assert found.class_names == ("cat", "dog")
-        found = own(tmp_path, {"x": X, "y": np.where(Y, b"1", b"0")})
-        assert (found.class_names, found.classes) == ((), 2)
-
-    def test_a_gap_in_the_numbers_of_labels_is_logged(self, tmp_path, caplog):
-        found = own(tmp_path, "a,b\n" + "1,1\n2,5\n" * 9)
-        assert found.classes == 6
-        assert "labels are 2 different numbers from 1 to 5" in caplog.text
-        caplog.clear()
-        own(tmp_path, "a,b\n" + "1,0\n2,1\n" * 9)
-        assert not caplog.text
 
     @pytest.mark.parametrize(
         ("header", "label"),
-        [
-            ("Label,a,smoker", "Label"),
-            ("a,LABEL,smoker", "LABEL"),
-            ("label,Label,a", "label"),
-            ("labels,a,smoker", "smoker"),
-        ],
+        [("a,LABEL,b", "LABEL"), ("label,Label,a", "label"), ("labels,a,smoker", "smoker")],
     )
-    def test_a_label_is_found_in_any_case(self, tmp_path, header, label):
+    def test_the_label_is_the_column_of_that_name_or_the_last(self, tmp_path, header, label):
         found = own(tmp_path, header + "\n" + "0,1,0\n1,0,1\n" * 6)
         assert found.columns == tuple(name for name in header.split(",") if name != label)
         assert found.note == f"(the label is column {label!r}; a fifth held out for the test)"
+        found = own(tmp_path, header + "\n" + "0,1,0\n1,0,1\n" * 6, label=header.split(",")[0])
+        assert found.columns == tuple(header.split(",")[1:])
 
     def test_parts_are_taken_as_they_are(self, tmp_path):
         images = RNG.integers(0, 256, (6, 5, 5), np.uint8)
@@ -901,71 +498,37 @@ class TestOwnFiles:
         found = own(tmp_path, {**parts, "x_test": images[4:], "y_test": [1.0, 2.0]})
         assert np.array_equal(found.train[0], images[:4, ..., None].astype(np.float32) / 255)
         assert found.test[1].tolist() == [1, 2]
-        assert (found.classes, found.note) == (3, "")
-        assert found.train[1].dtype == np.int32
+        assert (found.classes, found.note, found.train[1].dtype) == (3, "", np.int32)
 
     def test_without_a_test_part_a_fifth_is_held_out(self, tmp_path):
-        found = own(tmp_path, {"x": X, "y": Y})
-        assert (len(found.train[1]), len(found.test[1])) == (8, 2)
-        assert "held out" in found.note
-        tokens = own(tmp_path, {"x": np.arange(20).reshape(10, 2), "y": Y})
-        assert tokens.train[0].dtype == np.int32
-        path = tmp_path / "own.npz"
-        assert data.load_file(path, classes=5).classes == 5
+        found = own(tmp_path, {"x": np.arange(20).reshape(10, 2), "y": Y}, classes=5)
+        assert (len(found.train[1]), len(found.test[1]), found.classes) == (8, 2, 5)
+        assert found.train[0].dtype == np.int32
 
     @pytest.mark.parametrize(
         ("content", "words"),
         [
-            ("1,2\n3,4\n", "the names of the columns"),
-            ("a\n1\n", "at least two columns"),
-            ("a,b\n1,2,3\n", "line 2 has 3 columns"),
-            ("label,a,label\n0,1,0\n1,2,1\n", "2 columns are named 'label'; expected one"),
-            ('a,label\n1,"cat\n2,dog\n3,cat\n', "Usually a quotation mark is not closed"),
-            ("a,b,label\n1,x,0\n2,3,1\n", "column 'b' has 'x' in its row 1"),
-            ("a,b,label\n1,,0\n2,3,1\n", "column 'b' has '' in its row 1"),
-            ("a,b\n", "0 examples in one part"),
-            ("a,b\n" + "1,0.5\n" * 9, r"column 'b': labels are float64 such as 0\.5\. Expected"),
-            ("a,b\n" + "".join(f"1,{i}\n" for i in range(9)), "column 'b': .*far fewer classes"),
+            ("1,2\n3,4\n", "expected the names of at least two columns"),
+            (",a,b\n0,1,0\n1,2,1\n", r"df\.to_csv\(path, index=False\)"),
+            ("a,b\n1,2,3\n", "row 1 has 3 of 2 columns"),
+            ('a,label\n1,"cat\n2,dog\n3,cat\n', "unexpected end of data"),
+            ("a,b,label\n1,x,0\n2,3,1\n", "finite numbers in every column; column 'b': .*'x'"),
+            ("a,b\n" + "1,0\n2,1\n" * 9 + "nan,1\n", "every column; column 'a': NaN"),
+            ("a,b\n", r"inputs are float32\[0, 1\]"),
+            ("a,b\n" + "1,0.5\n" * 9, r"got labels float64\[9\]; expected a whole number"),
+            ("a,b\n" + "".join(f"1,{i}\n" for i in range(9)), "far fewer classes"),
             ("a,b\n" + "1,-1\n" * 9, "labels from -1 to -1"),
-            ("a,b\n" + "1,0\n2,1\n" * 9 + "nan,1\n", "column 'a' has 'nan' in its row 19"),
-            ("a,b\n" + "1,0\n2,1\n" * 9 + "3,\n", "column 'b': label 19 of 19 is '', which stands"),
-            ("a,b\n" + "1,0\n2,1\n" * 9 + "3, N/A\n", "label 19 of 19 is 'N/A'"),
-            ("a,b\n" + "1,x\n2,?\n" * 9, r"label 2 of 18 is '\?', .* write another word for it"),
-            ("a,b\n" + "1,0\n2,x\n" * 9, "such as '0', and others words, such as 'x'"),
-            ("a,b\n" + "1,0\n2,1_000\n" * 9, "others words, such as '1_000'"),
-            ("a,b\n1_000,0\n2,1\n", "column 'a' has '1_000' in its row 1"),
-            (",a,b\n0,1,0\n1,2,1\n", r"column 1 has no name; .*df\.to_csv\(path, index=False\)"),
-            ("a,b\n\n1,0\n\n1\n", "line 5 has 1 columns"),
-            ({"x": X, "y": np.where(Y, np.nan, 0)}, "label 2 of 10 is 'nan'"),
-            ({"x": X, "y": np.where(Y, "", "a")}, "label 2 of 10 is ''"),
-            ({"x": X, "y": np.full(10, b"\xff")}, "expected labels in UTF-8"),
-            (
-                {"x_train": X, "y_train": Y, "x_test": X, "y_test": np.where(Y, "a", "b")},
-                "such as '0', and others words, such as 'b'",
-            ),
-            ({"x": X, "y": Y, "x_test": X, "y_test": Y}, "and also x_test, y_test, which would be"),
-            (
-                {"x_train": BYTES, "y_train": Y, "x_test": BYTES.astype(int), "y_test": Y},
-                "the train part are of type uint8, inputs of the test part int64. Bytes of images",
-            ),
-            (
-                {"x_train": BYTES / 255, "y_train": Y, "x_test": BYTES, "y_test": Y},
-                "the train part are of type float64, inputs of the test part uint8",
-            ),
-            ("a,b\n" + "1,1\n" * 9, "column 'b': all 9 labels are 1. Expected at least 2"),
-            ("a,b\n" + "1,yes\n" * 9, "all 9 labels are 'yes'"),
-            ({"x": np.where(np.eye(10, 4), np.nan, 0), "y": Y}, r"first at index \[0, 0\]"),
-            ({"images": X, "y": Y}, "the file holds images, y"),
+            ("a,b\n" + "1,0\n2,1\n" * 9 + "3,\n", "label 19 of 19 is missing"),
+            ("a,b\n" + "1,x\n2,N/A\n" * 9, "label 2 of 18 is missing"),
+            ({"x": X, "y": np.where(Y, np.nan, 0)}, "got labels float64"),
+            ({"x": np.where(np.eye(10, 4), np.nan, 0), "y": Y}, "inputs are NaN, infinite"),
+            ({"images": X, "y": Y}, r"the file holds \['images', 'y'\]"),
             ({"x": X, "y": np.eye(10)}, "argmax"),
             ({"x": X, "y": Y[:9]}, "one label for each"),
-            ({"x": X[:, 0], "y": Y}, r"x\[:, None\]"),
-            ({"x": X.astype(str), "y": Y}, "inputs are of type <U"),
-            ({"x": np.full((10, 2), 2**40), "y": Y}, "more than 32 bits"),
-            ({"x_train": X, "y_train": Y, "x_test": X[:, :3], "y_test": Y}, "expected one shape"),
+            ({"x": X.astype(str), "y": Y}, "inputs are <U"),
+            ({"x": np.full((10, 2), 2**40), "y": Y}, "numbers that fit into int32"),
+            ({"x_train": X, "y_train": Y, "x_test": X[:, :3], "y_test": Y}, "expected one"),
             ({"x": X, "y": np.array([None] * 10)}, "not a whole .npz"),
-            ({"x": np.full((10, 2), 1e300), "y": Y}, r"beyond float32.* \[0, 0\]"),
-            ({"x": X[:, :0], "y": Y}, r"inputs have shape \(10, 0\)"),
-            ("a,b\n" + "1," + "0" * 140_000 + "\n", "field larger than"),
         ],
         ids=lambda value: value[:20] if isinstance(value, str) else "",
     )
@@ -973,20 +536,16 @@ class TestOwnFiles:
         with pytest.raises(ValueError, match=words):
             own(tmp_path, content)
 
-    def test_a_file_is_named_by_its_ending_and_exists(self, tmp_path):
-        with pytest.raises(ValueError, match=r"ends in \.npz or \.csv"):
+    def test_arguments_and_encoding_are_checked(self, tmp_path):
+        (tmp_path / "own.parquet").touch()
+        with pytest.raises(ValueError, match=r"expected a \.csv, or an \.npz without label="):
             data.load_file(tmp_path / "own.parquet")
-        with pytest.raises(FileNotFoundError, match="there is no such file"):
+        with pytest.raises(FileNotFoundError, match=r"own\.csv'\): there is no such file"):
             data.load_file(tmp_path / "own.csv")
         (tmp_path / "own.csv").write_bytes(b"a,b\n\xff,1\n")
-        with pytest.raises(ValueError, match="UTF-8"):
+        with pytest.raises(ValueError, match=r"own\.csv.*UTF-8"):
             data.load_file(tmp_path / "own.csv")
-        np.savez(tmp_path / "own.npz", x=X, y=Y)
-        with pytest.raises(ValueError, match="0 to 0, and far"):
-            data.load_file(tmp_path / "own.npz", classes=1)
-        assert type(data.load_file(tmp_path / "own.npz", classes=2.0).classes) is int
-        for classes in ("2", 2.5, 0):
-            with pytest.raises(
-                ValueError, match=r"^data\.load_file\(classes=.*outputs of the model"
-            ):
-                data.load_file(tmp_path / "own.npz", classes=classes)
+        with pytest.raises(ValueError, match=r"label='knid'; expected one of width, length, kind"):
+            own(tmp_path, "width;length;kind\n" + ROWS, label="knid")
+        with pytest.raises(ValueError, match="expected 0 to 0, and far"):
+            own(tmp_path, {"x": X, "y": Y}, classes=1)

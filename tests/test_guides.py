@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guides, tutorials and headers of experiments say what the committed results say."""
 
-import ast
 import json
-import re
 import statistics
 
 import pytest
-import run_binary
+from absl import flags
+from experiments import settings, text
+from experiments.common import markdown
+from run_binary import run
 from test_docs import PAGES, ROOT
 
+flags.FLAGS.mark_as_parsed()
 RESULTS = ROOT / "experiments" / "results"
 SETTINGS, TEXT = PAGES / "settings.md", PAGES / "tutorials" / "text.md"
 
@@ -57,33 +59,14 @@ LEVEL = [
 ]
 
 
-HEADERS = {  # of experiments, and the file of their results
-    "papers/an2021_noise_curricula": "an2021",
-    "papers/bu2023_algorithms": "bu2023",
-    "papers/bu2023_calibration": "bu2023",
-    "papers/bu2023_finetuning": "finetuning",
-    "papers/liu2021_grouped_clipping": "liu2021",
-    "papers/losing_less2022_loss": "losing_less2022",
-    "papers/papernot2021_tempered_sigmoids": "papernot2021",
-    "papers/tramer2021_scatternet": "tramer2021",
-    "settings": "settings",
-}
-
-
-@pytest.fixture
-def settings():
-    with run_binary.importing() as import_binary:
-        yield import_binary("settings")
-
-
-def test_the_tables_of_the_guide_are_current(settings):
-    """``python experiments/settings.py --page docs/pages/settings.md`` writes them."""
+def test_the_tables_of_the_guide_are_current():
+    """``python -m experiments.settings --page docs/pages/settings.md`` writes them."""
     page = SETTINGS.read_text()
-    assert settings.markdown.filled(page, settings.tables()) == page
+    assert markdown.filled(page, settings.tables()) == page
     assert page.count(": begin -->") == len(settings.lines())
 
 
-def test_no_best_rate_is_at_an_end_of_its_search(settings):
+def test_no_best_rate_is_at_an_end_of_its_search():
     sweeps = [each for sweep in settings.SWEEPS.values() for each in sweep.items()]
     for label, tried in sweeps:
         best = settings.of_sweep(label, tried).source.removeprefix("settings: ")
@@ -91,7 +74,7 @@ def test_no_best_rate_is_at_an_end_of_its_search(settings):
         assert len(tried) == 1 or best not in ends, label
 
 
-def test_what_the_guide_says_in_words_is_so(settings):
+def test_what_the_guide_says_in_words_is_so():
     found = {
         (name, line.label): line.accuracies
         for name, lines in settings.lines().items()
@@ -113,11 +96,10 @@ def test_what_the_guide_says_in_words_is_so(settings):
 
 
 def test_the_figures_of_the_tutorial_are_current():
-    """``python experiments/text.py --page docs/pages/tutorials/text.md`` writes them."""
+    """``python -m experiments.text --page docs/pages/tutorials/text.md`` writes them."""
     rows = json.loads((RESULTS / "text.json").read_text())["rows"]
-    with run_binary.importing() as import_binary:
-        text, page = import_binary("text"), TEXT.read_text()
-        assert text.markdown.filled(page, text.tables(rows)) == page
+    page = TEXT.read_text()
+    assert markdown.filled(page, text.tables(rows)) == page
     of = {row: [run.get("accuracy") for run in runs.values()] for row, runs in rows.items()}
     base, parts = of["sst2 base alone"], ("head", "lora and head", "embeddings and head", "all")
     head, lora, embeddings, everything = (of[f"sst2 {part} at epsilon 3"] for part in parts)
@@ -127,30 +109,9 @@ def test_the_figures_of_the_tutorial_are_current():
     assert first <= 2 < 60 < last, "nothing is promised for 16 copies"
 
 
-@pytest.mark.parametrize("binary", HEADERS)
-def test_accuracies_in_headers_are_means_of_rows(binary):
-    """At the end of a run, or after the epochs that a claim names; others' are in parentheses."""
-    rows = json.loads((RESULTS / f"{HEADERS[binary]}.json").read_text())["rows"]
-    judged = json.loads((RESULTS / "systems.json").read_text()).get(HEADERS[binary], {})
-    epochs = {claim["at"] for claim in judged.get("claims", [])} - {0}
-    means = set()
-    for runs in rows.values():
-        for measure, scale in (("accuracy", 1), ("ece", 100)):
-            values = [scale * run[measure] for run in runs.values() if measure in run]
-            means |= {f"{statistics.mean(values):.1f}"} if values else set()
-        logs = [run.get("way", []) for run in runs.values()]
-        for epoch in epochs & set(range(1, 1 + min(map(len, logs)))):
-            means.add(f"{statistics.mean(100 * log[epoch - 1]['accuracy'] for log in logs):.1f}")
-    header = ast.get_docstring(ast.parse((ROOT / "experiments" / f"{binary}.py").read_text()))
-    result = re.search(r"^  result(.*?)^  time", header, re.DOTALL | re.MULTILINE)[1]
-    named = re.findall(r"(?<![\d.])\d\d\.\d(?!\d)", re.sub(r"\(.*?\)", "", result, flags=re.DOTALL))
-    assert named
-    assert set(named) <= means, sorted(set(named) - means)
-
-
 @pytest.mark.slow
 def test_the_settings_run(tmp_path):
-    run_binary.run("settings.py", "--smoke", "--rows=augmentation", "--out", tmp_path / "out.json")
+    run("experiments.settings", "--smoke", "--row=augmentation", "--out", tmp_path / "out.json")
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert {"smoke: digits views 4", "smoke: digits defaults"} < set(rows)
     assert all(run["0"]["epsilon"] <= 3 for run in rows.values())
@@ -158,8 +119,8 @@ def test_the_settings_run(tmp_path):
 
 @pytest.mark.slow
 def test_the_texts_run(tmp_path):
-    flags = ["--smoke", "--rows=phrases,lora,shakespeare not", "--out", tmp_path / "out.json"]
-    run_binary.run("text.py", *flags)
+    words = [f"--row={word}" for word in ("phrases", "lora", "shakespeare not")]
+    run("experiments.text", "--smoke", *words, "--out", tmp_path / "out.json")
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     of = {name: run["0"] for name, run in rows.items()}
     counts = of["smoke: sst2 phrases of a sentence"]

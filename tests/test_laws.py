@@ -121,7 +121,7 @@ def mechanism_for(rule, *, sampler=None, multiplier=1.0, steps=10):
 def begin(mechanism, data, loss=network, rate=0.1, **options):
     """An algorithm of SGD steps on the network, and its first state."""
     algorithm = dpjax.dpsgd(loss, optax.sgd(rate), mechanism, data, **options)
-    return algorithm, algorithm.init(jax.random.key(0), some_params())
+    return algorithm, algorithm.init(some_params(), jax.random.key(0))
 
 
 # Law 1: sensitivity -------------------------------------------------------------------
@@ -382,7 +382,7 @@ def test_the_noise_of_a_mechanism_has_its_scale(multiplier, rule, deviation):
 def test_a_tuple_of_multipliers_gives_each_group_its_own_noise():
     rule = clipping.per_group((1.0, 2.0), BIG_GROUPS)
     link = noise.gaussian((2.0, 1.5), rule, key=jax.random.key(0))
-    out, _ = link.update(BIG, link.init(BIG))
+    out, _ = link.update(clipping.trusted_sum(BIG, rule), link.init(BIG))
     assert np.std(out["a"]) == pytest.approx(2.0, rel=0.005)
     assert np.std(out["b"]) == pytest.approx(3.0, rel=0.005)
     mechanism = mechanism_for(rule, multiplier=(2.0, 1.5))
@@ -395,12 +395,7 @@ def test_a_tuple_of_multipliers_gives_each_group_its_own_noise():
     "step_key(key, Purpose.NOISE, 0)",
     slow=True,
 )
-@kills(
-    "noise/link.py",
-    "(state.key, state.step + 1, memory)",
-    "(state.key, state.step, memory)",
-    slow=True,
-)
+@kills("noise/link.py", "step=state.step + 1", "step=state.step", slow=True)
 @kills(
     "_packing.py",
     "jnp.split(array.reshape(-1), list(itertools.accumulate(sizes))[:-1])",
@@ -415,7 +410,7 @@ def test_noise_is_independent_between_steps_leaves_and_runs():
         link = noise.gaussian(1.0, rule, key=jax.random.key(seed))
         state = link.init(like)
         for _ in range(3):
-            out, state = link.update(like, state)
+            out, state = link.update(clipping.trusted_sum(like, rule), state)
             draws += [np.asarray(out["a"]), np.asarray(out["b"])]
     correlations = np.corrcoef(draws) - np.eye(len(draws))
     assert np.max(np.abs(correlations)) < 5 / math.sqrt(40_000)
@@ -424,8 +419,9 @@ def test_noise_is_independent_between_steps_leaves_and_runs():
 
 
 def test_multiplier_zero_is_the_identity():
-    link, tree = noise.gaussian(0.0, clipping.flat(1.0), key=jax.random.key(0)), some_params()
-    out, _ = link.update(tree, link.init(tree))
+    rule, tree = clipping.flat(1.0), some_params()
+    link = noise.gaussian(0.0, rule)
+    out, _ = link.update(clipping.trusted_sum(tree, rule), link.init(tree))
     assert_trees_equal(out, tree, rtol=0)
 
 
@@ -445,7 +441,7 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
     algorithm = dpjax.dpsgd(
         lambda w, x: jnp.vdot(w, x), optax.sgd(1.0), mechanism, data, microbatch_size=size
     )
-    state = algorithm.init(jax.random.key(1), jnp.zeros(200_000))
+    state = algorithm.init(jnp.zeros(200_000), jax.random.key(1))
     after, _ = algorithm.step(state)
     assert np.std(after.params) * 20 == pytest.approx(1.1, rel=0.006)
 
@@ -456,8 +452,8 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
 @pytest.mark.sample(1)
 @kills(
     "sampling/draws.py",
-    "- which * size < draw.size",
-    "< jnp.minimum(draw.size, size)",
+    "- which * size < drawn",
+    "< jnp.minimum(drawn, size)",
     case="3-poisson",
     slow=True,
 )
@@ -466,7 +462,7 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
 )
 @kills(
     "sampling/draws.py",
-    "mask = start + jnp.arange(size) < draw.size",
+    "mask = start + jnp.arange(size) < drawn",
     "mask = jnp.ones(size, bool)",
     case="3-poisson",
     slow=True,
@@ -479,7 +475,6 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
     case="3-poisson",
     slow=True,
 )
-@kills("training/step.py", "state.key, state.step)", "state.key, 0)", case="3-poisson", slow=True)
 @kills(
     "training/step.py",
     "start=start)",
@@ -500,7 +495,7 @@ def test_infinite_bound_and_no_noise_is_plain_sgd(sampler, size):
     mechanism = mechanism_for(clipping.flat(math.inf), sampler=sampler, multiplier=0.0, steps=4)
     algorithm = dpjax.dpsgd(network, optax.sgd(rate), mechanism, data, microbatch_size=size)
     key = jax.random.key(7)
-    state = algorithm.init(key, some_params())
+    state = algorithm.init(some_params(), key)
     plain = some_params()
 
     @jax.jit
@@ -528,14 +523,13 @@ def draws(sampler, steps, seed=0):
     @jax.jit
     def included(key, step):
         draw = sampler.draw(key, step)
-        valid = jnp.arange(draw.indices.shape[0]) < draw.size
-        return jnp.zeros(sampler.examples, jnp.int32).at[draw.indices].add(valid)
+        return jnp.zeros(sampler.examples, jnp.int32).at[draw.indices].add(draw.mask)
 
     key = jax.random.key(seed)
     return np.asarray(jax.vmap(lambda t: included(key, t))(jnp.arange(steps)))
 
 
-@kills("_draws.py", "so_far.size + chosen[i].astype(jnp.int32)", "so_far.size + 1", slow=True)
+@kills("sampling/sparse.py", "size + chosen[i].astype(jnp.int32)", "size + 1", slow=True)
 def test_poisson_draws_are_poisson():
     found = draws(sampling.poisson(1000, 50), 4000)
     assert set(np.unique(found)) == {0, 1}
@@ -679,7 +673,7 @@ def test_what_ran_is_what_is_accounted():
     mechanism = mechanism_with(100, 20, steps=4, **facts)
     data = jnp.zeros((100, 200_000))
     algorithm = dpjax.dpsgd(lambda w, x: jnp.vdot(w, x), optax.sgd(1.0), mechanism, data)
-    state = algorithm.init(jax.random.key(0), jnp.zeros(200_000))
+    state = algorithm.init(jnp.zeros(200_000), jax.random.key(0))
     measured = []
     for _ in range(4):
         before = state.params
@@ -700,7 +694,7 @@ def test_a_state_that_went_through_bytes_resumes_bit_for_bit():
         return dpjax.dpsgd(network, optimizer, mechanism, some_batch(100))
 
     algorithm = build()
-    state = algorithm.init(jax.random.key(0), some_params())
+    state = algorithm.init(some_params(), jax.random.key(0))
     for _ in range(4):
         state, _ = algorithm.step(state)
     halfway = jax.tree.map(
@@ -744,12 +738,6 @@ def test_the_ledger_stops_at_the_last_step_that_fits(method):
     assert accounting.epsilon(one_more, 1e-5, method) > 2.0
 
 
-@kills(
-    "training/assembly.py",
-    "spent = ledger.admit(begun, mechanism, budget, steps=count)",
-    "spent = begun",
-    slow=True,
-)
 def test_no_step_runs_beyond_the_plan():
     mechanism = mechanism_with(100, 10, steps=3)
     algorithm, state = begin(mechanism, some_batch(100))

@@ -38,14 +38,6 @@ def test_the_last_step_that_fits_by_pld():
     assert ledger.affordable(make(), budget) == pytest.approx(10_206, rel=0.003)
 
 
-@pytest.mark.slow
-def test_steps_that_fit_at_sampling_rate_one_tenth():
-    """2.0 at delta 1e-6 with multiplier 3 lasts 155 steps (PLD)."""
-    mechanism = mechanism_with(1000, 100, noise_multiplier=3.0, steps=512)
-    budget = ledger.Budget(epsilon=2.0, delta=1e-6, method="pld")
-    assert ledger.affordable(mechanism, budget) == 155
-
-
 @pytest.mark.promotes
 def test_equal_steps_share_a_row_and_order_is_kept():
     book = walk(make(lambda t: 3.0 - t // 2, steps=6), 5)
@@ -83,26 +75,6 @@ def test_a_budget_admits_what_was_calibrated_for_it():
         ledger.epsilon(ledger.empty(), make())
 
 
-@kills("ledger.py", "budget.epsilon, budget.delta, method)", 'budget.epsilon, budget.delta, "rdp")')
-def test_equal_mechanisms_of_two_methods_have_answers_of_their_own():
-    """A mechanism is equal to the one with its noise typed in, which has no method."""
-    chosen = mechanism_with(sampling=sampling.full(50), steps=8).calibrate(4.0, 1e-3)
-    typed, budget = dataclasses.replace(chosen, target=None), ledger.Budget(epsilon=4.0, delta=1e-3)
-    assert chosen == typed
-    for first, second in ((chosen, typed), (typed, chosen)):
-        ledger._affordable.cache_clear()
-        fits = {each.target: ledger.affordable(each, budget) for each in (first, second)}
-        assert fits[chosen.target] == 8
-        assert fits[None] < 8
-
-
-def test_admitting_leaves_the_old_ledger_alone():
-    mechanism = make(steps=5)
-    one = walk(mechanism, 1)
-    two = ledger.admit(one, mechanism)
-    assert (one.steps, two.steps) == (1, 2)
-
-
 @kills("ledger.py", "if done + steps > planned:", "if done + steps > planned + 1:", slow=True)
 def test_the_step_after_the_last_is_refused():
     mechanism = make(steps=3)
@@ -136,9 +108,9 @@ def test_what_was_spent_before_the_first_step_may_be_too_much_already():
 
 def test_a_ledger_of_another_mechanism_is_refused():
     book = walk(make(2.0, steps=5), 2)
-    with pytest.raises(ledger.Refused, match="other noise multipliers"):
+    with pytest.raises(ledger.Refused, match="not the first of the"):
         ledger.admit(book, make(1.0, steps=5))
-    with pytest.raises(ledger.Refused, match=r"not the first of the 1 .* the plan is shorter"):
+    with pytest.raises(ledger.Refused, match=r"not the first of the 1 "):
         ledger.epsilon(book, make(2.0, steps=1), 1e-5)
 
 
@@ -197,11 +169,6 @@ def test_steps_are_of_the_bins_that_drew_them():
         ledger.admit(walk(one, 2), other)
 
 
-def test_more_steps_of_the_same_may_follow():
-    book = walk(make(steps=2), 2)
-    assert ledger.admit(book, make(steps=3)).steps == 3
-
-
 @kills("ledger.py", "multipliers.astype(held.dtype)", "multipliers")
 def test_a_ledger_that_was_on_a_device_is_the_same():
     mechanism = make(steps=5)
@@ -232,7 +199,7 @@ def test_no_step_is_taken_back(steps):
             {"epsilon": 1.0, "delta": 1.0},
             r"^ledger\.Budget\(delta=1.0\): expected a number between",
         ),
-        ({"epsilon": 1.0, "delta": 1e-5, "method": "gdp"}, r"^ledger\.Budget\(.*an estimate"),
+        ({"epsilon": 1.0, "delta": 1e-5, "method": "gdp"}, r"^ledger\.Budget\(.*a proven method"),
         (
             {"epsilon": 1.0, "delta": 1e-5, "method": "best"},
             r"^ledger\.Budget\(method='best'\): there is no such",
@@ -244,34 +211,12 @@ def test_budgets_that_mean_nothing_are_refused(options, message):
         ledger.Budget(**options)
 
 
-def test_a_number_in_place_of_a_budget_is_answered_with_what_to_write():
-    with pytest.raises(TypeError, match=r"Write ledger\.Budget\(epsilon"):
-        ledger.admit(ledger.empty(), make(steps=5), 3.0)
-    with pytest.raises(TypeError, match=r"Write ledger\.Budget\(epsilon"):
-        ledger.affordable(make(steps=5), 3.0)
-
-
 def test_numbers_of_a_budget_may_be_those_of_numpy_and_jax():
     """Answers are cached by them, and a JAX array has no hash."""
     for kind in (np.float32, jnp.float32):
         budget = ledger.Budget(epsilon=kind(3.0), delta=1e-5)
         assert ledger.affordable(make(steps=5), budget) == 5
         assert repr(budget).startswith("Budget(epsilon=3.0,")
-
-
-@dataclasses.dataclass
-class Decay:
-    """A schedule that is an object without a hash, as data classes are."""
-
-    start: float
-
-    def __call__(self, step):
-        return self.start - 0.1 * jnp.asarray(step, jnp.float32)
-
-
-@kills("mechanism/multipliers.py", "field(compare=False)", "field()", slow=True)
-def test_a_schedule_may_be_an_object_without_a_hash():
-    assert walk(make(Decay(2.0), steps=5), 2).steps == 2
 
 
 UNLIKE = {

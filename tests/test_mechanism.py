@@ -168,12 +168,11 @@ def test_a_longer_plan_of_scaled_noise_begins_with_the_same_numbers():
         assert longer.multipliers[:5].tolist() == scaled.multipliers.tolist()
 
 
-@kills("accounting/methods.py", "wanted < 2 * rdp", "wanted < 0 * rdp", slow=True)
-def test_the_tightest_method_is_proven_and_quick():
+def test_the_tightest_method_is_proven():
     schedule = schedules.CURRICULA["linear-down"]()
     for options, method in (
         ({}, "pld"),
-        ({"noise_multiplier": schedule}, "rdp"),
+        ({"noise_multiplier": schedule}, "pld"),
         ({"sampling": sampling.fixed(1000, 20)}, "rdp"),
         ({"sampling": sampling.full(1000)}, "pld"),
         ({"neighbours": "replace-one"}, "pld"),
@@ -181,12 +180,8 @@ def test_the_tightest_method_is_proven_and_quick():
     ):
         mechanism = make(**options)
         assert dpjax.accounting.tightest(mechanism.event, mechanism.relation) == method, options
-    slow = make(noise_multiplier=schedule)
-    for target, method in (((1.0, 1e-8), "rdp"), ((0.015, 1e-8), "pld"), ((0.015, 1e-4), "rdp")):
-        assert dpjax.accounting.tightest(slow.event, slow.relation, target) == method
 
 
-@kills("mechanism/description.py", "self.relation, (epsilon, delta))", "self.relation)", slow=True)
 @pytest.mark.slow
 def test_a_schedule_for_a_small_epsilon_is_found_by_distributions():
     """RDP has no order for it, and ended at multipliers of 13 million."""

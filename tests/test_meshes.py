@@ -2,7 +2,6 @@
 """Meshes change no result: one device, several devices, several processes."""
 
 import contextlib
-import copy
 import dataclasses
 import json
 import math
@@ -15,11 +14,9 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import run_binary
 import several_processes as processes
-from absl import app
 from flax import serialization
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from killable_runs import environment
@@ -28,10 +25,8 @@ from processes_in_threads import in_threads, small_run
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import clipping, federated, meshes, noise
+from dpjax import clipping, meshes, noise
 from dpjax.checks import Refused
-from dpjax.cli import mesh_flag, process_flags
-from dpjax.cli.train import FLAGS
 from dpjax.gradients import batching
 from dpjax.gradients.layout import _batch_axes
 from dpjax.training.recipe import Recipe, reach_of
@@ -166,21 +161,13 @@ def test_a_mesh_that_is_none_is_answered(text):
         meshes.parse(text)
 
 
-def test_a_mesh_flag_that_is_none_is_an_error_of_usage():
-    wrong = mesh_flag.mesh_in_force("data")
-    with pytest.raises(app.UsageError, match=r"--mesh=data: .*data:4,model:2"):
-        wrong.__enter__()
-    with mesh_flag.mesh_in_force(None):
-        assert meshes.of() is None
-
-
 DEVICES = """
 import contextlib, sys, jax, jax.numpy as jnp
 from dpjax import gradients, meshes
-from dpjax.cli import mesh_flag
+from dpjax.cli import machine_flags
 
 meshes.os.cpu_count = lambda: 3
-binary = mesh_flag.mesh_in_force(None) if "binary" in sys.argv else contextlib.nullcontext()
+binary = machine_flags.mesh_in_force(None) if "binary" in sys.argv else contextlib.nullcontext()
 with binary:
     loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))
     for _ in range(2):
@@ -228,12 +215,6 @@ def test_a_mesh_on_the_command_line_changes_no_parameter(tmp_path):
 
 
 @pytest.mark.slow
-@kills(
-    "cli/train/job.py",
-    "processes.from_first(lambda: trees.on_host(noise.secret_key()))",
-    "trees.on_host(noise.secret_key())",
-    slow=True,
-)
 def test_processes_of_the_command_line_train_one_run(tmp_path):
     """With one secret key. The first process alone writes, and prints."""
     flags = ["--num_processes=2", f"--coordinator_address=127.0.0.1:{processes.free_port()}"]
@@ -246,28 +227,6 @@ def test_processes_of_the_command_line_train_one_run(tmp_path):
     assert "epsilon" not in second.stdout
     assert (tmp_path / "0" / "params.msgpack").exists()
     assert not (tmp_path / "1").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--num_processes=2", "--coordinator_address and --process_id missing"),
-        ("--coordinator_address=a:1 --num_processes=2 --process_id=2", "a number below 2"),
-        ("--distributed", "JAX does not know this cluster"),
-    ],
-)
-def test_processes_that_cannot_meet_are_an_error_of_usage(flags, words, monkeypatch):
-    for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST"):
-        monkeypatch.delenv(name, raising=False)
-    given = copy.deepcopy(FLAGS)
-    given(["train", *flags.split()])
-    with pytest.raises(app.UsageError, match=words):
-        process_flags.meet(given)
-
-
-def test_a_mesh_in_words_is_answered_with_its_maker():
-    with pytest.raises(TypeError, match=r"dpsgd: mesh is a str; expected a Mesh.*meshes\.parse"):
-        small_run(mesh="data:4")
 
 
 def test_a_users_own_splitting_stays():
@@ -306,14 +265,14 @@ def held(algorithm, state, count=2):
 # What the caller committed to a device is moved to the devices that dpjax chooses.
 for data, first_params, root in (at(first), same, same), (at(third),) * 3, (same, whole, same):
     algorithm, _ = small_run(microbatch_size=2, data=data(x))
-    held(algorithm, algorithm.init(root(key), first_params(params)))
+    held(algorithm, algorithm.init(first_params(params), root(key)))
 # Parameters of a run on more devices, and states of other meshes.
 square = Mesh(np.array(devices).reshape(2, 2), ("data", "model"))
 odd = jax.device_put(jnp.zeros((6, 1001)), NamedSharding(square, PartitionSpec("model")))
 row = Mesh(np.array(devices).reshape(1, 4), ("data", "model"))
 assert dpjax.meshes.placed(odd, row).sharding.spec == PartitionSpec()
 phase, _ = small_run(microbatch_size=12)
-state = phase.init(jax.random.key(1), expected)
+state = phase.init(expected, jax.random.key(1))
 assert len(phase.step(state)[0].params.sharding.device_set) == 2
 for mesh in two, model:
     other, state = small_run(microbatch_size=2, mesh=mesh)
@@ -379,7 +338,6 @@ def test_a_state_with_numpy_leaves_runs_on_a_mesh():
     algorithm, state = small_run(mesh=Mesh(np.array(jax.devices()[:1]), ("data",)))
     expected, _ = algorithm.step(state)
     state = state._replace(params=jax.device_get(state.params))
-    assert algorithm.identity(state)["numerics"]["mesh"] == {"data": 1}
     found, _ = algorithm.step(state)
     np.testing.assert_array_equal(found.params, expected.params)
 
@@ -393,13 +351,6 @@ def test_an_fft_in_the_loss_splits_the_batch_over_all_devices():
         assert _batch_axes(mesh, program) == axes
 
 
-def test_processes_with_unequal_numbers_of_devices_are_refused(monkeypatch):
-    devices = [SimpleNamespace(process_index=i) for i in (0, 1, 1, 1)]
-    monkeypatch.setattr(jax, "devices", lambda: devices)
-    with pytest.raises(ValueError, match=r"the processes have \[1, 3\] devices"):
-        meshes.of()
-
-
 @dataclasses.dataclass(frozen=True)
 class Device:
     """What `meshes.of` reads of a device."""
@@ -408,17 +359,15 @@ class Device:
     process_index: int
 
 
-@kills("meshes.py", "        _require_one_mesh(mesh)\n", "", case="order")
+@kills("meshes.py", 'lambda: {"the mesh": _named(mesh)}', 'lambda: {"the mesh": ""}', case="order")
 @kills("meshes.py", "[device.id for", "[0 for", case="order", slow=True)
-@kills("meshes.py", "[list(mesh.shape.items()), devices]", "devices", case="names", slow=True)
-@kills("meshes.py", "own = reached ==", "own = reached >=", case="order", slow=True)
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        pytest.param(["0123", "2301"], "2 processes differ in the mesh; .*own way", id="order"),
-        pytest.param(["d 0123", "e 0123"], "2 processes differ in the mesh;", id="names"),
-        pytest.param(["01", "01"], "2 processes differ in the mesh; .*has none in", id="left out"),
-        pytest.param(["0123", "23"], "2 processes differ in the mesh;", id="one of its own"),
+        pytest.param(["0123", "2301"], "2 processes differ in the mesh", id="order"),
+        pytest.param(["d 0123", "e 0123"], "2 processes differ in the mesh", id="names"),
+        pytest.param(["01", "01"], "2 processes differ in the mesh", id="left out"),
+        pytest.param(["0123", "23"], "2 processes differ in the mesh", id="one of its own"),
         pytest.param(["0213", "0213"], None, id="equal"),
         pytest.param(["01", "23"], None, id="each of its own"),
     ],
@@ -441,17 +390,6 @@ def test_processes_agree_on_the_mesh_before_they_use_it(monkeypatch, given, word
         return
     for error in found:
         with pytest.raises(Refused, match=f"^meshes.of: the {words}"):
-            raise error
-
-
-def test_a_mesh_that_leaves_a_process_out_is_refused_in_all(monkeypatch):
-    """Also in the process without a device, where JAX raised, and the others waited for it."""
-    devices = [Device(i, i) for i in range(3)]
-    monkeypatch.setattr(jax, "devices", lambda: devices)
-    mesh = SimpleNamespace(devices=np.array(devices[:2]), shape={"data": 2})
-    found = in_threads(monkeypatch, lambda _: meshes.of(mesh), count=3)
-    for error in found:
-        with pytest.raises(ValueError, match=r"of the processes \[0, 1\], and 3 processes run"):
             raise error
 
 
@@ -506,31 +444,13 @@ def test_a_link_takes_gradients_of_parameters_that_explicit_axes_split():
 
 
 @pytest.mark.slow
-def test_clients_train_under_explicit_axes():
-    clients = federated.Clients.of([np.ones((k, 3), np.float32) for k in (0, 1, 4, 3)])
-    mechanism = mechanism_with(4, 2, steps=2, unit="client")
-
-    def loss(w, x):
-        return jnp.sum((w - x) ** 2)
-
-    with jax.set_mesh(jax.make_mesh((1,), ("data",))):
-        algorithm = federated.fedsgd(loss, optax.sgd(1.0), mechanism, clients)
-        state, _ = algorithm.step(algorithm.init(KEY, jnp.zeros(3)))
-    assert state.ledger.steps == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("differs", "words"),
     [
-        ("key", "fit: the 2 processes differ in the root key"),
-        ("data", "differ in the data"),
-        ("parameters", "differ in the parameters"),
-        ("setting", "differ in jax_threefry_partitionable"),
-        ("rate", "differ in the optimizer's state"),
-        ("state", "fit: the 2 processes differ in the ledger"),
-        ("directory", "differ in directory"),
-        ("steps", "differ in steps"),
+        ("data", "dpsgd: the 2 processes differ in the data"),
+        ("parameters", "dpsgd: the 2 processes differ in the parameters"),
+        ("rate", "fit: the 2 processes differ in the state"),
+        ("state", "fit: the 2 processes differ in the state"),
     ],
 )
 def test_two_processes_of_two_runs_are_refused(tmp_path, differs, words):
@@ -541,48 +461,30 @@ def test_two_processes_of_two_runs_are_refused(tmp_path, differs, words):
 
 
 @pytest.mark.slow
-@kills("noise/link.py", "not all(x.is_fully_addressable", "not any(x", case="link", slow=True)
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        pytest.param({"meshes": "order"}, "meshes.of: .* differ in the mesh", id="order"),
-        pytest.param({"meshes": "left out"}, "meshes.of: .* differ in the mesh", id="left out"),
-        pytest.param(
-            {"link": True, "differs": "key"},
-            "Mechanism.privatize: the 2 processes differ in the root key",
-            id="link",
-        ),
-    ],
-)
-def test_two_processes_that_would_not_meet_are_refused(tmp_path, options, words):
-    """Whose devices have another order or none of one process, or whose links have two keys."""
-    started = processes.start(tmp_path / "run", 2, **options)
+@pytest.mark.parametrize("given", ["order", "left out"])
+def test_two_processes_that_would_not_meet_are_refused(tmp_path, given):
+    """Whose devices have another order, or none of one process."""
+    started = processes.start(tmp_path / "run", 2, meshes=given)
     codes, texts = processes.finish(started, tmp_path / "run", seconds=100)
     assert all(codes)
-    assert all(re.search(words, text) for text in texts), texts
+    assert all(re.search("meshes.of: .* differ in the mesh", text) for text in texts), texts
 
 
 @pytest.mark.slow
-def test_each_process_may_have_a_mesh_of_its_own_devices(tmp_path):
-    one, other = processes.run(tmp_path / "run", 2, steps=2, meshes="own", link=True)
-    assert one["params"] == other["params"]
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_are_told_the_key_the_folder_and_the_steps(tmp_path, count, alone):
+    """The last one has another seed, no folder, or fewer steps; all run that of the first."""
+    for differs in ("key", "directory", "steps") if count == 2 else ("key",):
+        for found in processes.run(tmp_path / differs, count, differs=differs):
+            np.testing.assert_allclose(found["params"], alone["params"], rtol=1e-5, atol=1e-6)
+            assert found["steps"] == alone["steps"]
 
 
-@kills(
-    "training/runner.py",
-    "if processes.any_process(comparable and began != self.began):",
-    "if comparable and began != self.began:",
-    slow=True,
-)
 @pytest.mark.slow
-def test_a_process_with_other_first_parameters_does_not_resume_a_run(tmp_path):
-    """It would be refused alone, and leave the other waiting."""
-    processes.run(tmp_path / "run", 2, steps=4)
-    started = processes.start(tmp_path / "run", 2, differs="parameters")
-    # Refused alone, it would wait for the other when it ends.
-    codes, texts = processes.finish(started, tmp_path / "run", seconds=100)
-    assert all(codes)
-    assert all("began with other parameters" in text for text in texts), texts
+def test_processes_share_secret_keys_or_meshes_of_their_own(tmp_path):
+    for name, options in (("secret", {"supplied": False}), ("own", {"meshes": "own"})):
+        one, other = processes.run(tmp_path / name, 2, steps=4, **options)
+        assert one["params"] == other["params"]
 
 
 @pytest.fixture(scope="module")
@@ -619,18 +521,6 @@ def test_a_run_goes_on_under_another_mesh(tmp_path, alone):
     (found,) = processes.run(folder, 1, devices=4, mesh="data:4")
     np.testing.assert_allclose(found["params"], alone["params"], rtol=1e-5, atol=1e-6)
     assert found["steps"] == alone["steps"]
-
-
-@pytest.mark.slow
-def test_released_steps_do_not_run_again_on_another_mesh(tmp_path):
-    """Steps 7 and 8 were evaluated and not saved, and another mesh may change their last bits."""
-    folder = tmp_path / "run"
-    started = processes.start(folder, 2, dies=8)
-    assert processes.finish(started, folder)[0][-1] == -9
-    started = processes.start(folder, 1, devices=2, mesh="data:1,model:2")
-    codes, texts = processes.finish(started, folder)
-    assert codes == [1]
-    assert "steps up to 8 were released" in texts[0]
 
 
 BENCHMARK = pathlib.Path(__file__).parents[1] / "experiments" / "benchmarks" / "meshes.py"

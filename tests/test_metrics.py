@@ -47,28 +47,12 @@ def test_calibration_equals_counting_counted(bins):
     assert metrics.mce(LOGITS, LABELS, bins=bins) == pytest.approx(max(gaps), rel=1e-4)
 
 
-def test_fifteen_bins_are_the_default():
-    assert metrics.reliability(LOGITS, LABELS).counts.shape == (15,)
-    assert metrics.ece(LOGITS, LABELS) == metrics.ece(LOGITS, LABELS, bins=15)
-    assert metrics.mce(LOGITS, LABELS) == metrics.mce(LOGITS, LABELS, bins=15.0)
-
-
 def test_reliability_counts_everything_once():
     table = metrics.reliability(LOGITS, LABELS)
     assert table.counts.sum() == 500
     right = jnp.sum(table.counts * table.accuracy) / 500
     assert right == pytest.approx(float(metrics.accuracy(LOGITS, LABELS)), rel=1e-6)
     assert not table.confidence[table.counts == 0].any()
-
-
-@pytest.mark.slow
-def test_a_million_predictions_are_added_up_in_float32():
-    """The confidences of one bin one after the other would be 2 per cent too large."""
-    logits = np.log(np.float32([0.9, 0.1])) * np.ones((2_000_000, 1), np.float32)
-    table = metrics.reliability(logits, (np.arange(2_000_000) % 10 == 9).astype(int))
-    assert table.counts.sum() == 2_000_000
-    assert table.confidence.max() == pytest.approx(0.9, abs=1e-4)
-    assert table.accuracy.max() == pytest.approx(0.9, abs=1e-6)
 
 
 def test_certain_and_right_is_calibrated_certain_and_wrong_is_not():
@@ -86,56 +70,30 @@ def test_a_class_without_examples_has_no_accuracy():
 NAMES = ["accuracy", "confusion", "per_class_accuracy", "nll", "ece", "mce", "reliability"]
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", NAMES)
-def test_jit_changes_nothing(name):
-    function = getattr(metrics, name)
-    plain, compiled = function(LOGITS, LABELS), jax.jit(function)(LOGITS, LABELS)
+def test_jit_changes_nothing():
+    def every(logits, labels):
+        return [getattr(metrics, name)(logits, labels) for name in NAMES]
+
+    plain, compiled = every(LOGITS, LABELS), jax.jit(every)(LOGITS, LABELS)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), plain, compiled)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "labels", [np.eye(5, dtype=int)[LABELS], LABELS[:-1], LABELS.astype(float), LABELS[:0]]
-)
-def test_wrong_shapes_are_refused(name, labels):
-    with pytest.raises(ValueError, match=r"expected \[batch, classes\] and \[batch\]"):
-        getattr(metrics, name)(LOGITS, labels)
+def test_wrong_shapes_and_labels_are_refused(name):
+    one_hot = np.eye(5, dtype=int)[LABELS]
+    for labels in (one_hot, LABELS[:-1], LABELS.astype(float), LABELS[:0]):
+        with pytest.raises(ValueError, match=r"expected \[batch, classes\] and whole numbers"):
+            getattr(metrics, name)(LOGITS, labels)
+    for labels in (LABELS - 1, LABELS + 1, LABELS.astype(np.int64) + 2**32):
+        with pytest.raises(ValueError, match=r"labels from .* of 5 classes; classes are counted"):
+            getattr(metrics, name)(LOGITS, labels)
 
 
-def test_lists_are_arrays_and_float64_is_no_warning():
-    logits = np.eye(3)
+def test_lists_and_whole_numbers_are_logits():
     for name in ("accuracy", "nll", "ece", "mce"):
         want = getattr(metrics, name)(jnp.eye(3), jnp.arange(3))
-        assert getattr(metrics, name)(logits.tolist(), [0, 1, 2]) == want
-    with pytest.raises(ValueError, match="labels from 0 to 3 for logits of 3 classes"):
-        metrics.accuracy(logits.tolist(), [0, 1, 3])
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", NAMES)
-def test_whole_numbers_are_logits_and_text_is_not(name):
-    logits = np.round(4 * LOGITS)
-    function = getattr(metrics, name)
-    for kind in (np.int64, np.int8):
-        got, want = function(logits.astype(kind), LABELS), function(logits, LABELS)
-        assert jax.tree.all(jax.tree.map(np.array_equal, got, want))
-    with pytest.raises(ValueError, match=r"got logits of type .* expected real"):
-        function(logits.astype(complex), LABELS)
-    with pytest.raises(TypeError, match=r"logits is of type .* expected numbers"):
-        function(logits.astype(str), LABELS)
-
-
-def test_no_bins_are_refused():
-    with pytest.raises(ValueError, match=r"bins=0.*at least 1.*15 is usual"):
-        metrics.ece(LOGITS, LABELS, bins=0)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("shift", [-1, 1])
-def test_labels_out_of_range_are_refused(name, shift):
-    with pytest.raises(ValueError, match=r"labels from .* of 5 classes; classes are counted from"):
-        getattr(metrics, name)(LOGITS, LABELS + shift)
+        for logits in (np.eye(3).tolist(), np.eye(3, dtype=np.int8)):
+            assert getattr(metrics, name)(logits, [0, 1, 2]) == want
 
 
 @pytest.mark.slow
@@ -143,10 +101,10 @@ def test_half_precision_counts_beyond_what_it_can_count():
     logits, labels = jnp.zeros((1000, 3), jnp.bfloat16).at[:, 0].set(1), np.zeros(1000, int)
     assert metrics.reliability(logits, labels).counts.sum() == 1000
     for name in ("nll", "ece", "mce"):
-        function = getattr(metrics, name)
-        want = function(logits.astype(jnp.float32), labels)
-        assert want.dtype == function(logits, labels).dtype == jnp.float32
-        assert function(logits, labels) == pytest.approx(float(want), rel=1e-6)
+        want = getattr(metrics, name)(logits.astype(jnp.float32), labels)
+        got = getattr(metrics, name)(logits, labels)
+        assert got.dtype == jnp.float32
+        assert got == pytest.approx(float(want), rel=1e-6)
 
 
 def test_nan_is_no_prediction():
@@ -161,22 +119,6 @@ def test_nan_is_no_prediction():
     assert metrics.reliability(broken, LABELS).counts.sum() == 500
     for name in ("nll", "ece", "mce"):
         assert np.isnan(getattr(metrics, name)(broken, LABELS))
-
-
-@pytest.mark.slow
-def test_labels_may_be_bytes():
-    many = np.repeat(LOGITS, 10, axis=0), np.repeat(LABELS, 10)  # more than 255 of each class
-    for name in NAMES:
-        function = getattr(metrics, name)
-        want, got = function(*many), function(many[0], many[1].astype(np.uint8))
-        jax.tree.map(np.testing.assert_array_equal, want, got)
-
-
-def test_one_example_is_a_batch():
-    logits, labels = LOGITS[:1], LABELS[:1]
-    assert metrics.accuracy(logits, labels) == float(PREDICTED[0] == LABELS[0])
-    assert metrics.nll(logits, labels) == pytest.approx(-np.log(PROBABILITIES[0, LABELS[0]]), 1e-5)
-    assert metrics.ece(logits, labels) == metrics.mce(logits, labels)
 
 
 def test_doubles_stay_doubles():

@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 from mutation import kills
 
 from dpjax import clipped_grad, clipping, gradients, testing
-from dpjax._jaxpr import equations
 from dpjax.gradients import platforms, sharding_checks
 from dpjax.gradients._bookkeeping import cost, leaf_norms, leaf_sums, outer_products, patches
 from dpjax.gradients._bookkeeping.trace import trace
+from dpjax.gradients.jaxprs import equations
 
 FLAT = clipping.flat(0.5)
 

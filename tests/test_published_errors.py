@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of strategies that papers and their authors' libraries print, beside ours.
 
-The table of docs/pages/correlated.md is this file's. Sources: the tests of
-google-research/federated (``multi_epoch_dp_matrix_factorization``, of Denisov et al. 2022 and
-Choquette-Choo et al. 2022) and of jax_privacy (``tests/matrix_factorization``, of McMahan et al.
-2024 and McKenna 2024), and theorems.
+The table of docs/pages/correlated.md is this file's. Sources: the tests of jax_privacy
+(``tests/matrix_factorization``, of McMahan et al. 2024 and McKenna 2024), and theorems.
 """
 
 import math
@@ -20,10 +18,13 @@ from dpjax.strategies.buffered import Buffered
 from dpjax.strategies.series import square_root
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "pages" / "correlated.md"
-FEDERATED, JAX_PRIVACY = "google-research/federated", "jax_privacy"
+JAX_PRIVACY = "jax_privacy"
 # jax_privacy, buffered_toeplitz_test: the best two buffers for 100,000 steps by the maximal error.
 TWO = Buffered(
-    steps=100_000, scales=(0.0122853238, 0.1878393665), decays=(0.9999528892, 0.9857068667)
+    name="printed",
+    steps=100_000,
+    scales=(0.0122853238, 0.1878393665),
+    decays=(0.9999528892, 0.9857068667),
 )
 
 
@@ -50,20 +51,7 @@ def to_bound(steps, buffers):
 
 def figures():
     """All of them; the last ones are ratios that jax_privacy holds its own search to."""
-    sums = "variance of all sums"
     rows = [
-        Figure(
-            f"dense, 2 steps: {sums}",
-            ((1 + 5**0.5) / 2) ** 2,
-            lambda: 2 * strategies.dense(2).errors().mean ** 2,
-            FEDERATED,
-        ),
-        Figure(
-            f"dense, 3 steps: {sums}",
-            2.651861 + 1.257355 + 0.698646,
-            lambda: 3 * strategies.dense(3).errors().mean ** 2,
-            FEDERATED,
-        ),
         Figure(
             "square root, 2 steps: largest variance",
             1.25 * 1.25,
@@ -78,7 +66,7 @@ def figures():
         ),
         Figure(
             "2 buffers, 100,000 steps: largest deviation",
-            strategies.Strategy(name="printed", form=TWO).errors().maximal,
+            TWO.errors().maximal,
             lambda: strategies.buffered(100_000, 2, error="maximal").errors().maximal,
             JAX_PRIVACY,
         ),
@@ -128,7 +116,7 @@ def test_printed_errors_are_met(figure):
 
 
 def test_the_printed_buffers_are_found():
-    found = strategies.buffered(100_000, 2, error="maximal").form
+    found = strategies.buffered(100_000, 2, error="maximal")
     assert isinstance(found, Buffered)
     np.testing.assert_allclose(found.scales, TWO.scales, rtol=1e-5)
     np.testing.assert_allclose(found.decays, TWO.decays, rtol=1e-5)
@@ -146,20 +134,13 @@ def test_no_strategy_is_below_the_proved_least_error(steps):
         strategies.banded(steps, min(steps, 64), error="maximal"),
         strategies.banded_inverse_square_root(steps, min(steps, 64)),
     ]
-    made += [strategies.dense(steps)] if steps < 100 else []
     for strategy in made:
         assert least <= strategy.errors().maximal, strategy.name
     assert min(strategy.errors().maximal for strategy in made) <= bound(steps)
 
 
 def test_the_least_mean_error_approaches_its_limit():
-    r"""Henzinger, Kalinin, Upadhyay 2025: $\ln(n) / \pi$ and 0.701 to 0.748 in the limit."""
-    constants = [
-        strategies.dense(steps).errors().mean - math.log(steps) / math.pi for steps in (16, 64, 128)
-    ]
-    assert constants == sorted(constants, reverse=True)
-    assert constants[-1] == pytest.approx(0.767, abs=5e-4)
-    # Their explicit factorisation has both limits, 0.748 of the mean and 0.846 of the largest.
+    r"""Henzinger, Kalinin, Upadhyay 2025: $\ln(n) / \pi$ and 0.748 (mean), 0.846 (largest)."""
     errors = strategies.toeplitz(4_000, square_root(4_000), normalized=True).errors()
     assert errors.mean - math.log(4_000) / math.pi == pytest.approx(0.748, abs=0.035)
     assert errors.maximal - math.log(4_000) / math.pi == pytest.approx(0.846, abs=0.03)

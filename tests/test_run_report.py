@@ -2,13 +2,10 @@
 """The page of a run: every figure, its badge, and the errors for damaged files."""
 
 import ast
-import html
 import json
 import math
 import pathlib
 import re
-import shutil
-import subprocess
 import sys
 import types
 import warnings
@@ -17,8 +14,6 @@ import xml.etree.ElementTree as ET
 import jax
 import jax.numpy as jnp
 import matplotlib
-import matplotlib.colors
-import matplotlib.image
 import numpy as np
 import optax
 import pytest
@@ -32,7 +27,7 @@ from dpjax import clipping, data, losses, models, reports, sampling
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.report import job
 from dpjax.mechanism import Spent, card
-from dpjax.reports import curves, figure_output, figures, layers, load_run, page, predictions, style
+from dpjax.reports import figure_output, figures, load_run, page, style
 
 DELTA = 1e-5
 FACTS = {"multiplier_and_steps": [[2.0, 6], [1.5, 4]], "clipping": {"bounds": [0.5]}}
@@ -130,7 +125,6 @@ def whole(tmp_path_factory):
     return path
 
 
-@pytest.mark.slow
 def test_every_figure_is_there_as_svg_and_as_png(whole):
     tree = parsed(whole / "report.html")
     assert [figure.get("id") for figure in tree.iter("figure")] == [p.name for p in figures.PLOTS]
@@ -147,7 +141,6 @@ def test_every_figure_is_there_as_svg_and_as_png(whole):
     assert "left-out" not in (whole / "report.html").read_text()
 
 
-@pytest.mark.slow
 def test_badges_say_what_was_computed_before_the_noise(whole):
     found = badges(parsed(whole / "report.html"))
     assert found == {name: figures.PRIVATE if name in PRIVATE else figures.RELEASED for name in ALL}
@@ -181,24 +174,23 @@ def test_what_is_private_depends_on_the_run(changes, expected, tmp_path):
 
 
 @kills("reports/figures.py", "SEEDED if run.supplied else RELEASED", "RELEASED", slow=True)
-def test_what_a_supplied_key_protects_has_a_badge_of_its_own(tmp_path, monkeypatch):
-    """The card says so, or while there is no card run.json."""
-    (plot,) = (plot for plot in figures.PLOTS if plot.name == "accuracy")
-    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", [plot])
-    seeded = load_run.read(write(tmp_path, card={**CARD, "randomness": "supplied"}))
-    found = {plot.name: plot.badge(seeded) for plot in figures.PLOTS}
+@kills("reports/load_run.py", "(self.card, self.identity,", "(self.card,", slow=True)
+def test_what_a_supplied_key_protects_is_not_released(tmp_path, monkeypatch):
+    """The card says so, and while there is no card run.json."""
+    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:1])
+    run = load_run.read(write(tmp_path, card={**CARD, "randomness": "supplied"}))
+    found = {plot.name: plot.badge(run) for plot in figures.PLOTS}
     assert found.pop("noise") == figures.RELEASED, "it follows from the mechanism alone"
     assert {name for name, badge in found.items() if badge == figures.PRIVATE} == PRIVATE
     assert set(found.values()) == {figures.PRIVATE, figures.SEEDED}
     page = parsed(reports.report(tmp_path))
     assert badges(page) == {"accuracy": figures.SEEDED}
-    assert "The key was supplied" in text(page.find(".//header"))
     assert page.find(".//figure//p[@class]").get("class") == "badge private"
+    assert "The key was supplied" in text(page.find(".//header"))
     (tmp_path / "privacy.json").unlink()
     assert not load_run.read(tmp_path).supplied
     (tmp_path / "run.json").write_text(json.dumps({"randomness": "supplied"}))
-    assert load_run.read(tmp_path).supplied
-    assert plot.badge(load_run.read(tmp_path)) == figures.SEEDED
+    assert figures.PLOTS[0].badge(load_run.read(tmp_path)) == figures.SEEDED
 
 
 def test_numbers_of_the_header(whole):
@@ -212,16 +204,7 @@ def test_numbers_of_the_header(whole):
         "time1 min 15 s",
     ):
         assert words in head, words
-    assert "key" not in head
-
-
-def test_a_supplied_key_and_an_infinite_epsilon_are_the_first_things_said(tmp_path, monkeypatch):
-    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", ())
-    bare = {"epsilon": {"rdp": {"value": "inf", "proven": True}}, "not_private": "It had no noise."}
-    reports.report(write(tmp_path, card={**CARD, **bare, "randomness": "supplied"}))
-    head = text(parsed(tmp_path / "report.html").find(".//header"))
-    assert "Not differentially private: epsilon is infinite" in head
-    assert "The key was supplied" in head
+    assert "The key" not in head
 
 
 FIXED_BEFORE = Spent(sampling=sampling.fixed(1000, 10), runs=((1.0, 5),))
@@ -255,7 +238,7 @@ def test_the_report_distinguishes_no_noise_from_no_proof(changes, verdict, tmp_p
     assert ("NOT differentially" in words) == ("Not differentially" in head)
 
 
-@kills("reports/load_run.py", "if counted != steps and", "if False and", slow=True)
+@kills("reports/load_run.py", 'if card.get("steps") != steps:', "if False:", slow=True)
 def test_a_card_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch):
     """The new run was killed, so the card next to its log is of the run that it overwrote."""
     monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:1])
@@ -270,32 +253,6 @@ def test_a_card_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch):
     assert "(15, 10−5)-differentially private" in text(page.find(".//header"))
     assert "it counts 10 steps" in text(page.find(".//header"))
     assert "2.25" not in text(page)
-
-
-def test_figures_say_what_they_miss(tmp_path):
-    run = load_run.read(write(tmp_path, weight_norms=np.ones(7)))
-    with pytest.raises(load_run.Missing, match="has no colour"):
-        run.array("evaluation", "colour")
-    with pytest.raises(load_run.Missing, match="has 7 weight_norms and"):
-        drawn(layers.weights, run)
-    card = {**CARD, "steps": 0}
-    with pytest.raises(load_run.Missing, match="no step counts"):
-        drawn(curves.noise, run._replace(card=card))
-    with pytest.raises(load_run.Missing, match=r"privacy\.json"):
-        drawn(curves.noise, run._replace(card=None))
-
-
-def test_text_from_outside_is_escaped(whole):
-    raw, tree = (whole / "report.html").read_text(), parsed(whole / "report.html")
-    assert "<script" not in raw
-    assert "<i>more" not in raw
-    assert "&lt;script&gt;" in raw
-    assert [text(cell) for cell in tree.iter("td")].count(EVIL) == 1
-    assert "(2.25, 1e-05) <private>" in text(tree.find(".//div[@class='plate']"))
-    assert "@misc{x&y}" in text(tree.find(".//details"))
-    assert "<b>$first$" in [text(node) for node in tree.iter("text")]
-    assert text(tree.find(".//title")) == "mlp on digits & <i>more</i>"
-    assert tree.get("lang") == "en"
 
 
 LOADING = {"script", "link", "img", "iframe", "object", "image", "foreignObject"}
@@ -339,101 +296,31 @@ def test_flags_are_written_as_one_would_type_them(whole):
         assert pair in cells
 
 
-def rates(each):
-    bins = np.arange(1000) % 2
-    return sampling.scored(bins, [[each, each]], steps_per_row=5, batch_size=10)
+EARLIER = Spent(sampling=sampling.poisson(1000, 10), runs=((2.0, 5),))
 
 
-def jl(projections):
-    return clipping.jl(1.0, projections=projections)
-
-
-def ran(size, **facts):
-    return [Spent(sampling=sampling.poisson(1000, size), runs=((2.0, 5),), **facts)]
-
-
-# What ran there, what the card is of, and the fields of the description that tell them apart.
-OTHERS = {
-    "noise": ({}, {"noise_multiplier": 2.5}, "multiplier_and_steps"),
-    "steps": ({}, {"steps": 20}, "multiplier_and_steps"),
-    "batches": ({}, {"sampling": sampling.poisson(1000, 20)}, "sampling"),
-    "sampler": ({}, {"sampling": sampling.fixed(1000, 10)}, "sampling"),
-    "rates": ({"sampling": rates(0.001)}, {"sampling": rates(0.5)}, "sampling"),
-    "queries": ({}, {"preparation": (8.0,)}, "preparation"),
-    "an earlier run": ({}, {"before": ran(10)}, "before"),
-    "earlier batches": ({"before": ran(10)}, {"before": ran(500)}, "before"),
-    "earlier queries": ({"before": ran(10)}, {"before": ran(10, preparation=[0.5])}, "before"),
-    "earlier norms": ({"before": ran(10)}, {"before": ran(10, projections=10)}, "before"),
-    "projections": ({"clipping": jl(200)}, {"clipping": jl(10)}, "projections"),
-    "bound": ({}, {"clipping": clipping.flat(2.0)}, "clipping"),
-    "neighbours": ({}, {"neighbours": "replace-one"}, "neighbours"),
-    "unit": ({}, {"unit": "client"}, "unit"),
-}
-
-
-@pytest.mark.sample(3)
-@kills("reports/load_run.py", "there.get(name) != here.get(name)", "False", case="noise", slow=True)
-@kills("mechanism/card.py", "[float(multiplier), steps]", "[1.0, steps]", case="noise", slow=True)
-@kills("mechanism/card.py", "            **sampler.facts,\n", "", case="rates", slow=True)
-@kills("mechanism/card.py", '            "name": sampler.name,\n', "", case="sampler", slow=True)
-@kills("mechanism/card.py", "sampler.batch_size", "10.0", case="batches", slow=True)
-@kills(
-    "mechanism/card.py",
-    "[float(multiplier) for multiplier in",
-    "[8.0 for _ in () and",
-    case="queries",
-    slow=True,
+@kills("reports/load_run.py", 'if card["mechanism"] !=', 'if False and card["mechanism"] !=')
+@pytest.mark.parametrize(
+    "changes",
+    [{"noise_multiplier": 2.5}, {"sampling": sampling.poisson(1000, 20)}, {"before": [EARLIER]}],
+    ids=["noise", "sampler", "an earlier run"],
 )
-@kills(
-    "mechanism/card.py",
-    "for spent in mechanism.before\n",
-    "for spent in ()\n",
-    case="an earlier run",
-    slow=True,
-)
-@kills("mechanism/card.py", "spent.projections", "None", case="projections", slow=True)
-@kills("mechanism/card.py", "float(bound) for bound in rule.bounds", "1.0", case="bound", slow=True)
-@kills("mechanism/card.py", "mechanism.relation.value", '""', case="neighbours", slow=True)
-@kills("mechanism/card.py", '"unit": spent.unit', '"unit": "example"', case="unit", slow=True)
-@pytest.mark.parametrize("case", OTHERS)
-def test_a_card_of_another_mechanism_is_not_believed(case, tmp_path):
+def test_a_card_of_another_mechanism_is_not_believed(changes, tmp_path):
     """Such as of cheaper steps with the same noise, in a folder that another run overwrote."""
-    there, now, field = OTHERS[case]
-    facts = {"noise_multiplier": 2.0, "steps": 10}
-    earlier, own = (mechanism_with(1000, 10, **{**facts, **changes}) for changes in (there, now))
+    own, earlier = (
+        mechanism_with(1000, 10, **{"noise_multiplier": 2.0, "steps": 10, **changed})
+        for changed in ({}, changes)
+    )
     (tmp_path / "run.json").write_text(json.dumps(own.identity))
-    ledger = dpjax.ledger.admit(dpjax.ledger.empty(), own, steps=10)
-    found = load_run.read(write(tmp_path, card=reports.card(own, DELTA, ledger=ledger)))
-    assert not found.foreign
-    assert found.card is not None
+    assert load_run.read(write(tmp_path, card=reports.card(own, DELTA))).foreign == ""
     found = load_run.read(write(tmp_path, card=reports.card(earlier, DELTA)))
-    assert found.foreign.startswith("run.json describes another mechanism: ")
-    assert field in found.foreign
-    assert found.card is None
+    assert (found.foreign, found.card) == ("run.json describes another mechanism", None)
 
 
 def test_a_card_of_another_format_is_refused_with_what_to_do(tmp_path):
     path = write(tmp_path, card={"format": "dpjax privacy card 1", "noise": {}})
-    with pytest.raises(ValueError, match=r"privacy.json: .* format 1; .*with that version"):
+    with pytest.raises(ValueError, match=r"privacy.json: .* format 1; expected format"):
         load_run.read(path)
-
-
-@pytest.mark.slow
-@kills(
-    "training/fit.py", "if accounting.METHODS[terms.method].proven else", "if True else", slow=True
-)
-def test_an_estimate_in_the_log_is_no_verdict(tmp_path):
-    """A log names no method; with one that proves no bound, every row is an estimate."""
-    mechanism = mechanism_with(20, 5, steps=2)
-    loss = lambda w, x: jnp.sum((w - x) ** 2)  # noqa: E731
-    algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, jnp.ones((20, 3)))
-    for method, proven in {"gdp": False, "rdp": True}.items():
-        state = algorithm.init(jax.random.key(0), jnp.zeros(3))
-        dpjax.fit(algorithm, state, directory=tmp_path / method, method=method)
-        (tmp_path / method / "privacy.json").unlink()  # the log alone
-        run = load_run.read(tmp_path / method)
-        assert math.isfinite(min(run.epsilons.values())) == proven
-        assert ("Not proved" in reports.report(tmp_path / method).read_text()) != proven
 
 
 def test_without_its_other_files_a_run_still_has_a_page(tmp_path):
@@ -458,44 +345,16 @@ def test_without_its_other_files_a_run_still_has_a_page(tmp_path):
     assert "There is no statement.txt" in text(tree)
 
 
-def test_a_half_written_last_line_is_no_line(tmp_path):
-    write(tmp_path)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 11, "epsil')
-    assert [row["step"] for row in load_run.read(tmp_path).rows] == list(range(1, 11))
-
-
-def test_of_a_repeated_step_the_last_line_counts(tmp_path):
-    rows = [row(2), row(4, accuracy=0.1), row(2, accuracy=0.3), row(4, accuracy=0.2)]
-    run = load_run.read(write(tmp_path, rows))
-    np.testing.assert_array_equal(run.series("step")[:, 0], [2, 4])
-    np.testing.assert_array_equal(run.series("accuracy")[:, 0], [0.3, 0.2])
-
-
 def test_damaged_files_are_refused_in_words(tmp_path):
-    with pytest.raises(FileNotFoundError, match="one level off"):
-        reports.report(tmp_path)
-    write(tmp_path)
-    whole = (tmp_path / "metrics.jsonl").read_text()
-    (tmp_path / "metrics.jsonl").write_text("{half\n" + whole)
-    with pytest.raises(ValueError, match="line 1 of 11 is not a JSON object with a step"):
-        reports.report(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text("{half")
-    with pytest.raises(ValueError, match="no whole line"):
-        reports.report(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text(whole)
-    (tmp_path / "config.json").write_text('{"flags": ')
-    with pytest.raises(ValueError, match="interrupted while it wrote"):
-        reports.report(tmp_path)
-    (tmp_path / "config.json").unlink()
-    raw = (tmp_path / "evaluation.npz").read_bytes()
-    flipped = bytearray(raw)
-    flipped[flipped.index(b"PK\x01\x02") + 10] ^= 0x40  # a way of packing that does not exist
-    for damaged in (b"", raw[:10], raw[:200], raw[:-1], bytes(flipped)):
-        (tmp_path / "evaluation.npz").write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"evaluation.npz is not a whole .* writes it again"):
+    for log in ("", "{half"):
+        (tmp_path / "metrics.jsonl").write_text(log)
+        with pytest.raises(FileNotFoundError, match=r"no metrics\.jsonl with a row"):
             reports.report(tmp_path)
-        assert load_run.read(tmp_path, arrays=False).card == CARD, "no array is read"
+    write(tmp_path)
+    (tmp_path / "evaluation.npz").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"evaluation\.npz is not a whole"):
+        reports.report(tmp_path)
+    assert load_run.read(tmp_path, arrays=False).card == CARD, "no array is read"
 
 
 HOSTILE = "<img src=x onerror=alert(1)>$x^$"
@@ -510,18 +369,16 @@ def hostile(value):
     return HOSTILE if isinstance(value, str) else value
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("foreign", ["", "it counts", "run.json describes another mechanism"])
-def test_no_text_of_a_file_is_html(foreign, tmp_path):
+@pytest.mark.parametrize("foreign", ["", "it counts"])
+def test_no_text_of_a_file_is_html(foreign, tmp_path, monkeypatch):
+    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:1])
     mechanism = mechanism_with(1000, 10, noise_multiplier=1.05, steps=10)
-    made = hostile({**json.loads(json.dumps(reports.card(mechanism, DELTA)))})
+    made = hostile(json.loads(json.dumps(reports.card(mechanism, DELTA))))
     made["mechanism"] |= {"multiplier_and_steps": [[2.0, 10]], "format": card.FORMAT}
     made["epsilon"][HOSTILE] = {"value": 9.0, "proven": True}
-    identity = {"mechanism": dict(made["mechanism"]), "--seed": HOSTILE}
+    identity = {"mechanism": dict(made["mechanism"]), "note": HOSTILE}
     if foreign == "it counts":
         made["steps"] = HOSTILE
-    elif foreign:
-        del identity["mechanism"][HOSTILE]
     rows = [row(step, method=HOSTILE, **{f"{HOSTILE}s_per_second": 1.0}) for step in (5, 10)]
     write(tmp_path, rows, card=made, config=hostile(CONFIG), statement=STATEMENT + HOSTILE)
     (tmp_path / "run.json").write_text(json.dumps(identity))
@@ -536,11 +393,9 @@ def test_no_text_of_a_file_is_html(foreign, tmp_path):
     ("file", "arrays", "figure"),
     [
         ("diagnostics", {**DIAGNOSTICS, "norms": np.ones((4, 2))}, "gradients"),
-        ("evaluation", {"labels": LABELS[:2], "probabilities": PROBABILITIES}, "confusion"),
         ("evaluation", {"labels": LABELS + 7, "probabilities": PROBABILITIES}, "confusion"),
-        ("evaluation", {"labels": LABELS, "probabilities": np.array(["a"])}, "confusion"),
     ],
-    ids=["one bound for two groups", "two labels", "labels out of range", "text"],
+    ids=["one bound for two groups", "labels out of range"],
 )
 def test_a_figure_without_meaning_costs_no_other_figure(
     file, arrays, figure, tmp_path, monkeypatch
@@ -560,9 +415,8 @@ def test_a_row_of_another_kind_has_a_page(tmp_path, monkeypatch):
     run = load_run.read(write(tmp_path, rows, card=None))
     assert math.isnan(run.accuracy)
     assert math.isnan(run.delta)
-    assert run.stated == f" at delta {DELTA}"
     tree = parsed(reports.report(tmp_path))
-    assert set(badges(tree)) == {"accuracy", "training_loss"}
+    assert set(badges(tree)) == {"accuracy", "test_loss", "training_loss"}
     assert "37.5 % at the end, 37.5 % at best. The line is the mean of 2 groups" in text(tree)
     assert "test accuracy" not in text(tree.find(".//header"))
 
@@ -580,10 +434,10 @@ def test_nulls_leave_gaps(tmp_path):
     rows[2]["private"]["norm"] = [2.0, None]
     mechanism = {**CARD["mechanism"], "clipping": {"bounds": [0.5, 0.5]}}
     run = load_run.read(write(tmp_path, rows, card={**CARD, "mechanism": mechanism, "steps": 3}))
-    figure, seen = drawn(curves.accuracy, run)
+    figure, seen = drawn(figures.accuracy, run)
     np.testing.assert_array_equal(figure.axes[0].lines[0].get_ydata(), [25, np.nan, 75])
     assert seen == "75.0 % at the end, 75.0 % at best."
-    figure, seen = drawn(curves.norms, run)
+    figure, seen = drawn(figures.norms, run)
     line, bound = figure.axes[0].lines
     np.testing.assert_array_equal(line.get_ydata(), [2, np.nan, 2])  # the mean of both groups
     assert np.all(np.asarray(bound.get_ydata()) == 0.5)
@@ -591,22 +445,9 @@ def test_nulls_leave_gaps(tmp_path):
     assert len(figure.axes[0].collections) == 1, "the band from the shortest to the longest group"
 
 
-def test_an_accuracy_is_of_the_last_row_or_of_none(tmp_path):
-    """Earlier ones are of other parameters than the released ones."""
-    assert load_run.read(write(tmp_path, [row(2), row(4, accuracy=0.5)])).accuracy == 0.5
-    run = load_run.read(write(tmp_path, [row(2, accuracy=0.9), row(4, accuracy=None)]))
-    assert math.isnan(run.accuracy)
-    head = text(parsed(reports.report(tmp_path)).find(".//header"))
-    assert "test accuracy" not in head
-
-
-@pytest.mark.slow
-@kills(
-    "reports/html_report.py", "figure.png, public=public)", "figure.png, public=True)", slow=True
-)
+@kills("reports/html_report.py", "public=figure.badge == RELEASED", "public=True", slow=True)
 def test_what_only_the_owner_may_see_only_the_owner_can_read(whole):
     """And no process could read it before: `_files.replace` has no moment between."""
-    reports.report(whole)
     assert (whole / "report.html").stat().st_mode & 0o077 == 0
     for path in (whole / "figures").iterdir():
         assert bool(path.stat().st_mode & 0o077) == (path.stem not in PRIVATE), path
@@ -614,40 +455,29 @@ def test_what_only_the_owner_may_see_only_the_owner_can_read(whole):
 
 def test_where_epsilon_is_not_finite_steps_are_the_axis(tmp_path):
     run = load_run.read(write(tmp_path, [row(2, epsilon=math.inf), row(4, epsilon=None)]))
-    figure, _ = drawn(curves.accuracy, run)
+    figure, _ = drawn(figures.accuracy, run)
     assert figure.axes[0].get_xlabel() == "step (epsilon is not finite)"
     np.testing.assert_array_equal(figure.axes[0].lines[0].get_xdata(), [2, 4])
 
 
-@pytest.mark.parametrize(
-    ("bounds", "identity", "lines"),
-    [
-        ([0.5], {}, 2),
-        ([0.5, 0.5], {"bound schedule": None}, 2),
-        ([0.5, 0.6], {}, 1),
-        (["inf"], {}, 1),
-        ([0.5], {"bound schedule": "some hash"}, 1),
-    ],
-    ids=["one", "one for all groups", "several", "infinite", "scheduled"],
-)
-def test_the_bound_is_a_line_where_it_is_one_number(bounds, identity, lines, tmp_path):
-    mechanism = {**CARD["mechanism"], "clipping": {"bounds": bounds}}
-    write(tmp_path, card={**CARD, "mechanism": mechanism})
-    (tmp_path / "run.json").write_text(json.dumps(identity))
-    figure, _ = drawn(curves.norms, load_run.read(tmp_path))
-    assert len(figure.axes[0].lines) == lines
+def test_the_bound_is_a_line_where_it_is_one_number(tmp_path):
+    for bounds, lines in (([0.5, 0.5], 2), ([0.5, 0.6], 1), (["inf"], 1)):
+        mechanism = {**CARD["mechanism"], "clipping": {"bounds": bounds}}
+        run = load_run.read(write(tmp_path, card={**CARD, "mechanism": mechanism}))
+        assert len(drawn(figures.norms, run)[0].axes[0].lines) == lines
 
 
 def test_an_adapted_bound_is_the_one_that_was_released(tmp_path):
     bounds = [0.5, 0.4, 0.3]
     rows = [row(t, bound=[b, 2 * b]) for t, b in enumerate(bounds, start=1)]
-    figure, _ = drawn(curves.norms, load_run.read(write(tmp_path, rows)))
+    figure, _ = drawn(figures.norms, load_run.read(write(tmp_path, rows)))
     _, bound = figure.axes[0].lines
     np.testing.assert_allclose(bound.get_ydata(), np.multiply(1.5, bounds))
     assert len(figure.axes[0].collections) == 1, "from the smallest to the largest group"
 
 
-def test_clients_are_not_called_examples(tmp_path):
+def test_clients_are_not_called_examples(tmp_path, monkeypatch):
+    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", ())
     path = write(tmp_path, [row(1, clients_per_second=0.4)])
     (path / "run.json").write_text(json.dumps({"mechanism": {"unit": "client"}}))
     page = text(parsed(reports.report(path)))
@@ -655,29 +485,25 @@ def test_clients_are_not_called_examples(tmp_path):
     assert "examples per second" not in page
 
 
-ABOVE = "of the examples drawn after step 9 were above the bound"
-SAMPLE = "Of 4 training examples at the released parameters, 50% of the norms are above the bound"
+SAMPLE = "Of 4 training examples at the released parameters, 50% are above the bound"
 
 
 @pytest.mark.parametrize(
     ("draw", "seen"),
     [
-        (curves.accuracy, "80.0 % at the end, 80.0 % at best."),
-        (curves.test_loss, "0.1 at the end, 0.1 at best."),
-        (curves.training_loss, "0.2 at the end."),
-        (curves.noise, "From 2 to 1.5, over 10 accounted steps."),
-        (curves.clipping, f"75 % {ABOVE}; the cosine was 0.90."),
-        (curves.norms, "1.5 at the end."),
-        (curves.shades, "In bounds, the fullest bin at the end is 0.22 to 4.6."),
-        (
-            layers.gradients,
-            f"{SAMPLE}; median 0.625. The first bin also holds the 1 norms below it.",
-        ),
-        (layers.weights, "The largest is 3, of <b>$first$."),
-        (layers.activations, "The largest is 4, of second."),
-        (predictions.classes, "Lowest: class 2, 50.0 % of 4 examples."),
-        (predictions.confusion, "Most often class 2 was taken for class 0: 2 of 4 examples."),
-        (predictions.calibration, "Expected calibration error (ECE) 0.000, largest (MCE) 0.000."),
+        (figures.accuracy, "80.0 % at the end, 80.0 % at best."),
+        (figures.test_loss, "0.1 at the end, 0.1 at best."),
+        (figures.training_loss, "0.2 at the end."),
+        (figures.noise, "From 2 to 1.5, over 10 accounted steps."),
+        (figures.clipping, "75 % of the examples were above the bound; the cosine was 0.90."),
+        (figures.norms, "1.5 at the end."),
+        (figures.shades, "In bounds, the fullest bin at the end is 0.22 to 4.6."),
+        (figures.gradients, f"{SAMPLE}; median 0.625."),
+        (figures.weights, "The largest is 3, of <b>$first$."),
+        (figures.activations, "The largest is 4, of second."),
+        (figures.classes, "Lowest: class 2, 50.0 % of 4 examples."),
+        (figures.confusion, "Most often class 2 was taken for class 0: 2 of 4 examples."),
+        (figures.calibration, "Expected calibration error (ECE) 0.000, largest (MCE) 0.000."),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -685,56 +511,22 @@ def test_figures_say_what_is_to_be_seen(draw, seen, whole):
     assert drawn(draw, load_run.read(whole))[1] == seen
 
 
-@kills("reports/curves.py", 'return f"{high} and less"', "pass", case="lowest", slow=True)
-@pytest.mark.parametrize(
-    ("counts", "fullest", "named"),
-    [
-        ([6, 1, 3], "0.22 and less", {" 0.22 and less", " 4.6 and more"}),
-        ([0, 1, 3], "4.6 and more", {" 4.6 and more"}),
-        ([0, 3, 0], "0.22 to 4.6", set()),
-    ],
-    ids=["lowest", "highest", "between"],
-)
-def test_bins_without_an_end_say_so(counts, fullest, named, tmp_path):
-    histogram = {"private": {"norm_histogram": counts}}
-    run = load_run.read(write(tmp_path, [row(1, **histogram), row(2, **histogram)], card=None))
-    figure, seen = drawn(curves.shades, run)
-    assert seen == f"In bounds, the fullest bin at the end is {fullest}."
-    assert {words.get_text() for words in figure.axes[0].texts} == named
-
-
-@pytest.mark.parametrize(
-    ("changes", "label"),
-    [
-        ({}, "epsilon spent at delta 1e-05"),
-        ({"method": "pld"}, "epsilon spent at delta 1e-05, by pld"),
-        (
-            {"method": "gdp", "estimate": True},
-            "epsilon spent at delta 1e-05, by gdp (an estimate)",
-        ),
-    ],
-    ids=["a log of an earlier version", "of this one", "an estimate"],
-)
-def test_an_axis_of_epsilon_names_delta_and_accountant(changes, label, tmp_path):
+def test_an_axis_of_epsilon_names_delta_and_accountant(tmp_path):
+    changes = {"method": "gdp", "estimate": True}
     run = load_run.read(write(tmp_path, [row(1, **changes), row(2, **changes)]))
-    for draw in (curves.accuracy, curves.test_loss, curves.training_loss):
-        assert drawn(draw, run)[0].axes[0].get_xlabel() == label
-
-
-def test_figures_say_which_parameters_they_are_of(tmp_path):
-    write(tmp_path, parameters=np.array("averaged"))
-    assert "at the averaged parameters" in drawn(layers.gradients, load_run.read(tmp_path))[1]
+    label = drawn(figures.accuracy, run)[0].axes[0].get_xlabel()
+    assert label == "epsilon spent at delta 1e-05, by gdp (an estimate)"
 
 
 def test_the_noise_is_drawn_step_by_step(whole):
-    figure, _ = drawn(curves.noise, load_run.read(whole))
+    figure, _ = drawn(figures.noise, load_run.read(whole))
     values, edges = stairs(figure)
     np.testing.assert_array_equal(values, [2.0, 1.5])
     np.testing.assert_array_equal(edges, [0, 6, 10])
 
 
 def test_every_example_is_in_the_histogram_and_the_bound_too(whole):
-    figure, _ = drawn(layers.gradients, load_run.read(whole))
+    figure, _ = drawn(figures.gradients, load_run.read(whole))
     counts, edges = stairs(figure)
     assert counts.sum() == 4
     assert counts[0] == 1, "a gradient of zero is among the shortest"
@@ -750,34 +542,13 @@ def test_each_group_has_its_histogram(tmp_path):
     mechanism = {**CARD["mechanism"], "clipping": groups}
     write(tmp_path, card={**CARD, "mechanism": mechanism}, norms=norms, bounds=bounds)
     run = load_run.read(tmp_path)
-    figure, seen = drawn(layers.gradients, run)
+    figure, seen = drawn(figures.gradients, run)
     lines = [np.max(np.asarray(axes.lines[0].get_xdata())) for axes in figure.axes if axes.lines]
     np.testing.assert_allclose(lines, bounds[:12])
     titles = [axes.get_title() for axes in figure.axes]
     assert titles[:3] == ["$first$", "…" + "the/very/long/name/of/a/layer/kernel"[-25:], "group 2"]
     assert "1 norms are not finite" in seen
     assert "The first 12 of 14 groups are drawn." in seen
-
-
-def test_probabilities_that_are_not_finite_are_not_drawn(tmp_path):
-    write(tmp_path)
-    broken = np.full_like(PROBABILITIES, np.nan)
-    np.savez(tmp_path / "evaluation.npz", labels=LABELS, probabilities=broken)
-    with pytest.raises(load_run.Missing, match="not finite"):
-        drawn(predictions.confusion, load_run.read(tmp_path))
-
-
-@pytest.mark.slow
-def test_a_hundred_classes_and_a_broken_network_can_be_drawn(tmp_path):
-    broken = {"weight_norms": np.array([0, np.inf]), "bounds": np.array([np.inf])}
-    write(tmp_path, norms=np.zeros((3, 1)), **broken)
-    labels = np.arange(100)
-    np.savez(tmp_path / "evaluation.npz", labels=labels, probabilities=np.eye(100))
-    run = load_run.read(tmp_path)
-    for draw in (predictions.classes, predictions.confusion, layers.weights, layers.gradients):
-        figure, _ = drawn(draw, run)
-        with style.style():
-            assert "<path" in figure_output.svg(figure, "some", "some")
 
 
 @kills("reports/page.py", 'upwards(number, ".3g")', 'format(number, ".3g")', slow=True)
@@ -813,10 +584,8 @@ def notebook(monkeypatch):
         outputs.append([image])
         return types.SimpleNamespace(update=outputs[-1].append)
 
-    shell = types.ModuleType("IPython")
-    shell.get_ipython, shell.version_info = object, (9, 0)
     cell = types.SimpleNamespace(Image=lambda image, width: image, display=display)
-    monkeypatch.setitem(sys.modules, "IPython", shell)
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
     monkeypatch.setitem(sys.modules, "IPython.display", cell)
     return outputs
 
@@ -839,9 +608,7 @@ def pictures(notebook, monkeypatch):
     return seen
 
 
-@kills(
-    "reports/live.py", "PRIVATE if hidden else", "RELEASED if hidden else", case="named", slow=True
-)
+@kills("reports/live.py", "PRIVATE if hidden else", "RELEASED if hidden else", case="named")
 @kills("reports/live.py", "else of_what_was_released(run)", "else RELEASED", case="bare", slow=True)
 @pytest.mark.parametrize(
     ("names", "changes", "labels", "note"),
@@ -863,31 +630,18 @@ def test_a_live_plot_says_what_is_not_for_release(names, changes, labels, note, 
 
 def test_a_live_plot_ends_no_run(pictures, caplog, monkeypatch):
     """Without a directory, an error in a figure would lose the state of a private run."""
-    names = ["test_loss", "gain_$x^$", "a/b"]
-    rows = [row(t, **dict.fromkeys(names, v), other=None) for t, v in ((1, 0.5), (2, None))]
+    rows = [row(1, **{"gain_$x^$": 0.5, "a/b": 0.5}), row(2, **{"gain_$x^$": None, "a/b": None})]
     reports.live_plot()(rows)
-    reports.live_plot("accurcy", "other")(rows)
+    reports.live_plot("accurcy")(rows)
     (every, _), (named, _) = pictures
-    drawn = {axes.get_ylabel(): axes.get_title() for axes in (*every.axes, *named.axes)}
-    empty = dict.fromkeys(["other", "accurcy"], "no finite number so far")
-    assert drawn == {**dict.fromkeys(["accuracy", "nll", *names], ""), **empty}
-    assert {axes.get_xlabel() for axes in every.axes} == {"epsilon spent at delta 1e-05"}
+    assert [axes.get_ylabel() for axes in every.axes] == ["accuracy", "nll", "gain_$x^$", "a/b"]
+    assert named.axes[0].get_title() == "no finite number so far"
     assert not caplog.records
     reports.live_plot()([{"step": 1, "epsilon": 1.0, "private": {"loss": 1.0}}])
+    assert "the figure was not drawn: the log has no number" in caplog.text
     monkeypatch.setattr(sys.modules["IPython.display"], "Image", None)
     reports.live_plot("accuracy")(rows)
-    words = " ".join(record.getMessage() for record in caplog.records)
-    assert "Return one from fit(evaluate=...)" in words
-    assert "the figure was not drawn: 'NoneType' object is not callable" in words
-
-
-def test_a_live_plot_needs_a_notebook(notebook, monkeypatch):
-    monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: None)
-    with pytest.raises(RuntimeError, match="In a script, use fit"):
-        reports.live_plot()
-    monkeypatch.setitem(sys.modules, "IPython", None)
-    with pytest.raises(RuntimeError, match="In a script, use fit"):
-        reports.live_plot()
+    assert "the figure was not drawn: 'NoneType' object is not callable" in caplog.text
 
 
 @pytest.mark.slow
@@ -909,7 +663,7 @@ def test_a_real_run_can_be_looked_at(tmp_path):
         directory=tmp_path,
         progress=False,
     )
-    facts = {"ledger": state.ledger, "seed": 1}
+    facts = {"ledger": state.ledger, "supplied": True}
     (tmp_path / "privacy.json").write_text(json.dumps(reports.card(mechanism, DELTA, **facts)))
     (tmp_path / "statement.txt").write_text(dpjax.statement(mechanism, DELTA, **facts))
     tree = parsed(reports.report(tmp_path))
@@ -932,65 +686,3 @@ def test_no_part_of_the_page_is_wider_than_a_phone(whole):
     assert re.search(r"\.plate\{overflow-x:auto", sheet)
     for image in parsed(whole / "report.html").iter("svg"):
         assert not {"width", "height"} & set(image.attrib), "the view box alone has a size"
-
-
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-BROWSER = next(filter(None, map(shutil.which, NAMES)), "")
-
-
-def browse(profile, address, *flags):
-    """What a browser without a window prints about a page."""
-    common = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    common += ["--enable-logging=stderr", "--v=0", f"--user-data-dir={profile}"]
-    outcome = subprocess.run(
-        [BROWSER, *common, *flags, address], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert "CONSOLE" not in outcome.stderr
-    return outcome.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not BROWSER, reason="no Chromium is installed")
-def test_a_browser_shows_the_page_without_complaint(whole, tmp_path):
-    address = (whole / "report.html").as_uri()
-    shown = browse(tmp_path / "profile", address, "--dump-dom")
-    for name in ALL:
-        assert f'id="{name}"' in shown
-    picture = tmp_path / "page.png"
-    browse(tmp_path / "profile", address, "--window-size=1000,2400", f"--screenshot={picture}")
-    pixels = matplotlib.image.imread(picture)[..., :3]
-    paper = matplotlib.colors.to_rgb(style.PALETTE["paper"])
-    np.testing.assert_allclose(pixels[0, 0], paper, atol=0.01)
-    blue = matplotlib.colors.to_rgb(style.PALETTE["blue"])
-    assert np.any(np.all(np.abs(pixels - blue) < 0.02, axis=-1)), "a figure has its color"
-
-
-# Reads the page in a frame of some width: what sticks out of it, and the smallest text of a figure.
-MEASURE = """<script>
-onload = () => {
-  const frame = document.querySelector("iframe"), page = frame.contentDocument;
-  const out = [...page.body.querySelectorAll("*:not(svg *)")]
-    .filter(e => e.getBoundingClientRect().right > frame.clientWidth + 1)
-    .map(e => e.tagName);
-  const text = [...page.querySelectorAll("svg text")]
-    .map(e => [e.getScreenCTM(), parseFloat(getComputedStyle(e).fontSize)])
-    .map(([to, size]) => Math.hypot(to.a, to.b) * size);  // axis labels are turned
-  document.title = JSON.stringify([page.documentElement.scrollWidth, out, Math.min(...text)]);
-}
-</script>"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not BROWSER, reason="no Chromium is installed")
-@pytest.mark.parametrize("width", [400, 768, 1280])
-def test_nothing_sticks_out_at_any_width(width, whole, tmp_path):
-    inner = html.escape((whole / "report.html").read_text())
-    frame = f'<iframe style="border:0;width:{width}px;height:900px" srcdoc="{inner}"></iframe>'
-    around = tmp_path / "around.html"
-    around.write_text(f"<!DOCTYPE html><title></title>{MEASURE}{frame}")
-    shown = browse(tmp_path / "profile", around.as_uri(), "--dump-dom", "--window-size=1400,1000")
-    found = re.search("<title>(.*?)</title>", shown)
-    assert found is not None
-    wide, out, smallest = json.loads(html.unescape(found[1]))
-    assert (wide, out) == (width, [])
-    assert smallest >= 6.9, "pixels, of the numbers in the cells"

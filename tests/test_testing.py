@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The laws that users run pass for sound parts and raise for broken ones."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from mutation import kills
+from small_mechanisms import mechanism_with
 
-from dpjax import clipping, gradients, noise, testing
+from dpjax import clipping, gradients, noise, sampling, schedules, testing
 
 GRADIENTS = {"w": jnp.array([[3.0, 4.0], [0.3, 0.4], [30.0, 0.0]])}
 
@@ -29,12 +32,11 @@ def test_a_broken_rule_is_caught():
         testing.assert_sensitivity(rule, GRADIENTS)
 
 
-def test_a_chain_may_draw_its_key_where_it_begins():
-    def chain(learning_rate):
-        link = noise.gaussian(1.0, RULE, key=noise.secret_key())
-        return optax.chain(clipping.clip_and_sum(RULE), link, optax.sgd(learning_rate))
+def test_a_chain_with_changed_settings_is_measured_too():
+    def chain(rate):
+        return optax.chain(clipping.clip_and_sum(RULE), noise.gaussian(1.0, RULE), optax.sgd(rate))
 
-    testing.assert_private(optax.inject_hyperparams(chain)(learning_rate=0.1), jnp.zeros(5))
+    testing.assert_private(optax.inject_hyperparams(chain)(rate=0.1), jnp.zeros(5))
 
 
 def test_a_broken_engine_is_caught(monkeypatch):
@@ -48,7 +50,7 @@ def test_a_broken_engine_is_caught(monkeypatch):
         testing.assert_engines_agree(*case, engines=("forgetful",))
 
 
-LINK = noise.gaussian(2.0, RULE, key=jax.random.key(0))
+LINK = noise.gaussian(2.0, RULE)
 LIKE = jnp.zeros(1_000_000)
 
 
@@ -60,11 +62,10 @@ def test_right_noise_passes():
 @pytest.mark.parametrize(
     ("chain", "found"),
     [
-        (optax.identity(), 0),
-        (noise.gaussian(0.0, RULE, key=jax.random.key(0)), 0),
+        (noise.gaussian(0.0, RULE), 0),
         (optax.chain(LINK, optax.scale(0.9)), 1.8),
         (optax.chain(LINK, optax.scale(1.1)), 2.2),
-        (noise.gaussian(2.0, clipping.flat(3.0), key=jax.random.key(0)), 6),
+        (noise.gaussian(2.0, clipping.flat(3.0)), 6),
         (optax.chain(LINK, optax.apply_every(4)), 0),
     ],
 )
@@ -98,8 +99,140 @@ def test_wrong_noise_of_one_leaf_is_caught(leaf, factor):
 
 
 @pytest.mark.parametrize(
-    "chain", [optax.chain(LINK, LINK), optax.MultiSteps(LINK, 4).gradient_transformation()]
+    "chain",
+    [
+        optax.identity(),
+        optax.chain(LINK, LINK),
+        optax.MultiSteps(LINK, 4).gradient_transformation(),
+    ],
 )
 def test_a_chain_that_refuses_to_run_breaks_the_law(chain):
-    with pytest.raises(testing.LawBroken, match="the chain refuses to run"):
+    with pytest.raises(testing.LawBroken, match=r"refuses to run|adds no noise"):
         testing.assert_noise(chain, LIKE, 2.0)
+
+
+# What one example moves: `assert_private` ---------------------------------------------------
+
+FULL = mechanism_with(sampling=sampling.full(4), clipping=RULE, steps=3)
+PARAMS = {"a": jnp.zeros(3), "b": jnp.zeros((2, 2))}
+
+
+@kills(
+    "testing.py", "accounting.effective_multiplier(given", "np.max(given", case="groups", slow=True
+)
+@kills("testing.py", "given(jnp.int32(step))", "given(jnp.int32(0))", case="schedule", slow=True)
+@pytest.mark.parametrize("name", ["groups", "schedule", "a padded sampler"])
+def test_multipliers_of_all_kinds_are_measured(name):
+    rule, multiplier = RULE, 1.3
+    if name == "groups":
+        rule, multiplier = clipping.per_group((0.5, 2.0), groups=2), (1.0, 3.0)
+    if name == "schedule":
+        multiplier = schedules.table([1.0, 2.0, 3.0])
+    chain = mechanism_with(clipping=rule, noise_multiplier=multiplier).private()
+    if name != "a padded sampler":
+        chain = optax.chain(clipping.clip_and_sum(rule), noise.gaussian(multiplier, rule))
+    testing.assert_private(chain, PARAMS)
+    with pytest.raises(ValueError, match=r"assert_private\(steps=0\): expected a whole number"):
+        testing.assert_private(chain, PARAMS, steps=0)
+
+
+@kills("testing.py", "if len(found) != len(batches):", "if False:", case="bare", slow=True)
+@kills(
+    "testing.py",
+    "if not least - tolerance <= ratio <= drawn + tolerance:",
+    "if False:",
+    case="trusted",
+    slow=True,
+)
+@pytest.mark.parametrize("name", ["bare", "trusted"])
+def test_what_the_links_cannot_see_is_measured(name):
+    """A user may vouch for a sum that the rule does not bound."""
+    tenfold = optax.stateless(
+        lambda s, _: clipping.trusted_sum(jax.tree.map(lambda x: 10 * x, s.value), RULE)
+    )
+    links = {"bare": [], "trusted": [tenfold, noise.gaussian(1.0, RULE)]}[name]
+    message = {"bare": "0 times in 3 steps", "trusted": "moves the release by 10 times"}[name]
+    with pytest.raises(testing.LawBroken, match=message):
+        testing.assert_private(optax.chain(clipping.clip_and_sum(RULE), *links), PARAMS)
+
+
+BEFORE = {
+    "scale": (optax.scale(10.0), None),
+    "elementwise clipping": (optax.clip(1.0), None),
+    "ones for NaN": (
+        optax.stateless(lambda g, _: jax.tree.map(partial(jnp.nan_to_num, nan=1.0), g)),
+        None,
+    ),
+    "global norm": (optax.clip_by_global_norm(1.0), "sees several examples"),
+    "a guard": (optax.apply_if_finite(optax.identity(), 5), "an example of NaN .*several examples"),
+    "momentum": (optax.trace(0.9), "step 1.*expected 0.*earlier batches"),
+    "lengths": (optax.scale_by_rms(), "step 1.*expected 0.*earlier batches"),
+    "Adam": (optax.scale_by_adam(), "step 1.*expected 0.*earlier batches"),
+}
+
+
+@pytest.mark.sample(4)
+@kills(
+    "testing.py",
+    "others = _others(params, 3)",
+    "others = jax.tree.map(jnp.zeros_like, _others(params, 3))",
+    case="global norm",
+    slow=True,
+)
+@kills(
+    "testing.py",
+    "jnp.where(drawn, jnp.asarray(c)[None], 0)",
+    "jnp.asarray(c)[None] * drawn",
+    case="ones for NaN",
+    slow=True,
+)
+@pytest.mark.parametrize("name", BEFORE)
+def test_a_link_before_the_clipping_is_measured_too(name):
+    """Clipping bounds a row of what it receives, whichever examples made that row."""
+    link, message = BEFORE[name]
+    chain = optax.chain(link, FULL.private())
+    if message is None:
+        testing.assert_private(chain, PARAMS)
+    else:
+        with pytest.raises(testing.LawBroken, match=message):
+            testing.assert_private(chain, PARAMS)
+
+
+def leaking(chain, leak):
+    """A function around a chain that lets gradients pass beside the noise."""
+
+    def update(gradients, state, params=None):
+        updates, state = chain.update(gradients, state, params)
+        return jax.tree.map(leak, updates, gradients), state
+
+    return optax.GradientTransformation(chain.init, update)
+
+
+def lengths(g):
+    return jnp.linalg.norm(g.reshape(len(g), -1), axis=1)
+
+
+LEAKS = {
+    "the gradients": lambda u, g: u + 1e-9 * g.mean(axis=0),
+    "the clipped sum": lambda u, g: u + jnp.tensordot(1 / jnp.maximum(1, lengths(g)), g, 1),
+    "how many are clipped": lambda u, g: u * jnp.mean(lengths(g) > 1),
+    "whether one is long": lambda u, g: u * jnp.any(lengths(g) > 1e3),
+    "how many are drawn": lambda u, g: u / jnp.sum(lengths(g) != 0),
+    "whether one is NaN": lambda u, g: u * jnp.isfinite(lengths(g)).all(),
+    "nothing": lambda u, g: u * len(g),
+}
+
+
+@pytest.mark.sample(3)
+@kills("testing.py", "if not _equal(updates, again):", "if False:", case="the gradients", slow=True)
+@kills("testing.py", "next(left, found[-1])", "found[-1]", case="nothing", slow=True)
+@kills("testing.py", "([1e6,", "([1.0,", case="whether one is long", slow=True)
+@kills("testing.py", "1e-6, jnp.nan", "1e-6, 1.0", case="whether one is NaN", slow=True)
+@pytest.mark.parametrize("name", LEAKS)
+def test_gradients_beside_the_noise_are_found(name):
+    chain = leaking(FULL.private(), LEAKS[name])
+    if name == "nothing":
+        testing.assert_private(chain, PARAMS)
+    else:
+        with pytest.raises(testing.LawBroken, match="beside the noise"):
+            testing.assert_private(chain, PARAMS)

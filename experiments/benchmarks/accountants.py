@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One accountant, in a process of its own, so that it can be stopped when it takes too long.
 
-  command   python experiments/benchmarks/accountants.py LIBRARY METHOD
+  command   python -m experiments.benchmarks.accountants LIBRARY METHOD
 
 Started by `accounting`, which asks in lines of JSON: ``{"prepare": true}``, so that imports are
 not timed, and then tasks.  A task has runs (pairs of a noise multiplier and a number of
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import workers
+from experiments.benchmarks import workers
 
 Task = dict[str, Any]
 

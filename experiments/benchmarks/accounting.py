@@ -20,9 +20,9 @@ import statistics
 import sys
 from typing import Any
 
-import reporting
-import workers
 from absl import flags
+
+from experiments.benchmarks import reporting, workers
 
 CONTESTANTS = (
     ("dpjax", "rdp"),
@@ -64,7 +64,7 @@ def questions(smoke: bool) -> dict[str, dict[str, Any]]:
 def ready(peers: str | None, library: str, method: str) -> workers.Worker:
     """A contestant that has imported what it needs; if it cannot, it says so when asked."""
     python = str(peers) if library == "opacus" else sys.executable
-    worker = workers.Worker(python, "accountants.py", library, method)
+    worker = workers.Worker(python, "accountants", library, method)
     worker.ask({"prepare": True})
     return worker
 

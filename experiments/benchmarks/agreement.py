@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
-from plain import plain_gradients
 
 import dpjax
 from dpjax import clipping
+from experiments.benchmarks.plain import plain_gradients
 
 BOUND = 1.0
 TOLERANCE = 1e-4  # between two gradients, relative to their length

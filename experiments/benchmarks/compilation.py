@@ -31,11 +31,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import reporting
 from absl import flags
 
 import dpjax
 from dpjax import clipping, losses, models, sampling
+from experiments.benchmarks import reporting
 
 EXAMPLES, BATCH = 256, 32
 WIDTH, HEADS, TOKENS, CLASSES = 64, 4, 16, 10
@@ -96,7 +96,7 @@ def transformer(depth: int, scanned: bool) -> tuple[Any, Any, Any]:
 
 
 def linear() -> tuple[Any, Any, Any]:
-    """Hardly a model: what is left is the cost of draw, sums, noise and seals."""
+    """Hardly a model: what is left is the cost of draw, sums and noise."""
 
     def loss(params: Any, example: Any) -> Any:
         return losses.cross_entropy(example[0] @ params, example[1])
@@ -119,7 +119,7 @@ def step_of(kind: str, loss: Any, params: Any, batch: Any) -> Iterator[Any]:
     optimizer = optax.sgd(0.1, momentum=0.9)
     if kind == "private":
         algorithm = dpjax.dpsgd(loss, optimizer, MECHANISM, batch)
-        state = algorithm.init(dpjax.noise.secret_key(), params)
+        state = algorithm.init(params)
         while True:
             state, _ = algorithm.step(state)
             yield state.params

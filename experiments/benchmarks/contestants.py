@@ -19,18 +19,17 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import memory
 import optax
-import workers
-from agreement import BOUND, clipped_sum
 from jax.flatten_util import ravel_pytree
 from optax import contrib
-from plain import plain_gradients
-from workloads import SEED, WORKLOADS
 
 import dpjax
 from dpjax import clipping, gradients, sampling, strategies
 from dpjax.gradients import batching
+from experiments.benchmarks import memory, workers
+from experiments.benchmarks.agreement import BOUND, clipped_sum
+from experiments.benchmarks.plain import plain_gradients
+from experiments.benchmarks.workloads import SEED, WORKLOADS
 
 NOISE_MULTIPLIER, LEARNING_RATE = 1.1, 0.1
 STEPS = 1_000_000  # past its plan a mechanism returns NaN
@@ -99,7 +98,7 @@ def compiled(gradient: Any, link: optax.GradientTransformation, params: Any, bat
 
 def peer(python: str, name: str, workload: str, batch_size: int, **env: str) -> Contestant:
     """A contestant in another process, and perhaps of another environment."""
-    worker, last = workers.Worker(python, "peers.py", name, **env), {}
+    worker, last = workers.Worker(python, "peers", name, **env), {}
 
     def ask(question: dict[str, Any]) -> dict[str, Any]:
         last.update(answer := worker.ask(question))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time, memory and agreement of a private step on the device that JAX finds, beside its plan.
+"""Time, memory and agreement of a private step on the device that JAX finds.
 
   result    on an H100 a private step takes 1.22, 1.18, 1.60, 1.33 and 0.91 times a plain one (W1 to
             W5), where `vmap` takes 2.69 (W1), 7.34 (W3), 2.39 and 1.15; the fastest mode of Opacus
@@ -8,14 +8,12 @@
   command   make bench BENCH=devices ARGS="--models=W5 --seconds=2 --out FILE", once for each model
   figures   experiments/results/devices.json; the table in docs/pages/speed.md (``--page``)
 
-Each model of `plans` is compiled as a plain step, a plain step with noise, dpjax's engines and
-jax_privacy, if it is installed, side by side; W1 to W5 beside PyTorch and Opacus too, if
+Each model of `device_models` is compiled as a plain step, a plain step with noise, dpjax's engines
+and jax_privacy, if it is installed, side by side; W1 to W5 beside PyTorch and Opacus too, if
 ``--peers_python`` has them. The steps take turns in random order. "away" is the
 largest difference between the clipped sum on the device and on the CPU of the machine, in bounds,
 and "norms" that of a norm, relative to it: a matrix unit that rounds shows here. A step that fails,
-such as for lack of memory, says so in its row, and the others are measured. In the file,
-``repeats`` says whether two runs of `dpjax.dpsgd` with one key end in the same bits, and
-``dpsgd_ms`` what one of its steps takes; both also as XLA compiles the step by default.
+such as for lack of memory, says so in its row, and the others are measured.
 """
 
 from __future__ import annotations
@@ -28,53 +26,37 @@ import math
 import os
 import pathlib
 import statistics
-import time
 from typing import Any
-from unittest import mock
 
-import compilers
-import contestants
 import jax
 import jax.numpy as jnp
-import large_cases
-import optax
-import plans
-import plans_cases
-import reporting
-import steps
-import workers
 from absl import flags
-from common import markdown
-from contestants import Contestant, Refused
-from plans_cases import BOUND, gradient_of
-from workloads import CLASSES, SEED, WORKLOADS
 
 import dpjax
-from dpjax import clipping, sampling
-from dpjax.training import in_memory
+from dpjax import clipping
+from experiments.benchmarks import (
+    contestants,
+    device_models,
+    reporting,
+    steps,
+    workers,
+)
+from experiments.benchmarks.contestants import Contestant, Refused
+from experiments.benchmarks.device_models import BOUND, gradient_of
+from experiments.benchmarks.workloads import CLASSES, SEED, WORKLOADS
+from experiments.common import markdown
 
 # Examples whose clipped sum is compared with the CPU's, of models that are slow there.
 EXAMPLES = {"WRN-16-4": 8, "ViT-S": 2, "Transformer": 2, "Transformer LoRA": 2}
 # Peers in processes of their own; jax_privacy runs in this one.
 OTHERS = tuple(name for name in contestants.PEERS if name != "jax_privacy")
-# What JAX calls the devices that have plans.
-PLANNED = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "NVIDIA H100": "h100"}
-
-
-def planned(plan_report: dict[str, Any], kind: str, model: str, step: str) -> dict[str, Any]:
-    """The plan of a step for this kind of device; empty if there is none."""
-    # "TPU v5 lite" begins as "TPU v5" does, so the longest name decides.
-    names = sorted((name for name in PLANNED if kind.startswith(name)), key=len)
-    return plan_report.get("plans", {}).get(
-        f"{PLANNED[names[-1]] if names else kind}: {model}: {step}", {}
-    )
 
 
 def measure(
     name: str, chosen: list[str], batch_size: int, rounds: int, seconds: float, python: str
 ) -> dict[str, Any]:
     """The steps of one model, compiled together and then in turns."""
-    shapes = plans_cases.problem(name, batch_size)
+    shapes = device_models.problem(name, batch_size)
     params, batch, frozen = filled(shapes[1:])
     loss = functools.partial(with_frozen, shapes.loss)
     there = [s for s in chosen if s not in OTHERS]
@@ -104,41 +86,6 @@ def measure(
     return {"batch_size": batch_size, "steps": figures, **away}
 
 
-def repeated(name: str, size: int) -> dict[str, Any]:
-    """Whether two runs of `dpjax.dpsgd` with one key end in the same bits, and what that costs."""
-    shapes, steps = plans_cases.problem(name, size), 10
-    params, data, _ = filled(shapes[1:])
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(examples=size, batch_size=size // 2),
-        clipping=clipping.flat(BOUND),
-        noise_multiplier=1.0,
-        steps=10 * steps,
-    )
-
-    def ended() -> tuple[Any, float]:
-        algorithm = dpjax.dpsgd(shapes.loss, optax.sgd(0.1), mechanism, data)
-        assert algorithm.run is not None
-        state, _ = algorithm.run(algorithm.init(jax.random.key(SEED), params), steps)
-        began = time.perf_counter()
-        state, _ = algorithm.run(state, 9 * steps)
-        return jax.device_get(state.params), 1e3 * (time.perf_counter() - began) / (9 * steps)
-
-    def twice() -> tuple[bool, float]:
-        (one, ms), (other, _) = ended(), ended()
-        same = jax.tree.map(lambda a, b: bool((a == b).all()), one, other)
-        return all(jax.tree.leaves(same)), ms
-
-    repeats, ms = twice()
-    with mock.patch.object(in_memory, "repeatable", jax.jit):
-        by_default, default_ms = twice()
-    return {
-        "repeats": repeats,
-        "repeats_by_default": by_default,
-        "dpsgd_ms": ms,
-        "dpsgd_ms_by_default": default_ms,
-    }
-
-
 def filled(shapes: Any) -> Any:
     """Arrays of these shapes: noise, and the first few words and classes."""
     leaves, structure = jax.tree.flatten(shapes)
@@ -155,7 +102,7 @@ def filled(shapes: Any) -> Any:
 
 def with_frozen(loss: Any, frozen: Any, params: Any, example: Any) -> Any:
     """The loss of an example; of adapters, if there are frozen arrays."""
-    return (loss if frozen is None else large_cases.adapted(loss, frozen))(params, example)
+    return (loss if frozen is None else device_models.adapted(loss, frozen))(params, example)
 
 
 def contestant(step: str, loss: Any, params: Any, given: Any) -> Contestant:
@@ -224,51 +171,43 @@ def _close(ready: dict[str, Contestant]) -> None:
         made.close()
 
 
-def table(report: dict[str, Any], plan_report: dict[str, Any]) -> str:
-    """Measurements beside plans, as a table in Markdown."""
+def table(report: dict[str, Any]) -> str:
+    """The measurements as a table in Markdown."""
     rows = []
-    for model, found in report["models"].items():
-        plain = found["steps"]["plain"].get("median_ms", math.nan)
-        for step, figure in found["steps"].items():
+    for model, measured in report["models"].items():
+        plain = measured["steps"]["plain"].get("median_ms", math.nan)
+        for step, figure in measured["steps"].items():
             if "refused" in figure:
-                rows.append(f"| {model} | {step} | {figure['refused']} | | | | |")
+                rows.append(f"| {model} | {step} | {figure['refused']} | | | |")
                 continue
-            same = found["batch_size"] == plans.MODELS[model]
-            plan = planned(plan_report, report["kind"], model, step) if same else {}
-            expected = plan.get("expected_ms", plan.get("roofline_ms"))
-            held = figure.get("planned_bytes", figure.get("peak_bytes"))
+            memory = figure.get("planned_bytes", figure.get("peak_bytes"))
             cells = [
                 f"{figure['median_ms']:.3f} ({figure['median_ms'] / plain:.2f})",
-                "-" if expected is None else f"{expected:.3f}",
-                "-" if held is None else f"{held / 2**20:,.1f}",
-                *(f"{found[key]:.1e}" if step == "auto" else "" for key in ("away", "norms")),
+                "-" if memory is None else f"{memory / 2**20:,.1f}",
+                *(f"{measured[key]:.1e}" if step == "auto" else "" for key in ("away", "norms")),
             ]
             rows.append(markdown.line(model, step, *cells))
-    head = "| model | step | measured ms | planned ms | temporaries, MiB | away | norms |"
-    return markdown.table(head, rows)
+    return markdown.table("| model | step | measured ms | temporaries, MiB | away | norms |", rows)
 
 
 def main(asked: Any) -> None:
     # Before JAX looks for devices: peers on the same GPU need memory as well.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax.config.update("jax_enable_compilation_cache", False)  # nor may another run's program count
-    path = compilers.ROOT / "experiments" / "results" / "plans.json"
-    plan_report = json.loads(path.read_text()) if path.exists() else {}
     report = reporting.begin(("jax", "jaxlib", "optax"), smoke=asked.smoke)
-    kept = compilers.kept(asked.out).get("models", {})
-    report |= {"kind": jax.devices()[0].device_kind, "models": kept}
-    for name in asked.models or (["W4"] if asked.smoke else list(plans.MODELS)):
-        size = 8 if asked.smoke else asked.batch_size or plans.MODELS[name]
+    out = pathlib.Path(asked.out or "")
+    earlier = json.loads(out.read_text())["models"] if out.is_file() else {}
+    report |= {"kind": jax.devices()[0].device_kind, "models": earlier}
+    for name in asked.models or (["W4"] if asked.smoke else list(device_models.BATCH_SIZES)):
+        size = 8 if asked.smoke else asked.batch_size or device_models.BATCH_SIZES[name]
         rounds = 2 if asked.smoke else asked.rounds
-        known = [*plans.STEPS, *OTHERS]
+        known = [*device_models.STEPS, *OTHERS]
         chosen = reporting.chosen("steps", known, asked.steps, always=("plain",))
         limits = rounds, asked.seconds
         found = measure(name, chosen, size, *limits, asked.peers_python)
         report["models"][name] = found
         reporting.keep(report, asked.out)
-        found |= repeated(name, size) if name not in EXAMPLES else {}
-        reporting.keep(report, asked.out)
-    print(shown := table(report, plan_report))
+    print(shown := table(report))
     markdown.rewrite(asked.page, {"measured steps": shown})
 
 
@@ -277,7 +216,7 @@ if __name__ == "__main__":
     flags.DEFINE_list("models", None, "Which; by default all, in a smoke run W4.")
     flags.DEFINE_list("steps", None, "Which; by default all, plain always.")
     flags.DEFINE_float("seconds", 30.0, "After so long a step rests.", lower_bound=0.1)
-    flags.DEFINE_integer("batch_size", None, "Of every model; by default that of its plan.", 1)
+    flags.DEFINE_integer("batch_size", None, "Of every model; by default its own.", 1)
     flags.DEFINE_string("peers_python", str(workers.PEERS), "Interpreter with PyTorch and Opacus.")
     reporting.run(
         main,

@@ -20,10 +20,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import memory
-import reporting
 
 from dpjax import sampling
+from experiments.benchmarks import memory, reporting
 
 SAMPLERS = ("poisson", "fixed", "shuffled")
 BATCH = 4096

@@ -19,15 +19,15 @@ from typing import Any
 
 import jax
 import optax
-import reporting
 from absl import flags
-from agreement import BOUND
-from contestants import compiled
-from steps import configure, start, take_turns
-from workloads import TEXTS, WORKLOADS, Workload, problem
 
 import dpjax
 from dpjax import clipping, gradients, meshes
+from experiments.benchmarks import reporting
+from experiments.benchmarks.agreement import BOUND
+from experiments.benchmarks.contestants import compiled
+from experiments.benchmarks.steps import configure, start, take_turns
+from experiments.benchmarks.workloads import TEXTS, WORKLOADS, Workload, problem
 
 Layout = gradients.Layout
 ENCODER = TEXTS.clone(vocabulary=30_522, length=32, width=384, depth=6, heads=12)

@@ -23,11 +23,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import reporting
 from absl import flags
 
 import dpjax
 from dpjax import clipping, sampling, testing
+from experiments.benchmarks import reporting
 
 RATE = 0.01
 PARAMS = {"bias": jnp.full(4, 0.1), "kernel": jnp.full((3, 4), 0.5)}
@@ -185,7 +185,7 @@ def through_dpsgd(optimizer: Any) -> None:
     """Two steps of `dpjax.dpsgd`."""
     data = jax.random.normal(jax.random.key(1), (8, 3))
     algorithm = dpjax.dpsgd(loss, optimizer, mechanism(), data)
-    state = algorithm.init(dpjax.noise.secret_key(), PARAMS)
+    state = algorithm.init(PARAMS)
     for _ in range(2):
         state, _ = algorithm.step(state)
     if not all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(state.params)):

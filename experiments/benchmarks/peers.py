@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One contestant's training step, in a process and perhaps an environment of its own.
 
-  command   python experiments/benchmarks/peers.py CONTESTANT
+  command   python -m experiments.benchmarks.peers CONTESTANT
 
 Started by `steps`, which asks in lines of JSON: first ``{"prepare": task}``, where the task
 says workload, sizes, bound and noise, and then ``{"steps": 3}`` as often as it likes.
@@ -25,8 +25,7 @@ import sys
 import time
 from typing import Any
 
-import memory
-import workers
+from experiments.benchmarks import memory, workers
 
 MICROBATCHES = (None, 64, 16)  # of jax_privacy; None is the whole batch in one
 
@@ -36,8 +35,7 @@ def with_jax(name: str, task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     import jax
 
     jax.config.update("jax_num_cpu_devices", task["host_devices"])
-    import contestants
-    import workloads
+    from experiments.benchmarks import contestants, workloads
 
     problem = workloads.WORKLOADS[task["workload"]]._replace(batch_size=task["batch_size"])
     made = contestants.in_this_process(*workloads.problem(problem))[name]()
@@ -60,10 +58,10 @@ def watched(made: Any) -> Any:
 def with_jax_privacy(task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """jax_privacy's clipped gradient and noise, each microbatch size tried for one warm step."""
     found = versions("jax_privacy", "jax")  # first, for it says what is missing
-    import contestants
     import jax
-    import workloads
     from jax_privacy import clipping, noise_addition
+
+    from experiments.benchmarks import contestants, workloads
 
     batch_size, bound = task["batch_size"], task["bound"]
     problem = workloads.WORKLOADS[task["workload"]]._replace(batch_size=batch_size)
@@ -102,7 +100,8 @@ def with_torch(mode: str | None, task: dict[str, Any]) -> tuple[Any, dict[str, A
     """A PyTorch training step; `mode` is Opacus' way to per-example gradients, or None."""
     found = versions("torch", *(["opacus"] if mode else []))
     import torch
-    import torch_models
+
+    from experiments.benchmarks import torch_models
 
     torch.manual_seed(0)
     torch.set_num_threads(os.cpu_count() or 1)

@@ -12,16 +12,11 @@ import json
 import os
 import pathlib
 import platform
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from absl import app, flags, logging
-
-sys.path.append(str(pathlib.Path(__file__).parents[1]))
-
-from dpjax.cli.flag_checks import only_flags
 
 __all__ = ["begin", "chosen", "keep", "run"]
 
@@ -51,7 +46,8 @@ def run(
         flags.DEFINE_string("out", None, out)
 
     def started(argv: list[str]) -> None:
-        only_flags(argv)
+        if argv[1:]:
+            raise app.UsageError(f"{argv[1]!r}: expected flags alone; see --help.")
         main(flags.FLAGS)
 
     app.run(started)

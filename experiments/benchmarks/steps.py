@@ -26,12 +26,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import reporting
-import workers
 from absl import app, flags
-from agreement import held
-from contestants import PEERS, Contestant, Refused, alone, in_this_process, peer
-from workloads import SEED, WORKLOADS, problem
+
+from experiments.benchmarks import reporting, workers
+from experiments.benchmarks.agreement import held
+from experiments.benchmarks.contestants import (
+    PEERS,
+    Contestant,
+    Refused,
+    alone,
+    in_this_process,
+    peer,
+)
+from experiments.benchmarks.workloads import SEED, WORKLOADS, problem
 
 TURN = 0.1  # seconds: a contestant with shorter steps takes several in a row, after a warm one
 TIMES = "median ms     fastest - slowest  rounds   ratio  to Opacus  first s"

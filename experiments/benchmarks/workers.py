@@ -19,19 +19,20 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-HERE = pathlib.Path(__file__).parent
-PEERS = HERE.parent.parent / ".venv-peers" / "bin" / "python"
+ROOT = pathlib.Path(__file__).parents[2]
+PEERS = ROOT / ".venv-peers" / "bin" / "python"
 NOT_RUN = "peers: not run; `make bench-peers` sets them up"
 
 
 class Worker:
-    """A process of one script, asked and answered in lines of JSON; `env` is added to its own."""
+    """A process of one module, asked and answered in lines of JSON; `env` is added to its own."""
 
     def __init__(
         self, python: str | os.PathLike[str], script: str, *words: str, **env: str
     ) -> None:
         self._process = subprocess.Popen(
-            [python, HERE / script, *words],
+            [python, "-m", f"experiments.benchmarks.{script}", *words],
+            cwd=ROOT,
             env={**os.environ, **env},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -10,7 +10,6 @@
 
 The models stand in `zoo_models`. A ratio is the CPU time of `dpjax.clipped_grad` over that of JAX's
 gradient of the mean loss, both compiled, as the median over rounds in which the two alternate.
-`zoo_bounds` has programs written for the slowest models, and what no program can save.
 CPU time counts both cores and no other process. Disagreement is with ``engine="vmap"``: the length
 of the difference of the clipped sums, or of the vectors of norms, relative to the definition's.
 """
@@ -25,12 +24,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import reporting
 from absl import flags
-from zoo_models import MODELS, Case
 
 import dpjax
 from dpjax import clipping
+from experiments.benchmarks import reporting
+from experiments.benchmarks.zoo_models import MODELS, Case
 
 Run = Callable[[Any, Any], Any]
 

@@ -362,8 +362,9 @@ def lru(size: int) -> Case:
     return Case(loss, params, (draw.normal(size, 128, 8), draw.labels(size, 10)))
 
 
-def s4d_case(size: int, complex_leaves: bool) -> Case:
-    """Diagonal state-space layers, applied as long convolutions by the FFT."""
+@model(16)
+def s4d(size: int) -> Case:
+    """S4D: diagonal state-space layers, applied as long convolutions by the FFT."""
     draw, width, states, length, depth = Draw(), 32, 16, 128, 2
 
     def block() -> dict[str, Any]:
@@ -371,21 +372,14 @@ def s4d_case(size: int, complex_leaves: bool) -> Case:
         phases = jnp.pi * jnp.broadcast_to(jnp.arange(states, dtype=jnp.float32), (width, states))
         c = draw.normal(width, states, 2, scale=0.7)
         p: dict[str, Any] = {"log_step": draw.normal(width, scale=0.3) - 3.0, "d": jnp.ones(width)}
-        if complex_leaves:
-            p |= {"a": lax.complex(-jnp.exp(rates), phases), "c": lax.complex(c[..., 0], c[..., 1])}
-        else:
-            p |= {"rates": rates, "phases": phases, "c": c}
-        return p | {"out": dense(draw, width, 2 * width)}
+        return p | {"rates": rates, "phases": phases, "c": c, "out": dense(draw, width, 2 * width)}
 
     params = {"in": dense(draw, 8, width), "blocks": [block() for _ in range(depth)]}
     params["last"] = dense(draw, width, 10)
 
     def kernel(p: Any) -> Array:
-        if complex_leaves:
-            a, c = p["a"], p["c"]
-        else:
-            a = lax.complex(-jnp.exp(p["rates"]), p["phases"])
-            c = lax.complex(p["c"][..., 0], p["c"][..., 1])
+        a = lax.complex(-jnp.exp(p["rates"]), p["phases"])
+        c = lax.complex(p["c"][..., 0], p["c"][..., 1])
         step = a * jnp.exp(p["log_step"])[:, None]
         c = c * (jnp.exp(step) - 1) / a
         powers = jnp.exp(step[..., None] * jnp.arange(length))
@@ -404,18 +398,6 @@ def s4d_case(size: int, complex_leaves: bool) -> Case:
         return cross_entropy(apply(params["last"], h.mean(0)), y)
 
     return Case(loss, params, (draw.normal(size, length, 8), draw.labels(size, 10)))
-
-
-@model(16)
-def s4d(size: int) -> Case:
-    """S4D whose leaves are real."""
-    return s4d_case(size, complex_leaves=False)
-
-
-@model(16)
-def s4_with_complex_leaves(size: int) -> Case:
-    """S4D whose leaves are complex."""
-    return s4d_case(size, complex_leaves=True)
 
 
 @model(16)

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a claim of a paper holds for the rows that ran here: one rule for all claims, `RULE`.
-
-This file reads dictionaries alone and must stay fast: tables are made in tests.
-"""
+"""Whether a claim of a paper holds for the rows that ran here: one rule for all claims, `RULE`."""
 
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -38,18 +34,16 @@ class Claim(NamedTuple):
 
     Attributes:
       system: Its name in the tables.
-      rows: Patterns of the rows that speak for it; the first that has rows counts, and among its
-        rows the best mean: published figures are of searched rates too.
+      rows: The keys of the rows that speak for it; the best mean counts.
       published: The published number; "above", "below" or "level" for a comparison; "" for none;
         of a sweep, its average settings.
-      than: Patterns of the rows that it is compared with.
+      than: The keys of the rows that it is compared with.
       measure: The number of a run.
       at: The epoch whose accuracy is meant; 0 for the last.
       why: Why nothing ran, if the reason is not time.
-      pooled: Whether the best row of all patterns counts, not of the first that has rows.
-      needs: Rates, each with a pattern of its rows; without them a negative verdict stays open.
+      needs: By rate, the keys of its rows; without one of them a negative verdict stays open.
       own: Whether the comparison is of this repository, and not of the paper.
-      sweep: All rows of a sweep, whose names tell its settings, in place of ``rows``.
+      sweep: By key the settings of a sweep, in place of ``rows``.
     """
 
     system: str
@@ -59,10 +53,9 @@ class Claim(NamedTuple):
     measure: str = "accuracy"
     at: int = 0
     why: str = ""
-    pooled: bool = False
-    needs: Sequence[tuple[str, str]] = ()
+    needs: Mapping[str, Sequence[str]] = {}
     own: bool = False
-    sweep: Sequence[str] = ()
+    sweep: Mapping[str, tuple[float, ...]] = {}
 
     @property
     def lower(self) -> bool:
@@ -74,7 +67,7 @@ class Claim(NamedTuple):
         return RELATIVE * number if self.measure == "mse" else TOLERANCE
 
     def spent(self, row: str | None) -> str:
-        """By which name `systems.json` has the epsilons of a row, or of its first epochs."""
+        """By which name `epsilons.json` has the epsilons of a row, or of its first epochs."""
         return (row or "") + f", {self.at} epochs" * bool(self.at)
 
 
@@ -104,7 +97,7 @@ def judged(claim: Claim, rows: Mapping[str, Mapping[str, Any]]) -> Judged:
         verdict = f"{OPEN}: 1 seed"
     else:
         verdict = _compared(claim, ours, theirs) if comparison else _measured(claim, ours)
-    absent = [rate for rate, of in claim.needs if not any(re.fullmatch(of, name) for name in rows)]
+    absent = [rate for rate, keys in claim.needs.items() if not any(key in rows for key in keys)]
     if verdict.startswith(FAILS) and absent:
         verdict = f"{OPEN}: rate {', '.join(absent)} did not run"
     return Judged(claim, row, ours, other, theirs, verdict)
@@ -122,8 +115,7 @@ def _swept(claim: Claim, rows: Mapping[str, Mapping[str, Any]]) -> Judged:
     if any(row not in rows for row in claim.sweep):
         return Judged(claim, None, [], None, [], f"{NOT_RUN}: {claim.why}")
     means = {row: statistics.mean(_numbers(claim, rows[row])) for row in claim.sweep}
-    settings = {row: tuple(map(float, re.findall(r"=([\d.]+)", row))) for row in means}
-    ours = best_tenth({settings[row]: mean for row, mean in means.items()})
+    ours = best_tenth({claim.sweep[row]: mean for row, mean in means.items()})
     printed = map(float, str(claim.published).split(", "))
     near = all(max(a / b, b / a) <= HALF_A_STEP for a, b in zip(ours, printed, strict=True))
     verdict = HOLDS if near else FAILS
@@ -154,20 +146,14 @@ def _compared(claim: Claim, ours: list[float], theirs: list[float]) -> str:
 
 
 def _speaking(
-    claim: Claim, patterns: Sequence[str], rows: Mapping[str, Mapping[str, Any]]
+    claim: Claim, keys: Sequence[str], rows: Mapping[str, Mapping[str, Any]]
 ) -> tuple[str | None, list[float]]:
     """The row that counts, and its numbers by seed."""
-    found: dict[str, list[float]] = {}
-    for pattern in patterns:
-        if found and not claim.pooled:
-            break
-        for name, seeds in rows.items():
-            if re.fullmatch(pattern, name) and (numbers := _numbers(claim, seeds)):
-                found[name] = numbers
+    numbers = {key: _numbers(claim, rows[key]) for key in keys if key in rows}
     sign = -1 if claim.lower else 1
-    means = {row: sign * statistics.mean(numbers) for row, numbers in found.items()}
-    order = sorted(means, key=lambda row: -math.inf if math.isnan(means[row]) else means[row])
-    return (order[-1], found[order[-1]]) if order else (None, [])
+    means = {key: sign * statistics.mean(values) for key, values in numbers.items() if values}
+    order = sorted(means, key=lambda key: -math.inf if math.isnan(means[key]) else means[key])
+    return (order[-1], numbers[order[-1]]) if order else (None, [])
 
 
 def _numbers(claim: Claim, seeds: Mapping[str, Any]) -> list[float]:
@@ -176,11 +162,10 @@ def _numbers(claim: Claim, seeds: Mapping[str, Any]) -> list[float]:
         ways = [run["way"] for run in seeds.values() if len(run.get("way", ())) >= claim.at]
         return [100 * way[claim.at - 1][claim.measure] for way in ways]
     scale = _SCALE.get(claim.measure, 1)
-    found = [run[claim.measure] for run in seeds.values() if claim.measure in run]
-    return [scale * number(each) for each in found]
+    return [scale * number(run[claim.measure]) for run in seeds.values() if claim.measure in run]
 
 
-def number(found: float | None) -> float:
+def number(value: float | None) -> float:
     """A number of a result; JSON has null for the NaN of a run that diverged."""
     # Left out, the luckier seeds would decide.
-    return math.nan if found is None else found
+    return math.nan if value is None else value

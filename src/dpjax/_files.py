@@ -3,8 +3,7 @@
 
 A file is replaced whole: a reader, also after a kill, finds the new content or the old one. Its
 owner alone can read it from its first byte, unless the caller calls it public. A lock says which
-process writes. Records of one length are overwritten in place. JSON and arrays that were edited or
-cut off are refused with the file, the fault and the cure.
+process writes. JSON and arrays that were edited or cut off are refused with the file and the fault.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ import math
 import os
 import pathlib
 import secrets
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
@@ -28,7 +25,6 @@ __all__ = [
     "line_of_log",
     "lock",
     "opened_for_owner",
-    "overwrite",
     "read_arrays",
     "read_json",
     "read_log",
@@ -40,11 +36,6 @@ FIELDS = frozenset(
     ["step", "counted", "epsilon", "delta", "method", "estimate", "bound", "stop", "private"]
 )
 """What `fit` itself writes into a row of a log; `evaluate` returns the other numbers."""
-
-# The errors of zipfile and NumPy for a truncated or changed file; an AttributeError, because NumPy
-# returns a lone array, without `files`.
-_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, TypeError)
-_DAMAGED += (KeyError, AttributeError, RuntimeError)
 
 
 def replace(path: pathlib.Path, content: str | bytes, *, public: bool = False) -> None:
@@ -81,21 +72,6 @@ def replacing(path: pathlib.Path, *, public: bool = False) -> Iterator[IO[bytes]
         raise
 
 
-def overwrite(path: pathlib.Path, start: int, content: bytes) -> None:
-    """Overwrites a part of a file, and waits until it is on disk.
-
-    Where the file is long enough, most file systems do it on a full disk too.
-    """
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-    try:
-        while content:
-            written = os.pwrite(handle, content, start)
-            content, start = content[written:], start + written
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def lock(path: pathlib.Path) -> int | None:
     """The handle of a lock, or None if another process holds it; the file names its process.
 
@@ -113,45 +89,29 @@ def lock(path: pathlib.Path) -> int | None:
     return handle
 
 
-def read_arrays(path: pathlib.Path, call: str, hint: str) -> dict[str, np.ndarray]:
-    """All arrays of an ``.npz`` by name.
-
-    Args:
-      path: The file.
-      call: What reads it, which the error names.
-      hint: The usual cause of a damaged file, and the cure.
-
-    Raises:
-      ValueError: Some array cannot be read.
-    """
+def read_arrays(path: pathlib.Path, call: str, hint: str = "") -> dict[str, np.ndarray]:
+    """All arrays of an ``.npz`` by name; errors name the file and ``call``, what reads it."""
     try:
         # Pickled arrays are refused, because they can run code when they are read.
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
-    except _DAMAGED as error:
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # of zipfile, zlib and NumPy, of many kinds
         what = f"{call}: {path} is not a whole .npz file of plain arrays ({error})."
-        raise ValueError(f"{what} {hint}") from error
+        raise ValueError(f"{what} {hint}".rstrip()) from error
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-      FileNotFoundError: There is no file.
-      ValueError: It holds something else.
-    """
-    text, found, error = path.read_text(encoding="utf-8"), None, "not an object"
+    """The JSON object in a file."""
+    content, fault = path.read_bytes(), "no object"
     try:
-        found = json.loads(text)
-    except json.JSONDecodeError as fault:
-        error = str(fault)
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"{path}: expected a JSON object, got {text[:60]!r} ({error}). Usually the run was "
-            "interrupted while it wrote the file, or the file was edited. Restore it, or remove it "
-            "to read the others."
-        )
-    return found
+        value = json.loads(content)
+        if isinstance(value, dict):
+            return value
+    except ValueError as error:  # also of bytes that are no UTF-8
+        fault = str(error)
+    raise ValueError(f"{path}: expected a JSON object ({fault}). Restore or remove the file.")
 
 
 def line_of_log(row: Mapping[str, Any]) -> str:
@@ -165,20 +125,18 @@ def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
 
     Of rows of one step the last one counts. A last line that a kill cut off is no row.
     """
-    rows, lines = {}, path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows, lines = {}, path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             rows[row["step"]] = row
-            if row.get("epsilon", 0) is None:
-                row["epsilon"] = math.inf
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            if isinstance(error, json.JSONDecodeError) and number == len(lines):
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ValueError) and number == len(lines):
                 break
             raise ValueError(
-                f"{path}: line {number} of {len(lines)} is not a JSON object with a step: "
-                f"{line[:60]!r}. A kill can cut off the last line alone, so usually the file was "
-                "edited, or two runs wrote into it. Restore the line, or remove it if the rows "
-                "around it are enough."
+                f"{path}: line {number} of {len(lines)} is not a JSON object with a step. "
+                "Restore the line or remove it."
             ) from error
+        if row.get("epsilon", 0) is None:
+            row["epsilon"] = math.inf
     return [rows[step] for step in sorted(rows)]

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Argument checks: one function per question, one form for every message.
 
-A message names the call and the value, says what was expected, and ends with ``hint``: the
-usual cause and the cure.  Each function returns the argument as the plain Python type that
-the caller computes with, so NumPy and JAX scalars, and 3.0 for 3, mean the same everywhere.
+A message names the call and the value, says what was expected, and ends with ``hint``, the cure.
+Each function returns the argument as the plain Python type that the caller computes with, so NumPy
+and JAX scalars, and 3.0 for 3, mean the same everywhere.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import sys
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import jax
@@ -28,22 +29,15 @@ __all__ = [
     "whole_or_none",
 ]
 
-# How a loss has a key for each example and step.
-KEY_OF_EXAMPLE = (
-    "Make a key of what the example holds, as dpjax.losses.of shows: jax.random.fold_in("
-    "jax.random.fold_in(root, row), step), where x, y, row, step = example. The row is in the "
-    "data, (x, y, jnp.arange(len(x))), and dpsgd(per_step=lambda step: step) adds the step."
-)
-
 T = TypeVar("T")
+_FINITE = sys.float_info.max
 
 
 class Refused(ValueError):
     """A step was refused before anything was released."""
 
 
-# An error of both classes: text has a wrong type, NaN is a wrong value, and a caller may catch
-# either.
+# Text has a wrong type, NaN is a wrong value, and a caller may catch either.
 class NotANumber(TypeError, ValueError):
     """Text, an array, a boolean or NaN where a number is expected."""
 
@@ -62,15 +56,22 @@ def number(call: str, name: str, value: Any, hint: str = "") -> float:
     return float(value)
 
 
+def _limited(
+    call: str, name: str, value: Any, hint: str, expected: str, good: Callable[[float], bool]
+) -> float:
+    given = number(call, name, value, hint)
+    if not good(given):
+        raise ValueError(_message(call, name, value, expected, hint))
+    return given
+
+
 def whole(
     call: str, name: str, value: Any, hint: str = "", *, least: int = 1, most: float = math.inf
 ) -> int:
     """A whole number from ``least`` to ``most``; 3.0 is 3."""
-    found = number(call, name, value, hint)
-    if found % 1 != 0 or not least <= found <= most:
-        expected = f"a whole number, at least {least}"
-        expected += "" if most == math.inf else f" and at most {most}"
-        raise ValueError(_message(call, name, value, expected, hint))
+    expected = f"a whole number, at least {least}"
+    expected += "" if most == math.inf else f" and at most {most}"
+    _limited(call, name, value, hint, expected, lambda x: x % 1 == 0 and least <= x <= most)
     return int(value)
 
 
@@ -85,28 +86,21 @@ def not_negative(
     call: str, name: str, value: Any, hint: str = "", *, infinite: bool = True
 ) -> float:
     """A number of 0 or more; infinity is one unless ``infinite`` is False."""
-    found = number(call, name, value, hint)
-    if found < 0 or (found == math.inf and not infinite):
-        expected = "a number, 0 or more" if infinite else "a finite number, 0 or more"
-        raise ValueError(_message(call, name, value, expected, hint))
-    return found
+    expected = "a number, 0 or more" if infinite else "a finite number, 0 or more"
+    most = math.inf if infinite else _FINITE
+    return _limited(call, name, value, hint, expected, lambda x: 0 <= x <= most)
 
 
 def positive(call: str, name: str, value: Any, hint: str = "", *, infinite: bool = False) -> float:
     """A number above 0; infinity is one only if ``infinite`` is True."""
-    found = number(call, name, value, hint)
-    if found <= 0 or (found == math.inf and not infinite):
-        expected = "a number above 0" if infinite else "a finite number above 0"
-        raise ValueError(_message(call, name, value, expected, hint))
-    return found
+    expected = "a number above 0" if infinite else "a finite number above 0"
+    most = math.inf if infinite else _FINITE
+    return _limited(call, name, value, hint, expected, lambda x: 0 < x <= most)
 
 
 def fraction(call: str, name: str, value: Any, hint: str = "") -> float:
     """A number strictly between 0 and 1."""
-    found = number(call, name, value, hint)
-    if not 0 < found < 1:
-        raise ValueError(_message(call, name, value, "a number between 0 and 1", hint))
-    return found
+    return _limited(call, name, value, hint, "a number between 0 and 1", lambda x: 0 < x < 1)
 
 
 def one_of(call: str, name: str, value: Any, choices: Collection[Any], hint: str = "") -> Any:
@@ -136,24 +130,15 @@ def key(call: str, value: Any) -> Any:
     words = isinstance(value, jax.Array | np.ndarray) and value.dtype == np.uint32
     if not words and not is_typed_key(value):
         raise TypeError(
-            f"{call}(key: {type(value).__name__}): expected a key, such as "
-            "dpjax.noise.secret_key() or, to repeat a run, jax.random.key(seed). Usually a bare "
-            "seed was passed, or parameters in the place of the key."
+            f"{call}(key: {type(value).__name__}): expected a key, such as jax.random.key(seed)."
         )
     if value.ndim != (0 if is_typed_key(value) else 1):
-        raise ValueError(
-            f"{call}(key of shape {value.shape}): expected one key. Usually jax.random.split made "
-            "several: begin one run for each, [algorithm.init(key, params) for key in keys]."
-        )
+        raise ValueError(f"{call}(key of shape {value.shape}): expected one key.")
     # Folds of unsafe_rbg commute: leaf b of step 0 would have the noise of leaf a of step 1. A key
-    # of philox2x32 has 32 bits. philox4x32 and threefry4x32 hash seeds, which `trees.seeded` then
-    # cannot tell.
+    # of philox2x32 has 32 bits.
     if str(jax.random.key_impl(value)) not in ("threefry2x32", "rbg"):
         raise ValueError(
-            f"{call}(key of {jax.random.key_impl(value)}): expected a key of threefry2x32 or rbg. "
-            "Of other generators, different steps and leaves would share their noise, anyone can "
-            "try all keys, or a small seed is not recognised. Take dpjax.noise.secret_key(), or "
-            "jax.random.key(seed, impl='threefry2x32')."
+            f"{call}(key of {jax.random.key_impl(value)}): expected one of threefry2x32 or rbg."
         )
     return value
 

@@ -27,7 +27,7 @@ from dpjax.accounting.events import runs_of
 from dpjax.accounting.methods import checked_delta, checked_method
 from dpjax.accounting.rounding import upwards
 from dpjax.checks import Refused
-from dpjax.types import Key, Plan, Purpose, PyTree
+from dpjax.types import Plan, PyTree
 
 __all__ = ["Budget", "Ledger", "Refused", "admit", "affordable", "empty", "epsilon"]
 
@@ -63,8 +63,7 @@ class Budget:
         object.__setattr__(self, "delta", checked_delta("ledger.Budget", self.delta))
         if not checked_method("ledger.Budget", self.method or "rdp").proven:
             raise ValueError(
-                f"ledger.Budget(method={self.method!r}): this method is an estimate, and a budget "
-                "needs a bound. Use 'rdp' or 'pld'."
+                f"ledger.Budget(method={self.method!r}): expected a proven method, 'rdp' or 'pld'."
             )
 
 
@@ -76,11 +75,9 @@ class Ledger(NamedTuple):
     accounted: np.ndarray
     """A hash of what else is accounted, such as the sampler; zeros before the first step."""
     supplied: np.ndarray
-    """Whether the caller supplied the root key."""
+    """Whether the caller supplied the root key, and may so know the noise."""
     chosen: np.ndarray
     """How many steps plan and budget allowed where results ended the run; 0 if they never did."""
-    key: np.ndarray
-    """A hash of the root key, generator and rows of the run; zeros before the first step."""
 
     @property
     def steps(self) -> int:
@@ -93,13 +90,9 @@ class Ledger(NamedTuple):
 
 
 def empty(*, supplied: bool = False) -> Ledger:
-    """A ledger without steps.
-
-    Args:
-      supplied: Whether the caller supplied the key of the run.
-    """
-    nothing, words = (np.zeros(0, np.float64), np.zeros(0, np.int64)), np.zeros(_WORDS, np.uint32)
-    return Ledger(*nothing, words, np.array(supplied), np.array(0), words)
+    """A ledger without steps; ``supplied`` says whether the caller supplied the root key."""
+    words = np.zeros(_WORDS, np.uint32)
+    return Ledger(np.zeros(0), np.zeros(0, np.int64), words, np.array(supplied), np.array(0))
 
 
 def admit(
@@ -160,40 +153,13 @@ def ended(
     return ledger._replace(chosen=np.array(allowed))
 
 
-def keyed(ledger: Ledger, key: Key, name: str, drawn: str = "") -> Ledger:
-    """Records what a run draws from at its first step, and refuses anything else later.
-
-    Args:
-      ledger: The steps that ran so far.
-      key: The root key of the next steps.
-      name: How an error calls the function that runs them.
-      drawn: What the generator draws from a public key and the rows that it draws from, where
-        steps share a draw.
-    """
-    # With the number that the noise's stream begins with: earlier versions had another.
-    root = _words(trees.on_host(key).tobytes() + f"{Purpose.NOISE:d} {drawn}".encode())
-    if ledger.steps and not np.array_equal(ledger.key, root):
-        raise Refused(
-            f"{name}: the {ledger.steps} steps of this state ran under another root key, or drew "
-            "other numbers from it or from other rows. A step that ran could run again with other "
-            "noise, and an example be in two batches of an epoch. Usually the key of a state was "
-            "replaced to fork its run; or the rows are in another order, after a shuffle without a "
-            "seed or another listing of files, so give them in the first one; or the function of a "
-            "Stream changes examples at random, which losses.augmented does; or the version of "
-            "dpjax or JAX changed, or jax_threefry_partitionable, so go back to that. Begin "
-            "another run from its parameters, init(new_key, state.params), with "
-            "Mechanism(..., before=...)."
-        )
-    return ledger._replace(key=root, supplied=np.array(trees.seeded(key)))
-
-
 def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None = None) -> None:
     """Refuses the next steps, before they run, unless all of them fit plan and budget."""
     done, planned = len(ran(ledger, mechanism)), mechanism.steps
     if done + steps > planned:
         raise Refused(
-            f"ledger: step {done + steps} of {planned} planned steps; the epsilon that was "
-            "stated covers no more. Plan more steps in the Mechanism and account for them."
+            f"ledger: step {done + steps} of {planned} planned steps. Plan more steps in the "
+            "Mechanism, whose epsilon then covers them."
         )
     if budget is None:
         return
@@ -203,10 +169,8 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
     # An error of its own, because its cure is in the mechanism and not in fewer steps.
     if before > budget.epsilon:
         raise Refused(
-            f"ledger: epsilon is {upwards(before)} at delta={at} before the first "
-            "step, for what was released ahead of it (Mechanism's preparation and before, or a "
-            "curriculum's order, unless it is public); the "
-            f"budget is {budget.epsilon:g} ({method})."
+            f"ledger: epsilon is {upwards(before)} at delta={at} before the first step, for "
+            f"preparation, before= or a private order; the budget is {budget.epsilon:g} ({method})."
         )
     fits, reached = affordable(mechanism, budget), max(int(ledger.chosen), done + steps)
     if reached > fits:
@@ -221,8 +185,9 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
 
 
 def terms(mechanism: Plan, budget: Budget | None) -> dict[str, str]:
-    """What `require` decides by, beside ledger and steps, for processes that must decide alike."""
-    return {"the mechanism": _plan(mechanism), "the budget": repr(budget)}
+    """What `require` decides by, for processes that must decide alike."""
+    priced = f"{mechanism.accounted} {_multipliers(mechanism).tolist()}"
+    return {"the mechanism": priced, "the budget": repr(budget)}
 
 
 def require_untraced(given: PyTree, call: str) -> None:
@@ -230,10 +195,8 @@ def require_untraced(given: PyTree, call: str) -> None:
     # A traced step would be compiled into another program and run again without the ledger.
     if trees.traced(given):
         raise TypeError(
-            f"{call}: called inside a JAX transformation; expected arrays with values. Steps are "
-            "compiled already, and the ledger has to look before every one. Call it directly: "
-            "algorithm.run(state, count) takes many steps in one dispatch, and [algorithm.init("
-            "key, params) for key in keys] begins several runs."
+            f"{call}: called inside a JAX transformation, where the ledger cannot count steps. "
+            "Call it directly: algorithm.run(state, count) takes many steps in one dispatch."
         )
 
 
@@ -323,27 +286,20 @@ def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
     done = ledger.steps
     if done and not np.array_equal(ledger.accounted, _digest(mechanism)):
         raise Refused(
-            "ledger: the steps in this state ran under another mechanism: with other examples, "
-            "sampling, batch size, preparation, earlier runs or unit, so their privacy cost "
-            "differs. Usually a state was handed to an algorithm built from another mechanism; "
-            "continue it with its own. To change settings, begin a fresh state from "
-            "its params, with Mechanism(..., before=...)."
+            "ledger: the steps in this state ran under another mechanism, so their cost differs. "
+            "Begin from its parameters, init(state.params), with Mechanism(..., before=...)."
         )
     if mechanism.steps < ledger.chosen:
         raise Refused(
-            f"ledger: results ended this run when {int(ledger.chosen)} steps were allowed, so all "
-            f"of them count, and this mechanism plans {mechanism.steps}. Usually a shorter "
-            "mechanism was made to take a few more steps. Continue the state with its own "
-            "mechanism: dpjax.fit(algorithm, state, steps=...)."
+            f"ledger: results ended this run, so all {int(ledger.chosen)} steps count that were "
+            f"allowed, and this mechanism plans {mechanism.steps}. Continue with its own mechanism."
         )
     # A state that was put on a device holds its multipliers in float32.
     multipliers, held = _multipliers(mechanism)[:done], ledger.expand()
     if not np.array_equal(held, multipliers.astype(held.dtype)):
         raise Refused(
             f"ledger: the {done} steps in this state are not the first of the {mechanism.steps} "
-            "that this mechanism plans: they ran with other noise multipliers, or the plan is "
-            "shorter. Usually a state was handed to an algorithm built from another mechanism; "
-            "continue it with its own, or start a fresh state."
+            "that this mechanism plans. Continue the state with its own mechanism."
         )
     return multipliers
 
@@ -351,19 +307,8 @@ def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
 @functools.lru_cache(maxsize=128)
 def _digest(mechanism: Plan) -> np.ndarray:
     """A hash of the accounted facts beside multipliers, as words that devices keep exactly."""
-    return _words(mechanism.accounted.encode())
-
-
-def _words(content: bytes) -> np.ndarray:
-    """128 bits of a hash: no state is taken for that of another mechanism or key by chance."""
-    return np.frombuffer(hashlib.sha256(content).digest(), np.uint32)[:_WORDS]
-
-
-@functools.lru_cache(maxsize=128)
-def _plan(mechanism: Plan) -> str:
-    """A hash of all that the cost of the planned steps depends on."""
-    priced = mechanism.accounted.encode() + np.asarray(mechanism.multipliers, float).tobytes()
-    return hashlib.sha256(priced).hexdigest()
+    content = hashlib.sha256(mechanism.accounted.encode()).digest()
+    return np.frombuffer(content, np.uint32)[:_WORDS]
 
 
 @functools.lru_cache(maxsize=128)

@@ -45,32 +45,20 @@ def of(mesh: Mesh | None = None) -> Mesh | None:
     Returns:
       The mesh with automatic axes, or None for a run that `dpjax.gradients.layout` places.
     """
-    processes.require_equal_hosts()
     if mesh is None and not jax.sharding.get_abstract_mesh().empty:
         mesh = jax.sharding.get_mesh()
     if mesh is not None:
-        _require_one_mesh(mesh)
+        processes.require_equal("meshes.of", lambda: {"the mesh": _named(mesh)})
         return automatic(mesh)
     return Mesh(np.array(jax.devices()), ("data",)) if jax.process_count() > 1 else None
 
 
-def _require_one_mesh(mesh: Mesh) -> None:
-    """Refuses meshes that leave a process out or differ; each process may have one of its own."""
-    if jax.process_count() == 1:
-        return
-    reached = {device.process_index for device in mesh.devices.flat}
-    own = reached == {jax.process_index()}
+def _named(mesh: Mesh) -> str:
+    """Axes and devices; each process may have a mesh of its own, with devices of its own."""
+    own = {device.process_index for device in mesh.devices.flat} == {jax.process_index()}
+    # Programs that order devices differently wait for each other for ever.
     devices = None if own else [device.id for device in mesh.devices.flat]
-    facts = {"the mesh": [list(mesh.shape.items()), devices]}
-    # Programs that order devices differently, or that one process does not run, wait for ever.
-    processes.require_agreement("meshes.of", lambda: facts)
-    if not own and len(reached) < jax.process_count():
-        raise ValueError(
-            f"meshes.of: the mesh has devices of the processes {sorted(reached)}, and "
-            f"{jax.process_count()} processes run; expected devices of all of them, or a mesh of "
-            "its own in each. Usually jax.devices() was cut: make the mesh of all of them, or "
-            "start fewer processes."
-        )
+    return f"{list(mesh.shape.items())} {devices}"
 
 
 def automatic(mesh: Mesh) -> Mesh:
@@ -128,9 +116,8 @@ def parse(text: str) -> Mesh:
     devices = jax.devices()
     if math.prod(sizes.values()) != len(devices):
         raise ValueError(
-            f"meshes.parse(text={text!r}): it has {math.prod(sizes.values())} places, and there "
-            f"are {len(devices)} devices. On a CPU, jax.config.update('jax_num_cpu_devices', n) "
-            "makes n devices, before anything else of JAX runs."
+            f"meshes.parse(text={text!r}): it has {math.prod(sizes.values())} places for "
+            f"{len(devices)} devices. On a CPU, set jax_num_cpu_devices before JAX runs."
         )
     return Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes))
 
@@ -197,10 +184,6 @@ def committed(name: str, **parts: PyTree) -> tuple[Any, ...]:
     """The devices to which arrays are committed, if any; refuses arrays on different ones.
 
     JAX moves all other arrays to them. A traced array is on no device yet.
-
-    Args:
-      name: The function that received the arrays.
-      **parts: Trees of arrays, by the names that the error gives them.
     """
     places: dict[tuple[Any, ...], str] = {}
     for part, tree in parts.items():
@@ -210,10 +193,8 @@ def committed(name: str, **parts: PyTree) -> tuple[Any, ...]:
     if len(places) > 1:
         where = ", ".join(f"{part} on {[d.id for d in on]}" for on, part in places.items())
         raise ValueError(
-            f"{name}: not all arrays are on the same devices: {where}. Usually parameters were put "
-            "on a mesh, and key or data on one device: put them on the mesh too, with "
-            "jax.device_put(key, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())), "
-            "or give data as NumPy arrays, which JAX moves to the parameters."
+            f"{name}: not all arrays are on the same devices: {where}. Give data as NumPy arrays, "
+            "which JAX moves to the parameters."
         )
     return next(iter(places), ())
 
@@ -258,7 +239,7 @@ def put(leaf: Any, sharding: Sharding) -> Any:
     ours = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
     if ours and not sharding.is_fully_addressable:
         # Each process has the whole array and keeps what its devices hold.
-        # `processes.require_agreement` compares the arrays of all processes.
+        # `processes.require_equal` compares them once a run.
         array = np.asarray(leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf))
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
     return jax.device_put(leaf, sharding)

@@ -27,7 +27,6 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Integer
 
 from dpjax import checks
-from dpjax._foreign import native
 
 __all__ = [
     "Reliability",
@@ -250,33 +249,24 @@ def _wide(logits: Array) -> Array:
 
 def _batch(name: str, logits: Any, labels: Any) -> tuple[Array, Array]:
     """Logits and labels as JAX arrays; raises unless they belong to one batch."""
-    logits, labels = (
-        x if isinstance(x, jax.Array) else native(x, f"metrics.{name}: {called}")
-        for called, x in (("logits", logits), ("labels", labels))
-    )
+    logits = jnp.asarray(logits)
+    # NumPy's first: JAX would take the last 32 bits of a label, and then find it in range.
+    labels = labels if isinstance(labels, jax.Array) else np.asarray(labels)
     if labels.ndim == 2 and labels.shape[1] == 1:  # a column: argmax would make class 0 of each
         labels = labels[:, 0]
     whole = jnp.issubdtype(labels.dtype, jnp.integer)
-    if jnp.iscomplexobj(logits):
-        raise ValueError(
-            f"metrics.{name}: got logits of type {logits.dtype}; expected real numbers, one score "
-            "for each class."
-        )
     if logits.ndim != 2 or labels.shape != logits.shape[:1] or not labels.size or not whole:
         raise ValueError(
-            f"metrics.{name}: got logits of shape {logits.shape} and labels of shape "
-            f"{labels.shape} and type {labels.dtype}; expected [batch, classes] and [batch], with "
-            "at least one example. Labels are whole numbers: for one-hot rows, pass "
-            "labels.argmax(-1)."
+            f"metrics.{name}: got logits {list(logits.shape)} and labels {labels.dtype}"
+            f"{list(labels.shape)}; expected [batch, classes] and whole numbers [batch]. For "
+            "one-hot rows, pass labels.argmax(-1)."
         )
     # Inside jit the labels have no values yet, so only shapes and dtypes are checked there.
-    if isinstance(labels, Tracer):
-        return jnp.asarray(logits), labels
-    seen = np.asarray(labels)  # a JAX comparison would be traced inside jit
-    if seen.min() < 0 or seen.max() >= logits.shape[-1]:
-        raise ValueError(
-            f"metrics.{name}: got labels from {seen.min()} to {seen.max()} for logits of "
-            f"{logits.shape[-1]} classes; classes are counted from 0. For labels from 1 on, pass "
-            "labels - 1. Otherwise, model and data set do not belong together."
-        )
-    return jnp.asarray(logits), jnp.asarray(labels)
+    if not isinstance(labels, Tracer):
+        values = np.asarray(labels)  # a JAX comparison would be traced inside jit
+        if values.min() < 0 or values.max() >= logits.shape[-1]:
+            raise ValueError(
+                f"metrics.{name}: got labels from {values.min()} to {values.max()} for logits of "
+                f"{logits.shape[-1]} classes; classes are counted from 0."
+            )
+    return logits, jnp.asarray(labels)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ import optax
 
 from dpjax import accounting, checks, clipping, trees
 from dpjax.gradients import ENGINES, clipped_grad
-from dpjax.noise.measured import Measurement, measured
-from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
+from dpjax.noise import GaussianState
+from dpjax.types import ClippedSum, Clipping, Limits, LossFn, NoiseMultiplier, PyTree, Sum
 
 __all__ = [
     "LawBroken",
@@ -36,6 +36,18 @@ __all__ = [
 
 class LawBroken(AssertionError):
     """A measurement contradicts a guarantee."""
+
+
+class Measurement(NamedTuple):
+    """What the noise of one step of a link meets."""
+
+    total: PyTree
+    deviations: list[Any]
+    """The standard deviation of the noise on the sum, for each of its leaves."""
+    multiplier: NoiseMultiplier
+    """The multiplier that is accounted, as the link received it."""
+    strategy: Any
+    """How the noise is correlated over the steps; None for white noise."""
 
 
 def influence(rule: Clipping, gradients: PyTree) -> float:
@@ -158,17 +170,16 @@ def assert_noise(
 
     | mistake in the chain | measured deviation |
     |---|---|
-    | no noise link, or a multiplier of 0 | 0 |
+    | a multiplier of 0 | 0 |
     | a leaf without noise, as behind `optax.masked` around the link | 0 of that leaf |
     | another scale behind the noise, such as `optax.scale` | scaled by the same factor |
     | noise for another bound or batch size | scaled by the same factor |
     | `optax.apply_every` behind the noise | 0 |
-    | a second noise link | refused by the link |
+    | no noise link, a second one, or another link before it | refused |
 
-    It does not find two runs with equal keys, a wrong deviation in later steps, or a link before
-    the noise, such as `optax.scale` or `optax.apply_every`: zeros stay zeros. If the chain divides
-    by the expected batch size or multiplies by a learning rate, so must ``deviation``. Groups whose
-    multipliers give their noise other deviations are refused.
+    It does not find two runs with equal keys, or a wrong deviation in later steps. If the chain
+    divides by the expected batch size or multiplies by a learning rate, so must ``deviation``.
+    Groups whose multipliers give their noise other deviations are refused.
 
     Args:
       link: The link or chain.
@@ -178,15 +189,17 @@ def assert_noise(
 
     Example:
       >>> from dpjax import noise
-      >>> link = noise.gaussian(2.0, clipping.flat(3.0), key=jax.random.key(0))
+      >>> link = noise.gaussian(2.0, clipping.flat(3.0))
       >>> assert_noise(link, jnp.zeros(1_000_000), deviation=6.0)
     """
     # On zeros the output is noise alone, so no gradient blurs the measurement.
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    zeros = Sum(jax.tree.map(jnp.zeros_like, params), _Every((), None, ()))
     try:
         noise, _ = link.update(zeros, link.init(params), params)
-    except ValueError as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise LawBroken(f"the chain refuses to run: {error}") from error
+    if isinstance(noise, Sum):
+        raise LawBroken("the chain adds no noise: a clipped sum comes out.")
     from scipy.stats import chi2
 
     measured = [("", float(np.std(_vector(noise))), 1 - tolerance, 1 + tolerance)]
@@ -240,7 +253,7 @@ def assert_private(
 
     Args:
       chain: From per-example gradients ``(batch, ...)`` to updates, such as
-        ``optax.chain(mechanism.private(key), optax.adam(1e-3))``.
+        ``optax.chain(mechanism.private(), optax.adam(1e-3))``.
       params: Parameters.
       canary: The gradient of the example, without batch axis; by default far longer than any bound.
         A rule that drops long gradients needs one that just reaches its bound.
@@ -250,7 +263,7 @@ def assert_private(
     Example:
       >>> import dpjax
       >>> rule = dpjax.clipping.flat(1.0)
-      >>> link = dpjax.noise.gaussian(1.3, rule, key=jax.random.key(0))
+      >>> link = dpjax.noise.gaussian(1.3, rule)
       >>> chain = optax.chain(dpjax.clip_and_sum(rule), link, optax.scale_by_adam())
       >>> assert_private(chain, {"w": jnp.zeros(5)})
     """
@@ -293,6 +306,16 @@ def assert_private(
             )
 
 
+class _Every(Limits):
+    """The limits of the sum over no examples: it is a clipped sum of every rule."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Limits)
+
+    def __hash__(self) -> int:
+        return 0
+
+
 def _ratios(with_it: Sequence[Measurement], without: Sequence[Measurement]) -> Iterator[float]:
     """At each step, how far an example moves the release, over what the multiplier says."""
     for step, (one, other) in enumerate(zip(with_it, without, strict=True)):
@@ -310,7 +333,7 @@ def _ratios(with_it: Sequence[Measurement], without: Sequence[Measurement]) -> I
 
 def _multiplier(one: Measurement, step: int) -> float:
     """The one multiplier that is accounted for the noise of this step."""
-    given = one.noise_multiplier
+    given = one.multiplier
     # The type of step that a link passes: a schedule may cast it.
     return accounting.effective_multiplier(given(jnp.int32(step)) if callable(given) else given)
 
@@ -331,14 +354,31 @@ def _runs(
       batches: The gradients of the examples, for each step.
       instead: For each step, what meets the noise in the place of the chain's own.
     """
-    with measured(instead) as found:
-        try:
-            state, updates = begin(), list[PyTree]()
-            for batch in batches:
-                update, state = chain.update(batch, state, params)
-                updates.append(update)
-        except (AttributeError, TypeError, ValueError) as error:
-            raise LawBroken(f"the chain refuses to run: {error}") from error
+    found, left = list[Measurement](), iter(instead)
+
+    class Measured(GaussianState):
+        """The state of a noise link, which records and exchanges what its noise meets."""
+
+        def meeting(
+            self, clipped: Sum, deviations: Sequence[Any], multiplier: Any, strategy: Any
+        ) -> PyTree:
+            each = [deviations[group] for group in clipped.rule.groups]
+            found.append(Measurement(clipped.value, each, multiplier, strategy))
+            return next(left, found[-1]).total
+
+    def measured(node: Any) -> Any:
+        return Measured(*node) if isinstance(node, GaussianState) else node
+
+    update_with = optax.with_extra_args_support(chain).update
+    try:
+        state = jax.tree.map(measured, begin(), is_leaf=lambda x: isinstance(x, GaussianState))
+        updates = list[PyTree]()
+        for batch in batches:
+            mask = np.ones(trees.leading_size(batch), bool)
+            update, state = update_with(batch, state, params, mask=mask)
+            updates.append(update)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise LawBroken(f"the chain refuses to run: {error}") from error
     if len(found) != len(batches):
         raise LawBroken(
             f"the chain added noise {len(found)} times in {len(batches)} steps; expected once a "

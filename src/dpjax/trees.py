@@ -21,7 +21,6 @@ from urllib.parse import quote
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Shaped
@@ -313,32 +312,6 @@ def mappable(key: Key) -> Key:
         return key
     words = jax.random.bits(key, (2,), jnp.uint32)
     return jax.random.wrap_key_data(words, impl="threefry2x32")
-
-
-def seeded(key: Key) -> bool:
-    """Whether a root key is that of a small seed, such as ``jax.random.key(42)``.
-
-    Anyone can try all seeds below 2^32 and subtract the noise. Of the keys that
-    `dpjax.noise.secret_key` draws, one in 2^32 is mistaken for such a key.
-    """
-    # JAX puts a seed below 2^32 behind a zero word; the generator rbg repeats both words.
-    return not on_host(key).reshape(-1)[0]
-
-
-def warn_of_seed(key: Key, where: str) -> bool:
-    """Warns of a root key that is that of a small seed, and returns whether it is.
-
-    Args:
-      key: A key without noise of its own yet; a traced one cannot be read.
-      where: The call that was given it.
-    """
-    if small := not isinstance(key, Tracer) and seeded(key):
-        logging.warning(
-            "%s: the key is that of a seed below 2^32. Anyone can try all of these seeds and "
-            "subtract the noise. For what is released, use dpjax.noise.secret_key().",
-            where,
-        )
-    return small
 
 
 def random_like(

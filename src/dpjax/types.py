@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shapes that flow between the rooms of dpjax, and the glossary.
+"""The shapes that flow between the packages of dpjax, and the glossary.
 
-All rooms that clip, sample, add noise or run a step share them. `Clipping` says how much one
-example may move a sum and holds every rule to that, `ClippedSum` is the sum before any noise,
-`Sampler` says which examples a step sees and what that is worth, `State` is what the next step
-needs, and `Algorithm` is anything that runs.
+`Clipping` says how much one example may move a sum and holds every rule to that, `ClippedSum` is
+the sum before any noise, `Sum` is the form of it that noise links alone can take, `Sampler` says
+which examples a step sees and what that is worth, `State` is what the next step needs, and
+`Algorithm` is anything that runs.
 
 Glossary. *bound*: largest L2 norm that one example may contribute, per group. *sensitivity*: how
 far the sum moves when one example joins or leaves. *noise_multiplier*: standard deviation of the
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from dpjax import checks
 from dpjax._display import short, table, veiled
@@ -38,6 +38,7 @@ __all__ = [
     "Clipping",
     "Draw",
     "Key",
+    "Limits",
     "LossFn",
     "Neighbours",
     "NoiseMultiplier",
@@ -48,6 +49,7 @@ __all__ = [
     "Sampler",
     "Schedule",
     "State",
+    "Sum",
 ]
 
 PyTree: TypeAlias = Any
@@ -61,10 +63,9 @@ NoiseMultiplier: TypeAlias = float | Schedule | Sequence[float]
 # far less than this to a norm.
 _LEAST = 1e-12
 
-_BOUND = (
-    "It is the most that one example can move the sum. Usually a flag was read as text, or two "
-    "arguments were exchanged."
-)
+_BOUND = "It is the most that one example can move the sum."
+
+_NOISE_NEXT = "the noise comes next, before any other link"
 
 _SHOWN = 8  # groups of a rule that a notebook shows
 
@@ -115,9 +116,8 @@ class Partition:
       names: One word per group.
       assign: Maps a tree of shapes to the group number of each of its leaves, in the order of
         ``jax.tree.leaves``. The tree is that of the parameters, with a `jax.ShapeDtypeStruct` of
-        float32 in place of each leaf: neither batch axis, values nor dtypes decide. A number that
-        names no group raises, because such a leaf would be in no norm, and not clipped. A group
-        without leaves raises too: it would have noise for nothing.
+        float32 in place of each leaf: neither batch axis, values nor dtypes decide. Every leaf
+        needs a group, and every group a leaf.
     """
 
     names: tuple[str, ...]
@@ -127,7 +127,6 @@ class Partition:
         """Holds the partition to its own names from here on."""
         object.__setattr__(self, "names", tuple(self.names))  # the ledger hashes mechanisms
         assign = self.assign.assign if isinstance(self.assign, _Assigned) else self.assign
-        # Wrapped here and not where it is used: no caller can forget the check.
         object.__setattr__(self, "assign", _Assigned(assign, self.names))
 
     def __repr__(self) -> str:
@@ -147,27 +146,15 @@ class _Assigned:
     names: tuple[str, ...]
 
     def __call__(self, tree: PyTree) -> tuple[int, ...]:
-        if not (leaves := len(jax.tree.leaves(tree))):
-            raise ValueError(
-                "Partition.assign: there are no parameters; expected a tree with one leaf at "
-                "least. Usually the model was not initialised, or all of it is frozen."
-            )
         # One dtype for all: gradients may be bfloat16 where their sum is float32, and a partition
         # by dtype would clip a leaf by one group and give it the noise of another.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32), tree)
-        groups = tuple(self.assign(shapes))
-        if len(groups) != leaves or not set(groups) <= set(range(len(self.names))):
+        groups, leaves = tuple(self.assign(shapes)), len(jax.tree.leaves(tree))
+        # A leaf in no group would be in no norm; a group without leaves has noise for nothing.
+        if len(groups) != leaves or set(groups) != set(range(len(self.names))):
             raise ValueError(
-                f"Partition.assign: {reprlib.repr(groups)} for {leaves} leaves; expected for each "
-                f"of them a number from 0 to {len(self.names) - 1}, that of a name in "
-                f"{reprlib.repr(self.names)}. Usually groups were counted from 1, or the partition "
-                "was made for another model."
-            )
-        if empty := [name for group, name in enumerate(self.names) if group not in groups]:
-            raise ValueError(
-                f"Partition.assign: no leaf is in {reprlib.repr(empty)}; expected one at least in "
-                "each group. Usually the partition was made for another model, or it reads dtypes: "
-                "it is given shapes in float32 alone. Assign leaves by name or by shape."
+                f"Partition.assign: {reprlib.repr(groups)} for {leaves} leaves and the groups "
+                f"{reprlib.repr(self.names)}; every leaf needs a group, and every group a leaf."
             )
         return tuple(map(int, groups))
 
@@ -225,31 +212,30 @@ class Clipping:
         object.__setattr__(self, "bounds", bounds)
         if len(bounds) != self.partition.size:
             raise ValueError(
-                f"{call}: {len(bounds)} bounds were given for "
-                f"{self.partition.size} groups ({', '.join(self.partition.names)}); "
-                "every group needs exactly one bound. Usually the partition was built "
-                "for another model: print partition.names."
+                f"{call}: {len(bounds)} bounds for {self.partition.size} groups "
+                f"({', '.join(self.partition.names)}); every group needs exactly one bound."
             )
         if self.projections is not None and self.partition.size != 1:
             raise ValueError(
-                f"{call}(projections={self.projections}): what is estimated is the norm of "
-                f"the whole gradient, and this rule has {self.partition.size} groups. Use "
-                "clipping.jl, or know the norms: projections=None."
+                f"{call}(projections={self.projections}): expected one group, not "
+                f"{self.partition.size}; the norm of the whole gradient is estimated."
             )
-        for bound in bounds:
-            if 0 < bound < _LEAST:
-                raise ValueError(
-                    f"{call}(bound={bound}): expected at least {_LEAST:g}, or 0. Entries of a "
-                    "gradient below about 1e-19 square to 0 in float32, so norms near such a bound "
-                    "would read as 0 and slip past it. Multiply the loss by a constant instead."
-                )
+        if any(0 < bound < _LEAST for bound in bounds):
+            raise ValueError(
+                f"{call}(bound={min(bounds)}): expected 0 or at least {_LEAST:g}; shorter norms "
+                "underflow in float32. Multiply the loss by a constant instead."
+            )
         # `dataclasses.replace` hands the held wish over: unwrap it, or bounds that were replaced
         # would not hold.
         wish = self.factors.wish if isinstance(self.factors, _Held) else self.factors
-        object.__setattr__(self, "factors", _Held(bounds, wish, call))
+        object.__setattr__(self, "factors", _Held(bounds, wish))
 
     def __repr__(self) -> str:
         return short(self, "name", "bounds")
+
+    def limits(self, tree: PyTree) -> Limits:
+        """What this rule holds one example's part of a tree of parameters or sums to."""
+        return Limits(self.bounds, self.projections, self.partition.assign(tree))
 
     def _repr_html_(self) -> str:
         named = zip(self.partition.names, self.bounds, strict=True)
@@ -276,7 +262,6 @@ class _Held:
 
     bounds: tuple[float, ...]
     wish: Callable[[Array], Array]
-    call: str
 
     def __call__(self, norms: Float[Array, "batch groups"]) -> Float[Array, "batch groups"]:
         # The guarantee: factor times norm is at most the bound. The last line holds wishes to it.
@@ -288,22 +273,50 @@ class _Held:
         return jnp.where(finite & ~jnp.isnan(wished), jnp.clip(wished, 0, limit), 0)
 
     def _alone(self, norms: Float[Array, " groups"]) -> Float[Array, " groups"]:
-        wished = jnp.asarray(self.wish(norms[None]))
-        try:
-            return jnp.broadcast_to(wished, (1, *norms.shape))[0]
-        except ValueError as error:
-            raise ValueError(
-                f"{self.call}: factors turned norms of shape {(1, *norms.shape)} into "
-                f"{wished.shape}; expected a factor for each example and group, the same shape. "
-                "Usually an axis was lost or gained on the way: sum with keepdims=True."
-            ) from error
+        return jnp.broadcast_to(self.wish(norms[None]), (1, *norms.shape))[0]
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Limits:
+    """What the noise of a clipped sum follows from: equal for rules that bound sums alike.
+
+    `Clipping.limits` makes it. Rules hold functions, which do not compare; this does.
+    """
+
+    bounds: tuple[float, ...]
+    projections: int | None
+    """Estimated norms cost more, whatever the bounds are."""
+    groups: tuple[int, ...]
+    """The group of each leaf."""
+
+
+class Sum:
+    """A clipped sum on its way to the noise: a noise link takes it, and nothing else can.
+
+    It is no pytree and has no arithmetic, so a link between clipping and noise (a scale, momentum,
+    a mask) fails instead of changing what one example can move.
+    """
+
+    __slots__ = ("rule", "value")
+
+    def __init__(self, value: PyTree, rule: Limits) -> None:
+        """Holds the sum and the limits of the rule that clipped it."""
+        self.value, self.rule = value, rule
+
+    def __repr__(self) -> str:
+        return f"<a clipped sum: {_NOISE_NEXT}>"
+
+    # Not only missing methods: `optax.inject_hyperparams` asks leaves for their dtype.
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a clipped sum has no {name}: {_NOISE_NEXT}")
 
 
 class ClippedSum(NamedTuple):
     """The clipped sum of a batch's gradients, **before** any noise.
 
-    Give a noise link the `ClippedSum` itself, or its value inside the function that computed it.
-    A link refuses one whose value was changed, by `jax.tree.map` for instance; copies are accepted.
+    A noise link takes `ClippedSum.sum`. A loop over microbatches carries `ClippedSum.total`, from
+    `dpjax.clipping.empty_sum` on, and gives it to ``clipped(..., start=total)``.
 
     Privacy: none of these fields is private yet.  Only what `dpjax.noise` returns may
     be released.
@@ -319,15 +332,44 @@ class ClippedSum(NamedTuple):
     """What each group of each example was scaled by; 0 for padding."""
     aux: PyTree = None
     """Whatever else the loss returned, stacked over the batch."""
+    rule: Limits | None = None
+    """What the value was clipped to; static under `jax.jit`."""
+
+    @property
+    def sum(self) -> Sum:
+        """The value as noise links take it."""
+        if self.rule is None:
+            raise ValueError("ClippedSum.sum: no rule clipped this value.")
+        return Sum(self.value, self.rule)
+
+    @property
+    def total(self) -> ClippedSum:
+        """The value and its rule alone, for the carry of a loop: no entry for each example."""
+        return self._replace(losses=None, norms=None, factors=None, aux=None)
 
 
 class Draw(NamedTuple):
-    """The examples of one step: the first ``size`` of ``indices``."""
+    """The examples of one step, and padding behind them.
+
+    Padding repeats no fixed example: it is made of other examples, or of drawn ones once more. An
+    index without its mask is worth nothing.
+    """
 
     # Pairs of words, high and low, for data sets of more than 2^31 - 1 examples: JAX has no int64
     # by default.
     indices: Int[Array, " capacity"] | UInt[Array, "capacity 2"]
-    size: Int[Array, ""]
+    mask: Bool[Array, " capacity"]
+    """True for the drawn examples, which come first."""
+
+    @property
+    def size(self) -> Int[Array, ""]:
+        """How many examples were drawn; private."""
+        return jnp.sum(self.mask, dtype=jnp.int32)
+
+    def on_host(self) -> np.ndarray:
+        """All indices, those of the padding too, as int64 on the host."""
+        indices = np.asarray(self.indices).astype(np.int64)
+        return indices if indices.ndim == 1 else (indices[:, 0] << 32) | indices[:, 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +380,7 @@ class Sampler:
       name: How reports call it.
       examples: The number of examples in the data set; public.
       batch_size: The expected size of a batch; public; what sums are divided by.
-      capacity: The largest size that a draw can have.
+      capacity: The largest size that a draw can have: the number of its indices.
       draw: ``(key, step) -> Draw``; a pure function, so that any step of any run can be
         drawn again without the steps before it. Its random numbers follow from
         ``trees.step_key(key, Purpose.SAMPLING, step)``, whose stream the noise does not share.
@@ -352,10 +394,14 @@ class Sampler:
         over the examples an attacker can confirm a guess.
       participation: From a number of steps to the `dpjax.strategies.Participation` of an example
         in them, for correlated noise; None if it can be in any of them.
-      independent: Whether each step draws on its own. Otherwise a run keeps its generator and
-        the order of its rows.
+      independent: Whether each step draws on its own, so that a resumed run draws with a new key.
+        Otherwise a run keeps its key, its generator and the order of its rows.
+      coins: Whether a step draws with two keys, ``draw(key, step, coins)``: a run keeps the numbers
+        of the first, and draws those of the second with a new key at each start.
       random_bins: Whether each example has one batch of an epoch, drawn uniformly once for the run
         and independently of all others. Correlated noise then counts that the batch is unknown.
+      padded: Whether a draw may hold fewer examples than its capacity. Then `Mechanism.private`
+        takes no gradients without their mask.
     """
 
     name: str
@@ -370,10 +416,39 @@ class Sampler:
     fingerprint: str | None = None
     participation: Callable[[int], Any] | None = None
     independent: bool = False
+    coins: bool = False
     random_bins: bool = False
+    padded: bool = True
 
     def __repr__(self) -> str:
         return short(self, "name", "examples", "batch_size")
+
+    def batch(
+        self, data: PyTree, key: Key, step: Any, multiple: int = 64
+    ) -> tuple[PyTree, Bool[np.ndarray, " rows"]]:
+        """The rows that a step draws, and their mask, on the host; for a loop of one's own.
+
+        Args:
+          data: Arrays with one row per example.
+          key: The key of the draws.
+          step: The number of the step.
+          multiple: The rows are padded to a multiple of it, so that a jitted step sees few shapes.
+
+        Returns:
+          Rows and mask. A row where the mask is False is padding, which must not count.
+
+        Example:
+          >>> import dpjax
+          >>> sampler, key = dpjax.sampling.poisson(1000, batch_size=20), jax.random.key(0)
+          >>> rows, mask = sampler.batch(np.arange(1000), key, step=0)
+          >>> rows.shape, int(mask.sum()) == int(sampler.draw(key, 0).size)
+          ((64,), True)
+        """
+        draw = self.draw(key, step)
+        # One multiple at least: an empty draw is a step too.
+        count = min(self.capacity, -(-max(int(draw.size), 1) // multiple) * multiple)
+        indices = draw.on_host()[:count]
+        return jax.tree.map(lambda x: np.asarray(x[indices]), data), np.asarray(draw.mask)[:count]
 
     def _repr_html_(self) -> str:
         rows = {
@@ -383,6 +458,10 @@ class Sampler:
             "claim": self.claim,
         }
         return table(f"Sampler: {self.name}", rows.items())
+
+    def drawn(self, key: Key, noise_key: Key, step: Any) -> Draw:
+        """The draw of a step of a run with these two keys; see `State`."""
+        return self.draw(key, step, noise_key) if self.coins else self.draw(key, step)
 
     @property
     def sampling_rate(self) -> float:
@@ -401,8 +480,8 @@ class Sampler:
 class State(NamedTuple):
     """What the next step of an algorithm needs.
 
-    Privacy: ``params`` may be released, and so may anything computed from them. ``key`` and
-    ``memory`` may not: with either, noise can be subtracted.
+    Privacy: ``params`` may be released, and so may anything computed from them. The keys and
+    ``memory`` may not: with them, batches are known, or noise can be subtracted.
     """
 
     params: PyTree
@@ -412,16 +491,18 @@ class State(NamedTuple):
     bound_scale: Float[Array, ""]
     """The factor on the rule's bounds that an adapted bound has reached; 1 without one."""
     key: Key
-    """The root of all randomness of the run."""
+    """The root of the draws, and of what a loss draws for its examples."""
+    noise_key: Key
+    """The root of the noise. `dpjax.fit` renews it at each start, unless the caller supplied it."""
     step: Int[Array, ""]
-    """How many steps ran: the number of the next one. Draw and noise follow from key and step."""
+    """How many steps ran: the number of the next one. Draw and noise follow from keys and step."""
     ledger: Any
     """The `dpjax.ledger.Ledger` of what was spent; `dpjax.dpsgd` holds it to ``step``."""
     memory: PyTree = ()
     """What correlated noise remembers of earlier steps; empty for white noise."""
 
     def __repr__(self) -> str:
-        return veiled(self, "key", "memory")
+        return veiled(self, "key", "noise_key", "memory")
 
 
 class Plan(Protocol):
@@ -471,7 +552,7 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Anything that runs: ``state = init(key, params)``; ``state, info = step(state)``.
+    """Anything that runs: ``state = init(params)``; ``state, info = step(state)``.
 
     Privacy:
       ``state.params`` is after the noise and may be released.  ``info`` is computed
@@ -480,7 +561,9 @@ class Algorithm:
     It unpacks: ``init, step = dpjax.dpsgd(...)``.
     """
 
-    init: Callable[[Key, PyTree], Any]
+    init: Callable[..., Any]
+    """``init(params, key=None)``. Without a key the operating system's randomness makes one; with
+    a key the run can be repeated, and its epsilon holds against those who do not know the key."""
     step: Callable[[Any], tuple[Any, Any]]
     """``step(state) -> (state, info)``; for `dpjax.fit`, ``info`` is a NamedTuple of arrays."""
     mechanism: Plan | None = None
@@ -491,11 +574,7 @@ class Algorithm:
     """``run(state, count)``: several steps in one dispatch, which *uses up* the state it is
     given; infos are stacked.  Without it `dpjax.fit` takes one step at a time."""
     identity: Callable[[Any], Mapping[str, Any]] = lambda state: {}
-    """From a state to what its run is, as JSON has it: different runs share no folder.
-
-    ``program``, the hash of what a step computes, is compared between runs of equal
-    ``numerics``, and its entry ``functions``, of loss and optimizer, also on other devices; see
-    `dpjax.training.run_identity`."""
+    """From a state to what its run is, as JSON has it: different runs share no folder."""
     released: Callable[[Any], Mapping[str, Any]] = lambda state: {}
     """What of a state is released beside its params, and worth a place in the log."""
 

@@ -80,10 +80,10 @@ def curve(event: AllocatedGaussianDpEvent) -> np.ndarray:
 
 def known_bins(parts: Parts) -> Parts:
     """The parts as if every bin were known: plain Gaussians, which cost no less."""
-    rest, precisions = {}, [parts.precision]
-    for text, (event, count) in parts.foreign.items():
+    others, precisions = [], [parts.precision]
+    for event, count in parts.foreign:
         if isinstance(event, AllocatedGaussianDpEvent):
             precisions.append(count / squared(event.noise_multiplier))
         else:
-            rest[text] = event, count
-    return parts._replace(foreign=rest, precision=math.fsum(precisions))
+            others.append((event, count))
+    return parts._replace(foreign=tuple(others), precision=math.fsum(precisions))

@@ -45,13 +45,12 @@ def _signal(parts: Parts, neighbours: str) -> float:
     """``mu^2 = sum q^2 (exp(1/z^2) - 1)`` over sampled steps, and ``1/z^2`` over unsampled ones."""
     if parts.foreign:
         raise ValueError(
-            "accounting: method 'gdp' knows Gaussians only; this event holds "
-            f"{', '.join(parts.foreign)}. Use 'pld'."
+            f"accounting: method 'gdp' knows Gaussians only; the event holds {parts.named}. "
+            "Use 'pld'."
         )
     if neighbours == "replace-one" and parts.sampled:
         raise ValueError(
-            "accounting: method 'gdp' estimates Poisson sampling for 'add-or-remove' and "
-            "'zero-out' only. For 'replace-one' use 'pld'."
+            "accounting: method 'gdp' does not know Poisson sampling with 'replace-one'. Use 'pld'."
         )
     # Replace-one doubles the signal, and signals enter squared.
     squares = [parts.precision * (4 if neighbours == "replace-one" else 1)]

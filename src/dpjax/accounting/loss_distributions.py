@@ -8,11 +8,10 @@ answer of a distribution is added to it (`error`). Many distinct steps are round
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-from dp_accounting.pld import privacy_loss_distribution
+from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from numpy.typing import ArrayLike
 
@@ -37,9 +36,12 @@ def one_step(
     )
 
 
-def proven(epsilon: Callable[[float], Any], delta: Callable[[float], Any], parts: Parts) -> Profile:
-    """What a distribution proves; its own answers suppose exact arithmetic."""
+def proven(loss: PrivacyLossDistribution | PLDAccountant, parts: Parts) -> Profile:
+    """What a distribution, or an accountant, proves; its own answers suppose exact arithmetic."""
     off = error(parts)
+    by_accountant = isinstance(loss, PLDAccountant)
+    epsilon = loss.get_epsilon if by_accountant else loss.get_epsilon_for_delta
+    delta = loss.get_delta if by_accountant else loss.get_delta_for_epsilon
     return Profile(
         lambda given: float(epsilon(given - off)) if given > off else math.inf,
         lambda given: float(delta(given)) + off,
@@ -66,7 +68,7 @@ def error(parts: Parts) -> float:
       >>> f"{error(split(subsampled_gaussian(1.0, 0.01, 100_000))):.1e}"
       '4.4e-11'
     """
-    counts = [count for _, count in parts.foreign.values()] + [1] * (parts.precision > 0)
+    counts = [count for _, count in parts.foreign] + [1] * (parts.precision > 0)
     distinct = len(counts) + len(parts.sampled)
     return _UNIT * (2 * sum([*counts, *parts.sampled.values()]) + 16 * distinct)
 

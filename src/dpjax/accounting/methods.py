@@ -38,13 +38,6 @@ class Method:
     profile: Callable[[Parts, str], Profile] = dataclasses.field(repr=False)
 
 
-_FEW = 4  # different steps for which a PLD takes a second
-_DELTA = (
-    "Usually epsilon and delta were swapped, or delta was given in per cent; with delta 0 Gaussian "
-    "noise has no finite epsilon. Choose it well below one over the number of examples: 1e-5 for "
-    "60,000."
-)
-
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
@@ -140,8 +133,7 @@ def delta(
       >>> round(accounting.delta(event, epsilon=1.0, method="pld"), 5)
       0.12694
     """
-    hint = "It is usually 0.1 to 10; a negative one often means that its logarithm was given."
-    epsilon = checks.not_negative("accounting.delta", "epsilon", epsilon, hint)
+    epsilon = checks.not_negative("accounting.delta", "epsilon", epsilon)
     row, parts = checked_method("accounting.delta", method), _sorted(event, neighbours, method)
     if not parts.private or parts.empty:
         return _as(row, 0.0 if parts.private else 1.0)
@@ -149,21 +141,8 @@ def delta(
     return _as(row, 0.0 if math.isinf(epsilon) else row.profile(parts, neighbours).delta(epsilon))
 
 
-def tightest(
-    event: DpEvent,
-    neighbours: str = "add-or-remove",
-    target: tuple[float, float] | None = None,
-) -> str:
-    """The method that proves the smallest epsilon of an event within seconds.
-
-    Args:
-      event: What was run, or is planned.
-      neighbours: As for `accounting.epsilon`.
-      target: The epsilon and the delta for which noise or steps are chosen, if they are.
-
-    Returns:
-      "pld" where it has a proof and the event has few different steps, or the target is too small
-      for the orders of "rdp"; and else "rdp".
+def tightest(event: DpEvent, neighbours: str = "add-or-remove") -> str:
+    """The method that proves the smallest epsilon of an event: "pld", or "rdp" where it has none.
 
     Example:
       >>> from dpjax import accounting
@@ -173,20 +152,14 @@ def tightest(
     parts = allocation.known_bins(_sorted(event, neighbours, "pld"))
     if not parts.private or parts.empty:
         return "rdp"
-    wanted, beside = target or (math.inf, 0.5)
-    checked_delta("accounting.tightest", beside)
+    if not parts.foreign:
+        return "pld"
     try:
         # RDP costs milliseconds. Where it has no proof, PLD alone can have one.
-        epsilon(event, beside, "rdp", neighbours)
+        epsilon(event, 0.5, "rdp", neighbours)
     except ValueError:
         return "pld"
-    # A loss distribution is convolved once for each different step, and a search for the noise
-    # asks for ten of them: a minute for a schedule of 60 steps. PLD knows few other events.
-    few = len(parts.sampled) <= _FEW
-    # Divergences grow as the order, and the conversion falls as 1 / order: up to twice the least
-    # epsilon, the best order is beyond the largest, and RDP wants several times the noise.
-    few = few or wanted < 2 * rdp_accountant.least_epsilon(beside, "rdp")
-    return "pld" if few and not parts.foreign else "rdp"
+    return "rdp"
 
 
 def levels_of(plan: DpEvent) -> dict[str, float] | None:
@@ -208,15 +181,13 @@ def levels_of(plan: DpEvent) -> dict[str, float] | None:
 
 def checked_delta(call: str, delta: float) -> float:
     """Delta, or an error that names the call in which it was given."""
-    return checks.fraction(call, "delta", delta, _DELTA)
+    hint = "Choose it well below one over the number of examples."
+    return checks.fraction(call, "delta", delta, hint)
 
 
 def checked_method(call: str, name: str) -> Method:
     """The row of `METHODS`, or an error that lists all rows."""
-    if name not in METHODS:
-        rows = "; ".join(f"{row.name!r}: {row.words}" for row in METHODS.values())
-        raise ValueError(f"{call}(method={name!r}): there is no such method. There are: {rows}.")
-    return METHODS[name]
+    return METHODS[checks.one_of(call, "method", name, METHODS)]
 
 
 def _sorted(event: DpEvent, neighbours: str, method: str, plan: DpEvent | None = None) -> Parts:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Privacy loss distributions: the tightest proven epsilon here, and the slowest.
 
-This file prepares the event so that the convolution of losses is fast (equal steps together,
-unsampled Gaussians as one), keeps the grid small enough for memory, and returns the minimum with
-RDP: both are upper bounds.
+dp_accounting finds the loss of a step and composes. This file gives it equal steps together and
+unsampled Gaussians as one, chooses the grid of losses, and returns the minimum with RDP: both are
+upper bounds.
 """
 
 import functools
@@ -12,12 +12,7 @@ from collections.abc import Iterator
 
 import dp_accounting
 import numpy as np
-from dp_accounting import DpEvent
-from dp_accounting.dp_event import (
-    MixtureOfGaussiansDpEvent,
-    RandomizedResponseDpEvent,
-    RepeatAndSelectDpEvent,
-)
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RandomizedResponseDpEvent
 from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from scipy.special import logsumexp
@@ -29,9 +24,8 @@ from dpjax.accounting.profiles import Profile
 
 GRID = 1e-4  # distance between the losses that the distribution is rounded to
 _FINE = 8  # as many grids make a step's standard deviation, which costs 0.1 % of epsilon
-_MANY = 8  # distinct steps: with more of them the grid is as coarse as this allows
-# Points of one distribution, 32 MB: composition by FFT holds several copies.
-_POINTS = 4_000_000
+_MANY = 8  # distinct steps: with more of them the grid is as coarse as `_FINE` allows
+_POINTS = 4_000_000  # of one distribution, 32 MB: composition by FFT holds several copies
 _FEWER = 500_000  # of a finer grid than the usual one, which takes seconds too
 _FAR = 5_000.0  # above this epsilon digits do not matter, and RDP answers faster
 
@@ -84,14 +78,14 @@ def _bounds(parts: Parts, neighbours: str) -> Iterator[Profile]:
         return
     # Where rounding makes a distribution coarse, these bound the answer.
     yield from _by_rdp(parts, neighbours)
-    if parts.foreign:
-        yield from _by_rdp(_unamplified(parts), neighbours)
-    else:
-        yield _unsampled(_unamplified(parts), neighbours)
+    extra = math.fsum(count / z**2 for (_, z), count in parts.sampled.items())
+    plain = parts._replace(sampled={}, precision=parts.precision + extra)
+    yield from _by_rdp(plain, neighbours) if parts.foreign else [_unsampled(plain, neighbours)]
     if (known := allocation.known_bins(parts)) != parts:
         yield from _bounds(known, neighbours)
     elif _size(parts, neighbours) <= _FAR:
-        yield _by_losses(parts, neighbours)
+        loss = _accountant(parts, neighbours) if parts.foreign else _loss(parts, neighbours)
+        yield proven(loss, parts)
 
 
 def _unsampled(parts: Parts, neighbours: str) -> Profile:
@@ -105,15 +99,6 @@ def _by_rdp(parts: Parts, neighbours: str) -> list[Profile]:
         return [rdp_accountant.improved(parts, neighbours)]
     except ValueError:
         return []
-
-
-def _by_losses(parts: Parts, neighbours: str) -> Profile:
-    """What the composed distribution of all parts proves."""
-    if parts.foreign:
-        accountant = _accountant(parts, neighbours)
-        return proven(accountant.get_epsilon, accountant.get_delta, parts)
-    loss = _loss(parts, neighbours)
-    return proven(loss.get_epsilon_for_delta, loss.get_delta_for_epsilon, parts)
 
 
 def _loss(parts: Parts, neighbours: str) -> PrivacyLossDistribution:
@@ -134,14 +119,14 @@ _one_step = functools.lru_cache(maxsize=300)(one_step)
 
 
 def _accountant(parts: Parts, neighbours: str) -> PLDAccountant:
-    """dp_accounting's accountant, with all parts composed: it knows more events than `_loss`."""
+    """The same by dp_accounting's accountant, which knows more events."""
     accountant = PLDAccountant(relation(neighbours), _grid(parts, neighbours))
     if parts.precision:
         accountant.compose(dp_accounting.GaussianDpEvent(parts.unsampled_multiplier))
     for (q, z), count in parts.sampled.items():
         step = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z))
         accountant.compose(step, count)
-    for event, count in parts.foreign.values():
+    for event, count in parts.foreign:
         # The library composes a randomised response once, whatever its count.
         once = isinstance(event, RandomizedResponseDpEvent)
         try:
@@ -150,19 +135,9 @@ def _accountant(parts: Parts, neighbours: str) -> PLDAccountant:
         except dp_accounting.UnsupportedEventError as error:
             raise ValueError(
                 f"accounting: method 'pld' with neighbours={neighbours!r} has no proof for "
-                f"{event}. {_advice(event)}; the accounting library says: {error}"
+                f"{event}. Try 'rdp'; dp_accounting says: {error}"
             ) from error
     return accountant
-
-
-def _advice(event: DpEvent) -> str:
-    """The method that has a proof for an event without a known loss distribution."""
-    match event:
-        case dp_accounting.SampledWithoutReplacementDpEvent():
-            return "Sampling without replacement needs method='rdp' and neighbours='replace-one'"
-        case RepeatAndSelectDpEvent():
-            return "The best of several runs needs method='rdp', as in accounting.select_best"
-    return "Often method='rdp' has one, or other neighbours have"
 
 
 def _grid(parts: Parts, neighbours: str) -> float:
@@ -171,7 +146,7 @@ def _grid(parts: Parts, neighbours: str) -> float:
     smallest = min(multipliers) / (2 if neighbours == "replace-one" else 1)
     mixed = [
         _spread(event, count)
-        for event, count in parts.foreign.values()
+        for event, count in parts.foreign
         if isinstance(event, MixtureOfGaussiansDpEvent) and event.standard_deviation > 0
     ]
     usual = MIXED if parts.foreign else GRID
@@ -214,23 +189,14 @@ def _size(parts: Parts, neighbours: str) -> float:
     scale = 2 if neighbours == "replace-one" else 1
     # Half the multiplier is twice the signal of replace-one, for which RDP itself has no proof with
     # sampling. Only the size of the loss is needed here.
-    halved = parts._replace(
+    plain = parts._replace(
         sampled={(q, z / scale): count for (q, z), count in parts.sampled.items()},
         precision=parts.precision * scale**2,
-        foreign={
-            name: found
-            for name, found in parts.foreign.items()
-            if not isinstance(found[0], MixtureOfGaussiansDpEvent)  # `_spread` knows these
-        },
+        foreign=(),
     )
-    for bound in _by_rdp(halved, "add-or-remove"):
+    # `_spread` knows mixtures.
+    foreign = [e for e in parts.foreign if not isinstance(e[0], MixtureOfGaussiansDpEvent)]
+    for bound in _by_rdp(plain._replace(foreign=tuple(foreign)), "add-or-remove"):
         if (size := bound.epsilon(1e-9)) < math.inf:
             return size
-    plain = halved._replace(foreign={})
     return rdp_accountant.improved(plain, "add-or-remove").epsilon(1e-9)
-
-
-def _unamplified(parts: Parts) -> Parts:
-    """The same steps on the whole data set, which costs no less under any neighbours."""
-    extra = math.fsum(count / z**2 for (_, z), count in parts.sampled.items())
-    return parts._replace(sampled={}, precision=parts.precision + extra)

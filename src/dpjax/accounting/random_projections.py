@@ -69,8 +69,7 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
       >>> with_projections(gaussian(2.0), projections=30)
       ProjectedGaussianDpEvent(noise_multiplier=2.0, projections=30)
     """
-    hint = "Each norm was estimated from 1 or more of them. For exact norms, keep the event."
-    projections = checks.whole("accounting.with_projections", "projections", projections, hint)
+    projections = checks.whole("accounting.with_projections", "projections", projections)
 
     def projected(part: DpEvent) -> DpEvent:
         # The kinds that samplers make are rewritten; every other kind is refused below, because the
@@ -83,8 +82,8 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
             case dp_accounting.NoOpDpEvent() | dp_accounting.NonPrivateDpEvent():
                 return part
         raise ValueError(
-            f"clipping.jl: nothing is proved for estimated norms in {type(part).__name__}. Sample "
-            "with sampling.poisson or sampling.full, or clip by exact norms (clipping.flat)."
+            f"clipping.jl: nothing is proved for estimated norms in {type(part).__name__}. "
+            "Use sampling.poisson or sampling.full, or clip by exact norms."
         )
 
     return rewritten(event, projected)
@@ -94,9 +93,8 @@ def refuse(parts: Parts, method: str) -> None:
     """Raises if norms were estimated and the method is not PLD."""
     if method != "pld" and steps_of(parts):
         raise ValueError(
-            f"accounting: method {method!r} has no number for norms from random projections: an "
-            "estimate may be too small by any factor, so that Renyi divergences are infinite at "
-            "every order and no central limit holds. Use method='pld'."
+            f"accounting: method {method!r} has no answer for norms from random projections. "
+            "Use 'pld'."
         )
 
 
@@ -111,14 +109,13 @@ def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
     """
     if _bare(steps):
         return profiles.gaussian(math.inf)
-    whole = _whole(parts, steps, neighbours)
-    return proven(whole.get_epsilon_for_delta, whole.get_delta_for_epsilon, parts)
+    return proven(_whole(parts, steps, neighbours), parts)
 
 
 def steps_of(parts: Parts) -> Steps:
     """``{(rate, multiplier, projections): count}`` of the steps with estimated norms."""
     found: Steps = {}
-    for event, count in parts.foreign.values():
+    for event, count in parts.foreign:
         rate = 1.0
         if isinstance(event, dp_accounting.PoissonSampledDpEvent):
             rate, event = event.sampling_probability, event.event
@@ -139,14 +136,13 @@ def _whole(parts: Parts, steps: Steps, neighbours: str) -> library.PrivacyLossDi
     # The mixture is over one random scale; replace-one would need the joint law of two.
     if neighbours == "replace-one":
         raise ValueError(
-            "accounting: norms from random projections have no proof for neighbours='replace-one': "
-            "the norms of the two examples have errors of their own. State the guarantee for "
-            "'add-or-remove', or clip by exact norms (clipping.flat)."
+            "accounting: norms from random projections have no proof for 'replace-one'. "
+            "Use 'add-or-remove', or clip by exact norms."
         )
     if len(steps) < len(parts.foreign):
         raise ValueError(
-            "accounting: norms from random projections compose with Gaussian steps and queries "
-            f"only; this event holds {', '.join(parts.foreign)}."
+            f"accounting: norms from random projections compose with Gaussians only; the event "
+            f"holds {parts.named}."
         )
     total = library.identity(_GRID)
     if parts.precision:

@@ -5,10 +5,8 @@ Divergences of steps add at every order, and a conversion turns the best order i
 delta). The improved conversion is the default. The classic one, ``epsilon = rdp + log(1/delta) /
 (alpha - 1)``, is proven too but looser; the papers of 2016 to 2021 print its result.
 
-Replace-one is converted here. The RDP of dp_accounting does not double the sensitivity, so an
-event is rewritten before it is passed on, at every depth: Gaussian and Laplace noise by half.
-Poisson sampling has no RDP proof for replace-one and is refused, and so are kinds of event that
-are not on the list.
+Replace-one is converted here: the RDP of dp_accounting does not double the sensitivity, so noise is
+halved, at every depth of an event, before the event is passed on.
 """
 
 import math
@@ -59,18 +57,6 @@ def limits(epsilon: float, delta: float, orders: np.ndarray | np.float64) -> np.
     return epsilon - np.log1p(-1 / orders) + (math.log(delta) + np.log(orders)) / (orders - 1)
 
 
-def least_epsilon(delta: float, method: str) -> float:
-    """What a conversion answers if the divergences are nearly 0; 0 for methods without orders.
-
-    Example:
-      >>> round(least_epsilon(1e-8, "rdp"), 5)
-      0.01025
-    """
-    if method == "rdp":
-        return max(0.0, -float(np.max(limits(0.0, delta, ORDERS))))
-    return -math.log(delta) / (ORDERS[CLASSIC].max() - 1) if method == "rdp-classic" else 0.0
-
-
 def classic(parts: Parts, neighbours: str) -> Profile:
     """The profile by the first conversion.
 
@@ -117,9 +103,8 @@ def total(parts: Parts, neighbours: str) -> np.ndarray:
     swap = neighbours == "replace-one"
     if swap and parts.sampled:
         raise ValueError(
-            "accounting: RDP has no proof for Poisson sampling with neighbours='replace-one'. "
-            "Use method='pld', or neighbours='add-or-remove', which is what Poisson sampling is "
-            "made for."
+            "accounting: RDP has no proof for Poisson sampling with 'replace-one' neighbours. "
+            "Use method='pld', or 'add-or-remove'."
         )
     # An example and its replacement are in the same bin: given the bin, a plain Gaussian.
     parts = allocation.known_bins(parts) if swap else parts
@@ -128,7 +113,7 @@ def total(parts: Parts, neighbours: str) -> np.ndarray:
     if parts.sampled:
         counts = np.array(list(parts.sampled.values()), np.float64)
         divergence = divergence + counts @ curves(list(parts.sampled))
-    for event, count in parts.foreign.values():
+    for event, count in parts.foreign:
         divergence = divergence + count * _foreign(event, neighbours)
     return divergence
 
@@ -140,29 +125,23 @@ def _foreign(event: DpEvent, neighbours: str) -> np.ndarray:
         return allocation.curve(event)
     if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent) and not swap:
         raise ValueError(
-            "accounting: sampling without replacement keeps the size of the batch fixed, so "
-            f"neighbours={neighbours!r} has no proof: an example cannot leave without another "
-            "taking its place. Ask for neighbours='replace-one', or sample with sampling.poisson."
+            "accounting: sampling without replacement has no proof for "
+            f"neighbours={neighbours!r}: the batch keeps its size. Ask for 'replace-one'."
         )
-    # dp_accounting's RDP does not double the sensitivity for replace-one: the best of ten runs
-    # would cost less than one of them. The event is rewritten before it is passed on.
     accountant = library.RdpAccountant(ORDERS.tolist(), relation(neighbours))
     try:
-        return accountant.compose(_exchanged(event) if swap else event).rdp
+        return accountant.compose(rewritten(event, _halved) if swap else event).rdp
     except dp_accounting.UnsupportedEventError as error:
         raise ValueError(
             f"accounting: RDP with neighbours={neighbours!r} has no proof for {event}. Often "
-            f"method='pld' has one; the accounting library says: {error}"
+            f"method='pld' has one; dp_accounting says: {error}"
         ) from error
 
 
-def _exchanged(event: DpEvent) -> DpEvent:
-    """The event with half the noise, because replace-one doubles the sensitivity."""
-    return rewritten(event, _halved)
-
-
 def _halved(event: DpEvent) -> DpEvent:
-    """`_exchanged` of an event that is no composition; refuses kinds that are not on the list."""
+    """An event with half the noise; refuses kinds that are not on the list."""
+    # dp_accounting's RDP does not double the sensitivity for replace-one: the best of ten runs
+    # would cost less than one of them.
     match event:
         case dp_accounting.NoOpDpEvent() | dp_accounting.RandomizedResponseDpEvent():
             return event  # the library's bound of the latter is for an exchange
@@ -172,12 +151,12 @@ def _halved(event: DpEvent) -> DpEvent:
         case dp_accounting.LaplaceDpEvent(noise_multiplier=b):
             return dp_accounting.LaplaceDpEvent(b / 2)
         case RepeatAndSelectDpEvent(event=inner, mean=mean, shape=shape):
-            return RepeatAndSelectDpEvent(_exchanged(inner), mean, shape)
+            return RepeatAndSelectDpEvent(rewritten(inner, _halved), mean, shape)
         case dp_accounting.SampledWithoutReplacementDpEvent(event=inner):
             return dp_accounting.SampledWithoutReplacementDpEvent(
-                event.source_dataset_size, event.sample_size, _exchanged(inner)
+                event.source_dataset_size, event.sample_size, rewritten(inner, _halved)
             )
     raise ValueError(
-        f"accounting: RDP with neighbours='replace-one' has no proof for {event}. Usually the "
-        "event was made for 'add-or-remove' or 'zero-out'; method='pld' has a proof for some."
+        f"accounting: RDP with neighbours='replace-one' has no proof for {event}. "
+        "Use 'add-or-remove' or 'zero-out'."
     )

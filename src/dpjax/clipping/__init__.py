@@ -9,7 +9,7 @@ quantile of the norms, for a price.
 Bounds and thresholds must not be computed from private data without paying for it.
 """
 
-from dpjax.clipping.application import ClipState, clip, clip_and_sum, trusted_sum
+from dpjax.clipping.application import ClipState, clip, clip_and_sum, empty_sum, trusted_sum
 from dpjax.clipping.partitions import balanced, by_layer, by_leaf, by_path
 from dpjax.clipping.quantile import Quantile
 from dpjax.clipping.rules import (
@@ -33,6 +33,7 @@ __all__ = [
     "by_path",
     "clip",
     "clip_and_sum",
+    "empty_sum",
     "flat",
     "grouped",
     "hard_threshold",

@@ -2,12 +2,11 @@
 """Applies a rule: from per-example gradients to their clipped sum.
 
 `clip` is the definition that every engine is held to. `clip_and_sum` puts it into an Optax chain,
-and refuses gradients that were averaged before.
+and returns a `dpjax.types.Sum`, which a noise link takes and no other link can use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +19,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool
 
 from dpjax import checks, trees
-from dpjax._marks import mark
 from dpjax.clipping.rules import Norms
-from dpjax.clipping.shards import refuse_explicit, refuse_tracking
-from dpjax.types import Clipping, PyTree
+from dpjax.clipping.shards import refuse_tracking
+from dpjax.types import ClippedSum, Clipping, PyTree, Sum
 
 
 def clip(
@@ -37,7 +35,8 @@ def clip(
     Args:
       rule: The rule.
       gradients: Per-example gradients; every leaf ``(batch, ...)``, real or complex.
-      mask: ``[batch]``: 1 for a real example, 0 for padding, which contributes exactly 0.
+      mask: ``[batch]``: 1 for a real example, 0 for padding, which contributes exactly 0. True, or
+        None, if all are real.
       weights: Further factors ``[batch, groups]``; only in [0, 1] is the sensitivity kept,
         and `dpjax.clipped_grad` sees to that.
 
@@ -62,14 +61,15 @@ def clip(
     # Norms before the mask: padding has a norm too, and the mask removes norm and factor together.
     norms = trees.group_norms(gradients, groups, rule.partition.size)
     factors = rule.factors(norms)
-    real = real_rows("clipping.clip", mask, len(norms))[:, None]
+    size = trees.leading_size(gradients, name="clipping.clip")
+    real = real_rows("clipping.clip", mask, size)[:, None]
     norms, factors = jnp.where(real, norms, 0), jnp.where(real, factors, 0)
     if weights is not None:
         weights = jnp.asarray(weights, factors.dtype)
         if weights.shape != factors.shape:
             raise ValueError(
-                f"clipping.clip: weights have shape {weights.shape}; expected one for each example "
-                f"and group, {factors.shape}. For one weight an example write weights[:, None]."
+                f"clipping.clip: weights have shape {weights.shape}; expected {factors.shape}, one "
+                "for each example and group."
             )
         # After the bound: a weight may shorten a contribution and never lengthen it past its bound.
         factors = factors * weights
@@ -81,24 +81,21 @@ def real_rows(call: str, mask: ArrayLike | None, size: int) -> Bool[Array, " siz
 
     Args:
       call: How errors call the function that received the mask.
-      mask: 1 for a real example, 0 for padding; None if all are real.
+      mask: 1 for a real example, 0 for padding; None or True if all are real.
       size: The number of rows.
     """
-    if mask is None:
+    if mask is None or mask is True:
         return jnp.ones(size, bool)
     if np.shape(mask) != (size,):
         raise ValueError(
-            f"{call}: mask has shape {np.shape(mask)}, the batch {size} examples; expected one "
-            "entry per example, 1 for real and 0 for padding. Usually the mask belongs to another "
-            "batch, or has an axis too many."
+            f"{call}: mask has shape {np.shape(mask)}; expected ({size},), one entry per example."
         )
     # Inside jit a mask has no values yet, and of several processes each sees a part.
-    seen = not isinstance(mask, Tracer) and getattr(mask, "is_fully_addressable", True)
-    if seen and not np.isin(np.asarray(mask), (0, 1)).all():
+    known = not isinstance(mask, Tracer) and getattr(mask, "is_fully_addressable", True)
+    if known and not np.isin(np.asarray(mask), (0, 1)).all():
         raise ValueError(
             f"{call}: mask has entries that are neither 0 nor 1; expected 1 for a real example and "
-            "0 for padding. Usually weights or labels were given in its place: weights have an "
-            "argument of their own, and labels belong to the batch, as in clipped(params, (x, y))."
+            "0 for padding. Weights have an argument of their own."
         )
     return jnp.asarray(mask, bool)
 
@@ -119,7 +116,8 @@ def clip_and_sum(rule: Clipping) -> optax.GradientTransformationExtraArgs:
 
     Returns:
       A link whose ``update(gradients, state, params=None, mask=None)`` expects every
-      leaf of the gradients to have one more, leading, axis than its parameter.
+      leaf of the gradients to have one more, leading, axis than its parameter, and returns a
+      `dpjax.types.Sum`, for the noise link that comes next.
 
     Sensitivity:
       ``rule.sensitivity``.  The sum is not private until noise is added to it.
@@ -130,35 +128,32 @@ def clip_and_sum(rule: Clipping) -> optax.GradientTransformationExtraArgs:
       >>> state = link.init({"w": jnp.zeros(2)})
       >>> gradients = {"w": jnp.array([[3.0, 4.0], [0.0, 0.5]])}
       >>> summed, state = link.update(gradients, state)
-      >>> [round(float(x), 4) for x in summed["w"]]
+      >>> [round(float(x), 4) for x in summed.value["w"]]
       [0.6, 1.3]
     """
     checks.instance("clip_and_sum", "rule", rule, Clipping, "Write dpjax.clipping.flat(bound).")
 
-    def init(params: PyTree) -> Any:
+    def init(params: PyTree) -> ClipState:
         return ClipState(tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(params)))
 
     def update(
         updates: PyTree,
-        state: Any,
+        state: ClipState,
         params: PyTree | None = None,
         *,
         mask: ArrayLike | None = None,
         **extra: Any,
-    ) -> tuple[PyTree, Any]:
+    ) -> tuple[Sum, ClipState]:
         del params, extra
-        _refuse_masked(updates)
-        _refuse_unbatched(updates, state.shapes)
-        refuse_tracking("clip_and_sum")
-        refuse_explicit("clip_and_sum", "gradients", updates, rows=True)
-        real = real_rows("clip_and_sum", mask, trees.leading_size(updates, name="clip_and_sum"))
-        return mark(clip(rule, updates, real)[0], rule), state
+        _require_rows(updates, state)
+        total, _, _ = clip(rule, updates, mask)
+        return Sum(total, rule.limits(total)), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def trusted_sum(total: PyTree, rule: Clipping) -> PyTree:
-    """Declares a tree to be a clipped sum, so that a noise link accepts it.
+def trusted_sum(total: PyTree, rule: Clipping) -> Sum:
+    """Declares a tree to be a clipped sum, so that a noise link takes it.
 
     For sums that were clipped and added by other means than `clip_and_sum` and
     `dpjax.clipped_grad`, such as a sum over the processes of a cluster.
@@ -168,44 +163,49 @@ def trusted_sum(total: PyTree, rule: Clipping) -> PyTree:
       rule: The rule. You vouch for it: one example moves the sum by at most
         ``rule.sensitivity``.
 
-    Returns:
-      The same tree, of new arrays that a noise link of this rule accepts.
-
     Privacy:
       Nothing is checked. A wrong declaration gives noise of the wrong scale.
 
     Example:
       >>> import dpjax
-      >>> rule = dpjax.clipping.flat(bound=1.0)
-      >>> total = trusted_sum({"w": jnp.ones(2)}, rule)
-      >>> link = dpjax.noise.gaussian(1.0, rule, key=dpjax.noise.secret_key())
-      >>> noisy, _ = link.update(total, link.init(total))
+      >>> rule, params = dpjax.clipping.flat(bound=1.0), {"w": jnp.ones(2)}
+      >>> link = dpjax.noise.gaussian(1.0, rule)
+      >>> noisy, _ = link.update(trusted_sum(params, rule), link.init(params))
     """
-    return mark(jax.tree.map(jnp.copy, total), rule)
+    return Sum(total, rule.limits(total))
 
 
-def _refuse_masked(gradients: PyTree) -> None:
-    """Raises inside `optax.masked`: other leaves would pass it as raw per-example gradients."""
+def empty_sum(rule: Clipping, params: PyTree) -> ClippedSum:
+    """The clipped sum over no examples, with which a loop over microbatches begins.
+
+    Args:
+      rule: The rule.
+      params: Parameters, for their shapes.
+
+    Example:
+      >>> import dpjax
+      >>> rule, w = dpjax.clipping.flat(bound=1.0), jnp.zeros(2)
+      >>> clipped = dpjax.clipped_grad(lambda w, x: w @ x, rule)
+      >>> add = lambda total, batch: (clipped(w, batch, start=total).total, None)
+      >>> total, _ = jax.lax.scan(add, empty_sum(rule, w), jnp.ones((3, 5, 2)))
+      >>> [round(float(x), 4) for x in total.sum.value]
+      [10.6066, 10.6066]
+    """
+    zeros: Any = trees.zeros_wide(params)
+    return ClippedSum(zeros, None, None, None, rule=rule.limits(params)).total
+
+
+def _require_rows(gradients: PyTree, state: ClipState) -> None:
+    """Raises unless every gradient leaf is ``(batch, *parameter shape)``, and none is masked."""
+    # Inside `optax.masked` the other leaves would pass as raw per-example gradients.
     if trees.nodes(gradients, optax.MaskedNode):
         raise ValueError(
-            "clip_and_sum: some leaves are masked, so clip_and_sum stands inside optax.masked or "
-            "optax.multi_transform, and the other leaves would be released unclipped and without "
-            "noise. To freeze leaves, let the loss close over them; or chain clip_and_sum, noise, "
-            "and then optax.multi_transform with optax.set_to_zero()."
+            "clip_and_sum: some leaves are masked, and would be released without clipping and "
+            "noise. Put optax.masked or multi_transform behind the noise."
         )
-
-
-def _refuse_unbatched(gradients: PyTree, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Raises unless every gradient leaf is ``(batch, *parameter shape)``."""
-    found = [jnp.shape(leaf) for leaf in jax.tree.leaves(gradients)]
-    names = trees.leaf_names(gradients)
-    for name, given, shape in zip(names, found, shapes, strict=True):
-        if len(given) != len(shape) + 1 or given[1:] != shape:
+    for leaf, shape in zip(jax.tree.leaves(gradients), state.shapes, strict=True):
+        if jnp.shape(leaf)[1:] != shape or jnp.ndim(leaf) == len(shape):
             raise ValueError(
-                f"clip_and_sum: the gradient of {name or 'the parameter'} has shape "
-                f"{given}; expected (batch, {', '.join(map(str, shape))}): one gradient "
-                "per example. Usually the gradient was already averaged over the batch "
-                "(jax.grad of a batch loss): use jax.vmap(jax.grad(loss), (None, 0)), or "
-                "dpjax.clipped_grad, which clips and sums by itself. Or optax.MultiSteps stands "
-                "around the link, and accumulates before it: put MultiSteps behind the noise."
+                f"clip_and_sum: a gradient has shape {jnp.shape(leaf)}; expected (batch, "
+                f"{', '.join(map(str, shape))}), as of jax.vmap(jax.grad(loss), (None, 0))."
             )

@@ -15,7 +15,6 @@ from numpy.typing import ArrayLike
 
 from dpjax import checks, trees
 from dpjax._display import brief
-from dpjax._foreign import unmasked
 from dpjax.data.streaming import Stream
 
 Split: TypeAlias = tuple[np.ndarray, np.ndarray]
@@ -84,13 +83,8 @@ def hold_out(split: Split, size: int) -> tuple[Split, Split]:
     """
     rows = trees.leading_size(tuple(split), name="data.hold_out")
     # As arrays, whose rows have no names: a Series of pandas would take `rest` for its labels.
-    x, y = (unmasked(part, "data.hold_out: a part of the split") for part in split)
-    size = checks.whole("data.hold_out", "size", size, "For a fifth of the rows: len(y) // 5.")
-    if size >= rows:
-        raise ValueError(
-            f"data.hold_out(size={size}): the data have {rows} rows; expected fewer, because at "
-            "least 1 row must remain."
-        )
+    x, y = map(np.asarray, split)
+    size = checks.whole("data.hold_out", "size", size, most=rows - 1)
     # Shuffled, because tables come sorted; with a fixed seed, because a split is part of a result.
     order = np.random.default_rng(0).permutation(rows)
     rest, held = order[size:], order[:size]
@@ -119,15 +113,10 @@ def standardize(values: np.ndarray, mean: ArrayLike, scale: ArrayLike) -> np.nda
     # In float64 first: float32 would round large offsets before they are subtracted, float16
     # would overflow, and bytes would wrap around.
     mean, scale = np.asarray(mean, np.float64), np.asarray(scale, np.float64)
-    if not np.isfinite(mean).all():
+    if not np.all(np.isfinite(mean)) or not np.all((scale > 0) & np.isfinite(scale)):
         raise ValueError(
-            f"data.standardize(mean={mean!s:.100}): every mean must be finite. Usually it is "
-            "the mean of values with gaps. Take a published constant."
-        )
-    if not np.all((scale > 0) & np.isfinite(scale)):
-        raise ValueError(
-            f"data.standardize(scale={scale!s:.100}): every scale must be positive and finite. For "
-            "a feature that is constant use the scale 1, or leave the feature out."
+            f"data.standardize(mean={mean!s:.60}, scale={scale!s:.60}): expected finite numbers, "
+            "and positive scales."
         )
     return ((values - mean) / scale).astype(np.float32)
 
@@ -138,35 +127,27 @@ def checked(dataset: Dataset[_Train], shape: tuple[int, ...], where: str) -> Dat
     Of a `Stream` only the shape is checked, because its rows are read later. The error names
     ``where``, the file or the service that was read.
     """
-    train = dataset.train
-    if isinstance(train, Stream):
-        first = _other_shape(train.row[0].shape, shape)
-    else:
-        first = _fault(*train, shape, dataset.classes)
-    faults = {"train": first, "test": _fault(*dataset.test, shape, dataset.classes)}
-    # Checked once, when the data are loaded: later a wrong label is an example that contributes
-    # zero, or one that trains another class.
-    for part, fault in faults.items():
+    for part, rows in (("train", dataset.train), ("test", dataset.test)):
+        if isinstance(rows, Stream):
+            form = rows.row[0].shape
+            fault = None if form == shape else f"examples of shape {form}; expected {shape}"
+        else:
+            fault = _fault(*rows, shape, dataset.classes)
+        # Once, when the data are loaded: later a wrong label is an example that contributes zero,
+        # or one that trains another class.
         if fault:
-            raise ValueError(
-                f"data.load({dataset.name!r}): {where}: its {part} part has {fault}. The file may "
-                "be damaged, or another data set under this name."
-            )
+            raise ValueError(f"data.load({dataset.name!r}): {where}: its {part} part has {fault}.")
     return dataset
 
 
 def _fault(x: np.ndarray, y: np.ndarray, shape: tuple[int, ...], classes: int | None) -> str | None:
     if not len(y) or len(x) != len(y):
-        return f"{len(x)} inputs and {len(y)} targets; each needs one"
+        return f"{len(x)} inputs and {len(y)} targets"
     if x.shape[1:] != shape:
-        return _other_shape(x.shape[1:], shape)
+        return f"examples of shape {x.shape[1:]}; expected {shape}"
     # A NaN would reach training as an example that clipping silently drops.
     if not np.isfinite(x).all() or not np.isfinite(y).all():
         return "numbers that are NaN or infinite"
     if classes is not None and not (y.min() >= 0 and y.max() < classes):
         return f"labels from {y.min()} to {y.max()}; expected 0 to {classes - 1}"
     return None
-
-
-def _other_shape(found: tuple[int, ...], shape: tuple[int, ...]) -> str | None:
-    return None if found == shape else f"examples of shape {found}; expected {shape}"

@@ -1,58 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
 """Readers of files: ``.npz`` of images (or of their JPEG or PNG streams), ``.csv`` tables.
 
-Files are data, never code: nothing is unpickled. A truncated or changed file raises an error
-that names it.
+Files are data, never code: nothing is unpickled. `read` is for the named data sets; the user's
+own files (`own_file`) are read by the same functions. A truncated file raises an error that names
+it.
 """
 
 from __future__ import annotations
 
+import csv
+import io
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from dpjax._files import read_arrays
-from dpjax._foreign import fits
 from dpjax.data.dataset import Dataset, Split, hold_out
-from dpjax.data.encoded import decoded
 from dpjax.data.sources import Source
 
 # The names of a part's arrays: Keras's, Keras's with encoded images, and MedMNIST's.
-_ENCODED = ("png_{}", "jpeg_{}")
-_LAYOUTS = (("x_{}", "y_{}"), *((name, "y_{}") for name in _ENCODED), ("{}_images", "{}_labels"))
+_LAYOUTS = (
+    ("x_{}", "y_{}"),
+    ("png_{}", "y_{}"),
+    ("jpeg_{}", "y_{}"),
+    ("{}_images", "{}_labels"),
+)
 
 
 def read(name: str, source: Source, path: Path) -> Dataset[Split]:
     """A data set from its file."""
-    return (_read_csv if path.suffix == ".csv" else _read_npz)(name, source, path)
+    call = f"data.load({name!r}): {path}"
+    if path.suffix == ".csv":
+        header, words = read_table(path, call)
+        rows = numbers(header, words, call)
+        return table(name, source, rows[:, :-1], rows[:, -1])
+    arrays = read_arrays(path, f"data.load({name!r})")
+    for images, labels in _LAYOUTS:
+        keys = [key.format(part) for part in ("train", "test") for key in (images, labels)]
+        # The first layout whose four arrays all exist; a file may hold further arrays.
+        if set(keys) <= set(arrays):
+            parts = [
+                (
+                    unit(_pixels(arrays, images, part, call), call),
+                    whole(arrays[labels.format(part)], call),
+                )
+                for part in ("train", "test")
+            ]
+            return Dataset(name, *parts, source.classes, _note(arrays, images) or source.note)
+    raise ValueError(f"{call} holds {sorted(arrays)}; expected x_train, y_train, x_test, y_test.")
+
+
+def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
+    """The names of the columns of a ``.csv``, and its rows as words."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        first = text.partition("\n")[0]
+        separator = max(",;\t", key=first.count)
+        # Not `splitlines`, which ends a line at characters that a label may hold.
+        # Strict: an open quotation mark would make one label of all lines behind it.
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+        header, *rows = [row for row in reader if row] or [[]]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{call}: expected a table of text in UTF-8 ({error}).") from error
+    header = [name.strip() for name in header]
+    # Without names a table would silently lose its first row; pandas writes a column without one.
+    if len(header) < 2 or "" in header or any(map(_is_number, header)):
+        raise ValueError(
+            f"{call}: the first line is {first[:60]!r}; expected the names of at least two "
+            "columns. In pandas: df.to_csv(path, index=False)."
+        )
+    for number, row in enumerate(rows, 1):
+        if len(row) != len(header):
+            raise ValueError(f"{call}: row {number} has {len(row)} of {len(header)} columns.")
+    return header, rows
+
+
+def numbers(header: list[str], rows: list[list[str]], call: str) -> np.ndarray:
+    """The words of a table as finite float32, ``[rows, columns]``; an error names the column."""
+    values = np.empty((len(rows), len(header)), np.float32)
+    for place, name in enumerate(header):
+        try:
+            values[:, place] = [row[place] for row in rows]
+            fault = "NaN or infinite" if not np.isfinite(values[:, place]).all() else ""
+        except ValueError as error:
+            fault = str(error)
+        if fault:
+            raise ValueError(
+                f"{call}: expected finite numbers in every column; column {name!r}: {fault}."
+            )
+    return values
 
 
 def unit(x: np.ndarray, where: str) -> np.ndarray:
     """Images as float32 in [0, 1] with a channel axis."""
-    if x.ndim not in (3, 4):
+    scaled = x.dtype.kind == "f" and not (x.size and (x.min() < 0 or x.max() > 1))
+    if x.ndim not in (3, 4) or not (scaled or x.dtype == np.uint8):
         raise ValueError(
-            f"data.load: {where}: got images of shape {x.shape}; expected [examples, height, "
-            "width, channels], or [examples, height, width] for one channel."
-        )
-    if x.dtype != np.uint8 and (
-        x.dtype.kind != "f" or (x.size and not (x.min() >= 0 and x.max() <= 1))
-    ):
-        reach = f" from {x.min()} to {x.max()}" if x.size else ""
-        raise ValueError(
-            f"data.load: {where}: got images of type {x.dtype}{reach}; "
-            "expected bytes, or numbers in [0, 1]. Usually the images were standardised: store "
-            "the original ones."
+            f"{where}: got images {x.dtype}{list(x.shape)}; expected bytes, or numbers in [0, 1], "
+            "[examples, height, width, channels]."
         )
     return floats(x)
 
 
 def floats(x: np.ndarray) -> np.ndarray:
     """Images as float32 with a channel axis; bytes are scaled to [0, 1]."""
-    x = x[..., None] if x.ndim == 3 else x
-    found = x.astype(np.float32)
+    images = (x[..., None] if x.ndim == 3 else x).astype(np.float32)
     # In float32 alone: a float64 copy of all images would take eight times their bytes.
-    return found / np.float32(255) if x.dtype == np.uint8 else found
+    return images / np.float32(255) if x.dtype == np.uint8 else images
 
 
 def column(y: np.ndarray) -> np.ndarray:
@@ -61,60 +117,34 @@ def column(y: np.ndarray) -> np.ndarray:
     return y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
 
 
-def number(word: str) -> float | None:
-    """The number that a word of a table is, or None."""
-    try:
-        return None if "_" in word else float(word)  # Python reads 1_000 as a number
-    except ValueError:
-        return None
-
-
-def table(name: str, source: Source, x: np.ndarray, y: np.ndarray, where: str) -> Dataset[Split]:
-    """A table as a data set; the test part is split off from its rows."""
-    if len(x) <= source.test_size:
+def whole(y: np.ndarray, call: str) -> np.ndarray:
+    """Labels as int32, ``[examples]``; refuses one-hot rows, and numbers that int32 changes."""
+    labels = column(y)
+    if labels.ndim != 1 or labels.dtype.kind not in "biuf":
+        fitting = False
+    else:
+        with np.errstate(invalid="ignore"):  # NaN, which equals no number
+            fitting = np.array_equal(labels, labels.astype(np.int32))
+    if not fitting:
         raise ValueError(
-            f"data.load({name!r}): {where}: got {len(x)} rows; expected more than the "
-            f"{source.test_size} rows of the test part. The file may have been cut off."
+            f"{call}: got labels {y.dtype}{list(y.shape)}; expected a whole number for each "
+            "example. Convert one-hot rows by .argmax(axis=1)."
         )
+    return labels.astype(np.int32)
+
+
+def table(name: str, source: Source, x: np.ndarray, y: np.ndarray) -> Dataset[Split]:
+    """A table as a data set; the test part is split off from its rows."""
     rows = (x.astype(np.float32), y.astype(np.float32))
     return Dataset(name, *hold_out(rows, source.test_size), source.classes, source.note)
 
 
-def _read_csv(name: str, source: Source, path: Path) -> Dataset[Split]:
+def _is_number(word: str) -> bool:
     try:
-        header, *lines = path.read_text(encoding="utf-8-sig").splitlines() or [""]
-        separator = ";" if ";" in header else ","
-        # Without this check a table without a header would silently lose its first row.
-        if all(number(name.strip(' "')) is not None for name in header.split(separator)):
-            raise ValueError(f"its first line has numbers and no names ({header[:60]})")
-        # A "#" in a row is an error, not a comment that hides the rest of the row.
-        options = {"delimiter": separator, "comments": None, "ndmin": 2}
-        rows = np.loadtxt(lines, **options) if lines else np.zeros((0, 1))
-    except ValueError as error:
-        raise ValueError(
-            f"data.load({name!r}): {path} is not a table of numbers: {error}. Expected a header, "
-            "and then rows of equal length with the target last, and no comments."
-        ) from error
-    return table(name, source, rows[:, :-1], rows[:, -1], str(path))
-
-
-def _read_npz(name: str, source: Source, path: Path) -> Dataset[Split]:
-    hint = "It may have been cut off while it was copied: fetch it again."
-    arrays = read_arrays(path, f"data.load({name!r})", hint)
-    for images, labels in _LAYOUTS:
-        keys = [key.format(part) for part in ("train", "test") for key in (images, labels)]
-        # The first layout whose four arrays all exist; a file may hold further arrays.
-        if not set(keys) <= set(arrays):
-            continue
-        train, test = (
-            _part(arrays, images.format(part), labels.format(part), path)
-            for part in ("train", "test")
-        )
-        return Dataset(name, train, test, source.classes, _note(arrays, images) or source.note)
-    raise ValueError(
-        f"data.load({name!r}): {path} holds {sorted(arrays)}; expected x_train, y_train, "
-        "x_test and y_test. It may be another data set under this name."
-    )
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _note(arrays: Mapping[str, np.ndarray], images: str) -> str:
@@ -126,22 +156,18 @@ def _note(arrays: Mapping[str, np.ndarray], images: str) -> str:
     return f"{lossy} of the images are lossy copies" if lossy else ""
 
 
-def _part(arrays: Mapping[str, np.ndarray], images: str, labels: str, path: Path) -> Split:
-    x, y = arrays[images], arrays[labels]
-    form, _, part = images.partition("_")
-    if f"{form}_{{}}" in _ENCODED:
-        x = decoded(x, arrays.get(f"offsets_{part}"), path)
-    return unit(x, str(path)), _whole(y, path)
+def _pixels(arrays: Mapping[str, np.ndarray], images: str, part: str, call: str) -> np.ndarray:
+    """The images of a part; JPEG and PNG streams lie in one buffer, one behind the other."""
+    x = arrays[images.format(part)]
+    if images not in ("png_{}", "jpeg_{}"):
+        return x
+    from PIL import Image
 
-
-def _whole(y: np.ndarray, path: Path) -> np.ndarray:
-    """Labels as int32, ``[examples]``; MedMNIST's have a second axis of length 1."""
-    found = column(y)
-    numbers = found.ndim == 1 and found.dtype.kind in "iuf" and np.isfinite(found).all()
-    if not numbers or not fits(found, np.int32) or np.any(found % 1):
-        raise ValueError(
-            f"data.load: {path}: got labels of type {y.dtype} and shape {y.shape}; expected a "
-            "whole number for each example, counted from 0. Convert one-hot rows by "
-            ".argmax(axis=1)."
-        )
-    return found.astype(np.int32)
+    # Where each image begins, and where the last one ends.
+    edges, buffer = arrays[f"offsets_{part}"].tolist(), x.tobytes()
+    try:
+        decoded = [Image.open(io.BytesIO(buffer[a:b])) for a, b in itertools.pairwise(edges)]
+        # A palette's pixels are its indices, no shades.
+        return np.stack([np.asarray(i.convert("RGB") if i.mode == "P" else i) for i in decoded])
+    except (OSError, SyntaxError, ValueError) as error:  # a SyntaxError of a PNG's chunks
+        raise ValueError(f"{call} holds encoded images that do not decode ({error}).") from error

@@ -7,7 +7,6 @@ returned.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 
@@ -15,10 +14,10 @@ import numpy as np
 
 from dpjax import checks
 from dpjax.data.dataset import Dataset, Split, checked, hold_out
-from dpjax.data.files import read
+from dpjax.data.files import read, table
 from dpjax.data.sources import SOURCES, Source
 from dpjax.data.streaming import Stream
-from dpjax.data.tfds import from_tfds, stream_from_tfds, stream_on_the_disk
+from dpjax.data.tfds import from_tfds
 
 NAMES: tuple[str, ...] = ("digits", *SOURCES)
 """The names that `load` knows."""
@@ -62,29 +61,25 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
     """
     if name == "digits":
         return _digits()
-    source = _source(name, "load")
-    folder = _folder(data_dir, f"load({name!r})")
+    source, folder = _source(name, "load"), _folder(data_dir)
     # A file of the user comes first: it needs no network, and it is what the user put there.
     path = source.path(folder) if folder else None
     if path is not None and path.is_file():
         return checked(read(name, source, path), source.shape, str(path))
-    # Of what TensorFlow Datasets does not have, `from_tfds` says so without importing it.
-    if source.tfds is None or importlib.util.find_spec("tensorflow_datasets") is not None:
-        return checked(from_tfds(name, source, folder), source.shape, "TensorFlow Datasets")
-    raise FileNotFoundError(
-        f"data.load({name!r}): found neither {path or source.file} nor TensorFlow Datasets. Put "
-        f"{source.file} into a folder and name it by data_dir=... or the environment variable "
-        "DPJAX_DATA_DIR, or pip install tensorflow-datasets importlib-resources. "
-        "load('digits') needs neither."
-    )
+    parts = {part: _whole(rows) for part, rows in from_tfds(name, source, folder).items()}
+    if source.classes is None:
+        dataset = table(name, source, *parts["train"])
+    else:
+        dataset = Dataset(name, parts["train"], parts["test"], source.classes, source.note)
+    return checked(dataset, source.shape, "TensorFlow Datasets")
 
 
 def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[Stream]:
     """Loads a data set by name, but leaves its training part on the disk.
 
     A data set that TensorFlow Datasets has prepared in a format with random access
-    (``array_record`` or ``parquet``) is preferred. Otherwise a file of `load`'s formats is read
-    whole and stays in memory. If neither exists, TensorFlow Datasets downloads the data set.
+    (``array_record`` or ``parquet``) stays on the disk. A file of `load`'s formats comes first;
+    it is read whole and stays in memory.
 
     Args:
       name: One of `load`'s names, of images.
@@ -95,56 +90,37 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
       memory. A label out of range is an error when it is read. For other data sets, make a
       `Stream` yourself.
     """
-    if name == "digits":
-        raise ValueError("data.stream('digits'): they fit into memory. Use data.load('digits').")
-    source = _source(name, "stream")
-    if source.classes is None:
-        raise ValueError(
-            f"data.stream({name!r}): this is a small table without a test part. "
-            f"Load it: data.load({name!r})."
-        )
-    folder = _folder(data_dir, f"stream({name!r})")
-    installed = importlib.util.find_spec("tensorflow_datasets") is not None
-    path = source.path(folder or "")
-    if folder and path.is_file():
-        # Prepared by TFDS, the examples stay on the disk, which is what the caller asked for. The
-        # plain file is read into memory.
-        prepared = stream_on_the_disk(name, source, folder) if installed else None
-        if prepared is not None:
-            return checked(prepared, source.shape, "TensorFlow Datasets")
-        dataset = checked(read(name, source, path), source.shape, str(path))
-        x, y = dataset.train
-        train = Stream(range(len(y)), example=lambda i: (x[i], y[i]))
-        return Dataset(name, train, dataset.test, dataset.classes, dataset.note)
-    if not installed and source.tfds is not None:
-        raise ImportError(
-            f"data.stream({name!r}): found no {path}, and TensorFlow Datasets, which reads single "
-            "examples, is not installed. Name the folder of that file by data_dir=... or "
-            "DPJAX_DATA_DIR, or pip install tensorflow-datasets importlib-resources."
-        )
-    return checked(stream_from_tfds(name, source, folder), source.shape, "TensorFlow Datasets")
+    if name == "digits" or _source(name, "stream").classes is None:
+        raise ValueError(f"data.stream({name!r}): it fits into memory. Use data.load({name!r}).")
+    source, folder = _source(name, "stream"), _folder(data_dir)
+    if not folder or not source.path(folder).is_file():
+        parts = from_tfds(name, source, folder)
+        test = _whole(parts["test"])
+        dataset = Dataset(name, parts["train"], test, source.classes, source.note)
+        return checked(dataset, source.shape, "TensorFlow Datasets")
+    dataset = load(name, folder)
+    x, y = dataset.train
+    train = Stream(range(len(y)), example=lambda i: (x[i], y[i]))
+    return Dataset(name, train, dataset.test, dataset.classes, dataset.note)
 
 
-def _folder(data_dir: str | os.PathLike[str] | None, asked: str) -> str | os.PathLike[str] | None:
+def _whole(rows: Stream) -> Split:
+    return rows.rows(np.arange(len(rows)))
+
+
+def _folder(data_dir: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
     """The folder that the caller or the environment names; a missing folder is an error."""
     # Empty is unset, as in the environment: Path("") would be the current folder.
     folder = data_dir or os.environ.get("DPJAX_DATA_DIR") or None
     # A misspelt folder would otherwise start a download into a new folder of that name.
     if folder is not None and not Path(folder).is_dir():
         said = "data_dir" if data_dir else "DPJAX_DATA_DIR"
-        raise FileNotFoundError(
-            f"data.{asked}: {said} is {str(folder)!r}, and there is no such folder. Nothing was "
-            "searched or downloaded. Usually the path is misspelt. If TensorFlow Datasets should "
-            "prepare data there, make the folder first."
-        )
+        raise FileNotFoundError(f"data.load: {said} is {str(folder)!r}; there is no such folder.")
     return folder
 
 
 def _source(name: str, asked: str) -> Source:
-    hint = (
-        "Data of your own need no name: data.load_file reads an .npz or .csv, and functions that "
-        "take a data set take arrays too."
-    )
+    hint = "A file of your own is read by data.load_file."
     return SOURCES[checks.one_of(f"data.{asked}", "name", name, NAMES, hint)]
 
 
@@ -152,10 +128,7 @@ def _digits() -> Dataset[Split]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError(
-            "data.load('digits'): the digits come with scikit-learn, which is not installed. "
-            "Install it: pip install scikit-learn."
-        ) from error
+        raise ImportError("data.load('digits'): needs pip install scikit-learn.") from error
     x, y = load_digits(return_X_y=True)
     x = (x / 16).astype(np.float32).reshape(-1, 8, 8, 1)  # pixels are counts from 0 to 16
     train, test = hold_out((x, y.astype(np.int32)), size=360)

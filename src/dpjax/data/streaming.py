@@ -10,21 +10,35 @@ draws are accounted; so iterators, which choose their own order, are refused.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from absl import logging
 
-from dpjax import checks, trees
-from dpjax._foreign import fits, fitted, kind_of, plain
-from dpjax.data.origins import not_single
-from dpjax.data.records import RandomAccess, checked_indices, examples
+from dpjax import trees
+from dpjax.data.arrays import native
 from dpjax.types import PyTree
+
+
+@runtime_checkable
+class RandomAccess(Protocol):
+    """A source of records: a length, and the record at an index.
+
+    This is grain's ``RandomAccessDataSource``. If a source also has ``__getitems__(indices)``,
+    as sources of TensorFlow Datasets do, many records are read in one call.
+    """
+
+    def __len__(self) -> int:
+        """The number of records."""
+        ...
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """The record at an index."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +58,8 @@ class Stream:
     Privacy:
       The records are private, and so are the indices that are read: amplification by sampling
       assumes that the draw is secret, so a storage service that logs its reads must be trusted.
-      One index is one example. A repeated or resampled data set, which gives a record several
-      indices, is refused. Copies of records are not seen.
+      One index is one example. Where a record has several indices, as after ``repeat`` or in a
+      resampled data set, one person moves the sum by several bounds, which is not seen here.
       Shapes and the number of examples count as public.
 
     Example:
@@ -63,44 +77,11 @@ class Stream:
     workers: int = 8
 
     def __post_init__(self) -> None:
-        kind = kind_of(self.source)
         if not isinstance(self.source, RandomAccess):
-            hint = " Give its data set: Stream(loader.dataset)."
             raise TypeError(
-                f"data.Stream: the source is of type {kind}, which has no length or cannot be "
-                "indexed; expected random access, as data sources of grain and of TensorFlow "
-                "Datasets, memory maps and lists have. An iterator chooses its own order, which no "
-                f"accountant describes.{hint if hasattr(self.source, 'dataset') else ''}"
+                f"data.Stream: got a {type(self.source).__name__}; expected a source with a "
+                "length and an index. Of a loader give its data set: Stream(loader.dataset)."
             )
-        if kind.startswith(("pandas.", "polars.")):
-            raise TypeError(
-                f"data.Stream: the source is a {kind}, which is indexed by column or by label; "
-                "expected one record an index. It is in memory and needs no Stream: pass it as the "
-                "data, or its arrays, (frame[inputs].to_numpy(), frame[target].to_numpy())."
-            )
-        if isinstance(self.source, Mapping) and 0 not in self.source:
-            raise TypeError(
-                f"data.Stream: the source is a {kind} with the keys {list(self.source)!s:.200}; "
-                "expected one record an index. Give one split or one data set of it: "
-                "Stream(source[key])."
-            )
-        if why := not_single(self.source):
-            raise TypeError(
-                f"data.Stream: the source is a {kind}, and {why}; expected one example an index. "
-                "The sampler draws the batches, and `steps` of the mechanism says how long "
-                "training lasts. In place of repeats, weigh rare classes in the loss by public "
-                "weights, and average views of one example by losses.augmented."
-            )
-        if _is_columns(self.source):
-            raise TypeError(
-                f"data.Stream: the source is a {type(self.source).__name__} of arrays, which would "
-                f"be taken for {len(self.source)} examples; expected one record an index. Usually "
-                "these are inputs and targets: Stream(range(len(x)), example=lambda i: (x[i], "
-                "y[i])). Arrays in memory need no Stream: pass (x, y) as the data."
-            )
-        if not len(self.source):
-            raise ValueError("data.Stream: the source is empty; expected at least one record.")
-        checks.whole("data.Stream", "workers", self.workers, "At least one thread reads.")
 
     def __len__(self) -> int:
         """The number of examples."""
@@ -117,25 +98,9 @@ class Stream:
     @cached_property
     def _first(self) -> PyTree:
         """Shapes and types of the first example in the source."""
-        (example,) = examples(self.source, self.example, [0])
-        for path, leaf in jax.tree_util.tree_leaves_with_path(example):
-            if np.asarray(leaf).dtype.kind not in "biufcV":  # V: bfloat16 and its like
-                raise TypeError(
-                    f"data.Stream: {jax.tree_util.keystr(path) or 'the example'} is {leaf!r:.60}; "
-                    "expected numbers. Select the entries that the loss needs: "
-                    "Stream(source, example=lambda record: (record['image'], record['label']))."
-                )
-        if type(self.source) is list:
-            _warn_of_batches([np.shape(leaf) for leaf in jax.tree.leaves(example)])
-        # They would reach the loss as lists of scalars.
-        parts = jax.tree.leaves(example, is_leaf=_is_list_of_numbers)
-        if lists := [part for part in parts if isinstance(part, list)]:
-            raise TypeError(
-                f"data.Stream: an example holds the list {lists[0]!r:.60}; expected arrays. "
-                "Usually the records are of Hugging Face: Stream(dataset.with_format('numpy')). "
-                "For others, example=lambda record: np.asarray(record, 'float32') makes an array."
-            )
-        return jax.tree.map(lambda leaf: _shape(plain(leaf, "data.Stream: example 0")), example)
+        (example,) = self._examples([0])
+        called = "data.Stream: a part of example 0"
+        return jax.tree.map(lambda leaf: _shape(native(leaf, called)), example)
 
     @property
     def fingerprint(self) -> str:
@@ -187,11 +152,11 @@ class Stream:
         self, pool: ThreadPoolExecutor, indices: np.ndarray
     ) -> tuple[list[np.ndarray], list[Future[None]]]:
         """Arrays for a batch, and the futures of the threads that fill them."""
-        indices = checked_indices(indices, len(self))
+        indices = _checked_indices(indices, len(self))
         # Threads write rows into one array, so that a batch is in memory once.
         room = [np.empty((len(indices), *r.shape), r.dtype) for r in jax.tree.leaves(self.row)]
         count = max(1, min(self.workers, len(indices)))
-        shares = zip(*(np.array_split(each, count) for each in (indices, *room)), strict=True)
+        shares = zip(*(np.array_split(rows, count) for rows in (indices, *room)), strict=True)
         return room, [pool.submit(self._fill, mine.tolist(), room) for mine, *room in shares]
 
     def _finish(self, room: list[np.ndarray], promises: list[Future[None]]) -> PyTree:
@@ -201,66 +166,52 @@ class Stream:
 
     def _fill(self, indices: list[int], room: list[np.ndarray]) -> None:
         """Reads a share of a batch into its rows."""
-        first, structure = jax.tree.flatten(self._first)
-        expected = [(r.shape, r.dtype) for r in first]
-        # Wider whole numbers are read into an array of their own type first, so that one check is
-        # for all rows. Wider than the rows: JAX's settings hold for the thread of the caller alone.
-        places = [
-            np.empty(rows.shape, r.dtype)
-            if r.dtype.kind in "iu" and r.dtype != rows.dtype
-            else rows
-            for r, rows in zip(first, room, strict=True)
-        ]
-        for place, example in enumerate(examples(self.source, self.example, indices)):
-            leaves, found = jax.tree.flatten(example)
-            called = f"data.Stream: example {indices[place]}"
-            arrays = [plain(leaf, called) for leaf in leaves]
+        expected, structure = jax.tree.flatten(self._first)
+        for place, (index, example) in enumerate(
+            zip(indices, self._examples(indices), strict=True)
+        ):
+            called = f"data.Stream: example {index}"
+            leaves, form = jax.tree.flatten(example)
             # Checked row by row, because a stream is never read whole before it is trained on.
-            kinds = [(array.shape, array.dtype) for array in arrays]
-            if found != structure or kinds != expected:
+            if form != structure or list(map(_shape, leaves)) != expected:
                 raise ValueError(
-                    f"{called} is {found.unflatten(map(_shape, arrays))}; "
-                    f"the first one, and so every one, is {self._first}. Let `example` return one "
-                    "shape and type for all records."
+                    f"{called} is {form.unflatten(map(_shape, leaves))}; expected the shapes and "
+                    f"types of the first one, {self._first}."
                 )
-            for rows, array in zip(places, arrays, strict=True):
-                rows[place] = array
-        for rows, read in zip(room, places, strict=True):
-            if read is rows:
-                continue
-            if not fits(read, rows.dtype):
-                for index, row in zip(indices, read, strict=True):
-                    fitted(row, rows.dtype, f"data.Stream: example {index}")
-            rows[...] = read
+            for rows, leaf in zip(room, leaves, strict=True):
+                # JAX's settings hold for the thread of the caller, which made the rows.
+                rows[place] = native(leaf, called, rows.dtype)
+
+    def _examples(self, indices: list[int]) -> Iterator[PyTree]:
+        """The examples at indices, which may repeat, in their order."""
+        # Sources such as grain's read many records in one call faster than one by one.
+        many = getattr(self.source, "__getitems__", None)
+        records = None if many is None else many(indices)
+        for place, index in enumerate(indices):
+            try:
+                record = self.source[index] if records is None else records[place]
+                example = record if self.example is None else self.example(record)
+            except Exception as error:
+                # In a thread pool the user's traceback alone does not say which record failed.
+                raise RuntimeError(
+                    f"data.Stream: example {index} could not be read ({type(error).__name__}: "
+                    f"{error})."
+                ) from error
+            yield example
 
 
-def _is_columns(source: Any) -> bool:
-    """Whether a tuple or list holds arrays of all examples, rather than examples."""
-    pair = isinstance(source, tuple) or type(source) is list
-    if not pair or len(source) < 2:
-        return False
-    first, second = source[:2]
-    arrays = all(hasattr(x, "__array__") and getattr(x, "ndim", 0) for x in (first, second))
-    return arrays and (isinstance(source, tuple) or _shape(first) != _shape(second))
-
-
-def _warn_of_batches(shapes: list[tuple[int, ...]]) -> None:
-    """Warns if all arrays of a record have one number of rows, as in ``list(loader)``."""
-    # The loss of a batch would train, and clipping would bound a batch in place of an example.
-    rows = {shape[:1] for shape in shapes}
-    if len(shapes) > 1 and len(rows) == 1 and max(rows) > (1,):
-        logging.warning(
-            "data.Stream: all %d arrays of a record have %d rows. If a record is a batch, as in "
-            "list(DataLoader(...)), epsilon holds for no single example: give the data set. If "
-            "the rows are parts of one example, all is well.",
-            len(shapes),
-            shapes[0][0],
+def _checked_indices(indices: np.ndarray, size: int) -> np.ndarray:
+    """Whole numbers that lie in a source of this size, ``[n]``."""
+    indices = np.asarray(indices)
+    # NumPy would take a negative index from the end, and reads an empty list as floats.
+    if indices.size and not (
+        indices.dtype.kind in "iu" and indices.min() >= 0 and indices.max() < size
+    ):
+        raise IndexError(
+            f"data.Stream: got indices of type {indices.dtype} from {indices.min()} to "
+            f"{indices.max()}; expected whole numbers from 0 to {size - 1}."
         )
-
-
-def _is_list_of_numbers(given: Any) -> bool:
-    """Whether it is a list of Python's numbers, or of lists of them."""
-    return isinstance(given, list) and all(type(x) in (int, float) for x in jax.tree.leaves(given))
+    return indices.astype(np.int64)
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Diagnostics of private training: clipping bias, norms by layer, curvature, kernels.
 
-`bias` compares the clipped with the unclipped mean gradient and summarises norms. `layers`
-measures the weights and pre-activations of each layer, which bounded activations and the penalty
-of losing_less_2022 keep small. `curvature` has the largest singular value of the Hessian,
-`kernel` the matrices of convergence_calibration_2023; `tempered` measures theorem 1 of
-tempered_sigmoids_2021; `vectors` reads trees as vectors.
+`bias` compares the clipped with the unclipped mean gradient. `layers` measures the weights and
+pre-activations of each layer, which bounded activations and the penalty of losing_less_2022 keep
+small. `curvature` has the largest singular value of the Hessian, `kernel` the matrices of
+convergence_calibration_2023; `tempered` measures theorem 1 of tempered_sigmoids_2021; `vectors`
+reads trees as vectors.
 
 All functions except `weight_norms` read gradients or data without noise: their results are
 private.
 """
 
-from dpjax.diagnostics.bias import (
-    Bias,
-    Histogram,
-    clipped_fraction,
-    clipping_bias,
-    norm_histogram,
-)
+from dpjax.diagnostics.bias import Bias, clipping_bias
 from dpjax.diagnostics.curvature import Sharpness, sharpness
 from dpjax.diagnostics.kernel import Definiteness, definiteness, ntk
 from dpjax.diagnostics.layers import preactivation_norms, weight_norms
@@ -27,14 +21,11 @@ from dpjax.diagnostics.vectors import cosine
 __all__ = [
     "Bias",
     "Definiteness",
-    "Histogram",
     "Sharpness",
     "TemperedBias",
-    "clipped_fraction",
     "clipping_bias",
     "cosine",
     "definiteness",
-    "norm_histogram",
     "ntk",
     "preactivation_norms",
     "sharpness",

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from dpjax import checks, clipping, trees
+from dpjax import clipping, trees
 from dpjax.diagnostics.vectors import cosine, length
 from dpjax.types import Clipping, LossFn, PyTree
 
@@ -35,15 +35,6 @@ class Bias(NamedTuple):
     """Norms of each example's gradient, before clipping."""
     clipped: Float[Array, " groups"]
     """The fraction of the examples above the bound."""
-
-
-class Histogram(NamedTuple):
-    """The number of examples in each bin; the last bin contains its upper edge."""
-
-    counts: Int[Array, "groups bins"]
-    """The number of norms between neighbouring edges."""
-    edges: Float[Array, " edges"]
-    """The ``bins + 1`` edges, from 0."""
 
 
 def clipping_bias(
@@ -81,25 +72,27 @@ def clipping_bias(
     References:
       Chen, Wu and Hong, "Understanding Gradient Clipping in Private SGD", 2020.
     """
-    call = "diagnostics.clipping_bias"
-    size = checks.whole(call, "examples", trees.leading_size(batch))
-    microbatch_size = checks.whole(call, "microbatch_size", microbatch_size)
+    size = trees.leading_size(batch)
     # In microbatches: a batch of per-example gradients of a large model does not fit in memory.
-    part = jax.jit(partial(_part, loss, rule))
-    parts = [
-        part(params, jax.tree.map(lambda x, at=at: x[at : at + microbatch_size], batch))
-        for at in range(0, size, microbatch_size)
-    ]
-    clipped, whole = (
-        jax.tree.map(lambda *x: sum(x[1:], x[0]), *side)
-        for side in ([p[0] for p in parts], [p[1] for p in parts])
+    sums = jax.jit(partial(_sums, loss, rule))
+    clipped, unclipped, norms = zip(
+        *(
+            sums(params, jax.tree.map(lambda x, at=at: x[at : at + microbatch_size], batch))
+            for at in range(0, size, microbatch_size)
+        ),
+        strict=True,
     )
-    norms = jnp.concatenate([p[2] for p in parts])
-    shrinkage = length(clipped) / length(whole)
-    return Bias(cosine(clipped, whole), shrinkage, norms, clipped_fraction(norms, rule))
+    clipped, unclipped = (
+        jax.tree.map(lambda *x: sum(x[1:], x[0]), *parts) for parts in (clipped, unclipped)
+    )
+    norms = jnp.concatenate(norms)
+    shrinkage = length(clipped) / length(unclipped)
+    # An infinite norm is above every bound; a NaN is above none, though clipping drops the example.
+    above = jnp.mean(norms > jnp.asarray(rule.bounds), axis=0)
+    return Bias(cosine(clipped, unclipped), shrinkage, norms, above)
 
 
-def _part(
+def _sums(
     loss: LossFn, rule: Clipping, params: PyTree, rows: PyTree
 ) -> tuple[PyTree, PyTree, Array]:
     """Clipped sum, unclipped sum and norms of some examples."""
@@ -112,60 +105,3 @@ def _part(
     # not finite.
     once = jnp.broadcast_to(finite.astype(factors.dtype), factors.shape)
     return clipped, trees.scaled_sum(gradients, once, rule.partition.assign(params)), norms
-
-
-def norm_histogram(norms: Float[Array, "batch groups"], bins: int = 20) -> Histogram:
-    """Counts per-example norms in bins of equal width, from 0 to the largest finite norm.
-
-    Args:
-      norms: Norms of a `ClippedSum` or a `Bias`.
-      bins: The number of bins.
-
-    Returns:
-      Counts per group; an infinite or NaN norm is in no bin.
-
-    Example:
-      >>> norm_histogram(jnp.array([[0.5], [1.5], [2.0]]), bins=2).counts
-      Array([[1, 2]], dtype=int32)
-    """
-    _expect_norms("norm_histogram", norms)
-    bins = checks.whole("diagnostics.norm_histogram", "bins", bins)
-    finite = jnp.isfinite(norms)
-    # One infinite norm would make every edge infinite.
-    top = jnp.max(jnp.where(finite, norms, 0), initial=0.0)
-    edges = jnp.linspace(0, jnp.where(top > 0, top, 1), bins + 1)
-    # The largest norm is the last edge, which belongs to the last bin.
-    place = jnp.clip(jnp.searchsorted(edges, norms, side="right") - 1, 0, bins - 1)
-    counts = jnp.sum(jax.nn.one_hot(place, bins, dtype=bool) & finite[..., None], axis=0)
-    return Histogram(counts, edges)
-
-
-def clipped_fraction(
-    norms: Float[Array, "batch groups"], rule: Clipping
-) -> Float[Array, " groups"]:
-    """The fraction of the examples with a norm above the bound, per group.
-
-    An infinite norm is above every bound. A NaN is above none, although clipping drops the
-    example.
-
-    Args:
-      norms: Norms of a `ClippedSum` or a `Bias`.
-      rule: The clipping rule that has the bounds.
-
-    Returns:
-      One number from 0 to 1 for each group.
-
-    Example:
-      >>> clipped_fraction(jnp.array([[0.5], [1.0], [3.0], [2.0]]), clipping.flat(1.0))
-      Array([0.5], dtype=float32)
-    """
-    _expect_norms("clipped_fraction", norms, len(rule.bounds))
-    return jnp.mean(norms > jnp.asarray(rule.bounds)[None], axis=0)
-
-
-def _expect_norms(name: str, norms: Array, groups: int | None = None) -> None:
-    if norms.ndim != 2 or groups not in (None, norms.shape[1]):
-        raise ValueError(
-            f"diagnostics.{name}: got norms of shape {norms.shape}; expected [batch, groups], as "
-            f"in ClippedSum.norms{f', with the {groups} groups of the rule' if groups else ''}."
-        )

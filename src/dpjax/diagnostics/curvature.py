@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from dpjax import checks, trees
+from dpjax import trees
 from dpjax.diagnostics.vectors import length, unit
 from dpjax.types import Key, LossFn, Purpose, PyTree
 
@@ -65,9 +65,6 @@ def sharpness(
     References:
       Golub and Van Loan, "Matrix Computations", 2013, section 8.2.
     """
-    checks.whole("diagnostics.sharpness", "examples", trees.leading_size(batch))
-    checks.whole("diagnostics.sharpness", "iterations", iterations)
-
     step = jax.jit(partial(_step, loss))
 
     def going(state: tuple[Any, ...]) -> Array:
@@ -80,8 +77,7 @@ def sharpness(
         direction, before, _, count = state
         return *step(params, batch, direction), before, count + 1
 
-    own = jax.random.fold_in(key, Purpose.MEASURES)
-    first = trees.random_like(jax.random.normal, own, params)
+    first = trees.random_like(jax.random.normal, jax.random.fold_in(key, Purpose.MEASURES), params)
     first = jax.tree.map(lambda v, p: v.astype(p.dtype), first, params)
     nothing = jnp.zeros_like(length(first))
     state = body((unit(first, first), nothing, nothing, jnp.int32(0)))

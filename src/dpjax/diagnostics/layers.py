@@ -63,9 +63,8 @@ def preactivation_norms(model: nn.Module, params: PyTree, x: PyTree) -> dict[str
         _, kept = model.apply({"params": params}, x, mutable=["preactivations"])
         if not jax.tree.leaves(kept):
             raise ValueError(
-                f"diagnostics.preactivation_norms: {type(model).__name__} keeps no "
-                "pre-activations. The models of dpjax do; in one of your own, call "
-                "self.sow('preactivations', 'hidden', h) before each activation."
+                f"diagnostics.preactivation_norms: {type(model).__name__} keeps none. In the "
+                "module, call self.sow('preactivations', 'hidden', h) before each activation."
             )
         named = zip(trees.leaf_names(kept), jax.tree.leaves(kept), strict=True)
         return {name.removeprefix("preactivations/"): length(h) for name, h in named}

@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from dpjax import checks, clipping
+from dpjax import clipping
 
 
 class TemperedBias(NamedTuple):
@@ -80,15 +80,11 @@ def tempered_bias(
       Papernot et al., "Tempered Sigmoid Activations for Deep Learning with Differential
       Privacy", 2021, equation 4 and theorem 1.
     """
-    call = "diagnostics.tempered_bias"
-    checks.positive(call, "temperature", temperature)
-    checks.positive(call, "radius", radius)
-    checks.whole(call, "steps", steps)
     z, y = jnp.asarray(inputs, jnp.float32), jnp.asarray(labels, jnp.float32)
     if not isinstance(y, Tracer) and (y.shape != z.shape[:1] or np.any(np.abs(y) != 1)):
         raise ValueError(
-            f"{call}(labels={np.asarray(y)!r:.100}): expected 1 or -1 for each of {len(z)} inputs. "
-            "Usually labels are 0 and 1: give 2 * labels - 1."
+            f"diagnostics.tempered_bias: expected a label, 1 or -1, for each of {len(z)} inputs. "
+            "Of labels 0 and 1, give 2 * labels - 1."
         )
     rule = clipping.flat(bound)
 

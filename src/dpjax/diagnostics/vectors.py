@@ -29,15 +29,6 @@ def cosine(a: PyTree, b: PyTree) -> Float[Array, ""]:
       >>> float(cosine({"w": jnp.array([1.0, 0.0])}, {"w": jnp.array([2.0, 0.0])}))
       1.0
     """
-    forms = [
-        (jax.tree.structure(tree), list(map(jnp.shape, jax.tree.leaves(tree)))) for tree in (a, b)
-    ]
-    if forms[0] != forms[1]:
-        raise ValueError(
-            f"diagnostics.cosine: got leaves of shapes {forms[0][1]!s:.200} and "
-            f"{forms[1][1]!s:.200}; expected one structure and equal shapes. Usually one side kept "
-            "its batch axis, or a leaf was transposed."
-        )
     (a, _), (b, _) = _within_one(a), _within_one(b)
     # Rounding gives 1.0000001 for (1, 1, 1) with itself, whose arccos is NaN.
     return jnp.clip(inner(a, b) / jnp.sqrt(inner(a, a)) / jnp.sqrt(inner(b, b)), -1, 1)

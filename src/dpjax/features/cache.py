@@ -2,9 +2,8 @@
 """Features of a whole data set: computed once, then read.
 
 The name of a file is a hash of the data's bytes and of the transform's settings, so a file is
-never stale and two data sets never share one. Its first bytes are a hash of the features: a
-truncated or changed file is detected and computed again. A file is written under a temporary
-name and then renamed, so a reader sees all of it or none.
+never stale and two data sets never share one. A file is written under a temporary name and then
+renamed, so a reader sees all of it or none.
 
 Features are functions of private examples: a cache is as secret as the data. Files are data,
 never code: nothing is unpickled.
@@ -15,22 +14,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 import numpy as np
-from absl import logging
 
 from dpjax import checks
 from dpjax._files import replacing
-from dpjax._foreign import native, unmasked
 from dpjax.scattering import scatter
 
 _VERSION = 1  # raise it when the values of a transform change: old files are then not found
-_DIGEST = hashlib.sha256().digest_size
 
 
 def scattered(
@@ -68,7 +63,9 @@ def scattered(
     def transform(part: Any) -> jax.Array:
         return scatter(part, J, L, order)
 
-    images = native(images, "features.scattered: the argument images")
+    # In this machine's byte order, so that equal images share a file.
+    images = np.asarray(images)
+    images = images.astype(images.dtype.newbyteorder("="), copy=False)
     row = jax.eval_shape(transform, jax.ShapeDtypeStruct((1, *images.shape[1:]), images.dtype))
 
     def compute(images: np.ndarray) -> np.ndarray:
@@ -110,119 +107,33 @@ def cached(
     Returns:
       The array, equal to the last bit.
 
-    | the file | effect |
-    |---|---|
-    | does not exist | computed and written |
-    | is whole | read |
-    | was truncated or changed | a warning; computed and written again |
-    | is being written by another process | not seen; both write equal files |
-    | cannot be written, because of the folder | an error, before anything is computed |
-    | cannot be written in the end (a full disk) | logged as an error; the array is returned |
-
     Example:
+      >>> import tempfile
       >>> folder = tempfile.mkdtemp()
+      >>> double = lambda x: print("computing") or 2 * x
       >>> for _ in range(2):
-      ...     print(
-      ...         cached(
-      ...             lambda x: print("computing") or 2 * x,
-      ...             np.arange(3),
-      ...             settings={},
-      ...             directory=folder,
-      ...         )
-      ...     )
+      ...     print(cached(double, np.arange(3), settings={}, directory=folder))
       computing
       [0 2 4]
       [0 2 4]
     """
-    # What is hashed is what is computed from: the bytes of a mask would not be in the key.
-    inputs = unmasked(inputs, "features.cached: the argument inputs")
-    path = Path(directory, f"{name}-{_key(inputs, settings, name)}.features")
-    found = _read(path)
-    if found is None:
-        _try(path.parent)
-        found = np.asarray(compute(inputs))
-        if found.dtype.kind not in "biufc":
-            raise TypeError(
-                f"features.cached: the transform returned {found.dtype}, which a file of plain "
-                "arrays does not preserve. Return NumPy's own numeric types: "
-                "bfloat16 as float32, and no objects."
-            )
-        try:
-            _write(path, found)
-        except OSError as error:
-            logging.error("features.cached: %s could not be written (%s).", path, error)
-    return found
+    inputs = np.asarray(inputs)
+    path = Path(directory, f"{name}-{_key(inputs, settings, name)}.npy")
+    if path.is_file():
+        return np.load(path, allow_pickle=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    computed = np.asarray(compute(inputs))
+    with replacing(path) as file:
+        np.save(file, computed, allow_pickle=False)
+    return computed
 
 
 def _key(inputs: np.ndarray, settings: Mapping[str, Any], name: str) -> str:
     # Both names are needed: `str` is equal for bfloat16 and other void types, `name` for both
     # byte orders.
     kind = [inputs.dtype.name, inputs.dtype.str]
-    # Both are equal for all structured types of one size.
-    kind += [repr(inputs.dtype.descr)] * (inputs.dtype.fields is not None)
     facts = {"name": name, "kind": kind, "shape": inputs.shape, "settings": dict(settings)}
-    # JSON writes the name 1 as "1", and two settings would share a file.
-    if not _is_json(facts["settings"]):
-        raise TypeError(
-            f"features.cached(settings={settings!r:.100}): expected Python's numbers, text, lists, "
-            "and dictionaries with text as names. Usually a number is NumPy's: value.item() makes "
-            "Python's of it."
-        )
     hashed = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     # Of all images: a changed image must not be given the features of the old one.
     hashed.update(np.ascontiguousarray(inputs).reshape(-1).view(np.uint8).data)
     return hashed.hexdigest()[:32]
-
-
-def _is_json(value: Any) -> bool:
-    """Whether JSON can write a value without a change."""
-    if isinstance(value, dict):
-        return all(isinstance(name, str) and _is_json(each) for name, each in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(_is_json, value))
-    return value is None or isinstance(value, str | int | float)
-
-
-def _read(path: Path) -> np.ndarray | None:
-    """The array of a file; None if the file does not exist or is damaged."""
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        # The digest stands in front, so a file that was cut off never passes.
-        if file.read(_DIGEST) == _digest(file):
-            file.seek(_DIGEST)
-            return np.load(file, allow_pickle=False)
-    logging.warning("features.cached: %s is damaged; its features are computed again.", path)
-    return None
-
-
-def _try(folder: Path) -> None:
-    """Refuses a folder that cannot be written to, before hours of computation."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise OSError(
-            f"features.cached(directory={str(folder)!r}): nothing can be written there ({error}), "
-            "and nothing was computed. Expected a writable folder, or a path where one can be "
-            "made. Usually the path is a file, or the folder belongs to another user."
-        ) from error
-
-
-def _write(path: Path, array: np.ndarray) -> None:
-    with replacing(path) as file:
-        file.write(bytes(_DIGEST))
-        np.save(file, array, allow_pickle=False)
-        file.seek(_DIGEST)
-        digest = _digest(file)
-        file.seek(0)
-        file.write(digest)
-
-
-def _digest(file: IO[bytes]) -> bytes:
-    """The hash of a file from its current position to its end."""
-    hashed = hashlib.sha256()
-    while piece := file.read(2**20):
-        hashed.update(piece)
-    return hashed.digest()

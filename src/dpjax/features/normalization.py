@@ -19,10 +19,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dpjax import checks, clipping, trees
-from dpjax.features.scaling import Moments, checked
+from dpjax.features.scaling import Moments
 from dpjax.noise.link import add_noise
 from dpjax.noise.multiplier import check_multiplier, standard_deviations
-from dpjax.noise.seals import require_one_release, seal
 from dpjax.types import Key, Purpose
 
 _ROWS = 2**16  # examples that are added together in float64, on the host
@@ -77,17 +76,7 @@ class Search:
 
     def __post_init__(self) -> None:
         """Refuses searches that cannot find a threshold."""
-        _check_number("features.Search", self.noise_multiplier, bound=1.0)
-        hint = (
-            "The bins are a public guess of the range of the norms, 0 < lowest < highest: choose "
-            "it too wide. The threshold is that quantile of the norms."
-        )
-        checks.fraction("features.Search", "quantile", self.quantile, hint)
-        lowest = checks.positive("features.Search", "lowest", self.lowest, hint)
-        if not lowest < checks.positive("features.Search", "highest", self.highest, hint):
-            raise ValueError(f"features.{self}: expected lowest below highest. {hint}")
-        bins = checks.whole("features.Search", "bins", self.bins, hint, least=2)
-        object.__setattr__(self, "bins", bins)  # NumPy takes 121 and not 121.0
+        check_multiplier("features.Search", self.noise_multiplier, clipping.flat(1.0))
 
     @property
     def edges(self) -> np.ndarray:
@@ -151,18 +140,12 @@ class Normalization:
 
     def __post_init__(self) -> None:
         """Refuses impossible descriptions."""
-        hint = "It is the number of examples, which divides the sums and is public."
-        checks.whole("features.Normalization", "examples", self.examples, hint)
+        checks.whole("features.Normalization", "examples", self.examples)
         bounds = (1.0, 1.0) if isinstance(self.thresholds, Search) else self.thresholds
-        if np.shape(bounds) != (2,):
-            raise ValueError(
-                f"features.Normalization(thresholds={self.thresholds}): expected two, for norms "
-                "of the channel means and of the mean squares, or a features.Search."
-            )
-        hint = "It is the most that one example can move the sum."
         for bound in bounds:
-            checks.not_negative("features.Normalization", "thresholds", bound, hint)
-            _check_number("features.Normalization", self.noise_multiplier, bound)
+            checks.not_negative("features.Normalization", "thresholds", bound)
+            rule = clipping.flat(bound)
+            check_multiplier("features.Normalization", self.noise_multiplier, rule)
 
     @property
     def multipliers(self) -> tuple[float, ...]:
@@ -186,17 +169,12 @@ class Normalization:
           The noisy moments, which may be published.
 
         Privacy:
-          `release` warns of a key of a small seed, and no mechanism learns of it. Instead of
-          ``preparation=``, give the mechanism ``before=[dpjax.mechanism.Spent(sampling=...,
-          runs=(), preparation=normalization.multipliers, supplied=True)]``: it costs as much, and
-          statement and card say so.
+          Write the moments before they are used, and read them on resume: each call is a release.
         """
-        trees.warn_of_seed(key, "Normalization.release")
         if features.shape[0] != self.examples:
             raise ValueError(
                 f"features.Normalization.release: got {features.shape[0]} examples; expected "
-                f"{self.examples}, by which the sums are divided. Give this data set's number of "
-                "examples to Normalization, and release from the training examples alone."
+                f"{self.examples}, by which the sums are divided."
             )
         means, squares = _statistics(features)
         # Two queries on all examples; the training steps come later and are accounted with them.
@@ -225,24 +203,9 @@ class Normalization:
         return float(search.edges[np.argmax(below) if below.any() else -1])
 
 
-def _check_number(call: str, multiplier: float, bound: float) -> None:
-    if callable(multiplier) or np.ndim(multiplier):
-        raise TypeError(
-            f"{call}(noise_multiplier={multiplier}): expected one number. Every query runs once, "
-            "so there is neither a schedule nor a multiplier per group."
-        )
-    check_multiplier(call, multiplier, clipping.flat(bound))
-
-
 @jax.jit
 def _statistics(features: Features) -> tuple[Array, Array]:
     """Channel means, and means of squares, of each example: ``[examples, channels]``."""
-    features = checked(features)
-    if features.ndim != 4:
-        raise ValueError(
-            f"features: got an array of shape {features.shape}; expected (examples, height, "
-            "width, channels), as scattering makes them."
-        )
     features = features.astype(trees.wide(features.dtype))
     # Over places within an example: its contribution stays one vector, however large the image is.
     return jnp.mean(features, axis=(1, 2)), jnp.mean(features**2, axis=(1, 2))
@@ -258,9 +221,6 @@ def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float)
     stream = trees.step_key(key, Purpose.PREPARATION, query)
     deviations = standard_deviations(multiplier, rule, 0)
     released, _ = add_noise(total, rule.partition, deviations, stream, 0, lost=lost)
-    # The root key says whether it is a published seed; no key of a stream looks like one.
-    if not trees.seeded(key):
-        require_one_release(stream, 0, seal(released)[None], "features.Normalization")
     return jnp.asarray(released)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from dpjax import checks, trees
+from dpjax import trees
 
 
 class Moments(NamedTuple):
@@ -55,13 +55,11 @@ def group_norm(
     References:
       Wu and He, "Group Normalization", 2018; without its learned scale and shift.
     """
-    features = checked(features)
+    features = jnp.asarray(features)
     *rest, channels = features.shape
-    groups = checks.whole("features.group_norm", "groups", groups, "It divides the channels.")
     if channels % groups:
         raise ValueError(
-            f"features.group_norm(groups={groups}): {channels} channels are not divided evenly "
-            f"into {groups} groups. For 81 or 243 channels use 9, 27 or 81."
+            f"features.group_norm(groups={groups}): groups must divide the {channels} channels."
         )
     # A mean over a group in bfloat16 would keep two digits.
     wide = features.astype(trees.wide(features.dtype))
@@ -102,26 +100,8 @@ def normalize(
       >>> normalize(jnp.array([[[[6.0, 5.5]]]]), moments).round(3)
       Array([[[[2., 0.]]]], dtype=float32)
     """
-    features = checked(features)
-    if not features.shape[-1:] == moments.mean.shape == moments.variance.shape:
-        raise ValueError(
-            f"features.normalize: got features of {features.shape[-1]} channels and moments of "
-            f"shapes {moments.mean.shape} and {moments.variance.shape}; expected a mean and a "
-            "variance for each channel. Usually the moments are of other features."
-        )
+    features = jnp.asarray(features)
     # A variance of 0 after noise means that noise dominates: its root would amplify the channel.
     scale = jnp.where(moments.variance > 0, jax.lax.rsqrt(moments.variance + stabilizer), 0)
     mean, scale = (jnp.broadcast_to(x, features.shape) for x in (moments.mean, scale))
     return (features - mean) * scale
-
-
-def checked(features: ArrayLike) -> Array:
-    """Returns the features; raises unless they are floating point with three axes or more."""
-    features = jnp.asarray(features)
-    if features.ndim < 3 or not jnp.issubdtype(features.dtype, jnp.floating):
-        raise ValueError(
-            f"features: got {features.dtype} of shape {features.shape}; expected floating-point "
-            "numbers, (examples, height, width, channels), as scattering makes them. Give "
-            "vectors a height and a width of 1: vectors[:, None, None]."
-        )
-    return features

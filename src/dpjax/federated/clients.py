@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from dpjax import checks, trees
-from dpjax._foreign import arrays, unmasked
+from dpjax.data.arrays import arrays
 from dpjax.types import PyTree
 
 _MOST = 2**31 - 1  # rows
@@ -58,15 +58,6 @@ class Clients:
         if not examples:
             raise ValueError("federated.Clients.of([]): expected the examples of each client.")
         counts = [trees.leading_size(tree, name="a client's examples") for tree in examples]
-        for number, tree in enumerate(examples):
-            # By shapes and not by dtype: joining promotes dtypes.
-            if _row(tree) != _row(examples[0]):
-                raise ValueError(
-                    f"federated.Clients.of: an example of client {number} is {_row(tree)}, one of "
-                    f"client 0 is {_row(examples[0])}; expected equal shapes, because one model "
-                    "trains on all of them. Usually a client without examples was given as [], or "
-                    "one with a single example lacks its axis: write shape (0, ...) or (1, ...)."
-                )
         joined = jax.tree.map(lambda *rows: _home(rows[0]).concatenate(rows), *examples)
         return cls._joined(joined, np.asarray(counts))
 
@@ -87,15 +78,13 @@ class Clients:
         clients = checks.whole("federated.Clients.split", "clients", clients)
         data = arrays(data, "federated.Clients.split")
         rows = trees.leading_size(data, name="federated data")
-        owners = unmasked(owners, "federated.Clients.split: the argument owners")
+        owners = np.asarray(owners)
         whole = owners.shape == (rows,) and np.issubdtype(owners.dtype, np.integer)
         if not whole or not np.all((owners >= 0) & (owners < clients)):
             raise ValueError(
                 f"federated.Clients.split(clients={clients}): expected one whole number from 0 to "
-                f"{clients - 1} for each of {rows} rows; got {owners.dtype} of shape "
-                f"{owners.shape}. The number is the client that owns the row. Usually they are "
-                "names, or numbers from 1: owners = np.unique(owners, return_inverse=True)[1] "
-                "numbers them from 0; for clients without examples, by a public list of all names."
+                f"{clients - 1} for each of {rows} rows; got {owners.dtype}{list(owners.shape)}. "
+                "np.unique(names, return_inverse=True)[1] numbers names."
             )
         # Stable: the order of a client's rows is that of the data set, so runs are reproducible.
         order = np.argsort(owners, kind="stable")
@@ -105,15 +94,10 @@ class Clients:
     @classmethod
     def _joined(cls, examples: PyTree, counts: np.ndarray) -> Clients:
         if not counts.sum():
+            raise ValueError(f"federated.Clients: none of {len(counts)} clients has an example.")
+        if counts.sum() > _MOST:  # row indices have 32 bits
             raise ValueError(
-                f"federated.Clients: none of {len(counts)} clients has an example; expected at "
-                "least one. Usually a filter removed all data."
-            )
-        if counts.sum() > _MOST:
-            raise ValueError(
-                f"federated.Clients: {counts.sum():,} examples; expected at most {_MOST:,}. Row "
-                "indices have 32 bits, and a larger one would select another client's row. Keep a "
-                "fixed number of examples per client."
+                f"federated.Clients: {counts.sum():,} examples; expected at most {_MOST:,}."
             )
         # Clients lie one after the other without padding: one large client would otherwise size the
         # memory of all.
@@ -129,8 +113,3 @@ class Clients:
 def _home(rows: Any) -> Any:
     """The array library that joins rows: NumPy on the host, or JAX for typed keys."""
     return jnp if checks.is_typed_key(rows) else np
-
-
-def _row(tree: PyTree) -> PyTree:
-    """The shape of one example, leaf by leaf."""
-    return jax.tree.map(lambda x: "x".join(map(str, np.shape(x)[1:])) or "a number", tree)

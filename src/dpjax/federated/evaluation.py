@@ -43,16 +43,15 @@ def scores(metric: Metric, params: PyTree, clients: Clients) -> Float[np.ndarray
       >>> scores(lambda params, example: example, None, clients).tolist()
       [0.5, nan, 1.0]
     """
-    found = np.asarray(_each(metric, params, clients), np.float64)
-    if found.ndim != 1:
+    values = np.asarray(_each(metric, params, clients), np.float64)
+    if values.ndim != 1:
         raise ValueError(
-            f"federated.scores: the metric of one example has shape {found.shape[1:]}; expected "
-            "one number. Usually it was written for a batch, or returns one number per class: it "
-            "receives one example, without a batch axis."
+            f"federated.scores: the metric of one example has shape {values.shape[1:]}; expected "
+            "one number."
         )
     counts = np.asarray(clients.counts)
     owners = np.repeat(np.arange(len(clients)), counts)
-    totals = np.bincount(owners, weights=found, minlength=len(clients))
+    totals = np.bincount(owners, weights=values, minlength=len(clients))
     return np.divide(totals, counts, out=np.full(len(clients), np.nan), where=counts > 0)
 
 

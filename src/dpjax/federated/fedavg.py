@@ -9,7 +9,6 @@ mean of minus the updates, so ``optax.sgd(1.0)`` is FedAvg, with momentum FedAvg
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,16 +18,15 @@ import numpy as np
 import optax
 
 from dpjax import checks, ledger, meshes, trees
-from dpjax._foreign import arrays
 from dpjax.federated.clients import Clients
 from dpjax.federated.local import Local
 from dpjax.federated.rounds import Row, by_size, client_loss, round_info
 from dpjax.federated.weights import Weights
-from dpjax.gradients.loss_checks import check_loss, check_params
+from dpjax.gradients.loss_checks import check_loss
 from dpjax.gradients.traced import Traced
 from dpjax.mechanism import Mechanism
-from dpjax.training.assembly import assemble
-from dpjax.training.checks import check_is_optimizer, update_program
+from dpjax.training.assembly import assemble, checked_params
+from dpjax.training.checks import check_is_optimizer
 from dpjax.training.recipe import Recipe, extra_arguments
 from dpjax.types import Algorithm, Key, LossFn, Purpose, PyTree, State
 
@@ -104,7 +102,7 @@ def fedavg(
       ...     local_batch_size=10,
       ...     local_epochs=2,
       ... )
-      >>> state = algorithm.init(dpjax.noise.secret_key(), jnp.zeros(3))
+      >>> state = algorithm.init(jnp.zeros(3))
       >>> state, info = algorithm.step(state)
       >>> state.ledger.steps
       1
@@ -119,21 +117,17 @@ def fedavg(
     if (local_epochs is None) == (local_steps is None):
         raise ValueError(
             f"{call}(local_epochs={local_epochs}, local_steps={local_steps}): expected one of the "
-            "two, and None for the other. It says how long a drawn client trains."
+            "two."
         )
     hint = "It says how a drawn client trains."
     size = checks.whole(call, "local_batch_size", local_batch_size, hint)
     epochs = checks.whole_or_none(call, "local_epochs", local_epochs, hint)
     steps = checks.whole_or_none(call, "local_steps", local_steps, hint)
-    hint = "Usually a flag was not converted from text, and any text counts as True."
-    checks.instance(call, "project", project, bool, hint)
     # The rule's own bounds: an update that is projected in every step is hardly clipped at the end.
     within = mechanism.clipping if project else None
     local = Local(loss, client_optimizer, size, epochs, steps, within)
-    work = {"batch_size": local.batch_size, "epochs": epochs, "steps": steps, "project": project}
-    identity = {"algorithm": "fedavg", "local": work}
     return _algorithm(
-        local, server_optimizer, mechanism, clients, identity, weights, microbatch_size, budget
+        "fedavg", local, server_optimizer, mechanism, clients, weights, microbatch_size, budget
     )
 
 
@@ -175,25 +169,24 @@ def fedsgd(
     # One step of rate 1 on the mean of all examples is minus the gradient: FedSGD is FedAvg with
     # this client.
     local = Local(loss, optax.sgd(1.0), clients.capacity, epochs=None, steps=1, within=None)
-    identity = {"algorithm": "fedsgd"}
     return _algorithm(
-        local, server_optimizer, mechanism, clients, identity, weights, microbatch_size, budget
+        "fedsgd", local, server_optimizer, mechanism, clients, weights, microbatch_size, budget
     )
 
 
 def _algorithm(
+    name: str,
     local: Local,
     server: optax.GradientTransformation,
     mechanism: Mechanism,
     clients: Clients,
-    identity: Mapping[str, Any],
     weights: Weights | None,
     microbatch_size: int | None,
     budget: ledger.Budget | None,
 ) -> Algorithm:
     """Rounds as steps of `dpjax.training`, with clients as the rows of the data."""
     weights = Weights(values=np.ones(len(clients))) if weights is None else weights
-    call = f"federated.{identity['algorithm']}"
+    call = f"federated.{name}"
     _check_clients(call, mechanism, clients, weights)
     # Shares are relative to the largest weight. Their public total, not their drawn total, makes
     # the mean.
@@ -202,22 +195,14 @@ def _algorithm(
         call, local, server, mechanism, clients, scale=scale, microbatch_size=microbatch_size
     )
     rows = Row(jnp.arange(len(clients)), jnp.asarray(weights.shares), clients.counts)
-    held = {"shares": trees.fingerprint(weights.shares), "total": weights.total_share}
-    identity = {**identity, "weights": held}
+    identity = {"algorithm": name, "weights": {"total": weights.total_share}}
     algorithm = assemble(recipe, rows, identity, shared=clients, budget=budget, info=round_info)
 
-    def init(key: Key, params: PyTree) -> State:
-        # As in `dpsgd`: swapped arguments are told before anything reads them.
-        checks.key(f"{call}: init", key)
-        params = arrays(params, f"{call}: init(params)")
-        one = trees.one_row(clients.examples)
-        check_params(f"{call}: init(key, params)", params)
+    def init(params: PyTree, key: Key | None = None) -> State:
+        params = checked_params(call, params, key)
         # The user's loss of one example; the step itself only sees the client's loss.
-        check_loss(Traced(local.loss), params, one, call)
-        # A client's optimizer is given no loss either.
-        client = jax.eval_shape(local.optimizer.init, trees.widened(params))
-        update_program(f"{call}: client_optimizer", local.optimizer, client, params)
-        return algorithm.init(key, params)
+        check_loss(Traced(local.loss), params, trees.one_row(clients.examples), call)
+        return algorithm.init(params, key)
 
     # The recipe's sampler orders clients by size, which changes no event: users see their
     # mechanism.
@@ -272,48 +257,32 @@ def _scaled(
 
 
 def _check_kinds(call: str, mechanism: Mechanism, clients: Clients, **optimizers: Any) -> None:
-    hint = (
-        "It knows the owner of each example: write federated.Clients.of(...) around a list of the "
-        "clients' arrays, or federated.Clients.split(data, owners=..., clients=...)."
-    )
+    hint = "Write federated.Clients.of(list) or federated.Clients.split(data, owners, clients)."
     checks.instance(call, "clients", clients, Clients, hint)
     for name, given in optimizers.items():
         check_is_optimizer(f"{call}: {name}", given)
-    hint = f"Usually arguments were swapped: {call}(loss, server_optimizer, mechanism, clients)."
+    hint = f"Write {call}(loss, server_optimizer, mechanism, clients)."
     checks.instance(call, "mechanism", mechanism, Mechanism, hint)
 
 
 def _check_clients(call: str, mechanism: Mechanism, clients: Clients, weights: Weights) -> None:
-    hint = (
-        "Write federated.Weights(values=one per client, largest=a public largest weight): the "
-        "noise is scaled to the largest weight."
-    )
+    hint = "Write federated.Weights(values=one per client, largest=a public largest weight)."
     checks.instance(call, "weights", weights, Weights, hint)
     if mechanism.unit != "client":
         raise ValueError(
             f"{call}: the mechanism protects one {mechanism.unit}, and a round draws and clips "
-            "clients with all of their examples. Write Mechanism(unit='client', "
-            f"sampling=dpjax.sampling.poisson(examples={len(clients)}, batch_size=...)): rates "
-            "and sizes then count clients."
+            "clients. Write Mechanism(unit='client', ...), whose sampler counts clients."
         )
     # The count of an adapted bound is over examples with one norm each, and a round has clients
-    # with weights.
-    if mechanism.adaptive is not None:
+    # with weights. And the update of a client exists as a whole, so its exact norm is free.
+    if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
         raise ValueError(
-            f"{call}: this mechanism adapts its bound to a quantile, which rounds cannot do. "
-            "Leave adaptive= out, and choose the bound from public knowledge."
-        )
-    if mechanism.clipping.projections is not None:
-        raise ValueError(
-            f"{call}: this rule estimates norms from random projections (clipping.jl), which "
-            "saves the memory of per-example gradients. Here the update of a client exists as a "
-            "whole, its exact norm is free and costs less epsilon: use clipping.flat."
+            f"{call}: rounds have neither adaptive bounds nor estimated norms. Leave adaptive= "
+            "out, and use clipping.flat."
         )
     expected, sizes = mechanism.sampling.examples, (len(clients), np.size(weights.values))
     if sizes != (expected, expected):
         raise ValueError(
-            f"{call}: {sizes[0]} clients and {sizes[1]} weights, and the mechanism's sampler "
-            f"draws from {expected}; the sampling rate would not be the accounted one. Usually "
-            "examples were counted instead of clients: "
-            f"dpjax.sampling.poisson(examples={sizes[0]}, batch_size=...)."
+            f"{call}: {sizes[0]} clients and {sizes[1]} weights; the mechanism's sampler draws "
+            f"from {expected}. Write sampling.poisson(examples={sizes[0]}, batch_size=...)."
         )

@@ -61,12 +61,11 @@ def by_size(sampler: Sampler, clients: Clients) -> Sampler:
     """
     inner = sampler.draw
 
-    def draw(key: Key, step: Int[Array, ""]) -> Draw:
-        indices, size = inner(key, step)
-        # Padding sorts behind every drawn client, so the draw's size still cuts it off.
-        drawn = jnp.arange(indices.shape[0]) < size
-        sizes = jnp.where(drawn, clients.counts[indices], clients.capacity + 1)
-        return Draw(indices[jnp.argsort(sizes)], size)
+    def draw(key: Key, step: Int[Array, ""], *coins: Key) -> Draw:
+        indices, mask = inner(key, step, *coins)
+        # Padding sorts behind every drawn client, so the mask still covers it.
+        sizes = jnp.where(mask, clients.counts[indices], clients.capacity + 1)
+        return Draw(indices[jnp.argsort(sizes)], mask)
 
     return replace(sampler, draw=draw)
 

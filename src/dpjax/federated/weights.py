@@ -56,16 +56,11 @@ class Weights:
 
     def __post_init__(self) -> None:
         """Refuses public constants that are not positive."""
-        hint = "It is the largest weight that counts, chosen without looking at the data."
-        largest = checks.positive("federated.Weights", "largest", self.largest, hint)
-        object.__setattr__(self, "largest", largest)  # Python's number, which run.json can hold
-        if self.total is not None:
-            hint = (
-                "It is an estimate of the sum of all weights, each held to largest=, chosen "
-                "without looking at the data."
-            )
-            total = checks.positive("federated.Weights", "total", self.total, hint)
-            object.__setattr__(self, "total", total)
+        hint = "It is chosen without looking at the data."
+        for name, value in (("largest", self.largest), ("total", self.total)):
+            if value is not None:  # as Python's number, which run.json can hold
+                number = checks.positive("federated.Weights", name, value, hint)
+                object.__setattr__(self, name, number)
         if np.ndim(self.values) != 1:
             raise ValueError(
                 f"federated.Weights(values=...): shape {np.shape(self.values)}; expected one "

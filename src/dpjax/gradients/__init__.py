@@ -13,8 +13,8 @@ computed). An engine means speed only: all engines give the same `ClippedSum`.
 | `_bookkeeping/` | ``ghost``: norms and sums without per-example gradients; see `explain` |
 | `layout.py`, `batching.py` | how many examples are differentiated together, and on which devices |
 | `platforms.py` | for which kind of device a program is traced, which decides layouts and forms |
-| `loss_checks.py` | refuses losses through which one example could see another |
-| `complex_leaves.py` | a complex leaf as two real ones |
+| `loss_checks.py` | refuses losses of a batch |
+| `jaxprs.py` | the interpreter of jaxprs |
 | `nan_isolation.py`, `sharding_checks.py` | guards against wrong results of XLA |
 | `_xla_cpu/` | primitives that are slow on CPU, in a faster form |
 | `_estimated_norms/` | `dpjax.clipping.jl` |

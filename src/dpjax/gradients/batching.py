@@ -70,7 +70,7 @@ def sum_over(
       One total per share, stacked; `join` adds them.
 
     Example:
-      >>> draw = Draw(jnp.array([3, 0, 4, 0, 0]), jnp.array(3))
+      >>> draw = Draw(jnp.array([3, 0, 4, 1, 2]), jnp.arange(5) < 3)
       >>> add = lambda state, rows, mask, total: total + jnp.sum(jnp.where(mask, rows, 0))
       >>> zero, layout = jnp.array(0), Layout(microbatch_size=2)
       >>> totals = sum_over(add, zero, layout, draw, jnp.arange(10), state=None)

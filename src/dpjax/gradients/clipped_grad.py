@@ -7,7 +7,6 @@ batch; `clipped_grad` returns the sum of the gradients of its examples, each cli
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from numbers import Number
@@ -19,11 +18,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool
 
 from dpjax import checks, trees
-from dpjax._foreign import arrays
-from dpjax._marks import certified, require_start
 from dpjax.clipping.application import real_rows
 from dpjax.clipping.shards import refuse_explicit, refuse_tracking
-from dpjax.gradients import complex_leaves
+from dpjax.data.arrays import arrays
 from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._estimated_norms.jl import projected
 from dpjax.gradients.batching import Engine, Rows, adding
@@ -32,7 +29,7 @@ from dpjax.gradients.layout import Request, run_laid_out
 from dpjax.gradients.loss_checks import check_loss, check_params, require_one_example
 from dpjax.gradients.nan_isolation import isolated
 from dpjax.gradients.traced import Traced
-from dpjax.types import ClippedSum, Clipping, Key, LossFn, Partition, PyTree
+from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 
 
 def clipped_grad(
@@ -72,9 +69,8 @@ def clipped_grad(
         [0, 1].
       * ``key`` is only for `dpjax.clipping.jl`, which draws its directions from it: a fresh key for
         each step, one key for all parts of a batch.
-      * ``start`` is a sum of other examples of the same step, to which the value is added: zeros,
-        in float32 or wider, or a value that an equal rule clipped. In a traced function only the
-        dtype is checked.
+      * ``start`` is the `ClippedSum` of other examples of the same step, by an equal rule, to which
+        this one is added. A loop begins with `dpjax.clipping.empty_sum`.
 
     Sensitivity:
       ``rule.sensitivity``, if the loss of an example sees no other example, and if each weight
@@ -87,7 +83,6 @@ def clipped_grad(
     | a weight above 1, below 0, or NaN | taken as 1, 0 and 0 |
     | an example with a NaN or infinite gradient | contributes exactly 0 |
     | bfloat16 or float16 parameters | norms and sums are float32 |
-    | complex parameters | norms and sums of real and imaginary parts; conjugated as by `jax.grad` |
 
     Example:
       >>> import dpjax
@@ -137,41 +132,24 @@ def clipped_grad(
         # Python's numbers too; what is no array is refused by name.
         params = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, Number) else x, params)
         check_params("clipped_grad", params)
-        start = None if start is None else _shaped_like(require_start(start, rule), params)
-        if not complex_leaves.any_complex(params):
-            return of_reals(with_aux, params, batch, mask, weights, key, start)
-        # Norms, sums and rules see real numbers alone. The parameters decide on groups: the parts
-        # of a complex leaf have another rank and twice its size.
-        groups = rule.partition.assign(params)
-        fixed = Partition(rule.partition.names, lambda _: groups)
-        start = None if start is None else complex_leaves.parts(start, sign=-1)
-        found = of_reals(
-            lambda reals, example: with_aux(complex_leaves.joined(reals, params), example),
-            complex_leaves.parts(params),
-            batch,
-            mask,
-            weights,
-            key,
-            start,
-            rule=dataclasses.replace(rule, partition=fixed),
-        )
-        value = complex_leaves.joined(found.value, params, sign=-1)
-        return certified(found._replace(value=value), rule)
+        start = None if start is None else _value_of(start, rule, params)
+        found = of_reals(with_aux, params, batch, mask, weights, key, start)
+        return found._replace(rule=rule.limits(params))
 
     return clipped
 
 
-def _shaped_like(start: PyTree, params: PyTree) -> PyTree:
-    """The sum to start with, whose leaves must have the shapes of the parameters."""
-    found, expected = ([jnp.shape(leaf) for leaf in jax.tree.leaves(x)] for x in (start, params))
-    if found != expected:
+def _value_of(start: Any, rule: Clipping, params: PyTree) -> PyTree:
+    """The value to start with, of a sum that the same rule clipped."""
+    if not isinstance(start, ClippedSum) or start.rule != rule.limits(params):
         raise ValueError(
-            f"clipped_grad(start=...): the leaves have shapes {found}; expected {expected}, as the "
-            "parameters have. JAX would repeat each gradient along the other axes, and one "
-            "example would move the sum by several bounds. Usually the totals of several devices "
-            "were given as one tree: give the total of one, or begin with start=None."
+            "clipped_grad(start=...): expected a ClippedSum of this rule. Begin with "
+            "dpjax.clipping.empty_sum(rule, params)."
         )
-    return start
+    shapes, expected = ([jnp.shape(x) for x in jax.tree.leaves(y)] for y in (start.value, params))
+    if shapes != expected:  # JAX would repeat each gradient along another axis
+        raise ValueError(f"clipped_grad(start=...): received shapes {shapes}, not {expected}.")
+    return start.value
 
 
 def _of_reals(
@@ -207,7 +185,7 @@ def _of_reals(
     # adds.
     start = trees.zeros_wide(params) if start is None else start
     together = microbatch_size or (size if name in WHOLE_BATCH else None)
-    found = run_laid_out(
+    return run_laid_out(
         "clipped_grad",
         Request(size, name, together, devices),
         functools.partial(_engine, name, rule),
@@ -218,7 +196,6 @@ def _of_reals(
         start,
         key,
     )
-    return certified(found, rule)
 
 
 def clipped_sum(

@@ -26,11 +26,11 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import Mesh
 
 from dpjax import meshes, trees
-from dpjax._jaxpr import convolutions, equations, evaluate, inner_programs
 from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.cost import foresee
 from dpjax.gradients.batching import Engine, Layout, Rows, laid_out
 from dpjax.gradients.engines import named
+from dpjax.gradients.jaxprs import convolutions, equations, evaluate, inner_programs
 from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from dpjax import trees
-from dpjax._jaxpr import convolutions, evaluate, marked_programs, outputs_depend
 from dpjax.gradients import platforms
 from dpjax.gradients.batching import Engine, Rows, microbatched
+from dpjax.gradients.jaxprs import convolutions, evaluate, marked_programs, outputs_depend
 from dpjax.gradients.loss_checks import has_own_derivatives
 from dpjax.gradients.sharding_checks import refuse_split
 from dpjax.gradients.traced import Traced

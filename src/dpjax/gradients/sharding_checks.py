@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of how a batch is sharded, with refusals where XLA's results would be wrong.
+"""Refuses sharded batches where XLA's results would be wrong.
 
 If a batch is sharded over several devices, XLA partitions the program itself. It partitions the
 kernel gradients of vmapped convolutions wrongly (jaxlib 0.10.2, CPU; ``jax.vmap(jax.grad(loss))``
-too): the error is as large as the gradient, and there is no warning. Such batches are refused.
-Inside a `jax.jit` shardings are known only at compilation, so the error is raised then.
+too): the error is as large as the gradient, and there is no warning.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ def may_be_split() -> bool:
 
 
 def refuse_split(call: str, batch: PyTree) -> None:
-    """Raises, now or at compilation, if the batch is sharded over several devices.
-
-    For losses in which vmapped convolutions are differentiated by their kernels.
-    """
+    """Raises, now or at compilation, if the batch is sharded over several devices."""
     # Inside a shard_map over all axes XLA partitions nothing. Over some, as with `model`, the
     # layout leaves no such convolution to XLA.
     inside = jax.sharding.get_abstract_mesh().manual_axes  # each device has a program of its own
@@ -49,11 +45,8 @@ def refuse_split(call: str, batch: PyTree) -> None:
 
 def _refuse(call: str, sharding: Any) -> None:
     if not sharding.is_fully_replicated:
-        count, parts = len(sharding.device_set), getattr(sharding, "spec", sharding)
+        count = len(sharding.device_set)
         raise ValueError(
-            f"{call}: the batch lies on {count} devices ({parts}), and the loss has convolutions "
-            "whose kernel is differentiated for each example. XLA computes such gradients wrongly "
-            f"when it partitions them over devices. Give devices={count}, so that each device "
-            "runs a program of its own; or put the batch on one device. Engine 'ghost' needs such "
-            "gradients for the fewest losses (gradients.explain)."
+            f"{call}: the batch lies on {count} devices, and XLA computes kernel gradients wrongly "
+            f"when it partitions them. Give devices={count}, or put the batch on one device."
         )

@@ -7,8 +7,7 @@ into the ``loss(params, example)`` that the rest of dpjax takes; any other pure 
 form, made with NNX or Equinox, works too. `augmented` averages a loss over views of an example.
 
 `classification` and `regression` hold the plain losses, `combined` the loss of losing_less_2022,
-which also reads the epoch and the pre-activations. `vouched` is for functions that dpjax refuses
-because it cannot read them.
+which also reads the epoch and the pre-activations.
 """
 
 from dpjax.losses.augmentation import augmented
@@ -16,7 +15,6 @@ from dpjax.losses.classification import cross_entropy, focal, one_hot
 from dpjax.losses.combined import composite
 from dpjax.losses.modules import ExampleLoss, of
 from dpjax.losses.regression import absolute, huber, squared_error
-from dpjax.losses.vouching import vouched
 
 __all__ = [
     "ExampleLoss",
@@ -29,5 +27,4 @@ __all__ = [
     "of",
     "one_hot",
     "squared_error",
-    "vouched",
 ]

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from dpjax import checks, trees
@@ -54,7 +53,7 @@ def augmented(
       De, Berrada, Hayes, Smith and Balle, "Unlocking High-Accuracy Differentially Private
       Image Classification through Scale", 2022, section 3.3.
     """
-    views = checks.whole("losses.augmented", "views", views, "8 or 16 are usual.")
+    views = checks.whole("losses.augmented", "views", views)
     checks.key("losses.augmented", key)
     key = trees.mappable(jax.random.fold_in(key, Purpose.VIEWS))
 
@@ -62,26 +61,11 @@ def augmented(
         # Randomness comes from the example, not from a state: a loss stays a pure function, and
         # a resumed run draws the same views.
         x, y, *numbers = unpacked("augmented", example)
-        own = key
+        folded = key
         for number in numbers:
             # Folded one after the other, so that (row 1, step 2) and (row 2, step 1) differ.
-            own = jax.random.fold_in(own, _whole(number))
-        seen = jax.vmap(augment, (0, None))(jax.random.split(own, views), x)
-        # The mean over views is one loss, clipped once: views cost no privacy, because they all are
-        # of one example.
-        return jnp.mean(jax.vmap(lambda view: loss(params, (view, y)))(seen))
+            folded = jax.random.fold_in(folded, number)
+        drawn = jax.vmap(augment, (0, None))(jax.random.split(folded, views), x)
+        return jnp.mean(jax.vmap(lambda view: loss(params, (view, y)))(drawn))
 
     return mean_loss
-
-
-def _whole(number: ArrayLike) -> Array:
-    """The number as an array, if `fold_in` can tell it from its neighbours."""
-    number = jnp.asarray(number)
-    if number.shape != () or not jnp.issubdtype(number.dtype, jnp.integer):
-        raise TypeError(
-            f"losses.augmented: got a number of shape {number.shape} and type {number.dtype} "
-            "after (x, y); expected whole numbers, such as the example's row and the step. "
-            "Fractions would be truncated, so that different examples have the same views. Write "
-            "(x, y, jnp.arange(len(x)))."
-        )
-    return number

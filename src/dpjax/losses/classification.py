@@ -67,8 +67,7 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
       Lin, Goyal, Girshick, He and Dollar, "Focal Loss for Dense Object Detection", 2017,
       equation 4.
     """
-    hint = "It is the power of the probability of being wrong: 0 is cross-entropy, 2 is usual."
-    gamma = checks.not_negative("losses.focal", "gamma", gamma, hint, infinite=False)
+    gamma = checks.not_negative("losses.focal", "gamma", gamma, infinite=False)
 
     def loss(
         logits: Float[ArrayLike, " classes"], label: Integer[ArrayLike, ""]
@@ -126,10 +125,9 @@ def _classes(name: str, logits: ArrayLike, label: ArrayLike) -> tuple[Array, Arr
     whole = jnp.issubdtype(label.dtype, jnp.integer)
     if logits.ndim != 1 or label.ndim != 0 or not whole:
         raise ValueError(
-            f"losses.{name}: got logits of shape {logits.shape} and a label of shape {label.shape} "
-            f"and type {label.dtype}; expected [classes] and one whole number. A loss takes a "
-            f"single example: for a batch use jax.vmap(losses.{name}). Convert labels first: "
-            "floats by y.astype(int), one-hot rows by y.argmax(-1)."
+            f"losses.{name}: got logits {logits.dtype}{list(logits.shape)} and a label "
+            f"{label.dtype}{list(label.shape)}; expected [classes] and one whole number. For a "
+            "batch use jax.vmap; for one-hot rows y.argmax(-1)."
         )
     return logits.astype(trees.wide(logits.dtype)), jnp.arange(logits.size) == label
 

@@ -80,19 +80,12 @@ def composite(
       Shamsabadi and Papernot, "Losing Less: A Loss for Differentially Private Deep
       Learning", 2022, equations 5 to 8, tables 6 and 7.
     """
-    hint = "It says how beta enters as the penalty's coefficient."
     readings = ("(1-alpha)/beta", "1/beta", "beta")
-    checks.one_of("losses.composite", "coefficient", coefficient, readings, hint)
-    hint = (
-        "It is the strength of the penalty, or one over it. For no penalty, give beta=math.inf "
-        "and leave the coefficient at its default, which is then 0."
-    )
+    checks.one_of("losses.composite", "coefficient", coefficient, readings)
     one_over = coefficient != "beta"
-    beta = checks.positive("losses.composite", "beta", beta, hint, infinite=one_over)
+    beta = checks.positive("losses.composite", "beta", beta, infinite=one_over)
     fades = coefficient == "(1-alpha)/beta"
     weight = {"(1-alpha)/beta": 0.5 / beta, "1/beta": 1 / beta, "beta": beta}[coefficient]
-    hint = "It is the epoch at which both errors weigh the same."
-    threshold = checks.number("losses.composite", "threshold", threshold, hint)
     hard, easy = focal(gamma), one_hot(error)
 
     def loss(

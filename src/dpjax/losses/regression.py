@@ -70,11 +70,7 @@ def huber(delta: float = 1.0) -> Callable[[Array, Array], Array]:
     References:
       Huber, "Robust Estimation of a Location Parameter", 1964.
     """
-    hint = (
-        "It is the largest residual that is still squared. For the plain absolute error use "
-        "losses.absolute."
-    )
-    delta = checks.positive("losses.huber", "delta", delta, hint, infinite=True)
+    delta = checks.positive("losses.huber", "delta", delta, infinite=True)
 
     def loss(
         prediction: Float[ArrayLike, "..."], target: Num[ArrayLike, "..."]
@@ -94,10 +90,8 @@ def _residual(name: str, prediction: ArrayLike, target: ArrayLike) -> Array:
     one_number = prediction.shape == (1,) and target.shape == ()
     if prediction.shape != target.shape and not one_number:
         raise ValueError(
-            f"losses.{name}: got a prediction of shape {prediction.shape} and a target of shape "
-            f"{target.shape}; expected the same shape, for a single example. For a batch use "
-            "jax.vmap; for a column of targets give y[:, 0]; for class labels use "
-            "losses.one_hot(losses.squared_error)."
+            f"losses.{name}: got shapes {prediction.shape} and {target.shape}; expected the same "
+            "shape. For a batch use jax.vmap; for class labels losses.one_hot."
         )
     # Both are widened before they are subtracted: targets such as prices lose their digits in a
     # narrow dtype.

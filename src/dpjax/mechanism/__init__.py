@@ -3,13 +3,11 @@
 
 `Mechanism` holds the sampler, the rule, the noise multiplier and the number of steps; it runs,
 accounts, calibrates and describes them. `Spent` is the cost of an earlier run on the same
-data. `Target` is what a mechanism was calibrated for. `AdaptiveState` is the state of the noise
-where bounds are adapted. `mechanism/card.py` documents the JSON description that run folders and
-privacy cards share.
+data. `Target` is what a mechanism was calibrated for. `mechanism/card.py` documents the JSON
+description that run folders and privacy cards share.
 """
 
-from dpjax.mechanism.adaptive import AdaptiveState
 from dpjax.mechanism.description import Mechanism
 from dpjax.mechanism.spent import Spent, Target
 
-__all__ = ["AdaptiveState", "Mechanism", "Spent", "Target"]
+__all__ = ["Mechanism", "Spent", "Target"]

@@ -1,36 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adaptive bounds: the state, and the noised count that moves the scale of the bounds.
+"""Adaptive bounds: the noised count that moves the scale of the bounds.
 
 The scale multiplies the rule's bounds and the noise alike. The link `Mechanism.privatize` keeps it
-in an `AdaptiveState`, a run in ``State.bound_scale``.
+in its state, a run in ``State.bound_scale``.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dpjax import clipping, noise, trees
-from dpjax._display import veiled
 from dpjax.types import Clipping, Key, Purpose
-
-
-class AdaptiveState(NamedTuple):
-    """The state of the link `Mechanism.privatize` if bounds are adapted.
-
-    Privacy:
-      The key is secret. The scale may be released: it is computed from noised counts.
-    """
-
-    key: Key
-    step: Int[Array, ""]
-    scale: Float[Array, ""]
-    """The factor of the rule's bounds, and of the noise, at this step."""
-
-    def __repr__(self) -> str:
-        return veiled(self, "key")
 
 
 def followed(
@@ -50,14 +31,13 @@ def followed(
       below: The count before the noise, `dpjax.clipping.Quantile.below`.
       share: 1 / batch size; NaN for a step that is not planned.
       scale: The scale of this step.
-      key: The root key of the run.
+      key: The root key of the noise.
       step: The number of the step.
     """
     if below is None:
         raise ValueError(
-            "Mechanism.privatize: the bound is adapted, so update needs the count of the same "
-            "batch: update(sum, state, below=quantile.below(rule, norms, mask)). dpjax.dpsgd "
-            "passes it. Optax chains with clip_and_sum cannot, because their bound is fixed."
+            "Mechanism.privatize: the bound is adapted, so update needs the count of the batch: "
+            "update(sum, state, below=quantile.below(rule, norms, mask))."
         )
     # One example moves the count by 1/2, so its noise has half the multiplier as deviation.
     drawn = noise.standard_normal(trees.step_key(key, Purpose.COUNT, step), ())
@@ -78,19 +58,16 @@ def check_adaptive(rule: Clipping, multipliers: np.ndarray, count: float) -> Non
     if not 0 < bound < np.inf:
         raise ValueError(
             f"Mechanism(adaptive=...): the rule's bound is {bound}; expected a positive, finite "
-            "bound to start from, near the usual norm of a gradient. A rough guess is enough."
+            "bound to start from, near the usual norm of a gradient."
         )
     if rule.projections is not None:
         raise ValueError(
             "Mechanism(adaptive=...): norms are estimated (clipping.jl), and nothing is proved for "
-            "a count together with such sums. Use clipping.flat, or leave adaptive= out."
+            "both together. Use clipping.flat."
         )
     largest = float(np.max(multipliers, initial=0.0))
     if not (largest < count or largest == count == 0):
         raise ValueError(
-            f"Mechanism(adaptive=...): the noise multiplier of gradients and count together is "
-            f"{largest:.4g}, and the multiplier of the count is {count:.4g}: together they cannot "
-            "cost less than the count alone. Give clipping.Quantile a count_multiplier above "
-            f"{largest:.4g}, for example {10 * largest:.4g}. The default is a tenth of the batch "
-            "size."
+            f"Mechanism(adaptive=...): the total multiplier is {largest:.4g} and that of the count "
+            f"{count:.4g}. Give clipping.Quantile a count_multiplier above {largest:.4g}."
         )

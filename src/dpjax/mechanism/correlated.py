@@ -10,7 +10,7 @@ to the bin.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import Any
 
 import dp_accounting as dp
 import numpy as np
@@ -23,12 +23,13 @@ from dpjax.strategies.allocation import overlaps
 from dpjax.strategies.strategy import LARGEST_MATRIX
 from dpjax.types import Sampler
 
-if TYPE_CHECKING:
-    from dpjax.mechanism.description import Mechanism
 
+def check_strategy(mechanism: Any) -> None:
+    """Refuses a strategy where its noise would not be what is accounted.
 
-def check_strategy(mechanism: Mechanism) -> None:
-    """Refuses a strategy where its noise would not be what is accounted."""
+    Args:
+      mechanism: A `Mechanism`, whose file imports this one.
+    """
     strategy, sampler = mechanism.noise, mechanism.sampling
     hint = "Such as dpjax.strategies.square_root(steps), or None for fresh noise at every step."
     strategy = checks.instance("Mechanism", "noise", strategy, Strategy, hint)
@@ -36,38 +37,32 @@ def check_strategy(mechanism: Mechanism) -> None:
     if strategy.steps != mechanism.steps:
         raise ValueError(
             f"{name}: the strategy is for {strategy.steps} steps, and {mechanism.steps} are "
-            "planned; expected equal numbers. Its noise is designed for all sums of the run."
+            "planned; expected equal numbers."
         )
     check_run(name, strategy, sampler, mechanism.steps)
     require_constant(name, mechanism.noise_multiplier)
+    # Noise of earlier steps, scaled to other bounds, would not cancel.
     if mechanism.adaptive is not None:
-        raise ValueError(
-            f"{name}: the bounds are adapted; expected fixed bounds. Noise of earlier steps, "
-            "scaled to other bounds, would not cancel. Leave adaptive= or noise= out."
-        )
+        raise ValueError(f"{name}: expected fixed bounds. Leave adaptive= or noise= out.")
+    # One example then moves many steps by more than its bound, each with a chance that is accounted
+    # for single steps alone.
     if mechanism.clipping.projections is not None:
-        raise ValueError(
-            f"{name}: norms are estimated from projections, and one example then moves many steps "
-            "by more than its bound, each with a chance that is accounted for single steps alone. "
-            "Use a rule with exact norms, such as clipping.flat."
-        )
+        raise ValueError(f"{name}: norms are estimated; expected exact ones, as of clipping.flat.")
 
 
 def check_run(call: str, strategy: Strategy, sampler: Sampler, steps: int) -> None:
     """Refuses a sampler without a known sensitivity, and more steps than a strategy has."""
     if sampler.participation is None:
         raise ValueError(
-            f"{call}: {sampler.name} batches can hold one example at any step, and no sensitivity "
-            "of a strategy is proved for that. Use sampling.cyclic_poisson(examples, batch_size, "
-            "cycle=bands), which is amplified; or sampling.balls_in_bins, shuffled or full. With "
-            f"{sampler.name} batches, leave noise= out."
+            f"{call}: {sampler.name} batches can hold one example at any step, for which no "
+            "sensitivity is proved. Use sampling.cyclic_poisson(..., cycle=bands), or leave noise= "
+            "out."
         )
     # One Gaussian hides the steps of a strategy together: steps beyond them would cost nothing.
     if steps > strategy.steps:
         raise ValueError(
-            f"{call}: {steps:,} steps; expected at most {strategy.steps:,}, the steps of the "
-            "strategy. Usually several runs were counted as one. Each has noise of its own: three "
-            "runs are three Spents, before=[Spent(...), Spent(...), Spent(...)]."
+            f"{call}: {steps:,} steps; the strategy has {strategy.steps:,}. Three runs are three "
+            "Spents."
         )
 
 

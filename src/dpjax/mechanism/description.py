@@ -108,10 +108,7 @@ class Mechanism:
             checks.instance("Mechanism", "adaptive", self.adaptive, clipping.Quantile, hint)
         hint = "None selects the relation that is proved for the sampler."
         checks.one_of("Mechanism", "neighbours", self.neighbours, (*Neighbours, None), hint)
-        hint = (
-            "For epochs: round(epochs * examples / batch_size). The counter that gives each step "
-            "its noise is an int32."
-        )
+        hint = "For epochs: round(epochs * examples / batch_size)."
         steps = checks.whole("Mechanism", "steps", self.steps, hint, least=0, most=_MOST_STEPS)
         object.__setattr__(self, "steps", steps)
         multiplier = planned(plain_multiplier("Mechanism", self.noise_multiplier), self.steps)
@@ -124,18 +121,15 @@ class Mechanism:
             if _STRENGTH.index(self.relation) < _STRENGTH.index(sampler.neighbours):
                 raise ValueError(
                     f"Mechanism(neighbours={self.relation.value!r}): {sampler.name} batches are "
-                    f"proved for {sampler.neighbours.value!r} neighbours only. Give "
-                    f"neighbours={sampler.neighbours.value!r}, which earlier runs (before=) can "
-                    "require too; or sample all runs with sampling.poisson."
+                    f"proved for {sampler.neighbours.value!r} neighbours only. Give these."
                 )
         # Units do not mix: what one example costs says nothing of what one client costs.
         _check_unit(self.unit, self.preparation, [spent.unit for spent in self.before])
         check_multiplier("Mechanism", self.noise_multiplier, self.clipping)
         if not np.all(self.multipliers >= 0):
             raise ValueError(
-                "Mechanism(noise_multiplier=schedule): the schedule is negative or NaN at "
-                f"step {int(np.argmin(self.multipliers >= 0))} of {self.steps}; it must be "
-                "at least 0 at every planned step."
+                "Mechanism(noise_multiplier=schedule): negative or NaN at step "
+                f"{int(np.argmin(self.multipliers >= 0))}; expected at least 0 at every step."
             )
         if self.noise is not None:
             check_strategy(self)
@@ -300,9 +294,7 @@ class Mechanism:
         if delta is None:
             if self.target is None:
                 raise TypeError(
-                    "Mechanism: delta is missing, and this mechanism was not calibrated for one. "
-                    "Give delta=, well below one over the number of examples, or take the "
-                    "mechanism that calibrate(epsilon, delta) returns."
+                    "Mechanism: delta is missing, and this mechanism was not calibrated for one."
                 )
             delta = self.target.delta
         return delta, self._method(method)
@@ -311,7 +303,7 @@ class Mechanism:
         if delta >= 1 / self.sampling.examples:
             logging.warning(
                 "%s(delta=%g): delta is not below 1/%d. A mechanism that publishes one whole "
-                "record would satisfy it. Choose delta well below one over the number of examples.",
+                "record would satisfy it.",
                 call,
                 delta,
                 self.sampling.examples,
@@ -375,8 +367,8 @@ class Mechanism:
         # 0 times any factor is 0, so bisection would never end.
         if not np.all(self.multipliers > 0):
             raise ValueError(
-                "Mechanism.calibrate: the noise multiplier is 0 at some step, and no "
-                "factor makes that private. Start from a positive multiplier or schedule."
+                "Mechanism.calibrate: the noise multiplier is 0 at some step, and no factor makes "
+                "that private."
             )
         self._warn_of_delta("Mechanism.calibrate", delta)
 
@@ -389,7 +381,7 @@ class Mechanism:
 
         # One factor for the whole schedule keeps its shape, and makes epsilon monotone in a single
         # number.
-        method = method or accounting.tightest(self.event, self.relation, (epsilon, delta))
+        method = method or accounting.tightest(self.event, self.relation)
         factor = accounting.calibrate(event, epsilon, delta, method, self.relation)
         target = Target(float(epsilon), float(delta), method)
         return dataclasses.replace(self.scaled(factor), target=target)
@@ -399,25 +391,21 @@ class Mechanism:
         multiplier = scaled(self.noise_multiplier, factor)
         return dataclasses.replace(self, noise_multiplier=multiplier, target=None)
 
-    def privatize(self, key: Key) -> optax.GradientTransformationExtraArgs:
+    def privatize(self, key: Key | None = None) -> optax.GradientTransformationExtraArgs:
         """The Optax link from a clipped sum to a private mean.
 
         Adds the noise of the step to the *sum*, then divides by the expected batch size, a
         public constant. The size of the drawn batch is never used.
 
         Args:
-          key: The root key of the run, consumed by it; see `dpjax.noise.secret_key`.
+          key: As in `private`.
 
         Returns:
-          A link whose state counts the steps, for loops that clip and sum themselves; in a chain,
-          `private` does all of it. With ``params``, as a chain passes them, it accepts the sum of
-          `dpjax.clip_and_sum` or `dpjax.clipped_grad` by an equal rule alone, or one that
-          `dpjax.clipping.trusted_sum` declares, and returns NaN inside ``jit`` for a
-          `dpjax.types.ClippedSum` whose value was changed; without ``params`` it takes your word
-          for any other tree: it sees neither a missing clipping nor another shape. A step beyond
-          the plan was not accounted, so it releases nothing: it raises, or inside ``jit`` returns
-          NaN. With ``adaptive``, the state is an `AdaptiveState`, sum and mean are relative to its
-          scale, and ``update`` needs ``below=``, from `dpjax.clipping.Quantile.below`.
+          A link whose state counts the steps, for loops that clip and sum themselves. It takes the
+          `dpjax.types.Sum` of an equal rule alone, such as ``clipped_grad(...)(...).sum``. A step
+          beyond the plan raises, or inside ``jit`` returns NaN. With ``adaptive``, sum and mean are
+          relative to the ``scale`` of the state, and ``update`` needs ``below=``, from
+          `dpjax.clipping.Quantile.below`.
 
         Example:
           >>> import dpjax, jax.numpy as jnp
@@ -431,72 +419,72 @@ class Mechanism:
           ...     lambda w, x: 0.5 * jnp.sum((w - x) ** 2), mechanism.clipping
           ... )
           >>> params, batch = jnp.zeros(3), jnp.ones((12, 3))  # 12 were drawn
-          >>> link = mechanism.privatize(dpjax.noise.secret_key())
+          >>> link = mechanism.privatize()
           >>> state = link.init(params)
-          >>> mean, state = link.update(clipped(params, batch), state, params)
+          >>> mean, state = link.update(clipped(params, batch).sum, state)
           >>> mean.shape, int(state.step)
           ((3,), 1)
         """
         return link.privatize(self, key)
 
-    def private(self, key: Key) -> optax.GradientTransformation:
+    def private(self, key: Key | None = None) -> optax.GradientTransformationExtraArgs:
         """The Optax link from per-example gradients to a private mean: the whole private part.
 
         It clips by the mechanism's rule, sums, adds the noise of the step and divides by the
-        expected batch size. No other link can stand between these, so it is the first choice for
-        a chain: ``optax.chain(mechanism.private(key), optax.adam(1e-3))``.
+        expected batch size. It is the first choice for a chain:
+        ``optax.chain(mechanism.private(), optax.adam(1e-3))``.
 
         Args:
-          key: The root key of the run, consumed by it; see `dpjax.noise.secret_key`.
+          key: For experiments that repeat: every ``init`` starts the noise of this key. By default
+            each ``init`` draws a key of its own from the operating system; where it is traced, see
+            `dpjax.noise.gaussian`.
 
         Returns:
-          A link whose ``update(gradients, state, params=None, mask=None)`` takes gradients with a
-          leading axis of examples, of the batch that ``sampling.draw(key, step)`` selects.
+          A link whose ``update(gradients, state, params=None, mask=mask)`` takes gradients with a
+          leading axis of examples. The mask says which of them were drawn. It is required where
+          the sampler pads its draws; ``mask=True`` says that all rows are real.
 
         Privacy:
-          What comes out may be released: `epsilon` covers the planned steps.
+          What comes out may be released: `epsilon` covers the planned steps, if the rows are those
+          that ``sampling`` draws.
 
         Example:
-          >>> import dpjax, jax.numpy as jnp
+          >>> import dpjax, jax, jax.numpy as jnp
           >>> mechanism = dpjax.Mechanism(
-          ...     sampling=dpjax.sampling.full(examples=2),
+          ...     sampling=dpjax.sampling.poisson(examples=100, batch_size=10),
           ...     clipping=dpjax.clipping.flat(bound=1.0),
           ...     noise_multiplier=1.0,
           ...     steps=10,
           ... )
-          >>> optimizer = optax.chain(mechanism.private(dpjax.noise.secret_key()), optax.sgd(0.1))
-          >>> params = {"w": jnp.zeros(3)}
-          >>> gradients = {"w": jnp.ones((2, 3))}
-          >>> updates, state = optimizer.update(gradients, optimizer.init(params), params)
+          >>> optimizer, key = optax.chain(mechanism.private(), optax.sgd(0.1)), jax.random.key(0)
+          >>> params, data = jnp.zeros(3), np.ones((100, 3), np.float32)
+          >>> state = optimizer.init(params)
+          >>> rows, mask = mechanism.sampling.batch(data, key, step=0)
+          >>> gradients = jax.vmap(jax.grad(lambda w, x: w @ x), (None, 0))(params, rows)
+          >>> updates, state = optimizer.update(gradients, state, params, mask=mask)
         """
         return link.private(self, key)
 
 
 def _checked_before(before: Any) -> tuple[Spent, ...]:
-    each: tuple[Any, ...] = tuple(before) if isinstance(before, Iterable) else (None,)
-    if not all(isinstance(spent, Spent) for spent in each):
+    earlier: tuple[Any, ...] = tuple(before) if isinstance(before, Iterable) else (None,)
+    if not all(isinstance(spent, Spent) for spent in earlier):
         raise TypeError(
-            f"Mechanism(before={reprlib.repr(before)}): expected a list of mechanism.Spent. "
-            "Usually: before=training.earlier(folder), with the folder of the run that this one "
-            "starts from. For a Mechanism m that ran all its steps: before=[*m.before, "
-            "m.spent(m.multipliers)]. Multipliers of queries, as of private moments, belong to "
-            "preparation=."
+            f"Mechanism(before={reprlib.repr(before)}): expected a list of mechanism.Spent, as "
+            "training.earlier(folder) returns."
         )
-    return each
+    return earlier
 
 
 def _check_unit(unit: str, preparation: Sequence[float], before: Sequence[str]) -> None:
-    hint = "It is the owner of the data in one sampled row."
-    checks.one_of("Mechanism", "unit", unit, UNITS, hint)
+    checks.one_of("Mechanism", "unit", unit, UNITS)
     if preparation and unit != "example":
         raise ValueError(
             f"Mechanism(unit={unit!r}, preparation={preparation}): these queries bound what one "
-            f"example moves, and one {unit} may have many. Leave them out; or make queries that "
-            f"bound what one {unit} moves, and count them: before=[Spent(unit={unit!r}, ...)]."
+            f"example moves, and one {unit} may have many."
         )
     if set(before) - {unit}:
         raise ValueError(
-            f"Mechanism(unit={unit!r}, before=...): the earlier runs protect one "
-            f"{', one '.join(sorted(set(before)))}, and epsilons of different units do not add. "
-            "Account for all runs in one unit."
+            f"Mechanism(unit={unit!r}, before=...): earlier runs protect one "
+            f"{', one '.join(sorted(set(before)))}, and epsilons of different units do not add."
         )

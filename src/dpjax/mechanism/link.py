@@ -7,75 +7,99 @@ promises. A step of `dpjax.training` and an audit call `private_mean`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from dpjax import checks, clipping, noise, trees
-from dpjax._marks import require_clipped_sum
-from dpjax.mechanism.adaptive import AdaptiveState, followed
-from dpjax.noise.link import add_noise, checked_sums, first_state
-from dpjax.noise.seals import seal_outside_jit
-from dpjax.types import Key, PyTree
+from dpjax import checks, clipping, trees
+from dpjax.mechanism.adaptive import followed
+from dpjax.noise.link import add_noise, first_state, require_sum
+from dpjax.noise.state import GaussianState, unless_unset
+from dpjax.types import Key, PyTree, Sampler
 
-if TYPE_CHECKING:
-    from dpjax.mechanism.description import Mechanism
+# A `Mechanism`, whose file imports this one.
+Described = Any
 
 
-def private(mechanism: Mechanism, key: Key) -> optax.GradientTransformation:
+def private(mechanism: Described, key: Key | None) -> optax.GradientTransformationExtraArgs:
     """The link from per-example gradients to a private mean: `Mechanism.private`."""
     if mechanism.adaptive is not None:
         raise ValueError(
-            "Mechanism.private: the bound is adapted to the norms of each batch, which the "
-            "links of a chain do not exchange. Use dpjax.dpsgd, or leave adaptive= out."
+            "Mechanism.private: adapted bounds need the norms of each batch, which the links of a "
+            "chain do not exchange. Use dpjax.dpsgd, or leave adaptive= out."
         )
-    checks.key("Mechanism.private", key)
-    return optax.chain(clipping.clip_and_sum(mechanism.clipping), privatize(mechanism, key))
+    clip, noise = clipping.clip_and_sum(mechanism.clipping), privatize(mechanism, key)
 
-
-def privatize(mechanism: Mechanism, key: Key) -> optax.GradientTransformationExtraArgs:
-    """The link from a clipped sum to a private mean: `Mechanism.privatize`."""
-    name = "Mechanism.privatize"
-    checked = checked_sums(
-        name, mechanism.clipping, mechanism.gradient_multiplier, key, mechanism.noise
-    )
-
-    def init(params: PyTree) -> Any:
-        state = first_state(name, key, params, mechanism.noise)
-        if mechanism.adaptive is None:
-            return state
-        return AdaptiveState(state.key, state.step, jnp.ones((), jnp.float32))
+    def init(params: PyTree) -> tuple[Any, GaussianState]:
+        return clip.init(params), noise.init(params)
 
     def update(
         updates: PyTree,
-        state: Any,
+        state: tuple[Any, GaussianState],
+        params: PyTree | None = None,
+        *,
+        mask: ArrayLike | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, Any]:
+        del extra
+        _require_mask(mechanism.sampling, updates, mask)
+        total, shapes = clip.update(updates, state[0], params, mask=mask)
+        mean, after = noise.update(total, state[1], params)
+        return mean, (shapes, after)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _require_mask(sampler: Sampler, gradients: PyTree, mask: ArrayLike | None) -> None:
+    """Refuses padding that would count: rows of a sampler that pads its draws, without a mask."""
+    full = mask is True and trees.leading_size(gradients) == sampler.capacity
+    if sampler.padded and (mask is None or full):
+        raise ValueError(
+            f"Mechanism.private: {sampler.name} draws are padded; give update(..., mask=mask), of "
+            "sampling.batch or draw.mask. mask=True says that all rows were drawn."
+        )
+
+
+def privatize(mechanism: Described, key: Key | None) -> optax.GradientTransformationExtraArgs:
+    """The link from a clipped sum to a private mean: `Mechanism.privatize`."""
+    name, multiplier = "Mechanism.privatize", mechanism.gradient_multiplier
+    if key is not None:
+        checks.key(name, key)
+
+    def init(params: PyTree) -> GaussianState:
+        state = first_state(key, params, mechanism.noise)
+        adapted = mechanism.adaptive is not None
+        return state._replace(scale=jnp.ones((), jnp.float32)) if adapted else state
+
+    def update(
+        updates: Any,
+        state: GaussianState,
         params: PyTree | None = None,
         *,
         below: Float[Array, ""] | None = None,
         **extra: Any,
-    ) -> tuple[PyTree, Any]:
-        del extra
-        # A loop that added microbatches itself passes no parameters, and a chain does.
-        own = params is None or not mechanism.noise_multiplier
-        updates = require_clipped_sum(updates, mechanism.clipping, name, plain=own)
-        updates, below = checked(updates, state, mechanism.deviations_on_sum(state.step), below)
-        scale, memory = getattr(state, "scale", None), getattr(state, "memory", ())
+    ) -> tuple[PyTree, GaussianState]:
+        del params, extra
+        require_sum(updates, mechanism.clipping, name)
+        deviations = mechanism.deviations_on_sum(state.step)
+        total = state.meeting(updates, deviations, multiplier, mechanism.noise)
+        if key is None:
+            total = unless_unset(total, state.key, name)
+        root, memory = state.key, state.memory
         mean, scale, memory = private_mean(
-            mechanism, updates, state.key, state.step, memory=memory, bound_scale=scale, below=below
+            mechanism, total, root, state.step, memory=memory, bound_scale=state.scale, below=below
         )
-        seal_outside_jit(state.key, state.step, (mean, scale), name)
-        if mechanism.adaptive is None:
-            return mean, noise.GaussianState(state.key, state.step + 1, memory)
-        return mean, AdaptiveState(state.key, state.step + 1, scale)
+        return mean, state._replace(step=state.step + 1, memory=memory, scale=scale)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def private_mean(
-    mechanism: Mechanism,
+    mechanism: Described,
     total: PyTree,
     key: Key,
     step: Int[Array, ""],
@@ -91,7 +115,7 @@ def private_mean(
     Args:
       mechanism: What runs.
       total: The clipped sum.
-      key: The root key of the run.
+      key: The root key of the noise.
       step: The number of the step, from 0.
       memory: What correlated noise remembers of earlier steps.
       lost: What ``total`` lacks of the sum, because float32 rounds.
@@ -106,20 +130,13 @@ def private_mean(
     beyond = step >= mechanism.steps
     if not trees.traced(beyond) and beyond:
         raise ValueError(
-            f"Mechanism.privatize: step {int(step) + 1} of {mechanism.steps} planned steps; the "
-            "accounting does not cover this step. Plan more steps in the Mechanism."
+            f"Mechanism.privatize: step {int(step) + 1} of {mechanism.steps} planned steps is not "
+            "accounted. Plan more steps in the Mechanism."
         )
-    deviations, partition = mechanism.deviations_on_sum(step), mechanism.clipping.partition
+    partition, strategy = mechanism.clipping.partition, mechanism.noise
+    deviations = mechanism.deviations_on_sum(step)
     noisy, memory = add_noise(
-        total,
-        partition,
-        deviations,
-        key,
-        step,
-        mechanism.noise,
-        memory,
-        lost=lost,
-        in_parts=in_parts,
+        total, partition, deviations, key, step, strategy, memory, lost=lost, in_parts=in_parts
     )
     # The divisor is the expected batch size, a public constant; the drawn size is private.
     # Inside jit nothing can be raised, so an unaccounted step releases NaN: it fails closed.

@@ -101,9 +101,7 @@ def _checked_runs(runs: Iterable[Any]) -> tuple[tuple[float, int], ...]:
             return tuple((multiplier, int(n)) for multiplier, n in pairs if n)
     raise ValueError(
         f"mechanism.Spent(runs={reprlib.repr(runs)}): expected pairs (noise multiplier, steps), "
-        "such as ((1.1, 1000),): a multiplier of at least 0, and how many steps had it. Usually "
-        "the two are swapped, or a single pair lacks its outer brackets. For one multiplier per "
-        "group, give accounting.effective_multiplier(multipliers)."
+        "such as ((1.1, 1000),)."
     )
 
 
@@ -114,9 +112,8 @@ def checked_queries(call: str, preparation: Iterable[Any]) -> tuple[float, ...]:
         if all(multiplier >= 0 for multiplier in multipliers):
             return multipliers
     raise ValueError(
-        f"{call}(preparation={reprlib.repr(preparation)}): expected a list of the noise "
-        "multipliers of the queries, each at least 0, such as [8.0]. "
-        "features.Normalization.multipliers is such a list."
+        f"{call}(preparation={reprlib.repr(preparation)}): expected the noise multipliers of the "
+        "queries, each at least 0, such as [8.0]."
     )
 
 

@@ -7,13 +7,12 @@ No network has batch normalisation: it mixes the examples of a batch, so that no
 example's influence holds. Hidden layers keep their pre-activations in the Flax collection
 "preactivations".
 
-`papers` holds the small networks, `resnets` and `transformers` the larger ones. `pretrained`
-fills parameters from published files, `initial` chooses initialisers, `parts` builds layers.
+`papers` holds the small networks, `resnets` and `transformers` the larger ones. `initial` chooses
+initialisers, `parts` builds layers.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from types import MappingProxyType
@@ -31,7 +30,6 @@ from dpjax.models.papers import (
     TemperedCNN,
 )
 from dpjax.models.parts import Activation
-from dpjax.models.pretrained import load_bert, load_vit
 from dpjax.models.resnets import WideResNet
 from dpjax.models.transformers import TextTransformer, ViT
 
@@ -47,8 +45,6 @@ __all__ = [
     "ViT",
     "WideResNet",
     "by_name",
-    "load_bert",
-    "load_vit",
 ]
 
 # A read-only table: a name on a command line must mean the same network in every run.
@@ -104,17 +100,7 @@ def by_name(
       >>> by_name("mlp", classes=10).features
       (64, 64)
     """
-    hint = "A module of your own needs no name: pass it to losses.of."
-    checks.one_of("models.by_name", "name", name, _NAMED, hint)
+    checks.one_of("models.by_name", "name", name, _NAMED)
     if activation is not None:
         options["activation"] = activation
-    make = _NAMED[name]
-    module = make.func if isinstance(make, partial) else make
-    # The fields of the Linen dataclass are its options, so a new field needs no entry here.
-    known = inspect.signature(module).parameters.keys() - {"parent", "name"}
-    if unknown := options.keys() - known:
-        raise ValueError(
-            f"models.by_name({name!r}): this model has no field {', '.join(sorted(unknown))}; "
-            f"it has {', '.join(sorted(known))}."
-        )
-    return make(classes=classes, **options)
+    return _NAMED[name](classes=classes, **options)

@@ -10,7 +10,8 @@ training has few steps, so the difference is visible in accuracy; every model of
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,37 +20,15 @@ from jaxtyping import Array
 
 from dpjax.types import Key
 
+Initializer: TypeAlias = Callable[..., Any]
+"""``(key, shape, dtype) -> array``, as the initialisers of Flax are.
 
-class Initializer(Protocol):
-    """Anything that makes an array from a key, a shape and a dtype."""
-
-    def __call__(self, key: Key, shape: Any, dtype: Any = ..., /) -> Any:
-        """Draws the array."""
-        ...
-
-
-class Styled(Protocol):
-    """The fields of a model that choose its initialisers."""
-
-    @property
-    def kernel_init(self) -> Initializer:
-        """Draws kernels; biases start at 0."""
-        ...
-
-    @property
-    def torch_init(self) -> bool:
-        """Whether kernels and biases start as in PyTorch instead."""
-        ...
+Models hold one as ``kernel_init``; functions here take the model as ``style``.
+"""
 
 
 def symmetric(limit: float) -> Initializer:
-    """Uniform draws between ``-limit`` and ``limit``.
-
-    Example:
-      >>> draws = symmetric(0.5)(jax.random.key(0), (1000,), jnp.float32)
-      >>> bool((abs(draws) <= 0.5).all() and draws.min() < -0.4)
-      True
-    """
+    """Uniform draws between ``-limit`` and ``limit``."""
 
     def init(key: Key, shape: Any, dtype: Any = jnp.float32, /) -> Array:
         return jax.random.uniform(key, shape, dtype, -limit, limit)
@@ -57,7 +36,7 @@ def symmetric(limit: float) -> Initializer:
     return init
 
 
-def layer(style: Styled, fan_in: int) -> dict[str, Any]:
+def layer(style: Any, fan_in: int) -> dict[str, Any]:
     r"""The initialisers of a dense or convolutional layer, as arguments for Flax.
 
     PyTorch's are uniform in $\pm 1/\sqrt{\text{fan-in}}$, for the kernel and the bias; the fan-in
@@ -68,14 +47,12 @@ def layer(style: Styled, fan_in: int) -> dict[str, Any]:
       slope of the square root of 5 that PyTorch's `Linear` and `Conv2d` pass.
     """
     if style.torch_init:
-        # PyTorch's default, uniform with this limit for kernels and biases: published runs that
-        # were trained there start so.
         uniform = symmetric(1 / math.sqrt(fan_in))
         return {"kernel_init": uniform, "bias_init": uniform}
     return {"kernel_init": style.kernel_init, "bias_init": initializers.zeros}
 
 
-def attention(style: Styled, width: int) -> dict[str, Any]:
+def attention(style: Any, width: int) -> dict[str, Any]:
     r"""The initialisers of an attention layer, as arguments for Flax.
 
     In PyTorch, query, key and value are one matrix of ``width`` by ``3 width``, uniform in
@@ -91,7 +68,7 @@ def attention(style: Styled, width: int) -> dict[str, Any]:
     }
 
 
-def embedding(style: Styled) -> Initializer:
+def embedding(style: Any) -> Initializer:
     """The initialiser of a table of embeddings: PyTorch's has deviation 1, others 0.02."""
     # 0.02 is BERT's and GPT's; deviation 1 is nn.Embedding's default.
     return initializers.normal(1.0 if style.torch_init else 0.02)

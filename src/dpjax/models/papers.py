@@ -26,7 +26,6 @@ from dpjax.models.parts import (
     conv,
     dense,
     expect_image,
-    expect_wavelets,
     flat,
 )
 
@@ -242,7 +241,7 @@ class ScatterCNN(nn.Module):
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one example's features, or of a batch."""
-        expect_wavelets("ScatterCNN", x, smallest=5)
+        expect_image("ScatterCNN", x, smallest=5)
         for channels, stride in ((16, 2), (32, 1)):
             # As in the published code; with stride 2, "SAME" would pad even sides at one end only.
             h = conv(self, x, channels, 3, strides=stride, padding=1)
@@ -283,7 +282,7 @@ class ScatterCIFARCNN(nn.Module):
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one example's features, or of a batch."""
-        expect_wavelets("ScatterCIFARCNN", x, smallest=4)
+        expect_image("ScatterCIFARCNN", x, smallest=4)
         for block in range(2):
             for _ in range(2 if self.as_printed else 1):
                 x = activated(self, self.activation, conv(self, x, 64, 3))

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dpjax import checks
 from dpjax.models import initial
 
 Activation: TypeAlias = Callable[[Array], Array]
@@ -30,14 +29,14 @@ Pooling: TypeAlias = Callable[..., Array]
 
 
 def dense(
-    style: initial.Styled, x: Float[Array, "*batch width"], features: int, name: str | None = None
+    style: Any, x: Float[Array, "*batch width"], features: int, name: str | None = None
 ) -> Float[Array, "*batch features"]:
     """A dense layer."""
     return nn.Dense(features, name=name, **initial.layer(style, x.shape[-1]))(x)
 
 
 def conv(
-    style: initial.Styled,
+    style: Any,
     x: Float[Array, "*batch height width channels"],
     features: int,
     kernel: int,
@@ -72,14 +71,6 @@ def group_norm(
     References:
       Wu and He, "Group Normalization", 2018, section 3.
     """
-    *_, height, width, channels = x.shape
-    groups = checks.whole("models.group_norm", "groups", groups, "It divides the channels.")
-    if channels % groups or height * width * channels == groups:
-        raise ValueError(
-            f"models.group_norm: got {groups} groups over {channels} channels of {height}x{width} "
-            "pixels; groups must divide the channels, and a group of a single number is "
-            "always normalised to 0. Use fewer groups."
-        )
     # Flax takes the first axis of an unbatched image for a batch and would normalise each row.
     # The variance in one pass, E[x^2] - E[x]^2: a second pass adds a fourth to the cycles of a
     # WRN-16-4 on a v5e, and helps only where means are hundreds of deviations.
@@ -114,17 +105,5 @@ def expect_image(name: str, x: Array, *, smallest: int) -> None:
     if x.ndim < 3 or min(x.shape[-3:-1]) < smallest:
         raise ValueError(
             f"models.{name}: got an input of shape {x.shape}; expected [..., height, width, "
-            f"channels] with sides of at least {smallest}. The usual cause is a missing channel "
-            "axis: x[..., None] adds it. For smaller images use models.MLP."
-        )
-
-
-def expect_wavelets(name: str, x: Array, *, smallest: int) -> None:
-    """Raises unless ``x`` can be wavelet features; an image would train without an error."""
-    expect_image(name, x, smallest=smallest)
-    if x.shape[-1] <= 4:
-        raise ValueError(
-            f"models.{name}: got an input of shape {x.shape}, which looks like an image; expected "
-            "its wavelet features, many channels at a quarter of the sides. Compute them with "
-            "features.scattered(images), or use a model for images: models.TemperedCNN."
+            f"channels], sides from {smallest}. For a missing channel axis write x[..., None]."
         )

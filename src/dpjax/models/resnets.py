@@ -14,9 +14,9 @@ from typing import Any
 import flax.linen as nn
 from jaxtyping import Array, Float
 
+from dpjax.models import parts
 from dpjax.models.initial import Initializer
 from dpjax.models.parts import Activation, activated, conv, dense, expect_image, group_norm
-from dpjax.models.parts import standardized as _standardized
 
 _HE: Initializer = nn.initializers.he_normal()
 
@@ -70,11 +70,7 @@ class WideResNet(nn.Module):
         expect_image("WideResNet", x, smallest=4)
         blocks, rest = divmod(self.depth - 4, 6)
         if rest or blocks < 1:
-            raise ValueError(
-                f"models.WideResNet(depth={self.depth}): depth must be 6 n + 4 with n at least 1: "
-                "two convolutions a block in three stages, and four other layers. Usual are 10, "
-                "16, 28 and 40."
-            )
+            raise ValueError(f"models.WideResNet(depth={self.depth}): depth must be 6 n + 4.")
         x = self._conv(x, 16, 3)
         for stage in range(3):
             for block in range(blocks):
@@ -100,5 +96,5 @@ class WideResNet(nn.Module):
     def _conv(self, x: Array, channels: int, kernel: int, **options: Any) -> Array:
         if self.standardized:
             # Through Flax's own hook, so the parameters keep their published names.
-            options["conv_general_dilated"] = _standardized
+            options["conv_general_dilated"] = parts.standardized
         return conv(self, x, channels, kernel, use_bias=False, **options)

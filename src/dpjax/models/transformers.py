@@ -2,9 +2,9 @@
 """Transformers: one encoder for a classifier of texts and a classifier of images.
 
 Private training loses least where it fine-tunes a pretrained Transformer. So the parameters have
-the names and shapes of the original Vision Transformer release, and `dpjax.models.load_vit` fills
-them from its files; with ``layout="bert"`` the text classifier is BERT's network, and
-`dpjax.models.load_bert` fills it. Attention and layer normalisation see one example only.
+the names and shapes of the original Vision Transformer release, and with ``layout="bert"`` the text
+classifier is BERT's network; `experiments/finetuning/transformers.py` reads both. Attention
+and layer normalisation see one example only.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dpjax import checks
 from dpjax.models import initial
 from dpjax.models.initial import Initializer
 from dpjax.models.parts import Activation, activated, conv, dense, expect_image
 
 _XAVIER: Initializer = nn.initializers.xavier_uniform()
-_LAYOUTS = ("pre-norm", "bert")
 
 
 class _MlpBlock(nn.Module):
@@ -160,7 +160,6 @@ class TextTransformer(nn.Module):
     ) -> Float[Array, "*batch classes"]:
         """Gives the logits of one text, or of a batch."""
         tokens, segments = x if isinstance(x, tuple | list) else (x, None)
-        _check_text(self, tokens, segments)
         real = jnp.ones(tokens.shape, bool) if self.padding is None else tokens != self.padding
         table = partial(nn.Embed, features=self.width, embedding_init=initial.embedding(self))
         h = table(self.vocabulary, name="token")(tokens)
@@ -169,7 +168,8 @@ class TextTransformer(nn.Module):
             h = h + table(self.segments, name="segment")(segments)
         # A lookup counts negative numbers from the end: -100, padding of other libraries, would
         # be a word. Too large ones are NaN already.
-        h = jnp.where((real & _negative(tokens, segments))[..., None], jnp.nan, h)
+        least = tokens if segments is None else jnp.minimum(tokens, segments)
+        h = jnp.where((real & (least < 0))[..., None], jnp.nan, h)
         # The mask has axes for heads and queries: padding may attend, but no query attends to it.
         h = _encoder(self, self.length, self.layout)(h, real[..., None, None, :])
         return dense(self, self._summary(h, real), self.classes, name="head")
@@ -222,8 +222,7 @@ class ViT(nn.Module):
         expect_image("ViT", x, smallest=self.patch)
         if x.shape[-3] % self.patch or x.shape[-2] % self.patch:
             raise ValueError(
-                f"models.ViT(patch={self.patch}): the image has {x.shape[-3]}x{x.shape[-2]} "
-                "pixels; patch must divide both sides. Resize the image or change the patch."
+                f"models.ViT(patch={self.patch}): patch must divide both sides of {x.shape[-3:-1]}."
             )
         h = conv(self, x, self.width, self.patch, "embedding", strides=self.patch, padding="VALID")
         h = h.reshape(*h.shape[:-3], -1, self.width)
@@ -234,17 +233,9 @@ class ViT(nn.Module):
         return dense(self, h[..., 0, :], self.classes, name="head")
 
 
-def _negative(tokens: Array, segments: Array | None) -> Bool[Array, "*batch positions"]:
-    return tokens < 0 if segments is None else (tokens < 0) | (segments < 0)
-
-
 def _encoder(model: TextTransformer | ViT, length: int, layout: str) -> _Encoder:
     """The encoder of a model, with the name that published weights give it."""
-    if model.width % model.heads or layout not in _LAYOUTS:
-        raise ValueError(
-            f"models.{type(model).__name__}(width={model.width}, heads={model.heads}), layout "
-            f"{layout!r}: heads must divide the width, and layout is one of {_LAYOUTS}."
-        )
+    checks.one_of(f"models.{type(model).__name__}", "layout", layout, ("pre-norm", "bert"))
     block = partial(
         _EncoderBlock,
         heads=model.heads,
@@ -255,19 +246,3 @@ def _encoder(model: TextTransformer | ViT, length: int, layout: str) -> _Encoder
         torch_init=model.torch_init,
     )
     return _Encoder(length, model.depth, block, layout, model.torch_init, name="Transformer")
-
-
-def _check_text(model: TextTransformer, tokens: Array, segments: Array | None) -> None:
-    whole = jnp.issubdtype(tokens.dtype, jnp.integer)
-    if not whole or tokens.ndim < 1 or tokens.shape[-1] > model.length:
-        raise ValueError(
-            f"models.TextTransformer: got tokens of shape {tokens.shape} and type "
-            f"{tokens.dtype}; expected whole numbers [..., positions], at most "
-            f"{model.length} of them. Cut longer texts, or give length=."
-        )
-    if (segments is not None) != (model.segments > 0):
-        given = "tokens alone" if segments is None else "tokens and segments"
-        raise ValueError(
-            f"models.TextTransformer(segments={model.segments}): got {given}. Texts of two "
-            "sentences take segments=2 and an input (tokens, segments); others neither."
-        )

@@ -21,8 +21,8 @@ def correlated(
     strategy: Strategy,
     noise_multiplier: NoiseMultiplier,
     rule: Clipping,
+    key: Key | None = None,
     *,
-    key: Key,
     participation: Participation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""The Optax link that adds noise correlated over the steps to clipped sums.
@@ -38,13 +38,13 @@ def correlated(
       noise_multiplier: $m$, relative to the whole run: a number, or a tuple with one number per
         group, as in `gaussian`. Schedules are refused: the strategy is one.
       rule: The rule that clipped the sums; $\Delta$ is its sensitivity.
-      key: The root key of this run, consumed by it.
+      key: As in `gaussian`.
       participation: In which steps one example can be; by default in one step alone, as in a
         single epoch. $\mathrm{sens}(C)$ follows from it.
 
     Returns:
-      A link on sums, which accepts and refuses the same as `gaussian`. Beyond ``strategy.steps``
-      it raises, or inside ``jit`` releases NaN.
+      A link on sums, as `gaussian`. Beyond ``strategy.steps`` it raises, or inside ``jit`` releases
+      NaN.
 
     Privacy:
       All steps together are one Gaussian mechanism with multiplier $m$, if no example is in more
@@ -54,10 +54,8 @@ def correlated(
 
     Example:
       >>> import dpjax
-      >>> import jax.numpy as jnp
       >>> rule, strategy = dpjax.clipping.flat(bound=1.0), dpjax.strategies.square_root(steps=100)
-      >>> link = correlated(strategy, 1.1, rule, key=dpjax.noise.secret_key())
-      >>> noisy, state = link.update({"w": jnp.zeros(3)}, link.init({"w": jnp.zeros(3)}))
+      >>> optimizer = optax.chain(dpjax.clip_and_sum(rule), correlated(strategy, 1.1, rule))
 
     References:
       Denisov, McMahan, Rush, Smith and Thakurta, "Improved Differential Privacy for SGD via
@@ -73,7 +71,6 @@ def require_constant(call: str, noise_multiplier: NoiseMultiplier) -> None:
     """Refuses a schedule as the multiplier of correlated noise."""
     if callable(noise_multiplier):
         raise ValueError(
-            f"{call}: the noise multiplier is a schedule; expected a number, or one per group. One "
-            "example moves the noise of many steps, so a multiplier belongs to the whole run. "
-            "Usually noise should fall over the run: give learning_rates= to the strategy."
+            f"{call}: the noise multiplier is a schedule; expected a number, or one per group. For "
+            "noise that falls over the run, give learning_rates= to the strategy."
         )

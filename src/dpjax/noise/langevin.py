@@ -26,9 +26,8 @@ def langevin(
     *,
     examples: int,
     batch_size: float,
-    key: Key,
+    key: Key | None = None,
     temperature: float = 1.0,
-    replay: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""The Optax link of Langevin dynamics: `gaussian` with `langevin_multiplier`.
 
@@ -44,9 +43,8 @@ def langevin(
       rule: The rule that clipped the sum.
       examples: $n$, the number of examples; public.
       batch_size: $L$, the *expected* batch size, which divides the sum.
-      key: The root key of this run, consumed by it.
+      key: As in `gaussian`.
       temperature: $T$; 1 for the posterior itself, less for a sharper one.
-      replay: As in `gaussian`.
 
     Returns:
       A link on sums.
@@ -59,14 +57,14 @@ def langevin(
       >>> rule, n, size, rate = dpjax.clipping.flat(bound=1.0), 60_000, 256, 6e-5
       >>> optimizer = optax.chain(
       ...     dpjax.clip_and_sum(rule),
-      ...     langevin(rate, rule, examples=n, batch_size=size, key=dpjax.noise.secret_key()),
+      ...     langevin(rate, rule, examples=n, batch_size=size),
       ...     optax.scale(1 / size),
       ...     optax.scale(-rate * n / 2),
       ... )
     """
     call = "noise.langevin"
     multiplier = multiplier_of(call, learning_rate, rule, examples, batch_size, temperature)
-    return gaussian(multiplier, rule, key=key, replay=replay)
+    return gaussian(multiplier, rule, key)
 
 
 def langevin_multiplier(
@@ -131,7 +129,7 @@ def multiplier_of(
     if not checks.number(call, "examples", examples, hint) >= batch_size:
         raise ValueError(
             f"{call}(examples={examples}, batch_size={batch_size}): expected a batch no larger "
-            "than the data. examples is the size of the whole data set, not of a batch."
+            "than the data."
         )
     # Setting (eta n / 2) * (m * Delta / L) = sqrt(eta T) and solving for m.
     scale = 2 * batch_size * math.sqrt(temperature) / (examples * sensitivity)

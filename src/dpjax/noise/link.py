@@ -1,57 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """The link after which a gradient may be released.
 
-Its scale is a *multiplier* times the rule's sensitivity, so the number that is accounted
-is the number that is drawn.
+Its scale is a *multiplier* times the rule's sensitivity, so the number that is accounted is the
+number that is drawn. It takes a `dpjax.types.Sum` of an equal rule and nothing else.
 
-Keys are explicit. There is no default key: `secret_key` reads the operating system's randomness.
-The noise of step t comes from ``fold_in(fold_in(root, NOISE), t)``.
+Where no key is given, ``init`` draws one from the operating system. The noise of step t comes from
+``fold_in(fold_in(root, NOISE), t)``.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
-from dpjax import checks, processes, trees
-from dpjax._display import veiled
-from dpjax._marks import noised, require_clipped_sum
-from dpjax.noise.measured import Measurement, unless_measured
+from dpjax import checks, trees
 from dpjax.noise.multiplier import check_multiplier, plain_multiplier, standard_deviations
 from dpjax.noise.normal import normal_in_parts, standard_normal
-from dpjax.noise.one_run import require_one_run, unless_reset, with_own_noise
-from dpjax.noise.seals import seal_outside_jit
+from dpjax.noise.state import GaussianState, first_key, unless_unset
 from dpjax.strategies import Strategy
-from dpjax.types import Clipping, Key, NoiseMultiplier, Partition, Purpose, PyTree
-
-
-class GaussianState(NamedTuple):
-    """The root key, the number of steps taken, and what correlated noise remembers of them.
-
-    Privacy: the key and the memory are secrets. Checkpoints hold them; releases never do.
-    """
-
-    key: Key
-    step: Int[Array, ""]
-    memory: PyTree = ()
-
-    def __repr__(self) -> str:
-        return veiled(self, "key", "memory")
+from dpjax.types import ClippedSum, Clipping, Key, NoiseMultiplier, Partition, Purpose, PyTree, Sum
 
 
 def gaussian(
-    noise_multiplier: NoiseMultiplier,
-    rule: Clipping,
-    *,
-    key: Key,
-    replay: bool = False,
+    noise_multiplier: NoiseMultiplier, rule: Clipping, key: Key | None = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""The Optax link that adds Gaussian noise to a clipped sum.
 
@@ -62,29 +38,28 @@ def gaussian(
         per group. A tuple is relative to each group's own bound (standard deviation $m_g C_g$ in
         group $g$); its effective multiplier is $(\sum_g m_g^{-2})^{-1/2}$.
       rule: The rule that clipped the sum; $\Delta$ is its sensitivity.
-      key: The root key of this run, consumed by it.
-      replay: Without effect, for scripts that name it: every ``init`` replays the noise of the key.
+      key: For experiments that repeat: every ``init`` starts the noise of this key. By default
+        each ``init`` draws a secret key of its own from the operating system.
 
     Returns:
-      A link on sums (not means) whose state holds the key and counts the steps.
+      A link on sums (not means) whose state holds the key and counts the steps. It takes the
+      `dpjax.types.Sum` of an equal rule, from `dpjax.clip_and_sum`, ``dpjax.clipped_grad(...).sum``
+      or `dpjax.clipping.trusted_sum`, and nothing else.
 
-      It accepts the sum of `dpjax.clip_and_sum` or `dpjax.clipped_grad` by an equal rule, with
-      nothing in between, and refuses other trees. Inside ``jit`` it returns NaN for a `ClippedSum`
-      whose value was changed, and, without ``params``, for other trees.
-      `dpjax.clipping.trusted_sum` declares a sum that was made by other means.
+      A traced ``init`` (in ``jit``, ``vmap`` or ``eval_shape``) without a key gives the *unset*
+      key: ``update`` refuses it, or in ``jit`` returns NaN, until `dpjax.noise.renew` sets another.
 
-      Every ``init`` starts the same noise again: build a link with a new key for each run. Outside
-      ``jit`` a second release for a key and a step is refused (`dpjax.noise.seals`). Inside it,
-      ``update`` with a state that it received before adds the same noise to another sum: return
-      the next state from a jitted step, and carry it in a loop.
+      The noise is a function of key and step. ``update`` with a state that it received before adds
+      the same noise to another sum, so return the next state from a jitted step, and carry it in a
+      loop. Several processes share the key that the first one draws.
 
     Privacy:
       With add-or-remove neighbours, one step is the Gaussian mechanism with multiplier $m_t$.
-      Release the output of this link, never its input.
+      Release the output of this link, never its input. Save its state only where a secret may lie.
 
     | multiplier | bound | noise |
     |---|---|---|
-    | 0 | any | none: the identity, not private |
+    | 0 | any | none: not private |
     | positive | infinite | refused |
     | negative or NaN | | refused |
     | negative at a step of a schedule | finite | noise of its size; a `Mechanism` refuses it |
@@ -92,10 +67,10 @@ def gaussian(
     Example:
       >>> import dpjax
       >>> rule = dpjax.clipping.flat(bound=1.0)
-      >>> link = gaussian(1.1, rule, key=secret_key())
-      >>> noisy, state = link.update({"w": jnp.zeros(3)}, link.init({"w": jnp.zeros(3)}))
+      >>> optimizer = optax.chain(dpjax.clip_and_sum(rule), gaussian(1.1, rule), optax.sgd(1e-3))
+      >>> params, gradients = jnp.zeros(3), jnp.ones((8, 3))
+      >>> updates, state = optimizer.update(gradients, optimizer.init(params), params)
     """
-    del replay
     return noise_link("noise.gaussian", noise_multiplier, rule, key)
 
 
@@ -103,7 +78,7 @@ def noise_link(
     name: str,
     noise_multiplier: NoiseMultiplier,
     rule: Clipping,
-    key: Key,
+    key: Key | None,
     strategy: Strategy | None = None,
     scale: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -120,49 +95,41 @@ def noise_link(
     hint = "The noise is scaled to the sensitivity of a rule: write dpjax.clipping.flat(bound)."
     checks.instance(name, "rule", rule, Clipping, hint)
     noise_multiplier = plain_multiplier(name, noise_multiplier)
-    checked = checked_sums(name, rule, noise_multiplier, key, strategy)
+    check_multiplier(name, noise_multiplier, rule)
+    if key is not None:
+        checks.key(name, key)
 
     def init(params: PyTree) -> GaussianState:
-        return first_state(name, key, params, strategy)
+        return first_state(key, params, strategy)
 
     def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
-    ) -> tuple[PyTree, Any]:
-        del extra
-        # Without noise no scale can be wrong, so any tree passes.
-        silent = isinstance(noise_multiplier, float) and not noise_multiplier
-        updates = require_clipped_sum(updates, rule, name, plain=silent, alone=params is None)
+        updates: Any, state: GaussianState, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, GaussianState]:
+        del params, extra
+        require_sum(updates, rule, name)
         deviations = standard_deviations(noise_multiplier, rule, state.step)
         deviations = [x * scale for x in deviations]
-        updates, _ = checked(updates, state, deviations)
+        total = state.meeting(updates, deviations, noise_multiplier, strategy)
+        if key is None:
+            total = unless_unset(total, state.key, name)
         noisy, memory = add_noise(
-            updates, rule.partition, deviations, state.key, state.step, strategy, state.memory
+            total, rule.partition, deviations, state.key, state.step, strategy, state.memory
         )
-        seal_outside_jit(state.key, state.step, noisy, name)
-        return noisy, GaussianState(state.key, state.step + 1, memory)
+        return noisy, state._replace(step=state.step + 1, memory=memory)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def first_state(name: str, key: Key, params: PyTree, strategy: Strategy | None) -> GaussianState:
-    """The state of a link before the first step; refuses several states that share one key.
+def first_state(key: Key | None, params: PyTree, strategy: Strategy | None) -> GaussianState:
+    """The state of a link before the first step.
 
     Args:
-      name: How errors call the link.
-      key: The root key of the link.
+      key: The key that the caller supplied; None for one from the operating system.
       params: The parameters.
       strategy: How the noise of different steps is correlated; None for white noise.
     """
     step = jnp.zeros((), jnp.int32)
-    require_one_run(key, step, params, name)
-    # A key of each process would release one sum with several noises. Compared where parameters lie
-    # on several processes, because a link of one process alone would wait for the others.
-    arrays = [x for x in (key, *jax.tree.leaves(params)) if isinstance(x, jax.Array)]
-    if not trees.traced(arrays) and not all(x.is_fully_addressable for x in arrays):
-        facts = {"the root key": trees.fingerprint(key)}
-        processes.require_agreement(name, lambda: facts)
-    # A copy: a step that donates the state would delete the key of the caller.
-    return GaussianState(jnp.copy(key), step, first_memory(strategy, params))
+    return GaussianState(first_key(key, (step, params)), step, first_memory(strategy, params))
 
 
 def first_memory(strategy: Strategy | None, params: PyTree) -> PyTree:
@@ -170,45 +137,27 @@ def first_memory(strategy: Strategy | None, params: PyTree) -> PyTree:
     return () if strategy is None else strategy.start(trees.zeros_wide(params))
 
 
-def checked_sums(
-    name: str,
-    rule: Clipping,
-    noise_multiplier: NoiseMultiplier,
-    key: Key,
-    strategy: Strategy | None,
-) -> Callable[..., tuple[PyTree, Any]]:
-    """Checks the arguments of a link, and returns what each of its steps does before the noise.
+def require_sum(updates: Any, rule: Clipping, name: str) -> None:
+    """Raises unless a link received a clipped sum of this rule.
 
     Args:
+      updates: What a noise link received.
+      rule: The rule to which its noise is scaled.
       name: How errors call the link.
-      rule: The rule that clipped the sums.
-      noise_multiplier: As in `gaussian`.
-      key: The root key of the link.
-      strategy: How the noise of different steps is correlated; None for white noise.
-
-    Returns:
-      ``checked(total, state, deviations, below=None) -> (total, below)``. It refuses a sum that
-      would share its noise with another one of its program. ``deviations`` has one number per
-      group, and ``below`` is the count that an adapted bound follows.
     """
-    check_multiplier(name, noise_multiplier, rule)
-    checks.key(name, key)
-    trees.warn_of_seed(key, name)
-    # A traced key cannot be read, so it may be the key of zeros.
-    key_of_zeros = trees.traced(key) or not np.any(trees.on_host(key))
-
-    def checked(
-        total: PyTree, state: Any, deviations: Sequence[Any], below: Any = None
-    ) -> tuple[PyTree, Any]:
-        noised(total)
-        total = with_own_noise(total, state, name)
-        total = total if key_of_zeros else unless_reset(total, state.key, name)
-        each = [deviations[group] for group in rule.partition.assign(total)]
-        own = Measurement(total, each, noise_multiplier, below, strategy)
-        found = unless_measured(state.key, state.step, own)
-        return found.total, found.below
-
-    return checked
+    if isinstance(updates, ClippedSum):
+        raise TypeError(f"{name}: received a whole ClippedSum; give clipped.sum.")
+    if not isinstance(updates, Sum):
+        raise TypeError(
+            f"{name}: expected a clipped sum, of clip_and_sum or clipped_grad(...).sum, not "
+            f"{type(updates).__name__}. Put other links behind the noise."
+        )
+    limits = rule.limits(updates.value)
+    if updates.rule != limits:
+        raise ValueError(
+            f"{name}: the sum has {updates.rule}, the noise {limits}; expected one rule for both. "
+            "Give both links one object, or use mechanism.private()."
+        )
 
 
 def add_noise(
@@ -261,14 +210,3 @@ def _added(noise: Array, leaf: Array, deviation: Any, lost: Array | None = None)
     scaled = deviation * noise
     # The small terms first: beside a long sum, what it lost would round away again.
     return leaf.astype(noise.dtype) + (scaled if lost is None else lost + scaled)
-
-
-def secret_key() -> Key:
-    """A root key from the operating system's randomness, for runs that are released."""
-    # Threefry by name: under jax_default_prng_impl='rbg' the default generator is not a function of
-    # the key alone on every platform.
-    # Inside a traced function it is drawn once, for all calls and rounds: a constant, and
-    # `first_state` must see that.
-    with jax.ensure_compile_time_eval():
-        words = jnp.asarray(np.frombuffer(os.urandom(8), dtype=np.uint32))
-        return jax.random.wrap_key_data(words, impl="threefry2x32")

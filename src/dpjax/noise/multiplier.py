@@ -36,13 +36,10 @@ def standard_deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step:
     if callable(noise_multiplier):
         # In a narrower dtype the product with a small bound could round to zero.
         multiplier = jnp.asarray(noise_multiplier(step), jnp.float32)
-        if multiplier.ndim:
+        if multiplier.ndim:  # JAX would repeat the array along each leaf
             raise TypeError(
-                "noise: the schedule of the multiplier returned an array of shape "
-                f"{multiplier.shape}; expected one number at each step. JAX would repeat the array "
-                "along each leaf: coordinates would have noise of other sizes, or share it. "
-                "Usually the schedule returns the values of all steps: write "
-                "dpjax.schedules.table(values)."
+                f"noise: the schedule of the multiplier returned shape {multiplier.shape}, not one "
+                "number at each step. Write dpjax.schedules.table(values)."
             )
     return [_product(multiplier, rule.sensitivity)] * rule.partition.size
 
@@ -63,26 +60,16 @@ def plain_multiplier(call: str, noise_multiplier: Any) -> NoiseMultiplier:
         return noise_multiplier
     if trees.traced(noise_multiplier):
         raise TypeError(
-            f"{call}(noise_multiplier={reprlib.repr(noise_multiplier)}): a traced number; expected "
-            "one that is known before jit, because it is accounted. Usually "
-            "optax.inject_hyperparams or a jitted function builds the link. Build it outside, and "
-            "give a schedule of the step to the link itself: inject_hyperparams also shows the key "
-            "in its state."
+            f"{call}(noise_multiplier): a traced number; expected one that is known before jit, as "
+            "it is accounted. Give a schedule of the step to the link itself."
         )
     each = np.asarray(noise_multiplier)
-    if each.dtype.kind not in "iuf" and each.size:
+    if (each.dtype.kind not in "iuf" and each.size) or each.ndim > 1:
         raise ValueError(
-            f"{call}(noise_multiplier={reprlib.repr(noise_multiplier)}): expected a "
-            "number, a schedule of the step, or one number per group. Usually a flag was not "
-            "converted from text."
+            f"{call}(noise_multiplier={reprlib.repr(noise_multiplier)}): expected a number, a "
+            "schedule of the step, or one number per group."
         )
     each = each.astype(np.float64)
-    if each.ndim > 1:
-        raise ValueError(
-            f"{call}: noise multipliers of shape {each.shape}; expected a number, a "
-            "schedule of the step, or one number per group. A number for each step is a schedule: "
-            "dpjax.schedules.table(multipliers)."
-        )
     return tuple(each.tolist()) if each.ndim else float(each)
 
 
@@ -100,9 +87,8 @@ def check_multiplier(call: str, noise_multiplier: NoiseMultiplier, rule: Clippin
         multipliers = noise_multiplier
         if len(multipliers) != rule.partition.size:
             raise ValueError(
-                f"{call}: {len(multipliers)} multipliers for a rule with "
-                f"{rule.partition.size} groups ({', '.join(rule.partition.names)}); give "
-                "one number, a schedule, or one number per group."
+                f"{call}: {len(multipliers)} multipliers for {rule.partition.size} groups "
+                f"({', '.join(rule.partition.names)}); expected one per group."
             )
     else:
         multipliers = (noise_multiplier,)
@@ -112,7 +98,6 @@ def check_multiplier(call: str, noise_multiplier: NoiseMultiplier, rule: Clippin
     # 0 * inf is NaN; the pair is allowed only as "no clipping, no noise".
     if math.isinf(rule.sensitivity) and (callable(noise_multiplier) or any(multipliers)):
         raise ValueError(
-            f"{call}: the rule's bound is infinite, so no finite noise hides one example. Give "
-            "the rule a finite bound; or, for a run that is not private, set noise_multiplier=0.0 "
-            "too."
+            f"{call}: the rule's bound is infinite, so no finite noise hides one example. Give a "
+            "finite bound, or noise_multiplier=0.0 for a run that is not private."
         )

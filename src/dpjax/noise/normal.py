@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Complex, Float, UInt32
 
 from dpjax import trees
-from dpjax._checksums import places
 from dpjax.types import Key
 
 # Pairs are drawn in whole rows: XLA:CPU does not vectorise a long axis of odd length well.
@@ -97,6 +96,24 @@ def normal_in_parts(
         arrays.append(jnp.where(second, z.imag, z.real))
         start += math.prod(shape)
     return arrays
+
+
+def places(shape: tuple[int, ...], start: int = 0) -> UInt32[Array, "..."]:
+    """Where each entry of an array stands in the flat array, computed from its indices alone.
+
+    Args:
+      shape: The shape of the array.
+      start: The place of the first entry.
+
+    Example:
+      >>> places((2, 3)).tolist()
+      [[0, 1, 2], [3, 4, 5]]
+    """
+    place = jnp.full(shape, start, jnp.uint32)
+    for axis in range(len(shape)):
+        stride = jnp.uint32(math.prod(shape[axis + 1 :]))
+        place += stride * jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return place
 
 
 @functools.partial(jax.jit, static_argnames=("count", "dtype"))

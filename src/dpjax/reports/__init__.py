@@ -12,7 +12,7 @@ page draws over time. `live_plot` is a figure in a notebook that grows during a 
 """
 
 from dpjax.reports.card import card
-from dpjax.reports.curves import norm_counts
+from dpjax.reports.figures import norm_counts
 from dpjax.reports.html_report import report
 from dpjax.reports.live import live_plot
 from dpjax.reports.statement import statement

@@ -1,67 +1,320 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of figures: their titles, captions, drawing functions and badges.
+"""The gallery: every figure of a run, a short function each, and the table of their badges.
 
-A badge says whether a figure may be published. A figure that was computed from private data
-before the noise must not be, and its badge and its PNG say so. All other figures are computed
-from what the mechanism released; they may be published unless epsilon is infinite or the seed
-of the noise is published, and then their badges say so too.
+A figure is a function ``(figure, run) -> sentence``. It draws from a `load_run.SavedRun`, and
+returns what is to be seen, or raises `load_run.Missing`. The first line of its docstring is its
+title on the page, and the rest its caption.
 
-A figure whose data are not in the folder is left out, with a reason.
+A badge says whether a figure may be published. It stands in the table `PLOTS` alone, so no
+function that draws can decide that private data may be shown.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpjax.reports import curves, layers, predictions
-from dpjax.reports.figure_output import png, svg
-from dpjax.reports.load_run import SavedRun
-from dpjax.reports.style import WIDTH, canvas, style
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from numpy.typing import ArrayLike
+
+from dpjax import metrics
+from dpjax.mechanism.card import first_steps
+from dpjax.reports.load_run import Missing, SavedRun
+from dpjax.reports.style import DOTS, PALETTE, WIDTH, band, legend, panel
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+_COLUMNS = 60  # a column of `shades` would otherwise be thinner than a pixel
+_FEW = 16  # with more classes, the numbers in the cells are too small to read
+_GROUPS = 12  # more histograms would be too small to read
+_BLUE, _CLAY = PALETTE["blue"], PALETTE["clay"]
+
+
+# --- over time --------------------------------------------------------------------------------
+
+
+def accuracy(figure: Figure, run: SavedRun) -> str:
+    """Test accuracy against epsilon.
+
+    A dot is an evaluation; the epsilon spent grows to the right. Where the curve is flat, more
+    epsilon did not improve accuracy.
+    """
+    y = 100 * run.series("accuracy")
+    against_epsilon(figure.subplots(), run, y, "test accuracy (%)", "blue")
+    return f"{_end(y, '{:.1f} %')} at the end, {np.nanmax(_means(y)):.1f} % at best.{_groups(y)}"
+
+
+def test_loss(figure: Figure, run: SavedRun) -> str:
+    """Test loss against epsilon.
+
+    The loss on test examples also depends on how confident the model is. If it rises while
+    accuracy stays, the model becomes overconfident.
+    """
+    try:
+        y = run.series("nll")  # classifiers log it, other models `test_loss`
+    except Missing:
+        y = run.series("test_loss")
+    against_epsilon(figure.subplots(), run, y, "mean loss of test examples", "blue")
+    return f"{_end(y)} at the end, {np.nanmin(_means(y)):.3g} at best.{_groups(y)}"
+
+
+def training_loss(figure: Figure, run: SavedRun) -> str:
+    """Training loss against epsilon.
+
+    The mean loss of the examples that were drawn since the previous evaluation. A value far below
+    the test loss means that the model overfits.
+    """
+    y = run.series("private", "loss")
+    against_epsilon(figure.subplots(), run, y, "mean loss of drawn examples", "clay")
+    return f"{_end(y)} at the end."
+
+
+def noise(figure: Figure, run: SavedRun) -> str:
+    """Noise schedule.
+
+    The noise multiplier that is accounted at each step. Of fresh noise under fixed bounds it is the
+    standard deviation of the noise on the sum, divided by the sensitivity of the sum. It follows
+    from the mechanism alone.
+    """
+    if run.card is None:
+        raise run.missing("privacy.json")
+    runs = first_steps(run.mechanism["multiplier_and_steps"], run.card["steps"])
+    if not runs:
+        raise Missing("privacy.json says that no step counts")
+    z, counts = (np.array(side, float) for side in zip(*runs, strict=True))
+    edges = np.concatenate([[0], np.cumsum(counts)])
+    axes = panel(figure, "step", "noise multiplier")
+    # Steps, not a line: a multiplier holds from one change to the next.
+    axes.stairs(z, edges, baseline=None, color=_BLUE, linewidth=1.6)
+    axes.set_ylim(0, 1.2 * z.max() or 1)
+    values = f"{z[0]:.4g}" if np.all(z == z[0]) else f"From {z[0]:.4g} to {z[-1]:.4g}"
+    earlier = " Earlier runs are not drawn." if run.mechanism.get("before") else ""
+    return f"{values}, over {int(edges[-1]):,} accounted steps.{earlier}"
+
+
+def clipping(figure: Figure, run: SavedRun) -> str:
+    """What clipping does.
+
+    If the fraction is near 1, nearly every gradient is clipped to the bound. The cosine says how
+    far clipping turned the mean gradient of a sample: 1 is not at all.
+    """
+    cut = run.series("private", "clipped")
+    axes = panel(figure, "step", "")
+    band(axes, run.steps, cut, "blue", "fraction above the bound")
+    sentence, lowest = f"{_end(100 * cut, '{:.0f} %')} of the examples were above the bound", 0.0
+    try:
+        turned = run.series("private", "cosine")
+        band(axes, run.steps, turned, "clay", "cosine of clipped and unclipped mean")
+        sentence += f"; the cosine was {_end(turned, '{:.2f}')}"
+        lowest = min(0, np.nanmin(turned))
+    except Missing:
+        pass
+    axes.set_ylim(1.05 * lowest - 0.03, 1.03)
+    legend(axes)
+    return f"{sentence}.{_groups(cut)}"
+
+
+def norms(figure: Figure, run: SavedRun) -> str:
+    """Gradient norms over time.
+
+    The mean norm of the drawn examples' gradients before clipping. A bound far below it distorts
+    the direction of the sum; a bound far above it adds more noise than necessary.
+    """
+    y = run.series("private", "norm")
+    axes = panel(figure, "step", "mean gradient norm")
+    band(axes, run.steps, y, "blue", "mean norm")
+    axes.set_ylim(bottom=0)
+    dashed = {"linewidth": 1.2, "linestyle": "--", "label": "bound"}
+    try:
+        band(axes, run.steps, run.series("bound"), "clay", **dashed)  # adapted bounds
+    except Missing:
+        bounds = {float(bound) for bound in run.mechanism.get("clipping", {}).get("bounds", [])}
+        # A scheduled bound moves, and the log does not hold its values.
+        fixed = (run.identity or {}).get("bound schedule") is None and len(bounds) == 1
+        if fixed and math.isfinite(bound := bounds.pop()):
+            axes.axhline(bound, color=_CLAY, **dashed)
+    legend(axes)
+    return f"{_end(y)} at the end.{_groups(y)}"
+
+
+def shades(figure: Figure, run: SavedRun) -> str:
+    """Histograms of norms over time.
+
+    Each column is an evaluation: a histogram of the gradient norms of a sample of training
+    examples, at the parameters of that step. The stronger the shade, the more examples. The outer
+    bins also hold all norms beyond them.
+    """
+    counts = np.nan_to_num(run.series("private", "norm_histogram"))
+    rows = np.unique(np.linspace(0, len(counts) - 1, _COLUMNS).astype(int))
+    # Columns are shares of their own evaluation, because draws of different sizes lie between
+    # evaluations.
+    share = counts[rows] / np.maximum(counts[rows].sum(axis=1, keepdims=True), 1)
+    steps, edges = np.concatenate([[0], run.steps[rows]]), _edges(counts.shape[1])
+    axes = panel(figure, "step", "gradient norm, in bounds")
+    _cells(axes, steps, edges, share / (share.max() or 1))
+    bins = np.flatnonzero(share.sum(axis=0))
+    # The axis shows the bins that ever held an example, not all four decades.
+    low, high = (bins.min(), bins.max() + 1) if len(bins) else (0, len(edges) - 1)
+    axes.set(xlim=(0, steps[-1]), ylim=(edges[low] / 2, 2 * edges[high]), yscale="log")
+    axes.axhline(1, color=_CLAY, linewidth=1.2, linestyle="--")
+    if not share[-1].any():
+        return "No norm at the end is a finite number of bounds."
+    fullest = int(share[-1].argmax())
+    ends = f"{edges[fullest]:.2g} to {edges[fullest + 1]:.2g}"
+    return f"In bounds, the fullest bin at the end is {ends}."
+
+
+# --- at the end -------------------------------------------------------------------------------
+
+
+def gradients(figure: Figure, run: SavedRun) -> str:
+    """Gradient norms at the end.
+
+    The gradient norms of single training examples in the trained model, on a logarithmic axis.
+    Gradients to the right of the bound are clipped to it.
+    """
+    # One group is stored without its axis.
+    norms = run.array("diagnostics", "norms")
+    norms = norms.reshape(len(norms), -1).astype(float)
+    bounds = np.atleast_1d(run.array("diagnostics", "bounds")).astype(float)
+    shown = min(norms.shape[1], _GROUPS)
+    # Three histograms side by side are the most that a column of text can hold.
+    columns = min(shown, 3)
+    rows = -(-shown // columns)
+    figure.set_size_inches(WIDTH, 2.9 if rows == 1 else 1.6 * rows)
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes in grid[shown:]:
+        axes.set_axis_off()
+    names = run.mechanism.get("clipping", {}).get("groups", [])
+    for group, axes in enumerate(grid[:shown]):
+        _histogram(axes, norms[:, group], bounds[group])
+        if shown > 1:
+            name = str(names[group]) if group < len(names) else f"group {group}"
+            # Cut to the width of the histogram; the end of a path names the layer.
+            axes.set_title(name if len(name) <= 26 else f"…{name[-25:]}", parse_math=False)
+    figure.supxlabel("gradient norm of an example", fontsize=8.5, color=PALETTE["muted"])
+    figure.supylabel("examples", fontsize=8.5, color=PALETTE["muted"])
+    if shown == 1:
+        legend(grid[0])
+    finite = np.isfinite(norms)  # no bin can hold the others
+    above = np.sum(finite & (norms > bounds)) / max(1, finite.sum())
+    middle = np.median(norms[finite]) if finite.any() else np.nan
+    left_out = f" {np.sum(~finite):,} norms are not finite." if not finite.all() else ""
+    if shown < norms.shape[1]:
+        left_out += f" The first {shown} of {norms.shape[1]} groups are drawn."
+    sample = f"Of {len(norms):,} training examples {run.measured_at}"
+    return f"{sample}, {above:.0%} are above the bound; median {middle:.3g}.{left_out}"
+
+
+def classes(figure: Figure, run: SavedRun) -> str:
+    """Accuracy by class.
+
+    Privacy costs rare and hard classes the most, and the total hides it. A dot is a class; its line
+    is the distance from the total accuracy.
+    """
+    logits, labels = _predictions(run)
+    rates = 100 * np.asarray(metrics.per_class_accuracy(logits, labels))
+    total = 100 * float(metrics.accuracy(logits, labels))
+    at = np.arange(len(rates))
+    axes = panel(figure, "class", "accuracy (%)")
+    axes.vlines(at, total, rates, color=_BLUE, linewidth=1.6)
+    axes.plot(at, rates, "o", color=_BLUE, markersize=5, label="one class")
+    axes.axhline(total, color=_CLAY, linewidth=1.2, label=f"all: {total:.1f} %")
+    axes.grid(visible=False, axis="x")
+    if len(at) <= _FEW:
+        axes.set_xticks(at)
+    legend(axes)
+    worst = int(np.nanargmin(rates))
+    return (
+        f"Lowest: class {worst}, {rates[worst]:.1f} % of {int((labels == worst).sum()):,} examples."
+    )
+
+
+def confusion(figure: Figure, run: SavedRun) -> str:
+    """Confusion matrix.
+
+    Rows are true classes, columns are predictions. Numbers count test examples; shades are
+    fractions of the row.
+    """
+    counts = np.asarray(metrics.confusion(*_predictions(run)))
+    size, share = len(counts), counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    figure.set_size_inches(WIDTH, 4.6)
+    axes, edges = panel(figure, "predicted class", "true class"), np.arange(len(counts) + 1) - 0.5
+    # An opacity at which even a small fraction stays visible.
+    _cells(axes, edges, edges, np.where(counts, 0.1 + 0.9 * share, 0).T)
+    axes.set(xlim=(-0.5, size - 0.5), ylim=(size - 0.5, -0.5), aspect="equal")
+    if size <= _FEW:
+        axes.set_xticks(range(size))
+        axes.set_yticks(range(size))
+        for row, column in np.argwhere(counts):
+            ink = PALETTE["paper" if share[row, column] > 0.5 else "ink"]
+            look = {"ha": "center", "va": "center", "color": ink, "fontsize": 7.5}
+            axes.text(column, row, str(counts[row, column]), **look)
+    wrong = counts * (1 - np.eye(size, dtype=int))
+    if not wrong.any():
+        return "There are no mistakes."
+    row, column = np.unravel_index(wrong.argmax(), wrong.shape)
+    of = f"{wrong[row, column]} of {counts[row].sum():,} examples"
+    return f"Most often class {row} was taken for class {column}: {of}."
+
+
+def calibration(figure: Figure, run: SavedRun) -> str:
+    """Reliability diagram.
+
+    Accuracy against confidence. Dots below the dashed line are predictions that are correct less
+    often than the model claims. Larger dots stand for more predictions; the lower panel counts
+    them.
+    """
+    logits, labels = _predictions(run)
+    counts, confidence, right = map(np.asarray, metrics.reliability(logits, labels))
+    # An empty bin has no accuracy, and a dot at 0 would claim one.
+    filled = counts > 0
+    figure.set_size_inches(WIDTH, 4.0)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    above.plot([0, 1], [0, 1], "--", color=PALETTE["muted"], linewidth=1, label="confidence")
+    above.vlines(confidence[filled], confidence[filled], right[filled], color=_BLUE)
+    # The root keeps small bins visible beside the last one, which usually holds most predictions.
+    areas = 8 + 90 * np.sqrt(counts[filled] / counts.sum())
+    look = {"color": _BLUE, "label": "accuracy", "linewidths": 0, "zorder": 3}
+    above.scatter(confidence[filled], right[filled], areas, **look)
+    above.set(ylabel="accuracy", ylim=(-0.03, 1.03))
+    legend(above)
+    edges = np.linspace(0, 1, len(counts) + 1)
+    below.stairs(counts, edges, fill=True, color=_BLUE, alpha=0.55)
+    below.set(xlabel="confidence", ylabel="examples", xlim=(-0.02, 1.02))
+    ece, mce = (float(error(logits, labels)) for error in (metrics.ece, metrics.mce))
+    return f"Expected calibration error (ECE) {ece:.3f}, largest (MCE) {mce:.3f}."
+
+
+def weights(figure: Figure, run: SavedRun) -> str:
+    """Weight norms.
+
+    The norm of each layer's weights. Noise makes all of them grow. A layer with a much larger norm
+    than the others saturates the next activation.
+    """
+    return _lollipops(figure, run, "weight", "norm of the weights", "blue")
+
+
+def activations(figure: Figure, run: SavedRun) -> str:
+    """Pre-activation norms.
+
+    The norm of each layer's output before its activation. The larger it is, the more units are
+    saturated, and the larger are the gradients that are clipped.
+    """
+    return _lollipops(figure, run, "activation", "norm of the pre-activations", "green")
+
+
+# --- badges -----------------------------------------------------------------------------------
 
 RELEASED = "released"
 PRIVATE = "computed from private data without noise: do not publish"
 SEEDED = "its key was supplied: do not publish it to those who know the key"
-
-
-# A badge is a function of the run and stands in this one table, so no drawing function can decide
-# for itself that private data may be shown.
-class Plot(NamedTuple):
-    """A figure that a run can have; ``draw`` and ``badge`` take the `SavedRun`."""
-
-    name: str
-    title: str
-    words: str
-    draw: Callable[[Figure, SavedRun], str]
-    badge: Callable[[SavedRun], str]
-
-
-class Drawn(NamedTuple):
-    """A figure of one run, drawn; ``seen`` is the sentence about this run."""
-
-    plot: Plot
-    badge: str
-    seen: str
-    svg: str
-    png: bytes
-
-
-def draw(plot: Plot, run: SavedRun) -> Drawn:
-    """Draws a figure of a run as SVG and PNG.
-
-    Raises:
-      Missing: The folder of the run lacks the data of the figure.
-    """
-    badge = plot.badge(run)
-    with style():
-        figure = canvas(WIDTH, 2.9)
-        seen = plot.draw(figure, run)
-        image = svg(figure, plot.name, f"{plot.title}. {seen}")
-        return Drawn(plot, badge, seen, image, png(figure, "" if badge == RELEASED else badge))
 
 
 def of_what_was_released(run: SavedRun) -> str:
@@ -77,117 +330,166 @@ def _private(_: SavedRun) -> str:
     return PRIVATE
 
 
+def _of_the_mechanism_alone(_: SavedRun) -> str:
+    return RELEASED
+
+
 def _of_activations(run: SavedRun) -> str:
     # A diagnostics file that does not say whose activations it holds counts as training data.
     of = (run.diagnostics or {}).get("activations_of", "train")
     return of_what_was_released(run) if str(of) == "test" else PRIVATE
 
 
+class Plot(NamedTuple):
+    """A figure that a run can have."""
+
+    draw: Callable[[Figure, SavedRun], str]
+    badge: Callable[[SavedRun], str]
+
+    @property
+    def name(self) -> str:
+        """Of its file and its place on the page."""
+        return getattr(self.draw, "__name__", "")
+
+    @property
+    def title(self) -> str:
+        """The first line of the function's docstring."""
+        return (inspect.getdoc(self.draw) or "").partition(".\n")[0]
+
+    @property
+    def words(self) -> str:
+        """The caption: the rest of the docstring."""
+        return " ".join((inspect.getdoc(self.draw) or "").partition(".\n")[2].split())
+
+
 PLOTS = (
-    Plot(
-        "accuracy",
-        "Test accuracy against epsilon",
-        "A dot is an evaluation; the epsilon spent grows to the right. Where the curve is flat, "
-        "more epsilon did not improve accuracy.",
-        curves.accuracy,
-        of_what_was_released,
-    ),
-    Plot(
-        "test_loss",
-        "Test loss against epsilon",
-        "The loss on test examples also depends on how confident the model is. If it rises while "
-        "accuracy stays, the model becomes overconfident.",
-        curves.test_loss,
-        of_what_was_released,
-    ),
-    Plot(
-        "training_loss",
-        "Training loss against epsilon",
-        "The mean loss of the examples that were drawn since the previous evaluation. A value far "
-        "below the test loss means that the model overfits.",
-        curves.training_loss,
-        _private,
-    ),
-    Plot(
-        "noise",
-        "Noise schedule",
-        "The noise multiplier that is accounted at each step. Of fresh noise under fixed bounds it "
-        "is the standard deviation of the noise on the sum, divided by the sensitivity of the sum. "
-        "It follows from the mechanism alone.",
-        curves.noise,
-        lambda _: RELEASED,  # a function of the mechanism alone
-    ),
-    Plot(
-        "clipping",
-        "What clipping does",
-        "If the fraction is near 1, nearly every gradient is clipped to the bound. The cosine says "
-        "how far clipping turned the mean gradient of a sample: 1 is not at all.",
-        curves.clipping,
-        _private,
-    ),
-    Plot(
-        "norms",
-        "Gradient norms over time",
-        "The mean norm of the drawn examples' gradients before clipping. A bound far below it "
-        "distorts the direction of the sum; a bound far above it adds more noise than necessary.",
-        curves.norms,
-        _private,
-    ),
-    Plot(
-        "shades",
-        "Histograms of norms over time",
-        "Each column is an evaluation: a histogram of the gradient norms of a sample of training "
-        "examples, at the parameters of that step. The stronger the shade, the more examples.",
-        curves.shades,
-        _private,
-    ),
-    Plot(
-        "gradients",
-        "Gradient norms at the end",
-        "The gradient norms of single training examples in the trained model, on a logarithmic "
-        "axis. Gradients to the right of the bound are clipped to it.",
-        layers.gradients,
-        _private,
-    ),
-    Plot(
-        "classes",
-        "Accuracy by class",
-        "Privacy costs rare and hard classes the most, and the total hides it. A dot is a class; "
-        "its line is the distance from the total accuracy.",
-        predictions.classes,
-        of_what_was_released,
-    ),
-    Plot(
-        "confusion",
-        "Confusion matrix",
-        "Rows are true classes, columns are predictions. Numbers count test examples; shades are "
-        "fractions of the row.",
-        predictions.confusion,
-        of_what_was_released,
-    ),
-    Plot(
-        "calibration",
-        "Reliability diagram",
-        "Accuracy against confidence. Dots below the dashed line are predictions that are correct "
-        "less often than the model claims. Larger dots stand for more predictions; the lower "
-        "panel counts them.",
-        predictions.calibration,
-        of_what_was_released,
-    ),
-    Plot(
-        "weights",
-        "Weight norms",
-        "The norm of each layer's weights. Noise makes all of them grow. A layer with a much "
-        "larger norm than the others saturates the next activation.",
-        layers.weights,
-        of_what_was_released,
-    ),
-    Plot(
-        "activations",
-        "Pre-activation norms",
-        "The norm of each layer's output before its activation. The larger it is, the more units "
-        "are saturated, and the larger are the gradients that are clipped.",
-        layers.activations,
-        _of_activations,
-    ),
+    Plot(accuracy, of_what_was_released),
+    Plot(test_loss, of_what_was_released),
+    Plot(training_loss, _private),
+    Plot(noise, _of_the_mechanism_alone),
+    Plot(clipping, _private),
+    Plot(norms, _private),
+    Plot(shades, _private),
+    Plot(gradients, _private),
+    Plot(classes, of_what_was_released),
+    Plot(confusion, of_what_was_released),
+    Plot(calibration, of_what_was_released),
+    Plot(weights, of_what_was_released),
+    Plot(activations, _of_activations),
 )
+
+
+# --- what figures share -----------------------------------------------------------------------
+
+
+def norm_counts(
+    norms: Float[ArrayLike, "batch groups"], bounds: Sequence[float], bins: int = 40
+) -> np.ndarray:
+    """A histogram of gradient norms in units of their bounds, as `shades` draws it.
+
+    Args:
+      norms: The norm of each example's gradient in each group, before clipping.
+      bounds: The bound of each group; a group without a positive, finite bound is left out.
+      bins: The number of bins, equally wide in the logarithm, from 0.01 to 100 bounds. The
+        outer bins also count the finite norms beyond; NaN and infinite norms are left out.
+
+    Example:
+      >>> norm_counts([[0.5], [3.0], [1e9]], bounds=[1.0], bins=4).tolist()
+      [0, 1, 1, 1]
+    """
+    edges, finite = _edges(bins), np.isfinite(bounds) & (np.asarray(bounds) > 0)
+    relative = np.asarray(norms)[:, finite] / np.asarray(bounds)[finite]
+    relative = relative[np.isfinite(relative)]
+    return np.histogram(np.clip(relative, edges[0], edges[-1]), edges)[0]
+
+
+def against_epsilon(axes: Axes, run: SavedRun, y: np.ndarray, name: str, color: str) -> None:
+    """One number per evaluation against epsilon; against steps if epsilon is not finite."""
+    try:
+        x, label = run.series("epsilon")[:, 0], f"epsilon spent{run.stated}"
+    except Missing:
+        x, label = run.steps, "step (epsilon is not finite)"
+    axes.set_xlabel(label, parse_math=False)
+    axes.set_ylabel(name, parse_math=False)
+    band(axes, x, y, color, **DOTS)
+
+
+def _edges(bins: int) -> np.ndarray:
+    return np.geomspace(1e-2, 1e2, bins + 1)
+
+
+def _cells(axes: Axes, x: np.ndarray, y: np.ndarray, shade: np.ndarray) -> None:
+    """A cell of this opacity, ``[columns, rows]``, between each two edges."""
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Rectangle
+
+    look = {"facecolor": _BLUE, "linewidth": 0, "antialiased": False}
+    cells = [
+        Rectangle((x[i], y[j]), x[i + 1] - x[i], y[j + 1] - y[j], alpha=float(shade[i, j]), **look)
+        # Cells that no eye can see would make the page several times larger.
+        for i, j in np.argwhere(shade > 0.005)
+    ]
+    axes.add_collection(PatchCollection(cells, match_original=True))
+    axes.grid(visible=False)
+
+
+def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> None:
+    """Counts on a logarithmic axis, because a few gradients are often a hundred times longer."""
+    norms = norms[np.isfinite(norms)]
+    top = float(norms.max(initial=0)) or 1.0
+    # The axis begins just below the smallest positive norm, but spans four decades at most; its
+    # first bin holds all norms below.
+    low = max(float(norms.min(initial=top, where=norms > 0)) / 1.1, top * 1e-4)
+    edges = np.geomspace(low, 1.1 * top, 41)
+    counts, _ = np.histogram(np.maximum(norms, low), edges)
+    axes.stairs(counts, edges, fill=True, color=_BLUE, alpha=0.55)
+    axes.set_xscale("log")
+    if top > 10 * low:  # the powers of ten have labels, and others would overlap
+        axes.xaxis.set_minor_formatter("")
+    if low * 1e-4 < bound < top * 1e4:  # else it would squeeze the histogram
+        axes.axvline(bound, color=_CLAY, linestyle="--", label=f"bound {bound:.3g}")
+
+
+def _predictions(run: SavedRun) -> tuple[Array, Array]:
+    """Logits and labels; the logits are log probabilities, which softmax inverts."""
+    labels, p = run.array("evaluation", "labels"), run.array("evaluation", "probabilities")
+    if not np.isfinite(p).all():
+        raise Missing("evaluation.npz holds probabilities that are not finite")
+    logits = np.log(np.maximum(p, np.finfo(np.float32).tiny))
+    return jnp.asarray(logits, jnp.float32), jnp.asarray(labels)
+
+
+def _lollipops(figure: Figure, run: SavedRun, what: str, label: str, color: str) -> str:
+    """A line and a dot for each layer, the first layer at the top."""
+    values = run.array("diagnostics", f"{what}_norms").astype(float).ravel()
+    names = [str(name) for name in run.array("diagnostics", f"{what}_names").ravel()]
+    values = np.where(np.isfinite(values), values, np.nan)
+    figure.set_size_inches(WIDTH, 0.9 + 0.22 * max(3, len(names)))
+    axes, rows = panel(figure, label, ""), np.arange(len(names))
+    axes.hlines(rows, 0, values, color=PALETTE[color], linewidth=1.6)
+    axes.plot(values, rows, "o", color=PALETTE[color], markersize=5)
+    axes.set_yticks(rows, names, parse_math=False)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    if np.isnan(values).all():
+        return "None of them is finite."
+    at = int(np.nanargmax(values))
+    return f"The largest is {values[at]:.3g}, of {names[at]}."
+
+
+def _groups(table: np.ndarray) -> str:
+    width = table.shape[1]
+    return f" The line is the mean of {width} groups, the band their range." if width > 1 else ""
+
+
+def _means(table: np.ndarray) -> np.ndarray:
+    """The mean over groups of each row that has a number."""
+    return np.nanmean(table[~np.isnan(table).all(axis=1)], axis=1)
+
+
+def _end(table: np.ndarray, form: str = "{:.3g}") -> str:
+    """The mean over groups of the last row; an earlier row is of other parameters."""
+    last = table[-1][~np.isnan(table[-1])]
+    return form.format(last.mean()) if last.size else "no number"

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from html import escape
 from typing import Any
 
 from dpjax._display import rate
 from dpjax._files import replace
 from dpjax.accounting.rounding import upwards
-from dpjax.reports.figures import PLOTS, RELEASED, Drawn, Plot, draw
+from dpjax.reports.figure_output import png, svg
+from dpjax.reports.figures import PLOTS, RELEASED, Plot
 from dpjax.reports.load_run import Missing, SavedRun, read
 from dpjax.reports.page import badge, page, power, section, table, three_digits
 from dpjax.reports.statement import SUPPLIED
 from dpjax.reports.statement_html import as_html
+from dpjax.reports.style import WIDTH, canvas, style
 
 _SEEN_BY = (
     "Figures with the badge “released” are computed from what the mechanism released and from test "
@@ -58,39 +60,42 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
       'report.html'
     """
     run = read(directory)
-    figures, absent = _drawn(run)
     folder = run.path / "figures"
     folder.mkdir(exist_ok=True)
-    for figure in figures:
-        public = figure.badge == RELEASED
-        replace(folder / f"{figure.plot.name}.png", figure.png, public=public)
-    for plot, _ in absent:  # an earlier page may have written it, perhaps from other data
-        (folder / f"{plot.name}.png").unlink(missing_ok=True)
-    path = run.path / "report.html"
-    body = [
-        *_header(run),
-        *_promise(run),
-        *_figures(run, figures),
-        *_made_with(run),
-        *_left_out(absent),
-    ]
-    # Figures first, page last: a page never names an image that is not there yet.
-    replace(path, page(_name(run), body))
-    return path
-
-
-def _drawn(run: SavedRun) -> tuple[list[Drawn], list[tuple[Plot, str]]]:
-    """The figures that the folder has data for, and the other figures with the reason."""
     figures, absent = [], []
     for plot in PLOTS:
+        label, path = plot.badge(run), folder / f"{plot.name}.png"
         try:
-            figures.append(draw(plot, run))
-        except Missing as reason:
-            absent.append((plot, str(reason)))
+            sentence, image, picture = _drawn(plot, run, label)
         # A file may hold anything, and one figure of it must not cost the page.
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            absent.append((plot, f"its data cannot be drawn: {error}"))
-    return figures, absent
+            why = str(error) if isinstance(error, Missing) else f"its data cannot be drawn: {error}"
+            absent.append(f"{plot.title.lower()} ({why})")
+            path.unlink(missing_ok=True)  # an earlier page may have written it, from other data
+            continue
+        replace(path, picture, public=label == RELEASED)
+        note = (
+            f"<h3>{len(figures) + 1}. {escape(plot.title)}</h3>"
+            f"{badge(label, warns=label != RELEASED)}"
+            f'<p>{escape(plot.words)}</p><p class="seen">{escape(sentence)}</p>'
+        )
+        figures.append(section(note, image, tag="figure", name=plot.name))
+    if absent:
+        left_out = escape("; ".join(absent))
+        figures.append(f'<p class="aside" id="left-out">Left out: {left_out}.</p>')
+    body = [*_header(run), *_promise(run), *_happened(run), *figures, *_made_with(run.config or {})]
+    # Figures first, page last: a page never names an image that is not there yet.
+    replace(run.path / "report.html", page(_name(run), body))
+    return run.path / "report.html"
+
+
+def _drawn(plot: Plot, run: SavedRun, label: str) -> tuple[str, str, bytes]:
+    """What is to be seen on a figure, the figure as SVG, and as PNG."""
+    with style():
+        figure = canvas(WIDTH, 2.9)
+        sentence = plot.draw(figure, run)
+        image = svg(figure, plot.name, f"{plot.title}. {sentence}")
+        return sentence, image, png(figure, "" if label == RELEASED else label)
 
 
 def _header(run: SavedRun) -> Iterator[str]:
@@ -104,12 +109,8 @@ def _header(run: SavedRun) -> Iterator[str]:
     if run.supplied:
         yield f'<p class="notice">{SUPPLIED}</p>'
     if run.foreign:
-        yield (
-            f'<p class="notice">privacy.json is of an earlier run in this folder: '
-            f"{escape(run.foreign)}. "
-            "This page leaves out the card and the files written with it. This run writes its own "
-            "when it ends.</p>"
-        )
+        words = f"privacy.json is of an earlier run in this folder: {run.foreign}."
+        yield f'<p class="notice">{escape(words)} The page leaves out what belongs to it.</p>'
     # The best proven bound is the claim; the small print lists the other methods.
     (best, _), *others = run.epsilons.items()
     bounds = [f"by {best}", *(f"{three_digits(value)} by {name}" for name, value in others)]
@@ -151,40 +152,24 @@ def _promise(run: SavedRun) -> Iterator[str]:
     yield section(note, missing if run.statement is None else as_html(run.statement))
 
 
-def _figures(run: SavedRun, figures: Iterable[Drawn]) -> Iterator[str]:
+def _happened(run: SavedRun) -> Iterator[str]:
     yield "<h2>What happened</h2>"
     yield f'<p class="aside">{_SEEN_BY}</p>'
     if run.evaluation is not None or run.diagnostics is not None:
         yield f'<p class="aside">{_PARAMETERS.format(run.measured_at)}</p>'
-    for number, figure in enumerate(figures, start=1):
-        plot = figure.plot
-        note = (
-            f"<h3>{number}. {escape(plot.title)}</h3>"
-            f"{badge(figure.badge, warns=figure.badge != RELEASED)}"
-            f'<p>{escape(plot.words)}</p><p class="seen">{escape(figure.seen)}</p>'
+
+
+def _made_with(config: dict[str, Any]) -> Iterator[str]:
+    if config:
+        yield "<h2>What it was made with</h2>"
+        # Nested entries, such as flags, become tables of their own.
+        yield section(
+            "<h3>Run</h3>", table({k: v for k, v in config.items() if not isinstance(v, dict)})
         )
-        yield section(note, figure.svg, tag="figure", name=plot.name)
-
-
-def _made_with(run: SavedRun) -> Iterator[str]:
-    config = run.config or {}
-    if not config:
-        return
-    yield "<h2>What it was made with</h2>"
-    # Nested entries, such as flags, become tables of their own.
-    single = {k: v for k, v in config.items() if not isinstance(v, dict)}
-    nested = {k: v for k, v in config.items() if isinstance(v, dict) and v}
-    yield section("<h3>Run</h3>", table(single))
-    for name, entries in nested.items():
-        kind = "flags" if name == "flags" else "facts"
-        yield section(f"<h3>{escape(name.capitalize())}</h3>", table(entries, kind))
-
-
-def _left_out(absent: list[tuple[Plot, str]]) -> Iterator[str]:
-    if absent:
-        each = "; ".join(f"{plot.title.lower()} ({reason})" for plot, reason in absent)
-        yield "<h2>What is not here</h2>"
-        yield f'<p class="aside" id="left-out">Left out: {escape(each)}.</p>'
+    for name, entries in config.items():
+        if isinstance(entries, dict) and entries:
+            kind = "flags" if name == "flags" else "facts"
+            yield section(f"<h3>{escape(name.capitalize())}</h3>", table(entries, kind))
 
 
 def _name(run: SavedRun) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import pathlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +17,8 @@ import numpy as np
 from absl import logging
 
 from dpjax._files import FIELDS
-from dpjax.reports.curves import against_epsilon
 from dpjax.reports.figure_output import png
-from dpjax.reports.figures import PRIVATE, RELEASED, of_what_was_released
+from dpjax.reports.figures import PRIVATE, RELEASED, against_epsilon, of_what_was_released
 from dpjax.reports.load_run import Missing, SavedRun
 from dpjax.reports.style import WIDTH, canvas, style
 
@@ -38,29 +36,26 @@ def live_plot(*names: str) -> Callable[[Sequence[Mapping[str, Any]]], None]:
       A function of the rows of the log, which draws them. It logs what keeps it from drawing,
       and raises nothing: a run is worth more than its figure.
 
-    Raises:
-      RuntimeError: No notebook runs here, so no figure could be seen.
-
     Privacy:
       Numbers under ``private/`` are computed without noise, and the figure then says so, as it does
       where epsilon is infinite. A notebook keeps its figures: remove such a one before you publish
-      the notebook, and any figure of a run with a published seed, which no row mentions.
+      the notebook, and any figure of a run with a supplied key, which no row mentions.
     """
-    show = _shown()
+    display = importlib.import_module("IPython.display")
     with style():  # without Matplotlib this raises, before any step runs
         pass
+    handle = None
 
     def plot(rows: Sequence[Mapping[str, Any]]) -> None:
+        nonlocal handle
         # Private data are paid for by now, and without a directory an error would lose the state.
         try:
-            if drawn := names or _evaluated(rows):
-                show(_figure([dict(row) for row in rows], drawn))
+            drawn = names or _evaluated(rows)
+            image = display.Image(_figure([dict(row) for row in rows], drawn), width=_PIXELS)
+            if handle is None:
+                handle = display.display(image, display_id=True)
             else:
-                logging.warning(
-                    "reports.live_plot: the log has no number to draw. Return one from "
-                    "fit(evaluate=...), such as {'accuracy': 0.9}, or name one: "
-                    "live_plot('private/loss')."
-                )
+                handle.update(image)
         except Exception as error:
             logging.error("reports.live_plot: the figure was not drawn: %s", error)
 
@@ -69,6 +64,8 @@ def live_plot(*names: str) -> Callable[[Sequence[Mapping[str, Any]]], None]:
 
 def _figure(rows: list[dict[str, Any]], names: Sequence[str]) -> bytes:
     """The rows as PNG: a panel for each number, one above the other."""
+    if not names:
+        raise Missing("the log has no number, as evaluate=... returns and 'private/loss' is")
     run = SavedRun(pathlib.Path(), rows)
     hidden = any(name.startswith("private/") for name in names)
     badge = PRIVATE if hidden else of_what_was_released(run)
@@ -88,32 +85,10 @@ def _figure(rows: list[dict[str, Any]], names: Sequence[str]) -> bytes:
 
 def _evaluated(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The names of all rows, in their order; a number that is not finite is null."""
-    found = dict.fromkeys(
+    names = dict.fromkeys(
         name
         for row in rows
         for name, value in row.items()
         if isinstance(value, float | list | None)
     )
-    return [name for name in found if name not in FIELDS and not name.endswith("_per_second")]
-
-
-def _shown() -> Callable[[bytes], None]:
-    """Shows an image as the output of a cell; later ones take its place."""
-    # A kernel has imported IPython before the first cell runs; nothing is installed for a script.
-    shell = sys.modules.get("IPython")
-    if shell is None or shell.get_ipython() is None:
-        raise RuntimeError(
-            "reports.live_plot: expected to run in a notebook, and there is none. In a script, use "
-            "fit(progress=True), and reports.report(directory) for the figures."
-        )
-    cell, handle = importlib.import_module("IPython.display"), None
-
-    def show(data: bytes) -> None:
-        nonlocal handle
-        image = cell.Image(data, width=_PIXELS)
-        if handle is None:
-            handle = cell.display(image, display_id=True)
-        else:
-            handle.update(image)
-
-    return show
+    return [name for name in names if name not in FIELDS and not name.endswith("_per_second")]

@@ -4,10 +4,9 @@
 Only ``metrics.jsonl`` is required. Numbers that were not finite are null in JSON and NaN here,
 except epsilon, which is infinite.
 
-A privacy card whose steps differ from the log's and were not released here, or whose mechanism
-differs from the one in ``run.json``, belongs to an earlier run in the same folder. The card and the
-files written with it are ignored: the epsilon of one run with the accuracy of another would be a
-false claim.
+A privacy card of other steps than the log's, or of another mechanism than that of ``run.json``,
+belongs to an earlier run in the same folder. The card and the files written with it are ignored:
+the epsilon of one run with the accuracy of another would be a false claim.
 """
 
 from __future__ import annotations
@@ -25,22 +24,15 @@ from dpjax._files import read_arrays, read_json, read_log
 from dpjax.accounting.rounding import upwards
 from dpjax.mechanism.card import check_format
 
-_INTERRUPTED = (
-    "Usually the run was interrupted while it wrote the file, or the disk was full. Run the same "
-    "command again, which writes it again, or remove the file to read the others."
-)
-
 
 def seed_of(run: Mapping[str, Any]) -> Any:
-    """The published seed of a run; True for another below 2^32, and None for a secret key.
+    """The published seed of a run; True for another supplied key, None for a secret one.
 
     Args:
       run: What ``run.json`` holds.
     """
-    # A command publishes its flag --seed, and a script may make its key from a "seed" by other
-    # means than `jax.random.key`, so that the key does not show it.
     named = [run[name] for name in ("--seed", "seed") if run.get(name) is not None]
-    return named[0] if named else run.get("small seed") or None
+    return named[0] if named else run.get("randomness") == "supplied" or None
 
 
 class Missing(LookupError):
@@ -65,22 +57,20 @@ class SavedRun(NamedTuple):
 
     def series(self, *names: str) -> Float[np.ndarray, "rows width"]:
         """The value of each row under these nested names: a number, or one per group, or NaN."""
-        found = []
-        for row in self.rows:
-            value: Any = row
-            for name in names:
-                value = value.get(name) if isinstance(value, dict) else None
-            values = np.atleast_1d(np.asarray(value, dtype=np.float64)).ravel()
-            found.append(np.where(np.isfinite(values), values, np.nan))
-        # Rows may hold one number or one per group; rows of another width become NaN rather than an
-        # error, because an older version may have written them.
-        width = max((len(values) for values in found), default=1)
-        table = np.full((len(found), width), np.nan)
-        for line, values in zip(table, found, strict=True):
-            line[:] = values if len(values) in (1, width) else np.nan
+        values = [_values(row, names) for row in self.rows]
+        # Rows of another width become NaN: an older version may have written them.
+        width = max((len(value) for value in values), default=1)
+        table = np.full((len(values), width), np.nan)
+        for line, value in zip(table, values, strict=True):
+            line[:] = value if len(value) in (1, width) else np.nan
         if np.isnan(table).all():
             raise Missing(f"metrics.jsonl has no {' / '.join(names)}")
         return table
+
+    @property
+    def steps(self) -> np.ndarray:
+        """The step of each row."""
+        return self.series("step")[:, 0]
 
     def array(self, file: str, name: str) -> np.ndarray:
         """An array of ``evaluation`` or ``diagnostics``."""
@@ -109,20 +99,19 @@ class SavedRun(NamedTuple):
     @property
     def epsilons(self) -> dict[str, float]:
         """The final epsilon by each proven method, best first; without a card, the log's."""
-        if self.card is None:
-            last = self.rows[-1]
-            # An estimate in the log is no bound, so the page must not print it as one.
-            if last.get("estimate"):
-                return {"any method": math.inf}
-            return {str(last.get("method", "the log")): _number(last.get("epsilon"), math.inf)}
-        values = {
-            method: float(claim["value"])
-            for method, claim in self.card["epsilon"].items()
-            if claim["proven"]
-        }
+        last = self.rows[-1]
+        if self.card is not None:
+            claims = {
+                name: claim for name, claim in self.card["epsilon"].items() if claim["proven"]
+            }
+            values = {name: float(claim["value"]) for name, claim in claims.items()}
+        elif last.get("estimate"):  # which is no bound
+            values = {}
+        else:
+            values = {str(last.get("method", "the log")): _number(last.get("epsilon"), math.inf)}
         # Ties go to the method that this version knows, whose words can be printed.
-        best_first = sorted(values, key=lambda m: (values[m], m not in accounting.METHODS))
-        return {method: values[method] for method in best_first} or {"any method": math.inf}
+        best_first = sorted(values, key=lambda name: (values[name], name not in accounting.METHODS))
+        return {name: values[name] for name in best_first} or {"any method": math.inf}
 
     @property
     def epsilon(self) -> float:
@@ -145,18 +134,11 @@ class SavedRun(NamedTuple):
 
     @property
     def stated(self) -> str:
-        """At which delta and by which accountant the log states epsilon, for labels of axes.
-
-        Logs of earlier versions do not name the accountant.
-        """
-        found = {_number(row.get("delta")) for row in self.rows}
-        deltas = {f" at delta {upwards(d, '.3g')}" for d in found if not math.isnan(d)}
-        methods = {
-            f" by {row['method']}{' (an estimate)' * bool(row.get('estimate'))}"
-            for row in self.rows
-            if "method" in row
-        }
-        return ",".join(" or".join(sorted(each)) for each in (deltas, methods) if each)
+        """At which delta and by which accountant the log states epsilon, for labels of axes."""
+        last, delta = self.rows[-1], _number(self.rows[-1].get("delta"))
+        at = "" if math.isnan(delta) else f" at delta {upwards(delta, '.3g')}"
+        by = f", by {last['method']}" if "method" in last else ""
+        return at + by + " (an estimate)" * bool(last.get("estimate"))
 
     @property
     def measured_at(self) -> str:
@@ -179,23 +161,24 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
 
     Returns:
       A `SavedRun`, with rows in the order of their steps.
-
-    Raises:
-      FileNotFoundError: Without ``metrics.jsonl`` there is no run.
-      ValueError: A file is damaged or of another format, or the log has no whole line.
     """
     path = pathlib.Path(directory)
-    rows, identity = _rows(path / "metrics.jsonl"), _json(path / "run.json")
+    rows, identity = read_log(path / "metrics.jsonl"), _json(path / "run.json")
+    if not rows:
+        raise FileNotFoundError(
+            f"reports.report: {path} has no metrics.jsonl with a row; expected the folder of a run."
+        )
     card = _json(path / "privacy.json")
     # A killed run with `--overwrite` leaves the card of the run before it: its smaller epsilon must
     # not stand on this run's page.
     if card is not None and (why := _foreign(path, card, identity or {}, rows)):
         return SavedRun(path, rows, identity, foreign=why)
     evaluation, diagnostics = (
-        read_arrays(file, "reports.report", _INTERRUPTED) if arrays and file.is_file() else None
+        read_arrays(file, "reports.report") if arrays and file.is_file() else None
         for file in (path / "evaluation.npz", path / "diagnostics.npz")
     )
-    statement, config = _text(path / "statement.txt"), _json(path / "config.json")
+    words, config = path / "statement.txt", _json(path / "config.json")
+    statement = words.read_text(encoding="utf-8") if words.is_file() else None
     return SavedRun(path, rows, identity, card, statement, config, evaluation, diagnostics)
 
 
@@ -207,40 +190,29 @@ def _foreign(
 ) -> str:
     """Why a card does not belong to the run with these rows and this identity, or nothing."""
     check_format(card.get("mechanism"), str(path / "privacy.json"))
-    steps = int(rows[-1].get("counted", rows[-1]["step"]))
-    counted = _number(card.get("steps", 0))  # NaN for text, which is another run's
-    # A resumed run writes the rows of released steps again. Its card counts all of these steps.
-    mark = path / "furthest"
-    released = max(map(int, mark.read_text().split()[:1]), default=0) if mark.is_file() else 0
-    if counted != steps and not steps < counted <= released:
+    steps = rows[-1].get("counted", rows[-1]["step"])
+    if card.get("steps") != steps:
         return f"it counts {card.get('steps')} steps, and the log counts {steps:,}"
     # Algorithms without a Mechanism write none into run.json; the steps alone are compared then.
-    there, here = card["mechanism"], identity.get("mechanism", card["mechanism"])
-    differ = [name for name in {**there, **here} if there.get(name) != here.get(name)]
-    return f"run.json describes another mechanism: {', '.join(differ)} differ" if differ else ""
+    if card["mechanism"] != identity.get("mechanism", card["mechanism"]):
+        return "run.json describes another mechanism"
+    return ""
 
 
-def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        missing = f"has no {path.name}, so it is not the folder of a run"
-        raise FileNotFoundError(
-            f"reports.report: {path.parent} {missing if path.parent.is_dir() else 'is no folder'}. "
-            "Usually the path is one level off; otherwise train with dpjax.fit(..., "
-            "directory=...), which writes it."
-        )
-    rows = read_log(path)
-    if not rows:
-        raise ValueError(f"{path}: holds no whole line yet, so there is nothing to show.")
-    return rows
+def _values(row: Any, names: Sequence[str]) -> np.ndarray:
+    """The finite numbers of a row under these nested names."""
+    for name in names:
+        row = row.get(name) if isinstance(row, dict) else None
+    try:
+        values = np.atleast_1d(np.asarray(row, np.float64)).ravel()
+    except (TypeError, ValueError):  # text
+        values = np.array([np.nan])
+    return np.where(np.isfinite(values), values, np.nan)
 
 
 def _number(value: Any, otherwise: float = math.nan) -> float:
     """A number of the log; ``otherwise`` for null, text, or one number per group."""
     return float(value) if isinstance(value, int | float) else otherwise
-
-
-def _text(path: pathlib.Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
 def _json(path: pathlib.Path) -> dict[str, Any] | None:

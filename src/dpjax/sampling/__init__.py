@@ -7,8 +7,9 @@ resumed run replays nothing, and any step can be drawn again. The list of drawn 
 secret; data set size, expected batch size and rates are public.
 
 `poisson`, `fixed` and `shuffled` draw small batches of large data sets in time and memory of the
-batch, by `dpjax._draws`. Indices are int32. Beyond 2^31 - 1 examples they are pairs of 32-bit
-words, which `on_host` joins for a `dpjax.data.Stream`.
+batch, by `dpjax.sampling.sparse`. Indices are int32. Beyond 2^31 - 1 examples they are pairs of
+32-bit words, which `on_host` joins for a `dpjax.data.Stream`. For a loop of one's own, the method
+``sampler.batch(data, key, step)`` gives rows and mask.
 """
 
 from dpjax.sampling.cycles import balls_in_bins, cyclic_poisson

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from dpjax import _draws, trees
+from dpjax import trees
+from dpjax.sampling.sparse import listed
 from dpjax.types import Draw, Key, Purpose
 
 WORDS = 2**32
@@ -29,7 +30,7 @@ def largest_word(rate: float) -> int:
 def coins(key: Key, below: Array, some: Any) -> Draw:
     """Draws each eligible example whose uniform 32-bit word is at most its threshold."""
     chosen = (jax.random.bits(key, below.shape, jnp.uint32) <= below) & some
-    return _draws.listed(chosen)
+    return listed(chosen)
 
 
 def parts_of(key: Key, examples: int, parts: int) -> Array:

@@ -7,10 +7,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dpjax import _draws, trees
+from dpjax import trees
 from dpjax.sampling.coins import coins, largest_word, parts_of
 from dpjax.sampling.events import stated
 from dpjax.sampling.sizes import check_rate, checked_count, checked_sizes
+from dpjax.sampling.sparse import LARGEST, listed
 from dpjax.types import Draw, Key, Purpose, Sampler
 
 
@@ -43,21 +44,22 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
       Choquette-Choo, Ganesh, McKenna, McMahan, Rush, Thakurta and Xu, "(Amplified) Banded Matrix
       Factorization: A unified approach to private training", 2023, theorem 4.
     """
-    examples, batch_size = checked_sizes("cyclic_poisson", examples, batch_size, _draws.LARGEST)
+    examples, batch_size = checked_sizes("cyclic_poisson", examples, batch_size, LARGEST)
     cycle = checked_count("cyclic_poisson", "cycle", cycle)
     rate = cycle * batch_size / examples
     if rate > 1:
         raise ValueError(
             f"sampling.cyclic_poisson(examples={examples}, batch_size={batch_size}, "
-            f"cycle={cycle}): expected a cycle from 1 to {int(examples // batch_size)}, examples / "
-            "batch_size: a step draws from one part, and a part must hold a batch."
+            f"cycle={cycle}): expected a cycle of at most {int(examples // batch_size)}, as a part "
+            "must hold a batch."
         )
     check_rate("cyclic_poisson", examples, batch_size, rate, bits=32)
     largest = largest_word(rate)
 
-    def draw(key: Key, step: Any) -> Draw:
+    def draw(key: Key, step: Any, fresh: Key | None = None) -> Draw:
         here = parts_of(key, examples, cycle) == step % cycle
-        key = trees.step_key(key, Purpose.SAMPLING, step)
+        # Parts last for the run. Two runs that go on from one state have coins of their own.
+        key = trees.step_key(key if fresh is None else fresh, Purpose.SAMPLING, step)
         return coins(key, jnp.full(examples, largest, jnp.uint32), here)
 
     return Sampler(
@@ -66,6 +68,7 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
         draw=draw,
         claim=f"Poisson sampling from {cycle} parts in turn; one amplified step a cycle is proved",
         **stated(examples, batch_size, rates=[[rate, 1]], cycle=cycle, place="coin"),
+        coins=True,
     )
 
 
@@ -95,11 +98,11 @@ def balls_in_bins(examples: int, batch_size: float) -> Sampler:
       Chua, Ghazi, Harrison, Kamath, Kumar, Leeman, Manurangsi, Sinha and Zhang, "Balls-and-Bins
       Sampling for DP-SGD", 2024.
     """
-    examples, batch_size = checked_sizes("balls_in_bins", examples, batch_size, _draws.LARGEST)
+    examples, batch_size = checked_sizes("balls_in_bins", examples, batch_size, LARGEST)
     bins = int(examples // batch_size)
 
     def draw(key: Key, step: Any) -> Draw:
-        return _draws.listed(parts_of(key, examples, bins) == step % bins)
+        return listed(parts_of(key, examples, bins) == step % bins)
 
     return Sampler(
         name="balls_in_bins",

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from dpjax._marks import marked_again, marks_of
 from dpjax.sampling.sizes import checked_count
 from dpjax.types import Draw
 
@@ -33,16 +32,15 @@ def fold(
       size: Rows in a microbatch; speed and memory only.
       add: ``(rows, mask, total) -> total``, with ``rows`` the indices of a microbatch and
         ``mask`` saying which of them belong to the draw: the last one is filled up.
-      first: The total of an empty draw. If ``add`` returns ``clipped(..., start=total).value`` of
-        `dpjax.clipped_grad`, the result is known as a clipped sum, which noise links check; then
-        begin with zeros, or with a clipped sum of other examples of the same step.
+      first: The total of an empty draw. For a clipped sum, begin with
+        `dpjax.clipping.empty_sum` and let ``add`` return ``clipped(..., start=total).total``.
       share: ``(which, of)``: every ``of``-th microbatch, starting at number ``which``. All shares
         together are the draw.
       block: ``(count, settle)``: after every ``count`` microbatches of the share, and after the
         last, ``settle`` maps the total to the one that is continued.
 
     Example:
-      >>> draw = Draw(jnp.array([3, 0, 4, 0, 0]), jnp.array(3))
+      >>> draw = Draw(jnp.array([3, 0, 4, 1, 2]), jnp.array([True, True, True, False, False]))
       >>> add = lambda rows, mask, total: total + jnp.sum(jnp.where(mask, rows, 0))
       >>> int(fold(draw, size=2, add=add, first=jnp.array(0)))
       7
@@ -50,39 +48,30 @@ def fold(
     size = checked_count("fold", "size", size)
     if draw.indices.ndim != 1:
         raise ValueError(
-            f"sampling.fold(draw with indices {draw.indices.shape}): expected int32 indices, one "
-            "for each place. The draw is of more than 2^31 - 1 examples, whose indices are pairs "
-            "of words, and arrays in memory have no such rows: keep the examples on disk as a "
-            "data.Stream, and read stream.rows(sampling.on_host(draw))."
+            f"sampling.fold(draw with indices {draw.indices.shape}): more than 2^31 - 1 examples "
+            "have no rows in memory. Use a data.Stream."
         )
     which, of = share
-    # The list of indices is padded so that the last microbatches are never shifted back.
-    indices = jnp.pad(draw.indices, (0, of * size))
+    # The list of indices is padded so that the last microbatches are never shifted back; the mask
+    # is False there.
+    indices, drawn = jnp.pad(draw.indices, (0, of * size)), draw.size
 
     # A while loop on the size of the draw: an exact Poisson draw of any size runs in one program.
     def body(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
         start, total = carry
         rows = jax.lax.dynamic_slice_in_dim(indices, start, size)
-        mask = start + jnp.arange(size) < draw.size
+        mask = start + jnp.arange(size) < drawn
         # Devices take turns, so that their shares differ by one microbatch at most.
         return start + of * size, add(rows, mask, total)
 
     # By the first share's place: all shares take equally many trips, because a device that
     # ends its loop early would leave the others waiting in a collective.
     def more(carry: tuple[Int[Array, ""], T]) -> Any:
-        return carry[0] - which * size < draw.size
+        return carry[0] - which * size < drawn
 
     start = (jnp.asarray(which * size, jnp.int32), first)
     if block is None:
-        marks: list[Any] = []
-
-        def marked(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
-            place, total = body(carry)
-            marks[:] = marks_of(total)
-            return place, total
-
-        # A sum that each round clips and adds to the total is a clipped sum in the end.
-        return marked_again(jax.lax.while_loop(more, marked, start)[1], marks, first)
+        return jax.lax.while_loop(more, body, start)[1]
     count, settle = block
 
     def settled(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
@@ -97,9 +86,7 @@ def on_host(draw: Draw) -> np.ndarray:
     """The indices of a draw of any sampler, ``[size]``, as `dpjax.data.Stream` reads them.
 
     Example:
-      >>> on_host(Draw(jnp.array([3, 0, 4, 0, 0]), jnp.array(2))).tolist()
+      >>> on_host(Draw(jnp.array([3, 0, 4]), jnp.array([True, True, False]))).tolist()
       [3, 0]
     """
-    indices = np.asarray(draw.indices)[: int(draw.size)].astype(np.int64)
-    # Beyond 2^31 - 1 examples, an index is a high and a low word of 32 bits.
-    return indices if indices.ndim == 1 else (indices[:, 0] << 32) | indices[:, 1]
+    return draw.on_host()[: int(draw.size)]

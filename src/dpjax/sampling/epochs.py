@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from dpjax import _draws, checks, trees
+from dpjax import checks, trees
 from dpjax.sampling.events import stated
 from dpjax.sampling.sizes import checked_whole_sizes, is_sparse
+from dpjax.sampling.sparse import LARGEST, permuted
 from dpjax.types import Draw, Key, Neighbours, Purpose, Sampler
 
 
@@ -47,7 +48,7 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
 
         def batch(key: Key, epoch: Any, number: Any) -> Array:
             key = trees.step_key(key, Purpose.SAMPLING, epoch)
-            return _draws.permuted(key, examples, places, number)
+            return permuted(key, examples, places, number)
     else:
         # Permutes the whole data set again at every step: a cached order would be state, and a
         # draw is a function of (key, step) alone.
@@ -91,14 +92,11 @@ def curriculum(
     indices = np.asarray(order)
     if not np.array_equal(np.sort(indices), np.arange(indices.size)):
         raise ValueError(
-            "sampling.curriculum(order): expected every index of the data set once (0 to "
-            f"{indices.size - 1}). Usually scores were passed: use np.argsort(scores)."
+            f"sampling.curriculum(order): expected every index from 0 to {indices.size - 1} once, "
+            "as np.argsort(scores) gives."
         )
-    _, batch_size = checked_whole_sizes("curriculum", indices.size, batch_size, _draws.LARGEST)
-    hint = (
-        "It says whether the order was computed without the private data. Any text counts as "
-        "True, which promises a finite epsilon."
-    )
+    _, batch_size = checked_whole_sizes("curriculum", indices.size, batch_size, LARGEST)
+    hint = "It says whether the order was computed without the private data."
     checks.instance("sampling.curriculum", "public", public, bool, hint)
     fixed_order = jnp.asarray(indices, jnp.int32)
     claim = "the order comes from the private data without noise: not private"
@@ -133,11 +131,11 @@ def _epochs(
     # A last, smaller batch would be divided by the same constant, and has no place in a compiled
     # step.
     steps = examples // batch_size
-    turn = min(steps, _draws.LARGEST)  # the step is an int32, and does not end a longer epoch
+    turn = min(steps, LARGEST)  # the step is an int32, and does not end a longer epoch
 
     def draw(key: Key, step: Any) -> Draw:
         chosen = batch(key, step // turn, step % turn)
-        return Draw(chosen, jnp.asarray(batch_size, jnp.int32))
+        return Draw(chosen, jnp.ones(batch_size, bool))
 
     return Sampler(
         name=name,
@@ -146,5 +144,6 @@ def _epochs(
         neighbours=Neighbours.ZERO_OUT,
         claim=claim,
         fingerprint=fingerprint,
+        padded=False,
         **stated(examples, batch_size, event=event, cycle=steps, place=place),
     )

@@ -9,10 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dpjax import _draws, trees
+from dpjax import trees
 from dpjax.sampling.coins import WORDS, coins
 from dpjax.sampling.events import stated
 from dpjax.sampling.sizes import checked_count, checked_sizes
+from dpjax.sampling.sparse import LARGEST
 from dpjax.types import Draw, Key, Purpose, Sampler
 
 
@@ -48,9 +49,9 @@ def scored(
       [[0.01, 400], [0.01, 400], [0.01, 400], [0.01, 400], [0.01, 400]]
     """
     places, table = np.asarray(bins), np.asarray(rates, np.float64)
-    _, batch_size = checked_sizes("scored", places.size, batch_size, _draws.LARGEST)
+    _, batch_size = checked_sizes("scored", places.size, batch_size, LARGEST)
     # A step is an int32, which cannot be divided by more.
-    steps_per_row = checked_count("scored", "steps_per_row", steps_per_row, most=_draws.LARGEST)
+    steps_per_row = checked_count("scored", "steps_per_row", steps_per_row, most=LARGEST)
     _check_rates(places, table)
     # An upper bound for every example: who is in which bin must not be revealed by the accounting.
     largest, of = table.max(axis=1), jnp.asarray(places, jnp.int32)
@@ -75,19 +76,16 @@ def scored(
 def _check_rates(bins: np.ndarray, rates: np.ndarray) -> None:
     if rates.ndim != 2 or not rates.size:
         raise ValueError(
-            f"sampling.scored(rates of shape {rates.shape}): expected rates [rows, bins], with at "
-            "least one row and one bin."
+            f"sampling.scored(rates of shape {rates.shape}): expected rates [rows, bins]."
         )
     if not np.all((rates == 0) | ((rates >= 1 / WORDS) & (rates <= 1))):
         raise ValueError(
             "sampling.scored(rates): expected rates from 0 to 1, each 0 or at least 2^-32, the "
-            "resolution of the sampler. Usually a batch size was given: divide it by the number "
-            "of examples that the bins are planned to hold."
+            "resolution of the sampler."
         )
     integers = bins.ndim == 1 and np.issubdtype(bins.dtype, np.integer)
     if not integers or np.any(bins < 0) or np.any(bins >= rates.shape[1]):
         raise ValueError(
             f"sampling.scored(bins): expected one whole number from 0 to {rates.shape[1] - 1} for "
-            "each example, its bin. Usually scores were passed: cut them at public thresholds, "
-            "np.digitize(scores, thresholds)."
+            "each example, as np.digitize(scores, thresholds) gives."
         )

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from dpjax import _draws, checks
+from dpjax import checks
+from dpjax.sampling.sparse import LARGEST
 
 # Up to this size a draw takes half a millisecond by either way, and runs keep their batches.
 _FEW = 2**16
@@ -26,10 +27,7 @@ def is_sparse(examples: int, batch_size: float) -> bool:
 
 def checked_count(who: str, what: str, value: Any, most: float = math.inf) -> int:
     """A whole number among the arguments of a sampler."""
-    hint = (
-        "Only a batch_size that is an expected number may be a fraction, as of sampling.poisson. "
-        "Usually the value is a quotient: round it, as with //."
-    )
+    hint = "Usually the value is a quotient: round it, as with //."
     return checks.whole(f"sampling.{who}", what, value, hint, most=most)
 
 
@@ -51,25 +49,18 @@ def checked_sizes(
     batch_size = np.asarray(batch_size).item()  # 256 stays an int, also on the privacy card
     if examples > most:
         raise ValueError(
-            f"sampling.{name}(examples={examples}): expected at most {most:,}, the number of "
-            "examples that its indices can name. Usually parts of examples were counted, such as "
-            "tokens or pixels; the unit of privacy is a whole example, such as a document. "
-            f"sampling.poisson, fixed and shuffled draw from up to {MOST:,} examples (2^44). For "
-            "a larger data set, train on a part of it."
+            f"sampling.{name}(examples={examples}): expected at most {most:,}, which its indices "
+            "can name."
         )
     if not 0 < batch_size <= examples:
         raise ValueError(
             f"sampling.{name}(examples={examples}, batch_size={batch_size}): expected a batch_size "
-            "above 0 and at most the number of examples; it is the expected number of examples a "
-            "step. Usually the two arguments were swapped, or the batch size was tuned for a "
-            "larger data set."
+            "above 0 and at most the number of examples."
         )
-    if examples > _draws.LARGEST and batch_size > _LARGEST_BATCH:
+    if examples > LARGEST and batch_size > _LARGEST_BATCH:
         raise ValueError(
             f"sampling.{name}(examples={examples}, batch_size={batch_size}): expected at most "
-            f"{_LARGEST_BATCH:,} examples a step (2^24) of more than {_draws.LARGEST:,}, because "
-            "the list of a batch is in memory. Usually batch_size was given in tokens: give the "
-            "number of examples."
+            f"{_LARGEST_BATCH:,} examples a step of more than {LARGEST:,}; a batch is in memory."
         )
     return examples, batch_size
 
@@ -79,6 +70,5 @@ def check_rate(name: str, examples: int, batch_size: float, rate: float, bits: i
     if rate < 2.0**-bits:
         raise ValueError(
             f"sampling.{name}(examples={examples}, batch_size={batch_size}): the rate {rate:.2e} "
-            f"is below 2^-{bits}, the resolution of the sampler. Usually batch_size was given as a "
-            "rate; it is an expected number of examples."
+            f"is below 2^-{bits}; batch_size is an expected number of examples."
         )

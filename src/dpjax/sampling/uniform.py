@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
-from dpjax import _draws, trees
+from dpjax import trees
 from dpjax.sampling.coins import coins, largest_word
 from dpjax.sampling.events import stated
 from dpjax.sampling.sizes import check_rate, checked_sizes, checked_whole_sizes, is_sparse
+from dpjax.sampling.sparse import LARGEST, block_of, distinct, scattered
 from dpjax.types import Draw, Key, Neighbours, Purpose, Sampler
 
 
@@ -50,19 +51,18 @@ def poisson(examples: int, batch_size: float) -> Sampler:
     if batch_size < 1:
         logging.warning(
             "sampling.poisson(examples=%d, batch_size=%g): less than one example a step is "
-            "expected, and sums are divided by it. If this number is a rate, give the number of "
-            "examples that it draws: %g.",
+            "expected. For a rate, give the number of examples that it draws: %g.",
             examples,
             batch_size,
             batch_size * examples,
         )
 
-    block, largest = _draws.block_of(rate) if sparse else None, largest_word(rate)
+    block, largest = block_of(rate) if sparse else None, largest_word(rate)
 
     def draw(key: Key, step: Any) -> Draw:
         key = trees.step_key(key, Purpose.SAMPLING, step)
         if block is not None:
-            return _draws.scattered(key, examples, block)
+            return scattered(key, examples, block)
         return coins(key, jnp.full(examples, largest, jnp.uint32), True)
 
     exact = "exact Poisson sampling"
@@ -84,15 +84,16 @@ def full(examples: int) -> Sampler:
       >>> full(1279).sampling_rate
       1.0
     """
-    examples, _ = checked_sizes("full", examples, examples, _draws.LARGEST)
+    examples, _ = checked_sizes("full", examples, examples, LARGEST)
     # Made once: a constant of the program, not a new array in every step.
     everything = jnp.arange(examples)
     return Sampler(
         name="full",
         capacity=examples,
-        draw=lambda key, step: Draw(everything, jnp.asarray(examples, jnp.int32)),
+        draw=lambda key, step: Draw(everything, jnp.ones(examples, bool)),
         claim="every step uses every example; plain composition of Gaussians",
         independent=True,
+        padded=False,
         **stated(examples, examples, place="any"),
     )
 
@@ -123,11 +124,11 @@ def fixed(examples: int, batch_size: int) -> Sampler:
 
     def draw(key: Key, step: Any) -> Draw:
         # Batches of different steps are independent, as the event assumes.
-        key, size = trees.step_key(key, Purpose.SAMPLING, step), jnp.asarray(batch_size, jnp.int32)
+        key, mask = trees.step_key(key, Purpose.SAMPLING, step), jnp.ones(batch_size, bool)
         if sparse:
-            return Draw(_draws.distinct(key, examples, batch_size), size)
+            return Draw(distinct(key, examples, batch_size), mask)
         # A prefix of a uniform permutation is a uniform subset.
-        return Draw(jax.random.permutation(key, examples)[:batch_size], size)
+        return Draw(jax.random.permutation(key, examples)[:batch_size], mask)
 
     return Sampler(
         name="fixed",
@@ -138,5 +139,6 @@ def fixed(examples: int, batch_size: int) -> Sampler:
         # place.
         claim="uniform batches of a fixed size; proved for replace-one neighbours (RDP)",
         independent=True,
+        padded=False,
         **stated(examples, batch_size, event="subset"),
     )

@@ -111,15 +111,7 @@ def _wrap(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def coarsen(response: np.ndarray, resolution: int) -> np.ndarray:
-    """The filter for fields that were subsampled by ``2**resolution``.
-
-    Args:
-      response: The Fourier transform of a filter; all axes but the first are frequencies.
-      resolution: How many times the field was halved.
-
-    Returns:
-      The filter on the coarser grid: the upper frequencies, which it hardly passes, are set to 0,
-      and the rest is folded.
+    """The filter for fields that were halved ``resolution`` times; its first axis is kept.
 
     Example:
       >>> coarsen(np.array([[4.0, 2.0, 1.0, 0.0, 0.0, 0.0, 1.0, 2.0]]), resolution=1)
@@ -127,26 +119,17 @@ def coarsen(response: np.ndarray, resolution: int) -> np.ndarray:
     """
     for axis in range(1, response.ndim):
         size = response.shape[axis]
-        kept = size >> resolution
+        coarse = size >> resolution
         response = np.moveaxis(response, axis, -1).copy()
         # Frequencies that the smaller field cannot hold are removed before the rest is folded.
-        response[..., kept // 2 : kept // 2 + size - kept] = 0
-        response = response.reshape(*response.shape[:-1], 2**resolution, kept).sum(axis=-2)
+        response[..., coarse // 2 : coarse // 2 + size - coarse] = 0
+        response = response.reshape(*response.shape[:-1], 2**resolution, coarse).sum(axis=-2)
         response = np.moveaxis(response, -1, axis)
     return response
 
 
 def averaging(lowpass: np.ndarray, resolution: int, J: int) -> np.ndarray:
-    """The matrix that averages one axis of a field, subsamples it, and removes the margins.
-
-    Args:
-      lowpass: One factor of the low-pass filter, on the finest grid.
-      resolution: How many times the field was already halved.
-      J: How many times the features are halved in total.
-
-    Returns:
-      ``[out, size]``.
-    """
+    """The matrix ``[out, size]`` that averages an axis, subsamples it, and removes the margins."""
     kernel = np.fft.ifft(coarsen(lowpass[None], resolution)[0]).real
     size = len(kernel)
     # The first and the last sample lie in the margin.

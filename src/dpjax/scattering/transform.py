@@ -97,9 +97,9 @@ def scatter(
       Andreux et al., "Kymatio: Scattering Transforms in Python", 2020; its ``Scattering2D``
       has the same values.
     """
-    call, images, hint = "scattering.scatter", jnp.asarray(images), "The papers use J=2, L=8."
-    J, L = checks.whole(call, "J", J, hint), checks.whole(call, "L", L, hint)
-    checks.one_of(call, "order", order, (0, 1, 2), "The papers use order=2.")
+    images = jnp.asarray(images)
+    J, L = (checks.whole("scattering.scatter", n, v) for n, v in (("J", J), ("L", L)))
+    checks.one_of("scattering.scatter", "order", order, (0, 1, 2))
     _check(images, J)
     return _scatter(images.astype(wide(images.dtype)), J, L, order)
 
@@ -107,20 +107,13 @@ def scatter(
 def _check(images: Array, J: int) -> None:
     if not jnp.issubdtype(images.dtype, jnp.floating):
         raise TypeError(
-            f"scattering.scatter: got {images.dtype} images; expected floating-point numbers, "
-            "usually in [0, 1]. Divide bytes by 255 first, as data.load does."
+            f"scattering.scatter: got {images.dtype} images; expected floating-point numbers. "
+            "Divide bytes by 255."
         )
-    if images.ndim != 4 or not images.shape[-1]:
+    if images.ndim != 4 or min(images.shape[1:3]) < 2**J:
         raise ValueError(
-            f"scattering.scatter: got images of shape {images.shape}; expected (batch, height, "
-            "width, channels), with at least one channel. Usually the channel axis is missing: "
-            "images[..., None]; or the batch axis of one image: images[None]."
-        )
-    if min(images.shape[1:3]) < 2**J:
-        raise ValueError(
-            f"scattering.scatter(J={J}): {images.shape[1]} x {images.shape[2]} pixels are fewer "
-            f"than {2**J} a side, so no feature would be left. Use fewer scales. If the images "
-            "are larger, their axes are in another order than channels last."
+            f"scattering.scatter(J={J}): got images of shape {images.shape}; expected (batch, "
+            f"height, width, channels), sides from {2**J}. For a missing axis write x[..., None]."
         )
 
 

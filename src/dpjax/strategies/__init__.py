@@ -15,7 +15,6 @@ steps that an optimizer forms.
 | `banded` | optimised banded Toeplitz (BandMF) | bands - 1 |
 | `banded_inverse_square_root` | its inverse is the cut-off inverse square root | bands - 1 |
 | `buffered` | optimised buffered linear Toeplitz (BLT) | buffers |
-| `dense` | optimised lower triangular, at most 2,000 steps | steps |
 | `toeplitz` | given coefficients | bands - 1 |
 
 The sensitivity depends on how often, and how far apart, one example takes part: `once`, `apart`,
@@ -24,7 +23,6 @@ The sensitivity depends on how often, and how far apart, one example takes part:
 
 from dpjax.strategies.banded import banded, banded_inverse_square_root, square_root
 from dpjax.strategies.buffered import buffered
-from dpjax.strategies.dense import dense
 from dpjax.strategies.forms import from_facts
 from dpjax.strategies.participation import Participation, apart, cycles, once
 from dpjax.strategies.sensitivity import sensitivity
@@ -41,7 +39,6 @@ __all__ = [
     "banded_inverse_square_root",
     "buffered",
     "cycles",
-    "dense",
     "from_facts",
     "once",
     "sensitivity",

@@ -45,7 +45,7 @@ def square_root(steps: int, bands: int | None = None) -> Strategy:
     """
     steps, bands = _sizes("strategies.square_root", steps, steps if bands is None else bands)
     name = "square root" if bands == steps else f"square root, {bands} bands"
-    return Strategy(name=name, form=Toeplitz(steps=steps, values=tuple(series.square_root(bands))))
+    return Toeplitz(name=name, steps=steps, values=tuple(series.square_root(bands)))
 
 
 def banded_inverse_square_root(steps: int, bands: int) -> Strategy:
@@ -66,9 +66,8 @@ def banded_inverse_square_root(steps: int, bands: int) -> Strategy:
       factorization error for multi-epoch differentially private SGD", 2025.
     """
     steps, bands = _sizes("strategies.banded_inverse_square_root", steps, bands)
-    values = tuple(series.square_root(bands, power=0.5))
-    form = InverseToeplitz(steps=steps, values=values)
-    return Strategy(name=f"banded inverse square root, {bands} bands", form=form)
+    name, values = f"banded inverse square root, {bands} bands", series.square_root(bands, 0.5)
+    return InverseToeplitz(name=name, steps=steps, values=tuple(values))
 
 
 def banded(
@@ -118,16 +117,15 @@ def banded(
     of = workload(call, steps, momentum, learning_rates)
     if of.rates is not None and (steps > LARGEST_MATRIX or error == "maximal"):
         raise ValueError(
-            f"{call}(steps={steps}, error={error!r}, learning_rates): expected the mean error and "
-            f"at most {LARGEST_MATRIX} steps with learning rates. Leave the rates out: the error "
-            "of the strategy under them is strategy.errors(learning_rates=...)."
+            f"{call}(learning_rates): expected the mean error and at most {LARGEST_MATRIX} steps "
+            "with them. Leave them out."
         )
     fits = bands <= participation.separation or participation.most == 1
     if normalized is None:
         normalized = fits
     values = _searched(steps, bands, participation, of, error)
-    form = Toeplitz(steps=steps, values=values, normalized=normalized)
-    return Strategy(name=f"banded, {bands} bands", form=form)
+    name = f"banded, {bands} bands"
+    return Toeplitz(name=name, steps=steps, values=values, normalized=normalized)
 
 
 @functools.lru_cache(maxsize=64)
@@ -142,11 +140,5 @@ def _searched(
 
 
 def _sizes(call: str, steps: int, bands: int) -> tuple[int, int]:
-    steps = checks.whole(call, "steps", steps, "It is the number of steps of the run.")
-    bands = checks.whole(call, "bands", bands, "1 band is independent noise.")
-    if bands > steps:
-        raise ValueError(
-            f"{call}(bands={bands}): expected at most {steps}, the number of steps. Usually steps "
-            "and bands are swapped."
-        )
-    return steps, bands
+    steps = checks.whole(call, "steps", steps)
+    return steps, checks.whole(call, "bands", bands, most=steps)

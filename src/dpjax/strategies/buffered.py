@@ -19,41 +19,22 @@ from jaxtyping import Array, Float
 from dpjax import checks
 from dpjax.strategies import powers, series, streams
 from dpjax.strategies.participation import Participation, or_once
-from dpjax.strategies.strategy import Strategy, narrowed, require_fresh
-from dpjax.strategies.workload import Workload, toeplitz_squares, workload
+from dpjax.strategies.strategy import Strategy, narrowed
+from dpjax.strategies.workload import Workload, workload
 from dpjax.types import PyTree
 
 
 @dataclass(frozen=True, kw_only=True)
-class Buffered:
+class Buffered(Strategy):
     r"""$c_0 = 1$, $c_k = \sum_i a_i \lambda_i^{k-1}$ with scales $a$ and decays $\lambda$."""
 
-    steps: int
     scales: tuple[float, ...]
     decays: tuple[float, ...]
     kind: ClassVar[str] = "buffered"
 
     def __post_init__(self) -> None:
-        call = "strategies.buffered"
-        steps = checks.whole(call, "steps", self.steps, "It is the number of steps of the run.")
-        scales, decays = (
-            narrowed(call, "buffers", each, 64) for each in (self.scales, self.decays)
-        )
-        if len(scales) != len(decays) or min(scales) < 0 or not 0 <= min(decays) <= max(decays) < 1:
-            raise ValueError(
-                f"{call}(scales={scales}, decays={decays}): expected as many scales as decays, "
-                "scales of 0 or more, and decays from 0 to below 1, in float32. Other numbers let "
-                "the noise grow, or the inverse oscillate."
-            )
-        object.__setattr__(self, "steps", steps)
-        object.__setattr__(self, "scales", scales)
-        object.__setattr__(self, "decays", decays)
-        require_fresh(call, self._reciprocal(steps), 1.0)
-
-    @property
-    def bands(self) -> int:
-        """All: powers never end."""
-        return self.steps
+        object.__setattr__(self, "scales", narrowed(self.scales))
+        object.__setattr__(self, "decays", narrowed(self.decays))
 
     @property
     def remembers(self) -> int:
@@ -61,45 +42,20 @@ class Buffered:
         return len(self.scales)
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """Scales and decays as they are multiplied."""
-        return {"scales": list(self.scales), "decays": list(self.decays)}
-
-    @property
     def coefficients(self) -> Float[np.ndarray, " steps"]:
         """All of them; the last are small."""
         powers = np.array(self.decays)[:, None] ** np.arange(self.steps - 1)
         return np.concatenate([[1.0], np.array(self.scales) @ powers])
 
-    def column_squares(self) -> Float[np.ndarray, " steps"]:
-        """The first column is the longest."""
-        return np.cumsum(np.square(self.coefficients))[::-1]
-
-    def matrix(self) -> Float[np.ndarray, "steps steps"]:
-        """C."""
-        return series.lower_triangular(self.coefficients)
-
-    def inverse(self) -> Float[np.ndarray, "steps steps"]:
-        """The inverse of C."""
-        return series.lower_triangular(self._reciprocal(self.steps))
-
-    def row(self, step: int) -> Float[np.ndarray, " columns"]:
-        """The reciprocal series in reverse."""
-        return self._reciprocal(step + 1)[::-1]
-
-    def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
-        """By prefix sums, as far as rows repeat."""
-        return toeplitz_squares(self._reciprocal(self.steps), None, of)
-
-    def next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
+    def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         r"""$x_t = z_t - \sum_i a_i s_i$, and then $s_i \leftarrow \lambda_i s_i + x_t$."""
         scales, decays = (jnp.asarray(each, jnp.float32) for each in (self.scales, self.decays))
         scale = streams.sound(step, self.steps)
 
         def one(leaf: Array, sums: Array) -> tuple[Array, Array]:
-            found = (leaf.astype(sums.dtype) - streams.weighted(scales, sums)) * scale
-            shrunk = decays.astype(sums.dtype).reshape(-1, *[1] * found.ndim) * sums
-            return found, shrunk + found
+            noise = (leaf.astype(sums.dtype) - streams.weighted(scales, sums)) * scale
+            shrunk = decays.astype(sums.dtype).reshape(-1, *[1] * noise.ndim) * sums
+            return noise, shrunk + noise
 
         return streams.mapped(one, z, memory)
 
@@ -149,15 +105,11 @@ def buffered(
       aggregation, use BLTs", 2024: several participations.
     """
     call = "strategies.buffered"
-    steps = checks.whole(call, "steps", steps, "It is the number of steps of the run.")
-    buffers = checks.whole(call, "buffers", buffers, "4 is enough for most runs.")
-    if buffers > 16:
-        raise ValueError(f"{call}(buffers={buffers}): expected at most 16; 4 are mostly enough.")
+    steps, buffers = checks.whole(call, "steps", steps), checks.whole(call, "buffers", buffers)
     checks.one_of(call, "error", error, ("mean", "maximal"))
     participation = or_once(call, participation)
     of = workload(call, steps, momentum, None)
-    form = _searched(steps, buffers, participation, of, error)
-    return Strategy(name=f"buffered, {buffers} buffers", form=form)
+    return _searched(steps, buffers, participation, of, error)
 
 
 @functools.lru_cache(maxsize=64)
@@ -167,4 +119,5 @@ def _searched(
     scales, decays = powers.least_error(steps, buffers, participation, of, error)
     # The largest float32 below 1: a decay may round to 1.
     decays = np.minimum(decays, 1 - 2.0**-24)
-    return Buffered(steps=steps, scales=tuple(scales), decays=tuple(decays))
+    name = f"buffered, {buffers} buffers"
+    return Buffered(name=name, steps=steps, scales=tuple(scales), decays=tuple(decays))

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All forms by their kind: from the facts of a strategy back to the strategy."""
+"""From the facts of a strategy, as a card holds them, back to the strategy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from dpjax import checks
 from dpjax.strategies.buffered import Buffered
-from dpjax.strategies.dense import Dense
-from dpjax.strategies.strategy import Form, Strategy
+from dpjax.strategies.strategy import Strategy
 from dpjax.strategies.toeplitz import InverseToeplitz, Toeplitz
 from dpjax.strategies.tree import Tree
 
-FORMS: dict[str, Callable[..., Form]] = {
-    form.kind: form for form in (Toeplitz, InverseToeplitz, Buffered, Tree, Dense)
-}
+_KINDS: dict[str, Any] = {each.kind: each for each in (Toeplitz, InverseToeplitz, Buffered, Tree)}
 
 
 def from_facts(facts: dict[str, Any]) -> Strategy:
@@ -29,14 +25,5 @@ def from_facts(facts: dict[str, Any]) -> Strategy:
       >>> strategies.from_facts({"kind": "tree", "name": "tree", "steps": 4}).remembers
       2
     """
-    call = "strategies.from_facts"
-    given = dict(checks.instance(call, "facts", facts, dict, "They are strategy.facts."))
-    kind = checks.one_of(call, "kind", given.pop("kind", None), list(FORMS))
-    name = checks.instance(call, "name", given.pop("name", kind), str)
-    try:
-        return Strategy(name=name, form=FORMS[kind](**given))
-    except TypeError as error:
-        raise ValueError(
-            f"{call}(keys {sorted(facts)}): expected the keys of a {kind} strategy, and no others "
-            f"({error}). Usually the facts come from another version."
-        ) from error
+    kind = checks.one_of("strategies.from_facts", "kind", facts.get("kind"), list(_KINDS))
+    return _KINDS[kind](**{name: value for name, value in facts.items() if name != "kind"})

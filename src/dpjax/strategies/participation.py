@@ -34,16 +34,9 @@ class Participation:
 
     def __post_init__(self) -> None:
         call = "strategies.Participation"
-        hint = "It is the least distance between two steps of one example: 1, or steps per epoch."
-        separation = checks.whole(call, "separation", self.separation, hint)
-        object.__setattr__(self, "separation", separation)
+        object.__setattr__(self, "separation", checks.whole(call, "separation", self.separation))
         if self.most is not None:
-            hint = "It is the number of epochs, or None for as many steps as fit."
-            object.__setattr__(self, "most", checks.whole(call, "most", self.most, hint))
-        hint = (
-            "True promises fixed cycles, which may need less noise; any text would count as True."
-        )
-        checks.instance(call, "even", self.even, bool, hint)
+            object.__setattr__(self, "most", checks.whole(call, "most", self.most))
 
     def within(self, steps: int) -> int:
         """The largest number of steps that one example can have in a run of ``steps`` steps."""
@@ -95,5 +88,5 @@ def or_once(call: str, participation: Participation | None) -> Participation:
     """The participation that was given to a strategy; by default `once`."""
     if participation is None:
         return once()
-    hint = "For examples that may return after 100 steps write dpjax.strategies.apart(100)."
+    hint = "Write dpjax.strategies.apart(100)."
     return checks.instance(call, "participation", participation, Participation, hint)

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
-from dpjax import checks
 from dpjax.strategies.participation import Participation
 from dpjax.strategies.search import first_pattern
 from dpjax.strategies.strategy import LARGEST_MATRIX, Strategy
@@ -73,13 +72,8 @@ def sensitivity(strategy: Strategy, participation: Participation) -> float:
       model training", 2024, Theorem 2.
       Choquette-Choo et al., "(Amplified) banded matrix factorization", 2023: separated steps.
     """
-    call = "strategies.sensitivity"
-    hint = "Make one with strategies.white, .banded, .buffered, .tree or .dense."
-    checks.instance(call, "strategy", strategy, Strategy, hint)
-    hint = "Use strategies.once(), strategies.apart(...) or strategies.cycles(...)."
-    checks.instance(call, "participation", participation, Participation, hint)
     most = participation.within(strategy.steps)
-    squares = strategy.form.column_squares()
+    squares = strategy.column_squares()
     apart = strategy.bands <= participation.separation
     if most == 1 or apart:
         # Sums of whole numbers, such as the squared norms of white noise, are exact.
@@ -95,14 +89,14 @@ def sensitivity(strategy: Strategy, participation: Participation) -> float:
         exact = bool(np.all(decreasing == column))
     if not exact:
         bounds.append(float(_chosen(np.sqrt(squares), participation)) ** 2)
-    form, steps = strategy.form, strategy.steps
-    if not exact and isinstance(form, Toeplitz) and steps * len(form.values) <= LARGEST_MATRIX**2:
-        bounds.append(_of_bands(_diagonals(form), participation))
+    steps = strategy.steps
+    if not exact and isinstance(strategy, Toeplitz) and steps * strategy.bands <= LARGEST_MATRIX**2:
+        bounds.append(_of_bands(_diagonals(strategy), participation))
     elif not exact and steps <= LARGEST_MATRIX:
         whole = strategy.matrix()
         bounds.append(_of_products(np.abs(whole.T @ whole), participation))
-    if isinstance(strategy.form, Tree):
-        bounds.append(_crowded(strategy.form, participation))
+    if isinstance(strategy, Tree):
+        bounds.append(_crowded(strategy, participation))
     return _root(min(bounds), _additions(strategy) + 2 * strategy.steps)
 
 
@@ -139,12 +133,12 @@ def _of_bands(diagonals: list[np.ndarray], participation: Participation) -> floa
     return _row_bounds(own, others, participation)
 
 
-def _diagonals(form: Toeplitz) -> list[np.ndarray]:
+def _diagonals(strategy: Toeplitz) -> list[np.ndarray]:
     """The magnitudes of $X_{i,i+d}$ for all distances d at which columns overlap."""
-    steps, values = form.steps, np.asarray(form.values)
+    steps, values = strategy.steps, np.asarray(strategy.values)
     # The last columns are cut off at the bottom: how many terms each has.
     terms = np.minimum(len(values), steps - np.arange(steps))
-    squares = np.cumsum(values**2)[terms - 1] if form.normalized else np.ones(steps)
+    squares = np.cumsum(values**2)[terms - 1] if strategy.normalized else np.ones(steps)
     found = []
     for distance in range(len(values)):
         sums = np.cumsum(values[distance:] * values[: len(values) - distance])
@@ -181,11 +175,11 @@ def _largest_cycle(diagonals: Sequence[np.ndarray], participation: Participation
     return float(np.max(found))
 
 
-def _crowded(form: Tree, participation: Participation) -> float:
+def _crowded(tree: Tree, participation: Participation) -> float:
     """The squared counts of a pattern in all nodes: on a level, at most their number each."""
-    most = participation.within(form.steps)
-    sizes = [2**level for level in range(form.remembers + 1)]
-    return float(sum(most * participation.within(min(size, form.steps)) for size in sizes))
+    most = participation.within(tree.steps)
+    sizes = [2**level for level in range(tree.remembers + 1)]
+    return float(sum(most * participation.within(min(size, tree.steps)) for size in sizes))
 
 
 def _additions(strategy: Strategy) -> int:

@@ -37,7 +37,7 @@ def product(
         found = np.convolve(left, right)[:length]
     else:
         found = oaconvolve(left, right)[:length]
-    return np.pad(found, (0, length - found.size))
+    return padded(found, length)
 
 
 def reciprocal(coefficients: Float[np.ndarray, " n"], length: int) -> Float[np.ndarray, " length"]:
@@ -55,7 +55,7 @@ def reciprocal(coefficients: Float[np.ndarray, " n"], length: int) -> Float[np.n
     # One step of Newton's method doubles the number of right coefficients: x + x (1 - c x).
     error = -product(coefficients, half, length)
     error[0] += 1.0
-    return np.pad(half, (0, length - half.size)) + product(half, error, length)
+    return padded(half, length) + product(half, error, length)
 
 
 def quotient(
@@ -89,6 +89,12 @@ def correlated(
     from scipy.signal import oaconvolve
 
     return oaconvolve(left, right[::-1])[right.size - 1 :][:lags]
+
+
+def padded(values: ArrayLike, length: int) -> Float[np.ndarray, " length"]:
+    """The values cut off, or followed by zeros."""
+    values = np.asarray(values, np.float64)[:length]
+    return np.pad(values, (0, length - values.size))
 
 
 def lower_triangular(first_column: Float[np.ndarray, " n"]) -> Float[np.ndarray, "n n"]:

@@ -19,31 +19,26 @@ from numpy.typing import ArrayLike
 
 from dpjax import checks
 from dpjax.strategies import series, streams
-from dpjax.strategies.strategy import Strategy, narrowed, require_fresh
+from dpjax.strategies.strategy import Strategy, narrowed
 from dpjax.strategies.workload import Workload, toeplitz_squares
 from dpjax.types import PyTree
 
 
 @dataclass(frozen=True, kw_only=True)
-class Toeplitz:
+class Toeplitz(Strategy):
     r"""$C_{ij} = c_{i-j}$; normalized, each column is divided by its norm.
 
     The last columns of a banded matrix are cut off at the bottom, so their norms are smaller.
     Normalized, $C = T D^{-1}$ with $D$ the norms of the columns of $T$, and $C^{-1} = D T^{-1}$.
     """
 
-    steps: int
     values: tuple[float, ...]
     normalized: bool = False
     kind: ClassVar[str] = "toeplitz"
 
     def __post_init__(self) -> None:
-        steps, values = _checked("strategies.toeplitz", self.steps, self.values)
-        normalized = checks.instance("strategies.toeplitz", "normalized", self.normalized, bool)
-        object.__setattr__(self, "steps", steps)
+        values = _checked("strategies.toeplitz", self.steps, self.values)
         object.__setattr__(self, "values", values)
-        object.__setattr__(self, "normalized", normalized)
-        require_fresh("strategies.toeplitz", self._reciprocal(steps), 1 / values[0])
 
     @property
     def bands(self) -> int:
@@ -56,40 +51,35 @@ class Toeplitz:
         return len(self.values) - 1
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """Coefficients as they are multiplied."""
-        return {"values": list(self.values), "normalized": self.normalized}
-
-    @property
     def coefficients(self) -> Float[np.ndarray, " bands"] | None:
         """None if normalized: the columns of that matrix are multiples of one another only."""
         return None if self.normalized else np.array(self.values)
 
     def column_squares(self) -> Float[np.ndarray, " steps"]:
         """The last columns have fewer terms, unless normalized."""
-        return np.ones(self.steps) if self.normalized else self._cut_squares()
+        return np.ones(self.steps) if self.normalized else super().column_squares()
 
     def matrix(self) -> Float[np.ndarray, "steps steps"]:
         """C."""
-        whole = series.lower_triangular(_padded(self.values, self.steps))
-        return whole / np.sqrt(self._cut_squares()) if self.normalized else whole
+        whole = series.lower_triangular(series.padded(self.values, self.steps))
+        return whole / self._norms() if self.normalized else whole
 
     def inverse(self) -> Float[np.ndarray, "steps steps"]:
         """The inverse of C."""
-        whole = series.lower_triangular(self._reciprocal(self.steps))
-        return whole * np.sqrt(self._cut_squares())[:, None] if self.normalized else whole
+        whole = super().inverse()
+        return whole * self._norms()[:, None] if self.normalized else whole
 
     def row(self, step: int) -> Float[np.ndarray, " columns"]:
         """The reciprocal series in reverse."""
-        found = self._reciprocal(step + 1)[::-1]
-        return found * np.sqrt(self._cut_squares()[step]) if self.normalized else found
+        found = super().row(step)
+        return found * self._norms()[step] if self.normalized else found
 
     def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
         """By prefix sums, as far as rows repeat."""
-        scales = np.sqrt(self._cut_squares()) if self.normalized else None
+        scales = self._norms() if self.normalized else None
         return toeplitz_squares(self._reciprocal(self.steps), scales, of)
 
-    def next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
+    def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         r"""Row t of $T x = z$, solved for $x_t$: $x_t = (z_t - \sum_k c_k x_{t-k}) / c_0$."""
         size, values = self.remembers, jnp.asarray(self.values, jnp.float32)
         scale = streams.sound(step, self.steps)
@@ -101,36 +91,31 @@ class Toeplitz:
 
         def one(leaf: Array, noises: Array) -> tuple[Array, Array]:
             wide = leaf.astype(noises.dtype)
-            found = (wide - streams.weighted(weights, noises)) if size else wide
-            found = found / self.values[0]
-            kept = streams.replaced(noises, found, step % size) if size else noises
-            return found * scale, kept
+            noise = (wide - streams.weighted(weights, noises)) if size else wide
+            noise = noise / self.values[0]
+            noises = streams.replaced(noises, noise, step % size) if size else noises
+            return noise * scale, noises
 
         return streams.mapped(one, z, memory)
 
     def _reciprocal(self, length: int) -> Float[np.ndarray, " length"]:
         return series.reciprocal(np.array(self.values), length)
 
-    def _cut_squares(self) -> Float[np.ndarray, " steps"]:
-        """The squared norm of each column of T."""
-        sums = np.cumsum(np.square(self.values))
-        left = np.arange(self.steps, 0, -1)  # rows from the diagonal down
-        return sums[np.minimum(left, sums.size) - 1]
+    def _norms(self) -> Float[np.ndarray, " steps"]:
+        """The norm of each column of T."""
+        return Toeplitz(name="T", steps=self.steps, values=self.values).column_norms()
 
 
 @dataclass(frozen=True, kw_only=True)
-class InverseToeplitz:
+class InverseToeplitz(Strategy):
     r"""$(C^{-1})_{ij} = d_{i-j}$: each noise is a sum over the last normal numbers."""
 
-    steps: int
     values: tuple[float, ...]
     kind: ClassVar[str] = "inverse_toeplitz"
 
     def __post_init__(self) -> None:
-        steps, values = _checked("strategies.inverse_toeplitz", self.steps, self.values)
-        object.__setattr__(self, "steps", steps)
+        values = _checked("strategies.inverse_toeplitz", self.steps, self.values)
         object.__setattr__(self, "values", values)
-        require_fresh("strategies.inverse_toeplitz", np.array(values), values[0])
 
     @property
     def bands(self) -> int:
@@ -143,36 +128,11 @@ class InverseToeplitz:
         return len(self.values) - 1
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """Coefficients as they are multiplied."""
-        return {"values": list(self.values)}
-
-    @property
     def coefficients(self) -> Float[np.ndarray, " steps"]:
         """The reciprocal series."""
         return series.reciprocal(np.array(self.values), self.steps)
 
-    def column_squares(self) -> Float[np.ndarray, " steps"]:
-        """The first column is the longest."""
-        return np.cumsum(np.square(self.coefficients))[::-1]
-
-    def matrix(self) -> Float[np.ndarray, "steps steps"]:
-        """C."""
-        return series.lower_triangular(self.coefficients)
-
-    def inverse(self) -> Float[np.ndarray, "steps steps"]:
-        """The inverse of C."""
-        return series.lower_triangular(_padded(self.values, self.steps))
-
-    def row(self, step: int) -> Float[np.ndarray, " columns"]:
-        """The coefficients in reverse."""
-        return _padded(self.values, self.steps)[: step + 1][::-1]
-
-    def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
-        """By prefix sums, as far as rows repeat."""
-        return toeplitz_squares(_padded(self.values, self.steps), None, of)
-
-    def next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
+    def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         r"""$\sum_k d_k z_{t-k}$."""
         size, values = self.remembers, jnp.asarray(self.values, jnp.float32)
         scale = streams.sound(step, self.steps)
@@ -180,38 +140,38 @@ class InverseToeplitz:
 
         def one(leaf: Array, normals: Array) -> tuple[Array, Array]:
             wide = leaf.astype(normals.dtype)
-            found = self.values[0] * wide
+            noise = self.values[0] * wide
             if not size:
-                return found * scale, normals
+                return noise * scale, normals
             # Read before it is overwritten: otherwise XLA copies the whole ring at each step.
             earlier, normals = optimization_barrier((streams.weighted(weights, normals), normals))
-            found = found + earlier
-            return found * scale, streams.replaced(normals, wide, step % size)
+            noise = noise + earlier
+            return noise * scale, streams.replaced(normals, wide, step % size)
 
         return streams.mapped(one, z, memory)
 
+    def _reciprocal(self, length: int) -> Float[np.ndarray, " length"]:
+        return series.padded(self.values, length)
 
-def _padded(values: tuple[float, ...], steps: int) -> Float[np.ndarray, " steps"]:
-    return np.pad(values, (0, steps - len(values)))
 
-
-def _checked(call: str, steps: Any, values: Any) -> tuple[int, tuple[float, ...]]:
-    steps = checks.whole(call, "steps", steps, "It is the number of steps of the run.")
-    values = narrowed(call, "coefficients", values, steps)
-    if not values[0] > 0:
-        raise ValueError(
-            f"{call}(coefficients beginning with {values[0]}): expected a first coefficient above "
-            "0. It is the diagonal of the matrix, which must be invertible."
-        )
-    # Zeros at the end would cost memory and hide the number of bands.
-    last = max(k for k, value in enumerate(values) if value)
-    return steps, values[: last + 1]
+def _checked(call: str, steps: int, values: ArrayLike) -> tuple[float, ...]:
+    """Coefficients in float32, without the zeros at their end."""
+    # Those zeros would cost memory and hide the number of bands.
+    narrow = np.trim_zeros(np.asarray(values, np.float32), "b")
+    if narrow.ndim != 1 or not 1 <= narrow.size <= steps or not np.all(np.isfinite(narrow)):
+        raise ValueError(f"{call}: expected 1 to {steps} finite coefficients, one for each step.")
+    if not narrow[0] > 0:
+        raise ValueError(f"{call}: expected a first coefficient above 0, so that C has an inverse.")
+    return narrowed(narrow)
 
 
 def toeplitz(
     steps: int, coefficients: ArrayLike, *, normalized: bool = False, name: str = "toeplitz"
 ) -> Strategy:
     r"""A banded Toeplitz strategy with given coefficients: $C_{ij} = c_{i-j}$.
+
+    Positive coefficients that fall keep the noise small. Others can let it grow over the run, until
+    float32 rounds the numbers of a step away, and then nothing hides that step.
 
     Args:
       steps: The number of steps T of the run.
@@ -229,8 +189,8 @@ def toeplitz(
       array([1., 1., 1.])
     """
     steps = checks.whole("strategies.toeplitz", "steps", steps)
-    values = narrowed("strategies.toeplitz", "coefficients", coefficients, steps)
-    return Strategy(name=name, form=Toeplitz(steps=steps, values=values, normalized=normalized))
+    values = narrowed(coefficients)
+    return Toeplitz(name=name, steps=steps, values=values, normalized=normalized)
 
 
 def white(steps: int) -> Strategy:

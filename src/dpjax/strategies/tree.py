@@ -28,40 +28,23 @@ from dpjax.types import PyTree
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tree:
+class Tree(Strategy):
     """$(C^T C)_{ij}$ is the number of nodes above both i and j, the leaves included.
 
     The tree has the next power of two as its number of leaves. Leaves after the run are empty: they
     have neither data nor noise.
     """
 
-    steps: int
     kind: ClassVar[str] = "tree"
 
-    def __post_init__(self) -> None:
-        hint = "It is the number of steps of the run."
-        steps = checks.whole("strategies.tree", "steps", self.steps, hint)
-        object.__setattr__(self, "steps", steps)
-
     @property
-    def bands(self) -> int:
-        """The last row reaches back to step 0."""
-        return self.steps
-
-    @property
-    def coefficients(self) -> Float[np.ndarray, " bands"] | None:
+    def coefficients(self) -> None:
         """None: not Toeplitz."""
-        return None
 
     @property
     def remembers(self) -> int:
         """The noise sum of a left sibling on each level: the levels below the root."""
         return (self.steps - 1).bit_length()
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The number of steps says all."""
-        return {}
 
     def column_squares(self) -> Float[np.ndarray, " steps"]:
         """Each step is in one node of each level."""
@@ -86,7 +69,7 @@ class Tree:
 
     def row(self, step: int) -> Float[np.ndarray, " columns"]:
         """The stream, transposed: from the noise of the step back to each normal number."""
-        found = np.zeros(step + 1)
+        weights_of = np.zeros(self._checked(step, "row") + 1)
         sums = np.zeros(self.remembers + 1)  # how the noise depends on the memory after step s
         for s in range(step, -1, -1):
             weights, precision = self._weights(s, np)
@@ -96,8 +79,8 @@ class Tree:
                 sums[:ended] += sums[ended]
                 sums[ended] = 0.0
             sums[:-1] += weights * own
-            found[s] = own / math.sqrt(precision)
-        return found
+            weights_of[s] = own / math.sqrt(precision)
+        return weights_of
 
     def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
         """Prefix sums by doubling; other workloads by the matrix."""
@@ -105,13 +88,12 @@ class Tree:
             return self._prefix_variances()
         if self.steps > LARGEST_MATRIX:
             raise ValueError(
-                f"strategy.errors of a tree of {self.steps} steps: expected at most "
-                f"{LARGEST_MATRIX} with momentum or learning rates. Leave them out, or take a "
-                "shorter run."
+                f"strategy.errors of a tree: expected at most {LARGEST_MATRIX} steps with "
+                "momentum or learning rates. Leave them out."
             )
         return np.sum(of.applied(self.inverse()) ** 2, axis=1)
 
-    def next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
+    def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         """The noise of a leaf, given the sums of the left siblings above it."""
         levels, step = self.remembers, jnp.asarray(step)
         weights, precision = self._weights(step, jnp)
@@ -123,12 +105,12 @@ class Tree:
 
         def one(leaf: Array, sums: Array) -> tuple[Array, Array]:
             # NumPy's float64 in the precision would widen the noise under jax_enable_x64.
-            found = leaf.astype(sums.dtype) / jnp.sqrt(precision).astype(sums.dtype)
+            noise = leaf.astype(sums.dtype) / jnp.sqrt(precision).astype(sums.dtype)
             if not levels:
-                return found * scale, sums
-            found = (found + streams.weighted(weights, sums)) * scale
-            total = found + streams.weighted(full, sums)
-            return found, streams.replaced(sums, total, ended)
+                return noise * scale, sums
+            noise = (noise + streams.weighted(weights, sums)) * scale
+            total = noise + streams.weighted(full, sums)
+            return noise, streams.replaced(sums, total, ended)
 
         return streams.mapped(one, z, memory)
 
@@ -214,4 +196,4 @@ def tree(steps: int) -> Strategy:
       Denisov et al., "Improved differential privacy for SGD via optimal private linear operators on
       adaptive streams", 2022: lower-triangular factors lose nothing.
     """
-    return Strategy(name="tree", form=Tree(steps=steps))
+    return Tree(name="tree", steps=checks.whole("strategies.tree", "steps", steps))

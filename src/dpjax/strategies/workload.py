@@ -46,21 +46,15 @@ def workload(call: str, steps: int, momentum: float, learning_rates: ArrayLike |
     """The workload of these arguments, checked; without rates, that of a rate of 1."""
     beta = checks.number(call, "momentum", momentum)
     if not 0 <= beta < 1:
-        raise ValueError(
-            f"{call}(momentum={momentum}): expected a number from 0 to below 1; it is the decay of "
-            "optax.sgd(momentum=...). Plain SGD is 0."
-        )
+        raise ValueError(f"{call}(momentum={momentum}): expected a number from 0 to below 1.")
     if learning_rates is None:
         return Workload(beta)
     rates = np.asarray(learning_rates, np.float64)
     if rates.shape != (steps,) or not np.all(np.isfinite(rates)) or np.any(rates < 0):
         raise ValueError(
-            f"{call}(learning_rates of shape {rates.shape}): expected {steps} finite numbers, none "
-            "negative, one for each step. Tabulate an Optax schedule with "
-            "dpjax.schedules.values(schedule, steps)."
+            f"{call}(learning_rates of shape {rates.shape}): expected {steps} numbers, 0 or more. "
+            "dpjax.schedules.values(schedule, steps) tabulates an Optax schedule."
         )
-    if not np.any(rates):
-        raise ValueError(f"{call}(learning_rates): all are 0; expected one above 0 at least.")
     return Workload(beta, tuple(rates.tolist()))
 
 

@@ -54,10 +54,7 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
     hint = "To read the average of a run: training.averaged(state.optimizer)."
     decay = checks.number(call, "decay", decay, hint)
     if not 0 <= decay < 1:
-        raise ValueError(
-            f"{call}(decay={decay}): expected a number in [0, 1). For example, 0.99 averages over "
-            "about 100 steps."
-        )
+        raise ValueError(f"{call}(decay={decay}): expected a number in [0, 1), such as 0.99.")
 
     def init(params: PyTree) -> AverageState:
         # In bfloat16 the total would stop growing after some steps.
@@ -98,16 +95,12 @@ def averaged(optimizer_state: Any) -> PyTree:
       1.333
     """
     # Found by its type wherever it stands, so the optimizer around it may have any shape.
-    kept = next(iter(trees.nodes(optimizer_state, AverageState)), None)
-    if kept is not None:
-        if not isinstance(kept.weight, Tracer) and not kept.weight > 0:
-            raise ValueError(
-                "training.averaged: no step ran, so the average is empty. Usually no step fits the "
-                "budget; state.params are the first parameters of the run."
-            )
-        return jax.tree.map(lambda total: total / kept.weight.astype(total.dtype), kept.total)
-    raise ValueError(
-        "training.averaged: this state holds no average. End the optimizer with "
-        "dpjax.training.average_parameters(): optax.chain(optax.sgd(0.1), "
-        "average_parameters(0.99))."
-    )
+    average = next(iter(trees.nodes(optimizer_state, AverageState)), None)
+    if average is None:
+        raise ValueError(
+            "training.averaged: this state holds no average. End the optimizer with "
+            "dpjax.training.average_parameters()."
+        )
+    if not isinstance(average.weight, Tracer) and not average.weight > 0:
+        raise ValueError("training.averaged: no step ran, so there is no average yet.")
+    return jax.tree.map(lambda total: total / average.weight.astype(total.dtype), average.total)

@@ -61,7 +61,7 @@ def dpsgd(
         mesh of `jax.set_mesh`, else all devices of all processes, where there are several.
 
     Returns:
-      An `Algorithm`: ``init(key, params) -> state``, ``step(state) -> (state, info)``.
+      An `Algorithm`: ``init(params, key=None) -> state``, ``step(state) -> (state, info)``.
       ``step`` is compiled inside. Do not ``jit`` it: the ledger checks every step on the host.
       ``run(state, count)`` takes several steps in one dispatch and *donates* the buffers of the
       state that it receives.
@@ -75,11 +75,10 @@ def dpsgd(
       ``weights`` cost nothing: a weight follows from its own example and from released
       parameters, and shortens a clipped gradient; the divisor of the sum stays the same.
       An adapted bound costs its count, which is part of the mechanism's noise multiplier.
-      **A key is for one run.** Two runs with one key, of a sweep for example, have the same draws
-      and the same noise: the difference of what they release has no noise. Another sum for a step
-      of a key is refused if that step ran in this process, or in the folder that `dpjax.fit`
-      resumes. Other runs are not seen, and keys of seeds below 2^32 are exempt.
-      Repeating the same run is safe, because it releases nothing new.
+      Without a key, draws and noise are secret and fresh. **A key that you supply is for one
+      run**, which can be repeated: epsilon then holds against those who do not know the key. Two
+      runs with one key have the same noise, and the difference of what they release has none.
+      A loop of your own carries its state: two steps from one state have the same noise too.
 
     Example:
       >>> import dpjax
@@ -92,7 +91,7 @@ def dpsgd(
       ... )
       >>> loss = lambda w, x: 0.5 * jnp.sum((w - x) ** 2)
       >>> algorithm = dpsgd(loss, optax.sgd(0.1), mechanism, data=jnp.ones((100, 3)))
-      >>> state = algorithm.init(dpjax.noise.secret_key(), jnp.zeros(3))
+      >>> state = algorithm.init(jnp.zeros(3))
       >>> state, info = algorithm.step(state)
       >>> state.ledger.steps
       1
@@ -142,14 +141,7 @@ def on_examples(
     budget: ledger.Budget | None,
     bound_schedule: Schedule | None = None,
 ) -> Algorithm:
-    """The algorithm of a recipe whose rows are examples, checked.
-
-    Args:
-      recipe: What every step does.
-      data: As for `dpsgd`.
-      budget: As for `dpsgd`.
-      bound_schedule: As for `dpsgd`.
-    """
+    """The algorithm of a recipe whose rows are examples, checked."""
     check_kinds(recipe)
     # One table is checked, run, and compared with that of a resumed run: the function could answer
     # otherwise when it is traced, after a variable that it reads has changed.

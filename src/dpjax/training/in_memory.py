@@ -15,12 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from dpjax import meshes
-from dpjax.training.environment import repeatable
 from dpjax.training.info import Seen, nothing_seen
 from dpjax.training.recipe import Recipe
 from dpjax.training.step import private_step
@@ -33,13 +31,8 @@ _MOST = 512
 class InMemory:
     """Steps on data in device memory.
 
-    Args:
-      recipe: What the run does.
-      data: A tree of arrays with one example per row.
-      home: From parameters to the mesh on which states with such parameters lie; see `home_of`.
-      shared: What ``recipe.loss`` takes as its first argument, before the parameters, if it
-        needs arrays that are no rows. An argument of the program: a closure would be copied
-        into it as constants.
+    ``shared`` are arrays that ``recipe.loss`` takes before the parameters. They are arguments of
+    the program: a closure would be copied into it as constants.
     """
 
     def __init__(
@@ -58,13 +51,8 @@ class InMemory:
         self._held_on = functools.lru_cache(maxsize=1)(functools.partial(meshes.whole, held))
         self._compiled = functools.lru_cache(maxsize=4)(functools.partial(_compiled, recipe))
 
-    def run(self, state: State, count: int) -> tuple[State, tuple[Seen, Any]]:
-        """Takes steps. The state's buffers are donated.
-
-        Returns:
-          The state ``count`` steps later; and what each of these steps saw, with the checksum of
-          its release, ``[count, ...]`` as NumPy arrays.
-        """
+    def run(self, state: State, count: int) -> tuple[State, Seen]:
+        """The state ``count`` steps later, whose buffers it donates, and what the steps saw."""
         parts = []
         while count > 0:
             # One program serves every count, because the buffer has a fixed size.
@@ -74,12 +62,6 @@ class InMemory:
             parts.append(jax.tree.map(lambda x, n=some: x[:n], jax.device_get(seen)))
             count -= some
         return state, jax.tree.map(lambda *x: np.concatenate(x), *parts)
-
-    def programs(self, state: State) -> list[ClosedJaxpr]:
-        """The traced programs of a step, for states of these shapes."""
-        # `jit` keeps the trace, so the first dispatch does not trace the loss again.
-        step, held = self._program(state)
-        return [step.trace(state, *held, 1).jaxpr]
 
     def _program(self, state: State) -> tuple[Any, tuple[PyTree, PyTree]]:
         """The program for a state, and the data where it reads them."""
@@ -96,12 +78,12 @@ def _compiled(recipe: Recipe, places: tuple[Any, ...] | None, structure: Any) ->
     # What a step returns lies where it lay before, so the next step finds the same program.
     out = None if places is None else (structure.unflatten(places), None)
     several = functools.partial(_several, recipe)
-    return repeatable(several, donate_argnums=0, out_shardings=out)
+    return jax.jit(several, donate_argnums=0, out_shardings=out)
 
 
 def _several(
     recipe: Recipe, state: State, data: PyTree, shared: PyTree, count: Int[Array, ""]
-) -> tuple[State, tuple[Seen, Any]]:
+) -> tuple[State, Seen]:
     """`private_step`, ``count`` times."""
 
     # The trip count is an argument of the loop: no number of steps compiles a new program, and
@@ -111,6 +93,6 @@ def _several(
         state, last = private_step(recipe, data, state, shared)
         return state, jax.tree.map(lambda all_, this: all_.at[i].set(this), seen, last)
 
-    none = nothing_seen(recipe.mechanism), jnp.zeros(2, jnp.uint32)
+    none = nothing_seen(recipe.mechanism)
     seen = jax.tree.map(lambda x: jnp.zeros((_MOST, *x.shape), x.dtype), none)
     return jax.lax.fori_loop(0, count, body, (state, seen))

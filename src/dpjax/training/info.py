@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step sums over its draw, and what an observer sees of these sums.
 
-Everything in this file but a `Seal` is computed **before** the noise, so it is private.
+Everything in this file is computed **before** the noise, so it is private.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from dpjax import trees
 from dpjax.gradients.batching import Layout, Total, no_total
 from dpjax.mechanism import Mechanism
 from dpjax.types import PyTree
-
-Seal = UInt32[Array, "2"]
-"""A checksum of what a step releases; see `dpjax.noise.seals`."""
 
 
 class Seen(NamedTuple):
@@ -65,13 +62,7 @@ def nothing_seen(mechanism: Mechanism) -> Seen:
 
 
 def no_sums(mechanism: Mechanism, params: PyTree, layout: Layout) -> Sums:
-    """The sums over no examples.
-
-    Args:
-      mechanism: Its rule has the groups, its sampler the usual size of a draw.
-      params: Parameters.
-      layout: The microbatch.
-    """
+    """The sums over no examples."""
     gradients = no_total(trees.zeros_wide(params), mechanism.sampling.usual_size, layout)
     return Sums(gradients, nothing_seen(mechanism))
 
@@ -95,19 +86,12 @@ class Info(NamedTuple):
 
 
 def warn_of_unscored(name: str, seen: Seen) -> bool:
-    """Warns of examples without a finite loss, and returns whether there are any.
-
-    Args:
-      name: The algorithm.
-      seen: What steps saw, as NumPy arrays.
-    """
+    """Warns of examples without a finite loss, and returns whether there are any."""
     counted = int(np.sum(seen.working - seen.dropped))
-    unscored = counted - int(np.sum(seen.scored))
-    if unscored:
+    if unscored := counted - int(np.sum(seen.scored)):
         logging.warning(
-            "%s: %d of %d examples have a finite gradient and a loss that is not finite. They "
-            "count in the step and not in info.loss. Usually their labels are out of range, 1 to K "
-            "instead of 0 to K-1: the losses of dpjax.losses learn nothing from such an example.",
+            "%s: %d of %d examples have a finite gradient and a loss that is not finite. Usually "
+            "their labels are out of range, 1 to K instead of 0 to K-1.",
             name,
             unscored,
             counted,

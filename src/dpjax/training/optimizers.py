@@ -46,10 +46,7 @@ def scaled_rate(base: float, batch_size: float) -> float:
     hint = "It is the expected size of a batch."
     batch_size = checks.positive(call, "batch_size", batch_size, hint)
     if batch_size < 512:
-        raise ValueError(
-            f"{call}(batch_size={batch_size:g}): expected at least 512, because the convention "
-            "counts whole batches of 512. Choose the rate itself."
-        )
+        raise ValueError(f"{call}(batch_size={batch_size:g}): expected at least 512.")
     # The paper's convention counts whole batches of 512, hence the integer division.
     return batch_size // 512 * base
 
@@ -114,35 +111,19 @@ def dp_adam(
       Tang, Shpilevskiy and Lécuyer, "DP-AdamBC: Your DP-Adam Is Actually DP-SGD (Unless You
       Apply Bias Correction)", 2023.
     """
-    hint = "Usually arguments were swapped: dp_adam(learning_rate, mechanism)."
+    hint = "Write dp_adam(learning_rate, mechanism)."
     checks.instance("training.dp_adam", "mechanism", mechanism, Mechanism, hint)
-    hint = (
-        "Without noise the second moment may be 0, and less than 0 after the correction; start "
-        "from 1e-8."
-    )
-    floor = checks.positive("training.dp_adam", "floor", floor, hint)
-    if mechanism.noise is not None:
+    floor = checks.positive("training.dp_adam", "floor", floor, "Start from 1e-8.")
+    if mechanism.noise is not None:  # whose moments are smaller, by an amount that is not computed
         raise ValueError(
             f"training.dp_adam(mechanism with noise={mechanism.noise.name}): expected fresh noise "
-            "at every step, whose variance it subtracts. Moments of correlated noise are smaller, "
-            "by an amount that is not computed here. Use optax.adam, or leave noise= out."
+            "at every step. Use optax.adam, or leave noise= out."
         )
     groups = mechanism.clipping.partition
     # One multiplier is relative to the sensitivity of all groups, so all leaves have one variance.
     per_group = isinstance(mechanism.noise_multiplier, tuple)
 
     def init(params: PyTree) -> DPAdamState:
-        # A partition assigns the leaves of whole parameters. In a part, a leaf would take the
-        # variance of another group.
-        if per_group and trees.nodes(params, optax.MaskedNode):
-            raise ValueError(
-                f"training.dp_adam(mechanism with noise_multiplier={mechanism.noise_multiplier}): "
-                "each group of leaves has its own noise, and some leaves are hidden "
-                "(optax.MaskedNode); expected all parameters, because a part does not tell which "
-                "group a leaf is of. Usually optax.partition or optax.masked stands around "
-                "dp_adam. Use dp_adam for all parameters, and mask the links behind it; or give "
-                "the mechanism one noise multiplier for all groups."
-            )
         zeros = trees.zeros_wide(params)  # as the private means are
         return DPAdamState(jnp.zeros((), jnp.int32), zeros, zeros, jnp.zeros(groups.size))
 
@@ -239,15 +220,7 @@ def lookahead(
     def init(params: PyTree) -> LookaheadState:
         # In buffers of their own: a step may donate parameters and state.
         slow = trees.copy(params)
-        inner = first.init(optax.LookaheadParams(params, slow))
-        # Its counter says which step's noise to subtract, and a reset would begin it again.
-        if reset_state and trees.nodes(inner, DPAdamState):
-            raise ValueError(
-                "training.lookahead(dp_adam(...), reset_state=True): expected reset_state=False. "
-                "dp_adam counts the steps of the run, to subtract the noise of each, and a reset "
-                "would subtract that of the first steps again."
-            )
-        return LookaheadState(slow, inner)
+        return LookaheadState(slow, first.init(optax.LookaheadParams(params, slow)))
 
     def update(
         updates: PyTree,

@@ -18,16 +18,7 @@ _QUIET = FIELDS - {"bound"}
 
 
 class Progress:
-    """Shows the progress of a run.
-
-    Args:
-      begin: The current step.
-      end: The last step.
-      most: The largest epsilon: that of the budget, or of the plan.
-      unit: What the rate in a row counts: ``f"{unit}s_per_second"``.
-      enabled: Whether to show anything.
-      stream: Standard error by default, so that results can be piped.
-    """
+    """Shows the progress of a run."""
 
     def __init__(
         self,
@@ -78,9 +69,9 @@ class Progress:
 
     def take_rate(self) -> float:
         """Steps per second since the last call; 0 if none ran but the one that compiled."""
-        found = self.steps / max(1e-9, self.seconds)
+        pace = self.steps / max(1e-9, self.seconds)
         self.steps, self.seconds = 0, 0.0
-        return found
+        return pace
 
     def line(self, step: int, row: dict[str, Any]) -> None:
         """Shows a row of the log."""

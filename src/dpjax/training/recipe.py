@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -72,12 +71,7 @@ def bound_to(recipe: Recipe, shared: PyTree) -> Recipe:
 
 
 def extra_arguments(optimizer: optax.GradientTransformation, bound_scale: Any) -> dict[str, Any]:
-    """What the update of an optimizer takes beside gradients, state and parameters.
-
-    Args:
-      optimizer: The optimizer.
-      bound_scale: The factor on the bounds, and on the noise; `dpjax.training.dp_adam` reads it.
-    """
+    """What the update of an optimizer takes beside gradients, state and parameters."""
     # By the signature: some optimizers take extra arguments of their own and refuse all others.
     takes = inspect.signature(optimizer.update).parameters.values()
     named = any(x.name == "bound_scale" or x.kind is x.VAR_KEYWORD for x in takes)
@@ -85,13 +79,7 @@ def extra_arguments(optimizer: optax.GradientTransformation, bound_scale: Any) -
 
 
 def layout_of(recipe: Recipe, params: PyTree, row: PyTree) -> Layout:
-    """The microbatch and the devices of a run, chosen by shapes alone.
-
-    Args:
-      recipe: What the run does.
-      params: Parameters, or their shapes.
-      row: Shapes of one row of the data.
-    """
+    """The microbatch and the devices of a run, chosen by shapes alone."""
     return layout(
         recipe.loss,
         params,
@@ -103,41 +91,10 @@ def layout_of(recipe: Recipe, params: PyTree, row: PyTree) -> Layout:
     )
 
 
-def functions_of(recipe: Recipe, state: State, row: PyTree, shared: PyTree) -> ClosedJaxpr:
-    """Loss, gradient, per_step, weights and update as one program, without mesh and microbatch.
-
-    Args:
-      recipe: What the run does.
-      state: A state, or its shapes.
-      row: Shapes of one row of the data.
-      shared: What the loss takes before the parameters, or None.
-    """
-
-    def functions(state: State, row: PyTree, shared: PyTree) -> PyTree:
-        example = with_entry(recipe.entry, state.key, state.step, row, ())
-        weigh, scale = recipe.weights, recipe.bound_scale(state)
-        mean, extra = trees.widened(state.params), extra_arguments(recipe.optimizer, scale)
-        return (
-            # The gradient too: rules of `jax.custom_vjp` and `custom_jvp` stand there alone.
-            jax.value_and_grad(bound_to(recipe, shared).loss)(state.params, example),
-            weigh and weigh(state.step, state.params, example),
-            recipe.optimizer.update(mean, state.optimizer, state.params, **extra),
-        )
-
-    # Shapes alone: an array would bring its sharding. An optimizer may hold Python numbers.
-    seen = jax.eval_shape(lambda *arguments: arguments, state, row, shared)
-    seen = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), seen)
-    return jax.make_jaxpr(functions)(*seen)
-
-
 def home_of(recipe: Recipe, row: PyTree) -> Callable[[PyTree], Mesh | None]:
     """From parameters to the mesh on which all arrays of their run lie, their *home*.
 
     It is None if JAX places the arrays on one device, and equal for parameters of equal shapes.
-
-    Args:
-      recipe: What the run does.
-      row: Shapes of one row of the data.
     """
 
     @functools.cache

@@ -17,10 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
 from dpjax import processes, reports, trees
-from dpjax._files import read_json, replace
+from dpjax._files import replace
 from dpjax.mechanism import Mechanism
 from dpjax.reports.load_run import seed_of
 from dpjax.training.run_folder import Folder
@@ -30,50 +29,24 @@ _FILE = "params.msgpack"
 
 
 def write_released(
-    folder: Folder,
-    mechanism: Plan,
-    state: State,
-    delta: float,
-    method: str,
-    *,
-    last: bool,
+    folder: Folder, mechanism: Plan, state: State, delta: float, method: str, *, last: bool
 ) -> None:
-    """Writes card, statement and parameters of a state into a run's folder.
-
-    Args:
-      folder: The folder of the run.
-      mechanism: What ran. Only a `dpjax.Mechanism` has a card and a statement.
-      state: Its ledger says which steps ran, its params are released.
-      delta: The delta at which epsilon is stated.
-      method: The method of the log.
-      last: Whether the run ends here.
-    """
-    # Of all processes, which meet in both.
-    params = jax.tree.map(trees.on_host, state.params)
-    furthest = folder.furthest()
+    """Writes card, statement and parameters of a state; a last card states all methods."""
+    params = jax.tree.map(trees.on_host, state.params)  # of all processes
     if not processes.first_process():
         return
-    # A resumed run repeats steps. Those after them are public, and a card of this step would count
-    # fewer.
-    if max(state.ledger.steps, int(state.ledger.chosen)) < furthest:
-        return
     path = folder.path
-    try:
-        if isinstance(mechanism, Mechanism):
-            # Loss distributions of many different steps take seconds: the last card has them.
-            methods = None if last else ("rdp", "rdp-classic", method)
-            facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
-            # Of the run's own key: a resumed run ignores the key that it is given.
-            facts["supplied"] = seed_of(read_json(path / "run.json")) is not None
-            card = reports.card(mechanism, delta, **facts)
-            facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
-            words = reports.statement(mechanism, delta, **facts)
-            replace(path / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)
-            replace(path / "statement.txt", words + "\n", public=True)
-        replace(path / _FILE, serialized(params), public=True)
-    except OSError as error:
-        # As with the log: a full disk does not end a run, and the next row tries again.
-        logging.error("fit: %s has no card of this step (%s); the run continues.", path, error)
+    if isinstance(mechanism, Mechanism):
+        # Loss distributions of many different steps take seconds: the last card has them.
+        methods = None if last else ("rdp", "rdp-classic", method)
+        facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
+        facts["supplied"] = seed_of(folder.identity) is not None
+        card = reports.card(mechanism, delta, **facts)
+        facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
+        words = reports.statement(mechanism, delta, **facts)
+        replace(path / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)
+        replace(path / "statement.txt", words + "\n", public=True)
+    replace(path / _FILE, serialized(params), public=True)
 
 
 def _scaled_by(identity: Mapping[str, Any], mechanism: Mechanism) -> str | None:
@@ -119,8 +92,7 @@ def released_params(folder: str | os.PathLike[str], like: PyTree) -> PyTree:
         saved = (path / _FILE if path.is_dir() else path).read_bytes()
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{call}: found no {_FILE}; expected the folder of a run of dpjax.fit(directory=...) "
-            "or dpjax train. Usually the folder above it was given, or the run wrote no row yet."
+            f"{call}: found no {_FILE}; expected the folder of a run that has written a row."
         ) from error
     return restored(saved, like, call)
 
@@ -130,18 +102,21 @@ def restored(saved: bytes, like: PyTree, where: str) -> PyTree:
     leaves, structure = jax.tree.flatten(like)
     # Flax names some leaves otherwise than JAX. A file of the leaves' numbers has Flax's names.
     numbers = structure.unflatten(np.arange(len(leaves)))
-    places, found = map(_by_name, (serialized(numbers), saved))
-    for name in {**places, **found}:
-        there = np.shape(found[name]) if name in found else None
+    places = _by_name(serialized(numbers))
+    try:
+        arrays = _by_name(saved)
+    except Exception as error:  # msgpack's own kinds
+        raise ValueError(f"{where}: expected parameters that fit wrote ({error}).") from error
+    for name in {**places, **arrays}:
+        there = np.shape(arrays[name]) if name in arrays else None
         here = np.shape(leaves[places[name]]) if name in places else None
         if there != here:
             raise ValueError(
-                f"{where}: found {_shown(there)} at {name!r}, expected {_shown(here)}. Usually the "
-                "parameters are of another model, or of a part of it. Build the model as it was "
-                "trained, and take the tree that was trained."
+                f"{where}: found {_shown(there)} at {name!r}, expected {_shown(here)}. Give the "
+                "tree that was trained."
             )
     # A tuple of more than ten is in the file in another order.
-    ordered = (jnp.array(found[name]) for name in sorted(places, key=places.__getitem__))
+    ordered = (jnp.array(arrays[name]) for name in sorted(places, key=places.__getitem__))
     return structure.unflatten(ordered)
 
 

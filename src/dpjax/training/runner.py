@@ -1,30 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The progress of a run: its state, its rows, and the infos since the last row.
 
-A checkpoint holds all three, so a resumed run writes the rows of an uninterrupted one. The first
-checkpoint, with the root key, is written before the first step: without the key, a released step
-could not run again with the same noise.
+A checkpoint holds the first and the last, so a resumed run writes the rows of an uninterrupted one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
 from dpjax import ledger, processes, trees
 from dpjax.ledger import Refused
-from dpjax.noise import seals
+from dpjax.training.keys import renewed, supplied, with_supplied, without_secrets
 from dpjax.training.released import write_released
-from dpjax.training.run_folder import Folder
-from dpjax.training.run_identity import changed_numerics
+from dpjax.training.run_folder import Folder, counted
 from dpjax.training.tensorboard import Board
 from dpjax.types import Algorithm, Plan
 
@@ -32,14 +29,7 @@ _DISPATCH = 0.25  # seconds of steps per dispatch; signals and the clock are rea
 
 
 class Run:
-    """A run in progress.
-
-    Args:
-      algorithm: What is run.
-      mechanism: Its mechanism, which `fit` requires.
-      state: The first state, unless the folder has a later one.
-      folder: The folder of the run, or None.
-    """
+    """A run in progress."""
 
     def __init__(
         self, algorithm: Algorithm, mechanism: Plan, state: Any, folder: Folder | None
@@ -49,20 +39,12 @@ class Run:
         self.seen: list[Mapping[str, Any]] = []
         # The ledger on the host, where it grows: a caller may have put the state on a device.
         self.state = _with_ledger(trees.copy(state), jax.device_get(state.ledger))
-        self.pace, self.saved = 1, time.monotonic()
-        self.board, self._told, self.began, self.began_under = None, False, "", {}
+        self.pace, self.saved, self.board, self._told = 1, time.monotonic(), None, False
         if folder is not None:
-            # In the checkpoint beside the key, not in run.json: where one seed makes both key and
-            # parameters, the hash would let anyone search for the seed.
-            self.began = trees.fingerprint(state.params)
-            self.began_under = folder.identity["numerics"]
-            folder.reserve(mechanism.steps)
             self._take_up(folder)
-            # Its files may know that results ended it and its last checkpoint not, or the reverse.
-            if (allowed := folder.chosen()) or self.state.ledger.chosen:
-                self.end(allowed)
             if processes.first_process():
                 self.board = Board(folder.path / "tensorboard", self.done)
+        self.state = renewed(self.state, mechanism)
 
     @property
     def done(self) -> int:
@@ -80,88 +62,42 @@ class Run:
         return self.at_row and bool(self.rows[-1].get("stop"))
 
     def _take_up(self, folder: Folder) -> None:
-        """Resumes from the last checkpoint, or writes the first."""
-        found = folder.checkpoints.latest(like=self.state)
+        """Resumes from the last checkpoint, if there is one."""
+        found = folder.latest(without_secrets(self.state, self.mechanism))
         if found is None:
-            self._begin(folder)
             return
-        if self.done and not _same_key(self.state, found.state):
+        facts = found.facts
+        if processes.from_first(lambda: facts["key"] != self._digest_of_key()):
             raise Refused(
-                f"fit(directory={str(folder.path)!r}): the state has run {self.done} steps with "
-                "another key than the checkpoints there. Choose another folder for this run."
+                f"fit(directory={str(folder.path)!r}): the run there began with another key=. Give "
+                "its key again; no file holds it."
             )
-        if self.done and found.state.ledger.steps == self.done:
-            _require_saved(self.state, found.state, folder)
-        if trees.seeded(found.state.key) and not trees.seeded(self.state.key):
-            logging.warning(
-                "fit: the run in %s began with the key of a small seed and keeps that key; the "
-                "given one is ignored. For a release, choose another folder, or, if nothing was "
-                "released there, dpjax.training.forget this one.",
-                folder.path,
-            )
-        given, began = self.done, found.facts.get("began", self.began)
-        under = found.facts.get("began under", {})
         if found.state.ledger.steps >= self.done:
-            self.state, self.seen = found.state, list(found.facts["seen"])
-        folder.resume(self.done)
-        # Under other numerics than in the first call, one seed may make other parameters. Equal
-        # settings with other first parameters are another run: its noise would meet other sums.
-        comparable = not given and not changed_numerics(under, self.began_under)
-        if processes.any_process(comparable and began != self.began):
-            raise Refused(
-                f"fit(directory={str(folder.path)!r}): the run there began with other parameters. "
-                "Usually another seed made them, or they come from another run. Choose another "
-                "folder, or dpjax.training.forget this one. If the first parameters are lost, pass "
-                "the last state: dpjax.checkpoints.Checkpoints(...).latest(like=state).state."
-            )
-        # What earlier processes released binds this one: a step that runs again releases the same.
-        where = f"fit(directory={str(folder.path)!r})"
-        seals.require_one_release(self.state.key, 0, folder.seals(), where)
-        self.began, self.began_under, self.rows = began, under, folder.rows(until=self.done)
+            self.state = with_supplied(found.state, self.state)
+        self.rows = folder.rows()
         # A row may be younger than the checkpoint of its step: it has these infos.
-        self.seen = [] if self.at_row else self.seen
-        if given > found.state.ledger.steps:  # steps that ran without `fit` count from now on
-            self.mark()
+        self.seen = [] if self.at_row else list(facts["seen"])
+        if (missing := facts["rows"] - len(self.rows)) > 0:
+            logging.warning("fit: %d rows are missing in %s.", missing, folder.log)
+        # The checkpoint is older than a stop in the row of its step.
+        if (least := counted(self.rows)) or self.state.ledger.chosen:
+            self.end(least)
 
-    def _begin(self, folder: Folder) -> None:
-        """Writes the first checkpoint."""
-        if folder.furthest() > self.done:
-            raise Refused(
-                f"fit(directory={str(folder.path)!r}): {folder.furthest()} steps ran there, "
-                "and no checkpoint is left. The checkpoints held the root key, so these steps "
-                "cannot be repeated and are spent. Start in another folder, and count them: "
-                "Mechanism(..., before=dpjax.training.earlier(folder))."
-            )
-        folder.resume(self.done)
-        folder.begin()
-        folder.rows(until=self.done)
-        if not self.save(wait=True):
-            raise OSError(
-                f"fit: no checkpoint can be written to {folder.path}, so the root key of the run "
-                "would be lost with this process. No step ran. Usually the disk is full."
-            )
-
-    def mark(self) -> None:
-        """Records that the steps so far are released, before the state leaves `fit`."""
-        if self.folder is not None:
-            sealed = seals.remembered(self.state.key, self.done)
-            self.folder.mark(self.done, int(self.state.ledger.chosen), sealed)
+    def _digest_of_key(self) -> str | None:
+        """A hash of a supplied key, by which a resumed run knows it again."""
+        if not supplied(self.state):
+            return None
+        return hashlib.sha256(trees.on_host(self.state.key).tobytes()).hexdigest()
 
     def end(self, least: int = 0) -> None:
-        """Records that results ended the run: in the state, and in the folder before the log.
-
-        Args:
-          least: How many steps count at the least.
-        """
+        """Records that results ended the run; at least ``least`` steps count."""
         mechanism, budget = self.mechanism, self.algorithm.budget
         spent = ledger.ended(self.state.ledger, mechanism, budget, least=least)
         self.state = _with_ledger(self.state, spent)
-        self.mark()
 
-    def write_released(self, delta: float, method: str, *, last: bool) -> None:
-        """Writes what may be released of the last row into the folder, if there is one."""
-        if self.folder is not None:
-            write_released(self.folder, self.mechanism, self.state, delta, method, last=last)
+    def shown(self) -> Any:
+        """The state with buffers of its own, and keys that made no noise: users keep it."""
+        return trees.copy(renewed(self.state, self.mechanism))
 
     def advance(self, most: int) -> None:
         """Takes at most ``most`` steps, and about as many as run in a quarter of a second."""
@@ -172,12 +108,7 @@ class Run:
         if self.done != before + count:
             raise RuntimeError(
                 f"fit: {count} steps ran and the ledger counts {self.done - before}. An algorithm "
-                "must call dpjax.ledger.admit for every step before it runs. These steps are spent."
-            )
-        if not hasattr(infos, "_asdict"):
-            raise TypeError(
-                f"fit: the info of a step is a {type(infos).__name__}; expected a NamedTuple of "
-                "arrays. These steps are spent."
+                "must call dpjax.ledger.admit for every step before it runs."
             )
         # Python numbers: they go into a checkpoint's JSON.
         self.seen.append({k: np.asarray(v).tolist() for k, v in infos._asdict().items()})
@@ -186,59 +117,50 @@ class Run:
         # long.
         self.pace = max(1, min(2 * self.pace, int(count * _DISPATCH / elapsed)))
 
+    def save(self) -> None:
+        """Writes a checkpoint: from here on the steps so far count as released."""
+        assert self.folder is not None
+        self.saved = time.monotonic()
+        facts = {"seen": self.seen, "rows": len(self.rows), "key": self._digest_of_key()}
+        state = without_secrets(self.state, self.mechanism)
+        self.folder.checkpoints.save(self.done, state, facts)
+
     def add(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Adds a row to the log, with the mean infos since the last row."""
-        whole = {**row, "private": {**_means(self.seen), **row.get("private", {})}}
-        self.rows.append(whole)
+        full = {**row, "private": {**_means(self.seen), **row.get("private", {})}}
         self._warn_of_dropped()
         self.seen = []
         if self.folder is not None:
-            self.folder.write(whole)
-        if self.board is not None:
-            self.board.write(whole)
-        return whole
+            self.folder.write(full)
+        self.rows.append(full)
+        return full
+
+    def write_released(self, delta: float, method: str, *, last: bool) -> None:
+        """Writes what may be released of the last row into the folder, if there is one."""
+        if self.folder is not None:
+            write_released(self.folder, self.mechanism, self.state, delta, method, last=last)
 
     def _warn_of_dropped(self) -> None:
         """Warns once that examples or clients contributed zero. Every row has their number."""
         dropped = sum(int(np.sum(s.get("dropped", 0))) for s in self.seen)
-        if dropped and not self._told:
-            self._told = True
-            units = f"{self.mechanism.unit}s"
-            drawn = sum(int(np.sum(s[units])) for s in self.seen)
-            usual = "there is a NaN in the data, a label out of range, or a loss that overflows"
-            if dropped == drawn:  # a bad example spoils itself alone
-                usual = "all inputs are out of the model's range, as tokens beyond its vocabulary"
-                if not all(map(_finite, jax.tree.leaves(self.state.params))):
-                    usual = "the parameters are not finite: at the start, or by too large a rate"
-            logging.warning(
-                "fit: of %d %s drawn up to step %d, %d had no finite gradient and contributed "
-                "zero. Usually %s.",
-                drawn,
-                units,
-                self.done,
-                dropped,
-                usual,
-            )
+        if not dropped or self._told:
+            return
+        self._told = True
+        units = f"{self.mechanism.unit}s"
+        drawn = sum(int(np.sum(s[units])) for s in self.seen)
+        logging.warning(
+            "fit: of %d %s drawn up to step %d, %d had no finite gradient. Usually there is a NaN "
+            "in the data, or the rate is too large.",
+            drawn,
+            units,
+            self.done,
+            dropped,
+        )
 
     def close(self) -> None:
         """Closes the TensorBoard file."""
         if self.board is not None:
             self.board.close()
-
-    def save(self, *, wait: bool = False) -> bool:
-        """Starts a checkpoint, and returns whether all went well."""
-        assert self.folder is not None
-        # Before the checkpoint has a name: its steps count also where someone removes it later.
-        try:
-            self.mark()
-        except OSError as error:
-            logging.error("%s The run continues.", error)
-            return False
-        self.folder.flush()  # its rows are not in the checkpoint
-        self.saved, kept = time.monotonic(), self.folder.checkpoints
-        facts = {"seen": list(self.seen), "began": self.began, "began under": self.began_under}
-        started = kept.save(self.done, self.state, facts)
-        return kept.wait() and started if wait else started
 
 
 def _with_ledger(state: Any, spent: Any) -> Any:
@@ -259,34 +181,6 @@ def _several(algorithm: Algorithm, state: Any, count: int) -> tuple[Any, Any]:
     return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(infos))
 
 
-def _finite(leaf: Any) -> bool:
-    return bool(jnp.isfinite(leaf).all())
-
-
-def _require_saved(given: Any, saved: Any, folder: Folder) -> None:
-    """Refuses a state that was changed since its step: the change would be dropped."""
-
-    def content(state: Any, name: str) -> str:
-        return trees.fingerprint(getattr(state, name, ()))
-
-    names = ("params", "optimizer", "bound_scale", "memory")
-    changed = [name for name in names if content(given, name) != content(saved, name)]
-    # A process that refused alone would leave the others waiting.
-    if processes.any_process(bool(changed)):
-        where = ", ".join(changed) or "in another process, parts"
-        raise Refused(
-            f"fit(directory={str(folder.path)!r}): {where} of the given state differ from what the "
-            f"folder saved at this step, {given.ledger.steps}. Usually a script set a rate or "
-            "parameters between two calls of fit. A folder is one run: give a rate that changes "
-            "as an Optax schedule. Or start from these parameters in another folder, and count "
-            "what was spent: Mechanism(..., before=dpjax.training.earlier(folder))."
-        )
-
-
-def _same_key(one: Any, other: Any) -> bool:
-    return trees.fingerprint(one.key) == trees.fingerprint(other.key)
-
-
 def _means(seen: list[Mapping[str, Any]]) -> dict[str, Any]:
     """The mean of each field of the infos since the last row.
 
@@ -298,8 +192,8 @@ def _means(seen: list[Mapping[str, Any]]) -> dict[str, Any]:
     joined = {k: np.concatenate([np.asarray(s[k], float) for s in seen]) for k in seen[0]}
     drawn = joined.get("examples", np.ones(len(next(iter(joined.values()))))) > 0
     known = {k: np.isfinite(v.reshape(len(v), -1)).all(axis=1) for k, v in joined.items()}
-    kept = {k: v[drawn | known[k]] for k, v in joined.items()}
-    return {k: _plain(np.mean(v, axis=0)) for k, v in kept.items() if len(v)}
+    some = {k: v[drawn | known[k]] for k, v in joined.items()}
+    return {k: _plain(np.mean(v, axis=0)) for k, v in some.items() if len(v)}
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def dp_sgld(
       ... )
       >>> round(algorithm.mechanism.noise_multiplier, 9)  # 2 x 100 / (1000 x 2 x 0.01)
       10.0
-      >>> state = algorithm.init(dpjax.noise.secret_key(), jnp.zeros(3))
+      >>> state = algorithm.init(jnp.zeros(3))
       >>> state, _ = dpjax.fit(algorithm, state, progress=False)
       >>> dpjax.training.samples(state).shape
       (5, 3)
@@ -143,10 +143,8 @@ def dp_sgld(
     every = max(1, (steps - burn_in) // samples) if every is None else every
     if steps - burn_in < every:
         raise ValueError(
-            f"training.dp_sgld(steps={steps}, burn_in={burn_in}): {steps - burn_in} steps are left "
-            f"after the burn-in, and one in {every} is kept; expected at least {every}. The run "
-            "would spend its budget and keep no sample. Give more steps, or a smaller "
-            "burn_in or every."
+            f"training.dp_sgld(steps={steps}, burn_in={burn_in}): no sample would be kept, as one "
+            f"in {every} later steps is. Give more steps, or a smaller burn_in or every."
         )
     optimizer = optax.chain(
         # The Gaussian prior's gradient, w / s^2, divided by n, because the loss is a mean over
@@ -169,22 +167,13 @@ def dp_sgld(
     )
     inner = on_examples(recipe, data, budget)
 
-    def init(key: Key, params: PyTree) -> State:
+    def init(params: PyTree, key: Key | None = None) -> State:
         _check_width(params)
-        return inner.init(key, params)
+        return inner.init(params, key)
 
     def identity(state: State) -> dict[str, Any]:
-        return {
-            **inner.identity(state),
-            "algorithm": "dp_sgld",
-            "learning rate": trees.fingerprint(rate.values)
-            if isinstance(rate, Planned)
-            else float(rate),
-            "temperature": float(temperature),
-            # As text, because JSON has no infinity.
-            "prior deviation": str(float(prior_deviation)),
-            "samples": [int(number) for number in (samples, burn_in, every)],
-        }
+        # The rate is in the mechanism: it decides the noise multiplier.
+        return {**inner.identity(state), "algorithm": "dp_sgld"}
 
     return dataclasses.replace(inner, init=init, identity=identity)
 
@@ -224,8 +213,7 @@ def _planned(schedule: Schedule, steps: int) -> Planned:
     if (step := planned.first_without_size()) is not None:
         raise ValueError(
             f"training.dp_sgld(learning_rate=schedule): {planned.values[step]} at step {step} of "
-            f"{steps}; expected a positive number at every step, because the rate is the variance "
-            "of the noise. End the schedule above 0 (end_value=...), or take fewer steps."
+            f"{steps}; expected a positive number at every step. End the schedule above 0."
         )
     return planned
 
@@ -235,8 +223,6 @@ def _check_width(params: PyTree) -> None:
         dtype = jnp.result_type(leaf)
         if trees.wide(dtype) != dtype:
             raise TypeError(
-                f"training.dp_sgld: parameters are {dtype}; expected float32 or wider. Steps are "
-                "as small as the root of the rate, and a narrow dtype rounds them to zero, so the "
-                "samples would not follow the posterior. Keep float32 parameters and cast them "
-                "inside the loss."
+                f"training.dp_sgld: parameters are {dtype}; expected float32 or wider, because a "
+                "narrow dtype rounds steps to zero. Cast inside the loss."
             )

@@ -19,8 +19,7 @@ from dpjax import meshes, trees
 from dpjax.gradients.batching import Layout, join, settled, sum_over
 from dpjax.gradients.clipped_grad import clipped_sum
 from dpjax.mechanism.link import private_mean
-from dpjax.noise.seals import seal
-from dpjax.training.info import Seal, Seen, Sums, no_sums
+from dpjax.training.info import Seen, Sums, no_sums
 from dpjax.training.recipe import (
     Recipe,
     bound_to,
@@ -35,7 +34,7 @@ from dpjax.types import Purpose, PyTree, State
 
 def private_step(
     recipe: Recipe, data: PyTree, state: State, shared: PyTree = None
-) -> tuple[State, tuple[Seen, Seal]]:
+) -> tuple[State, Seen]:
     """One step of Algorithm 1 on data that lie on the device.
 
     Args:
@@ -45,12 +44,13 @@ def private_step(
       shared: What the loss takes before the parameters, if it needs arrays that are no rows.
 
     Returns:
-      The state after the step; and what it saw, with the checksum of its release.
+      The state after the step, and what it saw.
 
     Privacy:
       ``state.params`` may be released. What the step saw may not.
     """
-    draw = recipe.mechanism.sampling.draw(state.key, state.step)  # line 3: sample
+    sampling = recipe.mechanism.sampling
+    draw = sampling.drawn(state.key, state.noise_key, state.step)  # line 3: sample
     layout = layout_of(bound_to(recipe, shared), state.params, trees.one_row(data))
     zero = no_sums(recipe.mechanism, state.params, layout)
 
@@ -85,7 +85,7 @@ def add_clipped(
     if recipe.sizes is not None:
         sizes = jnp.where(mask, recipe.sizes(rows), 0)
     real = sizes > 0
-    directions = trees.step_key(state.key, Purpose.PROJECTIONS, state.step)
+    directions = trees.step_key(state.noise_key, Purpose.PROJECTIONS, state.step)
     weights = weights_of(recipe, state, examples)
     microbatch = (state.params, examples, real, weights, directions)
     start = sums.gradients.block
@@ -117,9 +117,7 @@ def end_block(sums: Sums) -> Sums:
     return sums._replace(gradients=settled(sums.gradients))
 
 
-def release(
-    recipe: Recipe, layout: Layout, state: State, sums: Sums
-) -> tuple[State, tuple[Seen, Seal]]:
+def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[State, Seen]:
     """Turns the sums of a step into the next state: noise once, the mean, the optimizer.
 
     Args:
@@ -129,8 +127,7 @@ def release(
       sums: One entry per share of the batch, stacked.
 
     Returns:
-      The state after the step; and what all shares saw, with a checksum of what the step
-      releases, see `dpjax.noise.seals`.
+      The state after the step, and what all shares saw.
 
     Privacy:
       The parameters that come out are private. What the shares saw is not.
@@ -139,19 +136,17 @@ def release(
     # more than a twentieth of a bound.
     total, lost, seen = join(sums.gradients, sums.seen, layout, reach_of(recipe, state.params))
     scale = recipe.bound_scale(state)
-    in_parts = meshes.splits_parameters(layout.mesh)
     mean, bound_scale, memory = private_mean(  # line 6
         recipe.mechanism,
         total,
-        state.key,
+        state.noise_key,
         state.step,
         memory=state.memory,
         lost=lost,
         bound_scale=state.bound_scale,
         below=seen.below,
-        in_parts=in_parts,
+        in_parts=meshes.splits_parameters(layout.mesh),
     )
-    sealed = seal((mean, bound_scale), in_parts)
     if recipe.rescales:
         mean = jax.tree.map(lambda x: (x * scale).astype(x.dtype), mean)
     extra = extra_arguments(recipe.optimizer, scale)
@@ -164,4 +159,4 @@ def release(
         step=state.step + 1,
         memory=memory,
     )
-    return after, (seen, sealed)
+    return after, seen

@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dpjax.data import Stream
 from dpjax.gradients.batching import Layout, microbatches_in_block, on_each
 from dpjax.sampling import on_host
-from dpjax.training.environment import repeatable
 from dpjax.training.info import Seen, Sums, no_sums
 from dpjax.training.recipe import Recipe, layout_of
 from dpjax.training.step import add_clipped, end_block, release, without_optimizer
@@ -29,23 +27,20 @@ from dpjax.types import PyTree, State
 
 
 class Streamed:
-    """Steps on data that are read by index, with the methods of `InMemory`.
-
-    Args:
-      recipe: What the run does.
-      stream: Where examples are read.
-    """
+    """Steps on data that are read by index, with the methods of `InMemory`."""
 
     def __init__(self, recipe: Recipe, stream: Stream) -> None:
         self._recipe, self._stream = recipe, stream
         self._programs_on = functools.lru_cache(maxsize=4)(functools.partial(_programs, recipe))
 
-    def run(self, state: State, count: int) -> tuple[State, tuple[Seen, Any]]:
+    def run(self, state: State, count: int) -> tuple[State, Seen]:
         """Takes steps; see `InMemory.run`."""
-        layout, its = self._laid_out(state)
+        layout = layout_of(self._recipe, state.params, self._stream.row)
+        its = self._programs_on(layout)
         size, first, seen = layout.microbatch_size * layout.shares, int(state.step), []
         block = microbatches_in_block(layout.microbatch_size)
-        draws = [_pieces(its.draw(state.key, step), size) for step in range(first, first + count)]
+        keys, steps = (state.key, state.noise_key), range(first, first + count)
+        draws = [_pieces(its.draw(*keys, step), size) for step in steps]
         place = Placement(layout, size)
         # Draws are known in advance, so rows of the next steps are read while this one runs.
         batches = self._stream.batches(map(place.ours, self._checked(draws)))
@@ -59,24 +54,6 @@ class Streamed:
             seen.append(last)
         return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(seen))
 
-    def programs(self, state: State) -> list[ClosedJaxpr]:
-        """The traced programs of a step, for states of these shapes."""
-        layout, its = self._laid_out(state)
-        size, row = layout.microbatch_size * layout.shares, self._stream.row
-        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), row)
-        mask, sums = jax.ShapeDtypeStruct((size,), bool), jax.eval_shape(its.begin, state)
-        traced = (
-            its.draw.trace(state.key, state.step),
-            its.add.trace(state, rows, mask, sums),
-            its.settle.trace(sums),
-            its.finish.trace(state, sums),
-        )
-        return [each.jaxpr for each in traced]
-
-    def _laid_out(self, state: State) -> tuple[Layout, _Programs]:
-        layout = layout_of(self._recipe, state.params, self._stream.row)
-        return layout, self._programs_on(layout)
-
     def _checked(self, draws: list[list[np.ndarray]]) -> Iterator[np.ndarray]:
         """The indices of each microbatch; refuses a source that became shorter."""
         examples = self._recipe.mechanism.sampling.examples
@@ -85,9 +62,7 @@ class Streamed:
             if (found := len(self._stream)) < examples:
                 raise IndexError(
                     f"{self._recipe.name}: the source of the data.Stream had {examples} examples "
-                    f"and has {found}; expected that it does not change during a run. Usually its "
-                    "file was cut off or another program wrote it again. Restore it and resume "
-                    "the run."
+                    f"and has {found} now. Restore it, and resume the run."
                 )
             yield piece
 
@@ -117,11 +92,11 @@ def _programs(recipe: Recipe, layout: Layout) -> _Programs:
 
     # Only the last program of a step may reuse the state's buffers: microbatches share them.
     return _Programs(
-        draw=repeatable(recipe.mechanism.sampling.draw),
-        begin=repeatable(begin),
-        add=repeatable(add, donate_argnums=3),
-        settle=repeatable(end_block, donate_argnums=0),
-        finish=repeatable(functools.partial(release, recipe, layout), donate_argnums=0),
+        draw=jax.jit(recipe.mechanism.sampling.drawn),
+        begin=jax.jit(begin),
+        add=jax.jit(add, donate_argnums=3),
+        settle=jax.jit(end_block, donate_argnums=0),
+        finish=jax.jit(functools.partial(release, recipe, layout), donate_argnums=0),
     )
 
 
@@ -132,12 +107,7 @@ def _pieces(draw: Any, size: int) -> list[np.ndarray]:
 
 
 class Placement:
-    """Puts the rows of a batch on the devices of a layout: each process reads its own.
-
-    Args:
-      layout: The devices.
-      size: Rows in a batch, with the padding.
-    """
+    """Puts the rows of a batch on the devices of a layout: each process reads its own."""
 
     def __init__(self, layout: Layout, size: int) -> None:
         self.size, self.places = size, np.arange(size)

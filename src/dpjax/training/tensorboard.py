@@ -20,29 +20,16 @@ from absl import logging
 class Board:
     """Writes events into a folder; does nothing if tensorboardX is not installed.
 
-    It warns, once, and does nothing more if tensorboardX cannot be imported or cannot write.
-
-    Args:
-      directory: The folder of the events.
-      done: The step at which the run resumes; later events are purged.
+    It warns, once, and does nothing more if tensorboardX cannot write.
     """
 
     def __init__(self, directory: pathlib.Path, done: int) -> None:
         self.writer = None
         if importlib.util.find_spec("tensorboardX") is None:
             return
-        try:
-            from tensorboardX import SummaryWriter
-        except Exception as error:  # also protobuf's TypeError, if its version does not fit
-            logging.warning(
-                "fit: tensorboardX is installed and cannot be imported (%s: %s), so no events are "
-                "written. metrics.jsonl has all of their numbers. Usually another package changed "
-                "the version of protobuf or NumPy: pip install --upgrade tensorboardX.",
-                type(error).__name__,
-                error,
-            )
-            return
         with self._dropped_on_error():
+            from tensorboardX import SummaryWriter
+
             directory.mkdir(mode=0o700, exist_ok=True)  # rows hold private numbers
             # Events after the checkpoint are purged: the resumed run writes these steps again.
             self.writer = SummaryWriter(str(directory), purge_step=done + 1)
@@ -71,9 +58,8 @@ class Board:
         except Exception as error:  # a full disk, or another package's
             self.writer = None
             logging.warning(
-                "fit: no more TensorBoard events are written (%s: %s); the run continues. "
-                "metrics.jsonl has all of their numbers. Usually the disk is full.",
-                type(error).__name__,
+                "fit: no more TensorBoard events are written (%r); metrics.jsonl has all of their "
+                "numbers.",
                 error,
             )
 

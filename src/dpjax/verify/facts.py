@@ -129,7 +129,6 @@ KINDS: dict[str, dict[str, Reader]] = {
     "inverse_toeplitz": {"values": rows(ANY, least=1)},
     "buffered": {"scales": rows(ANY), "decays": rows(ANY)},
     "tree": {},
-    "dense": {"rows": text},
 }
 
 

@@ -8,7 +8,6 @@ largest such sum over the steps that an example can be in, or a bound on it.
 
 from __future__ import annotations
 
-import base64
 import math
 from typing import Any
 
@@ -47,9 +46,6 @@ def is_amplified(noise: Any, sampling: Sampling) -> bool:
 
 def bands(noise: Any) -> int:
     """How many diagonals of C, from the main one on, hold all its numbers; or at least as many."""
-    if noise.kind == "dense":
-        rows, columns = np.nonzero(matrix(noise))
-        return int(np.max(rows - columns)) + 1
     if noise.kind == "toeplitz" or (noise.kind == "inverse_toeplitz" and len(noise.values) == 1):
         return len(noise.values)
     return noise.steps
@@ -112,7 +108,7 @@ def diagonals(noise: Any, distances: range) -> np.ndarray:
     """|X| of each step and the one that is so far after it, or 0: ``[distances, steps]``."""
     steps = noise.steps
     entries = np.zeros((len(distances), steps))
-    if noise.kind in ("tree", "dense"):
+    if noise.kind == "tree":
         gram = products(noise)
         for row, apart in zip(entries, distances, strict=True):
             row[: steps - apart] = np.diagonal(gram, apart)
@@ -131,12 +127,10 @@ def diagonals(noise: Any, distances: range) -> np.ndarray:
 
 
 def products(noise: Any) -> np.ndarray:
-    """X: the products of all pairs of columns."""
-    if noise.kind == "tree":  # how many nodes of a binary tree are above both
-        places = np.arange(noise.steps)
-        levels = range((len(places) - 1).bit_length() + 1)
-        return np.sum([np.equal.outer(places >> n, places >> n) for n in levels], axis=0) * 1.0
-    return matrix(noise).T @ matrix(noise)
+    """X of a tree: how many nodes are above both of two steps."""
+    places = np.arange(noise.steps)
+    levels = range((len(places) - 1).bit_length() + 1)
+    return np.sum([np.equal.outer(places >> n, places >> n) for n in levels], axis=0) * 1.0
 
 
 def matrix(noise: Any) -> np.ndarray:
@@ -145,11 +139,6 @@ def matrix(noise: Any) -> np.ndarray:
     if noise.kind == "tree":  # the lower triangle of X: a Cholesky factor from the last step
         return np.linalg.cholesky(products(noise)[::-1, ::-1])[::-1, ::-1].T
     c = np.zeros((steps, steps))
-    if noise.kind == "dense":
-        numbers = base64.b64decode(noise.rows)
-        c[np.tril_indices(steps)] = np.frombuffer(numbers, "<f4")
-        require_inverse(np.diag(c))
-        return c
     column = first_column(noise)
     for step in range(steps):
         c[step:, step] = column[: steps - step]

@@ -17,7 +17,6 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array
 
 from dpjax import trees
-from dpjax._jaxpr import scan_counts
 from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.outer_products import product
 from dpjax.gradients._bookkeeping.sites import (
@@ -32,6 +31,7 @@ from dpjax.gradients._bookkeeping.sites import (
     union,
 )
 from dpjax.gradients._bookkeeping.structure import ENTRYWISE
+from dpjax.gradients.jaxprs import scan_counts
 
 Walk = Callable[[Jaxpr, Sequence[Any], Sequence[Any], Book], list[Any]]
 

@@ -23,7 +23,6 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 from jaxtyping import Array
 
 from dpjax import trees
-from dpjax._jaxpr import bind, equations, evaluate, inner_programs, of_jax, own_vjp, rounds_coarsely
 from dpjax.gradients._bookkeeping.outer_products import precision_of
 from dpjax.gradients._bookkeeping.rewrites import rewritten
 from dpjax.gradients._bookkeeping.scan_trace import scan_sites
@@ -42,6 +41,14 @@ from dpjax.gradients._bookkeeping.sites import (
 )
 from dpjax.gradients._bookkeeping.structure import ENTRYWISE, slices, structure
 from dpjax.gradients._xla_cpu.primitives import bind_fast
+from dpjax.gradients.jaxprs import (
+    bind,
+    equations,
+    evaluate,
+    inner_programs,
+    own_vjp,
+    rounds_coarsely,
+)
 from dpjax.types import LossFn, PyTree
 
 # Primitives that rearrange entries, and so change no norm.
@@ -124,9 +131,6 @@ def _walk(
 def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
     """One equation: a call is entered, a view stays one, a site is tapped."""
     name = equation.primitive.name
-    if not of_jax(equation.primitive):
-        # What follows knows JAX's primitives by name, and a library may give its own any name.
-        return bind(equation, plain(inputs, book, name))
     if name in _CALLS:
         inner = equation.params[_CALLS[name]]
         inner, constants = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())

@@ -19,9 +19,9 @@ from jax.lax import DotAlgorithmPreset, Precision
 from jaxtyping import Array, Float
 
 from dpjax import noise, trees
-from dpjax._jaxpr import equations, name_of, own_vjp, rounds_coarsely
 from dpjax.gradients._estimated_norms import jvp_magnitude
 from dpjax.gradients.batching import Rows
+from dpjax.gradients.jaxprs import equations, own_vjp, rounds_coarsely
 from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, Purpose, PyTree
 
@@ -137,7 +137,7 @@ def _coarsest(loss: Traced, params: PyTree, example: PyTree) -> float:
     Raises if a loss has no forward mode, or computes in anything narrower than float32.
     """
     program = jax.make_jaxpr(loss)(params, example).jaxpr
-    if own := [name_of(e) for e in equations(program) if own_vjp(e)]:
+    if own := [e.primitive.name for e in equations(program) if own_vjp(e)]:
         raise TypeError(
             f"clipping.jl: the loss uses {own[0]}, whose derivative may have no forward mode, or "
             "another one than backwards, but norms are estimated in forward mode. Define the "
@@ -158,7 +158,7 @@ def _coarsest(loss: Traced, params: PyTree, example: PyTree) -> float:
     computed = {x.dtype for x in avals if hasattr(x, "dtype")}
     dtypes = [dtype for dtype in computed if jnp.issubdtype(dtype, jnp.inexact)]
     narrow = [str(dtype) for dtype in dtypes if jnp.finfo(dtype).bits < 32]
-    narrow += [f"values rounded by {name_of(e)}" for e in used if rounds_coarsely(e)]
+    narrow += [f"values rounded by {e.primitive.name}" for e in used if rounds_coarsely(e)]
     # On a CPU too, where some are exact: a run may continue on an accelerator.
     given = [e.params["precision"] for e in used if "precision" in e.params]
     narrow += [f"products of precision={p}" for p in given if p not in _EXACT]

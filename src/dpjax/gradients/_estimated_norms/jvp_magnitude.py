@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array, Float
 
-from dpjax._jaxpr import bind, called, evaluate, outputs_depend, scan_counts, steady
+from dpjax.gradients.jaxprs import bind, called, evaluate, outputs_depend, scan_counts, steady
 from dpjax.types import PyTree
 
 Watched = tuple[list[Any], Float[Array, ""]]

@@ -19,11 +19,11 @@ from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
-from dpjax._jaxpr import bind, evaluate
 from dpjax.gradients import platforms
 from dpjax.gradients._xla_cpu.convolution import convolution
 from dpjax.gradients._xla_cpu.max_pool import pool_max
 from dpjax.gradients._xla_cpu.tanh import tanh
+from dpjax.gradients.jaxprs import bind, evaluate
 
 
 def _pad(parameters: dict[str, Any], x: Array, filling: Any) -> Array:

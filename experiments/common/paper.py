@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A paper as data: its rows, the tables and figures that show them, and what it claims."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from experiments.common.claims import Claim
+
+
+class Paper(NamedTuple):
+    """What the package of a paper hands to `runs.main`, to the tables and to the gallery.
+
+    Attributes:
+      name: Of its results file.
+      title: Of its section on the page of results.
+      command: What runs it.
+      rows: Its rows by key, which is also the key in the results file.
+      tables: For each table, figure or other word of ``--table``, the keys of its rows.
+      train: Trains a row: ``(row, seed, folder) -> numbers``.
+      epsilons: From a row, and a number of epochs or 0 for all, to its mechanism, what the paper
+        accounts for, and by which conversion.
+      claims: What the paper claims of its rows.
+      figures: Its figures, by name.
+      small: A few rows for ``--smoke``.
+      printed: Published accuracies of rows.
+      minutes: Of one core, for one run of a row.
+      seeds: How many seeds of a row the results should have.
+      note: A sentence below its table of claims.
+    """
+
+    name: str
+    title: str
+    command: str
+    rows: Mapping[str, Any]
+    tables: Mapping[str, Sequence[str]]
+    train: Callable[[Any, int, pathlib.Path | None], Mapping[str, Any]]
+    epsilons: Callable[[Any, int], tuple[Any, Any, str]]
+    claims: Sequence[Claim]
+    figures: Mapping[str, Any]
+    small: Mapping[str, Any]
+    printed: Mapping[str, float]
+    minutes: Callable[[str], float] = lambda key: 5
+    seeds: Callable[[str], int] = lambda key: 3
+    note: str = ""

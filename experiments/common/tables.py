@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of results, made from the JSON files in `experiments/results`.
+
+``python -m experiments.common.tables`` writes ``experiments/results/README.md`` and the rows
+between the markers in README.md. Claims stand in the packages of the papers, `claims` has the rule
+of verdicts, and `experiments.epsilons` computes what rows cost.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import pathlib
+import re
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from experiments.common import markdown
+from experiments.common.claims import (
+    BETTER,
+    FAILS,
+    HOLDS,
+    NOT_RUN,
+    OPEN,
+    RULE,
+    Claim,
+    Judged,
+    judged,
+    number,
+)
+from experiments.common.paper import Paper
+
+ROOT = pathlib.Path(__file__).parents[2]
+RESULTS = ROOT / "experiments" / "results"
+PACKAGES = (
+    "scatternet",
+    "tempered_sigmoids",
+    "noise_curricula",
+    "composite_loss",
+    "grouped_clipping",
+    "calibration",
+    "finetuning",
+)
+CLAIMS = """\
+The published epsilon is by the paper's accounting for what it says that it ran; rdp and pld bound
+what ran here, at delta 1e-5 except for the regressions. Where the two sides of a comparison cost
+differently, both epsilons are given. ECE and MCE are calibration errors, in per cent."""
+VERDICTS = (HOLDS, BETTER, FAILS, OPEN, NOT_RUN)
+FAMILY = 10  # rows that differ in numbers alone are one row from this many on
+WORKLOADS = {
+    "W1": "MNIST CNN, batch 256",
+    "W2": "CIFAR CNN of 550,570 parameters, batch 256",
+    "W3": "CNN on wavelet features, batch 1,024",
+    "W4": "MLP 784-256-256-10, batch 1,024",
+    "W5": "Transformer, 64 tokens, batch 64",
+}
+HEADLINES = (  # claims of the README, one of each paper
+    ("tramer2021", "CIFAR-10: wavelets linear"),
+    ("papernot2021", "FashionMNIST: tanh above ReLU"),
+    ("losing_less2022", "FashionMNIST, pixels cnn: all above CE, below 1.5"),
+    ("an2021", "linear: falling above constant noise, epsilon equal by RDP as in the paper"),
+    ("liu2021", "MNIST at 2.85: groups above flat at equal true epsilon"),
+    ("bu2023", "MNIST: ECE with a large bound below that with a small one"),
+)
+
+
+def papers() -> list[Paper]:
+    """All papers, in the order of the page."""
+    return [importlib.import_module(f"experiments.{name}.run").PAPER for name in PACKAGES]
+
+
+def load(name: str) -> dict[str, Any]:
+    """One file of results."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def summary(seeds: dict[str, dict[str, Any]], figure: str) -> str:
+    """Mean, range and number of seeds of one row."""
+    values = [number(run[figure]) for run in seeds.values() if figure in run]
+    spread = f" ({min(values):.4g} to {max(values):.4g})" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4g}{spread} | {len(values)}"
+
+
+def judged_claims(paper: Paper) -> Iterator[tuple[Judged, list[str]]]:
+    """The claims of one paper with what ran, and its epsilons; of both sides if they differ."""
+    costs, rows = load("epsilons")[paper.name], load(paper.name)["rows"]
+    for claim in paper.claims:
+        result = judged(claim, rows)
+        ours, theirs = (
+            costs.get(claim.spent(row), ["", "", ""]) for row in (result.row, result.other)
+        )
+        sides = zip(ours, theirs, strict=True)
+        yield result, [a if b in ("", a) else f"{a} against {b}" for a, b in sides]
+
+
+def claim_rows(paper: Paper) -> Iterator[str]:
+    """A line for each claim: published, here, three epsilons, the verdict, the row."""
+    absent: dict[str, list[Claim]] = {}
+    for result, epsilons in judged_claims(paper):
+        claim = result.claim
+        if claim.why and not result.ours:
+            absent.setdefault(result.verdict, []).append(claim)
+            continue
+        cells = [claim.system, f"{claim.published}", here(result), *epsilons, result.verdict]
+        yield markdown.line(*cells, f"`{result.row}`" if result.row else "")
+    for verdict, claims in absent.items():
+        systems = ", ".join(dict.fromkeys(claim.system.partition(":")[0] for claim in claims))
+        published = ", ".join(str(claim.published) for claim in claims)
+        yield f"| {systems}: {len(claims)} claims | {published} | | | | | {verdict} | |"
+
+
+def here(result: Judged) -> str:
+    """What ran: a number, or two that are compared."""
+    if result.claim.sweep:
+        return ", ".join(f"{setting:.2f}" for setting in result.ours)
+    digits = 3 if result.claim.measure == "mse" else 1
+    sides = [spread(side, digits) for side in (result.ours, result.theirs) if side]
+    return " against ".join(sides) if result.ours else ""
+
+
+def spread(numbers: list[float], digits: int) -> str:
+    """Mean, range and number of seeds."""
+    mean, low, high = (
+        f"{number:.{digits}f}" for number in (statistics.mean(numbers), min(numbers), max(numbers))
+    )
+    return mean + (f" ({low} to {high}; {len(numbers)})" if len(numbers) > 1 else " (1)")
+
+
+def verdicts() -> str:
+    """How many claims hold, and how many do not."""
+    found = [result for paper in papers() for result, _ in judged_claims(paper) if result.verdict]
+    lines = []
+    for own, words in ((False, "claims of the papers"), (True, "comparisons of this repository")):
+        of = [result.verdict for result in found if result.claim.own == own]
+        count = {word: sum(v.startswith(word) for v in of) for word in VERDICTS}
+        lines.append(
+            f"Of {len(of)} {words}, {count[HOLDS]} hold, {count[BETTER]} have better numbers and "
+            f"{count[FAILS]} do not hold; open: {count[OPEN]}; not run: {count[NOT_RUN]}."
+        )
+    return " ".join(lines)
+
+
+def rows_of(paper: str) -> Iterator[str]:
+    """The rows of one paper's table; sweeps, whose rows differ in numbers alone, are one row."""
+    families: dict[str, dict[str, Any]] = {}
+    for name, seeds in sorted(load(paper)["rows"].items()):
+        if measure(seeds):
+            families.setdefault(re.sub(r"\d+(\.\d+)?", "#", name), {})[name] = seeds
+    for family, rows in families.items():
+        if len(rows) >= FAMILY:
+            yield swept(family, rows)
+            continue
+        for name, seeds in rows.items():
+            yield f"| {name} | {summary(seeds, measure(seeds))} |"
+
+
+def measure(seeds: Mapping[str, Any]) -> str:
+    """The number that all runs of a row have; empty if they have none."""
+    return next((of for of in ("accuracy", "mse") if all(of in s for s in seeds.values())), "")
+
+
+def swept(family: str, rows: Mapping[str, Any]) -> str:
+    """A sweep as one row: the range of its means, and the best row."""
+    means = {
+        name: statistics.mean(number(run[measure(seeds)]) for run in seeds.values())
+        for name, seeds in rows.items()
+    }
+    best = max(means, key=lambda name: means[name])
+    low, high, seeds = min(means.values()), max(means.values()), max(map(len, rows.values()))
+    return f"| {family}: {len(rows)} rows, the best {best} | {low:.4g} to {high:.4g} | {seeds} |"
+
+
+def step_rows() -> Iterator[str]:
+    """Milliseconds of one step beside plain JAX and the peers, one row per workload."""
+    for name, workload in load("steps")["workloads"].items():
+        contestants = workload["contestants"].items()
+        taken = {who: c["median_ms"] for who, c in contestants if "median_ms" in c}
+        opacus = min(ms for who, ms in taken.items() if who.startswith("opacus"))
+        each = taken["plain"], taken["dpjax auto"], opacus, taken["torch plain"]
+        yield markdown.line(WORKLOADS[name], *(f"{ms:.3g}" for ms in each))
+
+
+def strategy_rows() -> Iterator[str]:
+    """Error, seconds and their ratio of both libraries, one row per search."""
+    for name, row in load("strategies")["rows"].items():
+        cells = []
+        for who in ("dpjax", "jax_privacy"):
+            found = row.get(who, {"refused": "not run"})
+            stopped = found.get("refused")
+            cells += (
+                [stopped, ""] if stopped else [f"{found['error']:.5f}", f"{found['seconds']:.2f}"]
+            )
+        peer = row["jax_privacy"]
+        # A search that was stopped, "> 300 s", would have taken longer.
+        taken = peer["seconds"] if "seconds" in peer else float(peer["refused"].split()[1])
+        ratio = taken / row["dpjax"]["seconds"]
+        said = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.1f}"
+        cells.append(f"{'> ' * ('seconds' not in peer)}{said}")
+        yield markdown.line(name, *cells)
+
+
+def correlated_rows() -> Iterator[str]:
+    """Accuracy and error of three methods, one row per data set and epsilon."""
+    rows = load("correlated")["rows"]
+    settings = {tuple(re.split(r" \w+ at epsilon ", name)) for name in rows}
+    for dataset, epsilon in sorted(settings, key=lambda pair: (pair[0], float(pair[1]))):
+        cells = []
+        for method in ("poisson", "banded", "buffered"):
+            seeds = rows.get(f"{dataset} {method} at epsilon {epsilon}", {})
+            found = list(seeds.values())
+            accuracy = spread([run["accuracy"] for run in found], 1) if found else "not run"
+            cells += [accuracy, f"{found[0]['error']:.3g}" if found else ""]
+        yield markdown.line(dataset, epsilon, *cells)
+
+
+def device_rows() -> Iterator[str]:
+    """Steps that were measured on an accelerator, a row for each model."""
+    for model, found in load("devices")["models"].items():
+        steps = {n: figure for n, figure in found["steps"].items() if "median_ms" in figure}
+        plain, cells = steps["plain"]["median_ms"], []
+        opacus = [f["median_ms"] for name, f in steps.items() if name.startswith("opacus")]
+        steps["opacus"] = {"median_ms": min(opacus, default=None)}
+        for name in ("plain", "noised", "auto", "vmap", "jax_privacy", "opacus"):
+            ms = steps.get(name, {}).get("median_ms")
+            cells.append("-" if ms is None else f"{ms:.3g} ({ms / plain:.2f})")
+        yield markdown.line(WORKLOADS.get(model, model), *cells)
+
+
+def audit_rows() -> Iterator[str]:
+    """Lower bounds beside claims, one row per algorithm."""
+    for name, found in load("audits")["rows"].items():
+        step, run = found["step"], found["run"]
+        # Bounds are rounded down and claims up, so that rounding refutes nothing and claims less.
+        each = [
+            f"{math.floor(1000 * audit['bound']) / 1000:.3f} | "
+            f"{math.ceil(1000 * audit['claimed']) / 1000:.3f}"
+            for audit in (step, run)
+        ]
+        yield markdown.line(name, step["measured"], *each)
+
+
+def optimizer_rows() -> Iterator[str]:
+    """How many of Optax's optimizers run on private means, and each of the others."""
+    rows = load("optimizers")["rows"]
+    ways = zip(*map(dict.values, rows.values()), strict=True)
+    ran = [sum(found == "runs" for found in each) for each in ways]
+    yield f"| run, of {len(rows)} | " + " | ".join(map(str, ran)) + " | |"
+    for name, row in rows.items():
+        stopped = [found for found in row.values() if found != "runs"]
+        if stopped:
+            # As code: an error may hold the signs of a table or of HTML.
+            why = stopped[0].translate(str.maketrans("|`", "/'"))
+            cells = ["runs" if found == "runs" else "refused" for found in row.values()]
+            yield markdown.line(name, *cells, f"`{why:.150}`")
+
+
+def zoo_rows() -> Iterator[str]:
+    """The cost and the disagreement of each model of the zoo."""
+    for name, found in load("zoo")["models"].items():
+        times = f"{found['plain_ms']:.3g} | {found['private_ms']:.3g} | {found['ratio']:.2f}"
+        yield f"| {name} | {found['parameters']:,} | {times} | {found['disagreement']:.1e} |"
+
+
+def page() -> str:
+    """The whole page of results."""
+    ratios = [found["ratio"] for found in load("zoo")["models"].values()]
+    audits = load("audits")
+    above = sum(audit["refutes"] for row in audits["rows"].values() for audit in row.values())
+    head = (
+        "| system | published | here (range; seeds) | epsilon, the paper's | rdp | pld | verdict "
+        "| row |"
+    )
+    parts = [
+        "# Results",
+        "Made by `python -m experiments.common.tables` from the JSON files in\n"
+        "`experiments/results`, which also hold date, versions and hardware. Accuracies are test\n"
+        "accuracies in per cent (mse: mean squared error), as mean and range over seeds. Rows that"
+        "\nare missing were not run.",
+        "## Claims of the papers",
+        verdicts(),
+        RULE,
+        CLAIMS,
+    ]
+    for paper in papers():
+        note = [paper.note] if paper.note else []
+        parts += [f"### {paper.title}", *note, markdown.table(head, claim_rows(paper))]
+    parts += ["## All rows", "Of a sweep, whose rows differ in numbers alone, the best row."]
+    for paper in papers():
+        rows = markdown.table("| row | mean (range) | seeds |", rows_of(paper.name))
+        parts += [f"### {paper.title}: rows", rows]
+    parts += [
+        "## One step, forward to update, in milliseconds on two CPU cores",
+        markdown.table("| | plain JAX | dpjax | Opacus, best mode | PyTorch, plain |", step_rows()),
+        "Medians of alternated rounds in one run, by\n"
+        '`make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2 --peaks"`.',
+        "## DP-SGD beside correlated noise, at equal epsilon",
+        "Linear models on wavelets: accuracy, and the error that noise leaves in a parameter, in\n"
+        "clipping bounds; by `python -m experiments.correlated --seeds=3`. Epsilon by PLD at 1e-5.",
+        markdown.table(
+            "| data | epsilon | Poisson, fresh noise | error | 16 bands, cyclic Poisson | error "
+            "| buffered, balls in bins | error |",
+            correlated_rows(),
+        ),
+        "## Strategies of correlated noise",
+        "Root mean squared error of prefix sums at multiplier 1, and seconds of the search, one\n"
+        "after the other on two cores that a dozen other programs shared: ratios mean more than\n"
+        "seconds. Some searches of jax_privacy were stopped. `make bench-peers BENCH=strategies`.",
+        markdown.table("| | dpjax | s | jax_privacy | s | ratio |", strategy_rows()),
+        "## Models of many kinds: the private sum beside a plain gradient",
+        "CPU time in milliseconds of JAX's gradient of the mean loss and of the clipped sum, and\n"
+        "the relative difference from the definition; by `make bench BENCH=zoo`. Ratio: median\n"
+        f"{statistics.median(ratios):.2f}, largest {max(ratios):.2f}.",
+        markdown.table(
+            "| model | parameters | plain | private | ratio | disagreement |", zoo_rows()
+        ),
+        "## One step on an H100",
+        markdown.table(
+            "| | plain JAX | with noise | dpjax | `vmap` | jax_privacy | Opacus |", device_rows()
+        ),
+        f"Milliseconds, and ratios to plain JAX, on {load('devices')['kind']} with JAX "
+        f"{load('devices')['jax']},\nby `make bench BENCH=devices`. Opacus in its fastest mode, "
+        "on W1 to W3 alone.",
+        f"## Audits: lower bounds on epsilon at delta {audits['delta']:g}",
+        markdown.table(
+            "| | one step | epsilon above | claimed | a run: epsilon above | claimed |",
+            audit_rows(),
+        ),
+        f"{above} of {2 * len(audits['rows'])} bounds exceed their claims. The bound of a step has"
+        "\na confidence of 99.9 % (with jl, mu is the median over projections), that of a run 95 %."
+        f"\nBy `{audits['command']}`.",
+        "## Optax's optimizers on private means",
+        "Two steps each, by `make bench BENCH=optimizers`: in Optax itself, through `dpjax.dpsgd`,"
+        "\nand behind `mechanism.private` under `testing.assert_private`. Rows that are missing run"
+        "\nin all three.",
+        markdown.table(
+            "| optimizer | Optax itself | `dpsgd` | chain | the first error |", optimizer_rows()
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def readme_rows() -> str:
+    """A claim of each paper for the README, and how many claims hold in all."""
+    lines, found = [], {paper.name: list(judged_claims(paper)) for paper in papers()}
+    for paper, system in HEADLINES:
+        result, epsilons = next(each for each in found[paper] if each[0].claim.system == system)
+        cells = [system, str(result.claim.published), here(result), epsilons[-1], result.verdict]
+        lines.append(markdown.line(*cells))
+    head = "| claim | published | here (range; seeds) | true epsilon | verdict |"
+    return markdown.table(head, [*lines, "", verdicts()])
+
+
+def main() -> None:
+    """Writes both files."""
+    (RESULTS / "README.md").write_text(page())
+    markdown.rewrite(str(ROOT / "README.md"), {"results": readme_rows()})
+
+
+if __name__ == "__main__":
+    main()

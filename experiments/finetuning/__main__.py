@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m experiments.finetuning`."""
+
+from experiments.common import runs
+from experiments.finetuning.run import PAPER
+
+if __name__ == "__main__":
+    runs.main(PAPER)

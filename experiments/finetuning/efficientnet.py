@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EfficientNet-Lite0 as a Flax Linen module, with the weights of ImageNet.
+
+Its batch normalisation is folded into the convolutions: the published mean and variance of a
+channel are public constants, so the folded network maps each image by itself, as a private loss
+requires.
+
+References:
+  Tan and Le, "EfficientNet: Rethinking Model Scaling for Convolutional Neural Networks", 2019.
+  The Lite variant has ReLU6 and no squeeze-and-excitation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from jaxtyping import Array, Float
+
+from experiments.finetuning import files
+
+# Of each stage: blocks, kernel, stride of the first block, expansion, channels.
+STAGES = (
+    (1, 3, 1, 1, 16),
+    (2, 3, 2, 6, 24),
+    (2, 5, 2, 6, 40),
+    (3, 3, 2, 6, 80),
+    (3, 5, 1, 6, 112),
+    (4, 5, 2, 6, 192),
+    (1, 3, 1, 6, 320),
+)
+MEAN, SCALE = 127 / 255, 128 / 255  # of pixels in [0, 1], as in the release
+_FAN_IN = nn.initializers.lecun_normal()
+_EPSILON = 1e-3  # of the folded batch normalisation
+# Of each kind of convolution in the file: our name, and its batch normalisation.
+_KINDS = {
+    "_conv_stem": ("stem", "_bn0"),
+    "_expand_conv": ("expand", "_bn0"),
+    "_depthwise_conv": ("depthwise", "_bn1"),
+    "_project_conv": ("project", "_bn2"),
+    "_conv_head": ("top", "_bn1"),
+}
+
+
+class EfficientNetLite0(nn.Module):
+    """Images to features, or to logits if ``classes`` is given.
+
+    Attributes:
+      classes: Number of logits; None for the 1,280 features that the head reads.
+      stages: Blocks, kernel, stride, expansion and channels of each stage.
+      width: Number of features.
+    """
+
+    classes: int | None = None
+    stages: tuple[tuple[int, int, int, int, int], ...] = STAGES
+    width: int = 1280
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*batch height width channels"]) -> Array:
+        """Takes standardised images."""
+        x = nn.relu6(_conv(x, 32, 3, 2, "stem"))
+        index = 0
+        for blocks, kernel, stride, expansion, channels in self.stages:
+            for i in range(blocks):
+                name, moved = f"block_{index}", stride if i == 0 else 1
+                y = x
+                if expansion != 1:
+                    y = nn.relu6(_conv(y, expansion * x.shape[-1], 1, 1, f"{name}_expand"))
+                y = nn.relu6(_Depthwise(kernel, moved, name=f"{name}_depthwise")(y))
+                y = _conv(y, channels, 1, 1, f"{name}_project")
+                x = x + y if y.shape == x.shape else y
+                index += 1
+        found = nn.relu6(_conv(x, self.width, 1, 1, "top")).mean(axis=(-3, -2))
+        return found if self.classes is None else nn.Dense(self.classes, name="head")(found)
+
+
+def _conv(x: Array, channels: int, kernel: int, stride: int, name: str) -> Array:
+    return nn.Conv(channels, (kernel, kernel), stride, name=name)(x)
+
+
+class _Depthwise(nn.Module):
+    """A convolution of each channel with its own kernel, as a sum of shifted images.
+
+    XLA:CPU computes grouped convolutions without its fast kernels: EfficientNet-Lite0 would take
+    several times as long.
+    """
+
+    kernel: int
+    stride: int
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*batch height width channels"]) -> Array:
+        size, channels = self.kernel, x.shape[-1]
+        weight = self.param("kernel", _FAN_IN, (size, size, 1, channels))
+        bias = self.param("bias", nn.initializers.zeros, (channels,))
+        height, width = (-(-side // self.stride) for side in x.shape[-3:-1])
+        padding = [
+            (total // 2, total - total // 2)
+            for side, out in zip(x.shape[-3:-1], (height, width), strict=True)
+            for total in [max((out - 1) * self.stride + size - side, 0)]
+        ]
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 3) + [*padding, (0, 0)])
+        return bias + sum(
+            weight[i, j, 0] * x[..., i :: self.stride, j :: self.stride, :][..., :height, :width, :]
+            for i in range(size)
+            for j in range(size)
+        )
+
+
+def load(content: bytes, params: Any) -> Any:
+    """Fills the parameters of an `EfficientNetLite0` from the published state dict.
+
+    A head of other classes keeps its initial values; any other difference is an error.
+    """
+    stored = folded(files.read_state_dict(content))
+    leaves: Any = traverse_util.flatten_dict(params, sep="/")
+    head = {name: leaves[name] for name in leaves if name.startswith("head/")}
+    if any(stored[name].shape != leaf.shape for name, leaf in head.items()):
+        stored |= head
+    shapes = {name: value.shape for name, value in stored.items()}
+    wrong = {n for n, leaf in leaves.items() if shapes.get(n) != leaf.shape}
+    wrong |= {n for n in stored if n not in leaves and not n.startswith("head/")}
+    if wrong:
+        raise ValueError(
+            f"efficientnet.load: {len(wrong)} weights do not fit the model "
+            f"({', '.join(sorted(wrong)[:3])}). Usually its stages or its width were changed."
+        )
+    filled = {name: jnp.asarray(stored[name]) for name in leaves}
+    return traverse_util.unflatten_dict(filled, sep="/")
+
+
+def folded(stored: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Kernels and biases by our names: each convolution times the scale of its normalisation."""
+    found = {"head/kernel": stored["_fc.weight"].T, "head/bias": stored["_fc.bias"]}
+    for name in stored:
+        block, _, kind = name.removesuffix(".weight").rpartition(".")
+        if kind not in _KINDS:
+            continue
+        ours, norm = _KINDS[kind]
+        weight, bias, mean, variance = (
+            stored[f"{block}{'.' * bool(block)}{norm}.{part}"].astype(np.float64)
+            for part in ("weight", "bias", "running_mean", "running_var")
+        )
+        scale = weight / np.sqrt(variance + _EPSILON)
+        place = block.replace("_blocks.", "block_") + "_" * bool(block) + ours
+        # PyTorch has [outputs, inputs, height, width], Flax [height, width, inputs, outputs].
+        kernel = stored[name].transpose(2, 3, 1, 0) * scale
+        found[f"{place}/kernel"] = kernel.astype(np.float32)
+        found[f"{place}/bias"] = (bias - mean * scale).astype(np.float32)
+    return found
+
+
+def features_of(images: np.ndarray, side: int, folder: str | None, directory: str) -> np.ndarray:
+    """The 1,280 features of each image, kept in a cache that is as secret as the images.
+
+    Args:
+      images: Pixels in [0, 1], ``[examples, height, width, 3]``.
+      side: To which images are resized.
+      folder: Where the package with the weights is.
+      directory: The folder of the cache.
+    """
+    content = files.checked(files.EFFICIENTNET, folder).read_bytes()
+
+    def compute(images: np.ndarray) -> np.ndarray:
+        model = EfficientNetLite0()
+        shape = jax.ShapeDtypeStruct((side, side, 3), jnp.float32)
+        params = load(content, jax.eval_shape(model.init, jax.random.key(0), shape)["params"])
+
+        def of_image(image: Array) -> Any:
+            resized = jax.image.resize(image, (side, side, 3), "linear")
+            return model.apply({"params": params}, (resized - MEAN) / SCALE)
+
+        # Ten images: their activations stay in the cache of a core.
+        together = jax.jit(lambda part: jax.lax.map(of_image, part, batch_size=10))
+        parts = [images[i : i + 1000] for i in range(0, len(images), 1000)]
+        return np.concatenate([np.asarray(together(part)) for part in parts])
+
+    settings = {"side": side, "weights": files.EFFICIENTNET.sha256}
+    options: Any = {"settings": settings, "directory": directory, "name": "efficientnet"}
+    return files.cached_in_parts(compute, images, **options)

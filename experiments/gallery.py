@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws every figure of the five papers from the results that are committed, without training.
+
+``python -m experiments.gallery --folder=runs/figures`` writes a PNG file for each figure that has
+rows, in 20 seconds; the others are listed as not run, with the command that runs them.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from absl import app, flags
+
+from experiments.common import pictures, runs, tables
+from experiments.common.claims import Judged
+from experiments.common.figures import Figure
+from experiments.common.paper import Paper
+
+SHOWN = 6  # a caption names the first of the rows that were not run
+PAGE = """\
+# Gallery
+
+The figures of the five papers, drawn by `python -m experiments.gallery` from the JSON files in
+`experiments/results` when this page is built. A line is the median of its seeds, a band runs from
+the smallest to the largest, and epsilon is that of what ran here. Verdicts come from
+[the results](results.md)."""
+_FOLDER = flags.DEFINE_string("folder", "runs/figures", "Folder of the PNG files.")
+
+
+class Drawn(NamedTuple):
+    """A figure, drawn as far as its rows were run."""
+
+    paper: Paper
+    name: str
+    figure: Figure
+    picture: bytes | None
+    missing: list[str]
+
+    @property
+    def file(self) -> str:
+        return f"{self.paper.name}_{self.name}.png"
+
+    @property
+    def how(self) -> str:
+        """Why rows are missing, or what runs them."""
+        return self.figure.why or f"`{self.paper.command} --figure={self.name}` runs these rows."
+
+    def caption(self, judged: Sequence[Judged]) -> str:
+        """What the paper says, what ran here, and the verdicts on the rows that it shows."""
+        parts = [f"**Published.** {self.figure.shows}"]
+        by_verdict: dict[str, list[str]] = {}
+        keys = set(self.figure.row_keys()) if self.figure.judged else ()
+        for result in judged:
+            if result.verdict and result.row in keys:
+                words = result.verdict.partition(":")[0]
+                by_verdict.setdefault(words, []).append(result.claim.system)
+        if self.picture is None:
+            parts.append("**Here.** Not run.")
+        elif not self.figure.lines:
+            parts.append("**Here.** Drawn from the formula.")
+        elif by_verdict:
+            words = [f"{verdict}: {'; '.join(of)}" for verdict, of in sorted(by_verdict.items())]
+            parts.append(f"**Here.** By the rule of the results, {'. '.join(words)}.")
+        else:
+            parts.append("**Here.** No claim of it is judged; compare the lines.")
+        if self.missing:
+            absent = ", ".join(self.missing[:SHOWN])
+            absent += f" and {len(self.missing) - SHOWN} more" * (len(self.missing) > SHOWN)
+            parts.append(f"**Not run:** {absent}. {self.how}")
+        return "\n\n".join(parts)
+
+
+def rows_of(paper: Paper) -> Mapping[str, Any]:
+    """The rows of a results file, each run with the sound epsilon of its row, where it is known."""
+    rows = tables.load(paper.name)["rows"]
+    known = tables.load("epsilons")[paper.name]
+    for row in set(rows) & set(known):
+        for run in rows[row].values():
+            run["rdp"] = float(known[row][1] or "inf")  # estimated norms have no bound by RDP
+    return rows
+
+
+def drawn(papers: Sequence[Paper]) -> Iterator[Drawn]:
+    """Every figure of some papers, one after the other."""
+    for paper in papers:
+        rows = rows_of(paper)
+        for name, figure in paper.figures.items():
+            panels = figure.panels(rows)
+            picture = pictures.image(panels) if panels else None
+            yield Drawn(paper, name, figure, picture, figure.missing(rows))
+
+
+def gallery() -> tuple[str, dict[str, bytes]]:
+    """A page with every figure beside its claims, and the pictures by file name."""
+    parts, files = [PAGE], {}
+    for paper in tables.papers():
+        if not paper.figures:
+            continue
+        judged = [result for result, _ in tables.judged_claims(paper)]
+        parts.append(f"## {paper.title}")
+        for figure in drawn([paper]):
+            parts.append(f"### Figure {figure.name} of {paper.name}")
+            if figure.picture is not None:
+                files[figure.file] = figure.picture
+                parts.append(f"![{figure.figure.shows}](gallery/{figure.file})")
+            parts.append(figure.caption(judged))
+    return "\n\n".join(parts) + "\n", files
+
+
+def main(argv: list[str]) -> None:
+    runs.only_flags(argv)
+    folder = pathlib.Path(_FOLDER.value)
+    folder.mkdir(parents=True, exist_ok=True)
+    for figure in drawn(tables.papers()):
+        if figure.picture is not None:
+            (folder / figure.file).write_bytes(figure.picture)
+        state = figure.file if figure.picture else "not run"
+        print(f"{figure.paper.name}, figure {figure.name}: {state}")
+        if figure.missing:
+            print(f"    not run: {', '.join(figure.missing)}. {figure.how}")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Difficulty scores for the curricula of noise_curricula_2021, and samplers made from them.
+
+The score of an example is its cross-entropy under a logistic regression, fitted
+
+  difficulty  on the private data without noise, as in the paper: examples are put in order, one
+              example can move all others, and no bound limits what the order reveals
+  public      on the digits of scikit-learn, to whose size images are shrunk
+  private     on the private data by DP-SGD, which `dpjax.Mechanism(before=...)` accounts
+
+The last two cut scores at public thresholds.  The bin of an example depends on that example
+alone, and examples are drawn at the rates of their bins, one bin more every four epochs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import dpjax
+from dpjax import clipping, data, losses, models, sampling
+
+THRESHOLDS = (0.1, 0.3, 1.0, 2.0)
+GROWING = 0.01 * np.tri(5)
+"""A rate of 0.01 for each open bin: batches grow, at the epsilon of no curriculum."""
+FULL = GROWING * 5 / np.arange(1, 6)[:, None]
+"""About 600 examples from the first step on: the first bin's high rates cost epsilon."""
+
+
+def difficulty(dataset: data.Dataset) -> np.ndarray:
+    """Indices from easy to hard, by a logistic regression on the examples, without noise."""
+    x, y = (jnp.asarray(part) for part in dataset.train)
+    return np.argsort(_scores(_fitted(x, y, dataset.classes), x, y, dataset.classes))
+
+
+def public(dataset: data.Dataset) -> np.ndarray:
+    """The bin of each example, by a logistic regression on other digits."""
+    known = data.load("digits")
+    x, y = (jnp.asarray(part) for part in dataset.train)
+    params = _fitted(*map(jnp.asarray, known.train), known.classes)
+    return np.digitize(_scores(params, _shrunk(x), y, known.classes), THRESHOLDS)
+
+
+def private(dataset: data.Dataset, seed: int) -> tuple[np.ndarray, dpjax.mechanism.Spent]:
+    """The bin of each example by a private logistic regression, and what that spent."""
+    size = dataset.examples
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(size, 0.01 * size),
+        clipping=clipping.flat(1.0),
+        noise_multiplier=2.0,
+        steps=500,
+    )
+    model = models.by_name("linear", dataset.classes)
+    x, y = (jnp.asarray(part) for part in dataset.train)
+    loss = losses.of(model, losses.cross_entropy)
+    algorithm = dpjax.dpsgd(loss, optax.sgd(1.0), mechanism, (x, y))
+    params = model.init(jax.random.key(0), x[0])["params"]
+    key = jax.random.fold_in(jax.random.key(seed), 1)
+    state, _ = dpjax.fit(algorithm, algorithm.init(params, key=key), progress=False)
+    bins = np.digitize(_scores(state.params, x, y, dataset.classes), THRESHOLDS)
+    return bins, mechanism.spent(mechanism.multipliers)
+
+
+def drawn(bins: np.ndarray, rates: np.ndarray, steps: int) -> dpjax.types.Sampler:
+    """Poisson batches at the rates of the bins; ``steps`` steps pass through all rows."""
+    options = {"steps_per_row": steps // len(rates), "batch_size": 0.01 * bins.size}
+    return sampling.scored(bins, rates, **options)
+
+
+def easy(model: Any, steps: int) -> Any:
+    """The weight of an example by its own loss at the step: hard examples count later."""
+    loss = losses.of(model, losses.cross_entropy)
+
+    def weight(step: Any, params: Any, example: Any) -> Any:
+        return jax.nn.sigmoid(1 + 9 * step / steps - loss(params, example))
+
+    return weight
+
+
+def _fitted(x: Any, y: Any, classes: int | None) -> Any:
+    """A logistic regression, without privacy."""
+    model = models.by_name("linear", classes)
+    params, optimizer = model.init(jax.random.key(0), x[0])["params"], optax.adam(0.05)
+
+    def mean_loss(params: Any) -> Any:
+        return jnp.mean(jax.vmap(losses.cross_entropy)(model.apply({"params": params}, x), y))
+
+    @jax.jit
+    def step(params: Any, state: Any) -> tuple[Any, Any]:
+        updates, state = optimizer.update(jax.grad(mean_loss)(params), state)
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    for _ in range(100):
+        params, state = step(params, state)
+    return params
+
+
+def _scores(params: Any, x: Any, y: Any, classes: int | None) -> np.ndarray:
+    logits = models.by_name("linear", classes).apply({"params": params}, x)
+    return np.asarray(jax.vmap(losses.cross_entropy)(logits, y))
+
+
+def _shrunk(images: Any) -> Any:
+    """Images in the 8 x 8 of the public digits, which fill their frame."""
+    edge = (images.shape[1] - 20) // 2 if images.shape[1] > 20 else 0
+    inner = images[:, edge : images.shape[1] - edge, edge : images.shape[2] - edge]
+    return jax.image.resize(inner, (len(images), 8, 8, 1), "linear")

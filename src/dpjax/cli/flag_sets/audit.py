@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Audits a run: lower bounds on what an attacker can tell, beside the epsilon that it claims.
+
+usage: dpjax audit RUN [--out=FOLDER]
+
+A RUN is a folder that `dpjax train` wrote.  Three audits: how far one row moves the first step
+(white box); which canaries took part in a second training with the run's settings; and which rows
+the released model was trained on, by their losses.  The first two may refute the claim, and then
+the exit status is 1: the program itself decides who takes part.  The bound by losses holds only if
+train and test rows are of one distribution, so it is printed and is no verdict.  An audit without
+a finding proves nothing.  `audit.json` and `audit.png` are computed from private data without noise
+and must not be published.
+"""
+
+from absl import flags
+
+from dpjax.cli.flag_sets import Group
+
+__all__ = ["FLAGS", "WORDS"]
+
+WORDS = "RUN"
+FLAGS = flags.FlagValues()
+_audit = Group(FLAGS, "Audit")
+_audit.whole("canaries", None, "Number of canaries; by default up to 1,000.")
+_audit.whole("steps", 200, "Most steps of the second training.", 1)
+_audit.whole("pairs", 200, "Pairs of steps that measure the noise.", 1)
+_audit.path("data_dir", None, "Folder of the data, as in dpjax train; by default DPJAX_DATA_DIR.")
+Group(FLAGS, "Output").path("out", None, "Folder of the results; by default that of the run.")

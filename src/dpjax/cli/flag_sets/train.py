@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a network with differential privacy and reports what the guarantee is.
+
+With no flags: a two-layer tanh network on the handwritten digits of scikit-learn (1,437
+training images), at epsilon 3 and delta 1e-5, with Poisson sampling and the tightest proven
+accountant.
+
+Examples:
+  dpjax train --out=runs/demo
+  dpjax train --dataset=my.csv --model=networks:Net --target_epsilon=2
+  dpjax train --dataset=mnist --model=tempered_cnn --loss=composite
+  dpjax train --dataset=mnist --model=scatter_cnn --features=scattering --normalization=data
+
+The output folder receives `report.html` (figures, each with a note on who may see it),
+`metrics.jsonl` (a line per evaluation), `params.msgpack` (Flax; may be released; averaged once the
+run has ended, and until then of the last line's step), `privacy.json` (from which `dpjax verify`
+recomputes epsilon), `statement.txt`, `config.json`, and `checkpoints` (secret).  `run.json` and
+`lock` say which run is there, and that no second process trains in it.  The same command resumes a
+run that was killed.
+
+Compiled programs stay in ~/.cache/dpjax, where the next run finds them: JAX_COMPILATION_CACHE_DIR
+names another folder, and JAX_ENABLE_COMPILATION_CACHE=false keeps none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from absl import flags
+
+from dpjax.cli import machine_flags
+from dpjax.cli.flag_sets import LARGEST_SEED, Group, names
+
+__all__ = ["FLAGS", "WORDS", "settings"]
+
+WORDS = ""  # flags alone
+FLAGS = flags.FlagValues()
+
+_data = Group(FLAGS, "Data")
+_data.path(
+    "dataset",
+    "digits",
+    f"Data set to learn: one of {', '.join(names.DATASETS)}; or a file of yours, my.npz with x and "
+    "y (or x_train, y_train, x_test, y_test), or my.csv with a header and the label in --label.",
+)
+flags.register_validator(
+    "dataset",
+    names.is_dataset,
+    f"expected my.npz, my.csv, or one of {', '.join(names.DATASETS)}.",
+    FLAGS,
+)
+_data.whole(
+    "classes",
+    None,
+    "Number of classes of a file of yours. By default they are read from all its labels, and which "
+    "labels occur then counts as public.",
+    2,
+)
+_data.text("label", None, "Column of the label in a .csv of yours; by default label, or the last.")
+_data.path("data_dir", None, "Folder of the data; by default the environment's DPJAX_DATA_DIR.")
+_data.yes_no(
+    "stream",
+    False,
+    "Read drawn training examples from disk if TFDS has prepared the data; a file of --data_dir is "
+    "read whole.",
+)
+_data.choice(
+    "features", "none", ["none", "scattering"], "Features to compute from each image first."
+)
+_data.path("cache_dir", None, "Folder that keeps features between runs; as secret as the data.")
+_data.choice(
+    "normalization",
+    "group",
+    ["group", "data"],
+    "Scale of features: of each example by itself, or by private moments of all examples.",
+)
+_data.whole("norm_groups", 27, "Number of groups for --normalization=group.")
+_data.number("norm_multiplier", 8.0, "Noise of both moment queries of --normalization=data.")
+_data.number("search_multiplier", 20.0, "Noise of the two queries that find clipping thresholds.")
+
+_model = Group(FLAGS, "Model and loss")
+_model.text(
+    "model",
+    "mlp",
+    f"Network: one of {', '.join(names.MODELS)}; or yours, networks:CNN for the Flax module CNN in "
+    "networks.py here, or for a function that returns a module.",
+)
+flags.register_validator(
+    "model", names.is_model, f"expected module:name, or one of {', '.join(names.MODELS)}.", FLAGS
+)
+_model.several("hidden", ["128"], "Widths of the hidden layers of an mlp.")
+_model.several("model_options", [], "Further fields of the model: depth=10,width=1.")
+_model.text(
+    "activation", None, "Activation of hidden layers; by default the model's (CNN, mlp: tanh)."
+)
+_model.yes_no("torch_init", False, "Use PyTorch's initial weights, as many published runs did.")
+_model.choice("loss", "cross_entropy", names.LOSSES, "Loss of one example.")
+_model.several(
+    "loss_options",
+    [],
+    "Arguments of a focal or composite loss: threshold=7,beta=11,gamma=5 was published for "
+    "CIFAR-10; losses.composite lists the others, and MNIST's are its defaults.",
+)
+
+_privacy = Group(FLAGS, "Privacy")
+_privacy.choice(
+    "clipping",
+    "flat",
+    ["flat", "grouped", "automatic", "normalized", "psac", "hard_threshold"],
+    "Rule that bounds the gradient of one example.",
+)
+_privacy.number(
+    "bound",
+    0.5,
+    "Largest norm that one example adds to the sum; with --clipping=grouped, to each group of it.",
+)
+_privacy.whole("groups", 8, "Number of groups for --clipping=grouped.")
+_privacy.choice(
+    "noise_schedule",
+    "constant",
+    ["constant", *names.CURRICULA],
+    "Change of the noise multiplier over the epochs.",
+)
+_privacy.number(
+    "target_epsilon", 3.0, "Scale the noise so that the run costs at most this epsilon.", 0
+)
+_privacy.number(
+    "noise_multiplier",
+    None,
+    "Noise multiplier, in place of --target_epsilon; a factor on the values of --noise_schedule.",
+)
+_privacy.number(
+    "max_epsilon",
+    None,
+    "With --noise_multiplier alone: run as many steps as fit in this epsilon. With --epochs or "
+    "--steps too: refuse a plan that costs more.",
+    0,
+)
+_privacy.number("delta", 1e-5, "Delta of the guarantee.", 0, 1)
+_privacy.choice(
+    "accountant",
+    "tightest",
+    ["tightest", "rdp", "pld"],
+    "Accountant that computes epsilon: tightest is pld where it has a proof, and else rdp.",
+)
+_privacy.choice(
+    "sampling",
+    "poisson",
+    ["poisson", "fixed", "shuffled", "balls_in_bins", "cyclic_poisson"],
+    "How batches are drawn; cyclic_poisson has as many parts as --bands.",
+)
+_privacy.choice(
+    "noise",
+    "white",
+    ["white", "banded", "square_root", "banded_inverse_square_root", "buffered", "tree"],
+    "How the noise of different steps is correlated; all but white need --sampling=cyclic_poisson, "
+    "balls_in_bins or shuffled.",
+)
+_privacy.whole("bands", 16, "Bands of correlated noise, and parts of cyclic_poisson.", 1)
+_privacy.whole("batch_size", 512, "Expected size of a batch.", 1)
+_privacy.number("epochs", 40, "Number of epochs.", 0)
+_privacy.whole("steps", None, "Number of steps, in place of --epochs.", 0, 2**31 - 1)
+_privacy.whole(
+    "seed",
+    None,
+    "Supply the key, so that the run repeats. A seed is no secret: who knows it can subtract the "
+    "noise. By default keys come from the operating system.",
+    0,
+    LARGEST_SEED,
+)
+
+_optimization = Group(FLAGS, "Optimization")
+_optimization.choice(
+    "optimizer",
+    "sgd",
+    names.OPTIMIZERS,
+    "Optimizer; dp_adam subtracts the noise's share from Adam's second moment.",
+)
+_optimization.number("learning_rate", 0.4, "Learning rate.", 0)
+_optimization.yes_no(
+    "rate_per_512", False, "Multiply the learning rate by the whole 512s in the batch size."
+)
+_optimization.whole("warmup_steps", 0, "Steps over which the learning rate rises from 0.", 0)
+_optimization.number("momentum", 0.9, "Momentum of SGD.", 0, 1)
+_optimization.number("floor", 1e-8, "Smallest second moment of dp_adam.", 0)
+_optimization.number("average", 0.95, "Decay of the parameter average.", 0, 1)
+_optimization.whole("evaluations", 20, "Number of evaluations during the run.", 1)
+
+_output = Group(FLAGS, "Output")
+_output.path("out", "runs/train", "Folder of the run; the same command resumes an interrupted run.")
+_output.yes_no("overwrite", False, "Delete the run that is in the folder first.")
+_output.path(
+    "continue_from",
+    None,
+    "Folder of an earlier run on these data: start from the parameters that it released, with "
+    "other settings, and count its privacy cost too.",
+)
+_output.whole("save_every", None, "Steps between checkpoints; by default 5 minutes.", 1)
+_output.yes_no("report", True, "Write report.html and its figures, for which Matplotlib is needed.")
+
+_machine = Group(FLAGS, "Machine")
+_machine.text("mesh", None, machine_flags.MESH)
+_machine.yes_no("distributed", False, machine_flags.DISTRIBUTED)
+_machine.text("coordinator_address", None, machine_flags.ADDRESS)
+_machine.whole("num_processes", None, machine_flags.COUNT, 1)
+_machine.whole("process_id", None, machine_flags.NUMBER, 0)
+
+# Flags that may differ between two calls of one and the same run.
+_ELSEWHERE = ("out", "stream", "overwrite", "data_dir", "cache_dir", "save_every", "report", "mesh")
+_ELSEWHERE += ("distributed", *machine_flags.PROCESSES)
+
+
+def settings(given: flags.FlagValues) -> dict[str, Any]:
+    """The flags that identify a run."""
+    return {n: value for n, value in given.flag_values_dict().items() if n not in _ELSEWHERE}

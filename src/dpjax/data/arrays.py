@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays, tensors and frames of the user as arrays of NumPy.
+
+NumPy makes an array of everything with `__array__`, so no other library is imported. A loader or
+a source that is read by index has no such method, and the error names `Stream`. JAX would cut
+whole numbers off at 32 bits without a word: `native` refuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import DTypeLike
+
+from dpjax.types import PyTree
+
+
+def arrays(tree: PyTree, name: str) -> PyTree:
+    """The tree with its tensors and frames as `native` arrays.
+
+    Arrays of JAX, single numbers and single objects stay as they are.
+
+    Args:
+      tree: What the user gave as data, as a batch or as parameters.
+      name: How errors call it: ``"dpsgd data"``.
+
+    Example:
+      >>> arrays({"x": np.arange(3)}, "data")["x"].shape
+      (3,)
+    """
+    if isinstance(tree, Iterator):  # jax.tree.map would exhaust it
+        raise no_arrays(tree, name)
+
+    def converted(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array | np.number | np.bool):
+            return leaf
+        if isinstance(leaf, str | bytes) or hasattr(leaf, "__array__"):
+            where = jax.tree_util.keystr(path, simple=True, separator="/") or "(the array)"
+            return native(leaf, f"{name}: leaf {where}")
+        if isinstance(leaf, Iterable) or hasattr(leaf, "__getitem__"):
+            raise no_arrays(leaf, name)
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(converted, tree)
+
+
+def native(given: Any, called: str, dtype: DTypeLike = None) -> np.ndarray:
+    """The array of NumPy, of numbers that JAX holds without a change.
+
+    Args:
+      given: An array, or what NumPy makes one of.
+      called: How errors call it: ``"dpsgd data: leaf 0"``.
+      dtype: What JAX makes of the array's dtype, if the caller knows it.
+
+    Example:
+      >>> native([[1, 2], [3, 4]], "x").shape
+      (2, 2)
+    """
+    array = np.asarray(given)
+    if array.dtype.kind in "OSUMm":
+        raise TypeError(
+            f"{called} is of type {array.dtype}; expected numbers. "
+            "np.unique(words, return_inverse=True)[1] numbers words."
+        )
+    if array.dtype.kind in "iu" and array.size:
+        # JAX takes the last 32 bits: a label of 2^32 would train class 0.
+        dtype = np.dtype(dtype or jax.dtypes.canonicalize_dtype(array.dtype))
+        if dtype != array.dtype and (array.astype(dtype) != array).any():
+            raise ValueError(
+                f"{called} has whole numbers from {array.min()} to {array.max()}; expected "
+                f"numbers that fit into {dtype}, the type that JAX computes with."
+            )
+    return array
+
+
+def no_arrays(given: Any, name: str) -> TypeError:
+    """The error for a loader, an iterator, a source, or another object that is not an array."""
+    return TypeError(
+        f"{name}: got a {type(given).__name__}; expected arrays. Of a loader give its data set, "
+        "and of a source that is read by index dpjax.data.Stream(source): dpsgd draws the batches."
+    )

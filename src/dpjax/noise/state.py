@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a noise link, and where its key comes from.
+
+Nobody has to pass a key: ``init`` reads the randomness of the operating system, so two runs never
+share their noise. A traced ``init`` runs once for many calls, and gives the *unset* key of zeros in
+its place, with which nothing is released before `renew`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Array, Bool, Float, Int
+
+from dpjax import checks, trees
+from dpjax._display import veiled
+from dpjax.types import Key, NoiseMultiplier, PyTree, State, Sum
+
+T = TypeVar("T")
+
+
+class GaussianState(NamedTuple):
+    """What the next step of a noise link needs.
+
+    Privacy: the key and the memory are secrets. Checkpoints of this state hold them; releases
+    never do. The scale follows from noised counts, and may be released.
+    """
+
+    key: Key
+    step: Int[Array, ""]
+    memory: PyTree = ()
+    """What correlated noise remembers of earlier steps; empty for white noise."""
+    scale: Float[Array, ""] | None = None
+    """The factor of the rule's bounds, and of the noise, at this step, if bounds are adapted."""
+
+    def __repr__(self) -> str:
+        return veiled(self, "key", "memory")
+
+    def meeting(
+        self, clipped: Sum, deviations: Sequence[Any], multiplier: NoiseMultiplier, strategy: Any
+    ) -> PyTree:
+        """The sum that meets the noise of this step: that which the link received.
+
+        `dpjax.testing` gives a chain a state of another class, which records and exchanges it.
+
+        Args:
+          clipped: The clipped sum.
+          deviations: The standard deviation of the noise on it, for each group.
+          multiplier: The multiplier that is accounted.
+          strategy: How noise is correlated over the steps; None for white noise.
+        """
+        del deviations, multiplier, strategy
+        return clipped.value
+
+
+def secret_key() -> Key:
+    """A key from the operating system's randomness."""
+    # Threefry by name: under jax_default_prng_impl='rbg' the default generator is not a function of
+    # the key alone on every platform.
+    return _threefry(np.frombuffer(os.urandom(8), np.uint32))
+
+
+def shared_key() -> Key:
+    """A `secret_key` that the first process draws for all of them."""
+    key = secret_key()
+    if jax.process_count() == 1:
+        return key
+    words = multihost_utils.broadcast_one_to_all(np.asarray(jax.random.key_data(key)))
+    return _threefry(np.asarray(words))
+
+
+def first_key(key: Key | None, begun: PyTree) -> Key:
+    """The key with which a run begins: as supplied, or fresh; unset if ``begun`` is traced.
+
+    Args:
+      key: The key that the caller supplied, or None.
+      begun: Arrays that ``init`` made or was given.
+    """
+    if key is not None:
+        return jnp.copy(key)  # a step that donates the state would delete the caller's
+    # A key of the operating system would be a constant of the traced program, for all its calls.
+    return _threefry(np.zeros(2, np.uint32)) if trees.traced(begun) else shared_key()
+
+
+def is_unset(key: Key) -> Bool[Array, ""]:
+    """Whether a key is the unset one, which a traced ``init`` gives."""
+    return ~jnp.any(jax.random.key_data(key) != 0)
+
+
+def unless_unset(total: PyTree, key: Key, name: str) -> PyTree:
+    """The sum; where the key is unset an error, or inside ``jit`` NaN.
+
+    Args:
+      total: The clipped sum.
+      key: The key in the state of a link that was given none.
+      name: How errors call the link.
+    """
+    unset = is_unset(key)
+    if trees.traced(unset):
+        return jax.tree.map(lambda x: jnp.where(unset, jnp.nan, x), total)
+    if unset:
+        raise ValueError(
+            f"{name}: the key in the state is unset, as init was traced or the state was zeroed. "
+            "Give the state one: state = dpjax.noise.renew(state)."
+        )
+    return total
+
+
+def renew(state: T) -> T:
+    """A state, or any tree with states in it, whose noise follows from fresh keys.
+
+    Sets the key of each noise link and the noise key of each `dpjax.types.State`; its key for
+    draws only where that is unset. Two runs that go on from one state then share no noise.
+
+    Example:
+      >>> import dpjax
+      >>> link = dpjax.noise.gaussian(1.0, dpjax.clipping.flat(1.0))
+      >>> state = renew(jax.jit(link.init)(jnp.zeros(3)))
+      >>> bool(is_unset(state.key))
+      False
+    """
+
+    def fresh(node: Any) -> Any:
+        if isinstance(node, GaussianState):
+            return node._replace(key=jax.tree.map(_fresh_like, node.key))
+        if not isinstance(node, State):
+            return node
+        keys = {"noise_key": node.noise_key}
+        if is_unset(node.key):
+            keys["key"] = node.key
+        return node._replace(**jax.tree.map(_fresh_like, keys))
+
+    return jax.tree.map(fresh, state, is_leaf=lambda x: isinstance(x, GaussianState | State))
+
+
+def _fresh_like(key: Key) -> Key:
+    """A fresh key in the place of one, or as many as an ensemble has."""
+    typed = checks.is_typed_key(key)
+    shape = key.shape if typed else key.shape[:-1]
+    fresh = jax.random.split(shared_key(), shape) if shape else shared_key()
+    return fresh if typed else jax.random.key_data(fresh)
+
+
+def _threefry(words: Any) -> Key:
+    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")

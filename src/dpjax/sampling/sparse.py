@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Draws whose time and memory follow the batch, however large the data set is.
+
+A coin for every example takes time for every example. `scattered` cuts the indices into blocks of
+$B = 2^s$ cells, gives each block a random number of balls and each ball a uniform cell, and draws
+the examples whose cells are hit. For Poisson numbers of balls with mean $\lambda B$, cells are hit
+independently with probability $1 - e^{-\lambda}$.
+
+No program of bounded memory draws exactly independently: a draw of all examples would have to be
+possible. The guarantee needs less, and holds without an error term:
+
+    **Whichever other examples are drawn, an example is drawn with probability at most q.**
+
+Let $m_j$ be the probability of $j$ balls, with $(j + 1)\, m_{j+1} \le \lambda B\, m_j$ for all $j$.
+Given $j$ balls in the other cells of a block, and these cells, $k$ balls in the example's own cell
+are more likely than none by the factor
+
+$$\frac{m_{j+k}}{m_j} \binom{j+k}{k} B^{-k} \le \frac{\lambda^k}{k!},$$
+
+so the odds of a hit are at most $e^\lambda - 1$, and its probability at most
+$1 - e^{-\lambda} \le q$. The other examples are drawn by the same law with and without this one,
+so a step is a mixture of steps that are subsampled at rates up to $q$. Divergences are jointly
+convex: that of two mixtures is at most the largest of their parts, which is the one at rate $q$.
+
+`block_of` makes integer probabilities that satisfy the inequality exactly. Their rounding and the
+largest number of balls change the law of a block by less than $2^{-70}$.
+
+Nothing here knows of steps, purposes or events. All arithmetic is on integers, so a draw has the
+same bits on every platform.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.random import threefry_2x32
+from jaxtyping import Array, Bool, Int, UInt
+
+from dpjax.types import Draw, Key
+
+LARGEST = 2**31 - 1
+"""The most examples that an int32 counts; the indices of more are pairs of words."""
+
+# A block has 4 to 8 balls on average, or fewer, and more than 48 with a probability below 2^-72.
+_MEAN, _BALLS = 8, 48
+# The probability of a number of balls is a multiple of 2^-96.
+_WORDS = 3
+# Two words of 32 bits make an index: the low one holds the cell, so a block has 2^31 cells at most.
+_WIDEST = 31
+# FF1 of NIST SP 800-38G, which also permutes domains of any size, has ten rounds.
+_ROUNDS = 12
+
+
+class Block(NamedTuple):
+    """Blocks of cells, and the probabilities of numbers of balls in each."""
+
+    shift: int
+    """A block has ``2**shift`` cells."""
+    tails: np.ndarray
+    """``[balls, words]``: the probabilities of at least 1, 2, ... balls, in units of 2^-96, with
+    the most significant word first."""
+
+    def count(self, examples: int) -> int:
+        """How many blocks hold this many examples."""
+        return ((examples - 1) >> self.shift) + 1
+
+    def capacity(self, examples: int) -> int:
+        """The size that no draw exceeds."""
+        return self.count(examples) * len(self.tails)
+
+
+def block_of(rate: float) -> Block:
+    """The blocks that draw each example with a probability of at most ``rate``, below 1.
+
+    Example:
+      >>> block_of(1e-3).shift
+      12
+    """
+    # Partial sums of the series of -log(1 - q) are below it, so 1 - exp(-each) is below the rate.
+    q = Fraction(rate)
+    each = sum((q**k / k for k in range(1, 24)), Fraction(0))
+    each = Fraction(int(each * 2**128), 2**128)  # a short fraction, rounded down as well
+    shift = min(_WIDEST, int(_MEAN / each).bit_length() - 1)
+    return Block(shift, np.array([_digits(tail) for tail in _tails(each * 2**shift)], np.uint32))
+
+
+def _tails(mean: Fraction) -> list[int]:
+    """The probabilities of at least 1, 2, ... balls: a Poisson law that is rounded down."""
+    # Each floor can only lower a probability beside the one before it, as the inequality demands.
+    # What the sum lacks of 1 is the probability of no ball, which no inequality bounds from above.
+    none = sum(mean**j / math.factorial(j) for j in range(_BALLS + 1))
+    chances = [int(2 ** (32 * _WORDS) / none)]
+    for j in range(1, _BALLS + 1):
+        chances.append(int(chances[-1] * mean / j))
+    return [sum(chances[j:]) for j in range(1, _BALLS + 1)]
+
+
+def _digits(number: int) -> list[int]:
+    return [(number >> (32 * i)) % 2**32 for i in reversed(range(_WORDS))]
+
+
+def scattered(key: Key, examples: int, block: Block) -> Draw:
+    """Draws each example with a probability of at most the block's rate, whatever else is drawn.
+
+    Args:
+      key: Used for this draw alone.
+      examples: Size of the data set.
+      block: Of `block_of`.
+    """
+    count, balls = block.count(examples), len(block.tails)
+    for_numbers, for_cells = jax.random.split(key)
+    words = jax.random.bits(for_numbers, (1, count, block.tails.shape[1]), jnp.uint32)
+    falls = _less(words, jnp.asarray(block.tails)[:, None])  # [balls, blocks]
+    cells = jax.random.bits(for_cells, (balls, count), jnp.uint32) >> (32 - block.shift)
+    whole = jnp.arange(count, dtype=jnp.uint32) < (examples >> block.shift)
+    real = whole[None] | (cells < (examples & (2**block.shift - 1)))  # the last one may be cut
+    chosen = falls & real & ~_repeated(cells, jnp.sum(falls, axis=0, dtype=jnp.int32))
+    # In the order of blocks, so that a stream reads forwards.
+    draw = listed(chosen.T.reshape(-1))
+    # Padding repeats the drawn examples in turn. An empty draw has none: each place names another.
+    places = draw.indices[jnp.arange(draw.mask.size, dtype=jnp.int32) % jnp.maximum(draw.size, 1)]
+    numbers, cells = places // balls, cells.T.reshape(-1)[places]
+    indices = _joined(numbers.astype(jnp.uint32), cells, block.shift, examples)
+    others = jnp.arange(len(indices), dtype=jnp.uint32)
+    others = _joined(jnp.zeros_like(others), others, _WIDEST, examples)
+    return Draw(jnp.where(draw.size > 0, indices, others), draw.mask)
+
+
+def _less(words: UInt[Array, "*a words"], than: UInt[Array, "*b words"]) -> Bool[Array, "..."]:
+    """Whether one number is below another; the most significant word first."""
+    below = jnp.zeros((), bool)
+    for i in reversed(range(words.shape[-1])):
+        a, b = words[..., i], than[..., i]
+        below = (a < b) | ((a == b) & below)
+    return below
+
+
+def _repeated(
+    cells: UInt[Array, "balls blocks"], falls: Int[Array, " blocks"]
+) -> Bool[Array, "balls blocks"]:
+    """Which balls fall on the cell of an earlier ball of their block."""
+    balls = len(cells)
+    # No cell has this number, so the rows above the first repeat nothing.
+    above = jnp.full_like(cells, 2**32 - 1)
+    earlier = jnp.concatenate([above, cells])
+
+    def body(apart: Int[Array, ""], found: Array) -> Array:
+        return found | (jax.lax.dynamic_slice_in_dim(earlier, balls - apart, balls) == cells)
+
+    # Two balls of one block are fewer rows apart than the fullest block has balls.
+    return jax.lax.fori_loop(1, jnp.max(falls), body, jnp.zeros_like(cells, bool))
+
+
+def distinct(key: Key, examples: int, size: int) -> Array:
+    """A uniform list of ``size`` distinct indices.
+
+    Places with the index of an earlier place are drawn again until there is none. Renaming the
+    examples renames the lists and changes no probability, so all lists are equally likely.
+
+    Args:
+      key: Used for this draw alone.
+      examples: Size of the data set; several times ``size``, or many places are drawn again.
+      size: The length of the list.
+    """
+    found = _redrawn(key, size, lambda key: _uniform(key, examples, size), _found_before)
+    return _joined(found[:, 0], found[:, 1], _WIDEST, examples)
+
+
+def _uniform(key: Key, examples: int, size: int) -> UInt[Array, "size 2"]:
+    """Independent uniform indices, in two digits of base 2^31: words beyond are drawn again."""
+    last = examples - 1
+    highest = last >> _WIDEST
+    shifts = [32 - highest.bit_length(), 32 - min(last.bit_length(), _WIDEST)]
+    limit = jnp.array([[examples >> _WIDEST, examples % 2**_WIDEST]], jnp.uint32)
+
+    def digits(key: Key) -> Array:
+        words = jax.random.bits(key, (size, 2), jnp.uint32)
+        # A shift by 32 bits is not defined, and a digit of no bits is 0.
+        high = words[:, 0] >> shifts[0] if highest else jnp.zeros(size, jnp.uint32)
+        return jnp.stack([high, words[:, 1] >> shifts[1]], axis=1)
+
+    return _redrawn(key, size, digits, lambda found: ~_less(found, limit))
+
+
+def _redrawn(
+    key: Key, size: int, draw: Callable[[Key], Array], wrong: Callable[[Array], Array]
+) -> UInt[Array, "size 2"]:
+    """Draws all places, then the wrong places again until none is wrong."""
+
+    def body(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        turn, found, again = state
+        found = jnp.where(again[:, None], draw(jax.random.fold_in(key, turn)), found)
+        return turn + 1, found, wrong(found)
+
+    start = jnp.uint32(0), jnp.zeros((size, 2), jnp.uint32), jnp.ones(size, bool)
+    return jax.lax.while_loop(lambda state: jnp.any(state[2]), body, start)[1]
+
+
+def _found_before(found: UInt[Array, "size 2"]) -> Bool[Array, " size"]:
+    """Which places hold the index of an earlier place."""
+    places = jnp.arange(len(found), dtype=jnp.int32)
+    high, low, order = jax.lax.sort((found[:, 0], found[:, 1], places), num_keys=3)
+    same = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
+    return jnp.zeros(len(found), bool).at[order[1:]].set(same)
+
+
+def permuted(key: Key, examples: int, starts: np.ndarray, offset: Int[Array, ""]) -> Array:
+    """Where a pseudo-random permutation of all indices sends ``starts + offset``.
+
+    A Feistel network of two digits: each round adds a pseudo-random function of one digit to the
+    other, so every round can be undone and no two indices meet. Numbers beyond the data set are
+    sent on until they return, which is a permutation of the others.
+
+    Args:
+      key: The same for the whole permutation.
+      examples: How many indices are permuted.
+      starts: ``[n]``, int64.
+      offset: Added to each, below 2^31; the sums are below ``examples``.
+    """
+    shift = (examples - 1).bit_length() // 2
+    highest = (examples - 1) >> shift
+    mask, last = 2**shift - 1, (examples - 1) % 2**shift
+    secret, offset = jax.random.bits(key, (2,), jnp.uint32), jnp.asarray(offset, jnp.uint32)
+    low = jnp.asarray(starts & mask, jnp.uint32) + (offset & mask)
+    high = jnp.asarray(starts >> shift, jnp.uint32) + (offset >> shift) + (low >> shift)
+    low = low & mask
+
+    def mixed(round_: Array, digit: Array) -> tuple[Array, Array]:
+        words = threefry_2x32(secret, jnp.stack([digit, jnp.full_like(digit, round_)]))
+        return words[0], words[1]
+
+    def round_pair(i: Array, digits: tuple[Array, Array]) -> tuple[Array, Array]:
+        high, low = digits
+        a, b = mixed(2 * i, low)
+        # 42 bits modulo the number of upper digits, which is at most 2^22.
+        more = (((a % (highest + 1)) << 10) | (b >> 22)) % (highest + 1)
+        high = (high + more) % (highest + 1)
+        return high, (low + mixed(2 * i + 1, high)[0]) & mask
+
+    def walk(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        high, low, outside = state
+        a, b = jax.lax.fori_loop(jnp.uint32(0), jnp.uint32(_ROUNDS // 2), round_pair, (high, low))
+        high, low = jnp.where(outside, a, high), jnp.where(outside, b, low)
+        return high, low, (high == highest) & (low > last)
+
+    state = high, low, jnp.ones_like(high, bool)
+    high, low, _ = jax.lax.while_loop(lambda state: jnp.any(state[2]), walk, state)
+    return _joined(high, low, shift, examples)
+
+
+def _joined(high: Array, low: Array, shift: int, examples: int) -> Array:
+    """``high * 2**shift + low``: int32, or two words of 32 bits for data sets beyond int32."""
+    lower = (high << shift) | low
+    if examples <= LARGEST:
+        return lower.astype(jnp.int32)
+    return jnp.stack([high >> (32 - shift), lower], axis=-1)
+
+
+def listed(chosen: Bool[Array, " examples"]) -> Draw:
+    """The indices of the chosen examples in order, and then those of all others, as padding."""
+    # On a CPU one sequential loop runs, and compiles, faster than a scatter.
+    return jax.lax.platform_dependent(chosen, cpu=_listed_in_turn, default=_listed)
+
+
+def _listed(chosen: Bool[Array, " examples"]) -> Draw:
+    """`listed` in parallel."""
+    examples, counts = jnp.arange(chosen.size, dtype=jnp.int32), jnp.cumsum(chosen, dtype=jnp.int32)
+    # The others from the last place on, as `_listed_in_turn` writes them.
+    places = jnp.where(chosen, counts - 1, chosen.size - 1 - (examples - counts))
+    return Draw(jnp.zeros_like(examples).at[places].set(examples), examples < counts[-1])
+
+
+def _listed_in_turn(chosen: Bool[Array, " examples"]) -> Draw:
+    """`listed` as a sequential loop."""
+    examples = jnp.arange(chosen.size, dtype=jnp.int32)
+
+    # A chosen index goes to the end of the list that grows from the front, another one to the end
+    # of that which grows from the back.
+    def body(i: Int[Array, ""], so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+        indices, size = so_far
+        place = jnp.where(chosen[i], size, chosen.size - 1 - (i - size))
+        return indices.at[place].set(i), size + chosen[i].astype(jnp.int32)
+
+    start = jnp.zeros_like(examples), jnp.int32(0)
+    indices, size = jax.lax.fori_loop(0, chosen.size, body, start)
+    return Draw(indices, examples < size)

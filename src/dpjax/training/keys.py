@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys of a run: what each start renews, and what checkpoints hold.
+
+A noise key that `init` drew is renewed at each start of `fit` and never leaves memory. So a forked
+state, a copied folder, a second `fit` from one state, or a resume with another loss have other
+noise: honest releases, whose difference is never free of noise. The key for draws is renewed too
+where steps draw independently. Otherwise it is kept: an example must not be in two batches of an
+epoch, nor change its part of a cycle.
+
+A key that the caller supplied is never renewed, and no file holds it: the caller gives it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpjax import noise, processes, trees
+from dpjax.noise.state import GaussianState, shared_key
+from dpjax.types import Key, State
+
+
+def first_keys(key: Key | None) -> tuple[Key, Key]:
+    """The keys for draws and for noise of a new run: two secret ones, or the given one twice.
+
+    All processes have those of the first process.
+    """
+    if key is None:
+        return shared_key(), shared_key()
+    words = jnp.asarray(processes.from_first(lambda: trees.on_host(key)))
+    root = jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
+    return root, root
+
+
+def renewed(state: Any, mechanism: Any) -> Any:
+    """The state with keys from which nothing was drawn: to run, to return, and to show."""
+    return state if supplied(state) else noise.renew(without_secrets(state, mechanism))
+
+
+def without_secrets(state: Any, mechanism: Any) -> Any:
+    """The state for a checkpoint: zeros in place of each key that a start renews or is given."""
+    if supplied(state) and not isinstance(state, State):
+        return state  # of an algorithm of the user's own, whose keys are unknown
+
+    def unset(node: Any) -> Any:
+        if isinstance(node, GaussianState):
+            return node._replace(key=_zeros(node.key))
+        return node._replace(noise_key=_zeros(node.noise_key)) if isinstance(node, State) else node
+
+    kinds = GaussianState | State
+    state = jax.tree.map(unset, state, is_leaf=lambda node: isinstance(node, kinds))
+    # A plan of the user's own may have no sampler.
+    independent = getattr(getattr(mechanism, "sampling", None), "independent", False)
+    forgets = isinstance(state, State) and (supplied(state) or independent)
+    return state._replace(key=_zeros(state.key)) if forgets else state
+
+
+def with_supplied(saved: Any, given: Any) -> Any:
+    """The state of a checkpoint with the keys of the given state, if they were supplied."""
+    if not (supplied(saved) and isinstance(saved, State)):
+        return saved
+    return saved._replace(key=given.key, noise_key=given.noise_key)
+
+
+def supplied(state: Any) -> bool:
+    """Whether the caller supplied the key of the run, and may so know its noise."""
+    return bool(state.ledger.supplied)
+
+
+def _zeros(key: Key) -> Key:
+    """The unset key, or as many as an ensemble has."""
+    words = jnp.zeros((*key.shape, 2), jnp.uint32)
+    return jax.random.wrap_key_data(words, impl="threefry2x32")

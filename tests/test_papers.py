@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The papers: rows and claims as data, one rule of verdicts, published epsilons, figures."""
+
+import json
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import flags
+from experiments import epsilons, gallery, reproduce
+from experiments.calibration import algorithms
+from experiments.calibration import settings as calibration
+from experiments.common import claims, pictures, runs, tables
+from experiments.common.claims import Claim, judged
+from experiments.common.figures import Figure, logged, series
+from experiments.composite_loss import run as composite
+from experiments.composite_loss.settings import Choice
+from experiments.grouped_clipping import run as grouped
+from experiments.grouped_clipping import settings as groups
+from experiments.noise_curricula import run as curricula
+from experiments.noise_curricula import settings as noises
+from experiments.scatternet import run as scatternet
+from experiments.scatternet import settings as features
+from experiments.tempered_sigmoids import run as tempered
+from experiments.tempered_sigmoids import settings as sigmoids
+from run_binary import run
+
+import dpjax
+from dpjax import losses
+
+PAPERS = tables.papers()
+
+
+@pytest.fixture(autouse=True)
+def _flags():
+    flags.FLAGS.mark_as_parsed()
+
+
+def seeds(*numbers, measure="accuracy"):
+    return {str(seed): {measure: number} for seed, number in enumerate(numbers)}
+
+
+ROWS = {
+    "tanh": seeds(97.9, 98.0, 98.1),
+    "ReLU": seeds(96.4, 96.5, 96.6),
+    "near": seeds(97.7, 98.0, 98.0),
+    "alone": seeds(98.0),
+    "ece small": seeds(0.025, 0.025, measure="ece"),
+    "ece large": seeds(0.005, 0.006, measure="ece"),
+    "mse": seeds(0.39, 0.40, measure="mse"),
+    "mse worse": seeds(0.40, 0.41, measure="mse"),
+    "mse much worse": seeds(0.42, 0.43, measure="mse"),
+}
+VERDICTS = [
+    (Claim("", ["tanh"], 98.4), "holds"),
+    (Claim("", ["tanh"], 98.51), "does not hold"),
+    (Claim("", ["tanh"], 97.3), "better"),
+    (Claim("", ["none"], 90.0), "not run"),
+    (Claim("", ["none"], 90.0, why="no data"), "not run: no data"),
+    (Claim("", ["tanh"], ""), ""),
+    (Claim("", ["tanh"], "above", ["ReLU"]), "holds"),
+    (Claim("", ["ReLU"], "above", ["tanh"]), "does not hold"),
+    (Claim("", ["tanh"], "above", ["near"]), "does not hold, within chance"),
+    (Claim("", ["alone"], "above", ["ReLU"]), "open: 1 seed"),
+    (Claim("", ["near"], "level", ["tanh"]), "holds"),
+    (Claim("", ["ReLU"], "level", ["tanh"]), "does not hold"),
+    (Claim("", ["ece small"], 3.5, measure="ece"), "better"),
+    (Claim("", ["ece large"], "below", ["ece small"], measure="ece"), "holds"),
+    (Claim("", ["mse worse"], "level", ["mse"], measure="mse"), "holds"),
+    (Claim("", ["mse much worse"], "level", ["mse"], measure="mse"), "does not hold"),
+    (Claim("", ["ReLU"], 98.0, needs={"0.8": ["x"]}), "open: rate 0.8 did not run"),
+    (Claim("", ["ReLU", "tanh"], 98.0), "holds"),
+]
+
+
+@pytest.mark.parametrize(("claim", "verdict"), VERDICTS)
+def test_one_rule_decides_whether_a_claim_holds(claim, verdict):
+    assert judged(claim, ROWS).verdict == verdict
+
+
+def test_a_seed_that_diverged_is_no_luck_of_the_others():
+    rows = {"diverged": seeds(0.99, None), "sound": seeds(50.0, 51.0)}
+    assert judged(Claim("", ["diverged"], 98.0), rows).verdict == "does not hold"
+    assert judged(Claim("", ["diverged", "sound"], 98.0), rows).row == "sound"
+    assert tables.summary(rows["diverged"], "accuracy").startswith("nan")
+
+
+def test_average_settings_of_a_sweep_hold_within_half_a_step_of_its_grid():
+    # 20 rows: the best two have s = 1 and 2, and T = 4 and 4.
+    grid = {f"{s} {t}": (s, t) for t in (1, 2, 4, 8, 16) for s in (1, 2, 4, 8)}
+    score = {(1, 4): 90.0, (2, 4): 89.0}
+    rows = {key: seeds(score.get(pair, 50.0 - sum(pair))) for key, pair in grid.items()}
+    claim = Claim("", (), "1.50, 4.00", why="two nights", sweep=grid)
+    verdict = judged(claim, rows)
+    assert (verdict.row, verdict.ours, verdict.verdict) == ("1 4", [1.5, 4.0], "holds")
+    assert judged(claim._replace(published="1.05, 4.00"), rows).verdict == "does not hold"
+    del rows["8 16"]
+    assert judged(claim, rows).verdict == "not run: two nights", "a part of a sweep is none"
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
+def test_every_row_of_the_results_and_of_the_claims_is_a_row_of_the_paper(paper):
+    assert set(tables.load(paper.name)["rows"]) <= set(paper.rows)
+    for claim in paper.claims:
+        assert {*claim.rows, *claim.than, *claim.sweep} <= set(paper.rows), claim.system
+    for figure in paper.figures.values():
+        assert set(figure.row_keys()) <= set(paper.rows)
+
+
+PRINTED = {
+    "tramer2021": list(features.PRINTED.values()),
+    "papernot2021": [*sigmoids.ACCURACIES.values(), 90.3, 90.5, 86.0, *sigmoids.AVERAGES.values()],
+    "losing_less2022": [98.2, 86.9, 63.2, 55.4, 59.8, 45.9, 66.8, 64.5],
+    "liu2021": [98.23, 97.05, 86.28, 84.76, 67.11, 65.91, 60.65]
+    + [number for _, *printed in groups.ABSENT.values() for number in printed],
+    "an2021": [number for _, number in noises.SCHEDULES.values()]
+    + [number for _, number in noises.CONSTANT.values()]
+    + [number for both in noises.ORDERED.values() for number in both],
+    "bu2023": [n for ways in calibration.PRINTED.values() for two in ways.values() for n in two],
+}
+
+
+@pytest.mark.parametrize("paper", PAPERS[:-1], ids=lambda paper: paper.name)
+def test_every_printed_number_is_a_claim(paper):
+    claimed = Counter(claim.published for claim in paper.claims)
+    assert Counter(PRINTED[paper.name]) - claimed == Counter()
+
+
+# --- epsilons ------------------------------------------------------------------------------------
+
+FEATURES = {  # by the paper's convention, and improved RDP for its own events
+    "mnist pixels cnn": (2.9923, 2.5788),
+    "mnist wavelets linear": (2.9968, 2.5878),
+    "mnist wavelets cnn": (3.1310, 2.7012),
+    "fashion pixels cnn": (3.0026, 2.5910),
+    "cifar wavelets cnn": (2.9966, 2.5910),
+}
+
+
+def test_the_epsilons_of_wavelets_are_reproduced_and_thresholds_are_paid_for():
+    for name, (classic, improved) in FEATURES.items():
+        row = features.ROWS[name]
+        claimed = scatternet.claimed(row)
+        for method, printed in (("rdp-classic", classic), ("rdp", improved)):
+            epsilon = dpjax.accounting.epsilon(claimed, 1e-5, method)
+            assert epsilon == pytest.approx(printed, rel=0.002)
+        sound = scatternet.mechanism_of(row).epsilon(1e-5)
+        assert (sound > improved * 1.003) == (row.scaled == "data")
+
+
+@pytest.mark.parametrize(("dataset", "printed"), [("mnist", 2.93), ("cifar10", 7.53)])
+def test_tempered_sigmoids_have_the_printed_epsilons(dataset, printed):
+    row = sigmoids.ROWS[sigmoids.key_of(dataset, "tanh")]
+    mechanism, claimed, convention = tempered.epsilons(row)
+    assert dpjax.accounting.epsilon(claimed, 1e-5, convention) == pytest.approx(printed, abs=0.01)
+    assert mechanism.epsilon(1e-5) < printed - 0.3
+
+
+def test_schedules_have_the_printed_epsilons():
+    for name, (printed, _) in noises.SCHEDULES.items():
+        assert curricula.mechanism_of(noises.ROWS[name]).epsilon(1e-5) == pytest.approx(
+            printed, abs=0.006
+        )
+    equal = curricula.mechanism_of(noises.ROWS["constant 1.0472"])
+    assert equal.noise_multiplier == pytest.approx(1.0472, abs=1e-4)
+
+
+def test_groups_cost_the_printed_epsilon_only_by_the_paper_s_accounting():
+    for dataset in ("mnist", "fashion_mnist"):
+        for printed, steps in groups.SETTINGS[dataset].steps.items():
+            row = groups.Row(dataset, "flat", steps, 0.05)
+            method = groups.METHODS.get(printed, "rdp-classic")
+            assert grouped.mechanism_of(row).epsilon(1e-5, method) <= printed
+            beyond = grouped.mechanism_of(row._replace(steps=steps + 1))
+            assert beyond.epsilon(1e-5, method) > printed, "the most steps within it"
+            equal = grouped.mechanism_of(row._replace(way="equal", groups=8))
+            assert equal.epsilon(1e-5) == grouped.mechanism_of(row).epsilon(1e-5)
+            assert equal.clipping.sensitivity == pytest.approx(1.0)
+    ran = grouped.mechanism_of(groups.Row("mnist", "paper", 12_646, 0.05, groups=8))
+    assert ran.epsilon(1e-5, "pld") == pytest.approx(54.50, rel=0.005)
+
+
+ESTIMATES = {  # printed, estimate of its own event, and for what runs here by PLD
+    "mnist": (2.32, 2.3244, 2.3818),
+    "wine_quality": (4.40, 4.396, 4.3959),
+}
+LAYERS = {f"layer {i}": {"kernel": jnp.zeros(1)} for i in range(4)}
+
+
+@pytest.mark.parametrize("task", ESTIMATES)
+def test_the_published_epsilons_are_estimates_beside_proofs(task):
+    printed, estimate, pld = ESTIMATES[task]
+    setting = calibration.SETTINGS[task]
+    event = calibration.claimed(setting)
+    claimed = dpjax.accounting.epsilon(event, setting.delta, "gdp")
+    assert setting.printed == printed == pytest.approx(claimed, abs=0.01)
+    assert claimed == pytest.approx(estimate, abs=0.001)
+    mechanism = calibration.mechanism_of(setting, calibration.SMALL, LAYERS)
+    assert mechanism.epsilon(setting.delta, "pld") == pytest.approx(pld, rel=0.005)
+
+
+def test_a_mixed_run_takes_the_large_bound_at_its_end_and_costs_the_same():
+    setting = calibration.SETTINGS["mnist"]
+    _, schedule = calibration.moves(setting, calibration.MIXED, 1.0)
+    scales = dpjax.schedules.values(schedule, setting.steps)
+    assert set(scales[:13_000]) == {1.0}
+    assert set(scales[13_500:]) == {200.0}
+    mixed, small = (
+        calibration.mechanism_of(setting, way, LAYERS)
+        for way in (calibration.MIXED, calibration.SMALL)
+    )
+    assert mixed.event == small.event
+
+
+def test_every_algorithm_of_exact_norms_costs_the_epsilon_of_the_table():
+    rows = [row for name, row in algorithms.METHODS.items() if "JL" not in name]
+    sizes = {"example": algorithms.EXAMPLES, "user": algorithms.USERS}
+    events = {
+        str(mechanism.event): mechanism
+        for row in rows
+        for mechanism in [algorithms.mechanism_of(row, sizes[row.unit], LAYERS)]
+    }
+    assert len(events) == 2, "all rows of examples have one event, and all rows of users another"
+    for mechanism in events.values():
+        assert mechanism.epsilon(1e-5, "pld") == pytest.approx(2.38, rel=0.01)
+
+
+@pytest.mark.slow
+def test_the_committed_epsilons_are_those_of_the_settings():
+    for paper in (scatternet.PAPER, tempered.PAPER):
+        assert epsilons.costs(paper) == tables.load("epsilons")[paper.name]
+
+
+# --- losses and runs -----------------------------------------------------------------------------
+
+LOGITS = jnp.array([2.0, -1.0, 0.5, 0.0])
+
+
+def test_the_losses_of_the_ablation():
+    chosen, y = Choice(threshold=7, beta=11, gamma=5), jnp.array(2)
+    error = LOGITS - jax.nn.one_hot(2, 4)
+    squared = float(0.5 * jnp.sum(error**2))
+    assert composite.loss_of("SSE", chosen)(LOGITS, y) == pytest.approx(squared)
+    assert composite.loss_of("SAE", chosen)(LOGITS, y) == pytest.approx(
+        float(jnp.sum(jnp.abs(error)))
+    )
+    huber = composite.loss_of("Huber 0.5", chosen)
+    distance = jnp.abs(error)
+    equation = jnp.where(distance < 0.5, distance**2, distance - 0.25)
+    assert huber(LOGITS, y) == pytest.approx(float(equation.sum()), rel=1e-5)
+    # Early the squared error rules, late the other one; at the threshold their mean.
+    unseen = [jnp.full(3, jnp.inf)]
+    for name, late in (("SSE+CE", losses.cross_entropy), ("SSE+focal", losses.focal(5.0))):
+        other, loss = float(late(LOGITS, y)), composite.loss_of(name, chosen)
+        for epoch, value in ((-30, squared), (7, (squared + other) / 2), (40, other)):
+            assert loss(LOGITS, y, hidden=unseen, epoch=epoch) == pytest.approx(value, rel=1e-5)
+    hidden = [jnp.full(3, 2.0)]
+    fading = 2 * jax.nn.sigmoid(7.0 - 5.0)  # 1 - alpha, of half the mean square
+    for name, want in (("all", fading / 11), ("all, beta=4", fading / 4), ("all, 1/beta", 4 / 11)):
+        loss = composite.loss_of(name, chosen)
+        penalty = loss(LOGITS, y, hidden=hidden, epoch=5) - loss(LOGITS, y, hidden=[], epoch=5)
+        assert float(penalty) == pytest.approx(float(want), rel=1e-4)
+
+
+def test_results_are_strict_json_shared_by_processes_and_come_back_as_numbers(tmp_path):
+    file, called = tmp_path / "results.json", []
+
+    def train(seed, folder):
+        called.append(seed)
+        return {"accuracy": float("nan"), "way": [{"nll": np.inf, "norms": [1.0, np.nan]}]}
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    one, other = runs.Results(file), runs.Results(file)
+    for results, row in ((one, "a"), (other, "b"), (one, "b")):
+        assert np.isnan(results.of(row, 0, train)["accuracy"])
+    assert called == [0, 0], "the last was known"
+    rows = json.loads(file.read_text(), parse_constant=refuse)["rows"]
+    assert rows["a"]["0"]["way"] == [{"nll": None, "norms": [1.0, None]}]
+    for kept in tables.RESULTS.glob("*.json"):
+        json.loads(kept.read_text(), parse_constant=refuse)
+
+
+def test_missing_rows_are_those_without_their_seeds():
+    missing = {(row.paper.name, row.key): row.seeds for row in reproduce.missing()}
+    for (name, key), lacking in missing.items():
+        assert lacking > 0
+        ran = tables.load(name)["rows"].get(key, {})
+        assert len(ran) < 30 or lacking == 0
+    assert not [key for name, key in missing if name == "tramer2021"], "all of its rows ran"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
+def test_every_paper_runs_in_little_and_shows_three_epsilons(paper, tmp_path):
+    out = tmp_path / "results.json"
+    package = paper.command.split()[-1]
+    shown = run(package, "--smoke", "--out", out).stdout
+    rows = json.loads(out.read_text())["rows"]
+    assert set(rows) == {f"smoke: {key}" for key in paper.small}
+    assert "| epsilon, paper's |" in shown
+    learned = [run["0"]["accuracy"] for run in rows.values() if "accuracy" in run["0"]]
+    assert max(learned) > 60
+    assert run(package, "--smoke", "--out", out).stdout == shown, "nothing runs again"
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def flat(number, count=1):
+    return range(3), np.full((3, count), float(number))
+
+
+def axes_of(monkeypatch, *panels):
+    """The figure that is saved, and the axes of its panels."""
+    saved = []
+    monkeypatch.setattr(pictures, "png", lambda figure: saved.append(figure) or b"")
+    pictures.image(panels)
+    return saved[0], saved[0].axes
+
+
+def test_twelve_lines_have_twelve_looks_and_a_thirteenth_is_an_error(monkeypatch):
+    lines = {f"line {i}": flat(i) for i in range(13)}
+    with pytest.raises(ValueError, match="13 lines"):
+        pictures.image([pictures.Panel("title", "x", "y", lines)])
+    del lines["line 12"]
+    figure, (axes,) = axes_of(monkeypatch, pictures.Panel("title", "x", "y", lines))
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}) == 12
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(lines)
+
+
+def test_bands_are_of_the_seeds_that_have_a_number(monkeypatch):
+    lines = {"three": flat(1, 3), "ragged": (range(3), [[1], [1, 3], [np.nan, 2]])}
+    panel = pictures.Panel("title", "x", "y", lines)
+    assert pictures.seeds_of(panel) == "3 seeds; 2 of ragged"
+    _, (axes,) = axes_of(monkeypatch, panel)
+    np.testing.assert_array_equal(axes.get_lines()[1].get_ydata(), [1, 2, 2])
+
+
+def test_a_figure_draws_the_best_row_of_each_line_and_says_what_is_missing():
+    way = [{"step": 1, "accuracy": 0.5}, {"step": 2, "accuracy": 0.75}]
+    rows = {
+        "slow": {"0": {"accuracy": 50.0, "way": way}},
+        "fast": {"0": {"accuracy": 75.0, "way": way}, "1": {"accuracy": 74.0, "way": []}},
+    }
+    lines = {"mnist": {"tanh": ["slow", "fast"], "ReLU": ["none"]}}
+    figure = Figure("", [logged("step", "accuracy", ("step", "%"), 100)], lines)
+    (panel,) = figure.panels(rows)
+    assert list(panel.lines) == ["tanh"]
+    assert panel.lines["tanh"][1].tolist() == [[50.0], [75.0]]
+    assert figure.missing(rows) == ["mnist ReLU"]
+    assert series(list(rows["fast"].values()), "step", "norm") is None
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("paper", [p for p in PAPERS if p.figures], ids=lambda paper: paper.name)
+def test_every_figure_is_drawn_from_the_committed_results_or_says_what_to_run(paper, monkeypatch):
+    monkeypatch.setattr(pictures, "png", lambda figure: b"a picture")
+    verdicts = [result for result, _ in tables.judged_claims(paper)]
+    for drawn in gallery.drawn([paper]):
+        caption = drawn.caption(verdicts)
+        assert drawn.picture or "Not run" in caption
+        assert not drawn.missing or drawn.how in caption
+
+
+def test_the_rule_is_printed_and_counts_all_claims():
+    words = tables.verdicts()
+    total = sum(
+        bool(judged(c, tables.load(p.name)["rows"]).verdict) for p in PAPERS for c in p.claims
+    )
+    own = sum(claim.own for paper in PAPERS for claim in paper.claims)
+    assert words.startswith(f"Of {total - own} claims of the papers, ")
+    assert claims.RULE in tables.page()
