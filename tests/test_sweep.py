@@ -128,7 +128,7 @@ def test_a_run_that_fails_is_reported_and_tried_again_and_the_others_continue(
     assert said.count("FAILED with status 1: the data have a hole") == 2
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert [(row["settings"], row["runs"]) for row in rows] == [({"x": "60"}, 2), ({"x": "50"}, 2)]
-    assert rows[0]["accuracies"] == pytest.approx([60.4, 60.5])
+    assert rows[0]["mean"] == pytest.approx(60.45)
     assert rows[0]["deviation"] == pytest.approx(np.std([60.4, 60.5], ddof=1))
     (tmp_path / "gate").touch()
     sweep(*words)
@@ -389,8 +389,18 @@ def test_results_that_tell_a_secret_number_of_runs_are_their_owners_alone(
     assert not (out / "sweep.json").stat().st_mode & 0o077
 
 
-def test_the_table_of_a_search_is_rounded_up_and_has_runs_without_an_accuracy():
+def test_the_table_of_a_search_is_rounded_up_and_has_runs_without_an_accuracy(tmp_path):
     row = {"mean": 50.0, "deviation": None, "runs": 1, "epsilon": 2.0001, "settings": {"x": "1"}}
     assert "2.001" in search.table([row])
-    assert "nan %" in search.table([{**row, "mean": math.nan}])
-    assert json.loads(json.dumps(strict({**row, "epsilon": math.inf})))["epsilon"] == "inf"
+    trials = {}
+    for name, last in (("a", None), ("b", 0.5)):  # an earlier accuracy is of other parameters
+        rows = [{"step": 1, "epsilon": 1.0, "accuracy": 0.9}, {"step": 2, "epsilon": None}]
+        rows[1]["accuracy"] = last
+        (tmp_path / name).mkdir()
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / name / "metrics.jsonl").write_text(lines)
+        trials[tmp_path / name] = search_space.Trial({"x": name}, None, 0)
+    ranked = json.loads(json.dumps(strict(search.results(trials))))
+    assert [row["mean"] for row in ranked] == [50.0, None]
+    assert ranked[0]["epsilon"] == "inf"
+    assert "none" in search.table(search.results(trials))

@@ -21,11 +21,7 @@ def only_flags(argv: Sequence[str]) -> None:
 
 
 def require_matplotlib(otherwise: str = "") -> None:
-    """Refuses a command whose figures could not be drawn, before its work rather than after it.
-
-    Args:
-      otherwise: What helps too, in words after "Install it".
-    """
+    """Refuses a command whose figures could not be drawn, before its work rather than after it."""
     try:
         # Imported, not only found: an installed one may not fit this version of NumPy.
         importlib.import_module("matplotlib.figure")

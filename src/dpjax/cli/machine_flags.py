@@ -30,11 +30,7 @@ PROCESSES = ("coordinator_address", "num_processes", "process_id")
 
 
 def meet(given: flags.FlagValues) -> int | None:
-    """Joins the other processes of a run, before anything else of JAX runs.
-
-    Returns:
-      How many processes there are; None if the cluster decides it.
-    """
+    """Joins the other processes of a run, and says how many there are; None if unknown."""
     import jax
 
     arguments: dict[str, Any] = {name: given[name].value for name in PROCESSES}
@@ -55,10 +51,7 @@ def meet(given: flags.FlagValues) -> int | None:
 def mesh_in_force(text: str | None, processes: int | None = 1) -> Iterator[None]:
     """The mesh of the flag, for all that runs inside; without the flag, devices for the cores.
 
-    Args:
-      text: The value of the flag, or None.
-      processes: Among how many processes the devices of a CPU are divided; None if that is not
-        known, and then each process keeps the devices that it has.
+    The devices of a CPU are divided among ``processes``; each keeps its own if that is unknown.
     """
     import jax
 

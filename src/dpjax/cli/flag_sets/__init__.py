@@ -60,27 +60,13 @@ class Group(NamedTuple):
         """A flag that is on (`--name`) or off (`--noname`)."""
         flags.DEFINE_bool(name, default, words, **self._where)
 
-    def whole(
-        self,
-        name: str,
-        default: int | None,
-        words: str,
-        low: int | None = None,
-        high: int | None = None,
-    ) -> None:
-        """A flag with a whole number from ``low`` to ``high``."""
-        flags.DEFINE_integer(name, default, words, low, high, **self._where)
+    def whole(self, name: str, default: int | None, words: str, *limits: int | None) -> None:
+        """A flag with a whole number, in ``limits``: the least, and the largest."""
+        flags.DEFINE_integer(name, default, words, *limits, **self._where)
 
-    def number(
-        self,
-        name: str,
-        default: float | None,
-        words: str,
-        low: float | None = None,
-        high: float | None = None,
-    ) -> None:
-        """A flag with a number from ``low`` to ``high``."""
-        flags.DEFINE_float(name, default, words, low, high, **self._where)
+    def number(self, name: str, default: float | None, words: str, *limits: float | None) -> None:
+        """A flag with a number, in ``limits``: the least, and the largest."""
+        flags.DEFINE_float(name, default, words, *limits, **self._where)
 
     def several(self, name: str, default: Sequence[str], words: str) -> None:
         """A flag with values separated by commas."""

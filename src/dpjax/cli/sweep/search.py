@@ -204,19 +204,19 @@ def results(runs: Runs, *, single: bool = False) -> list[dict[str, Any]]:
     for folder, trial in runs.items():
         groups.setdefault(folder.name if single else words(trial.settings), []).append(folder)
     rows = [_row(folders, runs[folders[0]].settings) for folders in groups.values()]
-    return sorted(rows, key=lambda row: np.inf if np.isnan(row["mean"]) else -row["mean"])
+    return sorted(rows, key=lambda row: np.inf if row["mean"] is None else -row["mean"])
 
 
 def _row(folders: list[pathlib.Path], settings: dict[str, str]) -> dict[str, Any]:
     """One setting: the mean of its runs, and their standard deviation if there are several."""
     saved = [read(folder, arrays=False) for folder in folders]
     accuracies = [100 * run.accuracy for run in saved]
+    measured = not np.isnan(accuracies).any()  # else there is no mean
     return {
         "settings": settings,
         "runs": len(saved),
-        "mean": float(np.mean(accuracies)),
-        "deviation": float(np.std(accuracies, ddof=1)) if len(saved) > 1 else None,
-        "accuracies": accuracies,
+        "mean": float(np.mean(accuracies)) if measured else None,
+        "deviation": float(np.std(accuracies, ddof=1)) if measured and len(saved) > 1 else None,
         "epsilon": max(run.epsilon for run in saved),
         "folders": [folder.name for folder in folders],
     }
@@ -227,8 +227,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'test accuracy':>17}  {'runs':>4}  {'epsilon':>7}  settings"]
     for row in rows:
         spread = "" if row["deviation"] is None else f" ± {row['deviation']:.2f}"
-        mean, spent = f"{row['mean']:.2f} %{spread}", upwards(row["epsilon"], ".3f")
-        lines.append(f"{mean:>17}  {row['runs']:>4}  {spent:>7}  {words(row['settings'])}")
+        mean = "none" if row["mean"] is None else f"{row['mean']:.2f} %{spread}"
+        spent, name = upwards(row["epsilon"], ".3f"), words(row["settings"])
+        lines.append(f"{mean:>17}  {row['runs']:>4}  {spent:>7}  {name}")
     return "\n".join(lines)
 
 

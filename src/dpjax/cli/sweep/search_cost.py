@@ -137,11 +137,7 @@ def possible_mechanisms(
 
     No list says which flags change a cost: momentum does for some correlated noise, and not
     otherwise. So each mechanism is built from its flags, and `Recorded` notes which were read.
-    Settings that differ in other flags alone share a mechanism.
-
-    Args:
-      candidates: What the search draws from.
-      parse: The flags of a run with these settings.
+    Settings that differ in other flags alone share a mechanism. ``parse`` gives the flags of a run.
     """
     ranges = {name: each for name, each in candidates.items() if isinstance(each, Range)}
     # One value stands for a range, which is refused below if a mechanism reads it.
