@@ -252,8 +252,8 @@ def test_composite_of_an_infinite_beta_has_no_penalty():
     assert got == without(jnp.asarray(LOGITS), jnp.array(2), hidden=[], epoch=4.0)
 
 
-@kills("losses/combined.py", "jnp.where(part > 0, logits, 0) for", "logits for", slow=True)
-@kills("losses/combined.py", "jnp.where(part > 0, h, 0) for", "h for", slow=True)
+@kills("losses/combined.py", "jnp.where(share > 0, logits, 0) for", "logits for", slow=True)
+@kills("losses/combined.py", "jnp.where(share > 0, h, 0) for", "h for", slow=True)
 def test_an_error_of_composite_without_weight_may_overflow():
     loss = losses.composite(threshold=0.0)
     huge = [jnp.full(3, 1e20)]

@@ -60,8 +60,8 @@ def scattered(
     """
     batch_size = checks.whole("features.scattered", "batch_size", batch_size)
 
-    def transform(part: Any) -> jax.Array:
-        return scatter(part, J, L, order)
+    def transform(images: Any) -> jax.Array:
+        return scatter(images, J, L, order)
 
     # In this machine's byte order, so that equal images share a file.
     images = np.asarray(images)
@@ -74,11 +74,11 @@ def scattered(
         features = np.empty((len(images), *row.shape[1:]), row.dtype)
         size = min(batch_size, len(images))
         for start in range(0, len(images), max(1, size)):
-            part = images[start : start + size]
-            if len(part) < size:  # padded, because compiling a second shape would take longer
-                missing = ((0, size - len(part)), *[(0, 0)] * (images.ndim - 1))
-                part = np.pad(part, missing)
-            features[start : start + size] = transform(part)[: len(images) - start]
+            batch = images[start : start + size]
+            if len(batch) < size:  # padded, because compiling a second shape would take longer
+                missing = ((0, size - len(batch)), *[(0, 0)] * (images.ndim - 1))
+                batch = np.pad(batch, missing)
+            features[start : start + size] = transform(batch)[: len(images) - start]
         return features
 
     if directory is None:
@@ -102,7 +102,7 @@ def cached(
       inputs: An array; a single changed bit makes another key.
       settings: All other facts that the result depends on, as JSON: numbers, strings, lists.
       directory: The folder; made if it does not exist.
-      name: The first part of the file's name.
+      name: The first batch of the file's name.
 
     Returns:
       The array, equal to the last bit.

@@ -232,10 +232,10 @@ def _summed(rows: Array, factors: Array) -> tuple[Array, Array]:
     """
     total = np.zeros(rows.shape[1:], np.float64)
     for start in range(0, rows.shape[0], _ROWS):
-        part = np.asarray(rows[start : start + _ROWS])
-        scale = np.asarray(factors[start : start + _ROWS], part.dtype)
+        block = np.asarray(rows[start : start + _ROWS])
+        scale = np.asarray(factors[start : start + _ROWS], block.dtype)
         # 0 * NaN is NaN: a dropped example must contribute exactly 0.
-        kept = np.where(scale != 0, part, 0)
-        total += np.sum(kept * scale, axis=0, dtype=np.float64)
+        finite = np.where(scale != 0, block, 0)
+        total += np.sum(finite * scale, axis=0, dtype=np.float64)
     high = total.astype(rows.dtype)
     return jnp.asarray(high), jnp.asarray((total - high).astype(rows.dtype))

@@ -34,7 +34,7 @@ def check_params(call: str, params: PyTree) -> None:
             raise TypeError(
                 f"{call}: leaf {name or '(the array)'} is "
                 f"{type(leaf).__name__ if kind is None else kind}; expected floating-point arrays. "
-                "Close the loss over the rest: nnx.split(model, nnx.Param, ...), eqx.partition."
+                "Close the loss over the rest: nnx.split, eqx.partition."
             )
 
 

@@ -100,12 +100,12 @@ def composite(
         # of the epoch alone, so it costs no privacy.
         alpha = jax.nn.sigmoid(jnp.asarray(epoch, jnp.float32) - threshold)
         # An error without weight is that of zeros: 0 times an error that overflows is NaN.
-        seen = [jnp.where(part > 0, logits, 0) for part in (alpha, 1 - alpha)]
-        total = alpha * hard(seen[0], label) + (1 - alpha) * easy(seen[1], label)
+        used = [jnp.where(share > 0, logits, 0) for share in (alpha, 1 - alpha)]
+        total = alpha * hard(used[0], label) + (1 - alpha) * easy(used[1], label)
         if weight:  # with weight 0 it is left out, for the same reason
-            part = 1 - alpha if fades else jnp.ones(())
-            squares = _mean_squares([jnp.where(part > 0, h, 0) for h in hidden])
-            total += part * weight * squares
+            share = 1 - alpha if fades else jnp.ones(())
+            squares = _mean_squares([jnp.where(share > 0, h, 0) for h in hidden])
+            total += share * weight * squares
         # An example without a class contributes nothing, and so neither does its penalty.
         # Not `label < logits.size`: in uint8, 256 classes are 0.
         return jnp.where(jnp.any(jnp.arange(logits.size) == label), total, jnp.nan)

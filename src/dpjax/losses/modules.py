@@ -94,10 +94,10 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
         try:
             if "hidden" in named:
                 # No other collection is mutable: batch statistics raise and are refused below.
-                output, kept = model.apply(
+                output, sown = model.apply(
                     {"params": params}, x, mutable=["preactivations"], **options
                 )
-                more["hidden"] = _hidden(model, params, kept)
+                more["hidden"] = _hidden(model, params, sown)
             else:
                 output = model.apply({"params": params}, x, **options)
         except (flax.errors.ScopeCollectionNotFound, flax.errors.ModifyScopeVariableError) as error:
@@ -129,9 +129,9 @@ _STATE = (
 )
 
 
-def _hidden(model: nn.Module, params: PyTree, kept: Any) -> list[Array]:
+def _hidden(model: nn.Module, params: PyTree, sown: Any) -> list[Array]:
     """The pre-activations; a model of several layers that keeps none is an error."""
-    hidden = jax.tree.leaves(kept)
+    hidden = jax.tree.leaves(sown)
     # A penalty that is silently 0 would look like a result.
     if not hidden and sum(jnp.ndim(leaf) > 1 for leaf in jax.tree.leaves(params)) > 1:
         raise ValueError(

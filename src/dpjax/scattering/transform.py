@@ -42,14 +42,14 @@ def paths(J: int = 2, L: int = 8, order: int = 2) -> tuple[Path, ...]:
       (81, Path(scales=(0, 1), angles=(3, 5)))
     """
     first = [(j, angle) for j in range(J) for angle in range(L)]
-    found = [Path((), ())]
+    channels = [Path((), ())]
     if order >= 1:
-        found += [Path((j,), (angle,)) for j, angle in first]
+        channels += [Path((j,), (angle,)) for j, angle in first]
     if order >= 2:
         # Only coarser second wavelets: a modulus is smoother than its field, and finer ones find
         # nothing in it.
-        found += [Path((j, k), (a, b)) for j, a in first for k, b in first if k > j]
-    return tuple(found)
+        channels += [Path((j, k), (a, b)) for j, a in first for k, b in first if k > j]
+    return tuple(channels)
 
 
 def scatter(
@@ -120,15 +120,15 @@ def _check(images: Array, J: int) -> None:
 @functools.partial(jax.jit, static_argnames=("J", "L", "order"))
 def _scatter(images: Array, J: int, L: int, order: int) -> Array:
     """Transforms the images in parts; the size of a part changes speed and memory only."""
-    size, each = images.shape[0], min(images.shape[0], _part_size(images, J, L))
-    whole = size // each * each if each else 0
+    size, lot = images.shape[0], min(images.shape[0], _part_size(images, J, L))
+    even = size // lot * lot if lot else 0
     # A loop over equal parts, and one rest: padding the last part would compute unused features.
-    parts = images[:whole].reshape(-1, max(1, each), *images.shape[1:])
+    parts = images[:even].reshape(-1, max(1, lot), *images.shape[1:])
     features = jax.lax.map(lambda part: _cascade(part, J, L, order), parts)
-    features = features.reshape(whole, *features.shape[2:])
-    if whole == size:
+    features = features.reshape(even, *features.shape[2:])
+    if even == size:
         return features
-    return jnp.concatenate([features, _cascade(images[whole:], J, L, order)])
+    return jnp.concatenate([features, _cascade(images[even:], J, L, order)])
 
 
 def _part_size(images: Array, J: int, L: int) -> int:
@@ -149,15 +149,15 @@ def _cascade(images: Array, J: int, L: int, order: int) -> Array:
     # matrices on either side.
     field = _field(images, J)
     bank = filter_bank(field.shape[0], field.shape[-1], J, L)
-    found = [_average(field, bank, 0)[:, :, None]]
+    orders = [_average(field, bank, 0)[:, :, None]]
     if order >= 1:
         spectrum = spectrum_of(field, 2 ** (J - 1))
         once = [_response(spectrum, bank, j, 0) for j in range(J)]
-        found += [_average(first, bank, j) for j, first in enumerate(once)]
+        orders += [_average(first, bank, j) for j, first in enumerate(once)]
         if order == 2:
             # The coarsest scale has no coarser wavelet.
-            found += [_second_order(first, bank, j) for j, first in enumerate(once[:-1])]
-    features = jnp.concatenate(found, axis=2)
+            orders += [_second_order(first, bank, j) for j, first in enumerate(once[:-1])]
+    features = jnp.concatenate(orders, axis=2)
     height, _, _, width = features.shape
     features = features.reshape(height, images.shape[0], -1, width)  # paths join channels
     return features.transpose(1, 0, 3, 2)
@@ -167,9 +167,9 @@ def _second_order(first: Array, bank: Bank, j: int) -> Float[Array, "rows images
     """The averaged moduli of all coarser wavelets, applied to the first order's at scale ``j``."""
     J = len(bank.wavelets)
     spectrum = spectrum_of(first, 2 ** (J - 1 - j))
-    found = [_average(_response(spectrum, bank, k, j), bank, k) for k in range(j + 1, J)]
-    rows, images, *_, columns = found[0].shape
-    return jnp.concatenate(found, axis=3).reshape(rows, images, -1, columns)
+    orders = [_average(_response(spectrum, bank, k, j), bank, k) for k in range(j + 1, J)]
+    rows, images, *_, columns = orders[0].shape
+    return jnp.concatenate(orders, axis=3).reshape(rows, images, -1, columns)
 
 
 def _response(
