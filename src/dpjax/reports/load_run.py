@@ -31,16 +31,6 @@ _INTERRUPTED = (
 )
 
 
-def seed_of(run: Mapping[str, Any]) -> Any:
-    """The published seed of a run; True for another supplied key, None for a secret one.
-
-    Args:
-      run: What ``run.json`` holds.
-    """
-    named = [run[name] for name in ("--seed", "seed") if run.get(name) is not None]
-    return named[0] if named else run.get("randomness") == "supplied" or None
-
-
 class Missing(LookupError):
     """The folder lacks what a figure needs; the message names it and its file."""
 
@@ -106,9 +96,9 @@ class SavedRun(NamedTuple):
         """
         if self.card is not None:
             return self.card.get("seed_published")
-        seed = seed_of(self.identity or {})
+        supplied = (self.identity or {}).get("randomness") == "supplied"
         before = any(spent.get("seeded") for spent in self.mechanism.get("before", ()))
-        return seed if seed is not None else before or None
+        return supplied or before or None
 
     @property
     def epsilons(self) -> dict[str, float]:

@@ -21,7 +21,6 @@ import numpy as np
 from dpjax import processes, reports, trees
 from dpjax._files import replace
 from dpjax.mechanism import Mechanism
-from dpjax.reports.load_run import seed_of
 from dpjax.training.run_folder import Folder
 from dpjax.types import Plan, PyTree, State
 
@@ -40,7 +39,6 @@ def write_released(
         # Loss distributions of many different steps take seconds: the last card has them.
         methods = None if last else ("rdp", "rdp-classic", method)
         facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
-        facts["seed"] = seed_of(folder.identity)
         card = reports.card(mechanism, delta, **facts)
         facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
         words = reports.statement(mechanism, delta, **facts)

@@ -25,7 +25,6 @@ from dpjax.checkpoints import Checkpoints, Damaged, Restored
 from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
 from dpjax.mechanism.card import check_format, spent_of
-from dpjax.reports.load_run import seed_of
 from dpjax.training.keys import supplied
 from dpjax.types import Algorithm
 
@@ -234,7 +233,12 @@ def spending(directory: str | os.PathLike[str]) -> dict[str, Any]:
         ) from error
     check_format(run.get("mechanism"), call)
     steps = max(released_steps(folder), counted(read_log(folder / "metrics.jsonl")))
-    return {"facts": run["mechanism"], "steps": steps, "seeded": seed_of(run) is not None}
+    # A key that was supplied stays so in all that follows from the run.
+    return {
+        "facts": run["mechanism"],
+        "steps": steps,
+        "seeded": run.get("randomness") == "supplied",
+    }
 
 
 def forget(directory: str | os.PathLike[str]) -> None:
