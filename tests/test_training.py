@@ -749,27 +749,6 @@ class TestStreamed:
         assert len(read) == infos.examples.sum()
         assert sum(infos.examples) < 45
 
-    @pytest.mark.parametrize("after", [0, 30])
-    def test_a_source_that_becomes_shorter_is_refused(self, after):
-        """Between two calls or within one, also where no draw holds the row that is gone."""
-        read = []
-
-        class Shrinks(list):
-            def __getitem__(self, index):
-                read.append(index)
-                if len(read) == 30:
-                    del self[-1:]
-                return super().__getitem__(min(index, 48))
-
-        source = Shrinks(self.X)
-        algorithm = algorithm_with(mechanism_with(50, 5), Stream(source), microbatch_size=2)
-        state, read[:] = start(algorithm), []
-        if not after:
-            del source[-1:]
-        with pytest.raises(IndexError, match=r"Stream had 50 examples and has 49 now.*resume"):
-            algorithm.run(state, 20)
-        assert after <= len(read) < 60
-
     def test_empty_draws_are_pure_noise(self):
         algorithm = algorithm_with(mechanism_with(50, 0.01, steps=3), Stream(self.X))
         state, infos = algorithm.run(start(algorithm), 3)

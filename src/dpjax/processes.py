@@ -62,7 +62,7 @@ def any_process(value: bool) -> bool:
 
 
 def require_equal(call: str, facts: Callable[[], Mapping[str, str]]) -> None:
-    """Refuses a run whose processes differ in a fact, or of which one cannot say its facts.
+    """Refuses a run whose processes differ in a fact, or where one of them fails to say it.
 
     Args:
       call: How errors call the function.

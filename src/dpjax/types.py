@@ -396,7 +396,7 @@ class Sampler:
       independent: Whether each step draws on its own, so that a resumed run draws with a new key.
         Otherwise a run keeps its key, its generator and the order of its rows.
       coins: Whether a step draws with two keys, ``draw(key, step, coins)``: a run keeps the numbers
-        of the first, and draws those of the second with a new key at each start.
+        of the first, and has a new second key at each start.
       random_bins: Whether each example has one batch of an epoch, drawn uniformly once for the run
         and independently of all others. Correlated noise then counts that the batch is unknown.
       padded: Whether a draw may hold fewer examples than its capacity. Then `Mechanism.private`
