@@ -210,7 +210,7 @@ def _checked(
     delta: float | None,
     method: str | None,
 ) -> _Terms:
-    """The arguments of `fit`, checked, and their defaults. All processes get the values of the first."""
+    """The checked arguments of `fit`, which are equal in all processes, and their defaults."""
     hint = "dpjax.dpsgd makes one. Usually arguments were swapped: fit(algorithm, state)."
     checks.instance("fit", "algorithm", algorithm, Algorithm, hint)
     check_state("fit", state)
