@@ -699,7 +699,7 @@ def test_an_interrupted_run_describes_what_it_released(workshop, tmp_path, monke
     assert resumed["started"] == config["started"]
     assert 100 <= resumed["seconds"] - config["seconds"] < 130
     (tmp_path / "run" / "notes.txt").touch()
-    left = ["config.json", "digest", "lock", "params.msgpack", "run.json"]
+    left = ["command.lock", "config.json", "digest", "params.msgpack", "run.json"]
     assert run_files.present(tmp_path / "run") == left
     assert (tmp_path / "run" / "digest").stat().st_mode & 0o077 == 0
     assert (tmp_path / "run" / "digest").read_text() not in str(config)
@@ -739,7 +739,7 @@ def test_a_folder_is_locked_from_its_queries_to_its_report(workshop, tmp_path, m
 
     def looks(name, answer):
         def look(*args, **_):
-            seen.append((name, lock(folder / "lock")))
+            seen.append((name, lock(folder / "command.lock")))
             if name == "train":
                 (folder / "run.json").touch()
             return answer(*args)
@@ -751,16 +751,16 @@ def test_a_folder_is_locked_from_its_queries_to_its_report(workshop, tmp_path, m
     monkeypatch.setattr(job, "report", looks("report", lambda *_: None))
     job.execute(given, plan, time.time())
     assert seen == [("queries", None), ("train", None), ("report", None)]
-    other = lock(folder / "lock")
+    other = lock(folder / "command.lock")
     assert other is not None, "free again"
     given([*words, "--overwrite"])
     with pytest.raises(dpjax.ledger.Refused, match="is running there"):
         job.execute(given, plan, time.time())
-    assert (len(seen), run_files.present(folder)) == (3, ["lock", "run.json"])
+    assert (len(seen), run_files.present(folder)) == (3, ["command.lock", "run.json"])
     os.close(other)
     (folder / "audit.json").touch()
     job.execute(given, plan, time.time())
-    assert (len(seen), run_files.present(folder)) == (6, ["lock", "run.json"])
+    assert (len(seen), run_files.present(folder)) == (6, ["command.lock", "run.json"])
 
 
 @kills("cli/train/job.py", "fingerprint(dataset.test)", "fingerprint(())", slow=True)

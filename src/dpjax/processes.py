@@ -58,7 +58,7 @@ def any_process(value: bool) -> bool:
     """Whether the value is true in any process, such as a signal to stop."""
     if jax.process_count() == 1:
         return value
-    return bool(np.any(multihost_utils.process_allgather(np.uint8([bool(value)]))))
+    return bool(np.any(multihost_utils.process_allgather(np.array([value], np.uint8))))
 
 
 def require_equal(call: str, facts: Callable[[], Mapping[str, str]]) -> None:
