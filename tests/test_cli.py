@@ -760,7 +760,7 @@ def test_a_folder_is_locked_from_its_queries_to_its_report(workshop, tmp_path, m
     os.close(other)
     (folder / "audit.json").touch()
     job.execute(given, plan, time.time())
-    assert (len(seen), run_files.present(folder)) == (6, ["command.lock", "run.json"])
+    assert (len(seen), run_files.present(folder)) == (6, ["command.lock", "lock", "run.json"])
 
 
 @kills("cli/train/job.py", "fingerprint(dataset.test)", "fingerprint(())", slow=True)

@@ -565,12 +565,6 @@ def test_steps_run_with_64_bits():
     assert np.all(np.isfinite(state.params))
 
 
-def test_a_configuration_holds_json_types(tmp_path):
-    for wrong in (tmp_path, np.float32(0.1), np.ones(2)):
-        with pytest.raises(TypeError, match=r"fit\(configuration=...\): .*Write str\(path\)"):
-            fit(make(), directory=tmp_path / "run", configuration={"data": wrong})
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adamw(0.1)])
 def test_bfloat16_parameters_stay_bfloat16(optimizer):

@@ -86,13 +86,7 @@ def released_params(folder: str | os.PathLike[str], like: PyTree) -> PyTree:
       {'w': Array([0., 1.], dtype=float32)}
     """
     path, call = pathlib.Path(folder), f"training.released_params({str(folder)!r})"
-    try:
-        saved = (path / _FILE if path.is_dir() else path).read_bytes()
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{call}: found no {_FILE}; expected the folder of a run that has written a row."
-        ) from error
-    return restored(saved, like, call)
+    return restored((path / _FILE if path.is_dir() else path).read_bytes(), like, call)
 
 
 def restored(saved: bytes, like: PyTree, where: str) -> PyTree:
