@@ -23,7 +23,7 @@ import jax
 from absl import app, flags, logging
 from common import audited_algorithms
 
-from dpjax.cli.audit.job import HEAD, OF_A_RUN, Line, conclude, line_of_step
+from dpjax.cli.audit import HEAD, OF_A_RUN, Line, conclude, line_of_step
 from dpjax.cli.flag_checks import only_flags
 from dpjax.mechanism.card import strict
 

@@ -26,7 +26,7 @@ from absl import app, flags, logging
 import dpjax
 from dpjax import clipping, data, federated, losses, metrics, models, sampling
 from dpjax.cli.flag_checks import only_flags
-from dpjax.cli.mesh_flag import HELP, mesh_in_force
+from dpjax.cli.machine_flags import MESH, mesh_in_force
 
 _SMOKE = flags.DEFINE_bool("smoke", False, "Seconds instead of minutes: digits, and few rounds.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are, if not DPJAX_DATA_DIR.")
@@ -56,7 +56,7 @@ _SEED = flags.DEFINE_integer(
     "seed", None, "Reproducible noise: anyone who knows the seed can subtract it."
 )
 _OUT = flags.DEFINE_string("out", None, "Folder of the run; an interrupted run resumes.")
-_MESH = flags.DEFINE_string("mesh", None, HELP)
+_MESH = flags.DEFINE_string("mesh", None, MESH)
 
 
 def owners_of(labels: np.ndarray, clients: int, concentration: float | None) -> np.ndarray:

@@ -53,7 +53,7 @@ def with_extras():
     """The demonstration, its page, and a page of two runs."""
     dpjax("train", "--out=demo", *SHORT, says="demo/report.html")
     dpjax("report", "own", says="own/report.html")
-    dpjax("compare", "own", "demo", says="comparison.html")
+    dpjax("compare", "own", "demo", says="comparison.png")
     dpjax("audit", "demo", "--pairs=5", "--canaries=20", "--steps=2", says="proves nothing")
     search = ("--grid=bound=0.5,1", f"--fixed={';'.join(word[2:] for word in SHORT)}")
     dpjax("sweep", *search, "--out=sweep", says="all runs together")
@@ -67,7 +67,7 @@ def main():
     os.environ["XDG_CACHE_HOME"] = os.path.abspath("cache")
     dpjax("--version", says=library.__version__)
     dpjax("--help", says="train")
-    dpjax("train", "--dataset=mnits", status=1, says="Did you mean mnist?")
+    dpjax("train", "--dataset=mnits", status=1, says="one of digits, mnist")
     own_data()
     if importlib.util.find_spec("sklearn") is None:
         dpjax("train", "--noreport", status=1, says="pip install scikit-learn")

@@ -164,10 +164,10 @@ def test_a_mesh_that_is_none_is_answered(text):
 DEVICES = """
 import contextlib, sys, jax, jax.numpy as jnp
 from dpjax import gradients, meshes
-from dpjax.cli import mesh_flag
+from dpjax.cli import machine_flags
 
 meshes.os.cpu_count = lambda: 3
-binary = mesh_flag.mesh_in_force(None) if "binary" in sys.argv else contextlib.nullcontext()
+binary = machine_flags.mesh_in_force(None) if "binary" in sys.argv else contextlib.nullcontext()
 with binary:
     loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))
     for _ in range(2):
@@ -215,12 +215,6 @@ def test_a_mesh_on_the_command_line_changes_no_parameter(tmp_path):
 
 
 @pytest.mark.slow
-@kills(
-    "cli/train/job.py",
-    "processes.from_first(lambda: trees.on_host(noise.secret_key()))",
-    "trees.on_host(noise.secret_key())",
-    slow=True,
-)
 def test_processes_of_the_command_line_train_one_run(tmp_path):
     """With one secret key. The first process alone writes, and prints."""
     flags = ["--num_processes=2", f"--coordinator_address=127.0.0.1:{processes.free_port()}"]

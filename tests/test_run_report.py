@@ -22,7 +22,6 @@ import matplotlib.image
 import numpy as np
 import optax
 import pytest
-from absl import app
 from html_pages import parsed, text
 from mutation import kills
 from small_mechanisms import mechanism_with
@@ -30,7 +29,6 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import clipping, data, losses, models, reports, sampling
 from dpjax.accounting.rounding import upwards
-from dpjax.cli.report import job
 from dpjax.mechanism import Spent, card
 from dpjax.reports import curves, figure_output, figures, layers, load_run, page, predictions, style
 
@@ -564,12 +562,6 @@ def test_a_row_of_another_kind_has_a_page(tmp_path, monkeypatch):
     assert set(badges(tree)) == {"accuracy", "training_loss"}
     assert "37.5 % at the end, 37.5 % at best. The line is the mean of 2 groups" in text(tree)
     assert "test accuracy" not in text(tree.find(".//header"))
-
-
-def test_a_file_that_was_edited_is_answered(tmp_path):
-    write(tmp_path, [row(10)], card={**CARD, "epsilon": [1.0]})
-    with pytest.raises(app.UsageError, match=r"does not hold what dpjax writes there .*edited"):
-        job.run(None, ["report", str(tmp_path)])
 
 
 def test_nulls_leave_gaps(tmp_path):

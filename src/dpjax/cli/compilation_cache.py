@@ -24,8 +24,6 @@ def switch_on() -> None:
     if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
         return
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if not os.path.isabs(home):  # without a home, `expanduser` returns its argument
-        return
     folder = pathlib.Path(home, "dpjax", _processor())
     try:
         # Closed to others: a program holds the constants of a loss, which may be data.
@@ -39,11 +37,8 @@ def switch_on() -> None:
 
 def _processor() -> str:
     """A name for what CPU programs are compiled for: a home folder may serve many machines."""
-    try:
-        text = pathlib.Path("/proc/cpuinfo").read_text()
-        names = ("model name", "flags", "Features", "CPU ")  # the last two on ARM
-        facts = sorted({line for line in text.splitlines() if line.startswith(names)})
-    except OSError:
-        facts = []
-    words = "\n".join([platform.machine(), platform.processor(), *facts])
-    return hashlib.sha256(words.encode()).hexdigest()[:12]
+    facts, path = [platform.machine()], pathlib.Path("/proc/cpuinfo")
+    if path.exists():
+        lines = path.read_text().splitlines()
+        facts += sorted({line for line in lines if line.startswith(("flags", "Features", "CPU "))})
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]

@@ -1,63 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Trains with many settings, and computes the privacy cost of the search itself.
+"""`dpjax sweep`: draws settings, runs them, ranks them, and prices the search.
 
-Examples:
-  dpjax sweep --grid="learning_rate=0.2,0.4;bound=0.5,1" --seeds=3 --jobs=2 \
-    --fixed="dataset=digits;epochs=5" --out=runs/sweep
-  dpjax sweep --ranges="learning_rate=log:0.05:1;bound=0.25,0.5,1" --random=10
-
-`--random_runs=geometric:10` draws a secret number of runs; then the best run, published alone,
-costs much less than all runs together.  Its price covers the dearest setting that could have been
-drawn, so a flag that changes the cost of a run, such as --steps, has a list of values there and no
-range.  The folder receives a folder per run, `results.jsonl` (best setting first, or of a drawn
-number best run first), `costs.json` and `comparison.html`.  The same command resumes a search and
-repeats no finished run.  Runs have secret keys unless `--seed` is given.  They share compiled
-programs, and draw no report of their own unless `--reports` is given.
+`search_space` says what is tried, `child_processes` runs it, `search_cost` prices it, and `search`
+is the command.
 """
 
-from absl import flags
+from dpjax.cli.sweep.search import run
 
-from dpjax.cli.flag_checks import not_empty
-from dpjax.cli.flag_groups import LARGEST_SEED, Group
-
-__all__ = ["FLAGS", "WORDS"]
-
-WORDS = ""  # flags alone
-FLAGS = flags.FlagValues()
-
-_tried = Group(FLAGS, "What is tried")
-_tried.text("grid", None, "Flags and their values; every combination runs.")
-_tried.text("ranges", None, "Flags, and values or ranges to draw from.")
-_tried.whole("random", None, "Number of settings drawn from --ranges.", 1)
-_tried.text(
-    "random_runs",
-    None,
-    "Draw the number of runs, and for each its settings: geometric:MEAN, logarithmic:MEAN or "
-    "poisson:MEAN.",
-)
-_tried.whole("seeds", 1, "Number of runs of each setting.", 1)
-_tried.text("fixed", "", "Flags of every run: dataset=digits;epochs=5.")
-_tried.whole(
-    "seed",
-    None,
-    "Seed of the draws, and of the first run; makes noise reproducible and public.",
-    0,
-    LARGEST_SEED,
-)
-_tried.several(
-    "free",
-    [],
-    "With --binary and --random_runs: flags that change no run's cost. All values of other flags "
-    "must run. For dpjax train the cost of every setting is computed.",
-)
-
-_runs = Group(FLAGS, "Runs")
-_runs.path("binary", None, "Script of each run, which takes --out; by default dpjax train.")
-not_empty(FLAGS, "binary")
-_runs.whole("jobs", 1, "Number of parallel runs.", 1)
-_runs.yes_no("reports", False, "Let each run draw its own report.")
-
-_output = Group(FLAGS, "Output")
-_output.path("out", "runs/sweep", "Folder of the search.")
-not_empty(FLAGS, "out")
-_output.yes_no("page", True, "Write comparison.html, as `dpjax compare` does.")
+__all__ = ["run"]

@@ -17,7 +17,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from absl import app
@@ -73,17 +73,16 @@ def words(settings: dict[str, str]) -> str:
 
 def pairs(text: str, flag: str) -> dict[str, str]:
     """Reads ``name=value;name=value``."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for part in filter(None, map(str.strip, text.split(";"))):
         name, equals, value = (piece.strip() for piece in part.partition("="))
-        if not (name and equals and value) or name in (*found, *OURS):
+        if not (name and equals and value) or name in (*settings, *OURS):
             raise app.UsageError(
-                f"--{flag}: {part!r} is not name=value, or names a flag twice, or one of "
-                f"{', '.join(OURS)}, which belong to the search. Flags are separated by ';', as in "
+                f"--{flag}: {part!r}: expected each flag once, none of {', '.join(OURS)}, as in "
                 "'learning_rate=0.2,0.4;bound=1'."
             )
-        found[name] = value
-    return found
+        settings[name] = value
+    return settings
 
 
 def candidates(text: str, flag: str) -> Candidates:
@@ -95,17 +94,11 @@ def _values(name: str, text: str, flag: str) -> list[str] | Range:
     scale, *ends = text.split(":")
     if scale not in SCALES or len(ends) != 2:
         return [value.strip() for value in text.split("|" if "|" in text else ",")]
-    try:
-        low, high = map(float, ends)
-    except ValueError:
-        low = high = float("nan")
-    ordered = -math.inf < low <= high < math.inf
-    ordered &= scale != "whole" or (low.is_integer() and high.is_integer())
-    if flag == "grid" or not (ordered and (scale != "log" or low > 0)):
+    low, high = map(float, ends)
+    if flag == "grid" or not (-math.inf < low <= high < math.inf) or (scale == "log" and low <= 0):
         raise app.UsageError(
-            f"--{flag}: {name}={text} is no range to draw from. Expected log:LOW:HIGH (LOW above "
-            "0), uniform:LOW:HIGH or, between whole numbers, whole:LOW:HIGH, with finite ends, in "
-            "--ranges; a grid has values only."
+            f"--{flag}: {name}={text}: expected log:LOW:HIGH (LOW above 0), uniform:LOW:HIGH or "
+            "whole:LOW:HIGH, in --ranges. A grid has values only."
         )
     return Range(scale, low, high)
 
@@ -129,15 +122,10 @@ def _one(values: list[str] | Range, draw: np.random.Generator) -> str:
 
 def trials(settings: Iterable[dict[str, str]], seed: int | None) -> list[Trial]:
     """The runs of a search; equal settings are repeats with different seeds."""
-    seen: Counter[str] = Counter()
-    found = []
+    repeats: Counter[str] = Counter()
+    runs = []
     for chosen in settings:
-        repeat = seen[words(chosen)]
-        seen[words(chosen)] += 1
-        found.append(Trial(chosen, None if seed is None else seed + repeat, repeat))
-    return found
-
-
-def stored(found: Iterable[Trial]) -> list[dict[str, Any]]:
-    """Trials in JSON types."""
-    return [trial._asdict() for trial in found]
+        repeat = repeats[words(chosen)]
+        repeats[words(chosen)] += 1
+        runs.append(Trial(chosen, None if seed is None else seed + repeat, repeat))
+    return runs

@@ -4,7 +4,7 @@
 `train` joins a model, a loss, a mechanism, an optimizer and data.  `Evaluation` measures the
 model on test examples, which may be published as far as the training data are concerned, and
 gradients on some training examples, which may not and are logged under "private".  At the end
-it writes the files that `dpjax.reports.report` draws.
+it writes the files that `dpjax.reports.report` draws.  `rehearse` traces a step on shapes alone.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app
 
 import dpjax
 from dpjax import data, diagnostics, losses, metrics, processes, reports, training, trees
@@ -28,12 +26,6 @@ from dpjax._files import replace, replacing
 from dpjax.training.released import restored, serialized
 
 _SAMPLE = 128  # training examples whose gradients are measured
-_NO_KEY = (
-    "the model draws random numbers, usually for dropout, and dpjax train calls model(x), without "
-    "a key. Disable it in the module: def __call__(self, x, train=False), or a field, train: bool "
-    "= False, which --model_options=train=false sets. To train with dropout, write a script: the "
-    "example of dpjax.losses.of derives a key for each example."
-)
 
 
 class Evaluation:
@@ -98,7 +90,7 @@ class Evaluation:
         with contextlib.suppress(ValueError):
             if isinstance(self.model, nn.Module):
                 hidden = diagnostics.preactivation_norms(self.model, params, self.sample[0])
-        found = {
+        measured = {
             "parameters": "averaged",
             "weight_names": list(weights),
             "weight_norms": list(weights.values()),
@@ -107,8 +99,8 @@ class Evaluation:
         }
         if self.loss is not None:
             norms = self.bias(params, self.sample).norms
-            found |= {"norms": norms, "bounds": self.mechanism.clipping.bounds}
-        arrays: dict[str, Any] = {name: np.asarray(value) for name, value in found.items()}
+            measured |= {"norms": norms, "bounds": self.mechanism.clipping.bounds}
+        arrays: dict[str, Any] = {name: np.asarray(value) for name, value in measured.items()}
         with replacing(folder / "diagnostics.npz") as file:  # of training examples, without noise
             np.savez(file, **arrays)
 
@@ -120,7 +112,7 @@ def train(
     mechanism: dpjax.Mechanism,
     optimizer: optax.GradientTransformation,
     *,
-    key: Any,
+    key: Any = None,
     params: bytes | None = None,
     per_step: Callable[[Any], Any] | None = None,
     bound_schedule: Callable[[Any], Any] | None = None,
@@ -134,6 +126,7 @@ def train(
 ) -> tuple[Any, Any, list[dict[str, Any]]]:
     """Trains a model; returns averaged parameters, the last state and the log.
 
+    ``key`` is for runs that repeat; without one, randomness comes from the operating system.
     ``params`` are parameters of an earlier run, as Flax serialises them; otherwise the parameters
     start from the public seed ``initial``. The model is evaluated ``evaluations`` times, with
     ``gradients`` also on gradients of some training examples; ``look`` takes the state and returns
@@ -158,8 +151,8 @@ def train(
     evaluation = Evaluation(model, observed, mechanism, dataset)
 
     def evaluate(state: Any) -> dict[str, Any]:
-        found = look(state) if look is not None else {}
-        return {**evaluation.evaluate(state), **found}
+        further = look(state) if look is not None else {}
+        return {**evaluation.evaluate(state), **further}
 
     state, history = dpjax.fit(
         algorithm,
@@ -191,7 +184,7 @@ def held(params: Any) -> Any:
 
 
 def rehearse(
-    shape: Callable[[], jax.ShapeDtypeStruct],
+    x: jax.ShapeDtypeStruct,
     model: Any,
     loss: losses.ExampleLoss,
     mechanism: dpjax.Mechanism,
@@ -199,39 +192,23 @@ def rehearse(
     *,
     classes: int,
     epochs: bool = False,
-    options: str = "",
 ) -> None:
     """Traces one step on shapes alone, so that a mismatch is found before privacy is spent.
 
-    ``shape`` computes the shape of one example's input, and the model has an output for each of
-    the ``classes``; ``params`` are as in `train`, and with ``epochs`` the loss takes the epoch.
-    A refusal names the ``options`` of the model.
+    ``x`` is the shape of one example's input, and the model has an output for each of the
+    ``classes``; ``params`` are as in `train`, and with ``epochs`` the loss takes the epoch.
     """
+    fresh = jax.eval_shape(model.init, jax.random.key(0), x).get("params", {})
+    outputs = jax.eval_shape(model.apply, {"params": fresh}, x)
+    # A label beyond the outputs would be clamped to the last one in silence.
+    if getattr(outputs, "shape", None) != (classes,):
+        raise ValueError(
+            f"the model returns {outputs} for one example; expected {classes} numbers, one for "
+            "each class."
+        )
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    try:
-        x = shape()
-        fresh = jax.eval_shape(model.init, jax.random.key(0), x).get("params")
-        if not fresh:
-            raise ValueError("the model has no parameters, so there is nothing to train.")
-        example = (x, number, number) if epochs else (x, number)
-        jax.eval_shape(jax.grad(losses.of(model, loss)), fresh, example)
-        outputs = jax.eval_shape(model.apply, {"params": fresh}, x)
-        found = getattr(outputs, "shape", None)
-        if found != (classes,):
-            returned = f"{found[0]} numbers" if found and len(found) == 1 else outputs
-            raise ValueError(
-                f"the model returns {returned} for one example; expected {classes}, one for each "
-                "class."
-            )
-        # A partition that was made for another model raises here, before any data are read.
-        mechanism.clipping.partition.assign(fresh)
-        if params is not None:
-            restored(params, fresh, "--continue_from")
-    except (ArithmeticError, TypeError, ValueError, flax.errors.FlaxError) as error:
-        among = f", --model_options={options} among them," if options else ""
-        # `losses.of` tells the author of a script; here the call is written down.
-        said = _NO_KEY if isinstance(error.__cause__, flax.errors.InvalidRngError) else error
-        raise app.UsageError(
-            f"these flags{among} do not fit each other, or not these data: {said}\n"
-            "Nothing was spent, and nothing in --out was touched."
-        ) from error
+    example = (x, number, number) if epochs else (x, number)
+    jax.eval_shape(jax.grad(losses.of(model, loss)), fresh, example)
+    mechanism.clipping.partition.assign(fresh)  # raises if it was made for another model
+    if params is not None:
+        restored(params, fresh, "--continue_from")

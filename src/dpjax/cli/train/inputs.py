@@ -14,13 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 import dpjax
-from dpjax import data, features, processes, scattering
+from dpjax import data, features, noise, scattering
 from dpjax._files import replacing
-
-MOMENTS = "moments.npz"
+from dpjax.training.run_folder import held
 
 
 def build_normalization(given: flags.FlagValues, examples: int) -> features.Normalization | None:
@@ -54,105 +53,52 @@ def input_shape(given: flags.FlagValues, dataset: data.Dataset) -> jax.ShapeDtyp
     return jax.eval_shape(lambda row, moments: scale(given, row, moments)[0], row, moments)
 
 
-def require_known_tokens(dataset: data.Dataset, model: Any) -> None:
-    """Refuses tokens without a vector: such an example has no finite gradient.
-
-    Raises:
-      ValueError: A whole number lies outside the model's vocabulary and is not its padding.
-    """
-    size = getattr(model, "vocabulary", None)
-    if not isinstance(size, int) or isinstance(dataset.train, data.Stream):
-        return
-    for part, (x, _) in (("training", dataset.train), ("test", dataset.test)):
-        if not np.issubdtype(x.dtype, np.integer):
-            continue
-        tokens = np.asarray(x)
-        unknown = (tokens >= size) | ((tokens < 0) & (tokens != getattr(model, "padding", None)))
-        if unknown.any():
-            raise ValueError(
-                f"{unknown.sum():,} tokens of the {part} part of {dataset.name} have no vector; "
-                f"expected whole numbers from 0 to {size - 1}, and found {tokens.min()} to "
-                f"{tokens.max()}. Every text with such a token would add nothing to any step. "
-                "Usually the vocabulary is smaller than the tokenizer's: give "
-                "--model_options=vocabulary=N with the number of its tokens."
-            )
-
-
 def with_features(given: flags.FlagValues, dataset: data.Dataset) -> data.Dataset:
     """Replaces images by their features, each computed from its own image alone."""
     if given.features == "none":
         return dataset
-    try:
-        x, x_test = (
-            jnp.asarray(features.scattered(part[0], directory=given.cache_dir))
-            for part in (dataset.train, dataset.test)
-        )
-    except OSError as error:
-        raise app.UsageError(f"--cache_dir={given.cache_dir}: {error}") from error
-    return dataset._replace(train=(x, dataset.train[1]), test=(x_test, dataset.test[1]))
+    (x, labels), (x_test, test_labels) = (
+        (jnp.asarray(features.scattered(images, directory=given.cache_dir)), labels)
+        for images, labels in (dataset.train, dataset.test)
+    )
+    return dataset._replace(train=(x, labels), test=(x_test, test_labels))
 
 
 def with_scale(
-    given: flags.FlagValues,
-    dataset: data.Dataset,
-    normalization: features.Normalization | None,
-    key: Any,
-    folder: pathlib.Path,
+    given: flags.FlagValues, dataset: data.Dataset, moments: features.Moments | None
 ) -> data.Dataset:
-    """Scales features, after the private queries of ``normalization`` if there are any."""
+    """Scales features, if there are any."""
     if given.features == "none":
         return dataset
     (x, labels), (x_test, test_labels) = dataset.train, dataset.test
-    moments = None
-    if normalization is not None:
-        # One release, in the first process, which alone writes files.
-        path, seed = folder / MOMENTS, given.seed
-        moments = processes.from_first(lambda: release_once(path, normalization, key, x, seed))
     x, x_test = map(jax.jit(partial(scale, given, moments=moments)), (x, x_test))
     return dataset._replace(train=(x, labels), test=(x_test, test_labels))
 
 
 def release_once(
-    path: pathlib.Path,
-    normalization: features.Normalization,
-    key: Any,
-    x: Any,
-    seed: int | None = None,
+    path: pathlib.Path, normalization: features.Normalization, x: Any, seed: int | None = None
 ) -> features.Moments:
     """Reads the moments from ``path``, or releases them with noise and writes them there.
 
-    Args:
-      path: The file of the moments.
-      normalization: The queries.
-      key: The root key of the run.
-      x: The features.
-      seed: The published seed that made the key, if one did.
+    Privacy:
+      A second query would be a release that no card counts. So answers are written before they
+      are used, and two processes in one folder ask once.
     """
-    # The released answers are kept with their question: a second query would be a release that no
-    # card counts. With their seed too: only the card of a run that names it says that their noise
-    # is public.
-    asked = {
-        "multipliers": normalization.multipliers,
-        "features": dpjax.trees.fingerprint(x),
-        "seed": str(seed),
-    }
-    if not path.exists():
-        if (path.parent / "run.json").exists():
-            raise dpjax.ledger.Refused(
-                f"--out={path.parent}: a run is there that asked nothing of its data beforehand, "
-                "so this is another run. Give another folder, or --overwrite."
-            )
-        # Closed to others: with the hash, anyone could test a guess of all features. A killed
-        # process leaves all answers or none.
-        with replacing(path) as file:
-            np.savez(file, **asked, **normalization.release(key, x)._asdict())
-    kept = np.load(path)
-    there = {name: np.asarray(kept.get(name, "unknown")).tolist() for name in asked}
-    now = {name: np.asarray(value).tolist() for name, value in asked.items()}
-    if differ := [name for name in asked if there[name] != now[name]]:
+    with held(path.parent, "moments.lock"):
+        if not path.exists():
+            key = noise.secret_key() if seed is None else jax.random.key(seed)
+            answers = normalization.release(key, x)._asdict()
+            with replacing(path) as file:  # closed to others, and whole or not there
+                np.savez(file, multipliers=normalization.multipliers, **answers)
+    return read_moments(path, normalization)
+
+
+def read_moments(path: pathlib.Path, normalization: features.Normalization) -> features.Moments:
+    """The answers to the queries of ``normalization``, which a run's folder holds."""
+    answers, asked = np.load(path), list(normalization.multipliers)
+    if answers["multipliers"].tolist() != asked:
         raise dpjax.ledger.Refused(
-            f"{path} holds the answers to other queries, of other data or under another --seed: "
-            + "; ".join(f"{name}: {there[name]} there, {now[name]} now" for name in differ)
-            + ". Their cost is already spent. Give another --out, or --overwrite."
+            f"{path}: asked with noise {answers['multipliers'].tolist()}, not {asked}. Their cost "
+            "is spent: give the same flags, another --out, or --overwrite."
         )
-    return features.Moments(kept["mean"], kept["variance"])
+    return features.Moments(answers["mean"], answers["variance"])

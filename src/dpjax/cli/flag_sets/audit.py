@@ -14,8 +14,7 @@ and must not be published.
 
 from absl import flags
 
-from dpjax.cli.flag_checks import not_empty
-from dpjax.cli.flag_groups import Group
+from dpjax.cli.flag_sets import Group
 
 __all__ = ["FLAGS", "WORDS"]
 
@@ -27,4 +26,3 @@ _audit.whole("steps", 200, "Most steps of the second training.", 1)
 _audit.whole("pairs", 200, "Pairs of steps that measure the noise.", 1)
 _audit.path("data_dir", None, "Folder of the data, as in dpjax train; by default DPJAX_DATA_DIR.")
 Group(FLAGS, "Output").path("out", None, "Folder of the results; by default that of the run.")
-not_empty(FLAGS, "out")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags in groups: `Group` defines them, and `described` lists them for `--help`.
+"""What can be typed: a module for each subcommand, with its flags and its help.
 
-Each subcommand has a set of flags of its own rather than absl's process-wide one, so that an
-import defines no flag for another program, and tests parse the flags several times.
+`Group` defines flags, and `described` lists them for `--help`.  Each subcommand has a set of flags
+of its own rather than absl's process-wide one, so that an import defines no flag for another
+program, and tests parse the flags several times.  Nothing in this package imports JAX.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from absl import flags
+
+__all__ = ["LARGEST_SEED", "Group", "described"]
 
 LARGEST_SEED = 2**32 - 1  # of a larger seed JAX keeps the last 32 bits
 
@@ -57,20 +60,13 @@ class Group(NamedTuple):
         """A flag that is on (`--name`) or off (`--noname`)."""
         flags.DEFINE_bool(name, default, words, **self._where)
 
-    def whole(
-        self,
-        name: str,
-        default: int | None,
-        words: str,
-        low: int | None = None,
-        high: int | None = None,
-    ) -> None:
-        """A flag with a whole number from ``low`` to ``high``."""
-        flags.DEFINE_integer(name, default, words, low, high, **self._where)
+    def whole(self, name: str, default: int | None, words: str, *limits: int | None) -> None:
+        """A flag with a whole number, in ``limits``: the least, and the largest."""
+        flags.DEFINE_integer(name, default, words, *limits, **self._where)
 
-    def number(self, name: str, default: float | None, words: str) -> None:
-        """A flag with a number."""
-        flags.DEFINE_float(name, default, words, **self._where)
+    def number(self, name: str, default: float | None, words: str, *limits: float | None) -> None:
+        """A flag with a number, in ``limits``: the least, and the largest."""
+        flags.DEFINE_float(name, default, words, *limits, **self._where)
 
     def several(self, name: str, default: Sequence[str], words: str) -> None:
         """A flag with values separated by commas."""
@@ -81,8 +77,8 @@ def described(values: flags.FlagValues) -> str:
     """All groups with their flags, in the order of their definitions."""
     # absl's own help is alphabetical, and lists the flags of imported libraries too.
     return "\n\n".join(
-        "\n".join([f"{title}:", *map(_described, found)])
-        for title, found in values.flags_by_module_dict().items()
+        "\n".join([f"{title}:", *map(_described, members)])
+        for title, members in values.flags_by_module_dict().items()
     )
 
 

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three audits of a run that `dpjax train` left in a folder, as lines beside its claims.
+
+Data, model, loss, mechanism and optimizer are built again from the flags in the folder, by the
+functions of `dpjax train`, and the mechanism is compared with the one in `run.json`. Keys come from
+public seeds, because nothing is released here.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags, logging
+
+import dpjax
+from dpjax import auditing, losses
+from dpjax._files import replace
+from dpjax.accounting.rounding import downwards, upwards
+from dpjax.cli import compilation_cache
+from dpjax.cli.flag_checks import require_matplotlib
+from dpjax.cli.flag_sets.train import FLAGS
+from dpjax.cli.train import inputs
+from dpjax.cli.train.classifier import first_parameters
+from dpjax.cli.train.command import Planned, plan
+from dpjax.cli.train.run_files import MOMENTS
+from dpjax.mechanism.card import strict
+from dpjax.reports import style
+from dpjax.reports.figure_output import png
+from dpjax.reports.figures import PRIVATE
+from dpjax.reports.load_run import SavedRun, read
+from dpjax.training import released_params
+
+# A step is audited so exactly that a confidence of 95 % would refute 1 of 20 sound mechanisms.
+OF_A_STEP, OF_A_RUN = 0.999, 0.95
+ASSUMED = "a bound only if train and test rows are of one distribution"
+HEAD = f"{'audit':<40}{'epsilon >':>9}{'claimed':>9}{'':>8}  measured"
+
+_MOST = 10_000  # rows whose losses are compared
+_KNOWN = 2_000  # rows whose gradients the attacker subtracts
+
+
+class Line(NamedTuple):
+    """One audit: what it measured, and its lower bound beside the claim."""
+
+    audit: str
+    measured: str
+    bound: float
+    claimed: float
+    confidence: float
+    refutes: bool
+
+    def __str__(self) -> str:
+        return (
+            f"{self.audit:<40}{downwards(self.bound, '.3f'):>9}{upwards(self.claimed, '.3f'):>9}"
+            f"{self.confidence:>8.1%}  {self.measured}"
+        )
+
+
+class Rebuilt(NamedTuple):
+    """A run, built again from its folder."""
+
+    run: SavedRun
+    planned: Planned
+    dataset: dpjax.data.Dataset
+    first: Any  # parameters before the first step
+    released: Any  # parameters after the last one
+
+    def algorithm(
+        self, mechanism: dpjax.Mechanism, optimizer: optax.GradientTransformation, train: Any
+    ) -> dpjax.types.Algorithm:
+        """DP-SGD with this run's loss."""
+        loss, per_step = losses.of(self.planned.model, self.planned.loss), self.planned.per_step
+        return dpjax.dpsgd(loss, optimizer, mechanism, train, per_step=per_step)
+
+
+def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Audits the run that the command line names."""
+    if len(argv) != 2:
+        raise app.UsageError("expected the folder of one run: dpjax audit runs/demo")
+    require_matplotlib()
+    logging.set_verbosity(logging.ERROR)  # nothing is released, so public seeds need no warning
+    started, folder = time.time(), pathlib.Path(argv[1])
+    compilation_cache.switch_on()
+    out = folder if given.out is None else pathlib.Path(given.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)  # before the audits, which take minutes
+        lines = audit_run(given, rebuild(folder, given.data_dir), out)
+    except (OSError, ValueError) as error:
+        raise app.UsageError(f"{folder}: {error}") from error
+    print("\n".join(map(str, (HEAD, *lines))))
+    print(f"Wrote {out / 'audit.json'} and {out / 'audit.png'}.")
+    print(f"The bounds and what was measured are {PRIVATE}. The claims may be published.")
+    conclude(lines, time.time() - started)
+
+
+def rebuild(folder: pathlib.Path, data_dir: str | None = None) -> Rebuilt:
+    """Reads a run's folder and builds the run again.
+
+    ``data_dir`` is the flag of that name, which no run's folder records.
+    """
+    run = read(folder, arrays=False)
+    if run.card is None or "flags" not in (run.config or {}):
+        raise app.UsageError(
+            f"{folder}: expected privacy.json and config.json, as a finished `dpjax train` leaves "
+            "them. `dpjax.auditing.audit_algorithm` audits other algorithms."
+        )
+    given = flags_of(run)
+    given["data_dir"].value = data_dir
+    planned = plan(given)
+    if json.loads(json.dumps(planned.mechanism.facts)) != run.mechanism:
+        raise app.UsageError(
+            f"{folder}: its flags and these data give another mechanism than run.json has. Restore "
+            "the data of the run."
+        )
+    dataset, moments = inputs.with_features(given, planned.dataset), None
+    if planned.normalization is not None:  # read, because a second query would spend privacy
+        moments = inputs.read_moments(folder / MOMENTS, planned.normalization)
+    dataset = inputs.with_scale(given, dataset, moments)
+    first = first_parameters(planned.model, dataset, planned.earlier)
+    return Rebuilt(run, planned, dataset, first, released_params(folder, first))
+
+
+def flags_of(run: SavedRun) -> flags.FlagValues:
+    """The flags of the run, by value: a command line would need quotes around lists in options."""
+    given = copy.deepcopy(FLAGS)
+    given(["train"])
+    for name, value in (run.config or {})["flags"].items():
+        if name in given:
+            given[name].value = value
+    # No file says which flags were given, and so decided the number of steps.
+    given["steps"].value = sum(steps for _, steps in run.mechanism["multiplier_and_steps"])
+    given["steps"].present = 1
+    return given
+
+
+def audit_run(given: flags.FlagValues, rebuilt: Rebuilt, out: pathlib.Path) -> list[Line]:
+    """Audits a run, and writes figures and plot into a folder."""
+    delta, correlated = rebuilt.run.delta, rebuilt.planned.mechanism.noise is not None
+    name = "first step of correlated noise" if correlated else "one step in which the row is drawn"
+    step = line_of_step(audit_step(rebuilt, given.pairs, OF_A_STEP), delta, name)
+    canaries = audit_canaries(rebuilt, given.canaries, given.steps, OF_A_RUN)
+    found, scores = audit_losses(rebuilt, OF_A_RUN)
+    words = (
+        f"AUC {found.auc:.3f}, {found.true_positives:.1%} of members and "
+        f"{found.false_positives:.1%} of others; {ASSUMED}"
+    )
+    bounds = found.epsilon, rebuilt.run.epsilon, found.confidence
+    # Never a verdict: no coin decided which rows are for the test, and a test part of another
+    # year has other losses under a sound model too.
+    lines = [step, canaries, Line("losses of the released model", words, *bounds, refutes=False)]
+    audits = [line._asdict() for line in lines]
+    facts = {"run": str(rebuilt.run.path), "delta": delta, "publish": PRIVATE, "audits": audits}
+    replace(out / "audit.json", json.dumps(strict(facts), indent=2) + "\n")
+    replace(out / "audit.png", draw(lines, found, scores, delta))
+    return lines
+
+
+def audit_step(rebuilt: Rebuilt, pairs: int, confidence: float) -> auditing.Separation:
+    """The white-box audit of the first step, with the row whose clipped gradient is longest."""
+    dataset, planned = rebuilt.dataset, rebuilt.planned
+    some = np.linspace(0, dataset.examples - 1, min(512, dataset.examples)).astype(int)
+    rows = jax.tree.map(jnp.asarray, dataset.rows(some))
+    if planned.per_step is not None:
+        rows = (*rows, jnp.zeros(len(some), jnp.int32))
+    loss, mechanism = losses.of(planned.model, planned.loss), planned.mechanism
+    clipped = dpjax.clipped_grad(loss, mechanism.clipping)(rebuilt.first, rows)
+    # A dropped row has factor 0 and a norm that is not finite: it moves nothing.
+    reach = np.linalg.norm(np.nan_to_num(np.asarray(clipped.factors * clipped.norms)), axis=1)
+
+    def build(sampler: Any) -> Any:
+        drawn = dataclasses.replace(mechanism, sampling=sampler)
+        # Any optimizer post-processes the mean; this one shows it as it is.
+        return rebuilt.algorithm(drawn, optax.sgd(1.0), dataset.train)
+
+    canary = int(some[np.argmax(reach)])
+    options = {"pairs": pairs, "confidence": confidence}
+    return auditing.audit_algorithm(build, mechanism.sampling, rebuilt.first, canary, **options)
+
+
+def line_of_step(step: auditing.Separation, delta: float, name: str) -> Line:
+    """The audit of a step: what it allows to tell of a row that is drawn."""
+    middle = float(np.median(step.measured))
+    words = f"mu {middle:.4f}, claimed {upwards(step.claimed, '.4f')}"
+    bounds = step.epsilon(delta), step.claimed_epsilon(delta)
+    refutes = step.refutes or bounds[0] > bounds[1]
+    return Line(name, words, *bounds, step.confidence, refutes)
+
+
+def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int, confidence: float) -> Line:
+    """Trains once more, on data in which some rows are canaries that join by fair coins.
+
+    Without a ``count`` a fourth of the rows are canaries, and at most 1,000.
+    """
+    planned, size, delta = rebuilt.planned, rebuilt.dataset.examples, rebuilt.run.delta
+    count = min(1000, size // 4) if count is None else count
+    if not 10 <= count < size:
+        raise app.UsageError(f"--canaries={count}: expected 10 or more, below the {size} rows.")
+    draw = np.random.default_rng(0)
+    rows, classes = rebuilt.dataset.train, rebuilt.dataset.classes or 1
+    places, (x, y) = with_canaries(rows, count, classes, draw)
+    members = draw.random(count) < 0.5
+    others = draw.permutation(np.setdiff1d(np.arange(size), places))[:_KNOWN]
+    # All of its steps, although few run: correlated noise is designed for the whole run.
+    mechanism = dataclasses.replace(
+        planned.mechanism,
+        sampling=auditing.without(planned.mechanism.sampling, places[~members]),
+        preparation=(),
+        before=(),
+    )
+    steps = min(steps, mechanism.steps)
+    algorithm = rebuilt.algorithm(mechanism, auditing.recording(planned.optimizer), (x, y))
+    scores, _ = auditing.score_canaries(
+        algorithm,
+        algorithm.init(rebuilt.first, jax.random.key(0)),
+        steps,
+        losses.of(planned.model, planned.loss),
+        (jnp.asarray(x[places]), jnp.asarray(y[places])),
+        (jnp.asarray(x[others]), jnp.asarray(y[others])),
+        per_step=planned.per_step,
+    )
+    right, guesses = auditing.guess_members(scores, members, count // 5)
+    beside = {"canaries": count, "delta": delta, "confidence": confidence}
+    bound = auditing.epsilon_lower_bound(right, guesses, **beside)
+    claimed = mechanism.epsilon_of(mechanism.multipliers[:steps], delta, planned.method)
+    words = f"{right} of {guesses} guesses right, {count} canaries, {steps} steps"
+    refutes = bound > claimed
+    return Line("canaries in a second run", words, bound, claimed, confidence, refutes)
+
+
+def with_canaries(
+    rows: Any, count: int, classes: int, draw: np.random.Generator
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """The places of canaries among rows, and the rows with them.
+
+    A canary is an image of white noise with a random label, as long as the row in whose place it
+    stands: its gradient is nearly orthogonal to all others. Of whole numbers, such as tokens, each
+    entry of a canary comes from another canary's row.
+    """
+    x, y = (np.array(part) for part in rows)
+    places = draw.choice(len(x), count, replace=False)
+    if np.issubdtype(x.dtype, np.integer):
+        x[places] = draw.permuted(x[places], axis=0)
+    else:
+        image, old = draw.normal(size=(count, *x.shape[1:])), x[places].reshape(count, -1)
+        lengths = np.linalg.norm(old, axis=1) / np.linalg.norm(image.reshape(count, -1), axis=1)
+        x[places] = image * lengths.reshape(-1, *[1] * (x.ndim - 1))
+    y[places] = draw.integers(0, classes, count)
+    return places, (x, y)
+
+
+def audit_losses(
+    rebuilt: Rebuilt, confidence: float
+) -> tuple[auditing.Membership, tuple[np.ndarray, np.ndarray]]:
+    """Guesses training rows from the losses of the released parameters; and these scores."""
+    dataset, loss = rebuilt.dataset, losses.of(rebuilt.planned.model, losses.cross_entropy)
+
+    @jax.jit
+    def scores(rows: Any) -> jax.Array:
+        return jax.lax.map(lambda row: -loss(rebuilt.released, row), rows, batch_size=500)
+
+    some = np.linspace(0, dataset.examples - 1, min(_MOST, dataset.examples)).astype(int)
+    members = np.asarray(scores(jax.tree.map(jnp.asarray, dataset.rows(some))))
+    others = np.asarray(scores(jax.tree.map(lambda x: jnp.asarray(x[:_MOST]), dataset.test)))
+    audit = auditing.audit_membership(
+        members, others, delta=rebuilt.run.delta, confidence=confidence
+    )
+    return audit, (members, others)
+
+
+def draw(
+    lines: Sequence[Line],
+    found: auditing.Membership,
+    scores: tuple[np.ndarray, np.ndarray],
+    delta: float,
+) -> bytes:
+    """Bounds beside claims, and the curve of the loss thresholds beside what its claim allows."""
+    with style.style():
+        figure = style.canvas(7.6, 3.1)
+        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+        for place, line in enumerate(reversed(lines)):
+            ends = [line.bound, line.claimed]
+            left.plot(ends, [place, place], color=style.PALETTE["rule"], linewidth=4)
+            left.plot([line.bound], [place], color=style.PALETTE["clay"], **style.DOTS)
+            left.plot([line.claimed], [place], color=style.PALETTE["blue"], **style.DOTS)
+        left.set_yticks(range(len(lines)), [line.audit for line in reversed(lines)])
+        left.set_xlim(left=0)
+        left.set_ylim(-0.5, len(lines) - 0.5)
+        left.set_xlabel("epsilon: lower bound (clay) and claim (blue)")
+        members, others = (np.sort(losses) for losses in scores)
+        at = np.unique(np.concatenate(scores))
+        true, false = (1 - np.searchsorted(x, at) / len(x) for x in (members, others))
+        right.plot(false, true, color=style.PALETTE["clay"])
+        most = np.exp(min(lines[-1].claimed, 50)) * np.linspace(0, 1, 200) + delta
+        right.plot(np.linspace(0, 1, 200), np.minimum(most, 1), color=style.PALETTE["blue"])
+        right.plot(found.false_positives, found.true_positives, color="black", **style.DOTS)
+        right.set_title(ASSUMED.replace(" train", "\ntrain"), fontsize="small")
+        right.set_xlabel("others guessed to be members")
+        right.set_ylabel("members guessed")
+        return png(figure, PRIVATE)
+
+
+def conclude(lines: Sequence[Line], seconds: float) -> None:
+    """Prints the verdict; ends the process with status 1 if an audit refutes its claim.
+
+    Only audits in which the program itself decides who takes part refute.
+    """
+    print(f"{seconds:.0f} s on {jax.devices()[0].device_kind}")
+    if broken := [line.audit for line in lines if line.refutes]:
+        sys.exit(f"A LOWER BOUND EXCEEDS ITS CLAIM: {'; '.join(broken)}")
+    if above := [line.audit for line in lines if line.bound > line.claimed]:
+        print(f"Above the claim, and no verdict: {'; '.join(above)}. It is {ASSUMED}.")
+    print("No audit refutes its claim, which proves nothing.")

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several runs: a table, two plots, and what all of them cost together.
+
+Runs with equal flags but for seed and folder are one group: a line of the table, and in the plots
+a mean with its range.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+import numpy as np
+from absl import app, flags
+
+from dpjax._files import replace
+from dpjax.accounting.rounding import upwards
+from dpjax.cli.flag_checks import require_matplotlib
+from dpjax.mechanism.card import protects
+from dpjax.reports import style
+from dpjax.reports.figure_output import png
+from dpjax.reports.figures import RELEASED, of_what_was_released
+from dpjax.reports.load_run import Missing, SavedRun, read
+
+COLUMNS = ("runs", "test accuracy", "of", "steps", "epsilon", "delta", "time of one", "protects")
+
+
+class RunGroup(NamedTuple):
+    """Runs of one and the same configuration."""
+
+    label: str
+    runs: list[SavedRun]
+
+    def finals(self) -> np.ndarray:
+        """The last accuracy of each run that has one, in per cent."""
+        accuracies = 100 * np.array([run.accuracy for run in self.runs])
+        return accuracies[~np.isnan(accuracies)]
+
+    def epsilon(self) -> float:
+        """What the dearest of the runs cost, by its best proven method."""
+        return max(run.epsilon for run in self.runs)
+
+
+def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Prints the table of the runs that the command line names, and draws their plots."""
+    if not argv[1:]:
+        raise app.UsageError("expected folders of runs: dpjax compare runs/a runs/b ...")
+    require_matplotlib()
+    runs, out = [], pathlib.Path(given.out)
+    # One folder under two names, as a1 and a1/, is one run.
+    for folder in {pathlib.Path(folder).resolve(): folder for folder in argv[1:]}.values():
+        try:
+            runs.append(read(folder, arrays=False))
+        except (OSError, ValueError) as error:
+            print(f"Left out: {folder} ({error})")
+    if not runs:
+        raise app.UsageError("none of these folders can be read.")
+    print(f"{table(groups_of(runs))}\n\nEach epsilon is the price of one run alone. {price(runs)}")
+    plot(runs, out)
+    print(f"Wrote {out}")
+
+
+def plot(runs: list[SavedRun], out: pathlib.Path, badge: str = RELEASED) -> None:
+    """Writes the plots; ``badge`` says why not for release, if the runs alone do not say it."""
+    # The plots show all runs, so a badge of one of them holds for all.
+    badges = [badge, *map(of_what_was_released, runs)]
+    badge = next((words for words in badges if words != RELEASED), RELEASED)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    replace(out, draw(groups_of(runs), badge), public=badge == RELEASED)
+
+
+def groups_of(runs: Iterable[SavedRun]) -> list[RunGroup]:
+    """Groups runs by their flags, and names each group by the flags in which groups differ."""
+    members: dict[str, list[SavedRun]] = {}
+    for run in runs:
+        # Without flags nothing says that two runs are repeats.
+        key = json.dumps(flags_of(run), sort_keys=True) if flags_of(run) else str(run.path)
+        members.setdefault(key, []).append(run)
+    settings = [flags_of(group[0]) for group in members.values()]
+    names = sorted({name for known in settings for name in known})
+    varied = [n for n in names if len({json.dumps(s.get(n)) for s in settings if s}) > 1]
+    groups: list[RunGroup] = []
+    for known, group in zip(settings, members.values(), strict=True):
+        words = ", ".join(f"{name}={known[name]}" for name in varied if name in known)
+        label = words or group[0].path.resolve().name
+        if label in {other.label for other in groups}:
+            label = f"{label} ({group[0].path})"
+        groups.append(RunGroup(label, group))
+    return groups
+
+
+def flags_of(run: SavedRun) -> dict[str, Any]:
+    """The flags that make two runs the same experiment: all but seed and folder."""
+    known = (run.config or {}).get("flags", {})
+    return {name: value for name, value in known.items() if name not in ("seed", "out")}
+
+
+def curve(group: RunGroup, axis: str) -> tuple[np.ndarray, np.ndarray]:
+    """Epsilon or step at each evaluation, and the accuracies of all runs there, in per cent.
+
+    A step is left out where any of its runs has no finite epsilon: it has no place on that axis.
+    """
+    if any(run.series("accuracy").shape[1] > 1 for run in group.runs):
+        raise Missing("its accuracy is not one number")
+    series = [[run.series(name)[:, 0] for name in ("step", axis, "accuracy")] for run in group.runs]
+    steps = np.unique(np.concatenate([at for at, _, _ in series]))
+    places = np.zeros(len(steps))
+    accuracy = np.full((len(steps), len(series)), np.nan)
+    for column, (at, place, right) in enumerate(series):
+        rows = np.searchsorted(steps, at)
+        places[rows] = np.maximum(places[rows], place)  # never shown for less than it cost
+        accuracy[rows, column] = 100 * right
+    finite = np.isfinite(places)
+    if not finite.any():
+        raise Missing("at no step has every run a finite epsilon")
+    return places[finite], accuracy[finite]
+
+
+def draw(groups: list[RunGroup], badge: str) -> bytes:
+    """Accuracy against epsilon and against steps, as PNG; prints why groups are missing."""
+    stated = " or".join(sorted({run.stated for group in groups for run in group.runs} - {""}))
+    with style.style():
+        figure = style.canvas(height=3.6 + 0.16 * len(groups))
+        spent, taken = figure.subplots(1, 2, sharey=True)
+        spent.set_xlabel(f"epsilon spent{stated}", parse_math=False)
+        spent.set_ylabel("test accuracy (%)", parse_math=False)
+        taken.set_xlabel("steps")
+        for number, group in enumerate(groups):
+            round_of, color = divmod(number, len(style.SERIES))
+            look = {**style.DOTS, "linestyle": ("-", "--", ":", "-.")[round_of % 4]}
+            # Matplotlib leaves a label with an underscore in front out of its legend.
+            label = f" {group.label[:89]}…" if len(group.label) > 90 else f" {group.label}"
+            try:
+                style.band(spent, *curve(group, "epsilon"), style.SERIES[color], label, **look)
+                style.band(taken, *curve(group, "step"), style.SERIES[color], **look)
+            except Missing as reason:
+                print(f"Not drawn: {group.label} ({reason})")
+        if spent.lines:
+            where = {"loc": "outside lower left", "frameon": False, "labelcolor": "linecolor"}
+            legend = figure.legend(*spent.get_legend_handles_labels(), **where)
+            for words in legend.get_texts():
+                words.set_parse_math(False)
+        return png(figure, "" if badge == RELEASED else badge)
+
+
+def table(groups: list[RunGroup]) -> str:
+    """A line for each group, and the names of the columns above them."""
+    rows = [COLUMNS, *map(line, groups)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(entry.ljust(width) for entry, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def line(group: RunGroup) -> list[str]:
+    """A group as a line of the table."""
+    finals, count = group.finals(), len(group.runs)
+    spread = f" ± {finals.std(ddof=1):.2f}" if len(finals) > 1 else ""
+    configs = [run.config for run in group.runs if run.config and "seconds" in run.config]
+    # Fewer steps than others of the group is shown: the mean holds such a run too.
+    steps = sorted({int(run.rows[-1]["step"]) for run in group.runs})
+    return [
+        group.label,
+        f"{finals.mean():.2f} %{spread}" if len(finals) else "none",
+        f"{count} run{'s' * (count > 1)}",
+        f"{steps[0]:,}" + f" to {steps[-1]:,}" * (len(steps) > 1),
+        upwards(group.epsilon(), ".3g"),
+        upwards(group.runs[0].delta, ".6g"),
+        f"{np.mean([config['seconds'] for config in configs]):.1f} s" if configs else "not written",
+        ", ".join(protected(group.runs)) or "not written",
+    ]
+
+
+def protected(runs: Iterable[SavedRun]) -> list[str]:
+    """Whose data these runs protect, as far as their folders say it."""
+    return sorted({protects(run.mechanism) for run in runs if run.mechanism})
+
+
+def price(runs: list[SavedRun]) -> str:
+    """What all runs cost together, by adding up, or why their costs do not add."""
+    chosen = (
+        "To choose among runs by looking at private data, be it a part held out of them, has a "
+        "cost of its own, which no number here includes. "
+    )
+    if len(kinds := protected(runs)) > 1:
+        return f"{chosen}Their costs do not add: these runs protect {' and '.join(kinds)}."
+    epsilon = sum(run.epsilon for run in runs)
+    delta = float(sum(Decimal(repr(run.delta)) for run in runs))  # three times 1e-5 is 3e-5
+    if math.isinf(epsilon):
+        return "One of these runs has no proven epsilon, so neither have all of them together."
+    return (
+        f"{chosen}All {len(runs)} together cost at most epsilon {upwards(epsilon, '.3g')} at delta "
+        f"{upwards(delta, '.3g')}."
+    )

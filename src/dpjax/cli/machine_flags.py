@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags that say where a run takes place: ``--mesh``, and those of several processes.
+
+The flags of processes are the arguments of `jax.distributed.initialize`, by their names there: the
+same command runs on each host of a cluster. JAX is imported once these flags have been read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from absl import app, flags
+
+MESH = (
+    "Axes of the devices and their sizes: data:4, or data:4,model:2. Axis model splits the "
+    "parameters, others the batch. On a CPU as many devices are made; by default one for each "
+    "core, at most four."
+)
+DISTRIBUTED = (
+    "One of several processes, which JAX finds: on TPU pods, Slurm, Open MPI and Kubernetes. Give "
+    "the same command to all of them. Elsewhere give the three flags below instead."
+)
+ADDRESS = "Host and port of process 0, such as 10.0.0.1:1234, for a run of several processes."
+COUNT = "Number of processes of the run, with --coordinator_address."
+NUMBER = "Number of this process, from 0, with --coordinator_address."
+PROCESSES = ("coordinator_address", "num_processes", "process_id")
+
+
+def meet(given: flags.FlagValues) -> int | None:
+    """Joins the other processes of a run, and says how many there are; None if unknown."""
+    import jax
+
+    arguments: dict[str, Any] = {name: given[name].value for name in PROCESSES}
+    typed = {name: value for name, value in arguments.items() if value is not None}
+    if not typed and not given.distributed:
+        return 1
+    try:
+        jax.distributed.initialize(**arguments)
+    except (RuntimeError, ValueError) as error:
+        shown = " ".join(f"--{name}={value}" for name, value in typed.items()) or "--distributed"
+        raise app.UsageError(
+            f"{shown}: {error} Give --coordinator_address, --num_processes and --process_id."
+        ) from error
+    return arguments["num_processes"]
+
+
+@contextlib.contextmanager
+def mesh_in_force(text: str | None, processes: int | None = 1) -> Iterator[None]:
+    """The mesh of the flag, for all that runs inside; without the flag, devices for the cores.
+
+    The devices of a CPU are divided among ``processes``; each keeps its own if that is unknown.
+    """
+    import jax
+
+    from dpjax import meshes
+
+    if text is None:
+        # A choice of the user stands; and it is too late if JAX ran already.
+        if processes == 1 and getattr(jax.config, "jax_num_cpu_devices", 0) < 0:
+            with contextlib.suppress(RuntimeError):
+                jax.config.update("jax_num_cpu_devices", meshes.host_devices())
+        yield
+        return
+    with contextlib.suppress(ValueError, RuntimeError):
+        # Without effect on other platforms; too late if JAX ran already, which `parse` notices.
+        places = math.prod(int(axis.partition(":")[2]) for axis in text.split(","))
+        if processes is not None:
+            jax.config.update("jax_num_cpu_devices", places // processes)
+    try:
+        mesh = meshes.parse(text)
+    except ValueError as error:
+        raise app.UsageError(f"--mesh={text}: {error}") from error
+    with jax.set_mesh(mesh):
+        yield

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run itself: check the flags, rehearse on shapes, train, and write the reports.
+
+All checks come before `--overwrite` deletes a folder and before private data are queried, so a
+mistaken flag costs neither files nor privacy.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import flax.errors
+import jax
+import numpy as np
+import optax
+from absl import app, flags
+
+import dpjax
+from dpjax import data, features, losses, processes, reports, training
+from dpjax._files import read_json
+from dpjax.accounting.rounding import upwards
+from dpjax.cli import compilation_cache
+from dpjax.cli.flag_checks import require_matplotlib
+from dpjax.cli.flag_sets import names
+from dpjax.cli.flag_sets.train import settings
+from dpjax.cli.machine_flags import meet, mesh_in_force
+from dpjax.cli.train import build, inputs, run_files
+from dpjax.cli.train.classifier import rehearse, train
+
+# What the library and the user's model raise for flags that describe no run.
+_MISTAKES = (ArithmeticError, MemoryError, TypeError, ValueError)
+_MISTAKES += (flax.errors.FlaxError, dpjax.ledger.Refused)
+
+
+class Planned(NamedTuple):
+    """A run that has passed every check, before it has touched anything."""
+
+    dataset: data.Dataset
+    model: Any
+    loss: losses.ExampleLoss
+    normalization: features.Normalization | None
+    mechanism: dpjax.Mechanism
+    optimizer: optax.GradientTransformation
+    method: str  # of accounting
+    epsilon: float
+    per_epoch: int | None  # steps, for a loss that takes the epoch
+    earlier: bytes | None  # parameters that an earlier run released
+    budget: dpjax.ledger.Budget | None
+
+    @property
+    def per_step(self) -> Callable[[Any], Any] | None:
+        """What the loss takes of the step."""
+        epoch = self.per_epoch
+        return None if epoch is None else lambda step: step // epoch
+
+
+def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Trains as the flags say; a refusal of the ledger ends the process with its message."""
+    del argv  # flags alone
+    if given.report:
+        require_matplotlib(", or give --noreport; `dpjax report RUN` draws them later")
+    compilation_cache.switch_on()
+    try:
+        with mesh_in_force(given.mesh, meet(given)):
+            execute(given, plan(given))
+    except dpjax.ledger.Refused as refused:
+        sys.exit(
+            f"{refused}\nGive another --out, --overwrite to delete the run that is there, or "
+            "--continue_from=RUN --out=ANOTHER to continue it with other settings."
+        )
+    except OSError as error:
+        sys.exit(str(error))
+
+
+def plan(given: flags.FlagValues) -> Planned:
+    """Builds all parts of the run, and refuses flags that do not fit each other or the data."""
+    require_one_of_each(given)
+    try:
+        # Data come first, because classes, sizes and sampling rate follow from them.
+        dataset = load(given)
+        classes, examples = dataset.classes or 0, dataset.examples
+        model = build.build_model(given, classes)
+        loss = build.build_loss(given)
+        normalization = inputs.build_normalization(given, examples)
+        queries = () if normalization is None else normalization.multipliers
+        mechanism = build.build_mechanism(given, examples, queries)
+        optimizer = build.build_optimizer(given, mechanism)
+        method = build.accountant(given, mechanism)
+        epsilon = mechanism.epsilon(given.delta, method)
+        composite = given.loss == "composite"
+        per_epoch = build.steps_per_epoch(given, examples) if composite else None
+        earlier = given.continue_from and processes.from_first(
+            pathlib.Path(given.continue_from, "params.msgpack").read_bytes
+        )
+        x = inputs.input_shape(given, dataset)
+        rehearse(x, model, loss, mechanism, earlier, classes=classes, epochs=composite)
+        # Last, because only the whole plan has a price, and still before a file is touched.
+        budget, most = None, given.max_epsilon
+        if most is not None:
+            budget = dpjax.ledger.Budget(epsilon=most, delta=given.delta, method=method)
+        dpjax.ledger.require(dpjax.ledger.empty(), mechanism, mechanism.steps, budget)
+    except _MISTAKES as error:
+        raise app.UsageError(
+            f"these flags do not fit each other, or not these data: {error}\nNothing was spent, "
+            "and nothing in --out was touched."
+        ) from error
+    made = dataset, model, loss, normalization, mechanism, optimizer
+    return Planned(*made, method, epsilon, per_epoch, earlier, budget)
+
+
+def require_one_of_each(given: flags.FlagValues) -> None:
+    """Refuses two flags that set one quantity, since one of the two would have no effect."""
+    for one, other in (("noise_multiplier", "target_epsilon"), ("steps", "epochs")):
+        if given[one].value is not None and given[other].present:
+            raise app.UsageError(
+                f"--{one}={given[one].value} --{other}={given[other].value}: expected one of the "
+                "two. To hold a given noise to a budget, add --max_epsilon to --noise_multiplier."
+            )
+
+
+def load(given: flags.FlagValues) -> data.Dataset:
+    """The data set of the flags."""
+    try:
+        if names.is_file(given.dataset):
+            return data.load_file(given.dataset, given.classes, given.label)
+        return (data.stream if given.stream else data.load)(given.dataset, given.data_dir)
+    except (ImportError, OSError, ValueError) as error:
+        raise app.UsageError(f"--dataset={given.dataset}: {error}") from error
+
+
+def execute(given: flags.FlagValues, planned: Planned) -> None:
+    """Trains, and writes and prints the reports."""
+    folder, mechanism = pathlib.Path(given.out), planned.mechanism
+    # Printed before the first step: a user who meant another epsilon can still stop.
+    announce(given, planned)
+    dataset, moments = inputs.with_features(given, planned.dataset), None
+    processes.from_first(lambda: prepare(folder, given.overwrite))
+    if planned.normalization is not None:
+        # One release, in the first process, which alone writes files.
+        asked = folder / run_files.MOMENTS, planned.normalization, dataset.train[0], given.seed
+        moments = processes.from_first(lambda: inputs.release_once(*asked))
+    dataset = inputs.with_scale(given, dataset, moments)
+    *_, history = train(
+        dataset,
+        planned.model,
+        planned.loss,
+        mechanism,
+        planned.optimizer,
+        key=None if given.seed is None else jax.random.key(given.seed),
+        params=planned.earlier,
+        per_step=planned.per_step,
+        budget=planned.budget,
+        evaluations=given.evaluations,
+        delta=given.delta,
+        method=planned.method,
+        directory=folder,
+        configuration={f"--{name}": value for name, value in settings(given).items()},
+        save_every=given.save_every,
+        look=describing(given, dataset),
+    )
+    if processes.first_process():
+        report(given, dataset, history)
+
+
+def announce(given: flags.FlagValues, planned: Planned) -> None:
+    """Prints what the run costs, together with the runs before it."""
+    mechanism, dataset = planned.mechanism, planned.dataset
+    if dataset.columns:  # which column is the label
+        say(f"{dataset.name} {dataset.note}")
+    words = f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g}"
+    if mechanism.before:
+        words += ", together with the earlier runs,"
+    at = f"delta={upwards(given.delta, '.6g')} ({planned.method})"
+    say(f"{words} cost epsilon {upwards(planned.epsilon)} at {at}")
+    if given.seed is not None:
+        say(f"--seed={given.seed} is no secret: epsilon holds against those who do not know it.")
+
+
+def say(words: str) -> None:
+    """Prints once, however many processes run."""
+    if processes.first_process():
+        print(words, flush=True)
+
+
+def prepare(folder: pathlib.Path, overwrite: bool) -> None:
+    """Makes the folder of the run; deletes the run that is there, if asked to."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if overwrite:
+        training.forget(folder)
+        run_files.clear(folder)
+
+
+def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any], dict[str, Any]]:
+    """What writes `config.json` at each evaluation, so that a stopped run has one too.
+
+    Time and start of earlier processes of the run count: `fit` has refused another run in the
+    folder before it evaluates.
+    """
+    folder, started = pathlib.Path(given.out), time.time()
+    now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started))
+    facts: dict[str, Any] = {"dataset": f"{dataset.name} {dataset.note}".strip()}
+    facts["model"] = given.model
+    if dataset.class_names:
+        facts["class_names"] = dict(enumerate(dataset.class_names))
+    if dataset.columns:
+        facts["columns"] = list(dataset.columns)
+    resumed = (folder / "run.json").exists() and (folder / "config.json").exists()
+    before = read_json(folder / "config.json") if resumed else {}
+
+    def describe(state: Any) -> dict[str, Any]:
+        if processes.first_process():
+            run_files.describe(
+                folder,
+                {**settings(given), "out": given.out},
+                started=before.get("started", now),
+                seconds=round(before.get("seconds", 0) + time.time() - started, 1),
+                parameters=sum(x.size for x in jax.tree.leaves(state.params)),
+                **facts,
+            )
+        return {}
+
+    return describe
+
+
+def report(given: flags.FlagValues, dataset: data.Dataset, history: list[dict[str, Any]]) -> None:
+    """Writes and prints what a run that has ended leaves."""
+    folder = pathlib.Path(given.out)
+    quoted = shlex.quote(str(folder))  # in commands, to be copied
+    words = (folder / "statement.txt").read_text()
+    print(words.partition("\n\nReferences\n")[0])
+    accuracy = history[-1]["accuracy"] if history else float("nan")
+    print(f"\nTest accuracy {accuracy:.1%} on {dataset.name} {dataset.note}")
+    if given.report:
+        print(f"To look at: {reports.report(folder)}")
+    config = read_json(folder / "config.json")
+    print(f"{config['seconds']} s on {config['hardware']['device']}")
+    print(f"Files in {folder}. Recompute epsilon: dpjax verify {quoted}")
