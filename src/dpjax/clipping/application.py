@@ -55,14 +55,14 @@ def clip(
     """
     checks.instance("clipping.clip", "rule", rule, Clipping, "Such as clipping.flat(bound).")
     refuse_tracking("clipping.clip")
+    size = trees.leading_size(gradients, name="clipping.clip")
+    real = real_rows("clipping.clip", mask, size)[:, None]
     # On the shapes of the parameters, as the noise and the other engines assign: a partition by
     # rank or size would answer otherwise for a batch, and give one group the noise of another.
     groups = rule.partition.assign(trees.one_row(gradients))
     # Norms before the mask: padding has a norm too, and the mask removes norm and factor together.
     norms = trees.group_norms(gradients, groups, rule.partition.size)
     factors = rule.factors(norms)
-    size = trees.leading_size(gradients, name="clipping.clip")
-    real = real_rows("clipping.clip", mask, size)[:, None]
     norms, factors = jnp.where(real, norms, 0), jnp.where(real, factors, 0)
     if weights is not None:
         weights = jnp.asarray(weights, factors.dtype)

@@ -93,10 +93,7 @@ def grouped(
       gradient (5, 5) at bound 1 moves the sum by the square root of 2.
     """
     if (bound is None) == (total is None):
-        raise ValueError(
-            f"clipping.grouped(bound={bound}, total={total}): give one of them. bound= is "
-            "each group's own bound, total= is the sensitivity of all groups together."
-        )
+        raise ValueError(f"clipping.grouped(bound={bound}, total={total}): give one of them.")
     partition = partition_of("clipping.grouped", groups)
     if bound is None:
         # k orthogonal groups of total / sqrt(k) have the sensitivity `total`.
@@ -312,7 +309,7 @@ def _length(name: str, bound: float) -> float:
     if bound == math.inf:
         raise ValueError(
             f"clipping.{name}(bound=inf): this rule scales gradients up to the bound, and there is "
-            "no infinite length. To switch clipping off, use clipping.flat(bound=math.inf)."
+            "no infinite length. Use clipping.flat."
         )
     return bound
 
