@@ -497,7 +497,7 @@ def test_a_draw_that_is_made_once_is_refused():
     """NumPy draws when the step is compiled: all steps would see one batch."""
 
     def draw(key, step):
-        return types.Draw(jnp.asarray(np.random.default_rng().permutation(50)), jnp.asarray(10))
+        return types.Draw(jnp.asarray(np.random.default_rng().permutation(50)), jnp.arange(50) < 10)
 
     # One Gaussian for both steps of the epoch pays for one of them.
     for paid_in_part in (sampling.poisson(50, 10), sampling.shuffled(50, 10)):
@@ -507,7 +507,7 @@ def test_a_draw_that_is_made_once_is_refused():
 
 
 def test_one_public_batch_for_ever_is_sound_where_it_is_paid_for():
-    first = types.Draw(jnp.arange(10), jnp.asarray(10))
+    first = types.Draw(jnp.arange(10), jnp.ones(10, bool))
     every = sampling.full(50).event
     own = dataclasses.replace(
         sampling.poisson(50, 10), draw=lambda key, step: first, event=every, name="first rows"

@@ -48,6 +48,8 @@ class Measurement(NamedTuple):
     """The multiplier that is accounted, as the link received it."""
     strategy: Any
     """How the noise is correlated over the steps; None for white noise."""
+    below: Any = None
+    """The count that an adapted bound follows."""
 
 
 def influence(rule: Clipping, gradients: PyTree) -> float:
@@ -360,11 +362,17 @@ def _runs(
         """The state of a noise link, which records and exchanges what its noise meets."""
 
         def meeting(
-            self, clipped: Sum, deviations: Sequence[Any], multiplier: Any, strategy: Any
-        ) -> PyTree:
+            self,
+            clipped: Sum,
+            deviations: Sequence[Any],
+            multiplier: Any,
+            strategy: Any,
+            below: Any = None,
+        ) -> tuple[PyTree, Any]:
             each = [deviations[group] for group in clipped.rule.groups]
-            found.append(Measurement(clipped.value, each, multiplier, strategy))
-            return next(left, found[-1]).total
+            found.append(Measurement(clipped.value, each, multiplier, strategy, below))
+            meets = next(left, found[-1])
+            return meets.total, meets.below
 
     def measured(node: Any) -> Any:
         return Measured(*node) if isinstance(node, GaussianState) else node

@@ -86,7 +86,7 @@ def privatize(mechanism: Described, key: Key | None) -> optax.GradientTransforma
         del params, extra
         require_sum(updates, mechanism.clipping, name)
         deviations = mechanism.deviations_on_sum(state.step)
-        total = state.meeting(updates, deviations, multiplier, mechanism.noise)
+        total, below = state.meeting(updates, deviations, multiplier, mechanism.noise, below)
         if key is None:
             total = unless_unset(total, state.key, name)
         root, memory = state.key, state.memory

@@ -109,7 +109,7 @@ def noise_link(
         require_sum(updates, rule, name)
         deviations = standard_deviations(noise_multiplier, rule, state.step)
         deviations = [x * scale for x in deviations]
-        total = state.meeting(updates, deviations, noise_multiplier, strategy)
+        total, _ = state.meeting(updates, deviations, noise_multiplier, strategy)
         if key is None:
             total = unless_unset(total, state.key, name)
         noisy, memory = add_noise(

@@ -43,9 +43,14 @@ class GaussianState(NamedTuple):
         return veiled(self, "key", "memory")
 
     def meeting(
-        self, clipped: Sum, deviations: Sequence[Any], multiplier: NoiseMultiplier, strategy: Any
-    ) -> PyTree:
-        """The sum that meets the noise of this step: that which the link received.
+        self,
+        clipped: Sum,
+        deviations: Sequence[Any],
+        multiplier: NoiseMultiplier,
+        strategy: Any,
+        below: Any = None,
+    ) -> tuple[PyTree, Any]:
+        """The sum and the count that meet the noise of this step: those that the link received.
 
         `dpjax.testing` gives a chain a state of another class, which records and exchanges it.
 
@@ -54,9 +59,10 @@ class GaussianState(NamedTuple):
           deviations: The standard deviation of the noise on it, for each group.
           multiplier: The multiplier that is accounted.
           strategy: How noise is correlated over the steps; None for white noise.
+          below: The count that an adapted bound follows.
         """
         del deviations, multiplier, strategy
-        return clipped.value
+        return clipped.value, below
 
 
 def secret_key() -> Key:
