@@ -77,13 +77,7 @@ def clip(
 
 
 def real_rows(call: str, mask: ArrayLike | None, size: int) -> Bool[Array, " size"]:
-    """Which of a batch's rows are examples; raises unless a mask has one entry for each.
-
-    Args:
-      call: How errors call the function that received the mask.
-      mask: 1 for a real example, 0 for padding; None or True if all are real.
-      size: The number of rows.
-    """
+    """Which of a batch's rows are examples; raises unless a mask has one entry for each."""
     if mask is None or mask is True:
         return jnp.ones(size, bool)
     if np.shape(mask) != (size,):

@@ -272,12 +272,8 @@ def jl(bound: float, projections: int = 50) -> Clipping:
       somewhat more than $C$, now and then far more.  The guarantee is over that chance, by
       ``method="pld"`` alone; Renyi and central-limit methods are refused.
 
-      It holds for exact arithmetic. Estimates are rounded up by what float32 may have lost of
-      them, relative to the largest tangent on the way: examples whose derivatives cancel are
-      clipped by what cancels. That does not count the positions which the reverse pass adds
-      within one example. Where thousands of them cancel to the last digits, as a person who
-      chooses an example may arrange, the example passes the bound by far. Exact norms
-      (`flat`) hold there too.
+      It holds for exact arithmetic. Where derivatives of thousands of positions cancel to the last
+      digits, an example passes the bound by far; exact norms (`flat`) hold there too.
 
       A loss in less than float32 is refused: narrow dtypes, ``reduce_precision``, and a
       ``precision=`` of products below the highest.

@@ -124,8 +124,7 @@ def private_mean(
       in_parts: Whether a mesh splits the leaves; see `add_noise`.
 
     Returns:
-      The mean, and the scale and the memory of the next step. `Mechanism.privatize` says what
-      happens past the planned steps.
+      The mean, and the scale and the memory of the next step.
     """
     beyond = step >= mechanism.steps
     if not trees.traced(beyond) and beyond:

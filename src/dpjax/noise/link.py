@@ -82,16 +82,7 @@ def noise_link(
     strategy: Strategy | None = None,
     scale: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """The link of `gaussian` and of `correlated`.
-
-    Args:
-      name: How errors call the link.
-      noise_multiplier: As in `gaussian`.
-      rule: As in `gaussian`.
-      key: As in `gaussian`.
-      strategy: How the noise of different steps is correlated; None for white noise.
-      scale: What else the standard deviation is multiplied by: the strategy's sensitivity.
-    """
+    """The link of `gaussian`, and of `correlated` with deviations ``scale`` times as large."""
     hint = "The noise is scaled to the sensitivity of a rule: write dpjax.clipping.flat(bound)."
     checks.instance(name, "rule", rule, Clipping, hint)
     noise_multiplier = plain_multiplier(name, noise_multiplier)
@@ -121,13 +112,7 @@ def noise_link(
 
 
 def first_state(key: Key | None, params: PyTree, strategy: Strategy | None) -> GaussianState:
-    """The state of a link before the first step.
-
-    Args:
-      key: The key that the caller supplied; None for one from the operating system.
-      params: The parameters.
-      strategy: How the noise of different steps is correlated; None for white noise.
-    """
+    """The state of a link before the first step."""
     step = jnp.zeros((), jnp.int32)
     return GaussianState(first_key(key, (step, params)), step, first_memory(strategy, params))
 
@@ -138,13 +123,7 @@ def first_memory(strategy: Strategy | None, params: PyTree) -> PyTree:
 
 
 def require_sum(updates: Any, rule: Clipping, name: str) -> None:
-    """Raises unless a link received a clipped sum of this rule.
-
-    Args:
-      updates: What a noise link received.
-      rule: The rule to which its noise is scaled.
-      name: How errors call the link.
-    """
+    """Raises unless a link received a clipped sum of this rule."""
     if isinstance(updates, ClippedSum):
         raise TypeError(f"{name}: received a whole ClippedSum; give clipped.sum.")
     if not isinstance(updates, Sum):
@@ -178,7 +157,7 @@ def add_noise(
       total: The clipped sum.
       partition: The groups of its leaves.
       deviations: The standard deviation of each group, from `standard_deviations`.
-      key: The root key of the run.
+      key: The root key of the noise.
       step: The number of the step.
       strategy: How the noise of different steps is correlated; None for white noise.
       memory: What the strategy remembers of earlier steps, from `first_memory`.

@@ -82,12 +82,7 @@ def shared_key() -> Key:
 
 
 def first_key(key: Key | None, begun: PyTree) -> Key:
-    """The key with which a run begins: as supplied, or fresh; unset if ``begun`` is traced.
-
-    Args:
-      key: The key that the caller supplied, or None.
-      begun: Arrays that ``init`` made or was given.
-    """
+    """The key with which a run begins: as supplied, or fresh; unset if ``begun`` is traced."""
     if key is not None:
         return jnp.copy(key)  # a step that donates the state would delete the caller's
     # A key of the operating system would be a constant of the traced program, for all its calls.
@@ -100,13 +95,7 @@ def is_unset(key: Key) -> Bool[Array, ""]:
 
 
 def unless_unset(total: PyTree, key: Key, name: str) -> PyTree:
-    """The sum; where the key is unset an error, or inside ``jit`` NaN.
-
-    Args:
-      total: The clipped sum.
-      key: The key in the state of a link that was given none.
-      name: How errors call the link.
-    """
+    """The sum; where the key is unset an error, or inside ``jit`` NaN."""
     unset = is_unset(key)
     if trees.traced(unset):
         return jax.tree.map(lambda x: jnp.where(unset, jnp.nan, x), total)
