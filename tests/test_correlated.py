@@ -64,7 +64,7 @@ def mechanism(steps=6, **options):
     "mixed = drawn",
     slow=True,
 )
-@kills("noise/link.py", "deviations = [x * scale for", "deviations = [x for", slow=True)
+@kills("noise/link.py", "return [x * scale for", "return [x for", slow=True)
 def test_the_link_adds_rows_of_the_inverse(name):
     """The numbers of white noise of the same key, mixed by C^-1 and scaled by its sensitivity."""
     strategy, key = STRATEGIES[name], jax.random.key(7)

@@ -364,12 +364,13 @@ def _runs(
         def meeting(
             self,
             clipped: Sum,
-            deviations: Sequence[Any],
+            deviations: Callable[[Any], Sequence[Any]],
             multiplier: Any,
             strategy: Any,
             below: Any = None,
         ) -> tuple[PyTree, Any]:
-            each = [deviations[group] for group in clipped.rule.groups]
+            of_groups = deviations(self.step)
+            each = [of_groups[group] for group in clipped.rule.groups]
             found.append(Measurement(clipped.value, each, multiplier, strategy, below))
             meets = next(left, found[-1])
             return meets.total, meets.below

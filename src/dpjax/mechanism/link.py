@@ -85,8 +85,8 @@ def privatize(mechanism: Described, key: Key | None) -> optax.GradientTransforma
     ) -> tuple[PyTree, GaussianState]:
         del params, extra
         require_sum(updates, mechanism.clipping, name)
-        deviations = mechanism.deviations_on_sum(state.step)
-        total, below = state.meeting(updates, deviations, multiplier, mechanism.noise, below)
+        deviations, strategy = mechanism.deviations_on_sum, mechanism.noise
+        total, below = state.meeting(updates, deviations, multiplier, strategy, below)
         if key is None:
             total = unless_unset(total, state.key, name)
         root, memory = state.key, state.memory

@@ -90,6 +90,9 @@ def noise_link(
     if key is not None:
         checks.key(name, key)
 
+    def deviations(step: Any) -> list[Any]:
+        return [x * scale for x in standard_deviations(noise_multiplier, rule, step)]
+
     def init(params: PyTree) -> GaussianState:
         return first_state(key, params, strategy)
 
@@ -98,14 +101,11 @@ def noise_link(
     ) -> tuple[PyTree, GaussianState]:
         del params, extra
         require_sum(updates, rule, name)
-        deviations = standard_deviations(noise_multiplier, rule, state.step)
-        deviations = [x * scale for x in deviations]
         total, _ = state.meeting(updates, deviations, noise_multiplier, strategy)
         if key is None:
             total = unless_unset(total, state.key, name)
-        noisy, memory = add_noise(
-            total, rule.partition, deviations, state.key, state.step, strategy, state.memory
-        )
+        each, root, step = deviations(state.step), state.key, state.step
+        noisy, memory = add_noise(total, rule.partition, each, root, step, strategy, state.memory)
         return noisy, state._replace(step=state.step + 1, memory=memory)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -9,7 +9,7 @@ its place, with which nothing is released before `renew`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -45,7 +45,7 @@ class GaussianState(NamedTuple):
     def meeting(
         self,
         clipped: Sum,
-        deviations: Sequence[Any],
+        deviations: Callable[[Any], Sequence[Any]],
         multiplier: NoiseMultiplier,
         strategy: Any,
         below: Any = None,
@@ -56,7 +56,7 @@ class GaussianState(NamedTuple):
 
         Args:
           clipped: The clipped sum.
-          deviations: The standard deviation of the noise on it, for each group.
+          deviations: From the step to the noise's standard deviation on the sum, for each group.
           multiplier: The multiplier that is accounted.
           strategy: How noise is correlated over the steps; None for white noise.
           below: The count that an adapted bound follows.
