@@ -127,17 +127,17 @@ def clip_and_sum(rule: Clipping) -> optax.GradientTransformationExtraArgs:
     """
     checks.instance("clip_and_sum", "rule", rule, Clipping, "Write dpjax.clipping.flat(bound).")
 
-    def init(params: PyTree) -> ClipState:
+    def init(params: PyTree) -> Any:
         return ClipState(tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(params)))
 
     def update(
         updates: PyTree,
-        state: ClipState,
+        state: Any,
         params: PyTree | None = None,
         *,
         mask: ArrayLike | None = None,
         **extra: Any,
-    ) -> tuple[Sum, ClipState]:
+    ) -> tuple[Any, Any]:
         del params, extra
         _require_rows(updates, state)
         total, _, _ = clip(rule, updates, mask)
@@ -185,8 +185,9 @@ def empty_sum(rule: Clipping, params: PyTree) -> ClippedSum:
       >>> [round(float(x), 4) for x in total.sum.value]
       [10.6066, 10.6066]
     """
-    zeros: Any = trees.zeros_wide(params)
-    return ClippedSum(zeros, None, None, None, rule=rule.limits(params)).total
+    nothing: Any = None
+    zeros = trees.zeros_wide(params)
+    return ClippedSum(zeros, nothing, nothing, nothing, rule=rule.limits(params))
 
 
 def _require_rows(gradients: PyTree, state: ClipState) -> None:

@@ -93,12 +93,12 @@ def noise_link(
     def deviations(step: Any) -> list[Any]:
         return [x * scale for x in standard_deviations(noise_multiplier, rule, step)]
 
-    def init(params: PyTree) -> GaussianState:
+    def init(params: PyTree) -> Any:
         return first_state(key, params, strategy)
 
     def update(
-        updates: Any, state: GaussianState, params: PyTree | None = None, **extra: Any
-    ) -> tuple[PyTree, GaussianState]:
+        updates: Any, state: Any, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, Any]:
         del params, extra
         require_sum(updates, rule, name)
         total, _ = state.meeting(updates, deviations, noise_multiplier, strategy)

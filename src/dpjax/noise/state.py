@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a noise link, and where its key comes from.
 
-Nobody has to pass a key: ``init`` reads the randomness of the operating system, so two runs never
-share their noise. A traced ``init`` runs once for many calls, and gives the *unset* key of zeros in
-its place, with which nothing is released before `renew`.
+No key is passed by default: ``init`` reads the randomness of the operating system, so two runs do
+not share their noise. A traced ``init`` runs once for many calls, and gives the *unset* key of
+zeros in its place, with which nothing is released before `renew`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def renew(state: T) -> T:
     """A state, or any tree with states in it, whose noise follows from fresh keys.
 
     Sets the key of each noise link and the noise key of each `dpjax.types.State`; its key for
-    draws only where that is unset. Two runs that go on from one state then share no noise.
+    draws only where that is unset. Two runs that continue one state then share no noise.
 
     Example:
       >>> import dpjax
