@@ -427,8 +427,8 @@ class Mechanism:
           the sampler pads its draws; ``mask=True`` says that all rows are real.
 
         Privacy:
-          What comes out may be released: `epsilon` covers the planned steps, if the rows are those
-          that ``sampling`` draws.
+          What comes out may be released: `epsilon` covers the planned steps, if ``sampling`` draws
+          the rows.
 
         Example:
           >>> import dpjax, jax, jax.numpy as jnp

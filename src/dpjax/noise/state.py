@@ -50,7 +50,7 @@ class GaussianState(NamedTuple):
         strategy: Any,
         below: Any = None,
     ) -> tuple[PyTree, Any]:
-        """The sum and the count that meet the noise of this step: those that the link received.
+        """The sum and the count that meet the noise of this step, as the link received them.
 
         `dpjax.testing` gives a chain a state of another class, which records and exchanges it.
 
