@@ -47,7 +47,8 @@ def test_the_audit_over_many_noise_seeds(multiplier):
     @jax.vmap
     def first_coordinate(seed):
         link = mechanism.privatize(jax.random.key(seed))
-        return link.update(with_canary, link.init(jnp.zeros(2)))[0][0]
+        total = clipping.trusted_sum(with_canary, rule)
+        return link.update(total, link.init(jnp.zeros(2)))[0][0]
 
     released = np.asarray(first_coordinate(jnp.arange(20_000)))
     assert released.mean() / released.std() == pytest.approx(1 / multiplier, abs=0.04)
@@ -548,19 +549,19 @@ SAMPLERS = {
 @pytest.mark.sample(2)
 @kills(
     "auditing/algorithm_step.py",
-    "indices.shape[0]) < size) & ~gone",
-    "indices.shape[0]) < size) | ~gone",
+    "stays = mask & ~gone",
+    "stays = mask | ~gone",
     slow=True,
 )
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_without_some_rows_all_others_are_drawn(name):
     lacking = auditing.without(SAMPLERS[name], [0, 5])
     for step in range(3):
-        (drawn, size), (left, fewer) = (
-            sampler.draw(jax.random.key(1), step) for sampler in (SAMPLERS[name], lacking)
+        drawn, left = (
+            sampling.on_host(sampler.draw(jax.random.key(1), step)).tolist()
+            for sampler in (SAMPLERS[name], lacking)
         )
-        assert left.shape == drawn.shape
-        assert left[:fewer].tolist() == [i for i in drawn[:size].tolist() if i not in (0, 5)]
+        assert left == [i for i in drawn if i not in (0, 5)]
     assert lacking.batch_size == SAMPLERS[name].batch_size
 
 

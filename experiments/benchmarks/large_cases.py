@@ -81,7 +81,7 @@ def gradient_of(case: str, loss: Loss) -> Any:
         frozen, batch = given
         each = loss if frozen is None else adapted(loss, frozen)
         if case.startswith("private"):
-            return dpjax.clipped_grad(each, clipping.flat(contestants.BOUND))(trained, batch).value
+            return dpjax.clipped_grad(each, clipping.flat(contestants.BOUND))(trained, batch).sum
 
         def mean(trained: Any) -> jax.Array:
             return jnp.mean(jax.vmap(each, (None, 0))(trained, batch))

@@ -44,7 +44,7 @@ def total(rows: np.ndarray, size: int, compensated: bool) -> np.ndarray:
 
     @jax.jit
     def parts(rows: Any) -> Any:
-        draw = Draw(jnp.arange(len(rows)), jnp.int32(len(rows)))
+        draw = Draw(jnp.arange(len(rows)), jnp.ones(len(rows), bool))
         layout = batching.Layout(size)
         start = batching.no_total(zero, len(rows) if compensated else 0, layout)
         sums = batching.sum_over(add, start, layout, draw, rows, None, batching.settled)

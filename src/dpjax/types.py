@@ -367,7 +367,7 @@ class Draw(NamedTuple):
         return jnp.sum(self.mask, dtype=jnp.int32)
 
     def on_host(self) -> np.ndarray:
-        """All indices, those of the padding too, as int64 on the host."""
+        """All indices, also of the padding, as int64 on the host."""
         indices = np.asarray(self.indices).astype(np.int64)
         return indices if indices.ndim == 1 else (indices[:, 0] << 32) | indices[:, 1]
 
