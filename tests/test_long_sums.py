@@ -44,7 +44,7 @@ def test_one_example_moves_a_long_sum_by_its_bound(path):
         )
         options = {"engine": "vmap", "microbatch_size": micro}
         run = dpjax.dpsgd(lambda w, x: -w * x, optax.sgd(float(len(x))), mechanism, x, **options)
-        return float(run.step(run.init(jax.random.key(0), jnp.zeros(())))[0].params)
+        return float(run.step(run.init(jnp.zeros(()), jax.random.key(0)))[0].params)
 
     moved = total(np.append(np.float32(1), rows)) - total(rows)
     # Reading the sum as one array rounds it once: half of its last bit on either side.
@@ -140,7 +140,7 @@ def test_what_a_long_sum_rounds_away_meets_the_noise(kind):
         run = dpjax.dpsgd(
             lambda w, x: -jnp.sum(w * x), optax.sgd(rows), mechanism, kind(data), microbatch_size=1
         )
-        state, _ = run.step(run.init(jax.random.key(0), jnp.zeros(count)))
+        state, _ = run.step(run.init(jnp.zeros(count), jax.random.key(0)))
         return np.mean(np.asarray(state.params, np.float64) - large)
 
     without = mean(data)
