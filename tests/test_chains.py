@@ -375,7 +375,7 @@ CHAIN = mechanism_with(200, 20, noise_multiplier=0.0, clipping=clipping.flat(100
 
 
 def test_a_chain_draws_masks_and_steps():
-    """README's loop: the rows that count are those of the draw, and few shapes are compiled."""
+    """README's loop: the rows of the draw count, and few shapes are compiled."""
     data = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
     optimizer, key = optax.chain(CHAIN.private(), optax.sgd(1.0)), jax.random.key(0)
     gradients = jax.vmap(jax.grad(loss), (None, 0))

@@ -7,7 +7,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from mutation import kills
 
@@ -83,33 +82,6 @@ def test_sensitivities():
     assert clipping.automatic(2.0).sensitivity == 2.0
 
 
-def test_a_user_of_several_examples_is_one_example():
-    """Two users with three records each: the loss of a user is the mean of theirs."""
-    users = jnp.arange(18.0).reshape(2, 3, 3)
-    w = jnp.array([1.0, 2.0, 3.0])
-
-    def of_user(w, records):
-        return jnp.mean(jax.vmap(lambda x: 0.5 * jnp.sum((w - x) ** 2))(records))
-
-    result = dpjax.clipped_grad(of_user, clipping.flat(1000.0))(w, users)
-    np.testing.assert_allclose(result.value / 2, w - users.reshape(6, 3).mean(axis=0), rtol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("microbatch", [None, 1, 3])
-@pytest.mark.parametrize("jit", [False, True])
-def test_scalar_regression(microbatch, jit):
-    """Per-example gradients 1, -2, -5 at p = 2."""
-    loss = lambda p, x: 0.5 * jnp.mean((p - x) ** 2)  # noqa: E731
-    p, x = jnp.array([2.0]), jnp.array([[1.0], [4.0], [7.0]])
-    for rule, all_rows in [(clipping.flat(2.5), -3.5), (clipping.normalized(1.0), -1.0)]:
-        clipped = dpjax.clipped_grad(loss, rule, microbatch_size=microbatch)
-        clipped = jax.jit(clipped) if jit else clipped
-        assert float(clipped(p, x).value[0]) == pytest.approx(all_rows)
-        assert float(clipped(p, x, jnp.array([1, 0, 0])).value[0]) == pytest.approx(1.0)
-        assert float(clipped(p, x, jnp.zeros(3)).value[0]) == 0.0
-
-
 GRADIENTS = {"w": jnp.array([[0.0, 0, 0], [0, 3, 4], [4, 0, 3], [3, 4, 0]])}
 
 
@@ -144,17 +116,10 @@ def test_a_bound_of_0_silences_whatever_the_rule(rule):
     np.testing.assert_array_equal(rule.factors(norms), np.zeros_like(norms))
 
 
-@kills(
-    "clipping/rules.py",
-    "jnp.where(length > 0, bound / jnp.where(length > 0, length, 1), 0)",
-    "bound / length",
-    slow=True,
-)
 def test_a_zero_gradient_stays_zero_without_gamma():
     rule = clipping.automatic(1.0, 0.0)
     total, _ = clipping.clip(rule, {"w": jnp.array([[0.0, 0.0], [3.0, 4.0]])})[:2]
     np.testing.assert_allclose(total["w"], [0.6, 0.8], rtol=1e-6)
-    assert rule.factors(jnp.array([[0.0], [5.0]])).tolist() == [[0.0], [pytest.approx(0.2)]]
 
 
 def test_examples_of_all_i():
@@ -165,7 +130,7 @@ def test_examples_of_all_i():
     link = dpjax.clip_and_sum(rule)
     summed, _ = link.update(gradients, link.init([jnp.zeros(s) for s in shapes]))
     want = sum(i / max(i * math.sqrt(count) / 4.0, 1.0) for i in range(8))
-    for leaf in summed:
+    for leaf in summed.value:
         np.testing.assert_allclose(leaf, np.full(leaf.shape, want), rtol=1e-5)
 
 
@@ -243,7 +208,7 @@ def test_partitions():
         assert list(assigned) == sorted(assigned)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_balanced_groups_are_as_equal_as_they_can_be(seed):
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 60, rng.integers(3, 9))
@@ -262,29 +227,14 @@ def test_balanced_groups_are_as_equal_as_they_can_be(seed):
         assert largest == best(0, groups)
 
 
-@kills(
-    "clipping/partitions.py", "leaf.size for leaf in", "max(1, leaf.size) for leaf in", slow=True
-)
-def test_leaves_of_nothing_do_not_move_the_cut_of_a_batch():
-    params = [jnp.zeros(1)] * 3 + [jnp.zeros(0)] * 6
-    gradients = [jnp.zeros((100, *leaf.shape)) for leaf in params]
-    for groups in range(1, 10):
-        partition = clipping.balanced(groups)
-        assert partition.assign(gradients) == partition.assign(params)
-
-
-@kills("types.py", "not set(groups) <= set(range(len(self.names)))", "False", case="groups0")
-@pytest.mark.parametrize("groups", [(0, -1), (0, 2), (0,), (0, 0, 1), (0, 0.5)])
-def test_a_leaf_in_no_group_is_refused(groups):
-    """It would be in no norm, and pass unclipped."""
+@kills("types.py", "set(groups) != set(range(len(self.names)))", "False", case="groups0")
+@pytest.mark.parametrize("groups", [(0, -1), (0, 2), (0,), (0, 0, 1), (0, 0)])
+def test_every_leaf_has_a_group_and_every_group_a_leaf(groups):
+    """A leaf in no group would be in no norm, and pass unclipped."""
     partition = types.Partition(("a", "b"), lambda tree: groups)
     rule = types.Clipping(partition, (1.0, 1.0), jnp.ones_like)
-    with pytest.raises(ValueError, match="a number from 0 to 1"):
+    with pytest.raises(ValueError, match="every leaf needs a group"):
         clipping.clip(rule, [jnp.ones((3, 2)), jnp.ones((3, 4))])
-
-
-def by_dtype(tree):
-    return [int(leaf.dtype != jnp.bfloat16) for leaf in jax.tree.leaves(tree)]
 
 
 @kills(
@@ -299,20 +249,7 @@ def test_a_partition_sees_one_dtype_whatever_the_leaves_have():
     assert {leaf.dtype for leaf in seen[0]} == {jnp.dtype(jnp.float32)}
     assert [leaf.shape for leaf in seen[0]] == [(3,)] * len(kinds) + [()] * 2
 
-    rule = clipping.per_group((10.0, 0.01), types.Partition(("half", "full"), by_dtype))
-    params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2)}
-    gradients = jax.tree.map(lambda x: x[None], params)
-    link = dpjax.clip_and_sum(rule)
-    for refused in (
-        lambda: clipping.clip(rule, gradients),
-        lambda: link.update(gradients, link.init(params)),
-        lambda: dpjax.clipped_grad(lambda p, x: jnp.sum(p["b"] * x), rule)(params, gradients["b"]),
-    ):
-        with pytest.raises(ValueError, match=r"no leaf is in \['half'\].*it reads dtypes"):
-            refused()
 
-
-@kills("types.py", "jnp.clip(wished, 0, limit)", "wished", slow=True)
 def test_a_rule_of_ones_own_cannot_break_its_bound():
     greedy = types.Clipping(clipping.balanced(1), (1.0,), lambda norms: norms * 100)
     norms = jnp.array([[0.0], [1e-20], [0.5], [1.0], [1e10]])
@@ -335,9 +272,6 @@ def test_an_example_exactly_on_its_bound_is_within_for_every_engine(engine):
     assert 0.9999 * bound < float(jnp.linalg.norm(found.value)) <= bound
     below = clipping.Quantile().below(clipping.flat(bound), found.norms, jnp.ones(1, bool))
     assert float(below) == 0.5
-    # A norm that is longer by more than rounding is not.
-    long = clipping.hard_threshold(bound).factors(jnp.array([[1.0001 * bound]]))
-    assert not jnp.any(long)
 
 
 @kills("types.py", "(norms, _LEAST)", "(norms, jnp.finfo(norms.dtype).tiny)", slow=True)
@@ -394,69 +328,35 @@ def test_a_rule_with_other_bounds_keeps_its_wish():
     np.testing.assert_allclose(other.factors(jnp.array([[2.0], [8.0]])), [[1.0], [0.5]])
 
 
-OTHER_SHAPE = types.Clipping(clipping.balanced(2), (1.0, 1.0), lambda n: jnp.ones((*n.shape, 3)))
 OF_A, OF_B = {"a": jnp.zeros(2)}, {"b": jnp.zeros(2)}
 TEACHES = [
-    (
-        lambda: clipping.flat(-1.0),
-        r"^clipping\.flat\(bound=-1.0\): expected a number, 0 or more\. It is the most",
-    ),
-    (lambda: clipping.flat(math.nan), "expected a number"),
+    (lambda: clipping.flat(-1.0), r"^clipping\.flat\(bound=-1.0\): expected a number, 0 or more"),
     (lambda: clipping.flat("1.0"), r"^clipping\.flat\(bound='1.0'\): expected a number"),
-    (lambda: clipping.flat(None), "expected a number"),
+    (lambda: clipping.flat(math.nan), "expected a number"),
     (lambda: clipping.per_group(("1", 2.0), 2), "expected a number"),
-    (lambda: clipping.jl("1"), "expected a number"),
-    (lambda: clipping.jl(1.0, "50"), r"clipping\.jl\(projections='50'\): expected a number"),
     (lambda: clipping.jl(1.0, 2.5), "expected a whole number"),
-    (lambda: clipping.flat(1e-19), "would read as 0 and slip past"),
+    (lambda: clipping.flat(1e-19), "shorter norms underflow"),
     (lambda: clipping.grouped(1.0, "by_layer"), "positive number of groups"),
-    (lambda: OTHER_SHAPE.factors(jnp.ones((5, 2))), "expected a factor for each example and group"),
     (lambda: clipping.grouped(1.0, 2, total=1.0), "give one of them"),
-    (lambda: clipping.grouped(groups=2), "give one of them"),
-    (
-        lambda: clipping.grouped(1.0, 0),
-        r"^clipping\.grouped\(groups=0\): .*positive number of groups",
-    ),
-    (lambda: clipping.grouped(1.0, 2.5), "positive number of groups"),
-    (lambda: clipping.per_group((1.0, 2.0, 3.0), 2), "3 bounds were given for 2 groups"),
+    (lambda: clipping.per_group((1.0, 2.0, 3.0), 2), "3 bounds for 2 groups"),
     (lambda: clipping.per_group({"x": 1.0}, 1), "every group needs exactly one bound"),
     (
         lambda: dataclasses.replace(clipping.grouped(1.0, 2), projections=30),
-        "the norm of the whole gradient, and this rule has 2 groups",
+        "expected one group, not 2",
     ),
     (lambda: clipping.automatic(1.0, -0.1), r"gamma=-0.1\): expected a number, 0 or more"),
     (lambda: clipping.psac(1.0, 0.0), "this is clipping.normalized"),
     (lambda: clipping.hard_threshold(1.0, 0.0), r"screen=0.0\): expected a finite number above 0"),
-    (lambda: clipping.hard_threshold(-1.0), "expected a number, 0 or more"),
-    (lambda: clipping.hard_threshold(inf, 2.0), r"no infinite length\. To switch clipping off"),
-    (lambda: clipping.automatic(inf), "no infinite length"),
-    (lambda: clipping.psac(inf), "no infinite length"),
-    (lambda: clipping.grouped(total=-1.0, groups=2), r"total=-1.0\): expected a number, 0 or more"),
+    (lambda: clipping.hard_threshold(inf, 2.0), "no infinite length"),
     (lambda: clipping.normalized(inf), "no infinite length"),
-    (lambda: clipping.hard_threshold(math.nan), "expected a number"),
     (
         lambda: clipping.balanced(3).assign(OF_A),
-        r"^clipping\.balanced\(groups=3\): .*only 1 leaves",
+        r"^clipping\.balanced\(groups=3\): .*only 1",
     ),
-    (lambda: clipping.balanced(1).assign({}), "there are no parameters"),
     (lambda: clipping.by_path(OF_A, {"b": 0}), "no pattern"),
-    (
-        lambda: clipping.by_leaf(OF_A).assign(OF_B),
-        r"^clipping\.by_leaf: this partition was made for",
-    ),
+    (lambda: clipping.by_leaf(OF_A).assign(OF_B), r"^clipping\.by_leaf: made for"),
+    (lambda: types.Clipping(clipping.balanced(1), (-1.0,), jnp.ones_like), r"^types\.Clipping"),
 ]
-
-
-@kills(
-    "types.py",
-    'checks.not_negative(call, "bound", bound, _BOUND)',
-    'checks.number(call, "bound", bound, _BOUND)',
-    slow=True,
-)
-@pytest.mark.parametrize("bound", [-1.0, "1", None, math.nan])
-def test_a_rule_of_ones_own_is_refused_bounds_that_are_none(bound):
-    with pytest.raises(ValueError, match=r"^types\.Clipping\(bound=.*\): expected a number"):
-        types.Clipping(clipping.balanced(1), (bound,), jnp.ones_like)
 
 
 def test_bounds_are_pythons_numbers():
@@ -464,7 +364,6 @@ def test_bounds_are_pythons_numbers():
         assert [type(bound) for bound in rule.bounds] == [float] * len(rule.bounds)
 
 
-@kills("types.py", "bound < _LEAST:", "bound < 0:", case="<lambda>-would read as 0 and slip past")
 @pytest.mark.parametrize(("call", "message"), TEACHES)
 def test_errors_teach(call, message):
     with pytest.raises(ValueError, match=message):
@@ -475,71 +374,64 @@ PARAMS = {"w": jnp.zeros(3), "b": jnp.zeros(())}
 BATCH = {"w": jnp.ones((2, 3)), "b": jnp.ones(2)}
 
 
-class TestClipAndSum:
-    @kills(
-        "clipping/application.py",
-        "        _refuse_unbatched(updates, state.shapes)\n",
-        "",
-        slow=True,
-    )
-    @pytest.mark.parametrize(
-        "gradients",
-        [
-            {"w": jnp.ones(3), "b": jnp.ones(())},
-            {"w": jnp.ones((2, 3)), "b": jnp.ones(())},
-            {"w": jnp.ones((2, 4)), "b": jnp.ones(2)},
-        ],
-        ids=["averaged over the batch", "one leaf averaged", "another model"],
-    )
-    @pytest.mark.parametrize("give_params", [True, False])
-    def test_refuses_unbatched_gradients(self, gradients, give_params):
-        link = dpjax.clip_and_sum(clipping.flat(1.0))
-        state = link.init(PARAMS)
-        with pytest.raises(ValueError, match="one gradient per example"):
-            link.update(gradients, state, PARAMS if give_params else None)
-
-    def test_refuses_rows_that_do_not_match(self):
-        link = dpjax.clip_and_sum(clipping.flat(1.0))
-        ragged = {"w": jnp.ones((2, 3)), "b": jnp.ones(5)}
-        with pytest.raises(ValueError, match="leading axis"):
-            link.update(ragged, link.init(PARAMS))
-
-    def test_mask_goes_through_a_chain(self):
-        link = optax.chain(dpjax.clip_and_sum(clipping.flat(inf)), optax.scale(2.0))
-        out, _ = link.update(BATCH, link.init(PARAMS), PARAMS, mask=jnp.array([1, 0]))
-        np.testing.assert_allclose(out["w"], [2.0, 2.0, 2.0])
-
-    @pytest.mark.parametrize(
-        "mask",
-        [np.ones(1), np.ones((2, 1)), np.ones(()), np.ones(3)],
-        ids=["one", "column", "scalar", "longer"],
-    )
-    def test_a_mask_of_another_shape_is_refused(self, mask):
-        link = dpjax.clip_and_sum(clipping.flat(1.0))
-        with pytest.raises(ValueError, match=r"clip_and_sum: mask has shape.* batch 2 examples"):
-            link.update(BATCH, link.init(PARAMS), mask=mask)
-        with pytest.raises(ValueError, match=r"^clipping\.clip: mask has shape.* batch 2 examples"):
-            clipping.clip(clipping.flat(1.0), BATCH, mask)
-        clipped = dpjax.clipped_grad(lambda p, x: jnp.sum(p["w"] * x), clipping.flat(1.0))
-        with pytest.raises(ValueError, match=r"clipped_grad: mask has shape.* batch 2 examples"):
-            clipped(PARAMS, jnp.ones((2, 3)), mask)
-
-    @kills("clipping/application.py", "jnp.where(real, factors, 0)", "factors", slow=True)
-    def test_a_padded_row_with_a_huge_gradient_leaves_exactly_nothing(self):
-        link = dpjax.clip_and_sum(clipping.flat(1.0))
-        gradients = jax.tree.map(lambda g: g.at[1].set(100.0), BATCH)
-        out, _ = link.update(gradients, link.init(PARAMS), mask=jnp.array([0, 0]))
-        assert not any(np.any(leaf) for leaf in jax.tree.leaves(out))
+UNBATCHED = {
+    "averaged over the batch": {"w": jnp.ones(3), "b": jnp.ones(())},
+    "one leaf averaged": {"w": jnp.ones((2, 3)), "b": jnp.ones(())},
+    "another model": {"w": jnp.ones((2, 4)), "b": jnp.ones(2)},
+    "rows that do not match": {"w": jnp.ones((2, 3)), "b": jnp.ones(5)},
+}
 
 
-@kills("clipping/application.py", "if weights.shape != factors.shape:", "if False:", slow=True)
+@kills("clipping/application.py", "        _require_rows(updates, state)\n", "", slow=True)
+@pytest.mark.parametrize("name", UNBATCHED)
+def test_clip_and_sum_refuses_what_are_no_rows(name):
+    link = dpjax.clip_and_sum(clipping.flat(1.0))
+    with pytest.raises(ValueError, match=r"expected \(batch, |leading axis"):
+        link.update(UNBATCHED[name], link.init(PARAMS))
+
+
+@pytest.mark.parametrize("mask", [np.ones(1), np.ones((2, 1)), np.ones(3)])
+def test_a_mask_of_another_shape_is_refused(mask):
+    link = dpjax.clip_and_sum(clipping.flat(1.0))
+    with pytest.raises(ValueError, match=r"mask has shape.*expected \(2,\)"):
+        link.update(BATCH, link.init(PARAMS), mask=mask)
+    clipped = dpjax.clipped_grad(lambda p, x: jnp.sum(p["w"] * x), clipping.flat(1.0))
+    with pytest.raises(ValueError, match=r"clipped_grad: mask has shape.*expected \(2,\)"):
+        clipped(PARAMS, jnp.ones((2, 3)), mask)
+
+
+@kills("clipping/application.py", "jnp.where(real, factors, 0)", "factors", slow=True)
+def test_a_padded_row_with_a_huge_gradient_leaves_exactly_nothing():
+    link = dpjax.clip_and_sum(clipping.flat(1.0))
+    gradients = jax.tree.map(lambda g: g.at[1].set(100.0), BATCH)
+    out, _ = link.update(gradients, link.init(PARAMS), mask=jnp.array([0, 0]))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(out.value))
+
+
 def test_weights_without_groups_are_refused_by_the_definition():
     """They would be weights of columns: the first example's would be everyone's."""
     each = [0.0, 1.0, 1.0]
-    with pytest.raises(ValueError, match=r"write weights\[:, None\]"):
+    with pytest.raises(ValueError, match=r"expected \(3, 1\), one for each example and group"):
         clipping.clip(clipping.flat(1.0), jnp.ones((3, 2)), weights=each)
     total, *_ = clipping.clip(clipping.flat(2.0), jnp.ones((3, 2)), weights=np.c_[each])
     np.testing.assert_array_equal(total, [2.0, 2.0])
+
+
+@kills(
+    "clipping/application.py",
+    "rule.partition.assign(trees.one_row(gradients))",
+    "rule.partition.assign(gradients)",
+    slow=True,
+)
+def test_a_partition_never_sees_the_batch_axis():
+    by_rank = types.Partition(
+        ("vectors", "matrices"), lambda tree: [int(leaf.ndim > 1) for leaf in jax.tree.leaves(tree)]
+    )
+    rule = clipping.per_group((0.01, 1.0), groups=by_rank)
+    gradients = {"bias": jnp.full((1, 20), 100.0), "kernel": jnp.full((1, 5, 4), 100.0)}
+    total, *_ = clipping.clip(rule, gradients)
+    assert float(jnp.linalg.norm(total["bias"])) == pytest.approx(0.01, rel=1e-5)
+    assert float(jnp.linalg.norm(total["kernel"])) == pytest.approx(1.0, rel=1e-5)
 
 
 @pytest.mark.parametrize("third", [np.full(4, 0.25), np.array([2, 0, 1, 1]), [math.nan, 1, 1, 1]])

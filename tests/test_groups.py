@@ -5,9 +5,7 @@ import math
 from typing import Any
 
 import dp_accounting
-import numpy as np
 import pytest
-from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from mutation import kills
 from scipy import stats
 from scipy.integrate import quad
@@ -47,7 +45,7 @@ def lost(rate, multiplier, records, epsilon):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rate", "multiplier", "records", "epsilon"),
-    [(0.1, 1.0, 3, 0.5), (0.3, 2.0, 2, 0.2), (0.05, 1.0, 4, 1.0), (0.5, 1.5, 1, 0.3)],
+    [(0.1, 1.0, 3, 0.5), (0.05, 1.0, 4, 1.0)],
 )
 def test_one_step_is_the_mixture_that_it_should_be(rate, multiplier, records, epsilon):
     step = accounting.subsampled_gaussian(multiplier, rate, 1)
@@ -56,20 +54,6 @@ def test_one_step_is_the_mixture_that_it_should_be(rate, multiplier, records, ep
     got = accounting.delta(event, epsilon, "pld")
     assert expected <= got * (1 + 1e-6), "an upper bound"
     assert got == pytest.approx(expected, rel=0.01)
-
-
-@pytest.mark.slow
-@kills("accounting/event_parts.py", "np.asarray(each, np.float64).tolist()", "each", slow=True)
-def test_mixtures_that_print_alike_are_not_one():
-    """NumPy prints a long array without its middle: the dear one counted as a cheap one more."""
-    signals, odds = np.linspace(0, 1e-3, 1500), np.full(1500, 1 / 1500)
-    dear = np.where(np.arange(1500) // 100 == 7, 1.0, signals)
-    both = [MixtureOfGaussiansDpEvent(1.0, c, odds) for c in (signals, dear)]
-    assert repr(both[0]) == repr(both[1])
-    alone = accounting.epsilon(both[1], 1e-5, "pld")
-    assert alone > 1
-    for order in (both, both[::-1]):
-        assert accounting.epsilon(accounting.compose(*order), 1e-5, "pld") >= alone
 
 
 @kills("accounting/user_level.py", "unsampled_multiplier / records", "unsampled_multiplier")
@@ -91,21 +75,6 @@ def test_more_records_cost_more_and_less_than_all_of_them_always():
     assert costs[0] < costs[1] < costs[2]
     for records, cost in enumerate(costs, 1):
         assert cost < accounting.epsilon(accounting.gaussian(1 / records, 10), 1e-5, "pld")
-
-
-@pytest.mark.slow
-@pytest.mark.promotes
-def test_a_mechanism_with_preparation_and_a_schedule():
-    """Each part is enlarged; nothing is lost on the way."""
-    facts = {"noise_multiplier": lambda step: np.float32(2.0) + step // 5, "steps": 10}
-    mechanism = mechanism_with(1000, 50, preparation=(8.0,), **facts)
-    users = accounting.for_groups(mechanism.event, 2)
-    apart = accounting.compose(
-        accounting.gaussian(4.0),
-        *(accounting.for_groups(accounting.subsampled_gaussian(z, 0.05, 5), 2) for z in (2.0, 3.0)),
-    )
-    assert accounting.epsilon(users, 1e-5, "pld") == accounting.epsilon(apart, 1e-5, "pld")
-    assert accounting.epsilon(users, 1e-5, "pld") > mechanism.epsilon(1e-5, "pld")
 
 
 def test_what_is_bare_stays_bare_and_nothing_stays_nothing():

@@ -36,7 +36,7 @@ def test_every_curriculum_has_a_row():
     assert set(ENDS) == set(schedules.CURRICULA)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", schedules.CURRICULA)
 @pytest.mark.parametrize("how", [lambda f: f, jax.jit])
 def test_an_epoch_is_one_float32(name, how):
@@ -49,8 +49,8 @@ def test_an_epoch_is_one_float32(name, how):
     assert float(schedule(10_000)) == got[-1]
 
 
-@pytest.mark.parametrize("name", schedules.CURRICULA)
-@pytest.mark.parametrize("epochs", [1, 2, 3, 5, 2_000])
+@pytest.mark.parametrize("name", ["exponential-up", "piecewise-down", "logarithmic-up"])
+@pytest.mark.parametrize("epochs", [1, 3, 2_000])
 def test_any_number_of_epochs_and_any_ends(name, epochs):
     schedule = schedules.CURRICULA[name](epochs=epochs, steps_per_epoch=1, high=3.0, low=2.0)
     got = schedules.values(schedule, epochs)

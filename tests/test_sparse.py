@@ -33,13 +33,7 @@ def exponential(x):
 
 
 @kills("sampling/sparse.py", "for k in range(1, 24)", "for k in range(1, 2)", slow=True)
-@kills(
-    "sampling/sparse.py", "int(chances[-1] * mean / j)", "-int(-chances[-1] * mean // j)", slow=True
-)
 @kills("sampling/sparse.py", "sum(chances[j:])", "sum(chances[j + 1 :])", slow=True)
-@kills(
-    "sampling/sparse.py", "_tails(each * 2**shift)", "_tails(each * 2 ** (shift + 1))", slow=True
-)
 @pytest.mark.parametrize("rate", RATES)
 def test_the_rate_that_runs_is_below_the_accounted_one_whatever_else_is_drawn(rate):
     """The inequality of the module, in fractions; and on average the rate is not less either."""
@@ -82,18 +76,6 @@ def block_for(tails, shift):
 
 @kills("sampling/sparse.py", "below = (a < b) | ((a == b) & below)", "below = (a <= b)", slow=True)
 @kills("sampling/sparse.py", "(examples & (2**block.shift - 1))", "2**block.shift", slow=True)
-@kills(
-    "sampling/sparse.py",
-    "& ~_repeated(cells, jnp.sum(falls, axis=0, dtype=jnp.int32))",
-    "",
-    slow=True,
-)
-@kills(
-    "sampling/sparse.py",
-    "fori_loop(1, jnp.max(falls)",
-    "fori_loop(1, jnp.max(falls) - 1",
-    slow=True,
-)
 def test_words_become_balls_and_balls_become_examples(monkeypatch):
     """Eleven examples in blocks of four: the last block has a cell without an example."""
     block = block_for([[9, 5, 7], [3, 8, 8], [0, 0, 2]], 2)

@@ -26,6 +26,13 @@ def test_rules_can_be_compared_hashed_and_kept_in_tables():
     assert {mechanism: "kept"}[mechanism] == "kept"
 
 
+def test_limits_compare_what_noise_follows_from():
+    params, rule = {"a": jnp.zeros(2), "b": jnp.zeros(3)}, clipping.grouped(1.0, 2)
+    assert rule.limits(params) == clipping.per_group((1.0, 1.0), 2).limits(params)
+    assert rule.limits(params).groups == (0, 1)
+    assert clipping.flat(1.0).limits(params) != clipping.jl(1.0).limits(params)
+
+
 def test_an_algorithm_unpacks():
     algorithm = types.Algorithm(lambda key, params: params, lambda state: (state, None))
     init, step = algorithm

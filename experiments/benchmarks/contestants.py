@@ -27,7 +27,7 @@ import dpjax
 from dpjax import clipping, gradients, sampling, strategies
 from dpjax.gradients import batching
 from experiments.benchmarks import memory, workers
-from experiments.benchmarks.agreement import BOUND, clipped_sum
+from experiments.benchmarks.agreement import BOUND
 from experiments.benchmarks.plain import plain_gradients
 from experiments.benchmarks.workloads import SEED, WORKLOADS
 
@@ -135,6 +135,12 @@ def alone(name: str, workload: str, batch_size: int) -> dict[str, int | None]:
     return other.memory()
 
 
+def for_noise(loss: Any, engine: str) -> Any:
+    """The clipped sum of one engine, as a noise link takes it."""
+    clipped = dpjax.clipped_grad(loss, clipping.flat(BOUND), engine)
+    return lambda params, batch: clipped(params, batch).sum
+
+
 def uncompensated(gradient: Any) -> Any:
     """The gradient with one plain total over all microbatches: what compensation costs."""
 
@@ -156,9 +162,9 @@ def in_this_process(loss: Any, params: Any, batch: Any) -> dict[str, Callable[[]
     )
     makes = {name: (g, optax.identity()) for name, g in plain_gradients(loss).items()}
     for engine in (*gradients.ENGINES, "auto"):
-        makes[f"dpjax {engine}"] = (clipped_sum(loss, engine), mechanism.privatize(key))
+        makes[f"dpjax {engine}"] = (for_noise(loss, engine), mechanism.privatize(key))
     makes["uncompensated auto"] = (
-        uncompensated(clipped_sum(loss, "auto")),
+        uncompensated(for_noise(loss, "auto")),
         mechanism.privatize(key),
     )
     # Correlated noise with 16 bands, beside the white noise of "dpjax auto".
@@ -167,7 +173,7 @@ def in_this_process(loss: Any, params: Any, batch: Any) -> dict[str, Callable[[]
         sampling=sampling.cyclic_poisson(60_000, batch_size, cycle=16),
         noise=strategies.square_root(STEPS, bands=16),
     )
-    makes["16 bands"] = (clipped_sum(loss, "auto"), banded.privatize(key))
+    makes["16 bands"] = (for_noise(loss, "auto"), banded.privatize(key))
     aggregate = contrib.differentially_private_aggregate(BOUND, NOISE_MULTIPLIER, key)
     makes["optax.contrib"] = (jax.vmap(jax.grad(loss), (None, 0)), aggregate)
     return {

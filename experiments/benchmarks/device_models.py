@@ -102,7 +102,7 @@ def gradient_of(step: str, loss: Any, batch_size: int) -> tuple[Any, optax.Gradi
         steps=1_000_000,
     )
     clipped = dpjax.clipped_grad(loss, mechanism.clipping, engine=step)
-    return lambda params, batch: clipped(params, batch).value, mechanism.privatize(key)
+    return lambda params, batch: clipped(params, batch).sum, mechanism.privatize(key)
 
 
 def _noised(key: Any) -> optax.GradientTransformation:

@@ -196,7 +196,7 @@ def behind_the_noise(optimizer: Any) -> None:
     """Two steps of a chain, with and without one example."""
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()
-    link = mechanism().private(dpjax.noise.secret_key())
+    link = mechanism().private()
     testing.assert_private(optax.chain(link, optimizer), PARAMS, steps=2)
 
 

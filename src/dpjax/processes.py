@@ -58,11 +58,11 @@ def any_process(value: bool) -> bool:
     """Whether the value is true in any process, such as a signal to stop."""
     if jax.process_count() == 1:
         return value
-    return bool(np.any(multihost_utils.process_allgather(np.uint8([bool(value)]))))
+    return bool(np.any(multihost_utils.process_allgather(np.array([value], np.uint8))))
 
 
 def require_equal(call: str, facts: Callable[[], Mapping[str, str]]) -> None:
-    """Refuses a run whose processes differ in a fact, or of which one cannot say its facts.
+    """Refuses a run whose processes differ in a fact, or where one of them fails to say it.
 
     Args:
       call: How errors call the function.

@@ -48,6 +48,8 @@ class Measurement(NamedTuple):
     """The multiplier that is accounted, as the link received it."""
     strategy: Any
     """How the noise is correlated over the steps; None for white noise."""
+    below: Any = None
+    """The count that an adapted bound follows."""
 
 
 def influence(rule: Clipping, gradients: PyTree) -> float:
@@ -193,7 +195,7 @@ def assert_noise(
       >>> assert_noise(link, jnp.zeros(1_000_000), deviation=6.0)
     """
     # On zeros the output is noise alone, so no gradient blurs the measurement.
-    zeros = Sum(jax.tree.map(jnp.zeros_like, params), _Every((), None, ()))
+    zeros: Any = Sum(jax.tree.map(jnp.zeros_like, params), _Every((), None, ()))
     try:
         noise, _ = link.update(zeros, link.init(params), params)
     except (AttributeError, TypeError, ValueError) as error:
@@ -360,11 +362,18 @@ def _runs(
         """The state of a noise link, which records and exchanges what its noise meets."""
 
         def meeting(
-            self, clipped: Sum, deviations: Sequence[Any], multiplier: Any, strategy: Any
-        ) -> PyTree:
-            each = [deviations[group] for group in clipped.rule.groups]
-            found.append(Measurement(clipped.value, each, multiplier, strategy))
-            return next(left, found[-1]).total
+            self,
+            clipped: Sum,
+            deviations: Callable[[Any], Sequence[Any]],
+            multiplier: Any,
+            strategy: Any,
+            below: Any = None,
+        ) -> tuple[PyTree, Any]:
+            of_groups = deviations(self.step)
+            each = [of_groups[group] for group in clipped.rule.groups]
+            found.append(Measurement(clipped.value, each, multiplier, strategy, below))
+            meets = next(left, found[-1])
+            return meets.total, meets.below
 
     def measured(node: Any) -> Any:
         return Measured(*node) if isinstance(node, GaussianState) else node

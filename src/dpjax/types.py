@@ -367,7 +367,7 @@ class Draw(NamedTuple):
         return jnp.sum(self.mask, dtype=jnp.int32)
 
     def on_host(self) -> np.ndarray:
-        """All indices, those of the padding too, as int64 on the host."""
+        """All indices, also of the padding, as int64 on the host."""
         indices = np.asarray(self.indices).astype(np.int64)
         return indices if indices.ndim == 1 else (indices[:, 0] << 32) | indices[:, 1]
 
@@ -397,7 +397,7 @@ class Sampler:
       independent: Whether each step draws on its own, so that a resumed run draws with a new key.
         Otherwise a run keeps its key, its generator and the order of its rows.
       coins: Whether a step draws with two keys, ``draw(key, step, coins)``: a run keeps the numbers
-        of the first, and draws those of the second with a new key at each start.
+        of the first, and has a new second key at each start.
       random_bins: Whether each example has one batch of an epoch, drawn uniformly once for the run
         and independently of all others. Correlated noise then counts that the batch is unknown.
       padded: Whether a draw may hold fewer examples than its capacity. Then `Mechanism.private`

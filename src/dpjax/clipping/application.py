@@ -55,14 +55,14 @@ def clip(
     """
     checks.instance("clipping.clip", "rule", rule, Clipping, "Such as clipping.flat(bound).")
     refuse_tracking("clipping.clip")
+    size = trees.leading_size(gradients, name="clipping.clip")
+    real = real_rows("clipping.clip", mask, size)[:, None]
     # On the shapes of the parameters, as the noise and the other engines assign: a partition by
     # rank or size would answer otherwise for a batch, and give one group the noise of another.
     groups = rule.partition.assign(trees.one_row(gradients))
     # Norms before the mask: padding has a norm too, and the mask removes norm and factor together.
     norms = trees.group_norms(gradients, groups, rule.partition.size)
     factors = rule.factors(norms)
-    size = trees.leading_size(gradients, name="clipping.clip")
-    real = real_rows("clipping.clip", mask, size)[:, None]
     norms, factors = jnp.where(real, norms, 0), jnp.where(real, factors, 0)
     if weights is not None:
         weights = jnp.asarray(weights, factors.dtype)
@@ -77,13 +77,7 @@ def clip(
 
 
 def real_rows(call: str, mask: ArrayLike | None, size: int) -> Bool[Array, " size"]:
-    """Which of a batch's rows are examples; raises unless a mask has one entry for each.
-
-    Args:
-      call: How errors call the function that received the mask.
-      mask: 1 for a real example, 0 for padding; None or True if all are real.
-      size: The number of rows.
-    """
+    """Which of a batch's rows are examples; raises unless a mask has one entry for each."""
     if mask is None or mask is True:
         return jnp.ones(size, bool)
     if np.shape(mask) != (size,):
@@ -133,17 +127,17 @@ def clip_and_sum(rule: Clipping) -> optax.GradientTransformationExtraArgs:
     """
     checks.instance("clip_and_sum", "rule", rule, Clipping, "Write dpjax.clipping.flat(bound).")
 
-    def init(params: PyTree) -> ClipState:
+    def init(params: PyTree) -> Any:
         return ClipState(tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(params)))
 
     def update(
         updates: PyTree,
-        state: ClipState,
+        state: Any,
         params: PyTree | None = None,
         *,
         mask: ArrayLike | None = None,
         **extra: Any,
-    ) -> tuple[Sum, ClipState]:
+    ) -> tuple[Any, Any]:
         del params, extra
         _require_rows(updates, state)
         total, _, _ = clip(rule, updates, mask)
@@ -191,8 +185,9 @@ def empty_sum(rule: Clipping, params: PyTree) -> ClippedSum:
       >>> [round(float(x), 4) for x in total.sum.value]
       [10.6066, 10.6066]
     """
-    zeros: Any = trees.zeros_wide(params)
-    return ClippedSum(zeros, None, None, None, rule=rule.limits(params)).total
+    nothing: Any = None
+    zeros = trees.zeros_wide(params)
+    return ClippedSum(zeros, nothing, nothing, nothing, rule=rule.limits(params))
 
 
 def _require_rows(gradients: PyTree, state: ClipState) -> None:

@@ -34,15 +34,15 @@ def balanced(groups: int) -> Partition:
 
 
 def _balanced(call: str, groups: int) -> Partition:
-    hint = "Give a positive number of groups, or a Partition such as clipping.by_layer(params)."
+    hint = "Give a positive number of groups, or a Partition."
     groups = checks.whole(call, "groups", groups, hint)
 
     def assign(tree: PyTree) -> tuple[int, ...]:
         leaves = jax.tree.leaves(tree)
         if len(leaves) < groups:
             raise ValueError(
-                f"{call}(groups={groups}): the parameters have only {len(leaves)} leaves; expected "
-                "a leaf for each group, because a leaf is never split. Give fewer groups."
+                f"{call}(groups={groups}): the parameters have only {len(leaves)} leaves, and a "
+                "leaf is never split."
             )
         sizes = [leaf.size for leaf in leaves]
         # The smallest capacity that needs no more groups than asked, by bisection: this makes the
@@ -120,8 +120,8 @@ def by_path(params: PyTree, patterns: Mapping[str, Any]) -> Partition:
             if re.search(pattern, leaf):
                 return str(name)
         raise ValueError(
-            f"clipping.by_path: no pattern of {list(patterns)} matches the leaf {leaf!r}; "
-            "every leaf needs a group. End with '.*' to catch the rest."
+            f"clipping.by_path: no pattern of {list(patterns)} matches the leaf {leaf!r}. End with "
+            "'.*' to catch the rest."
         )
 
     return _named("clipping.by_path", params, [group(leaf) for leaf in trees.leaf_names(params)])
@@ -138,9 +138,8 @@ def _named(call: str, params: PyTree, labels: Sequence[str]) -> Partition:
         # wrong groups.
         if trees.leaf_names(tree) != expected:
             raise ValueError(
-                f"{call}: this partition was made for the leaves {list(expected)}, but the tree "
-                f"has {list(trees.leaf_names(tree))}. Make it from the same parameters that are "
-                "trained."
+                f"{call}: made for the leaves {list(expected)}; the tree has "
+                f"{list(trees.leaf_names(tree))}. Make it from the parameters that are trained."
             )
         return groups
 

@@ -81,19 +81,14 @@ class Quantile:
         target = checks.number(call, "target", self.target)
         if not 0 <= target <= 1:
             raise ValueError(
-                f"clipping.Quantile(target={self.target}): expected a fraction from 0 to 1; at "
-                "0.5 half of the examples are clipped. Usually a norm was given: the bound "
-                "at which the rule begins is the rule's own."
+                f"clipping.Quantile(target={self.target}): expected a fraction from 0 to 1."
             )
         hint = "0.2 follows within some tens of steps. For a bound that stays, leave adaptive= out."
         # Python's numbers, which cards and caches can hold.
         object.__setattr__(self, "target", target)
         object.__setattr__(self, "rate", checks.positive(call, "rate", self.rate, hint))
         if (given := self.count_multiplier) is not None:
-            hint = (
-                "It is the standard deviation of the count's noise divided by 1/2, which is how "
-                "far one example moves it."
-            )
+            hint = "It is the deviation of the count's noise over 1/2, what one example moves."
             given = checks.not_negative(call, "count_multiplier", given, hint, infinite=False)
             object.__setattr__(self, "count_multiplier", given)
         hint = "It says whether the bound moves in proportion to itself; any text counts as True."

@@ -93,10 +93,7 @@ def grouped(
       gradient (5, 5) at bound 1 moves the sum by the square root of 2.
     """
     if (bound is None) == (total is None):
-        raise ValueError(
-            f"clipping.grouped(bound={bound}, total={total}): give one of them. bound= is "
-            "each group's own bound, total= is the sensitivity of all groups together."
-        )
+        raise ValueError(f"clipping.grouped(bound={bound}, total={total}): give one of them.")
     partition = partition_of("clipping.grouped", groups)
     if bound is None:
         # k orthogonal groups of total / sqrt(k) have the sensitivity `total`.
@@ -275,12 +272,8 @@ def jl(bound: float, projections: int = 50) -> Clipping:
       somewhat more than $C$, now and then far more.  The guarantee is over that chance, by
       ``method="pld"`` alone; Renyi and central-limit methods are refused.
 
-      It holds for exact arithmetic. Estimates are rounded up by what float32 may have lost of
-      them, relative to the largest tangent on the way: examples whose derivatives cancel are
-      clipped by what cancels. That does not count the positions which the reverse pass adds
-      within one example. Where thousands of them cancel to the last digits, as a person who
-      chooses an example may arrange, the example passes the bound by far. Exact norms
-      (`flat`) hold there too.
+      It holds for exact arithmetic. Where derivatives of thousands of positions cancel to the last
+      digits, an example passes the bound by far; exact norms (`flat`) hold there too.
 
       A loss in less than float32 is refused: narrow dtypes, ``reduce_precision``, and a
       ``precision=`` of products below the highest.
@@ -312,7 +305,7 @@ def _length(name: str, bound: float) -> float:
     if bound == math.inf:
         raise ValueError(
             f"clipping.{name}(bound=inf): this rule scales gradients up to the bound, and there is "
-            "no infinite length. To switch clipping off, use clipping.flat(bound=math.inf)."
+            "no infinite length. Use clipping.flat."
         )
     return bound
 

@@ -30,13 +30,7 @@ def refuse_tracking(call: str) -> None:
 
 
 def refuse_explicit(call: str, name: str, tree: PyTree) -> None:
-    """Raises if a mesh of explicit axes splits arrays: most models do not run on such a mesh.
-
-    Args:
-      call: How errors call the function that received the arrays.
-      name: How errors call the arrays.
-      tree: The arrays.
-    """
+    """Raises if a mesh of explicit axes splits arrays: most models do not run on such a mesh."""
     for leaf in jax.tree.leaves(tree):
         sharding = jax.typeof(leaf).sharding
         if AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec):

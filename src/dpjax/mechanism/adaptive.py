@@ -23,17 +23,7 @@ def followed(
     key: Key,
     step: Int[Array, ""],
 ) -> Float[Array, ""]:
-    """The scale of the next step, from the count; the noise of the count is added here, once.
-
-    Args:
-      quantile: The quantile that the bounds follow.
-      multiplier: The noise multiplier of the count.
-      below: The count before the noise, `dpjax.clipping.Quantile.below`.
-      share: 1 / batch size; NaN for a step that is not planned.
-      scale: The scale of this step.
-      key: The root key of the noise.
-      step: The number of the step.
-    """
+    """The scale of the next step, from the count; the noise of the count is added here, once."""
     if below is None:
         raise ValueError(
             "Mechanism.privatize: the bound is adapted, so update needs the count of the batch: "
@@ -47,13 +37,7 @@ def followed(
 
 
 def check_adaptive(rule: Clipping, multipliers: np.ndarray, count: float) -> None:
-    """Refuses a bound that cannot move, and a count that alone costs more than the total.
-
-    Args:
-      rule: The rule with the bounds.
-      multipliers: The total multiplier of gradients and count, at each planned step.
-      count: The multiplier of the count.
-    """
+    """Refuses a bound that cannot move, and a count that alone costs more than the total."""
     bound = rule.sensitivity
     if not 0 < bound < np.inf:
         raise ValueError(

@@ -25,11 +25,7 @@ from dpjax.types import Sampler
 
 
 def check_strategy(mechanism: Any) -> None:
-    """Refuses a strategy where its noise would not be what is accounted.
-
-    Args:
-      mechanism: A `Mechanism`, whose file imports this one.
-    """
+    """Refuses a strategy where its noise would not be what is accounted."""
     strategy, sampler = mechanism.noise, mechanism.sampling
     hint = "Such as dpjax.strategies.square_root(steps), or None for fresh noise at every step."
     strategy = checks.instance("Mechanism", "noise", strategy, Strategy, hint)

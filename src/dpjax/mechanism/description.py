@@ -53,22 +53,17 @@ class Mechanism:
         for which the sampler's event is proved (add-or-remove for Poisson).
       preparation: Noise multipliers of Gaussian queries that were made on all the data
         before the first step, such as `dpjax.features.Normalization.multipliers`. They
-        are paid for in full, however few steps run, and no sampling amplifies them. They
-        bound what one example moves, so ``unit="client"`` refuses them.
+        are paid for in full, and no sampling amplifies them.
       adaptive: A `dpjax.clipping.Quantile` that the bounds follow; they start at the rule's
-        bounds. Its noised count uses part of ``noise_multiplier``: gradients get more noise,
-        and gradients and count together cost what ``noise_multiplier`` says.
+        bounds. Gradients and its noised count together cost what ``noise_multiplier`` says.
       before: What earlier runs on the same data have spent, if this run starts from what they
         released; see `dpjax.training.earlier`.
       unit: Whose data are protected. With ``"client"``, for `dpjax.federated`, every statement
-        about one example (sampling, bound, noise, neighbours and epsilon) holds for one client
-        with all of its examples.
+        about one example holds for one client with all of its examples.
       noise: A `dpjax.strategies` strategy for noise that is correlated over the steps; None for
         fresh noise at every step. ``noise_multiplier`` is then a number, or one per group, for the
         whole run: it is relative to what one example moves in all steps that the sampler lets it
-        be in. `dpjax.sampling.cyclic_poisson` with at most as many bands as parts is amplified,
-        and its multiplier is relative to one participation. With `dpjax.sampling.balls_in_bins`
-        accounting uses that an example's batch is unknown, where batches overlap little.
+        be in, or, where the sampler amplifies, to one participation.
       target: What `calibrate` chose the noise for: epsilon, delta and method. Statements, cards
         and `dpjax.fit` take delta and method from it.
 
@@ -174,8 +169,7 @@ class Mechanism:
     def multipliers(self) -> np.ndarray:
         r"""The effective noise multiplier of each planned step, ``[steps]``.
 
-        Multipliers $m_g$ of groups are worth $(\sum_g m_g^{-2})^{-1/2}$ together, before any
-        sampling.
+        Multipliers $m_g$ of groups are worth $(\sum_g m_g^{-2})^{-1/2}$ together.
         """
         multiplier = self.noise_multiplier
         if isinstance(multiplier, Sequence):
@@ -213,15 +207,11 @@ class Mechanism:
 
     def deviations_on_sum(self, step: Any) -> list[Any]:
         """The standard deviation of the fresh noise of a step on the sum, in each group."""
-        each = standard_deviations(self.gradient_multiplier, self.clipping, step)
-        return [deviation * self.strategy_sensitivity for deviation in each]
+        deviations = standard_deviations(self.gradient_multiplier, self.clipping, step)
+        return [deviation * self.strategy_sensitivity for deviation in deviations]
 
     def deviations_on_mean(self, step: Any) -> list[Any]:
-        """The noise's standard deviation on the mean, in each group, at a step.
-
-        If bounds are adapted, it is relative to their scale. Of correlated noise, it is that of
-        the fresh numbers of the step, before the numbers of earlier steps are mixed in.
-        """
+        """`deviations_on_sum` of the mean; relative to the scale of adapted bounds."""
         each = self.deviations_on_sum(step)
         return [deviation / self.batch_size for deviation in each]
 
@@ -232,10 +222,7 @@ class Mechanism:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The JSON description of the plan, as cards and run folders hold it.
-
-        See `dpjax.mechanism.card` for its fields. It may be published.
-        """
+        """The JSON description of the plan, with the fields of `dpjax.mechanism.card`; public."""
         return card.described(self)
 
     @property
@@ -445,8 +432,8 @@ class Mechanism:
           the sampler pads its draws; ``mask=True`` says that all rows are real.
 
         Privacy:
-          What comes out may be released: `epsilon` covers the planned steps, if the rows are those
-          that ``sampling`` draws.
+          What comes out may be released: `epsilon` covers the planned steps, if ``sampling`` draws
+          the rows.
 
         Example:
           >>> import dpjax, jax, jax.numpy as jnp

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from dpjax import checks, clipping, trees
 from dpjax.mechanism.adaptive import followed
 from dpjax.noise.link import add_noise, first_state, require_sum
-from dpjax.noise.state import GaussianState, unless_unset
+from dpjax.noise.state import unless_unset
 from dpjax.types import Key, PyTree, Sampler
 
 # A `Mechanism`, whose file imports this one.
@@ -34,12 +34,12 @@ def private(mechanism: Described, key: Key | None) -> optax.GradientTransformati
         )
     clip, noise = clipping.clip_and_sum(mechanism.clipping), privatize(mechanism, key)
 
-    def init(params: PyTree) -> tuple[Any, GaussianState]:
+    def init(params: PyTree) -> Any:
         return clip.init(params), noise.init(params)
 
     def update(
         updates: PyTree,
-        state: tuple[Any, GaussianState],
+        state: Any,
         params: PyTree | None = None,
         *,
         mask: ArrayLike | None = None,
@@ -70,23 +70,23 @@ def privatize(mechanism: Described, key: Key | None) -> optax.GradientTransforma
     if key is not None:
         checks.key(name, key)
 
-    def init(params: PyTree) -> GaussianState:
+    def init(params: PyTree) -> Any:
         state = first_state(key, params, mechanism.noise)
         adapted = mechanism.adaptive is not None
         return state._replace(scale=jnp.ones((), jnp.float32)) if adapted else state
 
     def update(
         updates: Any,
-        state: GaussianState,
+        state: Any,
         params: PyTree | None = None,
         *,
         below: Float[Array, ""] | None = None,
         **extra: Any,
-    ) -> tuple[PyTree, GaussianState]:
+    ) -> tuple[PyTree, Any]:
         del params, extra
         require_sum(updates, mechanism.clipping, name)
-        deviations = mechanism.deviations_on_sum(state.step)
-        total = state.meeting(updates, deviations, multiplier, mechanism.noise)
+        deviations, strategy = mechanism.deviations_on_sum, mechanism.noise
+        total, below = state.meeting(updates, deviations, multiplier, strategy, below)
         if key is None:
             total = unless_unset(total, state.key, name)
         root, memory = state.key, state.memory
@@ -124,8 +124,7 @@ def private_mean(
       in_parts: Whether a mesh splits the leaves; see `add_noise`.
 
     Returns:
-      The mean, and the scale and the memory of the next step. `Mechanism.privatize` says what
-      happens past the planned steps.
+      The mean, and the scale and the memory of the next step.
     """
     beyond = step >= mechanism.steps
     if not trees.traced(beyond) and beyond:

@@ -82,16 +82,7 @@ def noise_link(
     strategy: Strategy | None = None,
     scale: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """The link of `gaussian` and of `correlated`.
-
-    Args:
-      name: How errors call the link.
-      noise_multiplier: As in `gaussian`.
-      rule: As in `gaussian`.
-      key: As in `gaussian`.
-      strategy: How the noise of different steps is correlated; None for white noise.
-      scale: What else the standard deviation is multiplied by: the strategy's sensitivity.
-    """
+    """The link of `gaussian`, and of `correlated` with deviations ``scale`` times as large."""
     hint = "The noise is scaled to the sensitivity of a rule: write dpjax.clipping.flat(bound)."
     checks.instance(name, "rule", rule, Clipping, hint)
     noise_multiplier = plain_multiplier(name, noise_multiplier)
@@ -99,35 +90,29 @@ def noise_link(
     if key is not None:
         checks.key(name, key)
 
-    def init(params: PyTree) -> GaussianState:
+    def deviations(step: Any) -> list[Any]:
+        return [x * scale for x in standard_deviations(noise_multiplier, rule, step)]
+
+    def init(params: PyTree) -> Any:
         return first_state(key, params, strategy)
 
     def update(
-        updates: Any, state: GaussianState, params: PyTree | None = None, **extra: Any
-    ) -> tuple[PyTree, GaussianState]:
+        updates: Any, state: Any, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, Any]:
         del params, extra
         require_sum(updates, rule, name)
-        deviations = standard_deviations(noise_multiplier, rule, state.step)
-        deviations = [x * scale for x in deviations]
-        total = state.meeting(updates, deviations, noise_multiplier, strategy)
+        total, _ = state.meeting(updates, deviations, noise_multiplier, strategy)
         if key is None:
             total = unless_unset(total, state.key, name)
-        noisy, memory = add_noise(
-            total, rule.partition, deviations, state.key, state.step, strategy, state.memory
-        )
+        each, root, step = deviations(state.step), state.key, state.step
+        noisy, memory = add_noise(total, rule.partition, each, root, step, strategy, state.memory)
         return noisy, state._replace(step=state.step + 1, memory=memory)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def first_state(key: Key | None, params: PyTree, strategy: Strategy | None) -> GaussianState:
-    """The state of a link before the first step.
-
-    Args:
-      key: The key that the caller supplied; None for one from the operating system.
-      params: The parameters.
-      strategy: How the noise of different steps is correlated; None for white noise.
-    """
+    """The state of a link before the first step."""
     step = jnp.zeros((), jnp.int32)
     return GaussianState(first_key(key, (step, params)), step, first_memory(strategy, params))
 
@@ -138,13 +123,7 @@ def first_memory(strategy: Strategy | None, params: PyTree) -> PyTree:
 
 
 def require_sum(updates: Any, rule: Clipping, name: str) -> None:
-    """Raises unless a link received a clipped sum of this rule.
-
-    Args:
-      updates: What a noise link received.
-      rule: The rule to which its noise is scaled.
-      name: How errors call the link.
-    """
+    """Raises unless a link received a clipped sum of this rule."""
     if isinstance(updates, ClippedSum):
         raise TypeError(f"{name}: received a whole ClippedSum; give clipped.sum.")
     if not isinstance(updates, Sum):
@@ -178,7 +157,7 @@ def add_noise(
       total: The clipped sum.
       partition: The groups of its leaves.
       deviations: The standard deviation of each group, from `standard_deviations`.
-      key: The root key of the run.
+      key: The root key of the noise.
       step: The number of the step.
       strategy: How the noise of different steps is correlated; None for white noise.
       memory: What the strategy remembers of earlier steps, from `first_memory`.

@@ -20,13 +20,7 @@ from dpjax.types import Clipping, NoiseMultiplier
 
 
 def standard_deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step: Any) -> list[Any]:
-    """The standard deviation of the noise of `gaussian` in each group at a step.
-
-    Args:
-      noise_multiplier: As in `gaussian`.
-      rule: As in `gaussian`.
-      step: The number of the step, traced or not.
-    """
+    """The standard deviation of the noise of `gaussian` in each group at a step."""
     if isinstance(noise_multiplier, Sequence):
         # Relative to each group's own bound; a number is relative to the sensitivity of all groups
         # together.
@@ -50,12 +44,7 @@ def _product(multiplier: Any, bound: float) -> Any:
 
 
 def plain_multiplier(call: str, noise_multiplier: Any) -> NoiseMultiplier:
-    """The multiplier as a Python number, a tuple of numbers, or a schedule.
-
-    Args:
-      call: How errors call the function that received it.
-      noise_multiplier: As in `gaussian`.
-    """
+    """The multiplier as a Python number, a tuple of numbers, or a schedule."""
     if callable(noise_multiplier):
         return noise_multiplier
     if trees.traced(noise_multiplier):
@@ -74,13 +63,7 @@ def plain_multiplier(call: str, noise_multiplier: Any) -> NoiseMultiplier:
 
 
 def check_multiplier(call: str, noise_multiplier: NoiseMultiplier, rule: Clipping) -> None:
-    """Raises if this multiplier does not fit this rule.
-
-    Args:
-      call: How errors call the function that received them.
-      noise_multiplier: As in `gaussian`.
-      rule: As in `gaussian`.
-    """
+    """Raises if this multiplier does not fit this rule."""
     if callable(noise_multiplier):
         multipliers: Sequence[Any] = ()
     elif isinstance(noise_multiplier, Sequence):

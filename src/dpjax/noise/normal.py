@@ -56,9 +56,8 @@ def standard_normal(
     """
     if trees.wide(dtype) != jnp.dtype(dtype):
         raise ValueError(
-            f"noise.standard_normal(dtype={jnp.dtype(dtype).name}): expected float32 or float64, "
-            "because a narrow dtype has few distinct values and no tails. Draw in float32 and cast "
-            "the noisy sum."
+            f"noise.standard_normal(dtype={jnp.dtype(dtype).name}): expected float32 or float64; a "
+            "narrow dtype has no tails."
         )
     count = math.prod(shape)
     # 64 bits of the user's key stream key the generator below, whatever implementation the key has.
@@ -84,8 +83,7 @@ def normal_in_parts(
     secret, count = jax.random.bits(key, (2,), jnp.uint32), sum(map(math.prod, shapes))
     if count > 2**32:  # places are 32-bit words: further numbers would repeat the first ones
         raise ValueError(
-            f"noise: a leaf of {count:,} numbers is split over devices; expected at most 2^32, the "
-            "places that one draw has. Divide the leaf into several."
+            f"noise: a leaf of {count:,} numbers is split over devices; expected at most 2^32."
         )
     half, arrays, start = -(-count // (2 * _ROW)) * _ROW, [], 0
     for shape in shapes:
@@ -100,10 +98,6 @@ def normal_in_parts(
 
 def places(shape: tuple[int, ...], start: int = 0) -> UInt32[Array, "..."]:
     """Where each entry of an array stands in the flat array, computed from its indices alone.
-
-    Args:
-      shape: The shape of the array.
-      start: The place of the first entry.
 
     Example:
       >>> places((2, 3)).tolist()

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a noise link, and where its key comes from.
 
-Nobody has to pass a key: ``init`` reads the randomness of the operating system, so two runs never
-share their noise. A traced ``init`` runs once for many calls, and gives the *unset* key of zeros in
-its place, with which nothing is released before `renew`.
+No key is passed by default: ``init`` reads the randomness of the operating system, so two runs do
+not share their noise. A traced ``init`` runs once for many calls, and gives the *unset* key of
+zeros in its place, with which nothing is released before `renew`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -43,20 +43,26 @@ class GaussianState(NamedTuple):
         return veiled(self, "key", "memory")
 
     def meeting(
-        self, clipped: Sum, deviations: Sequence[Any], multiplier: NoiseMultiplier, strategy: Any
-    ) -> PyTree:
-        """The sum that meets the noise of this step: that which the link received.
+        self,
+        clipped: Sum,
+        deviations: Callable[[Any], Sequence[Any]],
+        multiplier: NoiseMultiplier,
+        strategy: Any,
+        below: Any = None,
+    ) -> tuple[PyTree, Any]:
+        """The sum and the count that meet the noise of this step, as the link received them.
 
         `dpjax.testing` gives a chain a state of another class, which records and exchanges it.
 
         Args:
           clipped: The clipped sum.
-          deviations: The standard deviation of the noise on it, for each group.
+          deviations: From the step to the noise's standard deviation on the sum, for each group.
           multiplier: The multiplier that is accounted.
           strategy: How noise is correlated over the steps; None for white noise.
+          below: The count that an adapted bound follows.
         """
         del deviations, multiplier, strategy
-        return clipped.value
+        return clipped.value, below
 
 
 def secret_key() -> Key:
@@ -76,12 +82,7 @@ def shared_key() -> Key:
 
 
 def first_key(key: Key | None, begun: PyTree) -> Key:
-    """The key with which a run begins: as supplied, or fresh; unset if ``begun`` is traced.
-
-    Args:
-      key: The key that the caller supplied, or None.
-      begun: Arrays that ``init`` made or was given.
-    """
+    """The key with which a run begins: as supplied, or fresh; unset if ``begun`` is traced."""
     if key is not None:
         return jnp.copy(key)  # a step that donates the state would delete the caller's
     # A key of the operating system would be a constant of the traced program, for all its calls.
@@ -94,13 +95,7 @@ def is_unset(key: Key) -> Bool[Array, ""]:
 
 
 def unless_unset(total: PyTree, key: Key, name: str) -> PyTree:
-    """The sum; where the key is unset an error, or inside ``jit`` NaN.
-
-    Args:
-      total: The clipped sum.
-      key: The key in the state of a link that was given none.
-      name: How errors call the link.
-    """
+    """The sum; where the key is unset an error, or inside ``jit`` NaN."""
     unset = is_unset(key)
     if trees.traced(unset):
         return jax.tree.map(lambda x: jnp.where(unset, jnp.nan, x), total)
@@ -116,7 +111,7 @@ def renew(state: T) -> T:
     """A state, or any tree with states in it, whose noise follows from fresh keys.
 
     Sets the key of each noise link and the noise key of each `dpjax.types.State`; its key for
-    draws only where that is unset. Two runs that go on from one state then share no noise.
+    draws only where that is unset. Two runs that continue one state then share no noise.
 
     Example:
       >>> import dpjax

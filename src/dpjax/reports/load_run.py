@@ -25,16 +25,6 @@ from dpjax.accounting.rounding import upwards
 from dpjax.mechanism.card import check_format
 
 
-def seed_of(run: Mapping[str, Any]) -> Any:
-    """The published seed of a run; True for another supplied key, None for a secret one.
-
-    Args:
-      run: What ``run.json`` holds.
-    """
-    named = [run[name] for name in ("--seed", "seed") if run.get(name) is not None]
-    return named[0] if named else run.get("randomness") == "supplied" or None
-
-
 class Missing(LookupError):
     """The folder lacks what a figure needs; the message names it and its file."""
 

@@ -58,7 +58,7 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
 
     def draw(key: Key, step: Any, fresh: Key | None = None) -> Draw:
         here = parts_of(key, examples, cycle) == step % cycle
-        # Parts last for the run. Two runs that go on from one state have coins of their own.
+        # Parts last for the run. Two runs from one state have coins of their own.
         key = trees.step_key(key if fresh is None else fresh, Purpose.SAMPLING, step)
         return coins(key, jnp.full(examples, largest, jnp.uint32), here)
 

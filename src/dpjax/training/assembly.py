@@ -104,6 +104,7 @@ class _Assembly:
         """The first state, on the devices of the run."""
         name = self.name
         ledger.require_untraced((key, params), f"{name}: init")
+        self.warned = False
         with meshes.in_force(self.mesh):
             params = checked_params(name, params, key)
             if self.mesh is not None:

@@ -91,7 +91,7 @@ def fit(
     |---|---|
     | is empty | the run begins |
     | holds this run, stopped or killed | resumes at the last checkpoint |
-    | ... with another loss, optimizer, rate, version or device | resumes, and goes on with these |
+    | ... with another loss, optimizer, rate, version or device | resumes with these |
     | holds a run of another mechanism, row shape or configuration | refused |
     | ... of rows in another order, where steps share an order | refused |
     | holds a run whose key was supplied | resumes if the key is given again; else refused |
@@ -210,7 +210,7 @@ def _checked(
     delta: float | None,
     method: str | None,
 ) -> _Terms:
-    """The arguments of `fit`, checked, and their defaults; those of the first process in all."""
+    """The checked arguments of `fit`, which are equal in all processes, and their defaults."""
     hint = "dpjax.dpsgd makes one. Usually arguments were swapped: fit(algorithm, state)."
     checks.instance("fit", "algorithm", algorithm, Algorithm, hint)
     check_state("fit", state)

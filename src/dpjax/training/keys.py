@@ -25,7 +25,7 @@ from dpjax.types import Key, State
 def first_keys(key: Key | None) -> tuple[Key, Key]:
     """The keys for draws and for noise of a new run: two secret ones, or the given one twice.
 
-    All processes have those of the first process.
+    All processes get the keys of the first one.
     """
     if key is None:
         return shared_key(), shared_key()

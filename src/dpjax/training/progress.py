@@ -35,10 +35,8 @@ class Progress:
         # A live line overwrites itself; in a file or a pipe every update would stay.
         self.live = enabled and self.stream.isatty()
         self.step, self.shown, self.began = begin, 0.0, 0.0
-        # When the last dispatch ended, None before the first has; and the mean time of a step, over
-        # how many dispatches.
-        self.last: float | None = None
-        self.pace, self.ticks = 0.0, 0
+        # When the first dispatch ended, which compiled, and at which step.
+        self.first: tuple[float, int] | None = None
         # Since the last row, in dispatches alone: neither compilation nor evaluations.
         self.steps, self.seconds = 0, 0.0
         self.pieces: list[str] = []
@@ -51,19 +49,20 @@ class Progress:
     def begin(self) -> None:
         """A dispatch begins; the first one compiles."""
         self.began = time.monotonic()
-        if self.live and self.last is None:
+        if self.live and self.first is None:
             print("\rcompiling ...\x1b[K", end="", file=self.stream, flush=True)
 
     def tick(self, step: int) -> None:
         """A dispatch has ended; moves the bar of a live line, at most five times a second."""
-        now, more = time.monotonic(), step - self.step
-        if self.last is not None:
-            self.steps, self.seconds = self.steps + more, self.seconds + now - self.began
-            # With the time of evaluations: a mean, and later one in which the past fades.
-            self.ticks += 1
-            share = max(0.1, 1 / self.ticks)
-            self.pace += share * ((now - self.last) / max(1, more) - self.pace)
-        self.step, self.last = step, now
+        now = time.monotonic()
+        if self.first is None:
+            self.first = now, step
+        else:
+            self.steps, self.seconds = (
+                self.steps + step - self.step,
+                self.seconds + now - self.began,
+            )
+        self.step = step
         if self.live and now - self.shown > 0.2:
             self._draw()
 
@@ -96,8 +95,9 @@ class Progress:
     def _draw(self) -> None:
         self.shown = time.monotonic()
         pieces = [f"step {self.step:,}/{self.end:,}"]
-        if self.ticks:
-            left = datetime.timedelta(seconds=round((self.end - self.step) * self.pace))
+        if self.first and (more := self.step - self.first[1]):
+            pace = (self.shown - self.first[0]) / more  # with the time of evaluations
+            left = datetime.timedelta(seconds=round((self.end - self.step) * pace))
             pieces.append(f"{left} left")
         pieces += self.pieces
         if self.live:

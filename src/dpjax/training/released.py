@@ -21,7 +21,6 @@ import numpy as np
 from dpjax import processes, reports, trees
 from dpjax._files import replace
 from dpjax.mechanism import Mechanism
-from dpjax.reports.load_run import seed_of
 from dpjax.training.run_folder import Folder
 from dpjax.types import Plan, PyTree, State
 
@@ -40,7 +39,6 @@ def write_released(
         # Loss distributions of many different steps take seconds: the last card has them.
         methods = None if last else ("rdp", "rdp-classic", method)
         facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
-        facts["supplied"] = seed_of(folder.identity) is not None
         card = reports.card(mechanism, delta, **facts)
         facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
         words = reports.statement(mechanism, delta, **facts)
@@ -88,13 +86,7 @@ def released_params(folder: str | os.PathLike[str], like: PyTree) -> PyTree:
       {'w': Array([0., 1.], dtype=float32)}
     """
     path, call = pathlib.Path(folder), f"training.released_params({str(folder)!r})"
-    try:
-        saved = (path / _FILE if path.is_dir() else path).read_bytes()
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{call}: found no {_FILE}; expected the folder of a run that has written a row."
-        ) from error
-    return restored(saved, like, call)
+    return restored((path / _FILE if path.is_dir() else path).read_bytes(), like, call)
 
 
 def restored(saved: bytes, like: PyTree, where: str) -> PyTree:

@@ -25,7 +25,6 @@ from dpjax.checkpoints import Checkpoints, Damaged, Restored
 from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
 from dpjax.mechanism.card import check_format, spent_of
-from dpjax.reports.load_run import seed_of
 from dpjax.training.keys import supplied
 from dpjax.types import Algorithm
 
@@ -163,13 +162,6 @@ def identity_of(
     """
     randomness = "supplied" if supplied(state) else "fresh"
     identity = {**algorithm.identity(state), "randomness": randomness}
-    try:
-        json.dumps(dict(configuration))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"fit(configuration=...): {error}; expected text, numbers, and lists and mappings of "
-            "them. Write str(path), array.tolist() or float(number)."
-        ) from error
     if taken := sorted(identity.keys() & configuration.keys()):
         raise ValueError(
             f"fit(configuration=...): {', '.join(taken)} would replace facts by which the run is "
@@ -226,15 +218,12 @@ def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
 def spending(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """The arguments of `spent_of` for `earlier`: unlike a sampler, they can be sent."""
     folder, call = pathlib.Path(directory), f"training.earlier({str(directory)!r})"
-    try:
-        run = read_json(folder / "run.json")
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{call}: found no run.json; expected the folder of a run of dpjax.fit(directory=...)."
-        ) from error
+    run = read_json(folder / "run.json")
     check_format(run.get("mechanism"), call)
     steps = max(released_steps(folder), counted(read_log(folder / "metrics.jsonl")))
-    return {"facts": run["mechanism"], "steps": steps, "supplied": seed_of(run) is not None}
+    # A key that was supplied stays so in all that follows from the run.
+    supplied = run.get("randomness") == "supplied"
+    return {"facts": run["mechanism"], "steps": steps, "supplied": supplied}
 
 
 def forget(directory: str | os.PathLike[str]) -> None:

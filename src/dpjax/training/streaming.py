@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +42,8 @@ class Streamed:
         draws = [_pieces(its.draw(*keys, step), size) for step in steps]
         place = Placement(layout, size)
         # Draws are known in advance, so rows of the next steps are read while this one runs.
-        batches = self._stream.batches(map(place.ours, self._checked(draws)))
+        microbatches = itertools.chain.from_iterable(draws)
+        batches = self._stream.batches(map(place.ours, microbatches))
         for pieces in draws:
             sums = its.begin(state)
             for number, piece in enumerate(pieces, 1):
@@ -53,18 +53,6 @@ class Streamed:
             state, last = its.finish(state, sums)
             seen.append(last)
         return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(seen))
-
-    def _checked(self, draws: list[list[np.ndarray]]) -> Iterator[np.ndarray]:
-        """The indices of each microbatch; refuses a source that became shorter."""
-        examples = self._recipe.mechanism.sampling.examples
-        for piece in itertools.chain.from_iterable(draws):
-            # Rows may have moved, and a draw may miss its own.
-            if (found := len(self._stream)) < examples:
-                raise IndexError(
-                    f"{self._recipe.name}: the source of the data.Stream had {examples} examples "
-                    f"and has {found} now. Restore it, and resume the run."
-                )
-            yield piece
 
 
 class _Programs(NamedTuple):
