@@ -23,7 +23,6 @@ from dpjax.accounting.loss_distributions import rounded
 from dpjax.accounting.rounding import upwards
 from dpjax.mechanism import Spent
 from dpjax.mechanism.correlated import is_amplified
-from dpjax.strategies.dense import packed
 from dpjax.verify import cards, events, gaussian
 from dpjax.verify.fields import BOUNDS
 
@@ -275,7 +274,6 @@ SHUFFLED = sampling.shuffled(1000, 100)
 ROOT = strategies.square_root(steps=40)
 INVERSE = strategies.banded_inverse_square_root(steps=40, bands=4)
 BANDED = strategies.toeplitz(40, [1.0, 0.5])
-DENSE = strategies.Strategy(name="white", form=packed(np.eye(40)))
 NO_ROWS = base64.b64encode(np.zeros(820, "<f4")).decode()
 CONTRADICTIONS = [
     ({"adaptive": clipping.Quantile()}, ["adaptive", "count_multiplier"], 0.0, "cost less than"),
@@ -298,7 +296,6 @@ CONTRADICTIONS = [
         "without an inv",
     ),
     ({"sampling": sampling.full(1000), "noise": BANDED}, ["noise", "values"], [0.0], "inverse"),
-    ({"sampling": sampling.full(1000), "noise": DENSE}, ["noise", "rows"], NO_ROWS, "inverse"),
     ({"sampling": sampling.full(1000), "noise": INVERSE}, ["noise", "sensitivity"], "9", "of nan"),
     ({"sampling": SHUFFLED, "noise": ROOT}, ["sampling", "cycle"], 40, "cycle is unknown"),
     ({"sampling": OWN_FACTS["cyclic"]}, ["sampling", "cycle"], None, "cycle is missing"),
@@ -609,7 +606,6 @@ CORRELATED = {
     "inverse": strategies.banded_inverse_square_root(steps=40, bands=4),
     "buffered": strategies.buffered(steps=40, buffers=2),
     "tree": strategies.tree(steps=40),
-    "dense": strategies.dense(steps=40),
 }
 BATCHES = {
     "cyclic": sampling.cyclic_poisson(1000, 20, cycle=5),
@@ -644,7 +640,6 @@ def test_correlated_noise_is_recomputed_with_its_strategy(name):
 @kills("verify/correlated.py", "own + 2 * np.sum", "own + np.sum", case="square root", slow=True)
 @kills("verify/correlated.py", "norms[apart:]", "norms[:1]", case="normalized")
 @kills("verify/correlated.py", "- 1 - apart]", "- 1]", case="buffered", slow=True)
-@kills("verify/correlated.py", "np.roll(x, d)", "x", case="dense", slow=True)
 @pytest.mark.parametrize("name", CORRELATED)
 def test_the_diagonals_say_as_much_as_the_whole_matrix(name):
     made = mechanism(sampling=BATCHES["bins"], noise=CORRELATED[name])
@@ -722,7 +717,6 @@ def test_correlated_noise_is_not_cheaper_than_its_events():
     assert "no sensitivity" in verdicts(poisson)[1][0]
 
 
-@kills("verify/correlated.py", "int(np.max(rows - columns)) + 1", "steps", case="dense", slow=True)
 @kills(
     "verify/correlated.py", "    return steps\n", "    return steps + 1\n", case="tree", slow=True
 )
@@ -732,7 +726,6 @@ def test_correlated_noise_is_not_cheaper_than_its_events():
 @pytest.mark.parametrize(
     "noise",
     [
-        pytest.param(strategies.dense(16, strategies.apart(4)), id="dense"),
         pytest.param(strategies.banded_inverse_square_root(16, 1), id="one"),
         pytest.param(strategies.tree(4), id="tree"),
         pytest.param(strategies.buffered(1, 1), id="buffered"),
