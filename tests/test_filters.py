@@ -2,20 +2,15 @@
 """Filters: no choice of events gets more than the budget through, and none that fits is refused."""
 
 import math
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mutation import kills
 from small_mechanisms import mechanism_with
 
-import dpjax
-from dpjax import accounting, checks, clipping, ledger, noise, sampling
+from dpjax import accounting, checks, ledger
 from dpjax.accounting import Filter
 
 RATE = 256 / 60_000
@@ -104,14 +99,6 @@ def test_gaussians_without_sampling_are_let_through_to_the_last(multipliers, eps
             assert fits > epsilon * (1 - 1e-6)
 
 
-def test_a_filter_that_refused_is_as_it_was():
-    before = Filter(epsilon=1.0, delta=1e-5, order=12.0).admit(2.0, 0.01, steps=3)
-    with pytest.raises(checks.Refused):
-        before.admit(0.2, 0.5)
-    assert before.steps == 3
-    assert before.admit(2.0, 0.01).spent == pytest.approx(4 / 3 * before.spent)
-
-
 def test_the_best_order_of_a_plan_does_not_depend_on_how_long_it_is():
     def plan(n):
         steps = accounting.subsampled_gaussian(1.0, 0.01, n)
@@ -130,91 +117,26 @@ def test_the_best_order_of_a_plan_does_not_depend_on_how_long_it_is():
     assert max(counts, key=counts.__getitem__) == order
 
 
-@pytest.mark.slow
-def test_noise_that_follows_what_was_released():
-    """A run whose noise is chosen on the way: less of it as released gradients get small."""
-    data = np.random.default_rng(0).normal(1.0, 0.2, (200, 3)).astype(np.float32)
-    drawn, rule, key = sampling.poisson(200, 40), clipping.flat(1.0), jax.random.key(0)
-    gradients = dpjax.clipped_grad(lambda w, x: 0.5 * jnp.sum((w - x) ** 2), rule)
-    budget = Filter(epsilon=4.0, delta=1e-4, order=6.0)
-    params, multiplier, chosen = jnp.zeros(3), 3.0, []
-    while budget.room(multiplier, 0.2):
-        budget = budget.admit(multiplier, 0.2)
-        draw = drawn.draw(key, budget.steps)
-        mask = np.arange(200) < draw.size
-        link = noise.gaussian(multiplier, rule, key=jax.random.fold_in(key, budget.steps))
-        sums = gradients(params, data[draw.indices], mask).value
-        released, _ = link.update(sums, link.init(params))
-        chosen.append(multiplier)
-        params = optax.apply_updates(params, jax.tree.map(lambda x: -0.1 * x / 40, released))
-        multiplier = 3.0 if optax.tree.norm(released) / 40 > 0.5 else 1.5
-    assert {1.5, 3.0} == set(chosen)
-    assert accounting.epsilon(accounting.scheduled_gaussian(chosen, 0.2), 1e-4) <= 4.0
-
-
-REFUSED = {
-    "pld": ({"method": "pld"}, "compose numerically only when multipliers are fixed in advance"),
-    "another method": ({"method": "rdp-classic"}, "one of rdp, gdp"),
-    "no order": ({"order": None}, "fixed before the first step.*best_order"),
-    "order 1": ({"order": 1.0}, "one order above 1"),
-    "all orders": ({"order": math.inf}, "one order above 1"),
-    "an order for gdp": ({"method": "gdp"}, "leave it out"),
-    "no epsilon": ({"epsilon": 0.0}, "expected a finite number above 0"),
-    "epsilon for delta": ({"delta": 3.0}, r"Filter\(delta=3.0\): expected a number between"),
-    "spent less than nothing": ({"spent": -10.0}, "more than the budget"),
-    "spent NaN": ({"spent": math.nan}, "expected a number. They are the sum"),
-    "less than no steps": ({"steps": -1}, "how many they are"),
-    "half a step": ({"steps": 1.5}, "how many they are"),
-    "no number of steps": ({"steps": math.nan}, "how many they are"),
-    "an order at which nothing fits": ({"order": 1.5}, "at this order nothing fits"),
-}
-
-
-@kills("accounting/filters.py", 'if method == "pld":', 'if method == "never":', case="pld")
-@kills(
-    "accounting/filters.py",
-    'checks.not_negative("accounting.Filter", "spent", self.spent, hint)',
-    "pass",
-    slow=True,
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "pld"}, "one of rdp, gdp"),
+        ({"order": None}, "one order above 1"),
+        ({"method": "gdp"}, "none for 'gdp'"),
+        ({"order": 1.5}, "nothing fits"),
+    ],
 )
-@kills(
-    "accounting/filters.py",
-    'checked_delta("accounting.Filter", self.delta)',
-    "pass",
-    case="epsilon for delta",
-    slow=True,
-)
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_no_theorem_covers_is_refused(case):
-    settings, message = REFUSED[case]
+def test_what_no_theorem_covers_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Filter(**{"epsilon": 1.0, "delta": 1e-5, "order": 12.0, **settings})
-
-
-def test_steps_that_no_theorem_covers_are_refused():
-    budget = Filter(epsilon=1.0, delta=1e-5, method="gdp")
-    with pytest.raises(ValueError, match=r"rate 1.*method='rdp'"):
-        budget.admit(100.0, 0.1)
-    with pytest.raises(checks.Refused):
-        budget.admit(0.0, 1.0)
-    wrong: list[Any] = [0, 1.5, math.nan, math.inf]
-    for steps in wrong:
-        with pytest.raises((TypeError, ValueError), match="about to run"):
-            budget.admit(100.0, 1.0, steps=steps)
-    for multiplier in (math.nan, -1.0):
-        with pytest.raises(ValueError, match="multiplier"):
-            Filter(epsilon=1.0, delta=1e-5, order=12.0).admit(multiplier, 0.1)
-
-
-def test_without_noise_nothing_is_admitted():
-    budget = Filter(epsilon=1.0, delta=1e-5, order=12.0)
-    assert budget.room(0.0, 0.1) == 0
-    with pytest.raises(checks.Refused):
-        budget.admit(0.0, 0.1)
+    with pytest.raises(ValueError, match=r"sampling_rate=0\.1"):
+        Filter(epsilon=1.0, delta=1e-5, method="gdp").admit(100.0, 0.1)
+    with pytest.raises(ValueError, match="at no order"):
+        accounting.best_order(accounting.compose(), 1.0, 1e-5)
 
 
 @kills("accounting/filters.py", "parts.private else math.inf", "noise_multiplier > 0 else math.inf")
-@pytest.mark.parametrize("multiplier", [0.0, 1e-101, 1e-160, 5e-324])
+@pytest.mark.parametrize("multiplier", [0.0, 1e-160])
 def test_noise_whose_square_underflows_is_none(multiplier):
     """Its squared signal counted as nothing, so that any number of such steps went through."""
     budget = Filter(epsilon=1.0, delta=1e-5, method="gdp")
@@ -222,26 +144,3 @@ def test_noise_whose_square_underflows_is_none(multiplier):
     assert budget.room(multiplier, 1.0) == 0
     with pytest.raises(checks.Refused):
         budget.admit(multiplier, 1.0)
-
-
-@kills(
-    "accounting/filters.py",
-    'checked_delta("accounting.best_order", delta)',
-    "pass",
-    case="2.0",
-    slow=True,
-)
-@pytest.mark.parametrize("delta", [0.0, 1.0, 2.0, math.inf])
-def test_an_order_is_for_a_delta_below_one(delta):
-    step = accounting.gaussian(10.0)
-    with pytest.raises(ValueError, match=r"best_order\(delta=.*between 0 and 1. Usually epsilon"):
-        accounting.best_order(step, 1.0, delta)
-    with pytest.raises(ValueError, match=r"best_order\(epsilon=.*a finite number above 0"):
-        accounting.best_order(step, -1.0, 1e-5)
-
-
-def test_an_order_for_nothing_is_none():
-    with pytest.raises(ValueError, match="at no order"):
-        accounting.best_order(accounting.compose(), 1.0, 1e-5)
-    with pytest.raises(ValueError, match="at no order"):
-        accounting.best_order(accounting.gaussian(0.0), 1.0, 1e-5)

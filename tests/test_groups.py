@@ -59,7 +59,6 @@ def test_one_step_is_the_mixture_that_it_should_be(rate, multiplier, records, ep
 
 
 @pytest.mark.slow
-@kills("accounting/event_parts.py", "np.asarray(each, np.float64).tolist()", "each", slow=True)
 def test_mixtures_that_print_alike_are_not_one():
     """NumPy prints a long array without its middle: the dear one counted as a cheap one more."""
     signals, odds = np.linspace(0, 1e-3, 1500), np.full(1500, 1 / 1500)
@@ -133,9 +132,9 @@ def test_a_mixture_that_the_accountant_cannot_bound_has_no_guarantee():
 @kills("accounting/user_level.py", "if parts.foreign:", "if False:", slow=True)
 def test_what_has_no_proof_is_refused():
     fixed = mechanism_with(sampling=sampling.fixed(100, 10), steps=5)
-    with pytest.raises(ValueError, match=r"Batches of a fixed size .* sample with sampling\.poi"):
+    with pytest.raises(ValueError, match=r"Sample with sampling\.poisson"):
         accounting.for_groups(fixed.event, 2)
-    with pytest.raises(ValueError, match="State the guarantee for 'add-or-remove'"):
+    with pytest.raises(ValueError, match="Use 'add-or-remove'"):
         accounting.epsilon_for_users(STEP, 1e-5, 2, "replace-one")
     with pytest.raises(ValueError, match="method='pld' has one"):
         accounting.epsilon(accounting.for_groups(STEP, 2), 1e-5, "rdp")

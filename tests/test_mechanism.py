@@ -245,12 +245,6 @@ def test_runs_without_noise_or_bound_are_reported_as_not_private():
     assert make(steps=0).epsilon(1e-5) == 0.0
 
 
-@kills(
-    "accounting/events.py",
-    "multipliers[1:] != multipliers[:-1])[: len(multipliers)]",
-    "np.diff(multipliers) != 0)[: len(multipliers)]",
-    slow=True,
-)
 @pytest.mark.parametrize("sampler", [sampling.fixed(100, 10), sampling.poisson(100, 10)])
 def test_nothing_but_noise_costs_nothing(sampler):
     drowned = make(sampling=sampler, noise_multiplier=math.inf, steps=3)
