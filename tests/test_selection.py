@@ -41,67 +41,12 @@ def test_never_above_the_accounting_library_and_hardly_below(distribution, runs)
     assert 0.999 * library <= ours <= library + 1e-9
 
 
-# --- the theorems, once more, for one Gaussian, whose curve is a / (2 z^2) at every order ---
-
-
 def log_inverse_gamma(runs, eta):
     """Of the distribution with this mean, in the paper's own variable."""
     if eta:
         return math.log(runs)
     excess = lambda g: (1 / g - 1) / -math.log(g) - runs  # noqa: E731
     return -math.log(optimize.root_scalar(excess, bracket=(1e-9, 1 - 1e-9), xtol=1e-16).root)
-
-
-def by_theorem_2(z, delta, runs, eta):
-    tail = log_inverse_gamma(runs, eta)
-
-    def penalty(b):
-        return (1 - 1 / b) * b / (2 * z**2) + tail / b
-
-    least = minimum(penalty, 1, 1000)
-    return lowest(lambda a: a / (2 * z**2) + (1 + eta) * least, delta, runs)
-
-
-def by_theorem_6(z, delta, runs):
-    def delta_of_one(epsilon):
-        """The improved conversion, at its best order."""
-
-        def log_delta(a):
-            return (a - 1) * (a / (2 * z**2) - epsilon + math.log1p(-1 / a)) - math.log(a)
-
-        orders = np.geomspace(1.02, 1024, 4000)
-        return math.exp(min(0.0, *map(log_delta, orders)))
-
-    curve = lambda a: a / (2 * z**2) + runs * delta_of_one(math.log(a / (a - 1)))  # noqa: E731
-    return lowest(curve, delta, runs)
-
-
-def lowest(curve, delta, runs):
-    def epsilon(a):
-        r = curve(a) + math.log(runs) / (a - 1)
-        return r + math.log1p(-1 / a) - math.log(delta * a) / (a - 1)
-
-    orders = np.geomspace(1.02, 1024, 400)
-    near = orders[np.argmin([epsilon(a) for a in orders])]
-    return minimum(epsilon, max(1.02, near * 0.9), near * 1.1)
-
-
-def minimum(function, low, high):
-    return function(optimize.fminbound(function, low, high, xtol=1e-9))
-
-
-@pytest.mark.sample(1)
-@kills("accounting/selection.py", "1 / (a - 1)", "2 / (a - 1)", case="poisson-10-1.0", slow=True)
-@pytest.mark.parametrize("z", [1.0, 4.0])
-@pytest.mark.parametrize("runs", [2, 10, 100])
-@ALL
-def test_the_theorems_with_orders_between_ours(distribution, runs, z):
-    if distribution == "poisson":
-        exact = by_theorem_6(z, 1e-5, runs)
-    else:
-        exact = by_theorem_2(z, 1e-5, runs, SHAPES[distribution])
-    found = select_best(accounting.gaussian(z), 1e-5, runs=runs, distribution=distribution)
-    assert exact * (1 - 1e-3) <= found.epsilon_best <= exact * (1 + 1e-2)
 
 
 # --- the truth, for a run that releases one Gaussian number and wins by it ---
