@@ -9,14 +9,12 @@ alternating series) dpjax is smaller, and a quadrature says which of the two is 
 
 import itertools
 import math
-import subprocess
-import sys
 import time
 
 import dp_accounting
 import numpy as np
 import pytest
-from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import rdp_privacy_accountant as library
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,8 +25,8 @@ from scipy.special import log_ndtr, logsumexp
 
 from dpjax import accounting, schedules
 from dpjax.accounting.event_parts import split
-from dpjax.accounting.loss_distributions import rounded
-from dpjax.accounting.pld import _accountant, _loss
+from dpjax.accounting.loss_distributions import composed, rounded
+from dpjax.accounting.pld import _accountant
 
 METHODS = ("rdp-classic", "rdp", "pld", "gdp")
 TOLERANCE = {"rdp-classic": 0.002, "rdp": 0.002, "pld": 0.005, "gdp": 0.001}
@@ -62,13 +60,6 @@ def sampled(rate):
 
 def epsilon_of(event, method="rdp"):
     return accounting.epsilon(event, 1e-5, method)
-
-
-def mixture(q, z, k, n):
-    """k records of one person, each sampled on its own coin."""
-    odds = [math.comb(k, j) * q**j * (1 - q) ** (k - j) for j in range(k + 1)]
-    event = MixtureOfGaussiansDpEvent(z, [float(j) for j in range(k + 1)], odds)
-    return dp_accounting.SelfComposedDpEvent(event, n)
 
 
 def agrees(event, delta, method, expected, neighbours="add-or-remove"):
@@ -115,7 +106,6 @@ FIGURES = [
     ("mnist-linear-norm", [(4096 / 60_000, 3.04, 560), NORM], 1e-5, 2.9968, 2.5878, 2.3755, None),
     ("fmnist-linear", [(8192 / 60_000, 4.05, 280)], 1e-5, 2.9975, 2.5877, 2.3746, None),
     ("norm-8", [NORM], 1e-5, 0.8639, 0.6948, 0.6340, None),
-    ("norm-6", [(1, 6.0, 2)], 1e-5, 1.1590, 0.9497, 0.8684, None),
     ("vit-50", [(0.02, 1.3, 50)], 1e-5, 1.1747, 0.8664, 0.6002, 0.4422),
     ("vit-750", [(0.02, 1.3, 750)], 1e-5, None, None, 2.1047, 1.9578),
     ("snli", [(32 / 550_152, 0.4, 51_576)], 1 / 550_152, 7.4497, 6.4949, 5.1309, 1.2535),
@@ -124,22 +114,14 @@ FIGURES = [
     ("house-3650", [(256 / 18_576, 1.0, 3_650)], 1 / 20_433.6, None, None, 4.6239, 4.4243),
     ("wine", [(1, 35.0, 2_000)], 1 / (1.1 * 1_279), 5.6817, 4.9056, 4.3959, 4.3970),
     ("gaussian", [(1, 1.0, 1)], 1e-5, None, None, 4.3772, 4.3772),
-    ("gaussian-2", [(1, 2.0, 1)], 1e-5, None, 2.166, 1.993, None),
     ("one-step", [(0.01, 1.0, 1)], 1e-5, None, None, 0.1995, None),
     ("two-rates", [(MNIST, 1.1, 7_000), (2 * MNIST, 1.1, 3_500)], 1e-5, None, 3.2825, 3.0100, None),
     ("fedavg", [(0.1, 1.0, 100)], 1e-5, None, 7.9039, 7.0466, None),
-    ("fedavg-w2", [(0.1, 0.5, 100)], 1e-5, None, None, 31.3710, None),
-    ("fedavg-w5", [(0.1, 0.2, 100)], 1e-5, None, None, 271.9903, None),
     ("c13", [(0.02, 2.0, 50), (0.02, 1.0, 50)], 1e-5, None, 1.6291, 1.1698, None),
     ("c14", [(0.02, TWICE, 100)], 1e-5, None, None, 0.9354, None),
     ("e22", [(0.1, 3.0, 512)], 1e-6, None, 4.051, 3.770, None),
     ("opacus", [(0.04, 1.5, 2_250)], 1e-5, None, 7.32911, 6.7671, 6.595),
-    ("tfp-a", [(150 / 60_000, 1.3, 6_000)], 1e-5, None, 0.7242234026, None, None),
-    ("tfp-b", [(100 / 1e5, 1.0, 30_000)], 1e-7, None, 1.4154988495, None, None),
     ("tfp-c", [(1, 0.7, 2)], 1e-5, None, 10.8602036, 10.1224946, None),
-    ("tfp-d", [(0.01, 0.7, 120)], 1e-5, None, 3.2392676, 2.4612381, None),
-    ("tfp-statement", [(0.0064, 1.0, 782)], 1e-6, None, 1.616, None, None),
-    ("tfp-unsampled", [(1, 1.0, 5)], 1e-6, None, 13.376, None, None),
     ("004-constant-1", [(0.01, 1.0, 2_000)], 1e-5, None, 2.8665, 2.5839, None),
     ("004-constant-2", [(0.01, 2.0, 2_000)], 1e-5, None, 0.9883, 0.9000, None),
     ("004-constant-3", [(0.01, 3.0, 2_000)], 1e-5, None, 0.6056, 0.5505, None),
@@ -147,15 +129,8 @@ FIGURES = [
     ("004-constant-5", [(0.01, 5.0, 2_000)], 1e-5, None, 0.3395, 0.3075, None),
     ("004-constant-1.38", [(0.01, 1.38, 2_000)], 1e-5, None, 1.6417, 1.4938, None),
     ("004-constant-1.54", [(0.01, 1.54, 2_000)], 1e-5, None, 1.3982, None, None),
-    ("scorer", [(0.01, 2.0, 500)], 1e-5, None, None, 0.4320, None),
     ("scorer-main", [(0.01, 2.0, 500), (0.01, 1.38, 2_000)], 1e-5, None, None, 1.5703, None),
     ("bins", [(0.05 / k, 1.38, 400) for k in (1, 2, 3, 4, 5)], 1e-5, None, 5.0575, 4.6323, None),
-    ("shuffle-1", [(1, 1.0, 20)], 1e-5, None, None, 28.3735, None),
-    ("shuffle-1.38", [(1, 1.38, 20)], 1e-5, None, None, 18.4369, None),
-    ("unamplified-mnist", [(1, 1.12, 60)], 1e-5, None, None, 52.6349, None),
-    ("unamplified-cifar", [(1, 1.54, 30)], 1e-5, None, None, 20.8392, None),
-    ("unamplified-fmnist", [(1, 2.15, 40)], 1e-5, None, None, 16.2574, None),
-    ("unamplified-scatter", [(1, 5.67, 60)], 1e-5, None, None, 6.3083, None),
 ]
 
 
@@ -174,13 +149,9 @@ def test_figure(parts, delta, method, expected):
 
 # Grouped clipping at its true sensitivity, sqrt(k) times the bound (privacy.md 4.4).
 GROUPED = [
-    *((MNIST, 1.1, k, 14_063, e) for k, e in ((2, 4.8844), (4, 14.7183), (8, 58.0176))),
-    *((MNIST, 1.1, k, 235, e) for k, e in ((1, 0.3070), (2, 1.0007), (4, 3.7264), (8, 10.8572))),
-    (MNIST, 1.1, 16, 235, 29.93),
-    *((256 / 5e4, 1.54, k, 11_719, e) for k, e in ((1, 1.5835), (2, 2.6907), (4, 5.5864))),
-    *((256 / 5e4, 1.54, k, 11_719, e) for k, e in ((8, 16.8208), (16, 64.8330))),
-    (MNIST, 1.1, 8, 16_693, 64.32),
-    (MNIST, 1.1, 16, 14_063, 231.3174),
+    *((MNIST, 1.1, k, 14_063, e) for k, e in ((2, 4.8844), (8, 58.0176))),
+    *((MNIST, 1.1, k, 235, e) for k, e in ((1, 0.3070), (4, 3.7264))),
+    (256 / 5e4, 1.54, 16, 11_719, 64.8330),
 ]
 
 
@@ -190,22 +161,6 @@ def test_grouped_clipping_costs_its_root(q, z, groups, n, expected):
     joint = accounting.effective_multiplier([z] * groups)
     assert joint == pytest.approx(z / math.sqrt(groups))
     agrees(steps((q, joint, n)), 1e-5, "pld", expected)
-
-
-@pytest.mark.parametrize(
-    ("q", "z", "n", "delta", "library_says"),
-    [
-        (MNIST, 1.1 / 8**0.5, 14_063, 1e-5, 65.6009),
-        (256 / 5e4, 1.54 / 4, 11_719, 1e-5, 73.5534),
-        (MNIST, 1.1 / 8**0.5, 235, 1e-5, 13.3),
-        (MNIST, 1.1 / 8**0.5, 3_525, 1e-5, 32.1),
-        (256 / 5e4, 1.54 / 4, 195, 1e-6, 16.7),
-        (256 / 5e4, 1.54 / 4, 11_719, 1e-6, 79.2),
-    ],
-)
-def test_rdp_at_small_multipliers_is_below_the_library(q, z, n, delta, library_says):
-    got = accounting.epsilon(steps((q, z, n)), delta)
-    assert 0.95 * library_says < got <= library_says * 1.005
 
 
 def test_amplification_goes_outside_the_groups():
@@ -225,11 +180,9 @@ def test_amplification_goes_outside_the_groups():
 
 CURRICULA = {  # rdp, rdp-classic, pld; with the batch clipped, not the example: rdp, pld
     "exponential-down": (2.6130, 3.0714, 2.3444, 18.4955, 16.2228),
-    "exponential-up": (2.6130, 3.0714, 2.3444, 18.4955, 16.2228),
     "piecewise-down": (1.6398, 2.0557, 1.3116, 11.4835, 9.6578),
     "piecewise-up": (1.6398, 2.0557, 1.3116, 11.4835, 9.6578),
     "linear-down": (1.3994, 1.7988, 1.0038, 8.5192, 6.9761),
-    "linear-up": (1.3994, 1.7988, 1.0038, 8.5192, 6.9761),
     "quadratic-down": (1.3213, 1.7203, 0.8800, 8.2351, 6.6838),
     "quadratic-up": (1.6949, 2.1019, 1.4098, 11.0003, 9.3072),
     "logarithmic-up": (1.2859, 1.6844, 0.8241, None, None),
@@ -257,47 +210,6 @@ def test_curriculum_pld(name):
     agrees(curriculum(name), 1e-5, "pld", pld)
     if clipped:
         agrees(curriculum(name, 0.5), 1e-5, "pld", clipped)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("exponential-down", 25.5072),
-        ("piecewise-down", 12.6730),
-        ("linear-down", 10.5353),
-        ("quadratic-down", 8.5558),
-        ("quadratic-up", 15.0547),
-    ],
-)
-def test_curriculum_without_sampling(name, expected):
-    """A fixed partition: every example is seen once an epoch, and nothing is amplified."""
-    multipliers = schedules.values(schedules.CURRICULA[name](steps_per_epoch=1), 20)
-    event = accounting.scheduled_gaussian(multipliers, 1.0)
-    agrees(event, 1e-5, "pld", expected, "zero-out")
-
-
-@pytest.mark.slow
-def test_linear_en_route():
-    spent = [
-        accounting.epsilon(accounting.scheduled_gaussian(part, 0.01), 1e-5)
-        for part in (
-            schedules.values(schedules.CURRICULA["linear-down"](), 1_000),
-            schedules.values(schedules.CURRICULA["linear-up"](), 100),
-        )
-    ]
-    assert spent == pytest.approx([0.3097, 1.2141], rel=2e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "expected"), [("rdp", 1.2732), ("pld", 0.9136)])
-def test_per_step_linear(method, expected):
-    event = accounting.scheduled_gaussian(np.linspace(5, 1, 2_000), 0.01)
-    agrees(event, 1e-5, method, expected)
-
-
-def test_order_does_not_matter():
-    down, up = (accounting.epsilon(curriculum(f"piecewise-{way}"), 1e-5) for way in ("down", "up"))
-    assert abs(down - up) < 1e-9
 
 
 @kills(
@@ -330,6 +242,29 @@ def test_singletons_equal_grouped(method):
     assert max(costs) - min(costs) < 1e-6
 
 
+WINE = next(row for row in FIGURES if row[0] == "wine")
+SAME = ("piecewise-up",)  # cost as much downwards
+FORTY = {
+    **{
+        row[0]: (steps(*row[1]), row[2])
+        for row in FIGURES[: FIGURES.index(WINE)]
+        if row[0] != "norm-8"
+    },
+    **{row[0]: (steps(*row[1]), row[2]) for row in FIGURES if "004-" in row[0]},
+    **{name: (curriculum(name), 1e-5) for name in CURRICULA if name not in SAME},
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", FORTY)
+def test_our_divergences_are_those_of_the_library(name):
+    """The papers' events: dp-accounting is above by at most 0.022 % (docs/pages/concepts.md)."""
+    event, delta = FORTY[name]
+    ours = accounting.epsilon(event, delta)
+    theirs = library.RdpAccountant(accounting.ORDERS.tolist()).compose(event).get_epsilon(delta)
+    assert ours * (1 - 1e-6) <= theirs <= 1.00023 * ours
+
+
 # --- neighbours and samplers ---
 
 
@@ -337,13 +272,6 @@ def test_singletons_equal_grouped(method):
 @kills("accounting/rdp_accountant.py", "(4 if swap else 1)", "(1 if swap else 1)")
 @kills("accounting/pld.py", "* (2 if neighbours", "* (1 if neighbours", slow=True)
 @kills("accounting/rdp_accountant.py", "min(z / 2, 1e7)", "z", slow=True)
-@kills("accounting/rdp_accountant.py", "LaplaceDpEvent(b / 2)", "LaplaceDpEvent(b)", slow=True)
-@kills(
-    "accounting/rdp_accountant.py",
-    "RepeatAndSelectDpEvent(_exchanged(inner), mean, shape)",
-    "event",
-    slow=True,
-)
 @pytest.mark.parametrize(
     ("event", "method", "neighbours", "expected"),
     [
@@ -351,20 +279,13 @@ def test_singletons_equal_grouped(method):
         (accounting.gaussian(2.0), "rdp", "replace-one", 4.7285),
         (accounting.gaussian(1.0), "rdp", "zero-out", 4.7285),
         (accounting.gaussian(1.0), "pld", "replace-one", 9.9973),
-        (accounting.gaussian(1.0, 20), "pld", "replace-one", 77.3301),
-        (accounting.gaussian(1.38, 20), "pld", "replace-one", 47.8798),
         (steps((0.01, 1.0, 2_000)), "pld", "replace-one", 4.1928),
         (steps((0.01, 0.5, 2_000)), "pld", "add-or-remove", 18.1106),
         (without_replacement(10_000, 100, 2.0, 1_000), "rdp", "replace-one", 3.576),
-        (without_replacement(10_000, 100, 1.0, 1_000), "rdp", "replace-one", 20.99),
-        (without_replacement(60_000, 600, 1.0, 2_000), "rdp", "replace-one", 31.8475),
         # Handed on to the library, whose own RDP doubles nothing under replace-one.
-        (best_of(accounting.gaussian(2.0), 1.0000001), "rdp", "replace-one", 4.7485),
-        (best_of(accounting.gaussian(2.0, 4), 10.0), "rdp", "zero-out", 8.5145),
         (best_of(accounting.gaussian(2.0), 10.0), "rdp", "replace-one", 8.5145),
         (best_of(without_replacement(10_000, 100, 2.0, 1_000), 10.0), "rdp", "replace-one", 6.6694),
         (dp_accounting.LaplaceDpEvent(1.0), "rdp", "add-or-remove", 1.0028),
-        (dp_accounting.LaplaceDpEvent(1.0), "rdp", "zero-out", 1.0028),
         (dp_accounting.LaplaceDpEvent(1.0), "rdp", "replace-one", 2.0028),
         (dp_accounting.RandomizedResponseDpEvent(0.5, 2), "rdp", "replace-one", 1.1018),
     ],
@@ -373,55 +294,22 @@ def test_neighbours(event, method, neighbours, expected):
     agrees(event, 1e-5, method, expected, neighbours)
 
 
-@kills(
-    "accounting/rdp_accountant.py",
-    "event.sample_size, _exchanged(inner)\n            )\n",
-    "event.sample_size, _exchanged(inner)\n            )\n    return event\n",
-    slow=True,
-)
 @pytest.mark.parametrize(
     ("event", "method", "neighbours"),
     [
         (steps((0.01, 1.0, 10)), "rdp", "replace-one"),
-        (steps((0.01, 1.0, 10)), "rdp-classic", "replace-one"),
         (steps((0.01, 1.0, 10)), "gdp", "replace-one"),
         (without_replacement(1_000, 10, 1.0, 10), "pld", "replace-one"),
-        (without_replacement(1_000, 10, 1.0, 10), "gdp", "replace-one"),
         (without_replacement(1_000, 10, 1.0, 10), "rdp", "add-or-remove"),
-        (mixture(0.01, 1.0, 2, 10), "rdp", "add-or-remove"),
         (dp_accounting.UnsupportedDpEvent(), "pld", "add-or-remove"),
-        (dp_accounting.LaplaceDpEvent(1.0), "pld", "replace-one"),
         (dp_accounting.ZCDpEvent(0.1), "rdp", "replace-one"),
-        (best_of(dp_accounting.ZCDpEvent(0.1), 10.0), "rdp", "replace-one"),
         (best_of(steps((0.01, 1.0, 10)), 10.0), "rdp", "replace-one"),
-        (best_of(without_replacement(1_000, 10, 1.0, 10), 10.0), "rdp", "add-or-remove"),
         (best_of(accounting.gaussian(2.0), 10.0), "pld", "add-or-remove"),
     ],
 )
 def test_no_proof_no_number(event, method, neighbours):
     with pytest.raises(ValueError, match="accounting: "):
         accounting.epsilon(event, 1e-5, method, neighbours)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("event", "expected"),
-    [
-        (mixture(0.01, 1.0, 1, 200), 0.9125),
-        (mixture(0.01, 1.0, 2, 200), 1.9466),
-        (mixture(0.01, 1.0, 4, 200), 4.1482),
-        (mixture(0.05, 1.0, 4, 100), 17.50),
-    ],
-)
-def test_several_records_of_one_person(event, expected):
-    agrees(event, 1e-5, "pld", expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("cap", "expected"), [(320, 2.4088), (256, 12.6317), (384, 2.3818)])
-def test_truncated_batches(cap, expected):
-    step = dp_accounting.TruncatedSubsampledGaussianDpEvent(60_000, MNIST, cap, 1.1)
-    agrees(dp_accounting.SelfComposedDpEvent(step, 14_063), 1e-5, "pld", expected, "zero-out")
 
 
 # --- conformance with other accountants ---
@@ -437,30 +325,6 @@ def test_opacus_divergences():
     assert np.all(got[:2] < expected[:2])
 
 
-def test_unsampled_divergence():
-    got = accounting.renyi_divergence(2.71828, 1.0, [3.14159])
-    np.testing.assert_allclose(got, 3.14159 / (2 * 2.71828**2), rtol=1e-12)
-    agrees(accounting.gaussian(4.530877117), 1e-6, "rdp", 1.0)
-
-
-# Opacus' and Microsoft's PRV accountant states upper ends that lie 0.01 above.
-PRV = [
-    (0.8, 0.001, 100, 0.27040),
-    (1.5, 0.05, 1_000, 6.20997),
-    (2.0, 0.05, 100, 1.28364),
-    (3.0, 0.05, 1_000, 2.52757),
-    (1.5, 0.001, 20_000, 0.43701),
-]
-
-
-@pytest.mark.parametrize(("z", "q", "n", "prv"), PRV)
-def test_prv_lies_between(z, q, n, prv):
-    event = steps((q, z, n))
-    pld, rdp = (accounting.epsilon(event, 1e-6, method) for method in ("pld", "rdp"))
-    assert pld <= prv <= rdp
-    assert prv - pld < 0.012
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("event", "epsilon", "delta"),
@@ -474,15 +338,6 @@ def test_prv_lies_between(z, q, n, prv):
 def test_delta(event, epsilon, delta):
     assert accounting.delta(event, epsilon, "pld") == pytest.approx(delta, rel=5e-3)
     assert accounting.delta(event, epsilon, "rdp") >= delta * 0.999
-
-
-def test_a_delta_without_a_bound_is_one():
-    """One part has no bound by RDP, and losses of the other reach too far for a distribution."""
-    gaussian = dp_accounting.GaussianDpEvent
-    sampled = dp_accounting.SampledWithReplacementDpEvent(100, 10, gaussian(1.0))
-    event = dp_accounting.ComposedDpEvent([sampled, gaussian(0.005)])
-    assert accounting.delta(event, 1.0, "pld") == 1
-    assert accounting.epsilon(event, 1e-5, "pld") == math.inf
 
 
 @pytest.mark.parametrize("q", [1e-5, 1e-3, 0.01, 0.1, 0.5, 0.9])
@@ -508,32 +363,6 @@ def test_divergence_is_the_integral(q, z):
         assert ours == pytest.approx(exact, rel=1e-5)
 
 
-@kills("accounting/rdp_divergence.py", "np.isinf(left)", "np.isnan(low)", slow=True)
-def test_a_divergence_beyond_all_numbers_is_infinite_between_whole_orders_too():
-    assert accounting.renyi_divergence(1e-160, 0.5, [2.5]).tolist() == [math.inf]
-
-
-@pytest.mark.parametrize(("q", "z", "n"), [(0.2, 0.7, 100), (0.5, 1.0, 100), (0.9, 3.0, 30)])
-def test_never_above_the_library(q, z, n):
-    theirs = library.RdpAccountant().compose(steps((q, z, n))).get_epsilon(1e-5)
-    assert accounting.epsilon(steps((q, z, n)), 1e-5) <= theirs * (1 + 1e-6)
-
-
-@pytest.mark.slow
-def test_never_prints():
-    code = (
-        "from dpjax import accounting as a\n"
-        "for q in (0.2, 0.5, 0.9):\n"
-        "    for z in (0.3, 1.0, 8.0):\n"
-        "        a.epsilon(a.subsampled_gaussian(z, q, 100), 1e-5)\n"
-        "        a.epsilon(a.subsampled_gaussian(z, q, 100), 1e-5, 'rdp-classic')\n"
-        "        a.delta(a.subsampled_gaussian(z, q, 100), 1.0)\n"
-        "a.epsilon(a.subsampled_gaussian(3.0, 0.2, 10), 1e-5, 'pld')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "")
-
-
 # --- calibration and stopping ---
 
 RUNS = {"mnist": (MNIST, 14_063), "004": (0.01, 2_000), "cifar": (1024 / 50_000, 1_465)}
@@ -541,14 +370,9 @@ CALIBRATED = [
     ("mnist", 1, 2.1785, 2.0252),
     ("mnist", 2, 1.2953, 1.2243),
     ("mnist", 3, 1.0140, 0.9684),
-    ("mnist", 8, 0.6781, 0.6557),
     ("004", 1, 1.9813, 1.8428),
     ("004", 2, 1.2160, 1.1494),
-    ("004", 3, 0.9785, 0.9305),
-    ("004", 8, 0.6715, 0.6434),
     ("cifar", 1, 3.2989, 3.0497),
-    ("cifar", 2, 1.8699, 1.7493),
-    ("cifar", 3, 1.4006, 1.3215),
     ("cifar", 8, 0.8340, 0.7989),
 ]
 
@@ -561,11 +385,6 @@ def calibrated(make, target, delta, method, expected, tolerance):
     assert accounting.epsilon(make(z * (1 - slack)), delta, method) > target
 
 
-@kills(
-    "accounting/search.py",
-    "    while spent(value) > epsilon:\n        value *= 1 + tight / 2\n",
-    "    value *= 0.999\n",
-)
 @pytest.mark.parametrize(("run", "target", "rdp", "pld"), CALIBRATED)
 def test_calibrate_rdp(run, target, rdp, pld):
     q, n = RUNS[run]
@@ -577,45 +396,6 @@ def test_calibrate_rdp(run, target, rdp, pld):
 def test_calibrate_pld(run, target, rdp, pld):
     q, n = RUNS[run]
     calibrated(lambda z: steps((q, z, n)), target, 1e-5, "pld", pld, 3e-3)
-
-
-# Multipliers that spend 3.0 (reproduction.md C.5): run, classic, rdp, pld.
-THREE = [
-    ("mnist", 512 / 60_000, 4_680, [], 1.230, 1.124, 1.068),
-    ("fmnist", 2048 / 60_000, 1_160, [], 2.156, 1.922, 1.801),
-    ("cifar", 1024 / 50_000, 1_440, [], 1.541, 1.393, 1.314),
-    ("mnist-linear", 4096 / 60_000, 560, [NORM], 3.041, 2.668, None),
-    ("fmnist-linear", 8192 / 60_000, 280, [], 4.056, 3.577, None),
-    ("cifar-scatter", 8192 / 50_000, 360, [NORM], 5.664, 4.946, 4.579),
-    ("mnist-scatter", 1024 / 60_000, 1_450, [NORM], 1.395, 1.259, 1.186),
-]
-
-
-@pytest.mark.parametrize(
-    ("method", "q", "n", "others", "expected"),
-    [
-        pytest.param(
-            method, *run, z, id=f"{name}-{method}", marks=[pytest.mark.slow] * (method == "pld")
-        )
-        for name, *run, classic, rdp, pld in THREE
-        for method, z in {"rdp-classic": classic, "rdp": rdp, "pld": pld}.items()
-        if z is not None
-    ],
-)
-def test_calibrate_three(method, q, n, others, expected):
-    calibrated(lambda z: steps((q, z, n), *others), 3.0, 1e-5, method, expected, 3e-3)
-
-
-@pytest.mark.parametrize(
-    ("z", "q", "n", "target", "delta", "method"),
-    [
-        (9.66, 0.1, 512, 1.0, 1e-6, "pld"),
-        (1.416, 0.04, 2_250, 8.0, 1e-5, "rdp"),
-        (1.3562, 0.04, 2_000, 8.0, 1e-5, "rdp"),
-    ],
-)
-def test_calibrate_like_the_peers(z, q, n, target, delta, method):
-    calibrated(lambda z: steps((q, z, n)), target, delta, method, z, 3e-3)
 
 
 SCHEDULED = [  # the factor that spends a target: by rdp, by pld
@@ -633,43 +413,14 @@ def test_calibrate_a_schedule(name, target, rdp, pld):
     calibrated(lambda c: curriculum(name, c), target, 1e-5, "rdp", rdp, 1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "target", "rdp", "pld"), [row for row in SCHEDULED if row[3]])
-def test_calibrate_a_schedule_pld(name, target, rdp, pld):
-    calibrated(lambda c: curriculum(name, c), target, 1e-5, "pld", pld, 2e-3)
-
-
-EQUAL = {  # the constant that costs as much by rdp
-    "exponential-down": 1.0472,
-    "piecewise-down": 1.3806,
-    "linear-down": 1.5390,
-    "quadratic-down": 1.6042,
-    "quadratic-up": 1.3499,
-    "logarithmic-up": 1.6359,
-}
-
-
-@pytest.mark.parametrize("name", EQUAL)
-def test_equal_constant(name):
-    target = epsilon_of(curriculum(name))
-    calibrated(lambda z: steps((0.01, z, 2_000)), target, 1e-5, "rdp", EQUAL[name], 1e-3)
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("q", "z", "delta", "target", "method", "expected"),
     [
-        (MNIST, 1.1, 1e-5, 1.0, "rdp", 1_709),
         (MNIST, 1.1, 1e-5, 2.0, "rdp", 8_642),
-        (MNIST, 1.1, 1e-5, 3.0, "rdp", 18_338),
-        pytest.param(MNIST, 1.1, 1e-5, 1.0, "pld", 2_761, marks=pytest.mark.slow),
         (MNIST, 1.1, 1e-5, 2.0, "pld", 10_206),
-        pytest.param(MNIST, 1.1, 1e-5, 3.0, "pld", 21_362, marks=pytest.mark.slow),
         (0.1, 3.0, 1e-6, 2.0, "pld", 155),
-        (MNIST, 1.1, 1e-5, 2.85, "rdp", 16_693),
         (MNIST, 1.1, 1e-5, 2.85, "rdp-classic", 12_646),
-        (MNIST, 1.1, 1e-5, 0.94, "rdp", 1_324),
-        (256 / 5e4, 1.54, 1e-5, 3.0, "rdp-classic", 24_669),
     ],
 )
 def test_largest_steps(q, z, delta, target, method, expected):
@@ -679,20 +430,12 @@ def test_largest_steps(q, z, delta, target, method, expected):
     assert accounting.epsilon(steps((q, z, n + 1)), delta, method) > target
 
 
-def tenth(n):
-    return steps((0.1, 3.0, n))
-
-
-@pytest.mark.slow
 def test_largest_steps_at_its_ends():
     assert accounting.largest_steps(accounting.gaussian.__get__(0.1), 1.0, 1e-5) == 0
-    assert accounting.largest_steps(lambda n: steps((MNIST, 9.0, n)), 3.0, 1e-5, maximum=50) == 50
-    for method in ("rdp", "pld"):
-        most = accounting.largest_steps(tenth, 2.0, 1e-6, method)
-        for maximum, fit in [(0, 0), (1, 1), (132.0, 132), (133, 133), (math.inf, most)]:
-            found = accounting.largest_steps(tenth, 2.0, 1e-6, method, maximum=maximum)
-            assert type(found) is int
-            assert found == fit
+    for maximum, fit in [(0, 0), (1, 1), (132.0, 132), (133, 133), (math.inf, 133)]:
+        found = accounting.largest_steps(lambda n: steps((0.1, 3.0, n)), 2.0, 1e-6, maximum=maximum)
+        assert type(found) is int
+        assert found == fit
 
 
 # --- laws ---
@@ -745,11 +488,6 @@ def test_calibrate_inverts_epsilon(z, q, n):
         assert found == pytest.approx(z, rel=1e-5)
 
 
-def test_without_noise_there_is_nothing_to_calibrate():
-    with pytest.raises(ValueError, match=r"noise_multiplier=0\.0"):
-        accounting.calibrate(lambda z: steps((0.1, z, 5)), math.inf, 1e-5)
-
-
 @settings(max_examples=10, deadline=None)
 @given(st.floats(0.5, 10.0), st.integers(1, 50), st.floats(1e-8, 1e-2))
 def test_closed_form_without_sampling(z, n, delta):
@@ -761,20 +499,16 @@ def test_closed_form_without_sampling(z, n, delta):
 
 
 @kills(
-    "accounting/pld.py", ".self_compose(count)", ".self_compose(1)", case="add-or-remove", slow=True
+    "accounting/loss_distributions.py",
+    ".self_compose(count)",
+    ".self_compose(1)",
+    case="add-or-remove",
 )
 @kills(
     "accounting/loss_distributions.py",
     "sampling_prob=rate",
     "sampling_prob=rate**2",
     case="replace-one",
-    slow=True,
-)
-@kills(
-    "accounting/pld.py",
-    "_one_step(1.0, parts",
-    "_one_step(0.5, parts",
-    case="add-or-remove",
     slow=True,
 )
 @pytest.mark.parametrize("neighbours", ["add-or-remove", "zero-out", "replace-one"])
@@ -785,9 +519,9 @@ def test_losses_of_one_step_compose_as_the_accountant_composes_events(neighbours
         accounting.gaussian(4.0),
     )
     parts = split(mixed)
-    want = _accountant(parts, neighbours).get_epsilon(1e-5)
+    want = _accountant(parts, 1e-4, neighbours).get_epsilon(1e-5)
     for _ in range(2):  # from the cache, too
-        assert _loss(parts, neighbours).get_epsilon_for_delta(1e-5) == want
+        assert composed(parts, 1e-4, neighbours).get_epsilon_for_delta(1e-5) == want
 
 
 @kills("accounting/pld.py", "max(deviation / _FINE, ", "max(usual, ", case="tiny", slow=True)
@@ -904,13 +638,6 @@ TINY = [
     slow=True,
 )
 @kills("accounting/loss_distributions.py", "(2 * sum([", "(2e-5 * sum([", case="43224", slow=True)
-@kills(
-    "accounting/pld.py",
-    "yield _unsampled(_unamplified(parts), neighbours)",
-    "pass",
-    case="100000",
-    slow=True,
-)
 @pytest.mark.parametrize(("rate", "multiplier", "n", "delta"), TINY, ids=[str(t[2]) for t in TINY])
 def test_floating_point_takes_nothing_from_a_small_delta(rate, multiplier, n, delta):
     event = accounting.subsampled_gaussian(multiplier, rate, n)
@@ -925,32 +652,6 @@ def test_floating_point_takes_nothing_from_a_small_delta(rate, multiplier, n, de
     # Where floats have digits to spare, nothing is lost.
     most = accounting.epsilon(event, 1e-9, "pld")
     assert 0.9e-9 < least_delta(rate, multiplier, n, most) <= 1e-9 * (1 + 1e-6)
-
-
-def test_the_closed_form_is_the_limit_of_distributions():
-    accountant = dp_accounting.pld.PLDAccountant().compose(dp_accounting.GaussianDpEvent(2.0))
-    agrees(accounting.gaussian(2.0), 1e-5, "pld", accountant.get_epsilon(1e-5))
-
-
-@kills("accounting/pld.py", "[1] * count if once", "[1] if once", slow=True)
-def test_every_run_of_a_randomised_response_counts():
-    """The library's distribution has one of them: epsilon 0.694 for any number of runs."""
-    response = dp_accounting.RandomizedResponseDpEvent(0.5, 2)
-    many = dp_accounting.SelfComposedDpEvent(response, 10)
-    for event in (many, accounting.compose(*[response] * 10)):
-        found = accounting.epsilon(event, 1e-5, "pld", "replace-one")
-        # A binomial of losses of log 3: 10 or 8 more of one kind than of the other.
-        kept = stats.binom.pmf([10, 9, 8, 7, 6, 5], 10, 0.75)
-        losses = math.log(3) * np.array([10, 8, 6, 4, 2, 0])
-        gap = np.maximum(0, -np.expm1(found - losses))
-        assert float(kept @ gap) <= 1e-5 * (1 + 1e-6)
-        assert found == pytest.approx(10 * math.log(3), rel=0.01)
-
-
-def test_unsampled_gaussians_are_one():
-    parts = split(accounting.compose(accounting.gaussian(3.0, 9), *[accounting.gaussian(1.0)] * 3))
-    assert parts.sampled == {}
-    assert parts.unsampled_multiplier == 0.5
 
 
 # --- edges ---
@@ -992,14 +693,6 @@ def test_absurd_noise_neither_hangs_nor_lies(neighbours):
     assert 1e6 < cost < math.inf
 
 
-@pytest.mark.parametrize("make", [accounting.gaussian, lambda z: steps((0.1, z, 10))])
-def test_the_square_of_a_multiplier_may_be_no_float(make):
-    one = accounting.gaussian(1.0)
-    for method in ("rdp", "pld"):
-        cost = accounting.epsilon(accounting.compose(make(1e200), one), 1e-5, method)
-        assert cost == pytest.approx(accounting.epsilon(one, 1e-5, method), rel=1e-3)
-
-
 def test_estimates_say_so():
     estimate = accounting.epsilon(steps((MNIST, 1.1, 14_063)), 1e-5, "gdp")
     assert isinstance(estimate, accounting.Estimate)
@@ -1015,82 +708,32 @@ def beside_one(z):
     return accounting.compose(ONE, accounting.gaussian(z))
 
 
-def steps_within(method="rdp", **options):
-    return accounting.largest_steps(accounting.gaussian, 1.0, 1e-5, method, **options)
+def free(n):
+    return steps((0.0, 1.0, n))
 
 
-def free_steps(maximum):
-    return accounting.largest_steps(lambda n: steps((0.0, 1.0, n)), 1.0, 1e-5, maximum=maximum)
-
-
-@kills("accounting/search.py", "        factor *= factor\n", "", slow=True)
-def test_a_target_that_needs_no_noise_is_found_out_in_few_questions():
-    asked = []
-    with pytest.raises(ValueError, match="nothing to calibrate"):
-        accounting.calibrate(lambda z: asked.append(z) or accounting.gaussian(1e6), 1.0, 1e-5)
-    assert len(asked) < 10
-
-
-@kills("accounting/event_parts.py", "leaf.count, _COUNT, least=0", "leaf.count, _COUNT, least=-1")
-@kills(
-    "accounting/event_parts.py",
-    "below, rate = split(event.event), float(event.sampling_probability)",
-    "below = (rate := event.sampling_probability) and split(event.event)",
-    slow=True,
-)
-@kills(
-    "accounting/event_parts.py",
-    'check_rate("accounting: PoissonSampledDpEvent", rate)',
-    "pass",
-    slow=True,
-)
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: accounting.epsilon(ONE, 1.5), "swapped"),
-        (lambda: accounting.epsilon(ONE, 0.0), "between 0 and 1"),
-        (lambda: accounting.epsilon(ONE, 1e-5, "rpd"), "'pld'"),
+        (lambda: accounting.epsilon(ONE, 1.5), r"epsilon\(delta=1.5\)"),
+        (lambda: accounting.epsilon(ONE, 1e-5, "rpd"), "one of rdp, pld"),
         (lambda: accounting.epsilon(ONE, 1e-5, neighbours="x"), "replace-one"),
+        (lambda: accounting.epsilon("ONE", 1e-5), r"mechanism\.event"),
         (lambda: accounting.delta(ONE, -1.0), "0 or more"),
-        (lambda: accounting.epsilon(ONE, [1e-5, 1e-6]), "expected a number"),
-        (lambda: accounting.epsilon(ONE, "1e-5"), "expected a number"),
-        (lambda: accounting.delta(ONE, "1"), "expected a number"),
         (lambda: accounting.gaussian(-1.0), r"gaussian\(noise_multiplier=-1.0\): .*0 or more"),
         (lambda: accounting.gaussian(math.nan), "expected a number"),
-        (lambda: accounting.gaussian("a"), r"gaussian\(noise_multiplier=.a.\): expected a number"),
         (lambda: accounting.subsampled_gaussian(1.0, 256, 10), "batch size"),
-        (lambda: accounting.subsampled_gaussian(1.0, 0.1, 1.5), "whole number"),
         (lambda: accounting.subsampled_gaussian(1.0, 0.1, -1), "whole number"),
         (lambda: accounting.renyi_divergence(1.0, 0.1, [1.0]), "above 1"),
         (lambda: accounting.calibrate(accounting.gaussian, 1.0, 1e-5, "gdp"), "not proven"),
-        (lambda: steps_within("gdp"), "not proven"),
         (lambda: accounting.calibrate(accounting.gaussian, 0.0, 1e-5), "above 0"),
-        (lambda: accounting.calibrate(accounting.gaussian, 1.0, 2.0), r"calibrate\(delta.*swapped"),
-        (lambda: accounting.epsilon_for_users(ONE, 2.0, 3), r"epsilon_for_users\(delta.*swapped"),
-        (lambda: accounting.epsilon_for_users(ONE, 1e-5, 3, "users"), "neighbours"),
         (lambda: accounting.calibrate(beside_one, 1.0, 1e-5), "not reachable"),
-        (
-            lambda: accounting.calibrate(lambda z: accounting.gaussian(z, 0), 1.0, 1e-5),
-            "does not change it",
-        ),
-        (lambda: steps_within(maximum=-3), "maximum"),
-        (lambda: free_steps(math.inf), "any number fits"),
-        (lambda: steps_within(maximum=1.5), "maximum"),
-        (lambda: steps_within(maximum=math.nan), "whole number, zero or more, or infinity"),
-        (lambda: accounting.gaussian(1.0, math.nan), "whole number"),
-        (lambda: accounting.gaussian(1.0, math.inf), "whole number"),
-        (lambda: accounting.with_projections(ONE, 0), "1 or more"),
-        (lambda: accounting.with_projections(ONE, math.nan), "1 or more"),
-        (lambda: accounting.with_projections(ONE, math.inf), "1 or more"),
+        (lambda: accounting.calibrate(lambda z: ONE, 9.0, 1e-5), "nothing to calibrate"),
+        (lambda: accounting.largest_steps(free, 1.0, 1e-5, maximum=math.inf), "any number fits"),
         (lambda: epsilon_of(repeated(-1)), "count=-1"),
-        (lambda: epsilon_of(repeated(1.5)), "whole number"),
-        (lambda: epsilon_of(repeated(math.nan)), "whole number"),
-        (lambda: epsilon_of(sampled(-0.1)), "probability in"),
         (lambda: epsilon_of(sampled(256.0)), "batch size"),
-        (lambda: epsilon_of(sampled(math.nan)), "probability in"),
-        (lambda: epsilon_of(dp_accounting.PoissonSampledDpEvent(0.0, repeated(-1))), "count=-1"),
-        (lambda: epsilon_of(best_of(ONE, 3.0), "pld"), "of several runs"),
-        (lambda: epsilon_of(without_replacement(100, 10, 1.0, 1), "pld"), "without replacement"),
+        (lambda: epsilon_of(best_of(ONE, 3.0), "pld"), "Try 'rdp'"),
+        (lambda: epsilon_of(without_replacement(100, 10, 1.0, 1), "pld"), "Try 'rdp'"),
     ],
 )
 def test_errors_teach(call, words):

@@ -376,12 +376,6 @@ class TestDescription:
         assert all(good for good, _ in verify.findings(card))
 
 
-def test_a_step_beyond_the_run_releases_nothing():
-    link = noise.correlated(STRATEGIES["two bands"], 1.0, RULE, key=jax.random.key(1))
-    assert np.all(np.isfinite(run(link, 6)))
-    assert np.all(np.isnan(run(link, 7)[6]))
-
-
 @kills("testing.py", "float(one.strategy.column_norms()[step])", "1.0", slow=True)
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.sample(1)

@@ -12,9 +12,9 @@ leaves). ``neighbours="replace-one"`` doubles the sensitivity, and this room alo
 | file | what it holds |
 |---|---|
 | `events`, `event_parts` | building events; flattening them for the accountants |
-| `rdp_divergence`, `rdp_accountant`, `gdp` | the accountants by a formula |
+| `rdp_divergence`, `rdp_accountant` | the accountants by Rényi divergences |
 | `pld`, `loss_distributions` | the accountant by privacy loss distributions |
-| `profiles` | what an accountant makes: epsilon at a delta, delta at an epsilon |
+| `profiles` | epsilon at a delta, delta at an epsilon; the central limit (Gaussian DP) |
 | `methods`, `search` | the table of methods; calibration |
 | `selection`, `user_level` | the best of several runs; users with several examples |
 | `filters`, `random_projections` | noise that depends on releases; `clipping.jl` |
@@ -31,9 +31,9 @@ from dpjax.accounting.events import (
     subsampled_gaussian,
 )
 from dpjax.accounting.filters import Filter, best_order
-from dpjax.accounting.gdp import Estimate
 from dpjax.accounting.loss_distributions import levels
 from dpjax.accounting.methods import METHODS, Method, delta, epsilon, levels_of, tightest
+from dpjax.accounting.profiles import Estimate
 from dpjax.accounting.random_projections import ProjectedGaussianDpEvent, with_projections
 from dpjax.accounting.rdp_divergence import ORDERS, renyi_divergence
 from dpjax.accounting.search import calibrate, largest_steps

@@ -76,22 +76,18 @@ def correlated_samples(event: DpEvent) -> DpEvent:
 
 
 def _check_multiplier(call: str, value: float) -> float:
-    hint = (
-        "It is the standard deviation of the noise on the sum divided by how far one example can "
-        "move that sum."
-    )
-    return checks.not_negative(call, "noise_multiplier", value, hint)
+    return checks.not_negative(call, "noise_multiplier", value)
 
 
 def check_rate(call: str, value: float) -> float:
     """The sampling rate as a float; raises unless it is a probability, 0 and 1 included."""
-    value = checks.number(call, "sampling_rate", value, "It is a probability in [0, 1].")
-    if not 0 <= value <= 1:
+    rate = checks.number(call, "sampling_rate", value)
+    if not 0 <= rate <= 1:
         raise ValueError(
-            f"{call}: sampling_rate must be a probability in [0, 1]; got {value}. A number above 1 "
-            "is usually the batch size itself: divide it by the number of examples."
+            f"{call}(sampling_rate={rate}): expected a probability. Divide the batch size by the "
+            "number of examples."
         )
-    return value
+    return rate
 
 
 def gaussian(noise_multiplier: float, steps: int = 1) -> DpEvent:
@@ -137,8 +133,7 @@ def subsampled_gaussian(noise_multiplier: float, sampling_rate: float, steps: in
     call = "accounting.subsampled_gaussian"
     noise_multiplier = _check_multiplier(call, noise_multiplier)
     rate = check_rate(call, sampling_rate)
-    hint = "Epochs become a whole number of steps by round(epochs * examples / batch_size)."
-    steps = checks.whole(call, "steps", steps, hint, least=0)
+    steps = checks.whole(call, "steps", steps, least=0)
     if steps == 0 or rate == 0:
         return dp_accounting.NoOpDpEvent()
     event: DpEvent = dp_accounting.GaussianDpEvent(noise_multiplier)
@@ -168,14 +163,11 @@ def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEv
     rates, zs = np.broadcast_arrays(
         np.asarray(sampling_rate, np.float64), np.asarray(multipliers, np.float64)
     )
-    steps = np.stack([rates.ravel(), zs.ravel()], axis=-1)
     # Steps in a row first: sorting ten million equal steps would take a quarter of a minute.
-    begins = np.append(True, np.any(steps[1:] != steps[:-1], axis=1))[: len(steps)]
-    starts = np.flatnonzero(begins)
-    lengths = np.diff(starts, append=len(steps))
+    rows, lengths = runs_of(np.stack([rates.ravel(), zs.ravel()], axis=-1))
     # Composition does not depend on the order of steps, so equal steps are counted: an accountant's
     # time grows with distinct steps.
-    pairs, which = np.unique(steps[starts], axis=0, return_inverse=True)
+    pairs, which = np.unique(rows, axis=0, return_inverse=True)
     counts = np.bincount(which.ravel(), lengths)
     return compose(
         *(subsampled_gaussian(z, q, int(n)) for (q, z), n in zip(pairs, counts, strict=True))
@@ -183,15 +175,17 @@ def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEv
 
 
 def runs_of(multipliers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Run-length encoded, in order: the multipliers, and how many steps in a row had each.
+    """Run-length encoded, in order: the numbers or rows, and how often in a row each stands.
 
     Example:
       >>> runs_of(np.array([2.0, 2.0, 1.0, 2.0]))
       (array([2., 1., 2.]), array([2, 1, 1]))
     """
     # Compared, not subtracted: infinity minus infinity is NaN.
-    begins = np.append(True, multipliers[1:] != multipliers[:-1])[: len(multipliers)]
-    starts = np.flatnonzero(begins)
+    changes = np.any(
+        (multipliers[1:] != multipliers[:-1]).T, axis=tuple(range(multipliers.ndim - 1))
+    )
+    starts = np.flatnonzero(np.append(True, changes)[: len(multipliers)])
     return multipliers[starts], np.diff(starts, append=len(multipliers))
 
 

@@ -59,7 +59,7 @@ class Filter:
     |---|---|
     | "rdp" | any multipliers and rates; as many equal steps as the ledger lets, at the best order |
     | "gdp" | rate 1 only; ``sum 1/z^2 <= mu^2``, which is all that (epsilon, delta) can hold |
-    | "pld" | refused: its numerical composition is proved for multipliers fixed in advance alone |
+    | "pld" | none: its numerical composition is proved for multipliers fixed in advance alone |
 
     Example:
       >>> budget = Filter(epsilon=3.0, delta=1e-5, order=7.3)
@@ -84,20 +84,19 @@ class Filter:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        """Refuses what no theorem covers, and orders at which nothing fits."""
-        _check_method(self.method, self.order)
-        checks.positive("accounting.Filter", "epsilon", self.epsilon)
-        checked_delta("accounting.Filter", self.delta)
-        hint = (
-            "They are the sum over the admitted steps and how many they are; a negative sum would "
-            "admit more than the budget. admit sets both: build a Filter without them."
-        )
-        checks.not_negative("accounting.Filter", "spent", self.spent, hint)
-        checks.whole("accounting.Filter", "steps", self.steps, hint, least=0)
+        call = "accounting.Filter"
+        checks.one_of(call, "method", self.method, ("rdp", "gdp"))
+        checks.positive(call, "epsilon", self.epsilon)
+        checked_delta(call, self.delta)
+        if (self.method == "rdp") != (self.order is not None and 1 < self.order < math.inf):
+            raise ValueError(
+                f"{call}(method={self.method!r}, order={self.order}): expected one order above 1 "
+                "for 'rdp', from accounting.best_order, and none for 'gdp'."
+            )
         if not self.limit > 0:
             raise ValueError(
-                f"accounting.Filter(order={self.order}): at this order nothing fits into epsilon="
-                f"{self.epsilon:g} at delta={self.delta:g}. Take a larger one; best_order finds it."
+                f"{call}(order={self.order}): nothing fits into epsilon={self.epsilon:g} at this "
+                "order. Take a larger one."
             )
 
     @property
@@ -114,8 +113,8 @@ class Filter:
             return _divergence(float(noise_multiplier), float(sampling_rate), float(self.order))
         if sampling_rate != 1:
             raise ValueError(
-                f"accounting.Filter(method='gdp'): sampling_rate={sampling_rate}; it holds for "
-                "Gaussians on all the data (rate 1). For sampled steps: method='rdp', and an order."
+                f"accounting.Filter(method='gdp'): sampling_rate={sampling_rate}; expected 1. "
+                "For sampled steps use method='rdp'."
             )
         # Through `split`, so that a multiplier of 0 costs infinity here as everywhere.
         parts = split(gaussian(noise_multiplier))
@@ -143,16 +142,13 @@ class Filter:
         Raises:
           Refused: They would pass the limit.
         """
-        hint = "It is how many steps are about to run; room() says how many would fit."
-        steps = checks.whole("accounting.Filter.admit", "steps", steps, hint)
+        steps = checks.whole("accounting.Filter.admit", "steps", steps)
         after = self._after(self.cost(noise_multiplier, sampling_rate), steps)
         if not after <= self.limit:
             raise Refused(
-                f"accounting.Filter: {steps} more with multiplier {noise_multiplier:.4g} and rate "
-                f"{sampling_rate:.4g} would bring what is spent to {after:.6g}; {self.limit:.6g} "
-                f"is the limit for epsilon={self.epsilon:g} at delta={self.delta:g}. "
+                f"accounting.Filter: {steps} more would spend {after:.6g} of {self.limit:.6g}. "
                 f"{self.room(noise_multiplier, sampling_rate)} such steps fit after the "
-                f"{self.steps} that ran. Take more noise, or stop: what was released stays covered."
+                f"{self.steps} that ran."
             )
         # A new value: a caller that drops it after a refused step has lost nothing, and a filter
         # can be a field of a state.
@@ -189,8 +185,8 @@ def best_order(event: DpEvent, epsilon: float, delta: float) -> float:
     usable = (left > 0) & (divergences > 0) & np.isfinite(divergences)
     if not np.any(usable):
         raise ValueError(
-            f"accounting.best_order(event={event}, epsilon={epsilon}, delta={delta}): the event "
-            "fits at no order, or it costs nothing. Allow a larger epsilon, or expect more noise."
+            f"accounting.best_order(epsilon={epsilon}): the event fits at no order, or it costs "
+            "nothing. Allow a larger epsilon."
         )
     return float(ORDERS[usable][np.argmax(left[usable] / divergences[usable])])
 
@@ -198,26 +194,3 @@ def best_order(event: DpEvent, epsilon: float, delta: float) -> float:
 @functools.lru_cache(maxsize=4096)
 def _divergence(multiplier: float, rate: float, order: float) -> float:
     return float(renyi_divergence(multiplier, rate, [order])[0])
-
-
-def _check_method(method: str, order: float | None) -> None:
-    if method == "pld":
-        raise ValueError(
-            "accounting.Filter(method='pld'): privacy loss distributions compose numerically only "
-            "when multipliers are fixed in advance; where they depend on releases the composed "
-            "distribution bounds nothing. Use method='rdp' with an order, which costs some steps; "
-            "or fix the schedule, and account with dpjax.ledger.Budget(method='pld')."
-        )
-    hint = "No other method bounds a sum of steps that depend on releases."
-    checks.one_of("accounting.Filter", "method", method, ("rdp", "gdp"), hint)
-    if method == "gdp" and order is not None:
-        raise ValueError(
-            f"accounting.Filter(method='gdp', order={order}): Gaussians without sampling need no "
-            "order: leave it out, or use method='rdp'."
-        )
-    if method == "rdp" and not (order is not None and 1 < order < math.inf):
-        raise ValueError(
-            f"accounting.Filter(order={order}): expected one order above 1, fixed before the first "
-            "step, because no theorem covers the best of several orders. accounting.best_order("
-            "event, epsilon, delta) finds a good one for the steps that you expect."
-        )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dp_accounting import DpEvent
 
 from dpjax import checks
-from dpjax.accounting import allocation, gdp, pld, random_projections, rdp_accountant
+from dpjax.accounting import allocation, pld, profiles, random_projections, rdp_accountant
 from dpjax.accounting.event_parts import Parts, relation, split
 from dpjax.accounting.loss_distributions import level_count, rounded
 from dpjax.accounting.profiles import Profile
@@ -63,7 +63,7 @@ METHODS: dict[str, Method] = {
             name="gdp",
             proven=False,
             words="an estimate, not a bound: central limit of Gaussian DP",
-            profile=gdp.central_limit,
+            profile=profiles.central_limit,
         ),
     )
 }
@@ -204,4 +204,4 @@ def _sorted(event: DpEvent, neighbours: str, method: str, plan: DpEvent | None =
 
 def _as(row: Method, value: float) -> float:
     # The type says what the number is: an estimate prints as one wherever it goes.
-    return float(value) if row.proven else gdp.Estimate(value)
+    return float(value) if row.proven else profiles.Estimate(value)

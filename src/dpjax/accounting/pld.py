@@ -6,20 +6,18 @@ unsampled Gaussians as one, chooses the grid of losses, and returns the minimum 
 upper bounds.
 """
 
-import functools
 import math
 from collections.abc import Iterator
 
 import dp_accounting
 import numpy as np
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RandomizedResponseDpEvent
-from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
-from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from dp_accounting.pld import PLDAccountant
 from scipy.special import logsumexp
 
 from dpjax.accounting import allocation, profiles, random_projections, rdp_accountant
 from dpjax.accounting.event_parts import Parts, relation
-from dpjax.accounting.loss_distributions import MIXED, one_step, proven
+from dpjax.accounting.loss_distributions import MIXED, composed, proven
 from dpjax.accounting.profiles import Profile
 
 GRID = 1e-4  # distance between the losses that the distribution is rounded to
@@ -47,7 +45,7 @@ def profile(parts: Parts, neighbours: str) -> Profile:
       | losses that span more than 4 million grids | a coarser grid, still pessimistic |
       | mixtures of Gaussians, Laplace noise, other events | a grid of 1e-3, or coarser |
       | random allocation | RDP's answer, or that of a known bin |
-      | RDP epsilon beyond about 5000 | RDP's answer, or that without sampling |
+      | epsilon beyond about 5000 | RDP's answer, or that without sampling |
       | delta at most `loss_distributions.error`, such as 1e-10 for 100,000 steps | likewise |
 
     Example:
@@ -84,8 +82,11 @@ def _bounds(parts: Parts, neighbours: str) -> Iterator[Profile]:
     if (known := allocation.known_bins(parts)) != parts:
         yield from _bounds(known, neighbours)
     elif _size(parts, neighbours) <= _FAR:
-        loss = _accountant(parts, neighbours) if parts.foreign else _loss(parts, neighbours)
-        yield proven(loss, parts)
+        grid = _grid(parts, neighbours)
+        if parts.foreign:
+            yield proven(_accountant(parts, grid, neighbours), parts)
+        else:
+            yield proven(composed(parts, grid, neighbours), parts)
 
 
 def _unsampled(parts: Parts, neighbours: str) -> Profile:
@@ -101,26 +102,9 @@ def _by_rdp(parts: Parts, neighbours: str) -> list[Profile]:
         return []
 
 
-def _loss(parts: Parts, neighbours: str) -> PrivacyLossDistribution:
-    """The loss of all parts together, none of them foreign."""
-    grid = _grid(parts, neighbours)
-    composed = privacy_loss_distribution.identity(value_discretization_interval=grid)
-    # All unsampled Gaussians are one Gaussian, whose privacy loss has a closed form.
-    if parts.precision:
-        composed = composed.compose(_one_step(1.0, parts.unsampled_multiplier, grid, neighbours))
-    for (q, z), count in parts.sampled.items():
-        composed = composed.compose(_one_step(q, z, grid, neighbours).self_compose(count))
-    return composed
-
-
-# Finding the loss of one step takes nearly all the time of an answer. Other questions about a run
-# (another delta, more steps, the epsilon of a row) are about the same steps.
-_one_step = functools.lru_cache(maxsize=300)(one_step)
-
-
-def _accountant(parts: Parts, neighbours: str) -> PLDAccountant:
-    """The same by dp_accounting's accountant, which knows more events."""
-    accountant = PLDAccountant(relation(neighbours), _grid(parts, neighbours))
+def _accountant(parts: Parts, grid: float, neighbours: str) -> PLDAccountant:
+    """`composed` by dp_accounting's accountant, which knows more events."""
+    accountant = PLDAccountant(relation(neighbours), grid)
     if parts.precision:
         accountant.compose(dp_accounting.GaussianDpEvent(parts.unsampled_multiplier))
     for (q, z), count in parts.sampled.items():
@@ -186,17 +170,10 @@ def _spread(event: MixtureOfGaussiansDpEvent, count: int) -> float:
 
 def _size(parts: Parts, neighbours: str) -> float:
     """The approximate size of the composed loss; a factor of two is accurate enough."""
-    scale = 2 if neighbours == "replace-one" else 1
-    # Half the multiplier is twice the signal of replace-one, for which RDP itself has no proof with
-    # sampling. Only the size of the loss is needed here.
-    plain = parts._replace(
-        sampled={(q, z / scale): count for (q, z), count in parts.sampled.items()},
-        precision=parts.precision * scale**2,
-        foreign=(),
-    )
-    # `_spread` knows mixtures.
-    foreign = [e for e in parts.foreign if not isinstance(e[0], MixtureOfGaussiansDpEvent)]
-    for bound in _by_rdp(plain._replace(foreign=tuple(foreign)), "add-or-remove"):
-        if (size := bound.epsilon(1e-9)) < math.inf:
-            return size
-    return rdp_accountant.improved(plain, "add-or-remove").epsilon(1e-9)
+    swap = 2 if neighbours == "replace-one" else 1
+    squares = [
+        count * min(q**2 * math.expm1(min((swap / z) ** 2, 700)), (swap / z) ** 2)
+        for (q, z), count in parts.sampled.items()
+    ]
+    total = math.fsum([parts.precision * swap**2, *squares])
+    return total / 2 + 6 * math.sqrt(total)

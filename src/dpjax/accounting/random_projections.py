@@ -30,7 +30,7 @@ from dpjax import checks
 from dpjax.accounting import profiles
 from dpjax.accounting.event_parts import Parts
 from dpjax.accounting.events import BARE, rewritten
-from dpjax.accounting.loss_distributions import MIXED, one_step, proven, rounded
+from dpjax.accounting.loss_distributions import MIXED, composed, one_step, proven, rounded
 from dpjax.accounting.profiles import Profile
 
 _GRID = MIXED
@@ -38,7 +38,7 @@ _BULK, _TAIL = 80, 140  # how many values `s` is rounded up to, where it is like
 _RARE = 0.05
 _LEAST = 0.13  # below this multiplier, and beyond the chance below, all is taken for lost
 _CHANCE = 1e-12
-_LEVELS = 8  # distinct steps of a schedule; beyond them they are rounded
+_LEVELS = 24  # distinct steps of a schedule, each a second; beyond them they are rounded
 
 # `{(rate, multiplier, projections): count}`
 Steps: TypeAlias = dict[tuple[float, float, int], int]
@@ -144,12 +144,7 @@ def _whole(parts: Parts, steps: Steps, neighbours: str) -> library.PrivacyLossDi
             f"accounting: norms from random projections compose with Gaussians only; the event "
             f"holds {parts.named}."
         )
-    total = library.identity(_GRID)
-    if parts.precision:
-        z = parts.unsampled_multiplier
-        total = total.compose(one_step(1.0, z, _GRID, neighbours))
-    for (q, z), count in parts.sampled.items():
-        total = total.compose(one_step(q, z, _GRID, neighbours).self_compose(count))
+    total = composed(parts, _GRID, neighbours)
     for (q, z, r), count in _rounded(steps).items():
         total = total.compose(_mixture(q, z, r, neighbours).self_compose(count))
     return total

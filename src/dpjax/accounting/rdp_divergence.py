@@ -36,7 +36,7 @@ ORDERS: np.ndarray = np.concatenate(
 CLASSIC: np.ndarray = np.isin(ORDERS, np.concatenate([_TENTHS, np.arange(12, 64)]))
 
 _TAIL = 9.0  # standard deviations integrated on either side; e^(-81/2) is left out
-_FINEST = 0.02  # below this multiplier the integral's grid explodes, and an upper bound replaces it
+_FINEST = 0.02  # below this multiplier the integral's grid explodes
 # Multipliers that are integrated together: more would push the temporaries out of the caches.
 _CHUNK = 64
 _BLOCK = 32_768
@@ -60,7 +60,7 @@ def renyi_divergence(
       | ``sampling_rate == 0`` or ``noise_multiplier == inf`` | 0 |
       | ``noise_multiplier == 0``, or order infinity | infinity |
       | ``sampling_rate == 1`` | ``alpha / (2 z^2)`` |
-      | multiplier below 0.02, fractional order | an upper bound: ``log A`` is convex in alpha |
+      | multiplier below 0.02, fractional order | an upper bound: that of the next whole order |
 
     Example:
       >>> renyi_divergence(2.5, 0.01, [5, 50]) * 50
@@ -118,11 +118,11 @@ def _divergences(z: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray
         out[sampled, column] = log_a / (orders[column] - 1)
     if not np.all(whole):
         for size, rows in _by_grid_size(z, sampled, orders[~whole].max()).items():
-            moment = (
-                functools.partial(_log_moment_integral, size=size) if size else _log_moment_bound
-            )
-            log_a = moment(z[rows], q[rows], orders[~whole])
-            out[np.ix_(rows, ~whole)] = log_a / (orders[~whole] - 1)
+            if size:
+                log_a = _log_moment_integral(z[rows], q[rows], orders[~whole], size)
+                out[np.ix_(rows, ~whole)] = log_a / (orders[~whole] - 1)
+            else:  # a divergence rises with its order
+                out[np.ix_(rows, ~whole)] = _divergences(z[rows], q[rows], np.ceil(orders[~whole]))
     return out
 
 
@@ -192,16 +192,3 @@ def _log_gap(log_f: np.ndarray, excess: np.ndarray, order: np.ndarray) -> np.nda
     taylor += np.log1p(np.clip((order - 2) / 3 * excess, -0.5, 0.5))
     gap = np.where(slope > -1, above, below)
     return np.where(np.abs(slope) < 1e-4, taylor, gap)
-
-
-def _log_moment_bound(z: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray:
-    """An upper bound on ``log A``, convex in alpha: the chord between whole orders."""
-    low = np.floor(orders).astype(int)
-    with np.errstate(over="ignore"):
-        whole = {int(k): _log_moment_whole(z, q, int(k)) for k in np.union1d(low, low + 1)}
-    # log A is convex in the order, so the chord between whole orders lies above it.
-    left = np.stack([whole[int(k)] for k in low], axis=-1)
-    right = np.stack([whole[int(k) + 1] for k in low], axis=-1)
-    with np.errstate(invalid="ignore"):
-        # inf - inf is NaN, which a conversion would read as no cost.
-        return np.where(np.isinf(left), np.inf, left + (orders - low) * (right - left))

@@ -9,13 +9,13 @@ by the same call that a report makes. PLD starts from the answer of the central 
 Only proven methods are inverted: noise chosen by an estimate would promise too much.
 """
 
+import bisect
 import contextlib
 import functools
 import math
 from collections.abc import Callable
 
 from dp_accounting import DpEvent
-from scipy.optimize import root_scalar
 
 from dpjax import checks
 from dpjax.accounting.methods import checked_delta, checked_method
@@ -63,16 +63,15 @@ def calibrate(
     def spent(value: float) -> float:
         return epsilon_of(make_event(value), delta, method, neighbours)
 
-    tight = _TIGHTNESS[method]
     # A PLD of a schedule takes ten seconds. The central limit takes none, and is nearly right.
     if method == "pld":
         with contextlib.suppress(ValueError):  # it may know no such event
             guess = _least(
-                lambda value: epsilon_of(make_event(value), delta, "gdp", neighbours), epsilon, 1e-3
+                lambda value: epsilon_of(make_event(value), delta, "gdp", neighbours), epsilon, 1e-2
             )
-            if value := _from_near(spent, epsilon, guess, tight):
+            if value := _from_near(spent, epsilon, guess):
                 return value
-    return _least(spent, epsilon, tight)
+    return _least(spent, epsilon, _TIGHTNESS[method])
 
 
 def largest_steps(
@@ -110,14 +109,9 @@ def largest_steps(
 
     @functools.cache
     def spent(steps: int) -> float:
-        return epsilon_of(make_event(steps), delta, method, neighbours) if steps else 0.0
+        return epsilon_of(make_event(steps), delta, method, neighbours)
 
-    low, high = 0, 1
-    if method == "pld":
-        with contextlib.suppress(ValueError):
-            # RDP's answer is proven too, so at least as many steps fit by PLD.
-            low = largest_steps(make_event, epsilon, delta, "rdp", neighbours, maximum)
-        high = int(min(maximum, low + max(1, low // 4)))
+    high = 1
     while spent(high) <= epsilon:
         if high == maximum:
             return high
@@ -126,33 +120,25 @@ def largest_steps(
                 f"accounting.largest_steps(epsilon={epsilon}, maximum={maximum}): any number fits. "
                 "Give the steps that are planned as maximum."
             )
-        low, high = high, int(min(maximum, 2 * high))
-    steps = int(_crossing(lambda x: spent(int(x)), epsilon, low, high, 0.5))
-    while spent(steps) > epsilon:
-        steps -= 1
-    # Epsilon is not smooth in whole steps: the search ends within one step of the answer.
-    while steps < maximum and spent(steps + 1) <= epsilon:
-        steps += 1
-    return steps
+        high = int(min(maximum, 2 * high))
+    steps = range(high // 2, high)
+    return steps[bisect.bisect_left(steps, True, key=lambda n: spent(n + 1) > epsilon)]
 
 
 def _least(spent: Callable[[float], float], target: float, tight: float) -> float:
-    """The smallest parameter that keeps the target, from a bracket around it."""
+    """The smallest parameter that keeps the target, by bisection of its logarithm."""
     low, high = _bracket(spent, target)
-    root = _crossing(lambda x: spent(math.exp(x)), target, math.log(low), math.log(high), tight / 4)
-    value = math.exp(root)
-    # The root may lie on either side; the answer must be on the private one.
-    while spent(value) > target:
-        value *= 1 + tight / 2
-    return min(value, high)
+    while high > low * (1 + tight):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if spent(middle) <= target else (middle, high)
+    return high
 
 
-def _from_near(
-    spent: Callable[[float], float], target: float, value: float, tight: float
-) -> float | None:
-    """A parameter whose epsilon is just below the target, by the secant method, or None."""
+def _from_near(spent: Callable[[float], float], target: float, value: float) -> float | None:
+    """A parameter whose PLD is just below the target, by the secant method, or None."""
     # Epsilon is nearly a power of the parameter, so its logarithm is nearly linear in that of the
     # parameter. Epsilons of sampled steps fall with about the power 3/2.
+    tight = _TIGHTNESS["pld"]
     slope, before, aim = -1.5, None, math.log(target) - tight / 2
     for _ in range(8):
         if not 0 < (found := spent(value)) < math.inf:
@@ -190,20 +176,6 @@ def _bracket(spent: Callable[[float], float], target: float) -> tuple[float, flo
                 f"{spent(high):.4g} even at parameter {high:.3g}."
             )
     return low, high
-
-
-def _crossing(
-    spent: Callable[[float], float], target: float, low: float, high: float, tolerance: float
-) -> float:
-    """Where epsilon passes the target, by Brent's method on its nearly linear logarithm."""
-
-    def excess(x: float) -> float:
-        # Brent's method needs finite values, and a zero exactly at the target would end it on the
-        # wrong side.
-        return min(50.0, max(-50.0, math.log(max(spent(x), 1e-300) / target))) or -1e-300
-
-    found = root_scalar(excess, bracket=(low, high), method="brentq", xtol=tolerance, rtol=1e-15)
-    return float(found.root)
 
 
 def _check(call: str, target: float, delta: float, method: str) -> None:

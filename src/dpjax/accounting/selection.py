@@ -118,8 +118,6 @@ def select_best(
     row, runs = _row(call, distribution), _mean(call, runs)
     checked_delta(call, delta)
     events = list(event) if isinstance(event, Iterable) else [event]
-    if not events:
-        raise ValueError(f"{call}(event=[]): expected the event of one run, or several in a list.")
     # Any candidate may be the one that is published, so the search pays for the most expensive one.
     alone = max(epsilon(each, delta, "rdp", neighbours) for each in events)
     if not math.isfinite(alone):
@@ -172,8 +170,8 @@ def _logarithmic_tail(runs: float) -> float:
     """log(1 / gamma) of the logarithmic distribution, whose mean is ``(1/gamma - 1)`` over it."""
     # SciPy's inverse of this distribution does not end for a mean of 2,000 runs.
     bracket = (0.0, 2 * math.log(runs) + 2)
-    found = root_scalar(lambda t: exprel(t) - runs, bracket=bracket, method="brentq", xtol=1e-14)
-    return float(found.root)
+    root = root_scalar(lambda t: exprel(t) - runs, bracket=bracket, method="brentq", xtol=1e-14)
+    return float(root.root)
 
 
 def _geometric(tail: float, coin: float) -> int:
@@ -203,21 +201,12 @@ DISTRIBUTIONS: dict[str, Distribution] = {
 
 
 def _row(call: str, name: str) -> Distribution:
-    if name not in DISTRIBUTIONS:
-        rows = "; ".join(f"{known!r}: {row.words}" for known, row in DISTRIBUTIONS.items())
-        raise ValueError(
-            f"{call}(distribution={name!r}): not known. There are: {rows}. A fixed number of runs "
-            "has no such bound: it costs all of them, accounting.compose(*events)."
-        )
-    return DISTRIBUTIONS[name]
+    hint = "A fixed number of runs costs all of them, accounting.compose(*events)."
+    return DISTRIBUTIONS[checks.one_of(call, "distribution", name, DISTRIBUTIONS, hint)]
 
 
 def _mean(call: str, runs: float) -> float:
-    hint = "It is what the search may take on average, not what it happened to take."
-    mean = checks.number(call, "runs", runs, hint)
-    if not 1 <= mean < math.inf:
-        raise ValueError(
-            f"{call}(runs={runs}): the mean number of runs must be 1 or more, and finite. It need "
-            f"not be whole. {hint}"
-        )
+    mean = checks.positive(call, "runs", runs)
+    if mean < 1:
+        raise ValueError(f"{call}(runs={runs}): expected a mean number of 1 or more.")
     return mean

@@ -23,10 +23,9 @@ The sensitivity depends on how often, and how far apart, one example takes part:
 
 from dpjax.strategies.banded import banded, banded_inverse_square_root, square_root
 from dpjax.strategies.buffered import buffered
-from dpjax.strategies.forms import from_facts
 from dpjax.strategies.participation import Participation, apart, cycles, once
 from dpjax.strategies.sensitivity import sensitivity
-from dpjax.strategies.strategy import Errors, Strategy
+from dpjax.strategies.strategy import Errors, Strategy, from_facts
 from dpjax.strategies.toeplitz import toeplitz, white
 from dpjax.strategies.tree import tree
 

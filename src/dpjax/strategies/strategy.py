@@ -217,3 +217,19 @@ class Strategy:
 def narrowed(values: Any) -> tuple[float, ...]:
     """Numbers rounded to float32."""
     return tuple(np.asarray(values, np.float32).tolist())
+
+
+def from_facts(facts: dict[str, Any]) -> Strategy:
+    """The strategy that these facts describe.
+
+    Args:
+      facts: ``strategy.facts``, or what JSON made of them.
+
+    Example:
+      >>> from dpjax import strategies
+      >>> strategies.from_facts({"kind": "tree", "name": "tree", "steps": 4}).remembers
+      2
+    """
+    families = {family.kind: family for family in Strategy.__subclasses__()}
+    kind = checks.one_of("strategies.from_facts", "kind", facts.get("kind"), families)
+    return families[kind](**{name: value for name, value in facts.items() if name != "kind"})
