@@ -21,36 +21,9 @@ def test_the_audit_sees_a_step_that_is_not_as_stated():
     """Half the noise doubles the separation of two neighbouring batches."""
     like, canary = {"w": jnp.zeros((1, 50_000))}, {"w": jnp.zeros(50_000).at[0].set(9.0)}
 
-    def separation(multiplier):
-        mechanism = dpjax.Mechanism(
-            sampling=sampling.full(10),
-            clipping=clipping.flat(1.0),
-            noise_multiplier=multiplier,
-            steps=1,
-        )
-        return auditing.audit_step(mechanism, like, canary, jax.random.key(0))
-
-    assert separation(2.0) == pytest.approx(0.5, rel=0.02)
-    assert separation(1.0) == pytest.approx(1.0, rel=0.02)
-
-
-@pytest.mark.parametrize("multiplier", [1.0, 1.1])
-def test_the_audit_over_many_noise_seeds(multiplier):
-    """Twenty thousand steps with and without a canary of gradient C e_0."""
-    rule = clipping.flat(1.5)
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.full(8), clipping=rule, noise_multiplier=multiplier, steps=1
-    )
-    with_canary, _, _ = clipping.clip(rule, jnp.array([[1.5, 0.0]]))
-
-    @jax.jit
-    @jax.vmap
-    def first_coordinate(seed):
-        link = mechanism.privatize(jax.random.key(seed))
-        return link.update(with_canary, link.init(jnp.zeros(2)))[0][0]
-
-    released = np.asarray(first_coordinate(jnp.arange(20_000)))
-    assert released.mean() / released.std() == pytest.approx(1 / multiplier, abs=0.04)
+    for multiplier in (2.0, 1.0):
+        separation = audit(like, canary, noise_multiplier=multiplier)
+        assert separation == pytest.approx(1 / multiplier, rel=0.02)
 
 
 def one_run(multiplier, *, steps=20, canaries=1000):
@@ -109,56 +82,32 @@ def test_lower_bounds():
 
 
 def audit(gradients, canary, **options):
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.full(10),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=1.0,
-        steps=1,
-        **options,
-    )
-    return auditing.audit_step(mechanism, gradients, canary, jax.random.key(0))
+    made = mechanism_with(**{"sampling": sampling.full(10), "steps": 1, **options})
+    return auditing.audit_step(made, gradients, canary, jax.random.key(0))
 
 
 BOUND = auditing.epsilon_lower_bound
 GUESS, SCORES = auditing.guess_members, np.array([3.0, -1.0, 0.1, 2.0])
+ADAPTED = clipping.Quantile(count_multiplier=1.5)
 ROWS = np.ones((2, 3), np.float32)
-ADAPTED = clipping.Quantile(count_multiplier=10.0)
-ESTIMATED = mechanism_with(clipping=clipping.jl(1.0, 20))
 BAD = {
     "norms that no step uses": (
-        lambda: auditing.audit_step(ESTIMATED, jnp.ones((3, 9)), jnp.ones(9), jax.random.key(0)),
-        "estimates norms from the loss",
+        lambda: audit(ROWS, ROWS[0], clipping=clipping.jl(1.0, 20)),
+        "exact norms, since it takes gradients alone",
     ),
-    "more right than guessed": (lambda: BOUND(200, 100, canaries=200), "each from 0 to the next"),
-    "less than none right": (lambda: BOUND(-5, 100, canaries=100), "each from 0 to the next"),
-    "more guesses than canaries": (lambda: BOUND(100, 100, canaries=10), "each from 0 to the next"),
-    "half a guess": (lambda: BOUND(99.5, 100, canaries=100), "whole numbers"),
-    "no number": (lambda: BOUND(math.nan, 100, canaries=100), "whole numbers"),
-    "delta below 0": (lambda: BOUND(60, 100, canaries=100, delta=-1), "delta from 0 to 1"),
-    "delta NaN": (lambda: BOUND(60, 100, canaries=100, delta=math.nan), "expected a number"),
-    "per cents": (lambda: BOUND(60, 100, canaries=100, confidence=95), "per cent"),
-    "confidence 0": (lambda: BOUND(60, 100, canaries=100, confidence=0), "number between 0 and 1"),
-    "confidence NaN": (
-        lambda: BOUND(60, 100, canaries=100, confidence=math.nan),
-        "expected a number",
-    ),
-    "scores NaN": (lambda: GUESS([math.nan] * 4, [1, 1, 0, 0], 4), "no NaN"),
-    "a table of scores": (lambda: GUESS(np.ones((2, 2)), [True] * 4, 4), "shape"),
-    "members short": (lambda: GUESS(SCORES, [True, False], 2), "for each of 4 scores"),
-    "members' numbers": (lambda: GUESS(SCORES, [0, 2, 3, 1], 2), "np.isin"),
-    "members NaN": (lambda: GUESS(SCORES, [0, 1, 1, math.nan], 2), "True or False"),
-    "a guess and a half": (lambda: GUESS(SCORES, [1, 0, 1, 0], 2.5), "at least 2 and at most 4"),
-    "guesses NaN": (lambda: GUESS(SCORES, [1, 0, 1, 0], math.nan), "expected a number. At most"),
-    "another canary": (lambda: audit({"w": ROWS}, {"w": np.ones(4)}), r"w has shape \(4,\)"),
-    "a canary's batch axis": (lambda: audit(ROWS, ROWS[:1]), r"expected \(3,\).*axis was left on"),
-    "another tree": (lambda: audit({"w": ROWS}, {"v": ROWS[0]}), "'v'.*'w'.*expected the same"),
     "adapted": (lambda: audit(ROWS, ROWS[0], adaptive=ADAPTED), "auditing.audit_algorithm"),
-    "no batch": (lambda: audit(np.float32(1), np.float32(1)), "leading axis"),
-    "one guess": (lambda: GUESS(SCORES, [1, 0, 1, 0], 1), "at least 2"),
+    "more right than guessed": (lambda: BOUND(200, 100, canaries=200), "each from 0 to the next"),
+    "per cents": (lambda: BOUND(60, 100, canaries=100, confidence=95), "not per cent"),
+    "scores NaN": (lambda: GUESS([math.nan] * 4, [1, 1, 0, 0], 4), "no NaN"),
+    "members' numbers": (lambda: GUESS(SCORES, [0, 2, 3, 1], 2), "np.isin"),
+    "too many guesses": (lambda: GUESS(SCORES, [1, 0, 1, 0], 5), "at least 2 and at most 4"),
+    "few scores": (
+        lambda: auditing.audit_membership([1.0, 2.0, 3.0], np.zeros(9), delta=0.0),
+        "at least four",
+    ),
 }
 
 
-@kills("auditing/canaries.py", "least=0, most=canaries)", "least=0)", slow=True)
 @pytest.mark.parametrize("name", BAD)
 def test_errors_teach(name):
     call, teaches = BAD[name]
@@ -166,22 +115,7 @@ def test_errors_teach(name):
         call()
 
 
-@kills("auditing/canaries.py", "guesses // 2, truths == 1", "guesses // 2, truths", slow=True)
-@pytest.mark.parametrize("kind", [bool, int, float, list, jnp.asarray])
-def test_members_are_members_however_they_are_written(kind):
-    members = np.array([1, 0, 1, 0])
-    written = members.astype(kind) if kind in (bool, int, float) else kind(members)
-    assert GUESS(SCORES, written, 2) == (2, 2)
-    assert GUESS(SCORES, written, 4) == (2, 4)
-
-
-def test_nothing_right_of_nothing_refutes_nothing():
-    assert BOUND(0, 0, canaries=100) == 0.0
-    assert BOUND(100, 100, canaries=100, delta=1.0) == 0.0
-
-
 @kills("auditing/canaries.py", "2 * canaries * delta", "canaries * delta", slow=True)
-@kills("auditing/canaries.py", "2 * canaries * delta", "2 * guesses * delta", slow=True)
 @kills(
     "auditing/canaries.py",
     "np.max(below / steps, initial=0.0)",
@@ -205,25 +139,18 @@ def test_delta_is_paid_for_every_canary():
 def test_leaves_of_a_few_numbers_raise_no_alarm(multiplier):
     """The noise of a bias of one number is measured too, over many draws."""
     rule = clipping.flat(1.0) if multiplier == 1.0 else clipping.per_group([1.0, 3.0], 2)
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.full(10), clipping=rule, noise_multiplier=multiplier, steps=1
-    )
     canary = {"bias": jnp.full((), 7.0), "none": jnp.zeros((0,)), "scale": jnp.full(3, 7.0)}
     batch = jax.tree.map(lambda x: jnp.zeros((2, *x.shape)), canary)
-    separation = auditing.audit_step(mechanism, batch, canary, jax.random.key(0))
+    separation = audit(batch, canary, clipping=rule, noise_multiplier=multiplier)
     effective = dpjax.accounting.effective_multiplier(multiplier)
     assert separation == pytest.approx(1 / effective, rel=0.04)
 
 
 @pytest.mark.slow
 def test_without_noise_the_separation_is_infinite():
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.full(10), clipping=clipping.flat(1.0), noise_multiplier=0.0, steps=1
-    )
     like, canary = {"w": jnp.zeros((1, 5)), "v": jnp.zeros((1, 2))}, {"w": jnp.ones(5)}
     nothing = {"v": jnp.zeros(2)}
-    apart = auditing.audit_step(mechanism, like, {**canary, **nothing}, jax.random.key(0))
-    assert apart == np.inf
+    assert audit(like, {**canary, **nothing}, noise_multiplier=0.0) == np.inf
 
 
 # Audits of algorithms as they run ---------------------------------------------------------
@@ -231,7 +158,6 @@ def test_without_noise_the_separation_is_infinite():
 DATA = {name: np.eye(8, 1000, dtype=np.float32) * 9 for name in "ab"}
 DATA = {name: np.where(np.arange(8)[:, None] == 7, -x[:1], x) for name, x in DATA.items()}
 WIDE = {name: jnp.zeros(1000) for name in DATA}
-ADAPTED = clipping.Quantile(count_multiplier=1.5)
 PROJECTIONS = 30
 TREE = strategies.tree(3)
 
@@ -271,12 +197,8 @@ STEPS = {
     "flat": (descent(), {}),
     "two groups": (descent(clipping.per_group([3.0, 4.0], 2), noise_multiplier=(2.0, 1.5)), {}),
     "poisson": (descent(), {"sampler": sampling.poisson(8, 2)}),
-    "shuffled": (descent(), {"sampler": sampling.shuffled(8, 2)}),
     "replaced": (descent(), {"sampler": sampling.fixed(8, 2), "instead": 7}),
-    "replaced, of all rows": (descent(), {"instead": 7}),
-    "removed, of a fixed number": (descent(), {"sampler": sampling.fixed(8, 2)}),
     "adapted": (descent(adaptive=ADAPTED), {"pairs": 300}),
-    "linear": (descent(adaptive=dataclasses.replace(ADAPTED, geometric=False)), {"pairs": 300}),
     "langevin": (langevin, {}),
     "clients": (clients, {}),
     "tree": (descent(noise=TREE), {}),
@@ -286,16 +208,12 @@ STEPS = {
 @pytest.mark.slow
 @kills("auditing/algorithm_step.py", "None else 2.0)", "None else 1.0)", case="replaced", slow=True)
 @kills(
-    "auditing/algorithm_step.py", "            return leaves\n", "            leaves\n", slow=True
-)
-@kills(
     "auditing/algorithm_step.py",
     "return [*leaves, np.log(bound) if adaptive.geometric else bound]",
     "return leaves",
     case="adapted",
     slow=True,
 )
-@kills("auditing/algorithm_step.py", "(a - b) / math.sqrt(2)", "a - b", case="replaced", slow=True)
 @kills("auditing/algorithm_step.py", "* mechanism.strategy_sensitivity", "", case="tree", slow=True)
 @kills("auditing/algorithm_step.py", "sensitivity * row)", "sensitivity)", case="tree", slow=True)
 @pytest.mark.parametrize("name", STEPS)
@@ -306,7 +224,6 @@ def test_a_step_separates_as_its_mechanism_allows(name):
     share = TREE.matrix()[0, 0] / np.linalg.norm(TREE.matrix().sum(axis=1))
     allowed = {
         "replaced": 2.0,
-        "replaced, of all rows": 2.0,
         "two groups": 1 / 1.2,
         "tree": share,
     }.get(name, 1.0)
@@ -374,14 +291,11 @@ BROKEN = {
     "long gradients": (long_gradients, descent(), {}),
     "less correlated noise": (quiet_noise, descent(noise=TREE), {}),
     "a count without noise": (silent_count, descent(adaptive=ADAPTED), {}),
-    "less noise, langevin": (quiet_noise, langevin, {}),
-    "long updates of clients": (long_gradients, clients, {}),
     "few projections": (few_projections, *JL),
 }
 
 
 @pytest.mark.sample(1)
-@kills("auditing/algorithm_step.py", "shares <= allowed", "shares <= allowed + 1", slow=True)
 @kills("auditing/algorithm_step.py", "max(self.lower) <= self", "max(self.lower) > self", slow=True)
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_step_is_found(name, monkeypatch):
@@ -398,12 +312,6 @@ def test_a_broken_step_is_found(name, monkeypatch):
     "return not np.max(self.lower) <= self",
     "return np.max(self.lower) > self",
 )
-@kills(
-    "auditing/algorithm_step.py",
-    "not np.all(shares <= allowed)",
-    "np.any(shares > allowed)",
-    slow=True,
-)
 @pytest.mark.parametrize("projections", [None, PROJECTIONS])
 def test_what_is_not_a_number_is_not_sound(projections):
     unknown = np.array([np.nan, 0.1])
@@ -413,13 +321,6 @@ def test_what_is_not_a_number_is_not_sound(projections):
 
 
 @pytest.mark.slow
-@kills("auditing/algorithm_step.py", "np.maximum(0.0, m - r)", "max(0.0, m - r)", slow=True)
-@kills(
-    "auditing/algorithm_step.py",
-    "moved_by_leaf == 0, 0.0, moved_by_leaf / deviations",
-    "moved_by_leaf > 0, moved_by_leaf / deviations, 0.0",
-    slow=True,
-)
 def test_a_canary_that_makes_nan_is_found():
     def build(sampler):
         algorithm = descent()(sampler)
@@ -466,16 +367,6 @@ def test_estimated_norms_separate_as_their_accountant_allows():
     assert not found.refutes
 
 
-@pytest.mark.slow  # a loss distribution over random scales takes seconds
-def test_few_projections_cost_more_than_is_claimed():
-    draw, keys = np.random.default_rng(0), 400
-    sound, broken = (
-        auditing.Separation(x, x, 1.0, PROJECTIONS, 0.95)
-        for x in (np.sqrt(r / draw.chisquare(r, keys)) for r in (PROJECTIONS, 3))
-    )
-    assert 3.5 < sound.epsilon(1e-5) < sound.claimed_epsilon(1e-5) < broken.epsilon(1e-5)
-
-
 @kills(
     "auditing/algorithm_step.py",
     "np.arange(keys) / keys - slack",
@@ -495,16 +386,6 @@ def test_chance_alone_refutes_no_estimated_norms():
     assert refuted(PROJECTIONS) <= 0.1
     assert refuted(10) > 0.5
     assert auditing.Separation(np.ones(3), np.ones(3), 1.0, 30, 0.9).epsilon(0.9) == 0.0
-
-
-@kills("auditing/algorithm_step.py", "delta / share)", "delta)", slow=True)
-def test_a_share_of_keys_bounds_epsilon_by_its_share():
-    """A Gaussian that only this share of the projections lets through has delta / share."""
-    keys = 500
-    found = auditing.Separation(np.ones(keys), np.ones(keys), 1.0, 30, 0.95)
-    share = 1 - np.sqrt(np.log(2 / 0.05) / (2 * keys))
-    by = dpjax.accounting.epsilon(dpjax.accounting.gaussian(1.0), 1e-5 / share, "gdp")
-    assert found.epsilon(1e-5) == pytest.approx(by)
 
 
 @kills("auditing/algorithm_step.py", "ppf(risk / len(some))", "ppf(risk)", slow=True)
@@ -539,9 +420,7 @@ def test_a_step_without_noise_separates_infinitely():
 SAMPLERS = {
     "full": sampling.full(12),
     "poisson": sampling.poisson(12, 6),
-    "fixed": sampling.fixed(12, 5),
     "shuffled": sampling.shuffled(12, 5),
-    "scored": sampling.scored(np.arange(12) % 2, [[0.5, 0.9]], steps_per_row=1, batch_size=8),
 }
 
 
@@ -564,39 +443,12 @@ def test_without_some_rows_all_others_are_drawn(name):
     assert lacking.batch_size == SAMPLERS[name].batch_size
 
 
-WRONG = {
-    "canary": ({"canary": 8}, r"canary=8\): expected .* at most 7"),
-    "text": ({"canary": "2"}, r"canary='2'\): expected a number"),
-    "a canary below 0": ({"canary": -1}, "at least 0"),
-    "instead": ({"instead": 9}, r"instead=9\): expected .* at most 7"),
-    "itself": ({"instead": 0}, "expected two rows"),
-    "pairs": ({"pairs": 0}, "at least 1"),
-    "no keys": ({"keys": 0}, r"keys=0\): expected a whole number, at least 1"),
-    "half a key": ({"keys": 2.5}, r"keys=2.5\): expected a whole number"),
-    "per cent": ({"confidence": 95}, r"confidence=95\): expected a number between 0 and 1"),
-    "no confidence": ({"confidence": 0.0}, "between 0 and 1"),
-    "never drawn": ({"sampler": auditing.without(sampling.poisson(8, 2), [0])}, "of 0 of the"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_step_that_cannot_be_audited_is_refused(name):
-    options, teaches = WRONG[name]
-    with pytest.raises(ValueError, match=teaches):
-        separation(descent(), **{"pairs": 1, **options})
-
-
-def test_without_a_mechanism_nothing_is_claimed():
-    def build(sampler):
-        return dataclasses.replace(descent()(sampler), mechanism=None)
-
-    with pytest.raises(
-        TypeError, match=r"sampling\)\.mechanism is a NoneType; expected a Mechanism"
-    ):
-        separation(build, pairs=1)
-    state = types.SimpleNamespace(optimizer=auditing.canaries.Recorded(None, None))
-    with pytest.raises(TypeError, match=r"algorithm\.mechanism is a NoneType"):
-        auditing.score_canaries(build(sampling.full(8)), state, 1, linear, DATA, DATA)
+def test_a_row_that_is_never_drawn_is_answered_in_a_sentence():
+    never = auditing.without(sampling.poisson(8, 2), [0])
+    with pytest.raises(ValueError, match="0 of 65536 keys draw row 0"):
+        separation(descent(), never, pairs=1)
+    with pytest.raises(ValueError, match="at most 7"):
+        separation(descent(), canary=8, pairs=1)
 
 
 # Canaries in a run ------------------------------------------------------------------------
@@ -633,9 +485,8 @@ def with_canaries(multiplier, *, per_step=None, canaries=300):
 
 @pytest.mark.slow
 @kills("auditing/canaries.py", "(m - (share * o", "(m + (share * o", slow=True)
-@pytest.mark.parametrize("per_step", [lambda step: step, None], ids=["step", "none"])
-def test_every_release_scores_the_canaries(per_step):
-    found, claimed, scores = with_canaries(2.0, per_step=per_step)
+def test_every_release_scores_the_canaries():
+    found, claimed, scores = with_canaries(2.0, per_step=lambda step: step)
     assert 0.5 < found <= claimed
     # Less what is expected of all rows, so that scores of members and others differ in sign.
     assert abs(np.mean(scores)) < 0.3 * np.std(scores)
@@ -687,12 +538,7 @@ def test_losses_that_tell_nothing_refute_little():
     assert np.mean(np.array(found) > 0) < 0.15
 
 
-@kills(
-    "auditing/membership.py",
-    "(1 - false[1], 1 - true[0])",
-    "(1 - false[0], 1 - true[1])",
-    slow=True,
-)
+@kills("auditing/membership.py", "(more - delta) / less", "more / less", slow=True)
 def test_losses_of_randomized_response_refute_less_than_its_epsilon():
     """Members score 1 with three quarters, others with one: epsilon is ln 3."""
     draw = np.random.default_rng(1)
@@ -704,13 +550,8 @@ def test_losses_of_randomized_response_refute_less_than_its_epsilon():
     assert found.auc == pytest.approx(0.75, abs=0.02)
     for rate, (low, high) in zip((0.75, 0.25), found.limits, strict=True):
         assert low < rate < high < low + 0.06
+    assert 0 < auditing.audit_membership(*scores, delta=0.05).epsilon < found.epsilon
     assert auditing.audit_membership(*scores, delta=0.9).epsilon == 0.0
-
-
-@kills("auditing/membership.py", "(more - delta) / less", "more / less", slow=True)
-def test_delta_is_taken_off_the_true_positives():
-    found = [auditing.audit_membership(normal(4), normal(0), delta=d) for d in (0.0, 0.05)]
-    assert found[1].epsilon < found[0].epsilon
 
 
 @kills("auditing/membership.py", "right, count - right + 1", "right + 1, count - right", slow=True)
@@ -719,19 +560,3 @@ def test_no_error_at_all_is_bounded_by_the_number_of_rows():
     none = 1 - (0.05 / 4) ** (1 / 100)  # Clopper and Pearson, for none of 100
     assert np.ravel(found.limits) == pytest.approx([1 - none, 1.0, 0.0, none])
     assert found.epsilon == pytest.approx(math.log((1 - none) / none))
-
-
-@pytest.mark.parametrize(
-    ("given", "teaches"),
-    [
-        ({"members": [1.0, 2.0, 3.0]}, "at least four"),
-        ({"others": [1.0, 2.0, 3.0, math.nan]}, "others.*no NaN"),
-        ({"members": np.ones((4, 2))}, "averaged"),
-        ({"delta": 1.0}, "delta below 1"),
-        ({"confidence": 95}, "Such as 0.95"),
-    ],
-)
-def test_scores_that_are_none_are_refused(given, teaches):
-    whole = {"members": np.ones(9), "others": np.zeros(9), "delta": 1e-5, **given}
-    with pytest.raises(ValueError, match=teaches):
-        auditing.audit_membership(whole.pop("members"), whole.pop("others"), **whole)

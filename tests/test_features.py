@@ -520,11 +520,11 @@ def test_queries_with_a_small_seed_are_warned_of_and_can_be_declared(seeded, cap
         normalization.release(KEY if seeded else noise.secret_key(), jnp.ones((20, 2, 2, 3)))
     assert ("Normalization.release: the key is that of a seed below 2^32" in caplog.text) == seeded
     sampler, queries = sampling.poisson(20, 5), normalization.multipliers
-    spent = Spent(sampling=sampler, runs=(), preparation=queries, seeded=seeded)
+    spent = Spent(sampling=sampler, runs=(), preparation=queries, supplied=seeded)
     plain = mechanism_with(20, 5, preparation=queries)
     declared = dataclasses.replace(plain, preparation=(), before=[spent])
     assert declared.epsilon(1e-5) == pytest.approx(plain.epsilon(1e-5))
-    assert ("Small seed: not for release" in dpjax.statement(declared, 1e-5)) == seeded
+    assert ("The key was supplied" in dpjax.statement(declared, 1e-5)) == seeded
 
 
 @kills("mechanism/card.py", "[float(multiplier) for multiplier in spent.preparation]", "[]")

@@ -627,7 +627,7 @@ def test_epsilon_is_monotone(multiplier, batch, steps):
     assert epsilon(delta=1e-4) <= here * slack
 
 
-@kills("sampling/uniform.py", "gaussians(multipliers, rate)", "gaussians(multipliers, rate / 2)")
+@kills("sampling/uniform.py", "rates=[[rate, 1]]", "rates=[[rate / 2, 1]]")
 @kills("mechanism/description.py", "self.steps, multiplier, np", "self.steps // 2, multiplier, np")
 def test_the_mechanism_accounts_for_its_own_sampler_noise_and_steps():
     mechanism = mechanism_with(60_000, 256, noise_multiplier=1.1, steps=14_063)

@@ -261,79 +261,6 @@ def test_a_secret_run_that_is_resumed_with_a_seed_is_for_release(tmp_path):
     assert "not for release" not in (tmp_path / "statement.txt").read_text()
 
 
-@pytest.mark.slow
-@kills("training/run_identity.py", "= trees.seeded(state.key)", "= False", slow=True)
-@kills("mechanism/card.py", '"seeded": each.seeded', '"seeded": False', slow=True)
-@kills("reports/load_run.py", 'run.get("small seed") or None', "None", slow=True)
-@kills("reports/load_run.py", "else before or None", "else None", slow=True)
-@kills(
-    "reports/claims.py",
-    "small or any(spent.seeded for spent in mechanism.before)",
-    "small",
-    slow=True,
-)
-def test_a_run_that_continues_one_with_a_small_seed_is_not_for_release(tmp_path, capsys):
-    """Its own key is secret, and the noise of what it starts from is public."""
-    parts, before = [tmp_path / name for name in "abc"], ()
-    for folder in parts:
-        mechanism = dataclasses.replace(MECHANISM, before=before)
-        run = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, DATA)
-        first = run.init(jax.random.key(0), {"w": jnp.zeros((1,))})
-        state = started(run) if before else first
-        dpjax.fit(run, state, directory=folder, progress=False)
-        before = dpjax.training.earlier(folder)
-    assert [spent.seeded for spent in before] == [True, False, False]
-    for folder in parts:
-        card, _ = left(folder)
-        assert card["seed_published"] is True
-        words = (folder / "statement.txt").read_text()
-        assert "Small seed: not for release. The root key of this run, or of one before" in words
-        assert words.count("its seed is small or published") == (folder != parts[0])
-        assert verify.main([str(folder)]) == 1
-        assert "not for release: the seed of the run" in capsys.readouterr().out
-        (folder / "privacy.json").unlink()
-        assert load_run.read(folder).seed is True, "run.json says so where the card is lost"
-
-
-@kills("ledger.py", ", seeded=np.array(trees.seeded(key)))", ")", slow=True)
-@pytest.mark.parametrize("small", [True, False])
-def test_the_key_of_the_first_step_says_whether_its_seed_is_small(small, tmp_path):
-    """Also where it replaced the one that the state began with."""
-    keys = noise.secret_key(), jax.random.key(0)
-    run = algorithm()
-    state = run.init(keys[not small], {"w": jnp.zeros((1,))})._replace(key=keys[small])
-    dpjax.fit(run, state, directory=tmp_path, progress=False)
-    (card, _), words = left(tmp_path), (tmp_path / "statement.txt").read_text()
-    assert dpjax.training.earlier(tmp_path)[0].seeded is small
-    assert card["seed_published"] is (True if small else None)
-    assert ("Small seed" in words) is small
-
-
-@kills("training/run_folder.py", "seeded = seed_of(run) is not None", "seeded = False", slow=True)
-@kills(
-    "reports/load_run.py", 'in ("--seed", "seed") if', 'in ("--seed",) if', case="seed-3", slow=True
-)
-@kills("verify/cards.py", 'in ("--seed", "seed"))', 'in ("--seed",))', case="seed-3", slow=True)
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("value", [0, 3, 2**40, None])
-@pytest.mark.parametrize("name", ["--seed", "seed"])
-def test_a_seed_that_a_run_names_is_published_to_all_readers(name, value, tmp_path, capsys):
-    """Whatever its size, and where the key does not show it: it may be derived from the seed."""
-    run = algorithm()
-    options = {"directory": tmp_path, "progress": False, "configuration": {name: value}}
-    dpjax.fit(run, started(run), **options)
-    card, named = left(tmp_path)[0], value is not None
-    assert card["seed_published"] == value
-    assert dpjax.training.earlier(tmp_path)[0].seeded is named
-    assert verify.main([str(tmp_path)]) == named
-    assert ("not for release: the seed of the run" in capsys.readouterr().out) is named
-    (tmp_path / "privacy.json").write_text(json.dumps({**card, "seed_published": None}))
-    assert verify.main([str(tmp_path)]) == named
-    assert ("hides the seed" in capsys.readouterr().err) is named
-    (tmp_path / "privacy.json").unlink()
-    assert load_run.read(tmp_path).seed == value
-
-
 @kills("_files.py", "0o666 if public else 0o600", "0o666", slow=True)
 @kills("_files.py", "os.O_WRONLY | os.O_CREAT, 0o600)", "os.O_WRONLY | os.O_CREAT)", slow=True)
 def test_files_with_private_numbers_are_their_owners_alone(tmp_path):
@@ -341,23 +268,6 @@ def test_files_with_private_numbers_are_their_owners_alone(tmp_path):
     dpjax.fit(run, started(run), directory=tmp_path, progress=False)
     open_to_all = {path.name for path in tmp_path.iterdir() if path.stat().st_mode & 0o077}
     assert open_to_all == {"privacy.json", "statement.txt", "params.msgpack"}
-
-
-@kills("training/released.py", 'seed_of(read_json(path / "run.json"))', "None", slow=True)
-def test_every_row_says_that_its_seed_is_published(tmp_path):
-    """Also where the key does not show it, as of a seed above 2^32 with x64."""
-    run, words = algorithm(), []
-
-    def evaluate(state):
-        if state.ledger.steps > 2:
-            assert left(tmp_path)[0]["seed_published"] == 2**33
-            words.append((tmp_path / "statement.txt").read_text())
-        return {}
-
-    options = {"configuration": {"--seed": 2**33}, "evaluate": evaluate, "evaluate_every": 2}
-    dpjax.fit(run, started(run), directory=tmp_path, progress=False, **options)
-    assert words
-    assert all("Seed published (8589934592): not for release" in said for said in words)
 
 
 @kills("training/fit.py", "if run.at_row:", "if False:", slow=True)

@@ -28,12 +28,7 @@ def test_poisson_is_amplified():
     assert found == pytest.approx(2.5839, rel=0.005)
 
 
-@kills(
-    "sampling/epochs.py",
-    "least(multipliers, steps), 1.0",
-    "multipliers, batch_size / examples",
-    case="shuffled-1.0-28.3735",
-)
+@kills("sampling/epochs.py", "cycle=steps, place", "place", case="shuffled-1.0-28.3735")
 @pytest.mark.parametrize(("multiplier", "want"), [(1.0, 28.3735), (1.38, 18.4369)])
 @pytest.mark.parametrize(
     "sampler",
@@ -85,7 +80,7 @@ def test_no_sampler_claims_more_neighbours_than_are_proved(name):
         epsilon(getattr(sampling, name)(100, 10), 1.0, 10, neighbours="add-or-remove")
 
 
-@kills("sampling/epochs.py", "    if public:\n", "    if True:\n")
+@kills("sampling/epochs.py", '"poisson" if public else "none"', '"poisson"')
 def test_an_order_made_from_private_data_is_not_private():
     scores = jax.random.normal(jax.random.key(0), (100,))
     sampler = sampling.curriculum(np.argsort(scores), 10)
@@ -116,12 +111,6 @@ OPENED = np.tri(5)
 
 @pytest.mark.sample(2)
 @kills("sampling/scored.py", "largest, of = table.max", "largest, of = table.mean", slow=True)
-@kills(
-    "sampling/scored.py",
-    "np.arange(len(multipliers))",
-    "0 * np.arange(len(multipliers))",
-    slow=True,
-)
 @pytest.mark.parametrize(
     ("rates", "method", "expected"),
     [
@@ -194,8 +183,6 @@ def test_no_bin_is_drawn_above_the_rate_that_is_accounted(monkeypatch):
     assert np.asarray(draw.indices)[: int(draw.size)].tolist() == [0, 1]
 
 
-@kills("sampling/cycles.py", '"cycle": cycle},', '"cycle": cycle}, independent=True,', slow=True)
-@kills("sampling/cycles.py", "random_bins=True,", "random_bins=True, independent=True,", slow=True)
 @kills(
     "sampling/epochs.py",
     "neighbours=Neighbours.ZERO_OUT,",
@@ -341,10 +328,7 @@ def test_a_rate_for_a_batch_size_is_noticed(caplog):
             lambda: sampling.scored([0], [[0.1]], steps_per_row=2**31, batch_size=1),
             "and at most 2147483647",
         ),
-        (lambda: sampling.by_name("scored", 10, 1), "curriculum with public=, or scored with its"),
-        (lambda: sampling.by_name("scored", 10, 1), r"Spent\(sampling=that sampler, runs="),
-        (lambda: sampling.by_name("scored", 10, 1, rates=[[0.1, 2], [0.2, 3]]), "with its rates"),
-        (lambda: sampling.by_name("poisson", 10, 1, source="mine"), "one of your own"),
+        (lambda: sampling.by_name("scored", 10, 1), "curriculum and scored need more than sizes"),
         (lambda: sampling.curriculum([1, 0], 1, public="no"), "public is a str; expected a bool"),
         (lambda: sampling.curriculum([1, 0], 1, public=1), "public is a int; expected a bool"),
         (lambda: sampling.curriculum([1, 0], 1.5), "whole number"),

@@ -1176,8 +1176,8 @@ def test_two_inits_differ_by_their_keys_and_replay_with_one():
 @pytest.mark.slow
 @kills(
     "training/assembly.py",
-    "trees.copy(state._replace(ledger=ledger.empty(seeded=seeded)))",
-    "state._replace(ledger=ledger.empty(seeded=seeded))",
+    "trees.copy(state._replace(ledger=ledger.empty(supplied=seeded)))",
+    "state._replace(ledger=ledger.empty(supplied=seeded))",
     slow=True,
 )
 @kills("training/assembly.py", "budget, steps=count", "budget, steps=1", slow=True)

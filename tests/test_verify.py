@@ -10,17 +10,20 @@ import subprocess
 import sys
 
 import dp_accounting as dp
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from mutation import kills
 from small_mechanisms import mechanism_with
 
-from dpjax import clipping, reports, sampling, strategies, verify
+from dpjax import clipping, ledger, reports, sampling, strategies, verify
+from dpjax.accounting import loss_distributions
+from dpjax.accounting.event_parts import split
 from dpjax.accounting.rounding import upwards
 from dpjax.mechanism import Spent
 from dpjax.mechanism.correlated import is_amplified
 from dpjax.strategies.dense import packed
-from dpjax.verify import cards, epsilon, facts, matrices
+from dpjax.verify import cards, epsilon, facts, matrices, steps
 from dpjax.verify.facts import BOUNDS
 
 DELTA = 1e-5
@@ -110,7 +113,7 @@ def test_small_claims_of_every_method_hold(multiplier):
     assert verdicts(card_of(sampling=sampler, noise_multiplier=multiplier))[0]
 
 
-@kills("verify/epsilon.py", "order - k) * math.log1p(-rate)", "order) * math.log1p(-rate)")
+@kills("verify/epsilon.py", "(orders - k) * math.log1p(-rate)", "orders * math.log1p(-rate)")
 def test_the_formula_of_sampled_gaussians_is_that_of_the_accounting_library():
     """At whole orders; between them it is above, by little."""
     accountant = dp.rdp.RdpAccountant(epsilon.ORDERS.tolist())
@@ -119,6 +122,47 @@ def test_the_formula_of_sampled_gaussians_is_that_of_the_accounting_library():
     whole = np.isin(epsilon.ORDERS, epsilon.WHOLE)
     np.testing.assert_allclose(ratio[whole], 1, rtol=1e-6)
     assert np.all(ratio >= 1 - 1e-6)
+
+
+def levelled(sampler, multipliers, steps, methods=("rdp",)):
+    """The card of a schedule, after some of its steps."""
+    plan = mechanism(
+        sampling=sampler, noise_multiplier=lambda t: multipliers[t], steps=len(multipliers)
+    )
+    book = ledger.admit(ledger.empty(), plan, steps=steps)
+    return plan, json.loads(json.dumps(reports.card(plan, DELTA, ledger=book, methods=methods)))
+
+
+@kills("verify/steps.py", 'step.multiplier, side="right") - 1', "step.multiplier)", slow=True)
+@kills(
+    "verify/steps.py", "np.searchsorted(rates, step.rate)", "np.searchsorted(rates, step.rate) - 1"
+)
+def test_schedules_are_rounded_to_the_levels_of_the_card_and_cost_no_less():
+    """Levels of the plan, whatever of it ran: as in dpjax.accounting, which is another program."""
+    many = jnp.linspace(3.0, 1.0, 600)
+    opened = sampling.scored(
+        np.zeros(1000, int), np.arange(1, 7)[:, None] / 50, steps_per_row=100, batch_size=20
+    )
+    for sampler in (sampling.poisson(1000, 20), opened):
+        plan, card = levelled(sampler, many, 300)
+        assert card["levels"]["levels"] == (256 if sampler is not opened else 128)
+        assert card["levels"]["smallest"] == 1.0
+        assert verdicts(card)[0], verdicts(card)
+        found = steps.steps_of(facts.card_of(card))
+        whole, ran = split(plan.event).sampled, split(plan.event_of(plan.multipliers[:300])).sampled
+        rounded = {(s.rate, s.multiplier): n for s, n in found.items()}
+        assert rounded == pytest.approx(loss_distributions.rounded(ran, plan=whole))
+        assert "names no levels" in verdicts(changed(card, ["levels"], None))[1][0]
+
+
+@pytest.mark.slow  # a distribution for each of 256 levels takes ten seconds
+def test_thousands_of_multipliers_are_verified():
+    _, card = levelled(
+        sampling.poisson(60_000, 256), jnp.linspace(1.5, 0.7, 20_000), 20_000, ("pld",)
+    )
+    assert verdicts(card)[0], verdicts(card)
+    less = changed(card, ["epsilon", "pld", "value"], 0.99 * card["epsilon"]["pld"]["value"])
+    assert not verdicts(less)[0]
 
 
 CHANGES = [

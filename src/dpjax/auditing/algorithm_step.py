@@ -164,25 +164,28 @@ def audit_algorithm(
       Kiefer and Wolfowitz, 1956, with Massart's constant, for estimated norms.
     """
     call = "auditing.audit_algorithm"
-    canary, instead = _checked_rows(call, sampling.examples, canary, instead)
-    keys = checks.whole(call, "keys", keys, "The separation is measured under each of them.")
-    pairs = checks.whole(call, "pairs", pairs, "Each pair is two steps that draw no row.")
+    for row in (canary, 0 if instead is None else instead):
+        checks.whole(call, "canary or instead", row, least=0, most=sampling.examples - 1)
     confidence = checks.fraction(call, "confidence", confidence, "Such as 0.999, not per cent.")
-    base = sampling if instead is None else without(sampling, [instead])
-    other = without(base, [canary]) if instead is None else _renamed(base, canary, instead)
+    if instead is None:
+        base, other = sampling, without(sampling, [canary])
+    else:
+        base = without(sampling, [instead])
+        other = _redrawn(base, partial(_renamed, canary, instead))
     # Compilation takes longest, so the program without the canary measures the noise as well.
-    whole, lacking = (_FirstStep(build(each), params) for each in (base, _silent_beyond(other)))
-    mechanism = whole.mechanism
+    full = _FirstStep(build(base), params)
+    lacking = _FirstStep(build(_redrawn(other, _silent_beyond)), params)
+    mechanism = full.mechanism
     estimated = mechanism.clipping.projections
     risk = 1 - confidence if estimated is None else (1 - confidence) / 2
     deviations, limits = _deviations(lambda n: lacking(_SEEDS + n), pairs, risk)
     moved, sure = [], []
     for seed in _seeds_that_draw(base, canary, keys):
-        with_it, without_it = whole(seed), lacking(seed)
-        each = zip(with_it, without_it, strict=True)
-        moved.append([float(np.linalg.norm(a - b)) for a, b in each])
+        with_it, without_it = full(seed), lacking(seed)
+        pairs_of_leaves = zip(with_it, without_it, strict=True)
+        moved.append([float(np.linalg.norm(a - b)) for a, b in pairs_of_leaves])
         # What the roundings of both steps may have added is no evidence against the mechanism.
-        rounding = whole.rounding(with_it, without_it)
+        rounding = full.rounding(with_it, without_it)
         sure.append([np.maximum(0.0, m - r) for m, r in zip(moved[-1], rounding, strict=True)])
     measured, lower = _in_units(moved, deviations), _in_units(sure, limits)
     # By what was done to the canary, not by the relation of the mechanism: a removal that is
@@ -218,61 +221,41 @@ def without(sampling: Sampler, rows: ArrayLike) -> Sampler:
     """
     gone = jnp.asarray(np.isin(np.arange(sampling.examples), np.asarray(rows)))
 
-    def draw(key: Key, step: Any) -> Draw:
-        indices, size = sampling.draw(key, step)
+    def fewer(drawn: Draw, key: Key) -> Draw:
+        indices, size = drawn
         stays = (jnp.arange(indices.shape[0]) < size) & ~gone[indices]
         order = jnp.argsort(~stays, stable=True)
         return Draw(indices[order], jnp.sum(stays, dtype=jnp.int32))
 
-    return dataclasses.replace(sampling, draw=draw)
+    return _redrawn(sampling, fewer)
 
 
-def _checked_rows(
-    call: str, examples: int, canary: int, instead: int | None
-) -> tuple[int, int | None]:
-    """The canary and the row in its place, as indices of rows."""
-    row = partial(checks.whole, call, hint="It is the index of a row.", least=0, most=examples - 1)
-    canary, instead = row("canary", canary), None if instead is None else row("instead", instead)
-    if canary == instead:
-        raise ValueError(
-            f"{call}(canary={canary}, instead={instead}): expected two rows. To leave the canary "
-            "out, drop instead=."
-        )
-    return canary, instead
+def _redrawn(sampling: Sampler, change: Callable[[Draw, Key], Draw]) -> Sampler:
+    """The sampler, with every draw changed by a function of it and of the key."""
 
-
-def _renamed(sampling: Sampler, row: int, instead: int) -> Sampler:
-    """The sampler of a data set with another row in the place of one."""
-
-    def draw(key: Key, step: Any) -> Draw:
-        indices, size = sampling.draw(key, step)
-        return Draw(jnp.where(indices == row, instead, indices), size)
+    def draw(key: Key, step: Any, *more: Key) -> Draw:
+        return change(sampling.draw(key, step, *more), key)
 
     return dataclasses.replace(sampling, draw=draw)
 
 
-def _silent_beyond(sampling: Sampler) -> Sampler:
-    """The sampler, but keys of seeds that are not searched draw no row: such a step is noise."""
+def _renamed(row: int, instead: int, drawn: Draw, key: Key) -> Draw:
+    """The draw from a data set with another row in the place of one."""
+    del key
+    return drawn._replace(indices=jnp.where(drawn.indices == row, instead, drawn.indices))
 
-    def draw(key: Key, step: Any) -> Draw:
-        indices, size = sampling.draw(key, step)
-        return Draw(indices, jnp.where(jax.random.key_data(key)[-1] < _SEEDS, size, 0))
 
-    return dataclasses.replace(sampling, draw=draw)
+def _silent_beyond(drawn: Draw, key: Key) -> Draw:
+    """No row under keys of seeds that are not searched, so that such a step is noise."""
+    return drawn._replace(size=jnp.where(jax.random.key_data(key)[-1] < _SEEDS, drawn.size, 0))
 
 
 class _FirstStep:
     """The first step of an algorithm under the key of any seed: what it releases, leaf by leaf."""
 
     def __init__(self, algorithm: Algorithm, params: PyTree) -> None:
-        hint = "It says what is claimed; dpjax.dpsgd and dpjax.federated keep it."
-        self.mechanism = checks.instance(
-            "auditing.audit_algorithm",
-            "build(sampling).mechanism",
-            algorithm.mechanism,
-            Mechanism,
-            hint,
-        )
+        call, named = "auditing.audit_algorithm", "build(sampling).mechanism"
+        self.mechanism = checks.instance(call, named, algorithm.mechanism, Mechanism)
         self.step = algorithm.step
         # A secret key here, so that `init` does not warn of the small seeds below: nothing is
         # released.
@@ -352,7 +335,6 @@ def _seeds_that_draw(sampling: Sampler, row: int, count: int) -> Iterator[int]:
             if found >= count:
                 return
     raise ValueError(
-        f"auditing.audit_algorithm(canary={row}, keys={count}): row {row} is in the first batch of "
-        f"{found} of the {_SEEDS} keys that were tried. Usually the sampling rate is very small or "
-        "0; audit the step with dpjax.sampling.full, which draws every row."
+        f"auditing.audit_algorithm(canary={row}, keys={count}): {found} of {_SEEDS} keys draw row "
+        f"{row} first. Audit the step with dpjax.sampling.full, which draws every row."
     )

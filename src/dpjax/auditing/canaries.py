@@ -118,19 +118,10 @@ def score_canaries(
       Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", 2023,
       for its white-box audits.
     """
-    if not isinstance(state.optimizer, Recorded):
-        raise TypeError(
-            f"auditing.score_canaries: the optimizer's state is a {type(state.optimizer).__name__};"
-            " expected the means that auditing.recording keeps. Build the algorithm with "
-            "recording(optimizer), which trains alike."
-        )
-    mechanism = checks.instance(
-        "auditing.score_canaries",
-        "algorithm.mechanism",
-        algorithm.mechanism,
-        Mechanism,
-        "It clips the canaries' gradients; dpjax.dpsgd keeps it.",
-    )
+    call = "auditing.score_canaries"
+    hint = "Build the algorithm with auditing.recording(optimizer), which trains alike."
+    checks.instance(call, "state.optimizer", state.optimizer, Recorded, hint)
+    mechanism = checks.instance(call, "algorithm.mechanism", algorithm.mechanism, Mechanism)
     add = jax.jit(partial(_added, loss, entry_of(per_step), mechanism))
     scores = jnp.zeros(trees.leading_size(canaries, name="auditing.score_canaries(canaries)"))
     for _ in range(steps):
@@ -158,13 +149,13 @@ def _added(
     )
     # Exact norms: the attacker need not estimate what it can compute.
     clipped = clipped_grad(loss, dataclasses.replace(mechanism.clipping, projections=None))
-    own, others = clipped(params, canaries), clipped(params, rest)
+    theirs, others = clipped(params, canaries), clipped(params, rest)
     share = (examples - sizes[0]) / max(1, sizes[1])  # without a rest its sum is 0
     surplus = jax.tree.map(
         lambda m, o, c, p: (m - (share * o + c / 2) / examples).astype(p.dtype),
         mean,
         others.value,
-        own.value,
+        theirs.value,
         params,
     )
 
@@ -173,7 +164,7 @@ def _added(
 
     # One forward-mode pass is the dot product of every canary's gradient with the surplus.
     along = jax.jvp(losses, (params,), (surplus,))[1]
-    return scores + along * jnp.mean(own.factors, axis=1)
+    return scores + along * jnp.mean(theirs.factors, axis=1)
 
 
 def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[int, int]:
@@ -196,17 +187,14 @@ def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[
     if scores.ndim != 1 or np.any(np.isnan(scores)):
         raise ValueError(
             f"auditing.guess_members(scores of shape {scores.shape}): expected one number for each "
-            "canary, and no NaN, which cannot be sorted. Usually training diverged."
+            "canary, and no NaN."
         )
     if truths.shape != scores.shape or not np.all((truths == 0) | (truths == 1)):
         raise ValueError(
-            f"auditing.guess_members(members of shape {truths.shape}, {truths.dtype}): expected "
-            f"True or False for each of {scores.size} scores: whether that canary took part. "
-            "Usually the members' indices were given: use np.isin(np.arange(canaries), indices)."
+            f"auditing.guess_members(members of shape {truths.shape}): expected True or False for "
+            f"each of {scores.size} scores. Of indices: np.isin(np.arange(canaries), indices)."
         )
-    hint = "At most one for each canary, half of them on either side."
-    call = "auditing.guess_members"
-    guesses = checks.whole(call, "guesses", guesses, hint, least=2, most=scores.size)
+    guesses = checks.whole("auditing.guess_members", "guesses", guesses, least=2, most=scores.size)
     # Half of the guesses at either end, where scores say most; the middle abstains.
     # Equal scores in a random order: in that of the rows, sorted members would be guessed right by
     # scores that say nothing.
@@ -246,18 +234,12 @@ def epsilon_lower_bound(
       theorem 5.2.
     """
     call = "auditing.epsilon_lower_bound"
-    hint = (
-        "Right guesses, guesses and canaries are whole numbers, each from 0 to the next. Usually "
-        "rates or percentages were given, or guess_members' two results in the other order."
-    )
-    canaries = checks.whole(call, "canaries", canaries, hint, least=0)
-    guesses = checks.whole(call, "guesses", guesses, hint, least=0, most=canaries)
-    correct = checks.whole(call, "correct", correct, hint, least=0, most=guesses)
-    delta = checks.number(call, "delta", delta, "It is that of the claim.")
-    if not 0 <= delta <= 1:
-        raise ValueError(f"{call}(delta={delta}): expected a delta from 0 to 1, that of the claim.")
-    hint = "0.95 is usual. Usually it was given in per cent."
-    confidence = checks.fraction(call, "confidence", confidence, hint)
+    if not 0 <= correct <= guesses <= canaries:
+        raise ValueError(
+            f"{call}(correct={correct}, guesses={guesses}, canaries={canaries}): expected numbers, "
+            "each from 0 to the next."
+        )
+    confidence = checks.fraction(call, "confidence", confidence, "Such as 0.95, not per cent.")
     from scipy.stats import binom  # a second that only audits of whole runs cost
 
     def p_value(epsilon: float) -> float:

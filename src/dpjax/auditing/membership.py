@@ -80,14 +80,11 @@ def audit_membership(
       Yeom, Giacomelli, Fredrikson and Jha, "Privacy Risk in Machine Learning", 2018; Jagielski,
       Ullman and Oprea, "Auditing Differentially Private Machine Learning", 2020, for the limits.
     """
-    each = [_checked(name, x) for name, x in (("members", members), ("others", others))]
+    scores = [_checked(name, x) for name, x in (("members", members), ("others", others))]
     call = "auditing.audit_membership"
-    delta = checks.not_negative(call, "delta", delta, "It is that of the claim, below 1.")
-    if delta >= 1:
-        raise ValueError(f"{call}(delta={delta}): expected a delta below 1, that of the claim.")
     confidence = checks.fraction(call, "confidence", confidence, "Such as 0.95, not per cent.")
     draw = np.random.default_rng(seed)
-    first, second = zip(*(np.array_split(draw.permutation(x), 2) for x in each), strict=True)
+    first, second = zip(*(np.array_split(draw.permutation(x), 2) for x in scores), strict=True)
     # Each rate has two limits, and all of them hold together.
     risk = (1 - confidence) / 4
     thresholds = _spread(np.unique(np.concatenate(first)))
@@ -99,7 +96,7 @@ def audit_membership(
     threshold = float(max(thresholds, key=told))
     limits, (true, false) = _limits(second, threshold, risk), _rates(second, threshold)
     epsilon = _epsilon(limits, delta)
-    return Membership(threshold, true, false, limits, _auc(*each), epsilon, confidence)
+    return Membership(threshold, true, false, limits, _auc(*scores), epsilon, confidence)
 
 
 def _checked(name: str, scores: ArrayLike) -> Float[np.ndarray, " rows"]:
@@ -107,8 +104,7 @@ def _checked(name: str, scores: ArrayLike) -> Float[np.ndarray, " rows"]:
     if scores.ndim != 1 or scores.size < 4 or np.any(np.isnan(scores)):
         raise ValueError(
             f"auditing.audit_membership({name} of shape {scores.shape}): expected one number for "
-            "each of at least four rows, and no NaN. Usually training diverged, or the losses were "
-            "averaged."
+            "each of at least four rows, and no NaN."
         )
     return scores
 

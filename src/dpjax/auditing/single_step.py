@@ -56,18 +56,11 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
       >>> round(separation, 1)  # 1 / 2.0
       0.5
     """
-    if mechanism.adaptive is not None:
+    if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
         raise ValueError(
-            "auditing.audit_step: the mechanism adapts its bound, and so releases a count beside "
-            "the sum; expected a fixed bound. Audit the algorithm: auditing.audit_algorithm."
+            "auditing.audit_step: expected fixed bounds and exact norms, since it takes gradients "
+            "alone. Audit the algorithm: auditing.audit_algorithm."
         )
-    if mechanism.clipping.projections is not None:
-        raise ValueError(
-            "auditing.audit_step: the rule estimates norms from the loss (clipping.jl), and of "
-            "gradients alone their exact norms would be clipped; expected a rule with exact norms. "
-            "Audit the algorithm: auditing.audit_algorithm(..., keys=200)."
-        )
-    _check_canary(gradients, canary)
     both = jax.tree.map(
         lambda g, c: jnp.concatenate([g, jnp.asarray(c, g.dtype)[None]]), gradients, canary
     )
@@ -94,24 +87,6 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
     # Leaf by leaf, because groups have noise of their own scale; independent Gaussians separate by
     # the root of the sum of squares.
     return float(np.linalg.norm(shift))
-
-
-def _check_canary(gradients: PyTree, canary: PyTree) -> None:
-    trees.leading_size(gradients, name="auditing.audit_step(gradients)")
-    wanted, given = map(jax.tree.structure, (gradients, canary))
-    if wanted != given:
-        raise ValueError(
-            f"auditing.audit_step: the canary is {given!s:.200}, the gradients {wanted!s:.200}; "
-            "expected the same tree, because the canary is one more example's gradient."
-        )
-    both = map(jax.tree.leaves, (gradients, canary))
-    for name, rows, leaf in zip(trees.leaf_names(canary), *both, strict=True):
-        if np.shape(leaf) != np.shape(rows)[1:]:
-            raise ValueError(
-                f"auditing.audit_step: the canary's {name or 'array'} has shape {np.shape(leaf)}; "
-                f"expected {np.shape(rows)[1:]}, one row of the gradients' {np.shape(rows)}. "
-                "Usually its batch axis was left on: use jax.tree.map(lambda g: g[0], canary)."
-            )
 
 
 def _measured(noise: Callable[[Key], list[Array]], key: Key) -> list[np.floating]:

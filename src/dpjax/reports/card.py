@@ -10,9 +10,9 @@ Numbers are the accounted ones, never rounded.
 | ``steps`` | how many planned steps count: the first ones, which ran; all, if results ended it |
 | ``claim`` | in words, how batches are drawn and what is proved for them |
 | ``delta``, ``epsilon`` | the value by each method, and whether the method proves a bound |
-| ``levels`` | of many multipliers: how many levels "pld" rounds them to, and the smallest; or null |
+| ``levels`` | to how many levels "pld" rounds many multipliers, and the smallest; or null |
 | ``not_private`` | what was released without noise, in words, or null |
-| ``randomness`` | ``"supplied"`` if the caller gave the key of the run or an earlier one, ``"fresh"`` |
+| ``randomness`` | ``"supplied"`` if the caller gave a key, also of an earlier run; or ``"fresh"`` |
 | ``versions`` | the versions of the packages that ran and accounted |
 """
 
@@ -62,7 +62,7 @@ def card(
         "steps": len(claim.ran),
         "claim": mechanism.claim,
         "delta": claim.delta,
-        "levels": None,
+        "levels": accounting.levels_of(mechanism.event),
         "epsilon": {
             # Not rounded: `verify` compares the number with the one that it recomputes.
             method: {"value": float(value), "proven": accounting.METHODS[method].proven}

@@ -17,7 +17,7 @@ import numpy as np
 from dpjax import accounting
 from dpjax.accounting.rounding import upwards
 from dpjax.ledger import Ledger
-from dpjax.mechanism import Mechanism
+from dpjax.mechanism import Mechanism, Spent
 from dpjax.mechanism.correlated import is_amplified
 from dpjax.mechanism.multipliers import growth
 from dpjax.reports.claims import Claim, claim_of
@@ -111,8 +111,8 @@ def statement(
 
 
 def _verdict(claim: Claim) -> Iterator[str]:
-    each = claim.epsilons.items()
-    proven = [value for method, value in each if accounting.METHODS[method].proven]
+    methods, unit = claim.epsilons.items(), claim.mechanism.unit
+    proven = [value for method, value in methods if accounting.METHODS[method].proven]
     # The smallest of several upper bounds is an upper bound: methods are not chosen by looking at
     # data.
     best = min(proven, default=math.inf)
@@ -127,7 +127,7 @@ def _verdict(claim: Claim) -> Iterator[str]:
         yield f"  {_why_unproved(claim.mechanism, proven)}"
     if claim.supplied:
         yield f"  {SUPPLIED}"
-    examples, unit = claim.mechanism.sampling.examples, claim.mechanism.unit
+    examples = claim.mechanism.sampling.examples
     # Publishing one record at random satisfies delta = 1/n, so such a delta promises nothing.
     if claim.delta * examples >= 1:
         yield (
@@ -139,12 +139,8 @@ def _verdict(claim: Claim) -> Iterator[str]:
 def _why_unproved(mechanism: Mechanism, proven: list[float]) -> str:
     """Why no epsilon is finite although everything had noise."""
     if not proven:
-        return (
-            "No method proves a number for the whole: each method refuses a part of it.\n"
-            "  Usually an earlier run drew its batches in another way, or norms are estimated\n"
-            "  and the neighbours are replace-one."
-        )
-    if any(each.projections is not None for each in (mechanism.clipping, *mechanism.before)):
+        return "No method proves a number for the whole: each method refuses a part of it."
+    if any(run.projections is not None for run in (mechanism.clipping, *mechanism.before)):
         return (
             "Norms are estimated, and the chance that one is far too small is above delta.\n"
             "  Take more random projections, or more noise."
@@ -154,48 +150,18 @@ def _why_unproved(mechanism: Mechanism, proven: list[float]) -> str:
 
 def _facts(claim: Claim, ledger: Ledger | None, scaled_by: str | None) -> Iterator[str]:
     mechanism, ran = claim.mechanism, claim.ran
-    rule = mechanism.clipping
-    # Who is protected comes first: an epsilon without its unit and its neighbours says nothing.
     neighbours, unit = mechanism.relation, mechanism.unit
-    groups = rule.partition.size
-    # To 12 digits first: the root of a sum of squares can be a last bit above its value.
-    moved = upwards(float(f"{rule.sensitivity:.12g}"))
+    # Who is protected comes first: an epsilon without its unit and its neighbours says nothing.
     yield f"  unit          one {unit}"
     yield f"  neighbours    {neighbours.value}: {_NEIGHBOURS[neighbours].format(unit=unit)}"
     yield from _sampler(mechanism, len(ran))
-    yield (
-        f"  clipping      {rule.name}, {groups} group{'s' * (groups > 1)}: one {unit} "
-        f"moves the sum by {'at most' if rule.projections is None else 'about'} "
-        f"{moved}{' at first' * bool(mechanism.adaptive)}"
-        f"{', a replacement by twice that' * (neighbours is Neighbours.REPLACE_ONE)}"
-    )
-    if rule.projections is not None:
-        yield f"                norms are estimated from {rule.projections} random projections: it"
-        yield "                may be more, and epsilon, by pld alone, is over that chance, for"
-        yield "                exact arithmetic: roundings within an example are bounded in part"
-    if mechanism.adaptive is not None:
-        share = f"{mechanism.adaptive.target:g} of the norms are below"
-        yield f"                adapted: it follows the length that {share},"
-        yield f"                by a noised count of {unit}s at every step"
+    yield from _clipping(mechanism)
     yield from _noise(mechanism, ran, scaled_by)
     if mechanism.preparation:
-        each = ", ".join(f"{multiplier:.4g}" for multiplier in mechanism.preparation)
         yield "  preparation   Gaussian queries on all the data before the first step, with"
-        yield f"                multiplier {each}"
+        yield f"                multiplier {_each(mechanism.preparation)}"
     for spent in mechanism.before:
-        noise = _range(np.array([multiplier for multiplier, _ in spent.runs]))
-        noise += ", correlated over the steps" * (spent.noise is not None)
-        if spent.projections is not None:
-            noise += f", norms from {spent.projections} projections"
-        each = ", ".join(f"{multiplier:.4g}" for multiplier in spent.preparation)
-        queries = f"; queries before it with multiplier {each}" if each else ""
-        yield f"  before        {spent.steps:,} steps of an earlier run on these data count too:"
-        yield (
-            f"                {spent.sampling.name}, {spent.sampling.batch_size:g} {unit}s a "
-            f"step, multiplier {noise}{queries}"
-        )
-        if spent.supplied:
-            yield "                its key was supplied"
+        yield from _before(spent)
     planned = "" if ledger is None else f" (of {mechanism.steps:,} planned)"
     yield f"  steps         {mechanism.steps if ledger is None else ledger.steps:,}{planned}"
     if ledger is not None and ledger.chosen:
@@ -205,26 +171,63 @@ def _facts(claim: Claim, ledger: Ledger | None, scaled_by: str | None) -> Iterat
     yield f"  delta         {upwards(claim.delta, '.6g')}"
 
 
+def _clipping(mechanism: Mechanism) -> Iterator[str]:
+    rule, unit, groups = mechanism.clipping, mechanism.unit, mechanism.clipping.partition.size
+    # To 12 digits first: the root of a sum of squares can be a last bit above its value.
+    moved = upwards(float(f"{rule.sensitivity:.12g}"))
+    replaced = mechanism.relation is Neighbours.REPLACE_ONE
+    yield (
+        f"  clipping      {rule.name}, {groups} group{'s' * (groups > 1)}: one {unit} "
+        f"moves the sum by {'at most' if rule.projections is None else 'about'} "
+        f"{moved}{' at first' * bool(mechanism.adaptive)}"
+        f"{', a replacement by twice that' * replaced}"
+    )
+    if rule.projections is not None:
+        yield f"                norms are estimated from {rule.projections} random projections: it"
+        yield "                may be more, and epsilon, by pld alone, is over that chance, for"
+        yield "                exact arithmetic: roundings within an example are bounded in part"
+    if mechanism.adaptive is not None:
+        share = f"{mechanism.adaptive.target:g} of the norms are below"
+        yield f"                adapted: it follows the length that {share},"
+        yield f"                by a noised count of {unit}s at every step"
+
+
+def _before(spent: Spent) -> Iterator[str]:
+    """What an earlier run on the same data has spent."""
+    noise = _range(np.array([multiplier for multiplier, _ in spent.runs]))
+    noise += ", correlated over the steps" * (spent.noise is not None)
+    if spent.projections is not None:
+        noise += f", norms from {spent.projections} projections"
+    if spent.preparation:
+        noise += f"; queries before it with multiplier {_each(spent.preparation)}"
+    yield f"  before        {spent.steps:,} steps of an earlier run on these data count too:"
+    yield (
+        f"                {spent.sampling.name}, {spent.sampling.batch_size:g} {spent.unit}s a "
+        f"step, multiplier {noise}"
+    )
+    if spent.supplied:
+        yield "                its key was supplied"
+
+
 def _sampler(mechanism: Mechanism, steps: int) -> Iterator[str]:
     """The expected batch, its sampling rate, and what is proved for it."""
-    sampling, unit = mechanism.sampling, mechanism.unit
-    rows = sampling.facts.get("rates") if sampling.name == "scored" else None
-    part = sampling.facts.get("place") == "coin"  # `cyclic_poisson` draws from a part of the data
-    cycle = sampling.facts["cycle"] if part else 1
-    turn = f" of a part, each {cycle} steps" if part else ""
-    size = sampling.batch_size
+    sampling, unit, size = mechanism.sampling, mechanism.unit, mechanism.batch_size
+    rows, cycle = sampling.facts.get("rates", ()), sampling.facts.get("cycle", 1)
     if sampling.random_bins:  # sums are divided by batch_size, and bins can be larger
-        size = sampling.examples / (sampling.examples // size)
-    rate = f"rate {cycle * size / sampling.examples:.3g}{turn}"
-    rate = "rates go by bins" if rows else rate
+        size = sampling.examples / cycle
+    # A cycle whose examples have coins is one of parts of the data.
+    part = sampling.facts.get("place") == "coin"
+    turn = f" of a part, each {cycle} steps" if part else ""
+    rate = f"rate {(cycle if part else 1) * size / sampling.examples:.3g}{turn}"
+    by_bins = sampling.name == "scored"
     yield (
         f"  sampler       {sampling.name}: {size:g} of "
-        f"{sampling.examples:,} {unit}s a step ({rate})"
+        f"{sampling.examples:,} {unit}s a step ({'rates go by bins' if by_bins else rate})"
     )
     yield f"                {mechanism.claim}"
-    if rows:
-        each = np.repeat([largest for largest, _ in rows], [lasts for _, lasts in rows])
-        counted = each[np.minimum(np.arange(steps), len(each) - 1)]  # the last row stays
+    if by_bins:
+        largest = np.repeat(*map(np.asarray, zip(*rows, strict=True)))
+        counted = largest[np.minimum(np.arange(steps), len(largest) - 1)]  # the last row stays
         yield f"                counted: rate {_range(counted)}"
 
 
@@ -289,10 +292,15 @@ def _figures(claim: Claim) -> Iterator[str]:
             )
 
 
+def _each(values: Sequence[float]) -> str:
+    """All numbers."""
+    return ", ".join(f"{value:.4g}" for value in values)
+
+
 def _listed(values: Sequence[float]) -> str:
     """One number for each group, or the smallest and largest of many."""
     if len(values) <= _FEW:
-        return ", ".join(f"{value:.4g}" for value in values)
+        return _each(values)
     return f"{min(values):.4g} to {max(values):.4g} (of {len(values)} groups)"
 
 

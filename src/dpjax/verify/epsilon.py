@@ -17,7 +17,7 @@ from collections import Counter
 
 import dp_accounting as dp
 import numpy as np
-from scipy.special import erfcx, gammaln, logsumexp
+from scipy.special import erfcx, gammaln
 
 from dpjax.verify.facts import Card
 from dpjax.verify.matrices import saved
@@ -77,19 +77,20 @@ def poisson_divergences(rate: float, multiplier: float) -> np.ndarray:
       Mironov, Talwar and Zhang, *Rényi differential privacy of the sampled Gaussian mechanism*,
       2019, section 3.3.
     """
-    moments = [0.0]
-    for order in WHOLE.tolist():
-        k, log_binomials = binomials(order)
-        terms = log_binomials + k * math.log(rate) + (order - k) * math.log1p(-rate)
-        moments.append(float(logsumexp(terms + k * (k - 1) / (2 * multiplier**2))))
-    return np.interp(ORDERS, [1, *WHOLE], moments) / (ORDERS - 1)
+    orders, k = WHOLE[:, None], np.arange(max(WHOLE) + 1)
+    terms = log_binomials() + k * math.log(rate) + (orders - k) * math.log1p(-rate)
+    terms += k * (k - 1) / (2 * multiplier**2)
+    largest = terms.max(axis=1)
+    moments = largest + np.log(np.exp(terms - largest[:, None]).sum(axis=1))
+    return np.interp(ORDERS, [1, *WHOLE], [0, *moments]) / (ORDERS - 1)
 
 
-@functools.lru_cache(maxsize=len(WHOLE))
-def binomials(order: int) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers 0 to order, and the logarithms of their binomial coefficients."""
-    k = np.arange(order + 1)
-    return k, gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
+@functools.cache
+def log_binomials() -> np.ndarray:
+    """The logarithms of all binomial coefficients of the whole orders, ``[orders, k]``."""
+    orders, k = WHOLE[:, None], np.arange(max(WHOLE) + 1)
+    inside = gammaln(orders + 1) - gammaln(k + 1) - gammaln(np.maximum(orders - k, 0) + 1)
+    return np.where(k <= orders, inside, -np.inf)
 
 
 def by_losses(card: Card, steps: Counter[Step]) -> float:

@@ -95,28 +95,30 @@ def steps_of_run(run: Run, pairs: np.ndarray) -> Counter[Step]:
 
 def at_levels(card: Card, steps: Counter[Step], plan: Counter[Step]) -> Counter[Step]:
     """The steps at the levels of the card: multipliers down and rates up, so they cost no less."""
-    if card.levels is None:
-        if sum(map(is_rounded, plan)) > MOST_LEVELS:
-            raise Unreadable(
-                f"the card plans more than {MOST_LEVELS} different steps, and names no levels."
-            )
-        return steps
     sampled = [step for step in plan if is_rounded(step)]
-    count, largest = card.levels.levels, max(step.rate for step in sampled)
+    if card.levels is None and len(sampled) > MOST_LEVELS:
+        raise Unreadable(
+            f"the card plans more than {MOST_LEVELS} different steps, and names no levels."
+        )
+    if card.levels is None:
+        return steps
+    count, least = card.levels.levels, min((step.rate for step in sampled), default=1.0)
     multipliers = grid({step.multiplier for step in sampled}, card.levels.smallest, count)
-    inverse_rates = grid({1 / step.rate for step in sampled}, 1 / largest, count)
+    rates = grid({step.rate for step in sampled}, least, count)
     rounded: Counter[Step] = Counter()
     for step, n in steps.items():
         if is_rounded(step):
-            rate = max(step.rate, 1 / below(inverse_rates, 1 / step.rate))
-            step = step._replace(multiplier=below(multipliers, step.multiplier), rate=rate)
+            above = np.searchsorted(rates, step.rate)
+            below = np.searchsorted(multipliers, step.multiplier, side="right") - 1
+            multiplier = multipliers[below] if below >= 0 else step.multiplier
+            step = step._replace(multiplier=float(multiplier), rate=float(rates[above]))
         rounded[step] += n
     return rounded
 
 
 def is_rounded(step: Step) -> bool:
-    """Whether it is a sampled step that releases anything."""
-    return step.is_sampled and step.rate > 0 and step.multiplier < math.inf
+    """Whether it is a Poisson sample that releases anything."""
+    return step.subset is None and 0 < step.rate < 1 and step.multiplier < math.inf
 
 
 def grid(values: set[float], smallest: float, count: int) -> np.ndarray:
@@ -124,9 +126,3 @@ def grid(values: set[float], smallest: float, count: int) -> np.ndarray:
     if len(values) <= count:
         return np.array(sorted(values))
     return np.geomspace(smallest, max(values), count)
-
-
-def below(levels: np.ndarray, value: float) -> float:
-    """The largest level that is not above a value; the value, if there is none."""
-    place = np.searchsorted(levels, value, side="right") - 1
-    return float(levels[place]) if place >= 0 else value
