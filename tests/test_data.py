@@ -304,7 +304,7 @@ def test_tfds_without_the_data_is_answered_with_its_own_words(monkeypatch):
         with pytest.raises(FileNotFoundError, match=r"AssertionError: no network.*DPJAX_DATA_DIR"):
             ask("mnist")
         fake_tfds(monkeypatch, {"train": rows(5), "test": rows(2)}, random_access=False)
-        with pytest.raises(FileNotFoundError, match="no format with random access"):
+        with pytest.raises(FileNotFoundError, match="in a format without random access"):
             ask("mnist")
 
 

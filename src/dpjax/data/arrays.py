@@ -47,7 +47,7 @@ def arrays(tree: PyTree, name: str) -> PyTree:
     return jax.tree_util.tree_map_with_path(converted, tree)
 
 
-def native(given: Any, called: str, dtype: DTypeLike = None) -> np.ndarray:
+def native(given: Any, called: str, dtype: DTypeLike | None = None) -> np.ndarray:
     """The array of NumPy, of numbers that JAX holds without a change.
 
     Args:

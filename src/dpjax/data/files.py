@@ -41,14 +41,15 @@ def read(name: str, source: Source, path: Path) -> Dataset[Split]:
         keys = [key.format(part) for part in ("train", "test") for key in (images, labels)]
         # The first layout whose four arrays all exist; a file may hold further arrays.
         if set(keys) <= set(arrays):
-            parts = [
+            train, test = (
                 (
-                    unit(_pixels(arrays, images, part, call), call),
-                    whole(arrays[labels.format(part)], call),
+                    unit(_pixels(arrays, images, p, call), call),
+                    whole(arrays[labels.format(p)], call),
                 )
-                for part in ("train", "test")
-            ]
-            return Dataset(name, *parts, source.classes, _note(arrays, images) or source.note)
+                for p in ("train", "test")
+            )
+            note = _note(arrays, images) or source.note
+            return Dataset(name, train, test, source.classes, note)
     raise ValueError(f"{call} holds {sorted(arrays)}; expected x_train, y_train, x_test, y_test.")
 
 

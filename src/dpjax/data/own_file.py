@@ -79,11 +79,12 @@ def load_file(
     if len(parts) == 1:
         parts = list(hold_out(parts[0], max(1, len(labels[0]) // 5)))
         notes.append("a fifth held out for the test")
-    shapes = [x.shape[1:] for x, _ in parts]
-    if shapes[0] != shapes[1]:
+    train, test = parts
+    if train[0].shape[1:] != test[0].shape[1:]:
+        shapes = f"{train[0].shape[1:]} and {test[0].shape[1:]}"
         raise ValueError(f"{call}: examples have shapes {shapes}; expected one.")
     note = f"({'; '.join(notes)})" if notes else ""
-    return Dataset(path.stem, *parts, count, note, names, columns)
+    return Dataset(path.stem, train, test, count, note, names, columns)
 
 
 def _arrays(path: Path, call: str) -> list[Split]:

@@ -35,11 +35,11 @@ def from_tfds(
                 builder = tfds.builder(source.tfds, data_dir=place, file_format="array_record")
                 builder.download_and_prepare()
             example = functools.partial(_image, classes=source.classes)
-            example = _wine if source.classes is None else example
             parts = builder.as_data_source()
+            example = _wine if source.classes is None else example
             return {part: Stream(records, example) for part, records in parts.items()}
         except NotImplementedError:
-            fault = f"{builder.data_dir} is in no format with random access, as array_record"
+            fault = "it is prepared in a format without random access; array_record has it"
         except Exception as error:  # TFDS and its storage layers raise many unrelated kinds
             fault = f"{type(error).__name__}: {error}"
     raise FileNotFoundError(
@@ -48,10 +48,10 @@ def from_tfds(
     )
 
 
-def _image(record: Mapping[str, Any], *, classes: int) -> Split:
+def _image(record: Mapping[str, Any], *, classes: int | None) -> Split:
     """One example; its label is checked here, because a stream is never read whole."""
     label = int(record["label"])
-    if not 0 <= label < classes:
+    if classes is not None and not 0 <= label < classes:
         raise ValueError(f"its label is {label}; expected 0 to {classes - 1}")
     image = unit(np.asarray(record["image"])[None], "TensorFlow Datasets")[0]
     return image, np.asarray(label, np.int32)

@@ -424,8 +424,9 @@ def _cells(axes: Axes, x: np.ndarray, y: np.ndarray, shade: np.ndarray) -> None:
     from matplotlib.patches import Rectangle
 
     look = {"facecolor": _BLUE, "linewidth": 0, "antialiased": False}
+    left, low, wide, high = (side.tolist() for side in (x, y, np.diff(x), np.diff(y)))
     cells = [
-        Rectangle((x[i], y[j]), x[i + 1] - x[i], y[j + 1] - y[j], alpha=float(shade[i, j]), **look)
+        Rectangle((left[i], low[j]), wide[i], high[j], alpha=float(shade[i, j]), **look)
         # Cells that no eye can see would make the page several times larger.
         for i, j in np.argwhere(shade > 0.005)
     ]
