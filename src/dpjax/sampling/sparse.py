@@ -263,7 +263,7 @@ def _joined(high: Array, low: Array, shift: int, examples: int) -> Array:
 
 
 def listed(chosen: Bool[Array, " examples"]) -> Draw:
-    """The indices of the chosen examples in order, and all other indices behind them, as padding."""
+    """The indices of the chosen examples in order, and all others behind them, as padding."""
     # On a CPU one sequential loop runs, and compiles, faster than a scatter.
     return jax.lax.platform_dependent(chosen, cpu=_listed_in_turn, default=_listed)
 
