@@ -382,7 +382,7 @@ def test_what_means_nothing_is_refused(case):
 def test_arguments_in_the_wrong_place_and_narrow_parameters_are_refused():
     with pytest.raises(TypeError, match="sampling is a Clipping; expected a Sampler"):
         training.dp_sgld(flat, 1e-4, WIDE, sampling.full(10), 4, np.zeros((10, 3)))
-    with pytest.raises(ValueError, match="examples is the size of the whole data set"):
+    with pytest.raises(ValueError, match="no larger than the data"):
         noise.langevin_multiplier(1e-4, WIDE, examples=256, batch_size=60_000)
     for wrong in (0.0, "1e-4"):
         with pytest.raises(ValueError, match=r"^noise\.langevin_multiplier\(learning_rate="):
