@@ -285,7 +285,7 @@ class TestEvents:
                 planned.event_of,
                 lambda each: planned.epsilon_of(each, 1e-5),
             ):
-                with pytest.raises(ValueError, match=r"strategy has 6\. Three runs are three Spents"):
+                with pytest.raises(ValueError, match=r"strategy has 6\. Three runs"):
                     ask(many)
         runs = [planned.spent(planned.multipliers)] * 3
         thrice = accounting.compose(*(each.event for each in runs))
