@@ -313,7 +313,7 @@ class TestSamplers:
         ({"noise": strategies.tree(steps=5)}, "equal numbers"),
         ({"noise_multiplier": lambda step: 1.0 + step}, "learning_rates="),
         ({"adaptive": clipping.Quantile()}, "fixed bounds"),
-        ({"clipping": clipping.jl(1.0, 10)}, "exact norms"),
+        ({"clipping": clipping.jl(1.0, 10)}, "norms are estimated"),
     ],
 )
 def test_a_strategy_is_refused_where_it_is_not_proved(options, match):

@@ -32,6 +32,8 @@ def private(mechanism: Described, key: Key | None) -> optax.GradientTransformati
             "Mechanism.private: adapted bounds need the norms of each batch, which the links of a "
             "chain do not exchange. Use dpjax.dpsgd, or leave adaptive= out."
         )
+    if key is not None:
+        checks.key("Mechanism.private", key)
     clip, noise = clipping.clip_and_sum(mechanism.clipping), privatize(mechanism, key)
 
     def init(params: PyTree) -> Any:
