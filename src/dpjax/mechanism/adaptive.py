@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from dpjax import clipping, noise, trees
 from dpjax._display import veiled
+from dpjax.noise.multiplier import WIDER
 from dpjax.types import Clipping, Key, Purpose
 
 
@@ -60,7 +61,7 @@ def followed(
             "passes it. Optax chains with clip_and_sum cannot, because their bound is fixed."
         )
     # One example moves the count by 1/2, so its noise has half the multiplier as deviation.
-    drawn = noise.standard_normal(trees.step_key(key, Purpose.COUNT, step), ())
+    drawn = WIDER * noise.standard_normal(trees.step_key(key, Purpose.COUNT, step), ())
     # Divided by the expected batch size, like the sum: the drawn size is private.
     fraction = (below + multiplier / 2 * drawn) * share + 0.5
     return quantile.moved(scale, fraction)

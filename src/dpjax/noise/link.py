@@ -24,7 +24,12 @@ from dpjax import checks, processes, trees
 from dpjax._display import veiled
 from dpjax._marks import noised, require_clipped_sum
 from dpjax.noise.measured import Measurement, unless_measured
-from dpjax.noise.multiplier import check_multiplier, plain_multiplier, standard_deviations
+from dpjax.noise.multiplier import (
+    WIDER,
+    check_multiplier,
+    plain_multiplier,
+    standard_deviations,
+)
 from dpjax.noise.normal import normal_in_parts, standard_normal
 from dpjax.noise.one_run import require_one_run, unless_reset, with_own_noise
 from dpjax.noise.seals import seal_outside_jit
@@ -228,7 +233,8 @@ def add_noise(
     Args:
       total: The clipped sum.
       partition: The groups of its leaves.
-      deviations: The standard deviation of each group, from `standard_deviations`.
+      deviations: The standard deviation of each group, from `standard_deviations`; the noise is
+        wider by the margin `WIDER`.
       key: The root key of the run.
       step: The number of the step.
       strategy: How the noise of different steps is correlated; None for white noise.
@@ -243,7 +249,8 @@ def add_noise(
     """
     # By the partition of the rule that clipped: each group has the noise of its own bound.
     groups = partition.assign(total)
-    scales = jax.tree.structure(total).unflatten([deviations[group] for group in groups])
+    wider = [deviation * WIDER for deviation in deviations]
+    scales = jax.tree.structure(total).unflatten([wider[group] for group in groups])
     # A function of (root key, step): a resumed run adds the same noise to the same sum.
     noise_key = trees.step_key(key, Purpose.NOISE, step)
     more = (scales,) if lost is None else (scales, lost)
