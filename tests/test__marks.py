@@ -1099,33 +1099,6 @@ def test_one_example_moves_a_long_sum_by_its_bound(path):
     assert abs(moved - 1) <= 2 * np.spacing(np.float32(rows.sum()))
 
 
-@kills("gradients/batching.py", "(a - (rounded - back)) + (b - back)", "0 * rounded", slow=True)
-@kills(
-    "gradients/batching.py",
-    "return two_sum(rounded, low + error)",
-    "return rounded, error",
-    slow=True,
-)
-@kills(
-    "gradients/batching.py",
-    "parts = _add_exactly(total.high, total.low, total.block)\n        value",
-    "parts = total.high, total.low\n        value",
-    slow=True,
-)
-@kills(
-    "gradients/batching.py",
-    "_rounded(lacks + (x - kept), ",
-    "_rounded(lacks + 0 * x, ",
-    case="3",
-    slow=True,
-)
-@kills(
-    "gradients/batching.py",
-    "_rounded(lacks + (x - kept), ",
-    "_rounded(x - kept, ",
-    case="3",
-    slow=True,
-)
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_blanked_example_moves_a_sum_of_two_parts_by_one_bound(devices):
     """The public size of a data set stands: a neighbour has a row that counts as nothing."""
@@ -1138,7 +1111,7 @@ def test_a_blanked_example_moves_a_sum_of_two_parts_by_one_bound(devices):
             return batching.settled(carry._replace(block=pair[0] + pair[1])), None
 
         def share(pairs):
-            done = jax.lax.scan(add, batching.Total(zero, [zero], [zero]), pairs[:-1])[0]
+            done = jax.lax.scan(add, batching.Total(zero, zero, zero), pairs[:-1])[0]
             return done._replace(block=jnp.sum(pairs[-1]))  # a block that has not ended
 
         each = [share(x) for x in jnp.asarray(shares).at[0, 0, 0].set(first)]
@@ -1192,7 +1165,7 @@ def test_what_a_long_sum_rounds_away_meets_the_noise(kind):
         return np.mean(np.asarray(state.params, np.float64) - large)
 
     without = mean(data)
-    data[40] = 1
+    data[60] = 1  # not in the block of the first row
     # Noise of deviation 8 lets the mean of many roundings see what one rounding cannot.
     assert mean(data) - without == pytest.approx(1, abs=0.1)
 

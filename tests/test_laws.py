@@ -232,9 +232,6 @@ def test_an_example_that_is_not_finite_contributes_exactly_nothing(rule, bad):
     slow=True,
 )
 @kills(
-    "gradients/_bookkeeping/ghost.py", "groups[i]]\n", "0]\n", case="per_group-by layer", slow=True
-)
-@kills(
     "gradients/_bookkeeping/ghost.py",
     "squares[groups[i]] = squares[groups[i]] + square\n    # Squared norms",
     "squares[0] = squares[0] + square\n    # Squared norms",

@@ -1047,12 +1047,6 @@ def test_a_mesh_is_used_or_answered_by_name():
 @kills(
     "sampling/draws.py", "return start + of * size, add(", "return start + size, add(", slow=True
 )
-@kills(
-    "gradients/batching.py",
-    "psum((kept, lost, more), layout.axes)",
-    "pmax((kept, lost, more), layout.axes)",
-    slow=True,
-)
 @kills("training/streaming.py", "split={1, 2, 3}", "split={3}", slow=True)
 def test_two_devices_take_the_steps_of_one(tmp_path):
     """The same draws and the same noise, once; each example on one device alone."""
