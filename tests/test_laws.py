@@ -399,7 +399,7 @@ def test_a_tuple_of_multipliers_gives_each_group_its_own_noise():
     slow=True,
 )
 @kills(
-    "_packing.py",
+    "trees.py",
     "jnp.split(array.reshape(-1), list(itertools.accumulate(sizes))[:-1])",
     "[array.reshape(-1)[:size] for size in sizes]",
     slow=True,

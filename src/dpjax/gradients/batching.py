@@ -293,8 +293,8 @@ def on_each(
         return jax.tree.map(lambda x: x[None], run(which, *arguments))
 
     def every(*arguments: PyTree) -> PyTree:
-        whole, parts = PartitionSpec(), PartitionSpec(layout.axes)
-        specs = tuple(parts if i in split else whole for i in range(len(arguments)))
+        everywhere, parts = PartitionSpec(), PartitionSpec(layout.axes)
+        specs = tuple(parts if i in split else everywhere for i in range(len(arguments)))
         return _shard_map(one, layout, specs, parts)(*arguments)
 
     # A single share runs without `shard_map`, so a single-device program has no trace of a mesh.

@@ -59,9 +59,7 @@ def clipped_grad(
         ``model`` split it. By default all host devices (``jax_num_cpu_devices``) if the batch
         takes several microbatches, else one. It changes only the speed. Arrays that
         `jax.device_put` committed to a device stay there, unless ``devices`` is given; in your own
-        `jax.jit`, where this cannot be seen, give 1. A batch that is already sharded over several
-        devices may need it, because XLA computes some per-example kernel gradients wrongly there;
-        those are refused.
+        `jax.jit`, where this cannot be seen, give 1.
 
     Returns:
       A function ``(params, batch, mask=None, weights=None, key=None, start=None) -> ClippedSum``.

@@ -64,9 +64,6 @@ def layout(
 ) -> Layout:
     """Chooses a microbatch size and a mesh, unless they are given.
 
-    Host devices (``jax_num_cpu_devices``) are a mesh for a batch of several microbatches. A batch
-    of one microbatch, or on an accelerator, stays on one device unless a mesh is given.
-
     Args:
       loss: ``loss(params, example) -> scalar``.
       params: Parameters, or their shapes.

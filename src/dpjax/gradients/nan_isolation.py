@@ -94,8 +94,8 @@ def _grouped_by_rows(run: Callable[[PyTree], PyTree], rows: PyTree) -> bool:
 
 def _leaky(run: Callable[[PyTree], PyTree], rows: PyTree) -> list[tuple[int, int]]:
     """The groups of each convolution that XLA may compile with zeros between groups."""
-    found = convolutions(jax.make_jaxpr(run)(rows).jaxpr)
-    return [groups for e in found if _has_zeros(e, *(groups := _groups(e)))]
+    kernels = convolutions(jax.make_jaxpr(run)(rows).jaxpr)
+    return [groups for e in kernels if _has_zeros(e, *(groups := _groups(e)))]
 
 
 def _has_zeros(equation: JaxprEqn, features: int, batches: int) -> bool:

@@ -82,24 +82,24 @@ def _parts(entry: Entry, leaves: Sequence[Array]) -> tuple[dict[int, Array], Arr
 
 
 def norms_with(
-    leaf: int, own: Sequence[Entry], commons: Sequence[Common], leaves: Sequence[Array]
+    leaf: int, rest: Sequence[Entry], commons: Sequence[Common], leaves: Sequence[Array]
 ) -> tuple[Squares, Pieces | None]:
     """As `leaf_norms.norms`, with common gradients beside the entries.
 
     Args:
       leaf: Which leaf.
-      own: Its other entries, apart from the common gradients; maybe none.
+      rest: Its other entries, apart from the common gradients; maybe none.
       commons: What `divided` found beside them.
       leaves: All leaves, in full precision.
     """
-    squares, kept = norms(leaf, own, leaves, bool(commons)) if own else (jnp.zeros(()), None)
+    squares, kept = norms(leaf, rest, leaves, bool(commons)) if rest else (jnp.zeros(()), None)
     if not commons:
         return squares, kept
     total, lengths = squares, jnp.sqrt(squares)
     for k, one in enumerate(commons):
         lengths = lengths + jnp.sqrt(_dot(one, one))
         total = total + sum((1 if b is one else 2) * _dot(one, b) for b in commons[: k + 1])
-        total = total + 2 * sum(_cross(leaf, entry, one, leaves) for entry in own)
+        total = total + 2 * sum(_cross(leaf, entry, one, leaves) for entry in rest)
     # What cancels between the parts is lost relative to them, in the norm and in the sum.
     eps = jnp.finfo(leaves[leaf].dtype).eps
     squares = jnp.maximum(total, 0) + _ROUNDINGS * eps * lengths**2

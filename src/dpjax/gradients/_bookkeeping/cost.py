@@ -129,22 +129,22 @@ def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
       sites: All its sites.
       index: Which leaf it is.
     """
-    found: list[Choice] = []
+    choices: list[Choice] = []
 
     def on_shapes(data: Sequence[Sequence[Array]], cotangents: Sequence[Array]) -> None:
         forms = list(map(form_of, sites, data, cotangents))
         common = aside(leaf, sites, forms)
-        own = [k for k in range(len(sites)) if k not in common]
+        rest = [k for k in range(len(sites)) if k not in common]
         choice = Choice("", False, 0, 0)
-        if own:
-            choice = choose(leaf, [sites[k] for k in own], [forms[k] for k in own])
+        if rest:
+            choice = choose(leaf, [sites[k] for k in rest], [forms[k] for k in rest])
         if common:
-            rule = f"{choice.rule} + common" if own else "common"
+            rule = f"{choice.rule} + common" if rest else "common"
             # Their inner products take a product as large as that of the forward pass.
-            positions = sum(math.prod(cotangents[k].shape[1:-1]) for k in own)
+            positions = sum(math.prod(cotangents[k].shape[1:-1]) for k in rest)
             more = max(1, positions) * len(common) * leaf.size
             choice = choice._replace(rule=rule, operations=choice.operations + more)
-        found.append(choice)
+        choices.append(choice)
 
     def batched(x: Shape) -> Shape:
         return jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
@@ -153,7 +153,7 @@ def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
     # differ.
     data = [[batched(x) for x in site.data] for site in sites]
     jax.eval_shape(on_shapes, data, [batched(site.output) for site in sites])
-    return found[0]
+    return choices[0]
 
 
 def alike(forms: Sequence[Outer]) -> list[Outer] | None:

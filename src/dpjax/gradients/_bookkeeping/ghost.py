@@ -51,9 +51,9 @@ def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
         squares[groups[i]] = squares[groups[i]] + square
         # A materialised leaf has its per-example gradients already: they are summed as they are.
         pieces[i] = Pieces([gradient])
-    own, commons = divided(entries, leaves)
-    together = computed(own, leaves)
-    for i, sites in own.items():
+    entries, commons = divided(entries, leaves)
+    together = computed(entries, leaves)
+    for i, sites in entries.items():
         if i in together:
             square, pieces[i] = squared(together[i]), Pieces([together[i]])
         else:
@@ -68,7 +68,7 @@ def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     sums = jax.tree.leaves(start)
     parts: dict[int, LeafSum] = {}
     for i, gradient in pieces.items():
-        each, sites = factors[:, groups[i]], own.get(i, [])
+        each, sites = factors[:, groups[i]], entries.get(i, [])
         if gradient is not None:
             parts[i] = kept(gradient, each)
         # In place: a microbatch of a language model touches few rows of a table that is larger than
@@ -80,8 +80,8 @@ def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     sound = jnp.all(jnp.isfinite(lengths), axis=1)
     for i, part in clipped_sums(parts, sound).items():
         sums[i] = sums[i] + part.astype(sums[i].dtype)
-    for i, found in commons.items():
-        for one in found:
+    for i, shared in commons.items():
+        for one in shared:
             sums[i] = sums[i] + one.sum(factors[:, groups[i]]).astype(sums[i].dtype)
     return ClippedSum(
         jax.tree.structure(params).unflatten(sums),
@@ -98,10 +98,10 @@ def computed(entries: Mapping[int, Sequence[Entry]], leaves: Sequence[Array]) ->
     A norm of the kernel's gradient is no norm of the leaf's, so these gradients are always kept.
     """
     # No leaf with a common gradient is among them: by `cost.aside` its other sites are isometric.
-    by = [i for i, found in entries.items() if not all(entry.site.isometry for entry in found)]
-    found = list({id(entry): entry for i in by for entry in entries[i]}.values())
-    forms = [form_of(*entry) for entry in found]
-    return instantiated(by, found, forms, leaves, exact=False) if by else {}
+    by = [i for i, sites in entries.items() if not all(e.site.isometry for e in sites)]
+    used = list({id(entry): entry for i in by for entry in entries[i]}.values())
+    forms = [form_of(*entry) for entry in used]
+    return instantiated(by, used, forms, leaves, exact=False) if by else {}
 
 
 class Backward(NamedTuple):
@@ -121,13 +121,13 @@ def backward(loss: Traced, params: PyTree, batch: PyTree) -> Backward:
     program = loss.program(params, trees.one_row(batch))
     # Taps and leaves are not batched: vmap of the derivative gives each example's own cotangents.
     taps = [jnp.zeros(site.output.shape, site.output.dtype) for site in program.sites]
-    whole = {i: leaves[i] for i in program.materialised}
+    materialised = {i: leaves[i] for i in program.materialised}
     # With respect to the taps: their cotangents, with the recorded data, determine the gradient of
     # every tapped leaf.
     differentiated = jax.value_and_grad(program.run, argnums=(0, 1), has_aux=True)
     (losses, (aux, data)), (cotangents, gradients) = jax.vmap(
         differentiated, in_axes=(None, None, None, 0)
-    )(taps, whole, leaves, batch)
+    )(taps, materialised, leaves, batch)
     entries: dict[int, list[Entry]] = {}
     for site, noted, cotangent in zip(program.sites, data, cotangents, strict=True):
         # Widened before any norm: the clipping rule trusts a float32 norm whatever the dtype of the

@@ -261,8 +261,8 @@ def placed(
 def _products(entry: Entry, form: Outer, exact: bool) -> list[Array]:
     # What meets other parts is the gradient of its data: numbers of a `short` form are rounded, so
     # that one pass is exact, and others take all passes.
-    whole = exact and not form.short
-    precision = HIGHEST if whole else precision_of(entry.site.equation.params)
+    all_passes = exact and not form.short
+    precision = HIGHEST if all_passes else precision_of(entry.site.equation.params)
     short = not exact and keeps_bfloat16(entry.site)
 
     def one(x: Array) -> Array:
@@ -309,8 +309,8 @@ def instantiated(
     # One derivative for all leaves and sites, as JAX takes it: a value that many of them share,
     # such as a kernel or a norm of all parameters, may take longer than the sites.
     cotangents = [*map(added, by_view.values()), *(entry.cotangent for entry in rest)]
-    found = jax.vmap(one)([entry.data for entry in rest], cotangents)
-    return {leaf: found[leaf] for leaf in by}
+    gradients = jax.vmap(one)([entry.data for entry in rest], cotangents)
+    return {leaf: gradients[leaf] for leaf in by}
 
 
 def pulled(

@@ -184,9 +184,9 @@ def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
     # The images of one example are further positions.
     positions = math.prod(g.shape[1:-1])
 
-    def piece(seen: Array) -> Array:
-        seen = seen.reshape(*around, seen.shape[1], groups, -1, positions)
-        return jnp.moveaxis(seen, lead, lead + 1).reshape(*around, groups, -1, positions)
+    def piece(patch: Array) -> Array:
+        patch = patch.reshape(*around, patch.shape[1], groups, -1, positions)
+        return jnp.moveaxis(patch, lead, lead + 1).reshape(*around, groups, -1, positions)
 
     if groups == 1 and set(p["window_strides"]) == {1} and max(p["lhs_dilation"]) > 1:
         return _transposed(site, around, x, g, window)
@@ -230,18 +230,18 @@ def _transposed(
         p, padding=edges, lhs_dilation=[1] * len(kernel), window_strides=p["lhs_dilation"]
     )
     pieces = patches(turned, g, kernel, places)
-    seen = jnp.concatenate([s.reshape(s.shape[0], -1, *s.shape[3:]) for s in pieces], axis=1)
-    seen = seen.reshape(*around, seen.shape[1], -1)
+    patch = jnp.concatenate([s.reshape(s.shape[0], -1, *s.shape[3:]) for s in pieces], axis=1)
+    patch = patch.reshape(*around, patch.shape[1], -1)
     width, outputs = x.shape[-1], g.shape[-1]
     x = jnp.moveaxis(x.reshape(*around, -1, width), -1, lead)
 
     def place(gradient: Array) -> Array:
-        found = gradient.reshape(width, *kernel, outputs)
+        kernel_gradient = gradient.reshape(width, *kernel, outputs)
         # Entries were counted from the last one.
-        found = jnp.flip(found, range(1, 1 + len(kernel)))
-        return jnp.transpose(found, np.argsort([channels, *space, out]).tolist())
+        kernel_gradient = jnp.flip(kernel_gradient, range(1, 1 + len(kernel)))
+        return jnp.transpose(kernel_gradient, np.argsort([channels, *space, out]).tolist())
 
-    x, g = jnp.expand_dims(x, lead), jnp.expand_dims(jnp.swapaxes(seen, -1, -2), lead)
+    x, g = jnp.expand_dims(x, lead), jnp.expand_dims(jnp.swapaxes(patch, -1, -2), lead)
     return Outer((x,), g, place, None)
 
 
@@ -256,11 +256,11 @@ def gather(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     numbers, (shape, _) = p["dimension_numbers"], _view(site)
     rows = numbers.collapsed_slice_dims == (0,) and numbers.start_index_map == (0,)
     mode = jax.lax.GatherScatterMode
-    whole = tuple(p["slice_sizes"]) == (1, *shape[1:]) and not numbers.operand_batching_dims
+    entire_rows = tuple(p["slice_sizes"]) == (1, *shape[1:]) and not numbers.operand_batching_dims
     # Other modes, such as one that wraps, have another derivative: no form, so JAX's own VJP is
     # used.
-    known = p["mode"] in (mode.CLIP, mode.FILL_OR_DROP, mode.PROMISE_IN_BOUNDS)
-    if not (rows and whole and known) or cotangent.size == 0:
+    plain_mode = p["mode"] in (mode.CLIP, mode.FILL_OR_DROP, mode.PROMISE_IN_BOUNDS)
+    if not (rows and entire_rows and plain_mode) or cotangent.size == 0:
         return None
     positions = [a for a in range(cotangent.ndim - lead) if a not in numbers.offset_dims]
     around, width = cotangent.shape[:lead], math.prod(shape[1:])

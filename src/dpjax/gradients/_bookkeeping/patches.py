@@ -41,7 +41,7 @@ def patches(
     if _disjoint(p, kernel):
         return [_tiles(x, kernel, places)]
 
-    def seen(entry: tuple[int, ...]) -> Array:
+    def entry_of(entry: tuple[int, ...]) -> Array:
         # Where the entry of the kernel first touches the padded input; it moves on by the stride.
         starts = [e * spread for e, spread in zip(entry, p["rhs_dilation"], strict=True)]
         ends = [a + (n - 1) * s + 1 for a, n, s in zip(starts, places, strides, strict=True)]
@@ -59,7 +59,7 @@ def patches(
     if len(entries) > _WRITTEN_OUT:
         x, spread = jnp.moveaxis(x, -1, 1), np.array(p["rhs_dilation"])
         return [_in_turn(x, np.array(piece) * spread, places, strides) for piece in pieces]
-    return [jnp.stack([seen(entry) for entry in piece], axis=1) for piece in pieces]
+    return [jnp.stack([entry_of(entry) for entry in piece], axis=1) for piece in pieces]
 
 
 def edges_of(p: dict[str, Any]) -> list[tuple[int, int, int]]:
@@ -78,7 +78,7 @@ def _convolved(
 ) -> Array:
     """Patches of channels-last images, written by a convolution with ones and zeros."""
     lead, axes, channels = x.shape[:2], "STUVWXYZ"[: len(kernel)], x.shape[-1]
-    seen = jax.lax.conv_general_dilated_patches(
+    written = jax.lax.conv_general_dilated_patches(
         x.reshape(-1, *x.shape[2:]),
         kernel,
         strides,
@@ -87,9 +87,9 @@ def _convolved(
         dimension_numbers=(f"N{axes}C", f"{axes}IO", f"N{axes}C"),
         precision=jax.lax.Precision.HIGHEST,
     )
-    seen = seen.reshape(*lead, *seen.shape[1:-1], channels, -1)
+    written = written.reshape(*lead, *written.shape[1:-1], channels, -1)
     # [batch, entries, channels, images, places]
-    return jnp.moveaxis(seen, (-1, -2), (1, 2))
+    return jnp.moveaxis(written, (-1, -2), (1, 2))
 
 
 def _in_turn(x: Array, starts: np.ndarray, places: Sequence[int], strides: Sequence[int]) -> Array:
@@ -97,11 +97,11 @@ def _in_turn(x: Array, starts: np.ndarray, places: Sequence[int], strides: Seque
     lead = x.shape[:3]
     spans = [(n - 1) * s + 1 for n, s in zip(places, strides, strict=True)]
 
-    def write(i: Array, seen: Array) -> Array:
+    def write(i: Array, written: Array) -> Array:
         at = jnp.asarray(starts)[i]
         patch = jax.lax.dynamic_slice(x, (0, 0, 0, *at), (*lead, *spans))
         patch = jax.lax.slice(patch, [0] * patch.ndim, patch.shape, [1, 1, 1, *strides])
-        return jax.lax.dynamic_update_index_in_dim(seen, patch, i, 1)
+        return jax.lax.dynamic_update_index_in_dim(written, patch, i, 1)
 
     nothing = jnp.zeros((lead[0], len(starts), *lead[1:], *places), x.dtype)
     return jax.lax.fori_loop(0, len(starts), write, nothing)

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array
 
 from dpjax import trees
@@ -57,19 +57,14 @@ def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
     structure = jax.tree.structure(shape)
 
     def walk(book: Book, leaves: Sequence[Array], inputs: Sequence[Array]) -> list[Array]:
-        if mutates:
-            return jaxpr_as_fun(closed)(*leaves, *inputs)
         book.sizes = {i: leaf.size for i, leaf in enumerate(leaves)}
         entering = [*(book.enter(i, leaf) for i, leaf in enumerate(leaves)), *inputs]
         value, *aux = _walk(closed.jaxpr, closed.consts, entering, book)
         return [*plain([value], book, "the result"), *plain(aux)]
 
     leaves, inputs = jax.tree.leaves(params), jax.tree.leaves(example)
-    # A view must be computable a second time; a value written to a reference is not.
-    mutates = any(e.primitive.name == "new_ref" for e in equations(closed.jaxpr))
-    written = dict.fromkeys(range(len(leaves) * mutates), "a mutable reference")
     book = settled(
-        Book(written), lambda book: jax.eval_shape(functools.partial(walk, book), leaves, inputs)
+        Book({}), lambda book: jax.eval_shape(functools.partial(walk, book), leaves, inputs)
     )
     materialised = book.materialised
 
@@ -134,13 +129,13 @@ def _rematerialised(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[A
     The data of its sites leave the region, because norms and sums need them. Other values, such as
     the weights of attention, do not.
     """
-    p, start, found = equation.params, len(book.sites), list[Any]()
+    p, start, walked = equation.params, len(book.sites), list[Any]()
 
     def region() -> tuple[list[Any], list[tuple[Array, ...]]]:
         child = Book(book.materialised, None if book.taps is None else book.taps[start:])
         child.sizes = book.sizes
         outputs = _walk(p["jaxpr"], (), inputs, child)
-        found[:] = child, outputs
+        walked[:] = child, outputs
         return plain(outputs), child.data
 
     # Inputs and taps are closed over: the values that the region reads become its inputs.
@@ -148,7 +143,7 @@ def _rematerialised(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[A
     prevent = marks if isinstance(marks, bool) else any(marks)
     again = jax.checkpoint(region, prevent_cse=prevent, policy=p["policy"])
     values, data = again()
-    child, outputs = found
+    child, outputs = walked
     for leaf, why in child.materialised.items():
         book.materialise([leaf], why)
     for site, noted in zip(child.sites, data, strict=True):
@@ -177,9 +172,9 @@ def _narrows(equation: JaxprEqn, inputs: Sequence[Any], book: Book) -> int | Non
 def _takes_a_row(equation: JaxprEqn, inputs: Sequence[Any]) -> bool:
     """Whether the equation is ``table[i]`` with a table of parameters and ``i`` from the data."""
     table, *starts = inputs  # none of a scalar
-    found = isinstance(table, View) and bool(table.leaves) and bool(starts)
-    found = found and not isinstance(starts[0], View)
-    return found and tuple(equation.params["slice_sizes"]) == (1, *table.value.shape[1:])
+    trained = isinstance(table, View) and bool(table.leaves) and bool(starts)
+    trained = trained and not isinstance(starts[0], View)
+    return trained and tuple(equation.params["slice_sizes"]) == (1, *table.value.shape[1:])
 
 
 def _row(table: Array, start: Array) -> Array:
@@ -233,8 +228,8 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
             if not smooth:
                 given = zip(inputs, equation.invars, strict=True)
                 inputs = [jnp.asarray(x, dtype(variable)) for x, variable in given]
-            found = bind(equation, inputs)
-            memo[id(views)] = [_rounded(*inputs, *found)] if cast else found
+            computed = bind(equation, inputs)
+            memo[id(views)] = [_rounded(*inputs, *computed)] if cast else computed
         return memo[id(views)]
 
     # Only a rearrangement keeps every norm, so only then is the view's norm the leaf's norm.
@@ -296,11 +291,11 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
 
     def mixed(leaves: Leaves, data: Sequence[Array], memo: Memo | None = None) -> list[Array]:
         memo, rest = {} if memo is None else memo, iter(data)
-        found = [
+        arguments = [
             views[i].of(leaves, memo) if i in views else next(rest) for i in range(len(inputs))
         ]
         wide = trees.wide(output.dtype)
-        return [x.astype(wide) if _is(jnp.floating, x) else x for x in found]
+        return [x.astype(wide) if _is(jnp.floating, x) else x for x in arguments]
 
     def run(arguments: Sequence[Array]) -> Array:
         wide = trees.wide(output.dtype)
@@ -351,8 +346,8 @@ def _in_full_precision(parameters: dict[str, Any], wide: Any) -> dict[str, Any]:
     changed = dict(parameters)
     if "precision" in changed:
         # Read when a gradient is formed: what is formed here is kept, or summed as it is.
-        found = precision_of(parameters)
-        changed["precision"] = None if found is None else (found, found)
+        precision = precision_of(parameters)
+        changed["precision"] = None if precision is None else (precision, precision)
     if "preferred_element_type" in changed:
         changed["preferred_element_type"] = wide
     return changed

@@ -103,9 +103,9 @@ def _one_by_one(
 def _check(loss: Traced, params: PyTree, example: PyTree) -> None:
     """Raises if a loss has no forward mode, or computes in anything narrower than float32."""
     program = jax.make_jaxpr(loss)(params, example).jaxpr
-    if own := [e.primitive.name for e in equations(program) if own_vjp(e)]:
+    if written := [e.primitive.name for e in equations(program) if own_vjp(e)]:
         raise TypeError(
-            f"clipping.jl: the loss uses {own[0]}, which may have no forward mode. "
+            f"clipping.jl: the loss uses {written[0]}, which may have no forward mode. "
             "Use jax.custom_jvp, or clip by exact norms (clipping.flat)."
         )
     # A solver that stops early is not linear, and forwards it stops elsewhere than backwards.
