@@ -450,6 +450,8 @@ CASES = {
         "norms and pools": lambda: linen(Normed(), (8, 8, 2)),
     },
 }
+SLOW = pytest.mark.slow
+GROUPS = [pytest.param(x, marks=SLOW if x == "networks" else ()) for x in CASES]
 
 
 def case(name):
@@ -544,7 +546,7 @@ def assert_is_the_definition(names, rule_of=by_leaf, tolerance=2e-5):
     slow=True,
 )
 @kills("gradients/_bookkeeping/scan_trace.py", "by_round,", "True,", case="networks", slow=True)
-@pytest.mark.parametrize("group", CASES)
+@pytest.mark.parametrize("group", GROUPS)
 def test_ghost_is_the_definition(group):
     assert_is_the_definition(CASES[group])
 
@@ -556,7 +558,7 @@ def test_ghost_is_the_definition_in_one_group(group):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("group", CASES)
+@pytest.mark.parametrize("group", GROUPS)
 def test_the_forms_of_accelerators_are_the_definition(group):
     with platforms.traced_for(platforms.ACCELERATOR):
         assert_is_the_definition(CASES[group], tolerance=5e-4)
