@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Common gradients: one gradient for all examples, which each example only scales.
+r"""Common gradients: one gradient for all examples, and each example only scales its slices.
 
 A weight decay in the loss, $\ell_i + r(w)$, adds the same gradient $R = \nabla r$ to every
-example; other numbers that are computed from parameters alone add $c_i R$. No example's gradient of
-the leaf is needed for them: with $D_i$ from all other sites,
+example. The gain of a normalised kernel adds $R$ with columns scaled by numbers $c_i$ of the
+example. No example's gradient of the leaf is needed for them: with $D_i$ from all other sites,
 
 $$ \lVert D_i + c_i R \rVert^2
-   = \lVert D_i \rVert^2 + 2 c_i \langle D_i, R \rangle + c_i^2 \lVert R \rVert^2, \qquad
+   = \lVert D_i \rVert^2 + 2 \langle D_i, c_i R \rangle + \lVert c_i R \rVert^2, \qquad
    \sum_i f_i (D_i + c_i R) = \sum_i f_i D_i + \Big( \sum_i f_i c_i \Big) R. $$
 """
 
@@ -32,20 +32,34 @@ from dpjax.gradients._bookkeeping.leaf_sums import (
 )
 from dpjax.gradients._bookkeeping.outer_products import product
 from dpjax.gradients._bookkeeping.primitives import form_of
+from dpjax.gradients._bookkeeping.sites import Site
 
 # Roundings of the squared norm of a sum, in units of eps and of the square of all parts.
 _ROUNDINGS = 4
 
 
 class Common(NamedTuple):
-    """The part of a leaf's gradients that is one gradient for all examples, up to a scale."""
+    """The part of a leaf's gradients that is one gradient for all examples, up to scales.
+
+    Args:
+      gradient: ``R``, of the leaf's shape.
+      scales: ``[batch, *slices]``.
+      axes: The axes of the leaf that count the slices, in order.
+    """
 
     gradient: Array
-    scales: Squares
+    scales: Array
+    axes: tuple[int, ...]
+
+    def spread(self, scales: Array) -> Array:
+        """Scales with axes of length 1 for the other axes of the leaf; other axes may lead."""
+        shape = [n if a in self.axes else 1 for a, n in enumerate(self.gradient.shape)]
+        return scales.reshape(*scales.shape[: scales.ndim - len(self.axes)], *shape)
 
     def sum(self, factors: Squares) -> Array:
         """The sum over examples; those with factor 0 contribute exactly 0."""
-        total = weighted_sum(jnp.where(factors != 0, self.scales, 0), factors)
+        counts = factors.reshape(-1, *(1,) * len(self.axes)) != 0
+        total = self.spread(weighted_sum(jnp.where(counts, self.scales, 0), factors))
         return jnp.where(total != 0, total * self.gradient, 0)
 
 
@@ -59,7 +73,7 @@ def divided(
     forms = {key: form_of(*entry) for key, entry in every.items()}
     parts: dict[int, tuple[dict[int, Array], Array]] = {}
     for leaf, sites in entries.items():
-        chosen = aside(leaves[leaf], [e.site for e in sites], [forms[id(e)] for e in sites])
+        chosen = aside(leaf, leaves[leaf], [e.site for e in sites], [forms[id(e)] for e in sites])
         rest[leaf] = [entry for k, entry in enumerate(sites) if k not in chosen]
         if chosen:
             # Inner products with a common gradient are of the gradient as its sum has it.
@@ -67,18 +81,26 @@ def divided(
         commons[leaf] = []
         for entry in (sites[k] for k in chosen):
             parts[id(entry)] = parts.get(id(entry)) or _parts(entry, leaves)
-            gradients, scales = parts[id(entry)]
-            commons[leaf].append(Common(gradients[leaf], scales))
+            commons[leaf].append(_common(leaf, entry.site, *parts[id(entry)]))
     return rest, commons
 
 
 def _parts(entry: Entry, leaves: Sequence[Array]) -> tuple[dict[int, Array], Array]:
-    """The gradients of the number of an entry by its leaves; and its scales."""
+    """What the scales of an entry multiply in the gradient of each leaf; and the scales."""
     site = entry.site
-    assert site.scale is not None
+    assert site.scales is not None
     assert site.unscaled is not None
-    gradients = pulled(sorted(site.leaves), leaves, site.unscaled)(jnp.ones(()))
-    return gradients, jax.vmap(site.scale, (None, 0, 0))(leaves, entry.data, entry.cotangent)
+    ones = jnp.ones_like(site.unscaled(leaves))
+    gradients = pulled(sorted(site.leaves), leaves, site.unscaled)(ones)
+    return gradients, jax.vmap(site.scales, (None, 0, 0))(leaves, entry.data, entry.cotangent)
+
+
+def _common(leaf: int, site: Site, gradients: Mapping[int, Array], scales: Array) -> Common:
+    # In the order of the leaf's axes, whatever the order of the view's.
+    axes = site.slices[leaf]
+    order = sorted(range(len(axes)), key=lambda k: axes[k])
+    scales = jnp.transpose(scales, (0, *(1 + k for k in order)))
+    return Common(gradients[leaf], scales, tuple(sorted(axes)))
 
 
 def norms_with(
@@ -108,7 +130,10 @@ def norms_with(
 
 def _dot(a: Common, b: Common) -> Squares:
     """The inner products of two common gradients, for each example."""
-    return a.scales * b.scales * jnp.sum(a.gradient * b.gradient)
+    both = {*a.axes, *b.axes}
+    rest = tuple(axis for axis in range(a.gradient.ndim) if axis not in both)
+    inner = jnp.sum(a.gradient * b.gradient, axis=rest, keepdims=True)
+    return _total(a.spread(a.scales) * b.spread(b.scales) * inner[None])
 
 
 def _cross(leaf: int, entry: Entry, common: Common, leaves: Sequence[Array]) -> Squares:
@@ -123,7 +148,17 @@ def _cross(leaf: int, entry: Entry, common: Common, leaves: Sequence[Array]) -> 
         parts = [jnp.zeros((x.shape[1], x.shape[2], form.g.shape[3]), x.dtype) for x in form.x]
         (parts,) = jax.vjp(place, parts)[1](common.gradient)
         along = added([_applied(*pair) for pair in zip(form.x, parts, strict=True)])
-    return common.scales * jnp.sum(along * form.g, axis=(1, 2, 3))
+    terms, scales = along * form.g, common.scales
+    if not common.axes:
+        return scales * _total(terms)
+    assert form.axes is not None
+    # The slices are among the outputs, which the form counts in an order of its own.
+    shape, outputs = common.gradient.shape, form.axes[2]
+    order = sorted(range(len(common.axes)), key=lambda k: outputs.index(common.axes[k]))
+    scales = jnp.transpose(scales, (0, *(1 + k for k in order)))
+    scales = scales.reshape(-1, *(shape[a] if a in common.axes else 1 for a in outputs))
+    terms = jnp.sum(terms, axis=(1, 2)).reshape(-1, *(shape[a] for a in outputs))
+    return _total(scales * terms)
 
 
 def _applied(x: Array, part: Array) -> Array:
@@ -133,3 +168,7 @@ def _applied(x: Array, part: Array) -> Array:
     # As a product of two matrices, for which XLA need not copy inputs and matrix into its layout.
     x = jnp.swapaxes(x, 2, 3)
     return product("nk,kd->nd", x.reshape(-1, x.shape[3]), part[0]).reshape(*x.shape[:3], -1)
+
+
+def _total(x: Array) -> Squares:
+    return jnp.sum(x, axis=tuple(range(1, x.ndim)))

@@ -39,7 +39,7 @@ _MANY = 6
 # Instantiated gradients are kept if they have at most this many times the numbers that the product
 # reads: a second product for the sum would cost more than the memory.
 _ROOM = 4
-# A gradient is common to all examples if a leaf has at least this many entries.
+# A gradient is common to all examples if a leaf has this many times the entries that scale it.
 _FEW = 4
 
 
@@ -106,16 +106,27 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     return Choice(rule, keep, instantiate, leaf.size + copied)
 
 
-def aside(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | None]) -> list[int]:
+def aside(
+    index: int, leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | None]
+) -> list[int]:
     """The sites of a leaf whose gradients are better taken as common to all examples."""
+
+    def few(site: Site) -> bool:
+        axes = site.slices.get(index)
+        return axes is not None and _FEW * math.prod(leaf.shape[a] for a in axes) <= leaf.size
+
+    common = [k for k, site in enumerate(sites) if few(site)]
+    counted = {a for k in common for a in sites[k].slices[index]}
 
     def meets(site: Site, form: Outer | None) -> bool:
         """Whether inner products with a common gradient need no gradient of an example."""
         if form is None or not site.isometry:
             return False
-        return not form.chosen or (not site.stacks and site.axes == tuple(range(leaf.ndim)))
+        if form.chosen:
+            return not counted and not site.stacks and site.axes == tuple(range(leaf.ndim))
+        alone = form.g.shape[1] == 1 and form.axes is not None and counted <= {*form.axes[2]}
+        return alone or not counted
 
-    common = [k for k, site in enumerate(sites) if site.number and leaf.size >= _FEW]
     pairs = zip(sites, forms, strict=True)
     rest = [meets(*pair) for k, pair in enumerate(pairs) if k not in common]
     return common if len(common) <= _MANY and all(rest) else []
@@ -133,7 +144,7 @@ def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
 
     def on_shapes(data: Sequence[Sequence[Array]], cotangents: Sequence[Array]) -> None:
         forms = list(map(form_of, sites, data, cotangents))
-        common = aside(leaf, sites, forms)
+        common = aside(index, leaf, sites, forms)
         rest = [k for k in range(len(sites)) if k not in common]
         choice = Choice("", False, 0, 0)
         if rest:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewrites: products of data with computed kernels, in the order that keeps leaves as they are.
 
-A kernel that is computed from leaves, such as ``w + a @ b`` (LoRA) or ``w * 0.1``, makes the
+A kernel that is computed from leaves, such as ``w + a @ b`` (LoRA) or ``w * gain``, makes the
 gradients of these leaves non-trivial functions of the kernel's gradient. The same product in
 another order needs no such function: in ``x @ w + (x @ a) @ b`` the leaves meet the data as they
 are. A rewrite is applied in float32 or wider alone, where the order changes the last bits only.
@@ -42,28 +42,38 @@ def rewritten(equation: JaxprEqn, inputs: Sequence[Any]) -> Rewritten | None:
 
 
 def _scaled(equation: JaxprEqn, inputs: Sequence[Any], operand: int) -> Rewritten | None:
-    """``(x @ w) * s`` in place of ``x @ (w * s)``, if ``s`` is a number."""
-    pair = _scale_of(inputs[operand])
+    """``(x @ w) * s`` in place of ``x @ (w * s)``, if ``s`` is the same for all inputs."""
+    contracted, batch = (sides[operand] for sides in equation.params["dimension_numbers"])
+    pair = _scale_of(inputs[operand], contracted)
     if pair is None:
         return None
     divides = inputs[operand].made[0].primitive.name == "div"
+    free = [a for a in range(pair[0].value.ndim) if a not in (*contracted, *batch)]
 
     def run(x: Array, base: Array, scale: Array) -> Array:
         y = _product(equation, x, base, operand)
-        number = jax.lax.slice(scale, [0] * scale.ndim, [1] * scale.ndim).reshape(())
+        if scale.ndim:
+            # Entries along contracted axes are equal: the first ones, in the order of the result.
+            ends = [1 if a in contracted else n for a, n in enumerate(scale.shape)]
+            scale = jax.lax.slice(scale, [0] * scale.ndim, ends)
+            scale = jax.lax.transpose(scale, [*batch, *free, *contracted])
+            scale = jax.lax.squeeze(scale, range(len(batch) + len(free), scale.ndim))
+            first = len(batch) + (y.ndim - len(batch) - len(free)) * operand
+            places = (*range(len(batch)), *range(first, first + len(free)))
+            scale = jax.lax.broadcast_in_dim(scale, y.shape, places)
         # By the reciprocal: a product is linear in the scale, and a quotient is not.
-        return y * (1 / number if divides else number)
+        return y * (1 / scale if divides else scale)
 
     return run, [inputs[1 - operand], *pair]
 
 
-def _scale_of(view: View) -> tuple[View, View] | None:
-    """Base and scale of a product or quotient whose scale is a number."""
+def _scale_of(view: View, axes: Sequence[int]) -> tuple[View, View] | None:
+    """Base and scale of a product or quotient whose scale is constant along these axes."""
     assert view.made is not None
     equation, (a, b) = view.made
     shape = jnp.shape(view.value)
     for base, by in ((a, b), (b, a))[: 1 if equation.primitive.name == "div" else 2]:
-        if jnp.shape(base.value) == shape and by.number:
+        if jnp.shape(base.value) == shape and (not jnp.shape(by.value) or by.constant >= {*axes}):
             return base, by
     return None
 
@@ -88,7 +98,7 @@ def _thin(view: View) -> bool:
         return False
     equation, views = view.made
     if equation.primitive.name in {"mul", "div"}:
-        pair = _scale_of(view)
+        pair = _scale_of(view, range(view.value.ndim))
         return pair is not None and _thin(pair[0])
     few = 2 * sum(v.value.size for v in views) <= view.value.size
     return equation.primitive.name == "dot_general" and few

@@ -129,7 +129,7 @@ def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> 
         output=jax.ShapeDtypeStruct((length, *site.output.shape), site.output.dtype),
         stacks=(by_round, *site.stacks),
         # Common gradients of rounds would add up for a shared view alone: they are not followed.
-        number=False,
+        slices={},
     )
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Array
 # All leaves in order; or, by number, the leaves that a site in a scan reads.
 Leaves: TypeAlias = Sequence[Array] | Mapping[int, Array]
 Memo = dict[int, list[Array]]
+Axes = tuple[int | None, ...]
 
 
 class View(NamedTuple):
@@ -33,7 +34,10 @@ class View(NamedTuple):
       isometry: Whether it only rearranges the entries of one leaf.
       axes: For each axis of the value the axis of the leaf, if it is a transpose of one leaf.
       depth: Number of equations between the value and a leaf in `leaves`.
-      number: Whether all entries are one number.
+      constant: Axes along which all entries are equal.
+      own: For each leaf in `leaves`, and for each axis of the value, the axis of the leaf with
+        which it runs: an entry depends on the leaf's entries with the same index alone. None for
+        an axis without that property.
       made: The equation whose only result it is, and the views that entered it.
     """
 
@@ -44,7 +48,8 @@ class View(NamedTuple):
     isometry: bool = False
     axes: tuple[int, ...] | None = None
     depth: int = 0
-    number: bool = False
+    constant: frozenset[int] = frozenset()
+    own: Mapping[int, Axes] = {}
     made: tuple[JaxprEqn, tuple[View, ...]] | None = None
 
 
@@ -67,10 +72,10 @@ class Site(NamedTuple):
       stacks: For each scan around the equation, outermost first: whether the view is sliced
         by it (layer after layer) or is the same in every round. Data, output and a sliced
         view have a leading axis for it.
-      number: Whether that input is one number: then the gradient of a leaf is one for all examples,
-        apart from a scale. See `common`.
-      scale: ``(leaves, data, cotangent) -> scale``.
-      unscaled: From all leaves to the number.
+      slices: Leaves whose gradient at this site is one gradient for all examples, apart from one
+        scale for each slice; and the axes of the leaf that count the slices. See `common`.
+      scales: ``(leaves, data, cotangent) -> scales``, one for each slice.
+      unscaled: From all leaves to the value that the scales multiply in the derivative.
     """
 
     leaves: frozenset[int]
@@ -85,8 +90,8 @@ class Site(NamedTuple):
     data: tuple[jax.ShapeDtypeStruct, ...]
     output: jax.ShapeDtypeStruct
     stacks: tuple[bool, ...] = ()
-    number: bool = False
-    scale: Callable[[Leaves, Sequence[Array], Array], Array] | None = None
+    slices: Mapping[int, tuple[int, ...]] = {}
+    scales: Callable[[Leaves, Sequence[Array], Array], Array] | None = None
     unscaled: Callable[[Leaves], Array] | None = None
 
 
@@ -136,10 +141,8 @@ class Book:
         alone, axes = frozenset([leaf]), tuple(range(value.ndim))
         # A frozen leaf in a scan still is a leaf from which its views are computed.
         trained_by = alone if trained else frozenset[int]()
-        number = not value.ndim
-        return View(
-            trained_by, alone, lambda leaves, *_: leaves[leaf], value, True, axes, 0, number
-        )
+        own = {leaf: axes} if trained else {}
+        return View(trained_by, alone, lambda leaves, *_: leaves[leaf], value, True, axes, own=own)
 
 
 def settled(book: Book, run: Callable[[Book], Any]) -> Book:
@@ -155,8 +158,7 @@ def settled(book: Book, run: Callable[[Book], Any]) -> Book:
 
 def constant(value: Any) -> View:
     """A view of no leaf."""
-    number = not jnp.ndim(value)
-    return View(frozenset(), frozenset(), lambda *_: jnp.asarray(value), value, number=number)
+    return View(frozenset(), frozenset(), lambda *_: jnp.asarray(value), value)
 
 
 def union(sets: Iterable[frozenset[int]]) -> frozenset[int]:

@@ -40,6 +40,7 @@ from dpjax.gradients._bookkeeping.sites import (
     settled,
     union,
 )
+from dpjax.gradients._bookkeeping.structure import slices, structure
 from dpjax.gradients._xla_cpu.primitives import bind_fast
 from dpjax.gradients.jaxprs import bind, equations, evaluate, inner_programs, own_vjp
 from dpjax.types import LossFn, PyTree
@@ -241,14 +242,14 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
         # A change of sign keeps the norm at one site, but not inner products of two sites.
         axes = None
     made = (equation, tuple(views)) if len(outputs) == 1 else None
-    moves = row.entrywise or row.rearranges or row.repeats
 
     def view(i: int, x: Any) -> View:
         # Integers have no gradient, even if they were computed from parameters.
         trained = leaves if _is(jnp.floating, x) else frozenset[int]()
-        number = not jnp.ndim(x) or (moves and all(v.number for v in views))
+        constant, axes_of = structure(equation, views, x)
+        runs = {leaf: along for leaf, along in axes_of.items() if leaf in trained}
         of = functools.partial(lambda i, *given: compute(*given)[i], i)
-        return View(trained, reads, of, x, bool(kept), axes, depth, number, made)
+        return View(trained, reads, of, x, bool(kept), axes, depth, constant, runs, made)
 
     return [view(i, x) for i, x in enumerate(outputs)]
 
@@ -287,7 +288,8 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
     views = {i: x for i, x in enumerate(inputs) if isinstance(x, View)}
     sources = {i: view for i, view in views.items() if view.leaves}
     view, data = sources[operand], tuple(x for x in inputs if not isinstance(x, View))
-    entrywise = known(equation.primitive.name).entrywise
+    entrywise, flat = known(equation.primitive.name).entrywise, tuple(view.constant)
+    sizes = [n for a, n in enumerate(view.value.shape) if a not in flat and n > 1]
 
     def mixed(leaves: Leaves, data: Sequence[Array], memo: Memo | None = None) -> list[Array]:
         memo, rest = {} if memo is None else memo, iter(data)
@@ -301,13 +303,18 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
         wide = trees.wide(output.dtype)
         return equation.primitive.bind(*arguments, **_in_full_precision(equation.params, wide))
 
-    def scale(leaves: Leaves, data: Sequence[Array], cotangent: Array) -> Array:
+    def scales(leaves: Leaves, data: Sequence[Array], cotangent: Array) -> Array:
         inputs = mixed(leaves, data)
 
         def by_view(x: Array) -> Array:
             return run([*inputs[:operand], x, *inputs[operand + 1 :]])
 
-        return jnp.sum(jax.vjp(by_view, inputs[operand])[1](cotangent)[0])
+        (gradient,) = jax.vjp(by_view, inputs[operand])[1](cotangent)
+        return jnp.sum(gradient, axis=flat).reshape(sizes)
+
+    def unscaled(leaves: Leaves) -> Array:
+        places = (0 if a in flat else slice(None) for a in range(view.value.ndim))
+        return view.of(leaves)[tuple(places)].reshape(sizes)
 
     # The forward pass keeps the dtypes of the model; `apply` is for the gradient and is widened.
     (output,) = bind_fast(equation, plain(inputs))
@@ -325,9 +332,9 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
         apply=lambda leaves, data, memo=None: run(mixed(leaves, data, memo)),
         data=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in data),
         output=jax.ShapeDtypeStruct(output.shape, output.dtype),
-        number=entrywise and view.number and view.value.size > 0 and len(sources) == 1,
-        scale=scale,
-        unscaled=lambda leaves: view.of(leaves)[(0,) * view.value.ndim],
+        slices=slices(view) if entrywise and view.value.size and len(sources) == 1 else {},
+        scales=scales,
+        unscaled=unscaled,
     )
     book.record(site, data)
     return tapped
