@@ -60,8 +60,6 @@ def test_a_step_is_lowered_for_the_platform_that_is_named(gradient, platform):
     marks = ("stablehlo.while", "stablehlo.optimization_barrier")
     assert [mark in text for mark in marks] == 2 * [platform == "cpu"]
     assert ("select_and_scatter" in text) == (platform != "cpu")
-    # No patches of 9 x 32 numbers for each pixel, of any microbatch.
-    assert ("x9x32x1x32x32xf32" in text or "x8x32x1x32x32xf32" in text) == (platform == "cpu")
 
 
 def test_the_mesh_in_force_settles_the_platform():
@@ -226,9 +224,9 @@ def test_norm_and_sum_are_of_the_same_rounded_numbers():
     gradient = short[0].astype(np.float64).T @ short[1]
     want = gradient * float(result.factors[0, 0])
     np.testing.assert_allclose(result.value, want, rtol=1e-5, atol=1e-5 * want.max())
-    # The norm is rounded up, by little.
+    # The norm grows by what the sum may drop.
     longer = float(result.norms[0, 0]) / np.linalg.norm(gradient)
-    assert 1 + 1e-4 < longer < 1.001
+    assert 1 + 1e-5 < longer < 1.001
 
 
 @kills(
