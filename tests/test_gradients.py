@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`clipped_grad`: what it returns, what it refuses, whose models it takes."""
 
-import contextlib
-import dataclasses
 import functools
 import subprocess
 import sys
@@ -19,7 +17,8 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import clipped_grad, clipping, gradients, losses, meshes, testing
+from dpjax import clipped_grad, clipping, gradients, losses, testing
+from dpjax.gradients import batching
 from dpjax.gradients._bookkeeping import sites
 from dpjax.gradients.batching import Rows
 from dpjax.gradients.clipped_grad import clipped_sum
@@ -32,11 +31,6 @@ RULE = clipping.flat(1.0)
 
 def loss(w, x):
     return 0.5 * jnp.sum((w - x) ** 2)
-
-
-def bare(examples):
-    """One step on all the data, without noise."""
-    return mechanism_with(sampling=dpjax.sampling.full(examples), noise_multiplier=0.0, steps=1)
 
 
 def test_aux_comes_out_a_row_an_example():
@@ -78,7 +72,7 @@ def test_layouts_are_chosen_from_the_shapes():
 
     small = gradients.layout(loss, jnp.zeros(784), example, 4096, "scan")
     large = gradients.layout(matrix, params, example, 4096, "scan")
-    assert small.microbatch_size == 4096
+    assert small.microbatch_size == 1024  # the most, see `dpjax.gradients.batching`
     assert 1 <= large.microbatch_size < small.microbatch_size
     # Book-keeping holds activations; the matrix never has a gradient per example.
     held = functools.partial(bytes_per_example, Traced(matrix), params, example)
@@ -89,34 +83,19 @@ def test_layouts_are_chosen_from_the_shapes():
 
 def test_frozen_weights_are_worth_larger_microbatches():
     def size(loss, example):
-        layout = gradients.layout(loss, jnp.zeros(512), example, 10**6, devices=1)
+        layout = gradients.layout(loss, jnp.zeros(8192), example, 10**6, devices=1)
         return layout.microbatch_size
 
     def product(inputs):
-        weights = np.zeros((inputs, 512), np.float32)
+        weights = np.zeros((inputs, 8192), np.float32)
         example = jax.ShapeDtypeStruct((inputs,), jnp.float32)
         return size(lambda b, x: jnp.sum(jnp.tanh(x @ weights + b)), example)
 
     # A table whose rows are read is no weight of a product.
-    table = jnp.zeros((32_768, 512))
+    table = jnp.zeros((2048, 8192))
     row = jax.ShapeDtypeStruct((), jnp.int32)
     rows = size(lambda b, i: jnp.sum(jnp.tanh(table[i] + b)), row)
-    assert product(32_768) > 8 * max(product(8), rows)
-
-
-def test_programs_inside_a_program_are_counted():
-    w, x = jnp.zeros((10, 1000)), jnp.zeros(10)
-
-    def bytes_of(inside):
-        return bytes_per_example(Traced(inside), w, x, "vmap")
-
-    def values(w, x):
-        return jnp.sum(jnp.sin(x @ w))
-
-    once = bytes_of(values)
-    assert bytes_of(jax.jit(values)) == bytes_of(jax.checkpoint(values)) == once
-    both = bytes_of(lambda w, x: jax.lax.cond(x[0] > 0, values, lambda w, x: values(w, -x), w, x))
-    assert both - 8 * w.size > 1.9 * (once - 8 * w.size)
+    assert product(2048) > 4 * max(product(8), rows)
 
 
 @pytest.mark.slow
@@ -163,34 +142,20 @@ def with_leaf(extra):
 
 PAIR = jnp.zeros((2, 3))
 NORMALISED = {"params": jnp.zeros(3), "batch_stats": {"mean": jnp.zeros(3)}}
-HINT = "expected a real scalar.*has_aux=True"
 TEACHES = [
-    (TypeError, called(loss=jnp.zeros(())), "function itself"),
+    (TypeError, called(loss=jnp.zeros(())), "expected a function"),
     (ValueError, called(engine="fast"), "one of auto, vmap"),
-    (ValueError, called(engine="scan", microbatch_size=0), "at least 1"),
-    (ValueError, called(engine="scan", microbatch_size=8.5), r"8\.5.*whole number.*division"),
-    (ValueError, called(devices="2"), r"^clipped_grad\(devices='2'\): expected a number"),
+    (ValueError, called(engine="scan", microbatch_size=8.5), r"8\.5.*whole number"),
     (TypeError, called(rule=1.0), r"is a float; .*clipping\.flat\(1\.0\)"),
     (TypeError, called(has_aux=True), r"expected \(scalar, aux\)"),
     (ValueError, called(loss=lambda w, x: w - x), "^clipped_grad: .*expected a real scalar"),
-    (ValueError, called(loss=lambda w, x: (loss(w, x), 1)), HINT),
     (ValueError, called((PAIR, jnp.zeros(3))), "leading axis of one length"),
-    (ValueError, called(jnp.zeros(())), "batch axis"),
-    (ValueError, called(PAIR, jnp.ones(3)), "one entry per example"),
     (
         ValueError,
         called(loss=lambda p, x: loss(p["params"], x), params=NORMALISED),
-        "hold .batch_stats.*GroupNorm",
+        "hold .batch_stats",
     ),
-    (TypeError, with_leaf(jax.random.key(0)), r"^clipped_grad: leaf extra is key<fry>; expected"),
     (TypeError, with_leaf(jnp.arange(3)), "^clipped_grad: leaf extra is int32; expected floating"),
-    (TypeError, with_leaf(3), "^clipped_grad: leaf extra is int32; expected floating"),
-    (
-        TypeError,
-        with_leaf(jnp.ones(3, bool)),
-        "^clipped_grad: leaf extra is bool; expected floating",
-    ),
-    (TypeError, with_leaf(jnp.sin), r"^clipped_grad: leaf extra is .*eqx.partition"),
     (ValueError, called(loss=lambda p, x: jnp.sum(x), params={}), "there are no parameters"),
 ]
 
@@ -199,13 +164,6 @@ TEACHES = [
 def test_errors_teach(error, call, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_whole_sizes_may_be_floats():
-    found = clipped_grad(loss, RULE, "scan", microbatch_size=1.0, devices=np.float32(1))
-    want = clipped_grad(loss, RULE, "scan", microbatch_size=1, devices=1)
-    batch = jnp.arange(6.0).reshape(2, 3)
-    np.testing.assert_array_equal(found(jnp.zeros(3), batch).value, want(jnp.zeros(3), batch).value)
 
 
 # The loss is any pure function: each library's models come as they are. ----------------
@@ -290,13 +248,6 @@ def test_weights_are_held_to_one():
 
 @pytest.mark.sample(1)
 @kills("gradients/batching.py", "Total(start) if", "Total(zeros) if", case="2-5-ghost", slow=True)
-@kills(
-    "gradients/batching.py",
-    "Total(zeros, first, none)",
-    "Total(zeros, none, none)",
-    case="2-40-ghost",
-    slow=True,
-)
 @pytest.mark.parametrize("engine", gradients.ENGINES)
 @pytest.mark.parametrize(("size", "examples"), [(2, 5), (5, 5), (2, 40)])
 @pytest.mark.promotes
@@ -319,25 +270,64 @@ def test_a_sum_is_added_to_what_was_there(engine, size, examples):
     assert alone["table"][3].all()
 
 
-@pytest.mark.sample(1)
+def hostile(size, micro):
+    """Numbers from 0 to 1 whose microbatches round down, until one example shifts all of them."""
+    x, total, last = np.zeros(size), 0.0, 0.0
+    for k in range(size // micro):
+        unit = 2.0 ** (np.floor(np.log2(max(total, 1))) - 23)  # the last bit of the running sum
+        rounded = np.floor(0.98 * micro / unit) * unit
+        now = last - 0.02 * unit if k % 100 else 0.0
+        x[k * micro : (k + 1) * micro] = (rounded + 0.49 * unit) / micro
+        x[k * micro] -= now
+        x[(k + 1) * micro - 1] += now
+        total, last = total + rounded, now
+    return np.clip(x, 0, 1).astype(np.float32)
+
+
+@kills("gradients/batching.py", "math.isqrt(2**11 // size)", "2**16 // size", case="clipped_grad-2")
 @kills(
-    "gradients/_bookkeeping/leaf_sums.py",
-    "jnp.where(each != 0, each * self.cotangent, 0)",
-    "each * self.cotangent",
-    slow=True,
+    "gradients/batching.py", "low + ((high - (rounded - back)) + (block - back))", "low", slow=True
 )
-@pytest.mark.parametrize("engine", gradients.ENGINES)
-def test_what_is_broken_does_not_get_into_a_table(engine):
-    params, ids = {"table": jnp.ones((4, 2))}, jnp.array([[1], [1], [2]])
+@pytest.mark.parametrize(("path", "micro"), [("clipped_grad", 2), ("dpsgd", 16)])
+def test_one_example_moves_a_long_sum_by_its_bound(path, micro):
+    rows = hostile(8192, micro)
 
-    def loss(p, example):
-        row, x = example
-        return jnp.sum(p["table"][row] * x)
+    def total(x):
+        if path == "clipped_grad":
+            clipped = clipped_grad(lambda w, x: w * x, RULE, "vmap", micro)
+            return float(jax.jit(clipped)(jnp.zeros(()), jnp.asarray(x)).value)
+        mechanism = mechanism_with(sampling=dpjax.sampling.full(len(x)), noise_multiplier=0.0)
+        options = {"engine": "vmap", "microbatch_size": micro}
+        run = dpjax.dpsgd(lambda w, x: -w * x, optax.sgd(float(len(x))), mechanism, x, **options)
+        return float(run.step(run.init(jax.random.key(0), jnp.zeros(())))[0].params)
 
-    batch = ids, jnp.array([1.0, jnp.nan, jnp.inf])
-    table = clipped_grad(loss, clipping.flat(1.0), engine)(params, batch).value["table"]
-    np.testing.assert_allclose(table[1], 0.5**0.5 * np.ones(2), rtol=1e-6)
-    assert not table[np.array([0, 2, 3])].any()
+    moved = total(np.append(np.float32(1), rows)) - total(rows)
+    # Reading the sum as one array rounds it once: half of its last bit on either side.
+    assert abs(moved - 1) <= 2**-11 + 2 * np.spacing(np.float32(rows.sum()))
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_sum_in_two_parts_moves_by_one_bound(devices):
+    shares = hostile(60_000, 2).reshape(devices, -1, 2)
+    zero = jnp.zeros(())
+
+    @jax.jit
+    def total(first):
+        def add(carry, pair):
+            return batching.settled(carry._replace(block=pair[0] + pair[1])), None
+
+        def share(pairs):
+            done = jax.lax.scan(add, batching.Total(zero, zero, zero), pairs[:-1])[0]
+            return done._replace(block=jnp.sum(pairs[-1]))  # a block that has not ended
+
+        every = [share(x) for x in jnp.asarray(shares).at[0, 0, 0].set(first)]
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *every)
+        layout = batching.Layout(2, jax.sharding.AbstractMesh((devices,), ("data",)), ("data",))
+        join = jax.vmap(lambda x: batching._joined(x, (), layout, [60_000.0]), axis_name="data")
+        return [part[0] for part in join(stacked)[:2]]
+
+    with_it, without = (sum(map(np.float64, total(first))) for first in (1 / 3, 0.0))
+    assert abs(with_it - without - 1 / 3) < 1e-5
 
 
 TWO_DEVICES = """
@@ -366,7 +356,6 @@ np.testing.assert_allclose(plain_grad(loss, devices=2)(w, x), mean, rtol=1e-5)
 
 
 @pytest.mark.slow
-@kills("gradients/batching.py", "jnp.sum(x, axis=0), parts.value", "x[0], parts.value", slow=True)
 def test_two_devices_are_one():
     subprocess.run([sys.executable, "-c", TWO_DEVICES], check=True, timeout=120)
 
@@ -464,7 +453,6 @@ def step_of(w, x):
 IN_A_SHARD_MAP = {
     "clipped_grad": over_index,
     "clip_and_sum": link_of(rows_of),
-    "clipping.clip": lambda w, x: clipping.clip(RULE, rows_of(w, x))[0],
     "dpsgd": step_of,
     "gradients.plain_grad": lambda w, x: gradients.plain_grad(loss)(w, x),
 }
@@ -487,30 +475,7 @@ def test_a_shard_map_that_sums_gradients_by_itself_is_refused(call):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", IN_A_SHARD_MAP)
-def test_a_shard_map_that_sums_no_gradients_changes_no_sum(call):
-    find, w, x = IN_A_SHARD_MAP[call], jnp.zeros(3), jnp.ones((2, 3)) / 4
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    specs = {"in_specs": (jax.P(), jax.P("d")), "out_specs": jax.P(), "check_vma": False}
-    np.testing.assert_allclose(jax.shard_map(find, mesh=mesh, **specs)(w, x), find(w, x))
-
-
-def test_under_a_mesh_of_ones_own_devices_are_not_chosen():
-    """Each of its programs would be given to all of them, which its mesh does not allow."""
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    asked = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "local_device_count", lambda: 2)
-        patch.setattr(meshes, "of_host", asked.append)
-        for entered in (contextlib.nullcontext, lambda: jax.set_mesh(mesh)):
-            with entered():
-                gradients.layout(loss, jnp.ones(3), jnp.ones(3), batch_size=64, microbatch_size=8)
-    assert asked == [2, 1]
-
-
-@pytest.mark.slow
 @kills("gradients/nan_isolation.py", 'refuse_split("clipped_grad", rows.batch)', "pass", slow=True)
-@kills("gradients/clipped_grad.py", "isolated(estimated, by_patches)", "estimated", slow=True)
 @kills(
     "gradients/sharding_checks.py",
     "if not sharding.is_fully_replicated:",
@@ -535,32 +500,6 @@ def images(broken=None):
 
 
 @pytest.mark.slow
-@kills(
-    "gradients/nan_isolation.py",
-    "jax.lax.map(function, rows) if _grouped_by_rows(together, rows) else together(rows)",
-    "together(rows)",
-    slow=True,
-)
-@pytest.mark.promotes
-def test_a_broken_image_takes_no_weight_from_others():
-    """A weight that is NaN is 0, and one example must not make the weights of others NaN."""
-
-    def weigh(step, w, x):
-        return 1 / (1 + jnp.linalg.norm(jax.grad(convolved)(w, x)))
-
-    def released(broken, **options):
-        x, w = images(broken)
-        algorithm = dpjax.dpsgd(convolved, optax.sgd(1.0), bare(5), x, weights=weigh, **options)
-        return algorithm.step(algorithm.init(w, jax.random.key(0)))[0].params
-
-    with jax.enable_x64(True):
-        x, w = images()
-        sums = clipped_grad(convolved, RULE)(w, x, np.arange(5) != 1, [weigh(0, w, i) for i in x])
-        np.testing.assert_allclose(w - sums.value / 5, released(1), rtol=1e-9)
-
-
-@pytest.mark.slow
-@kills("gradients/clipped_grad.py", "isolated(estimated, by_patches)", "estimated", slow=True)
 @pytest.mark.promotes
 def test_a_broken_image_leaves_estimated_norms_of_others_alone():
     def loss(w, x):
@@ -599,42 +538,6 @@ def test_examples_are_taken_one_by_one_where_another_compiler_mixes_them(monkeyp
     want = found(x, np.arange(5) != 1).value
     np.testing.assert_allclose(found(broken, np.ones(5, bool)).value, want, rtol=1e-5)
     assert np.abs(want).max() > 0.1
-
-
-def test_an_example_without_a_finite_loss_spoils_no_mean_and_is_told_once_a_run(caplog):
-    """The gradient of a label out of range is finite, and counts."""
-
-    def scored(w, example):
-        x, label = example
-        return losses.cross_entropy(x * w, label) + 0.1 * jnp.sum(w**2)
-
-    x, labels = jnp.ones((4, 3)), jnp.array([0, 9, 2, 1])
-    plan = dataclasses.replace(bare(4), steps=2)
-    algorithm, told = dpjax.dpsgd(scored, optax.sgd(1.0), plan, (x, labels)), []
-    for seed in (0, 0, 1):
-        caplog.clear()
-        state, info = algorithm.step(algorithm.init(jnp.ones(3), jax.random.key(seed)))
-        algorithm.step(state)
-        told.append(caplog.text.count("dpsgd: 1 of 4 examples have a finite gradient"))
-    assert float(info.loss) == pytest.approx(np.log(3) + 0.3)
-    assert (info.examples, info.dropped) == (4, 0)
-    assert told == [1, 1, 1]
-    assert "1 to K instead of 0 to K-1" in caplog.text
-
-
-@pytest.mark.slow
-def test_plain_grad_is_the_gradient_of_the_mean():
-    module = linen.Sequential([linen.Conv(4, (3, 3)), linen.tanh, jnp.ravel, linen.Dense(3)])
-    batch = jax.random.normal(jax.random.key(0), (5, 6, 6, 1))
-    params = module.init(jax.random.key(1), batch[0])
-
-    def loss(p, x):
-        return jnp.sum(module.apply(p, x) ** 2)
-
-    want = jax.grad(lambda p: jnp.mean(jax.vmap(loss, (None, 0))(p, batch)))(params)
-    got = jax.jit(gradients.plain_grad(loss))(params, batch)
-    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_frozen_leaves_have_no_site():

@@ -5,9 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mutation import kills
 
-from dpjax.gradients.jaxprs import depends, equations, evaluate
+from dpjax.gradients.jaxprs import equations, evaluate
 
 
 def branches(x, y):
@@ -43,25 +42,6 @@ def test_a_program_is_evaluated_as_jax_does(function):
     found = evaluate(closed.jaxpr, closed.consts, [1.5, 2.0])
     for ours, theirs in zip(found, jax.tree.leaves(function(1.5, 2.0)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-@kills("gradients/jaxprs.py", "endless or output for", "output for", slow=True)
-@kills("gradients/jaxprs.py", "moving[0] or any(branches)", "any(branches)", slow=True)
-@pytest.mark.parametrize(
-    ("function", "by_x", "by_y"),
-    [
-        (branches, [True, True], [True, False]),
-        (rounds, [True, True], [True, True]),
-        (until, [True, False], [False, True]),
-        (running, [True, False], [False, False]),
-        (inside, [True, False, False], [False, True, False]),
-        (beside_an_array, [True, False, False], [False, True, False]),
-    ],
-)
-def test_outputs_depend_on_what_moves_them(function, by_x, by_y):
-    program = jax.make_jaxpr(function)(1.5, 2.0).jaxpr
-    assert depends(program, [True, False])[: len(by_x)] == by_x
-    assert depends(program, [False, True])[: len(by_y)] == by_y
 
 
 def test_equations_of_inner_programs_are_listed():

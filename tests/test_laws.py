@@ -232,9 +232,6 @@ def test_an_example_that_is_not_finite_contributes_exactly_nothing(rule, bad):
     slow=True,
 )
 @kills(
-    "gradients/_bookkeeping/ghost.py", "groups[i]]\n", "0]\n", case="per_group-by layer", slow=True
-)
-@kills(
     "gradients/_bookkeeping/ghost.py",
     "squares[groups[i]] = squares[groups[i]] + square\n    # Squared norms",
     "squares[0] = squares[0] + square\n    # Squared norms",
@@ -397,7 +394,7 @@ def test_a_tuple_of_multipliers_gives_each_group_its_own_noise():
 )
 @kills("noise/link.py", "step=state.step + 1", "step=state.step", slow=True)
 @kills(
-    "_packing.py",
+    "trees.py",
     "jnp.split(array.reshape(-1), list(itertools.accumulate(sizes))[:-1])",
     "[array.reshape(-1)[:size] for size in sizes]",
     slow=True,

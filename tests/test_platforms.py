@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The platform that a program is lowered for decides."""
 
-import itertools
 import re
 import types
 from functools import partial
@@ -15,8 +14,8 @@ from jax.sharding import Mesh
 from mutation import kills
 
 from dpjax import clipped_grad, clipping, gradients, testing
-from dpjax.gradients import platforms, sharding_checks
-from dpjax.gradients._bookkeeping import cost, leaf_norms, leaf_sums, outer_products, patches
+from dpjax.gradients import platforms
+from dpjax.gradients._bookkeeping import cost, leaf_norms, leaf_sums, outer_products
 from dpjax.gradients._bookkeeping.trace import trace
 from dpjax.gradients.jaxprs import equations
 
@@ -61,8 +60,6 @@ def test_a_step_is_lowered_for_the_platform_that_is_named(gradient, platform):
     marks = ("stablehlo.while", "stablehlo.optimization_barrier")
     assert [mark in text for mark in marks] == 2 * [platform == "cpu"]
     assert ("select_and_scatter" in text) == (platform != "cpu")
-    # No patches of 9 x 32 numbers for each pixel, of any microbatch.
-    assert ("x9x32x1x32x32xf32" in text or "x8x32x1x32x32xf32" in text) == (platform == "cpu")
 
 
 def test_the_mesh_in_force_settles_the_platform():
@@ -108,7 +105,7 @@ def test_an_accelerator_takes_the_batch_in_one_piece_while_it_fits():
     on_cpu = gradients.layout(convolved, PARAMS, row, 512)
     with platforms.traced_for("tpu"):
         assert gradients.layout(convolved, PARAMS, row, 512) == gradients.Layout(512)
-        assert gradients.layout(convolved, PARAMS, row, 2**20).microbatch_size < 2**14
+        assert gradients.layout(convolved, PARAMS, row, 2**20).microbatch_size == 1024
     assert on_cpu.microbatch_size < 64
 
 
@@ -150,21 +147,6 @@ def test_convolutions_in_a_derivative_of_the_users_own_are_not_left_to_xla():
     assert gradients.layout(held, jnp.ones(3), row, 8, devices=mesh).axes == ("data", "model")
     plain = gradients.layout(lambda w, x: w @ x[:3], jnp.ones(3), row, 8, devices=mesh)
     assert plain.axes == ("data",)
-
-
-@kills(
-    "gradients/layout.py", "return share if platforms.on_gpu() else min", "return min", slow=True
-)
-@kills("gradients/layout.py", "min(share, _ON_TPU)", "share", slow=True)
-def test_more_memory_is_for_microbatches_of_a_gpu_alone(monkeypatch):
-    row, sizes = jax.ShapeDtypeStruct(IMAGES.shape[1:], jnp.float32), {}
-    for gigabytes, platform in itertools.product((16, 96), ("tpu", "gpu")):
-        monkeypatch.setattr(platforms, "memory_limit", lambda of=gigabytes: of * 2**30)
-        with platforms.traced_for(platform):
-            found = gradients.layout(convolved, PARAMS, row, 2**20)
-        sizes[gigabytes, platform] = found.microbatch_size
-    assert sizes[96, "tpu"] == sizes[16, "tpu"]
-    assert sizes[96, "gpu"] > 2 * sizes[16, "gpu"]
 
 
 def positions(w, example, precision: str | None = "high"):
@@ -210,9 +192,9 @@ def test_an_example_of_2048_tokens_has_no_table_of_its_own():
     "gradients/_bookkeeping/leaf_sums.py", "high, rounded(x - high)", "high, 0 * high", slow=True
 )
 @kills(
-    "gradients/_bookkeeping/ghost.py",
-    "entry.rounded().scaled(each)",
-    "entry.scaled(each)",
+    "gradients/_bookkeeping/leaf_sums.py",
+    "entry.rounded().scaled(factors)",
+    "entry.scaled(factors)",
     slow=True,
 )
 @kills(
@@ -221,7 +203,12 @@ def test_an_example_of_2048_tokens_has_no_table_of_its_own():
     "form_of(*entry) for",
     slow=True,
 )
-@kills("gradients/_bookkeeping/leaf_norms.py", "DROPPED * added(", "0 * added(", slow=True)
+@kills(
+    "gradients/_bookkeeping/leaf_norms.py",
+    "DROPPED * _uncancelled(short)",
+    "0 * _uncancelled(short)",
+    slow=True,
+)
 def test_norm_and_sum_are_of_the_same_rounded_numbers():
     """The norm takes one pass, the sum two, for the digits of factors."""
     short = [np.asarray(lax.reduce_precision(drawn((32, 400)), 8, 10)) for _ in range(2)]
@@ -237,15 +224,15 @@ def test_norm_and_sum_are_of_the_same_rounded_numbers():
     gradient = short[0].astype(np.float64).T @ short[1]
     want = gradient * float(result.factors[0, 0])
     np.testing.assert_allclose(result.value, want, rtol=1e-5, atol=1e-5 * want.max())
-    # The norm is rounded up, by little.
+    # The norm grows by what the sum may drop.
     longer = float(result.norms[0, 0]) / np.linalg.norm(gradient)
-    assert 1 + 1e-4 < longer < 1.001
+    assert 1 + 1e-5 < longer < 1.001
 
 
 @kills(
     "gradients/_bookkeeping/common.py",
-    "[entry.rounded() for entry in own[leaf]]",
-    "own[leaf]",
+    "[entry.rounded() for entry in rest[leaf]]",
+    "rest[leaf]",
     slow=True,
 )
 @pytest.mark.slow
@@ -267,24 +254,6 @@ def test_a_common_gradient_meets_rounded_numbers(monkeypatch):
     # The decay of the weights has the same gradient.
     longer = float(result.norms[0, 0]) / np.linalg.norm(2 * gradient)
     assert 1 <= longer < 1.001
-
-
-@kills("gradients/_bookkeeping/leaf_sums.py", "HIGHEST if whole else", "", slow=True)
-def test_a_common_gradient_meets_all_digits_where_the_loss_asks_for_more_than_one_pass(monkeypatch):
-    """Three passes round the product otherwise than the inner products with the decay."""
-    for module in (leaf_norms, leaf_sums):
-        monkeypatch.setattr(module, "product", in_one_pass)
-    x = g = jnp.full((32, 40), 1 + 2.0**-13)  # which 11 digits round down
-
-    def loss(w, example):
-        return positions(w, example, precision="high") + jnp.sum(w**2)
-
-    # The decay cancels most of the gradient of the data, and leaves more of its rounding.
-    w = -0.95 * (x.T @ g) / 2
-    with platforms.traced_for(platforms.ACCELERATOR):
-        assert "instantiate + common" in gradients.explain(loss, w, (x, g))
-        result = clipped_grad(loss, clipping.flat(1e9))(w, (x[None], g[None]))
-    assert np.linalg.norm(result.value) <= float(result.norms[0, 0])
 
 
 @kills(
@@ -327,34 +296,19 @@ def of_sides(w, x, **options):
     )
 
 
-@kills(
-    "gradients/_bookkeeping/patches.py",
-    "for a in range(pairs.ndim)]",
-    "for a in range(0)] * pairs.ndim",
-    slow=True,
-)
-@kills("gradients/_bookkeeping/patches.py", "(place < n)", "(place <= n)", slow=True)
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("rule", "kernel", "image", "options"),
     [
-        ("instantiate", (3, 3), (16, 15), {}),
         ("instantiate", (3, 2), (11, 12), {"padding": ((1, 1), (0, 1))}),
         ("instantiate", (3, 3), (12, 11), {"rhs_dilation": (2, 1)}),
-        ("instantiate", (3, 2, 3), (6, 7, 5), {}),
-        ("instantiate", (3,), (200,), {}),
-        ("gram", (3, 3), (6, 6), {}),
-        ("gram", (3, 3), (8, 7), {"padding": "VALID", "rhs_dilation": (1, 2)}),
-        ("gram", (3, 3), (7, 6), {"window_strides": (2, 2)}),
         ("gram", (4, 2), (7, 6), {"window_strides": (2, 1), "padding": ((2, -1), (0, 3))}),
-        ("gram", (3, 2, 3), (3, 4, 3), {}),
         ("gram", (3,), (9,), {}),
     ],
 )
 def test_convolutions_of_many_channels_are_the_definition(
     rule, kernel, image, options, monkeypatch
 ):
-    """In shifts of one long axis, or with norms from inner products of pixels."""
     monkeypatch.setattr(cost, "_PAIR", 0 if rule == "gram" else np.inf)
     w, x = drawn((*kernel, 40, 24)), drawn((5, *image, 40))
 
@@ -413,31 +367,6 @@ def test_gradients_of_a_bfloat16_loss_are_kept_as_it_has_them(monkeypatch):
             assert not kept(w, x)
 
 
-@pytest.mark.slow
-@kills(
-    "gradients/_bookkeeping/common.py",
-    "norms(leaf, own, leaves, bool(commons))",
-    "norms(leaf, own, leaves)",
-    slow=True,
-)
-def test_a_common_gradient_meets_gradients_that_are_not_rounded(monkeypatch):
-    """The decay of the weights takes away all but 3 % of the gradient of the data."""
-    monkeypatch.setattr(cost, "_PAIR", np.inf)
-
-    def loss(w, example):
-        x, g = example
-        product = (x @ w.astype(jnp.bfloat16)) * g
-        return jnp.sum(product.astype(jnp.float32)) - jnp.sum(w**2) / 2
-
-    with platforms.traced_for("gpu"):
-        for seed in (0, 4):
-            x, g = (drawn((64, n), seed).astype(jnp.bfloat16) for n in (40, 24))
-            w = 0.97 * x.astype(jnp.float32).T @ g.astype(jnp.float32)
-            assert "instantiate + common, kept" in gradients.explain(loss, w, (x, g))
-            alone = clipped_grad(loss, FLAT)(w, (x[None], g[None])).value
-            assert 0.4 < float(jnp.linalg.norm(alone)) <= 0.5 * (1 + 1e-4)
-
-
 def few_channels(w, x, **options):
     options = {"window_strides": (1, 1), "dimension_numbers": ("NHWC", "HWIO", "NHWC"), **options}
     y = lax.conv_general_dilated(x[None], w, padding="SAME", **options)
@@ -445,7 +374,7 @@ def few_channels(w, x, **options):
     return jnp.sum(jnp.sin(jnp.where(jnp.isfinite(y), y, 0)))
 
 
-SHAPES = {
+ON_A_GPU = {
     "few channels": (few_channels, (3, 3, 4, 4), (5, 6, 6, 4)),
     "depthwise": (
         lambda w, x: few_channels(w, x, feature_group_count=4),
@@ -453,9 +382,6 @@ SHAPES = {
         (5, 6, 6, 4),
     ),
     "many entries": (few_channels, (6, 5, 32, 2), (5, 6, 6, 32)),
-}
-ON_A_GPU = {
-    **SHAPES,
     "many channels": (few_channels, (3, 3, 32, 4), (5, 12, 12, 32)),
     "with a common gradient": (
         lambda w, x: few_channels(w, x) - 20 * jnp.sum(w**2),
@@ -477,137 +403,19 @@ def convolutions(clipped, *arguments):
     return [e for e in found if any(e.params[name] % len(arguments[1]) == 0 for name in groups)]
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """As on a machine with a single accelerator."""
-    monkeypatch.setattr(patches, "may_be_split", lambda: False)
-
-
-@kills(
-    "gradients/_bookkeeping/patches.py",
-    "not platforms.on_tpu() or may_be_split() or",
-    "not platforms.on_tpu() or",
-    slow=True,
-)
-def test_examples_are_groups_only_where_nothing_splits_them(monkeypatch):
-    """XLA partitions grouped convolutions wrongly."""
-
-    def groups(kernel, image, platform=platforms.ACCELERATOR, **options):
-        clipped = clipped_grad(lambda w, x: few_channels(w, x, **options), FLAT)
-        with platforms.traced_for(platform):
-            return len(convolutions(clipped, drawn(kernel), drawn(image)))
-
-    few, many = ((3, 3, 4, 4), (5, 6, 6, 4)), ((3, 3, 32, 4), (5, 12, 12, 32))
-    assert not groups(*few)
-    monkeypatch.setattr(patches, "may_be_split", lambda: False)
-    assert groups(*few) == 1
-    # On a GPU they are slow. On a TPU 32 channels are shifted images. One position, or disjoint
-    # patches, are matrix products; small patches are written.
-    assert not groups(*few, "gpu")
-    assert not groups(*many)
-    assert not groups((5, 5, 4, 4), (5, 3, 3, 4), window_strides=(4, 4))
-    assert not groups((2, 2, 9, 4), (5, 6, 6, 9), window_strides=(2, 2))
-    assert not groups((3, 3, 3, 4), (5, 6, 6, 3))
-    w, x = map(drawn, few)
-    assert "instantiate" in gradients.explain(few_channels, w, x[0])
-
-
-@kills(
-    "gradients/sharding_checks.py",
-    "mesh.size > 1 and set(mesh.manual_axes) != set(mesh.axis_names)",
-    "mesh.size > 1 and not mesh.manual_axes",
-)
-@kills("gradients/sharding_checks.py", ' or jax.default_backend() == "cpu"', "", slow=True)
-def test_a_program_is_split_unless_one_device_is_sure_to_run_it(monkeypatch):
-    split = sharding_checks.may_be_split
-    # This CPU may compile for accelerators that are unknown here.
-    assert split()
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert not split()
-    monkeypatch.setattr(jax, "device_count", lambda: 8)
-    assert split()
-    auto, manual = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Manual
-    for sizes, kinds, expected in [
-        ((1,), (auto,), False),
-        ((2,), (auto,), True),
-        ((2,), (manual,), False),
-        ((2, 2), (manual, auto), True),
-    ]:
-        mesh = jax.sharding.AbstractMesh(sizes, ("data", "model")[: len(sizes)], axis_types=kinds)
-        with jax.sharding.use_abstract_mesh(mesh):
-            assert split() == expected
-
-
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.sample(1)
-def test_examples_as_groups_are_the_definition(alone, name):
-    loss, kernel, images = SHAPES[name]
-    w, x = drawn(kernel), drawn(images)
-    clipped = clipped_grad(loss, FLAT)
-    with platforms.traced_for(platforms.ACCELERATOR):
-        assert convolutions(clipped, w, x)
-        testing.assert_engines_agree(loss, FLAT, w, x, engines=("ghost",), tolerance=5e-4)
-        assert "derivative, kept" in gradients.explain(loss, w, x[0])
-
-
 @pytest.mark.slow
 @kills(
     "gradients/_bookkeeping/common.py",
-    "total + 2 * cross",
-    "total + cross",
+    "total + 2 * sum(_cross",
+    "total + sum(_cross",
     case="with a common gradient",
     slow=True,
 )
 @pytest.mark.parametrize("name", ON_A_GPU)
-def test_kernels_on_a_gpu_are_products_of_all_patches(alone, name):
+def test_kernels_on_accelerators_are_products_of_all_patches(name):
     loss, kernel, images = ON_A_GPU[name]
     w, x = drawn(kernel), drawn(images)
-    with platforms.traced_for("gpu"):
+    with platforms.traced_for(platforms.ACCELERATOR):
         assert not convolutions(clipped_grad(loss, FLAT), w, x)
         testing.assert_engines_agree(loss, FLAT, w, x, engines=("ghost",), tolerance=5e-4)
         assert re.search(r"instantiate( \+ common)?, kept", gradients.explain(loss, w, x[0]))
-
-
-@pytest.mark.sample(2)
-@kills(
-    "gradients/_bookkeeping/leaf_sums.py",
-    "entry.wiped(sound[k]) if k in sound else entry for",
-    "entry for",
-    case="few channels-nan",
-    slow=True,
-)
-@kills(
-    "gradients/_bookkeeping/leaf_sums.py",
-    "jnp.where(kept, found[leaf], jnp.nan)",
-    "found[leaf]",
-    slow=True,
-)
-@pytest.mark.parametrize("pixel", [np.nan, np.inf, 3.4e38])
-@pytest.mark.parametrize("name", ["few channels", "depthwise"])
-def test_what_is_not_finite_stays_in_its_group(alone, name, pixel):
-    """Zeros between groups would spread it; 3.4e38 is infinite in bfloat16."""
-    loss, kernel, images = SHAPES[name]
-    # XLA on CPU has such zeros for float64.
-    with jax.enable_x64(True), platforms.traced_for(platforms.ACCELERATOR):
-        w, x = (drawn(shape).astype(jnp.float64) for shape in (kernel, images))
-        real = jnp.arange(images[0]) != 1
-        clipped = jax.jit(clipped_grad(loss, FLAT))
-        want, got = clipped(w, x, real), clipped(w, x.at[1, 3, 2, 0].set(pixel))
-    np.testing.assert_allclose(got.value, want.value, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(got.norms[real], want.norms[real], rtol=1e-6)
-    assert float(got.factors[1, 0]) == 0
-
-
-@kills(
-    "gradients/_bookkeeping/trace.py",
-    "None if found is None else (found, found)",
-    "(jax.lax.Precision.HIGHEST,) * 2",
-    slow=True,
-)
-def test_groups_take_the_precision_of_the_loss(alone):
-    w, x = drawn((3, 3, 4, 4)), drawn((5, 6, 6, 4))
-    for given in (None, lax.Precision.HIGH):
-        clipped = clipped_grad(lambda w, x, p=given: few_channels(w, x, precision=p), FLAT)
-        (found,) = convolutions(clipped, w, x)
-        assert found.params["precision"] in (given, (given, given))

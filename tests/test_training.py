@@ -666,12 +666,6 @@ np.savez(sys.argv[1], *test_training.steps_in_microbatches())
 @kills(
     "sampling/draws.py", "return start + of * size, add(", "return start + size, add(", slow=True
 )
-@kills(
-    "gradients/batching.py",
-    "psum((kept, lost, more), layout.axes)",
-    "pmax((kept, lost, more), layout.axes)",
-    slow=True,
-)
 @kills("training/streaming.py", "split={1, 2, 3}", "split={3}", slow=True)
 def test_two_devices_take_the_steps_of_one(tmp_path):
     """The same draws and the same noise, once; each example on one device alone."""

@@ -98,7 +98,7 @@ def given_a_key(key):
         *(functools.partial(sampler.draw, key, 0) for sampler in samplers),
         lambda: add_noise(like, rule.partition, [1.0], key, 0),
         lambda: followed(quantile, 1.0, one, one, one, key, jnp.int32(0)),
-        lambda: estimated_norms(lambda w, x: (w @ x, ()), 1, like, rows, key, 1e-7),
+        lambda: estimated_norms(lambda w, x: (w @ x, ()), 1, like, rows, key),
         lambda: recipe_of("", None, optax.identity(), rounds, None, scale=1.0).entry(key, 0),
         lambda: losses.augmented(first, lambda _, x: x, 2, key=key)(like, (like, like)),
         lambda: diagnostics.sharpness(jnp.vdot, like, rows, key=key),

@@ -6,7 +6,6 @@ XLA on CPU compiles what is done to each leaf by itself, and a network has many 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from dpjax.trees import cut
 from dpjax.types import PyTree
 
-__all__ = ["cut", "packed", "together", "unpacked"]
+__all__ = ["packed", "together", "unpacked"]
 
 # Numbers of the largest leaf that is copied beside others.
 _SMALL = 2**14
@@ -55,10 +55,3 @@ def together(leaves: Sequence[Array]) -> list[list[int]]:
         large = math.prod(jnp.shape(leaf)) > _SMALL
         groups.setdefault(i if large else leaf.dtype, []).append(i)
     return list(groups.values())
-
-
-def cut(array: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """Arrays of these shapes, cut from a flat one; an array that has the only shape is itself."""
-    sizes = [math.prod(shape) for shape in shapes]
-    pieces = jnp.split(array.reshape(-1), list(itertools.accumulate(sizes))[:-1])
-    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]

@@ -26,7 +26,6 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Shaped
 
 from dpjax import checks
-from dpjax._packing import cut
 from dpjax.types import Key, Purpose, PyTree
 
 __all__ = ["copy", "step_key"]
@@ -364,6 +363,13 @@ def _cut_from_one(
 ) -> list[Array]:
     """Arrays of these shapes, cut from one draw."""
     return cut(sample(key, (sum(map(math.prod, shapes)),), dtype, **options), shapes)
+
+
+def cut(array: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    """Arrays of these shapes, cut from a flat one; an array that has the only shape is itself."""
+    sizes = [math.prod(shape) for shape in shapes]
+    pieces = jnp.split(array.reshape(-1), list(itertools.accumulate(sizes))[:-1])
+    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _runs(leaves: Sequence[Array]) -> list[list[Array]]:

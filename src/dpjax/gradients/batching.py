@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batching: microbatches and devices, and nothing else in the library knows of either.
 
-`sum_over` sums anything over the microbatches of a draw, on all devices. `microbatched` and
-`spread` do the same for an engine on one batch, whose norms and losses are wanted per example.
-All of them need only that the clipped sum of two pieces is the sum of their clipped sums.
+`sum_over` sums anything over the microbatches of a draw, on all devices. `laid_out` does the same
+for an engine on one batch, whose norms and losses are wanted per example. Both need only that the
+clipped sum of two pieces is the sum of their clipped sums.
+
+A float32 sum of a million examples rounds what one of them adds by more than the margin of the
+noise. So the sum of a *block* of examples is plain, and blocks are added with compensation.
 """
 
 from __future__ import annotations
@@ -17,8 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from dpjax import meshes, sampling, trees
-from dpjax._packing import packed, unpacked
+from dpjax import sampling, trees
 from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, Draw, PyTree
 
@@ -92,28 +94,28 @@ def sum_over(
 
 
 class Total(NamedTuple):
-    """A running sum of gradients that rounds as little as the sum of one block.
-
-    A plain float32 total lets one example move the sum of a million by several bounds: the
-    totals behind it change, and each addition may then round the other way.
-    """
+    """A running sum of gradients."""
 
     block: PyTree
     """The microbatches since the last block ended, added in place."""
     high: PyTree | None = None
-    """All blocks that ended, as `_parts`; None if draws rarely take more than one block."""
+    """The sum of all blocks that ended; None if draws rarely take more than one block."""
     low: PyTree | None = None
     """What ``high`` lacks of their sum. Only noise may round it away."""
 
 
-# Examples in a block. Exact additions pass over all parameters, so they should be rare; the last
-# bit of a sum of 32 is 2^-19 bounds: ``make bench BENCH=rounding``, ``BENCH=steps``.
-_BLOCK = 32
+MOST = 1024
+"""The most examples in a microbatch. One contraction over as many hostile rows moves a sum by 6e-5
+of a bound more than an example should; the margin for sums is 2^-11."""
 
 
 def microbatches_in_block(size: int) -> int:
-    """How many microbatches of this size are added before a block ends."""
-    return max(1, _BLOCK // size)
+    """How many microbatches of this size are added before a block ends.
+
+    Each addition may round otherwise by the last bit of the block, once an example is left out.
+    For blocks of ``size * count`` bounds, and ``count`` additions, that is at most 2^-12 bounds.
+    """
+    return max(1, math.isqrt(2**11 // size))
 
 
 def no_total(like: PyTree, examples: int, layout: Layout) -> Total:
@@ -124,56 +126,32 @@ def no_total(like: PyTree, examples: int, layout: Layout) -> Total:
       examples: The size of a usual draw.
       layout: The microbatch and the devices.
     """
-    zeros = jax.tree.map(jnp.zeros_like, like)
-    size = layout.microbatch_size
+    zeros, size = jax.tree.map(jnp.zeros_like, like), layout.microbatch_size
     short = examples <= layout.shares * size * microbatches_in_block(size)
-    if short:
-        return Total(zeros)
-    parts = _parts(zeros, meshes.splits_parameters(layout.mesh))
-    return Total(zeros, parts, parts)
+    return Total(zeros) if short else Total(zeros, zeros, zeros)
 
 
 def settled(total: Total) -> Total:
     """The total after its block has ended."""
     if total.high is None:
         return total
-    parts = _add_exactly(total.high, total.low, total.block)
-    return Total(jax.tree.map(jnp.zeros_like, total.block), *parts)
+    zeros = jax.tree.map(jnp.zeros_like, total.block)
+    return Total(zeros, *_compensated(total))
 
 
-def _add_exactly(high: PyTree, low: PyTree, more: PyTree) -> tuple[list[Array], list[Array]]:
-    """``high + low + more`` as two sums, to about 48 bits; ``more`` gets packed as they are."""
+def _compensated(total: Total) -> tuple[PyTree, PyTree]:
+    """The sum of a total, rounded, and what it lacks."""
 
-    def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    def each(high: Array, low: Array, block: Array) -> tuple[Array, Array]:
         # Knuth's sum: the error is exact, whichever term is larger.
-        rounded = a + b
-        back = rounded - a
-        return rounded, (a - (rounded - back)) + (b - back)
+        rounded = high + block
+        back = rounded - high
+        return rounded, low + ((high - (rounded - back)) + (block - back))
 
-    def each(a: Array, low: Array, b: Array) -> tuple[Array, Array]:
-        rounded, error = two_sum(a, b)
-        # A second sum keeps `low` below the last bit of `high`, where it rounds least.
-        return two_sum(rounded, low + error)
-
-    leaves = jax.tree.leaves(more)
-    more = leaves if len(high) == len(leaves) else packed(leaves)
-    pairs = [each(*one) for one in zip(high, low, more, strict=True)]
-    return [x for x, _ in pairs], [x for _, x in pairs]
-
-
-def _parts(tree: PyTree, split: bool) -> list[Array]:
-    """The arrays of a `Total`: packed, so that it compiles in the time of few leaves.
-
-    Leaves of a model that is split would be gathered, so there each is an array.
-    """
-    return jax.tree.leaves(tree) if split else packed(tree)
-
-
-def _whole(arrays: Sequence[Array], like: PyTree) -> PyTree:
-    """The tree that `_parts` took apart."""
-    leaves, structure = jax.tree.flatten(like)
-    same = len(arrays) == len(leaves)
-    return structure.unflatten(arrays) if same else unpacked(arrays, like)
+    parts = zip(*map(jax.tree.leaves, (total.high, total.low, total.block)), strict=True)
+    structure = jax.tree.structure(total.block)
+    high, low = zip(*(each(*part) for part in parts), strict=True)
+    return structure.unflatten(high), structure.unflatten(low)
 
 
 def join(
@@ -188,9 +166,7 @@ def join(
       reach: For each leaf, what no coordinate of the sum exceeds; infinite if that is unknown.
 
     Returns:
-      The sum, what it lacks because it is rounded (or None), and the sums of ``more``. From equal
-      totals the first two are equal to the last bit in whatever order devices add, unless the
-      reach is unknown. Another number of shares has other totals, which rounded otherwise.
+      The sum, what it lacks because it is rounded (or None), and the sums of ``more``.
     """
 
     def of_share(totals: Total, more: T) -> tuple[PyTree, PyTree | None, T]:
@@ -207,45 +183,24 @@ def _joined(
     total: Total, more: T, layout: Layout, reach: Sequence[float]
 ) -> tuple[PyTree, PyTree | None, T]:
     """`join`, of one share's total, which meets the others over the axes of the batch."""
-    value, lost = total.block, None
-    if total.high is not None:
-        parts = _add_exactly(total.high, total.low, total.block)
-        value, lost = (_whole(part, total.block) for part in parts)
+    value, lost = (total.block, None) if total.high is None else _compensated(total)
     if layout.shares == 1:
         return value, lost, more
     leaves, structure = jax.tree.flatten(value)
     lacking = [0.0] * len(leaves) if lost is None else jax.tree.leaves(lost)
-    pairs = [_in_two(*each, layout.shares) for each in zip(leaves, lacking, reach, strict=True)]
-    kept, lost = map(structure.unflatten, zip(*pairs, strict=True))
+    parts = [_in_two(*part) for part in zip(leaves, lacking, reach, strict=True)]
+    value, lost = map(structure.unflatten, zip(*parts, strict=True))
     # In one call, so that XLA can make one collective of them.
-    return jax.lax.psum((kept, lost, more), layout.axes)
+    return jax.lax.psum((value, lost, more), layout.axes)
 
 
-def _in_two(x: Array, lacks: Any, reach: float, shares: int) -> tuple[Array, Array]:
-    """What one share adds to the sum and to what the sum lacks: both add exactly in any order."""
-    unit = _unit(reach, x.dtype)
-    kept = _rounded(x, unit)
-    # `x - kept` and `lacks` are at most half a unit each, so the rest of all shares is below
-    # `shares` units. It is rounded where a plain sum of the shares would round too.
-    return kept, _rounded(lacks + (x - kept), _unit(shares * unit, x.dtype))
-
-
-def _unit(reach: float, dtype: Any) -> float:
-    """A power of two whose multiples within the reach have no more digits than the dtype.
-
-    Infinite if the reach is unknown, or is so small that the multiples would underflow.
-    """
-    info = jnp.finfo(dtype)
-    if not 0 < reach < math.inf:
-        return math.inf
-    unit = 2.0 ** (math.ceil(math.log2(reach)) - info.nmant)
-    return unit if unit >= info.tiny else math.inf
-
-
-def _rounded(x: Array, unit: float) -> Array:
-    """The nearest multiple of the unit; the number itself if the unit is infinite."""
+def _in_two(x: Array, low: Any, reach: float) -> tuple[Array, Array]:
+    """What a share adds: multiples of a unit, which add exactly within the reach, and the rest."""
+    info = jnp.finfo(x.dtype)
+    unit = 2.0 ** (math.ceil(math.log2(reach)) - info.nmant) if 0 < reach < math.inf else 0.0
     # Not (x + 2^k) - 2^k, which XLA takes for x.
-    return x if math.isinf(unit) else jnp.round(x / unit) * unit
+    high = jnp.round(x / unit) * unit if unit >= info.tiny else x
+    return high, low + (x - high)
 
 
 class Rows(NamedTuple):
@@ -266,40 +221,20 @@ Engine = Callable[[Traced, Clipping, PyTree, Rows, PyTree], ClippedSum]
 """``(loss, rule, params, rows, start) -> clipped sum``, added to what was there at the start."""
 
 
-def adding(engine: Callable[[Traced, Clipping, PyTree, Rows], ClippedSum]) -> Engine:
-    """An engine that adds to ``start``, from one that starts at zero."""
+def laid_out(engine: Engine, layout: Layout) -> Engine:
+    """An engine in the microbatches and on the devices of a layout."""
 
-    def added(
+    def in_turn(
         loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
     ) -> ClippedSum:
-        found = engine(loss, rule, params, rows)
-        return found._replace(value=jax.tree.map(jnp.add, start, found.value))
-
-    return added
-
-
-def microbatched(engine: Engine, size: int) -> Engine:
-    """Runs an engine on one microbatch after the other, in one compiled loop.
-
-    Args:
-      engine: Runs on each microbatch.
-      size: Rows in a microbatch; the last one is padded.
-    """
-
-    def loop(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
-        count = rows.mask.shape[0]
+        """One microbatch after the other, in one compiled loop; the last one is padded."""
+        count, size = rows.mask.shape[0], layout.microbatch_size
         if count <= size:
             return engine(loss, rule, params, rows, start)
         # Blocks of equal length, so that at most one microbatch in each is padding.
         trips = -(-count // size)
         blocks = -(-trips // microbatches_in_block(size))
         shape = (blocks, -(-trips // blocks), size)
-
-        def fold(x: Array) -> Array:
-            return x.reshape((*shape, *x.shape[1:]))
-
-        def unfold(x: Array) -> Array:
-            return x.reshape((math.prod(shape), *x.shape[3:]))[:count]
 
         def add(block: PyTree, some: Rows) -> tuple[PyTree, ClippedSum]:
             part = engine(loss, rule, params, some, block)
@@ -310,45 +245,34 @@ def microbatched(engine: Engine, size: int) -> Engine:
             return settled(total._replace(block=block)), parts
 
         zeros = jax.tree.map(jnp.zeros_like, start)
-        split = meshes.MODEL in jax.sharding.get_abstract_mesh().axis_names
-        first, none = _parts(start, split), _parts(zeros, split)
-        total = Total(start) if blocks == 1 else Total(zeros, first, none)
-        folded = jax.tree.map(fold, _padded(rows, math.prod(shape)))
+        total = Total(start) if blocks == 1 else Total(zeros, start, zeros)
+        even = _padded(rows, math.prod(shape))
+        folded = jax.tree.map(lambda x: x.reshape((*shape, *x.shape[1:])), even)
         (block, high, low), parts = jax.lax.scan(add_block, total, folded)
-        value = block if high is None else _whole(jax.tree.map(jnp.add, high, low), start)
-        return jax.tree.map(unfold, parts)._replace(value=value)
+        value = block if high is None else jax.tree.map(jnp.add, high, low)
+        parts = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 3)[:count], parts)
+        return parts._replace(value=value)
 
-    return loop
+    def spread(
+        loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
+    ) -> ClippedSum:
+        """Each device loops over its own share, and they meet once."""
 
-
-def laid_out(engine: Engine, layout: Layout) -> Engine:
-    """An engine in the microbatches and on the devices of a layout."""
-    # Devices around microbatches: each device loops over its own share, and they meet once.
-    run = microbatched(engine, layout.microbatch_size)
-    return run if layout.shares == 1 else spread(run, layout)
-
-
-def spread(engine: Engine, layout: Layout) -> Engine:
-    """Splits a batch over devices, runs the engine on each, and sums.
-
-    Args:
-      engine: What each device runs.
-      layout: The devices.
-    """
-
-    def together(loss: Traced, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
-        def part(which: Any, params: PyTree, some: Rows) -> ClippedSum:
-            return engine(loss, rule, params, some, trees.zeros_wide(params))
+        def share(which: Any, params: PyTree, some: Rows) -> ClippedSum:
+            # From zeros and not from `start`, which would be added once a device.
+            return in_turn(loss, rule, params, some, trees.zeros_wide(params))
 
         count = rows.mask.shape[0]
-        # Masked rows make the parts equal; shard_map needs an even split.
+        # Masked rows make the shares equal; shard_map needs an even split.
         even = _padded(rows, -(-count // layout.shares) * layout.shares)
-        # Each device starts from zeros and not from `start`, which would be added once a device.
-        parts = on_each(part, layout, split={1})(params, even)
-        each = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], parts._replace(value=None))
-        return each._replace(value=jax.tree.map(lambda x: jnp.sum(x, axis=0), parts.value))
+        shares = on_each(share, layout, split={1})(params, even)
+        value = jax.tree.map(lambda s, x: s + jnp.sum(x, axis=0), start, shares.value)
+        shares = shares._replace(value=None)
+        return jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], shares)._replace(
+            value=value
+        )
 
-    return adding(together)
+    return in_turn if layout.shares == 1 else spread
 
 
 def on_each(
@@ -369,8 +293,8 @@ def on_each(
         return jax.tree.map(lambda x: x[None], run(which, *arguments))
 
     def every(*arguments: PyTree) -> PyTree:
-        whole, parts = PartitionSpec(), PartitionSpec(layout.axes)
-        specs = tuple(parts if i in split else whole for i in range(len(arguments)))
+        everywhere, parts = PartitionSpec(), PartitionSpec(layout.axes)
+        specs = tuple(parts if i in split else everywhere for i in range(len(arguments)))
         return _shard_map(one, layout, specs, parts)(*arguments)
 
     # A single share runs without `shard_map`, so a single-device program has no trace of a mesh.

@@ -23,7 +23,7 @@ from dpjax.clipping.shards import refuse_explicit, refuse_tracking
 from dpjax.data.arrays import arrays
 from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._estimated_norms.jl import projected
-from dpjax.gradients.batching import Engine, Rows, adding
+from dpjax.gradients.batching import Engine, Rows
 from dpjax.gradients.engines import ENGINES, WHOLE_BATCH, named
 from dpjax.gradients.layout import Request, run_laid_out
 from dpjax.gradients.loss_checks import check_loss, check_params, require_one_example
@@ -51,16 +51,14 @@ def clipped_grad(
       engine: It changes only the speed. ``"ghost"``, also ``"auto"``: book-keeping, without
         per-example gradients. ``"scan"``: per-example gradients, vectorised in microbatches.
         ``"vmap"``: the same, with the whole batch as one microbatch by default.
-      microbatch_size: The number of examples that are differentiated together; by default as many
-        as fit, or all with ``"vmap"``. It changes only the speed.
+      microbatch_size: The number of examples that are differentiated together, at most 1,024; by
+        default as many as fit, or all with ``"vmap"``. It changes only the speed.
       has_aux: Whether the loss returns ``(scalar, aux)``.
       devices: How many of this process's devices share the batch, or a mesh, whose axes other than
         ``model`` split it. By default all host devices (``jax_num_cpu_devices``) if the batch
         takes several microbatches, else one. It changes only the speed. Arrays that
         `jax.device_put` committed to a device stay there, unless ``devices`` is given; in your own
-        `jax.jit`, where this cannot be seen, give 1. A batch that is already sharded over several
-        devices may need it, because XLA computes some per-example kernel gradients wrongly there;
-        those are refused.
+        `jax.jit`, where this cannot be seen, give 1.
 
     Returns:
       A function ``(params, batch, mask=None, weights=None, key=None, start=None) -> ClippedSum``.
@@ -95,13 +93,9 @@ def clipped_grad(
     if not callable(loss):
         raise TypeError(
             f"clipped_grad: loss is {type(loss).__name__}, expected a function "
-            "loss(params, example) -> scalar. Usually the loss of a batch was already "
-            "computed; per-example gradients need the function itself."
+            "loss(params, example) -> scalar."
         )
-    hint = (
-        "Write dpjax.clipping.flat(1.0), and the like. Usually the bound alone was given, as other "
-        "libraries take it; a rule also partitions the leaves."
-    )
+    hint = "Write dpjax.clipping.flat(1.0), and the like."
     checks.instance("clipped_grad", "rule", rule, Clipping, hint)
     engine = named("clipped_grad", engine)
     microbatch_size = checked_size("clipped_grad", "microbatch_size", microbatch_size)
@@ -109,17 +103,8 @@ def clipped_grad(
         devices = checked_size("clipped_grad", "devices", devices)
     check_rule(rule)
 
-    of_reals = functools.partial(
-        _of_reals,
-        rule=rule,
-        engine=engine,
-        microbatch_size=microbatch_size,
-        devices=devices,
-    )
-
     def with_aux(params: PyTree, example: PyTree) -> tuple[Any, Any]:
-        found = loss(params, example)
-        return _pair(found) if has_aux else (found, None)
+        return _pair(loss(params, example)) if has_aux else (loss(params, example), None)
 
     def clipped(
         params: PyTree,
@@ -133,8 +118,35 @@ def clipped_grad(
         params = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, Number) else x, params)
         check_params("clipped_grad", params)
         start = None if start is None else _value_of(start, rule, params)
-        found = of_reals(with_aux, params, batch, mask, weights, key, start)
-        return found._replace(rule=rule.limits(params))
+        params = jax.tree.map(jnp.asarray, params)
+        batch = arrays(batch, "clipped_grad: batch")
+        size = trees.leading_size(batch)
+        refuse_tracking("clipped_grad")
+        refuse_explicit("clipped_grad", "data", batch)
+        refuse_explicit("clipped_grad", "parameters", params)
+        traced = Traced(with_aux, has_aux=True)
+        check_loss(traced, params, trees.one_row(batch), "clipped_grad")
+        # Without examples every engine returns zeros.
+        name = "vmap" if size == 0 else engine
+        together = microbatch_size or (size if name in WHOLE_BATCH else None)
+        total = run_laid_out(
+            "clipped_grad",
+            Request(size, name, together, devices),
+            functools.partial(_engine, name, rule),
+            traced,
+            rule,
+            params,
+            Rows(
+                batch,
+                real_rows("clipped_grad", mask, size),
+                _held_weights(weights, size, rule.partition.size),
+            ),
+            # In float32 or wider, whatever the parameters are: the sum must not lose what one
+            # example adds.
+            trees.zeros_wide(params) if start is None else start,
+            key,
+        )
+        return total._replace(rule=rule.limits(params))
 
     return clipped
 
@@ -150,52 +162,6 @@ def _value_of(start: Any, rule: Clipping, params: PyTree) -> PyTree:
     if shapes != expected:  # JAX would repeat each gradient along another axis
         raise ValueError(f"clipped_grad(start=...): received shapes {shapes}, not {expected}.")
     return start.value
-
-
-def _of_reals(
-    loss: LossFn,
-    params: PyTree,
-    batch: PyTree,
-    mask: Any,
-    weights: Any,
-    key: Key,
-    start: PyTree,
-    *,
-    rule: Clipping,
-    engine: str,
-    microbatch_size: int | None,
-    devices: int | Mesh | None,
-) -> ClippedSum:
-    """`clipped_grad` of parameters that are all real; the loss returns ``(scalar, aux)``."""
-    params = jax.tree.map(jnp.asarray, params)
-    batch = arrays(batch, "clipped_grad: batch")
-    size = trees.leading_size(batch)
-    refuse_tracking("clipped_grad")
-    refuse_explicit("clipped_grad", "data", batch)
-    refuse_explicit("clipped_grad", "parameters", params)
-    traced = Traced(loss, has_aux=True)
-    check_loss(traced, params, trees.one_row(batch), "clipped_grad")
-    real = real_rows("clipped_grad", mask, size)
-    # Held to [0, 1] whatever the caller computed: a weight of 2 would double one example's
-    # influence.
-    held = _held_weights(weights, size, rule.partition.size)
-    # Without examples every engine returns zeros.
-    name = "vmap" if size == 0 else engine
-    # In float32 or wider, whatever the parameters are: the sum must not lose what one example
-    # adds.
-    start = trees.zeros_wide(params) if start is None else start
-    together = microbatch_size or (size if name in WHOLE_BATCH else None)
-    return run_laid_out(
-        "clipped_grad",
-        Request(size, name, together, devices),
-        functools.partial(_engine, name, rule),
-        traced,
-        rule,
-        params,
-        Rows(batch, real, held),
-        start,
-        key,
-    )
 
 
 def clipped_sum(
@@ -214,8 +180,8 @@ def clipped_sum(
 
     Args:
       call: How errors call the algorithm.
-      loss: ``loss(params, example) -> scalar``.
-      rule: As for `clipped_grad`, and so ``engine``, ``weights`` and ``key``.
+      loss: As for `clipped_grad`, and so the rest.
+      rule: The rule.
       engine: ``"auto"`` or a name of `ENGINES`.
       params: Parameters.
       rows: The examples.
@@ -242,11 +208,10 @@ def _engine(name: str, rule: Clipping, key: Key) -> Engine:
         return ENGINES[name]
     if key is None:
         raise ValueError(
-            "clipped_grad: norms are estimated from random directions, which need a key: "
-            "clipped(params, batch, key=key), a fresh one at every step. dpjax.dpsgd gives it."
+            "clipped_grad: estimated norms need a key, a fresh one at every step: "
+            "clipped(params, batch, key=key)."
         )
-    estimated = adding(lambda loss, rule, params, rows: projected(loss, rule, params, rows, key))
-    return isolated(estimated, by_patches)
+    return isolated(functools.partial(projected, key=key), by_patches)
 
 
 def _pair(found: Any) -> tuple[Any, Any]:
@@ -255,7 +220,7 @@ def _pair(found: Any) -> tuple[Any, Any]:
         return found
     raise TypeError(
         f"clipped_grad(has_aux=True): the loss returns {jax.tree.map(jnp.shape, found)} (shapes), "
-        "expected (scalar, aux). Return both; or leave out has_aux=True and return the scalar."
+        "expected (scalar, aux)."
     )
 
 
@@ -266,8 +231,8 @@ def _held_weights(weights: Any, size: int, groups: int) -> Array:
     weights = jnp.asarray(weights, trees.wide(jnp.result_type(float)))
     if weights.shape not in ((size,), (size, groups)):
         raise ValueError(
-            f"clipped_grad: weights have shape {weights.shape}; expected one entry per example, "
-            f"({size},), or per example and group, ({size}, {groups})."
+            f"clipped_grad: weights have shape {weights.shape}; expected ({size},), or by group, "
+            f"({size}, {groups})."
         )
     # A weight above 1 would pass the sensitivity; a NaN weight compares False and becomes 0.
     rows = weights if weights.ndim == 2 else weights[:, None]
@@ -276,7 +241,7 @@ def _held_weights(weights: Any, size: int, groups: int) -> Array:
 
 def checked_size(call: str, name: str, size: Any) -> int | None:
     """A whole number from 1, or None for a choice by dpjax."""
-    hint = "None leaves the choice to dpjax. Usually a float comes from a division: write //."
+    hint = "None leaves the choice to dpjax."
     return checks.whole_or_none(call, name, size, hint)
 
 

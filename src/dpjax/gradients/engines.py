@@ -12,21 +12,22 @@ import jax.numpy as jnp
 
 from dpjax import checks, clipping
 from dpjax.gradients._bookkeeping.ghost import by_patches, ghost
-from dpjax.gradients.batching import Engine, Rows, adding
+from dpjax.gradients.batching import Engine, Rows
 from dpjax.gradients.nan_isolation import isolated
 from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, PyTree
 
 
-def vmap(loss: Traced, rule: Clipping, params: PyTree, rows: Rows) -> ClippedSum:
+def vmap(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
     """All per-example gradients, vectorised: the definition that other engines must equal."""
     per_example = jax.vmap(jax.value_and_grad(loss, has_aux=True), in_axes=(None, 0))
     (losses, aux), gradients = per_example(params, rows.batch)
     value, norms, factors = clipping.clip(rule, gradients, rows.mask, rows.weights)
+    value = jax.tree.map(jnp.add, start, value)
     return ClippedSum(value, jnp.where(rows.mask, losses, 0), norms, factors, aux)
 
 
-_vectorised = isolated(adding(vmap))
+_vectorised = isolated(vmap)
 
 ENGINES: dict[str, Engine] = {
     "vmap": _vectorised,

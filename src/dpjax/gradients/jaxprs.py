@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One interpreter of jaxprs, and one analysis of how values depend on inputs.
+"""One interpreter of jaxprs.
 
 `evaluate` keeps the environment of a program and gives each equation to a *rule*. With `bind`
 as the rule it computes the program. Other rules compute something else of the same program: the
-book-keeping engine finds where parameters meet the data, `clipping.jl` watches the magnitude of
-tangents, and `depends` follows booleans instead of arrays.
+book-keeping engine finds where parameters meet the data, and the layout counts bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, DebugInfo, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 # Primitives that run a VJP of the user's own.
@@ -102,18 +100,6 @@ def inner_programs(equation: JaxprEqn) -> list[Jaxpr]:
     return [part for part in opened if isinstance(part, Jaxpr)]
 
 
-def called(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """The program that an equation calls with its own inputs, if it is such a call."""
-    # A jitted function that closes over an array has it among the constants of its program.
-    inner = [
-        part if isinstance(part, ClosedJaxpr) else ClosedJaxpr(part, ())
-        for part in parts(equation)
-        if isinstance(part, ClosedJaxpr) or (isinstance(part, Jaxpr) and not part.constvars)
-    ]
-    alone = len(inner) == 1 and len(inner[0].jaxpr.invars) == len(equation.invars)
-    return inner[0] if alone else None
-
-
 def own_vjp(equation: JaxprEqn) -> bool:
     """Whether a user may have written the VJP of an equation, which then need not be linear.
 
@@ -123,66 +109,6 @@ def own_vjp(equation: JaxprEqn) -> bool:
     return equation.primitive.name.startswith(_OWN_VJP) and not of_jax
 
 
-def rounds_coarsely(equation: JaxprEqn) -> bool:
-    """Whether an equation rounds to fewer bits than its dtype has, as its transpose then does too.
-
-    The equations inside of it are not read.
-    """
-    if equation.primitive.name != "reduce_precision":
-        return False
-    # `jax.checkpoint` rounds to all the bits of a dtype, which changes nothing.
-    output: Any = equation.outvars[0].aval
-    p, own = equation.params, jnp.finfo(output.dtype)
-    return p["exponent_bits"] < own.nexp or p["mantissa_bits"] < own.nmant
-
-
-def depends(program: Jaxpr, moving: Sequence[bool]) -> list[bool]:
-    """Which outputs of a program depend on the inputs marked True.
-
-    Example:
-      >>> import jax
-      >>> program = jax.make_jaxpr(lambda x, y: (x + 1, x * y, 3))(1, 2).jaxpr
-      >>> depends(program, [False, True])
-      [False, True, False]
-    """
-    still = [False] * len(program.constvars)
-    return evaluate(program, still, moving, outputs_depend, literal=lambda _: False)
-
-
-def outputs_depend(equation: JaxprEqn, moving: Sequence[bool]) -> list[bool]:
-    """Which outputs of an equation depend on the inputs marked True."""
-    p, name, every = equation.params, equation.primitive.name, len(equation.outvars)
-    if not any(moving):
-        return [False] * every
-    inside = marked_programs(equation, moving)
-    moved = [depends(program, marks) for program, marks in inside]
-    if name == "while":
-        # The number of rounds decides every output.
-        endless, carried = moved[0][0], inside[1][1][p["body_nconsts"] :]
-        return [endless or output for output in carried]
-    if name == "cond":
-        # The index of the branch decides every output.
-        return [moving[0] or any(branches) for branches in zip(*moved, strict=True)]
-    return moved[0] if moved else [True] * every
-
-
-def marked_programs(
-    equation: JaxprEqn, moving: Sequence[bool]
-) -> list[tuple[Jaxpr, Sequence[bool]]]:
-    """The programs of a call or a loop, with marks of their inputs: for loops, of any round."""
-    p, name = equation.params, equation.primitive.name
-    if name == "scan":
-        return [(p["jaxpr"].jaxpr, steady(equation, moving))]
-    if name == "while":
-        moving, conditions = steady(equation, moving), p["cond_nconsts"]
-        tested = [*moving[:conditions], *moving[conditions + p["body_nconsts"] :]]
-        return [(p["cond_jaxpr"].jaxpr, tested), (p["body_jaxpr"].jaxpr, moving[conditions:])]
-    if name == "cond":
-        return [(branch.jaxpr, moving[1:]) for branch in p["branches"]]
-    inner = called(equation)
-    return [] if inner is None else [(inner.jaxpr, moving)]
-
-
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
     """How many inputs of a scan are constants, and how many it carries; the rest are sliced."""
     p = equation.params
@@ -190,22 +116,3 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
         constants, carried, _ = map(len, p["ft_in"].unpack())
         return constants, carried
     return p["num_consts"], p["num_carry"]
-
-
-def steady(equation: JaxprEqn, moving: Sequence[bool]) -> list[bool]:
-    """Which inputs of a loop depend in some round on the inputs marked in the first one."""
-    p, moving = equation.params, list(moving)
-    if equation.primitive.name == "scan":
-        skipped, program = 0, p["jaxpr"].jaxpr
-        first, count = scan_counts(equation)
-    else:
-        skipped, program = p["cond_nconsts"], p["body_jaxpr"].jaxpr
-        first = skipped + p["body_nconsts"]
-        count = len(moving) - first
-    # What one round moves may move more in the next one: repeat until stable.
-    while True:
-        after = depends(program, moving[skipped:])[:count]
-        before = moving[first : first + count]
-        if before == (both := [a or b for a, b in zip(before, after, strict=True)]):
-            return moving
-        moving[first : first + count] = both

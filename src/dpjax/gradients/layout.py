@@ -28,31 +28,19 @@ from jax.sharding import Mesh
 from dpjax import meshes, trees
 from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.cost import foresee
-from dpjax.gradients.batching import Engine, Layout, Rows, laid_out
+from dpjax.gradients._bookkeeping.primitives import known
+from dpjax.gradients.batching import MOST, Engine, Layout, Rows, laid_out
 from dpjax.gradients.engines import named
 from dpjax.gradients.jaxprs import convolutions, equations, evaluate, inner_programs
 from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 
-# The share of the memory for one microbatch.
+# The share of the memory for one microbatch on an accelerator.
 _SHARE = 1 / 8
-# The most bytes for one on a TPU. Larger ones leave its on-chip memory: plans for a v5p with an
-# eighth of its memory expect more cycles of WRN-16-4, and as many of ViT-S.
-_ON_TPU = 2 * 2**30
 # On a CPU: bytes in flight on all devices together, plus these multiples of the bytes of parameters
 # and of frozen weights, which are read forwards and backwards and have no sum. Chosen by timing:
 # ``make bench BENCH=layouts``.
 _CACHES, _PASSES, _FROZEN_PASSES = 4 * 2**20, 4, 2
-_PRODUCTS = {"conv_general_dilated", "dot_general"}
-# XLA writes the results of these primitives to memory, and fuses most others into them.
-_WRITES = _PRODUCTS | {
-    "gather",
-    "reduce_max",
-    "reduce_sum",
-    "reduce_window_max",
-    "reduce_window_sum",
-    "scan",
-}
 
 
 class Request(NamedTuple):
@@ -75,9 +63,6 @@ def layout(
     devices: int | Mesh | None = None,
 ) -> Layout:
     """Chooses a microbatch size and a mesh, unless they are given.
-
-    Host devices (``jax_num_cpu_devices``) are a mesh for a batch of several microbatches. A batch
-    of one microbatch, or on an accelerator, stays on one device unless a mesh is given.
 
     Args:
       loss: ``loss(params, example) -> scalar``.
@@ -109,6 +94,7 @@ def _layout(request: Request, loss: Traced, params: PyTree, example: PyTree) -> 
         return Layout(1)
     with platforms.traced_for(platforms.of(devices)):
         together = microbatch_size or _together(loss, params, example, batch_size, engine)
+        together = min(together, MOST)
         mesh = _mesh(devices, -(-batch_size // together))
         # Traced for a mesh of the user's alone: the layout of one device should cost no trace.
         # The gradient, because derivatives of the user's own may hold other convolutions.
@@ -118,7 +104,7 @@ def _layout(request: Request, loss: Traced, params: PyTree, example: PyTree) -> 
         shares = Layout(1, mesh, axes).shares
         # Host devices share the caches, so the estimate is for all of them together.
         size = together // shares if platforms.on_cpu() else min(together, -(-batch_size // shares))
-    return Layout(microbatch_size or max(1, size), mesh, axes)
+    return Layout(min(microbatch_size or size, MOST) or 1, mesh, axes)
 
 
 def run_laid_out(
@@ -141,7 +127,7 @@ def run_laid_out(
       call: The function, for the error about arrays on different devices.
       request: What the user requests; the rest is chosen here.
       engine: From the key, or None, to the engine.
-      loss: What the engine receives, and so ``rule``, ``params``, ``rows`` and ``start``.
+      loss: What the engine receives, and so the rest.
       rule: The rule.
       params: Parameters.
       rows: The examples.
@@ -177,9 +163,8 @@ def _mesh(devices: int | Mesh | None, microbatches: int) -> Mesh | None:
     ours = jax.sharding.get_abstract_mesh().empty and jax.devices()[0].platform == "cpu"
     several = ours and microbatches > 1 and platforms.on_cpu()
     if several and devices is None:
-        # Only a warning: JAX fixes the number of devices at its first array, so the user has to set
-        # it. ``make bench BENCH=scaling`` has what they gain: W1 to W3 take 0.59 to 0.68 of the
-        # time on two cores, W5 0.83, and W4 1.17.
+        # JAX fixes the number of devices at its first array, so the user has to set it.
+        # ``make bench BENCH=scaling`` has what they gain.
         _warn_of_idle_cores()
     most = min(jax.local_device_count(), microbatches) if several else 1
     return meshes.of_host(devices or most)
@@ -191,12 +176,10 @@ def _warn_of_idle_cores() -> None:
     number, chosen = meshes.host_devices(), getattr(jax.config, "jax_num_cpu_devices", -1)
     if chosen < 0 and number > jax.local_device_count():
         logging.warning(
-            "dpjax: JAX has one device for %(cores)d cores. Microbatches can run on %(devices)d "
-            "devices: steps of convolutional networks take about two thirds of the time. Set "
-            "JAX_NUM_CPU_DEVICES=%(devices)d before Python starts, or call "
-            "jax.config.update('jax_num_cpu_devices', %(devices)d) before the first array. With 1 "
-            "this message ends.",
-            {"cores": os.cpu_count(), "devices": number},
+            "dpjax: JAX has one device for %d cores. JAX_NUM_CPU_DEVICES=%d makes steps of "
+            "convolutional networks a third shorter; with 1 this message ends.",
+            os.cpu_count(),
+            number,
         )
 
 
@@ -238,9 +221,9 @@ def bytes_per_example(loss: Traced, params: PyTree, example: PyTree, engine: str
     """An estimate of the memory for one example in flight.
 
     It counts the values of the forward pass that depend on the example. For the book-keeping
-    engine these are the values that XLA writes, and what the rules of the leaves write is added.
-    For other engines it counts all values four times, for cotangents and scaled copies, and two
-    gradients of every leaf.
+    engine these are the values that XLA writes, and what the rules of the leaves write. For other
+    engines they are all values four times, for cotangents and scaled copies, and two gradients of
+    every leaf.
     """
     program, leaves = jax.make_jaxpr(loss)(params, example).jaxpr, jax.tree.leaves(params)
     moving = [i >= len(leaves) for i in range(len(program.invars))]
@@ -257,10 +240,10 @@ def bytes_per_example(loss: Traced, params: PyTree, example: PyTree, engine: str
 
 
 def _program_bytes(jaxpr: Jaxpr, moving: Sequence[bool], fused: bool = False) -> int:
-    """Bytes of the values that depend on moving inputs; if fused, only those in `_WRITES`."""
+    """Bytes of the values that depend on moving inputs; if fused, those that XLA writes."""
 
     def written(equation: JaxprEqn, entering: list[bool]) -> int:
-        if not any(entering) or (fused and equation.primitive.name not in _WRITES):
+        if not any(entering) or (fused and not known(equation.primitive.name).writes):
             return 0
         return _bytes(v.aval for v in equation.outvars if hasattr(v.aval, "shape"))
 
@@ -272,7 +255,7 @@ def _frozen_bytes(loss: Traced, params: PyTree, example: PyTree) -> int:
     program = jax.make_jaxpr(loss)(params, example).jaxpr
 
     def read(equation: JaxprEqn, entering: list[bool]) -> int:
-        if equation.primitive.name not in _PRODUCTS:
+        if equation.primitive.name not in ("conv_general_dilated", "dot_general"):
             return 0
         operands = zip(equation.invars, entering, strict=True)
         return _bytes(v.aval for v, moves in operands if not moves)
@@ -307,8 +290,7 @@ def _budget(loss: Traced, params: PyTree, example: PyTree, engine: str) -> int:
         return _CACHES + _PASSES * _bytes(jax.tree.leaves(params)) + frozen
     if platforms.on_cpu():
         return int(_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    share = int(_SHARE * platforms.memory_limit())
-    return share if platforms.on_gpu() else min(share, _ON_TPU)
+    return int(_SHARE * platforms.memory_limit())
 
 
 def _bytes(arrays: Any) -> int:

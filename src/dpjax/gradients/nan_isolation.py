@@ -13,17 +13,17 @@ convolution over devices, its result is wrong for finite numbers too (`sharding_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from dpjax import trees
 from dpjax.gradients import platforms
-from dpjax.gradients.batching import Engine, Rows, microbatched
-from dpjax.gradients.jaxprs import convolutions, evaluate, marked_programs, outputs_depend
+from dpjax.gradients.batching import Engine, Layout, Rows, laid_out
+from dpjax.gradients.jaxprs import convolutions
 from dpjax.gradients.loss_checks import has_own_derivatives
 from dpjax.gradients.sharding_checks import refuse_split
 from dpjax.gradients.traced import Traced
@@ -42,7 +42,7 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
         needed.
     """
     # One example a microbatch: no convolution of it has another example in its groups.
-    alone = microbatched(engine, 1)
+    alone = laid_out(engine, Layout(1))
 
     def guarded(
         loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
@@ -76,31 +76,12 @@ def differentiates_kernels(
 ) -> bool:
     """Whether a vmapped convolution may be differentiated by each example's own kernel."""
     program = jax.make_jaxpr(loss)(params, example).jaxpr
-    found, hidden = len(convolutions(program)), False
+    count, hidden = len(convolutions(program)), False
     if has_own_derivatives(program):
-        # Derivatives of the user's own may hold convolutions that no rule of JAX makes.
-        leaves, inputs = len(jax.tree.leaves(params)), len(program.invars)
-        most = _in_gradient(program, [place < leaves for place in range(inputs)])
-        hidden = len(convolutions(loss.gradient(params, example))) > most
-    return hidden or (found > 0 and found != harmless(loss, params, example))
-
-
-def _in_gradient(program: Jaxpr, moving: Sequence[bool]) -> int:
-    """How many convolutions JAX's rules give at most, with the gradient by the marked inputs."""
-    count = 0
-
-    def rule(equation: JaxprEqn, moving: Sequence[bool]) -> list[bool]:
-        nonlocal count
-        if equation.primitive.name == "conv_general_dilated":
-            count += 1 + sum(moving)  # one more for each operand that has a cotangent
-        count += sum(
-            _in_gradient(inner, marks) for inner, marks in marked_programs(equation, moving)
-        )
-        return outputs_depend(equation, moving)
-
-    still = [False] * len(program.constvars)
-    evaluate(program, still, moving, rule, literal=lambda _: False)
-    return count
+        # Derivatives of the user's own may hold convolutions that no rule of JAX makes: those of
+        # each convolution are two more, by its operands.
+        hidden = len(convolutions(loss.gradient(params, example))) > 3 * count
+    return hidden or (count > 0 and count != harmless(loss, params, example))
 
 
 def _grouped_by_rows(run: Callable[[PyTree], PyTree], rows: PyTree) -> bool:
@@ -113,8 +94,8 @@ def _grouped_by_rows(run: Callable[[PyTree], PyTree], rows: PyTree) -> bool:
 
 def _leaky(run: Callable[[PyTree], PyTree], rows: PyTree) -> list[tuple[int, int]]:
     """The groups of each convolution that XLA may compile with zeros between groups."""
-    found = convolutions(jax.make_jaxpr(run)(rows).jaxpr)
-    return [groups for e in found if _has_zeros(e, *(groups := _groups(e)))]
+    kernels = convolutions(jax.make_jaxpr(run)(rows).jaxpr)
+    return [groups for e in kernels if _has_zeros(e, *(groups := _groups(e)))]
 
 
 def _has_zeros(equation: JaxprEqn, features: int, batches: int) -> bool:

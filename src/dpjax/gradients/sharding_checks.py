@@ -16,19 +16,6 @@ import jax
 from dpjax.types import PyTree
 
 
-def may_be_split() -> bool:
-    """Whether XLA may partition what is traced; False only where one device is sure to run it.
-
-    Shardings are known at compilation, too late to choose another form. One device is sure inside a
-    `jax.shard_map` over all axes, under a mesh of one device, and where a single accelerator is.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        # A CPU may compile for any number of accelerators.
-        return jax.device_count() > 1 or jax.default_backend() == "cpu"
-    return mesh.size > 1 and set(mesh.manual_axes) != set(mesh.axis_names)
-
-
 def refuse_split(call: str, batch: PyTree) -> None:
     """Raises, now or at compilation, if the batch is sharded over several devices."""
     # Inside a shard_map over all axes XLA partitions nothing. Over some, as with `model`, the

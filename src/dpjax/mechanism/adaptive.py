@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dpjax import clipping, noise, trees
+from dpjax.noise.multiplier import WIDER
 from dpjax.types import Clipping, Key, Purpose
 
 
@@ -30,7 +31,7 @@ def followed(
             "update(sum, state, below=quantile.below(rule, norms, mask))."
         )
     # One example moves the count by 1/2, so its noise has half the multiplier as deviation.
-    drawn = noise.standard_normal(trees.step_key(key, Purpose.COUNT, step), ())
+    drawn = WIDER * noise.standard_normal(trees.step_key(key, Purpose.COUNT, step), ())
     # Divided by the expected batch size, like the sum: the drawn size is private.
     fraction = (below + multiplier / 2 * drawn) * share + 0.5
     return quantile.moved(scale, fraction)

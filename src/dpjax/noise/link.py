@@ -19,7 +19,12 @@ import optax
 from jaxtyping import Array
 
 from dpjax import checks, trees
-from dpjax.noise.multiplier import check_multiplier, plain_multiplier, standard_deviations
+from dpjax.noise.multiplier import (
+    WIDER,
+    check_multiplier,
+    plain_multiplier,
+    standard_deviations,
+)
 from dpjax.noise.normal import normal_in_parts, standard_normal
 from dpjax.noise.state import GaussianState, first_key, unless_unset
 from dpjax.strategies import Strategy
@@ -156,7 +161,8 @@ def add_noise(
     Args:
       total: The clipped sum.
       partition: The groups of its leaves.
-      deviations: The standard deviation of each group, from `standard_deviations`.
+      deviations: The standard deviation of each group, from `standard_deviations`; the noise is
+        wider by the margin `WIDER`.
       key: The root key of the noise.
       step: The number of the step.
       strategy: How the noise of different steps is correlated; None for white noise.
@@ -171,7 +177,8 @@ def add_noise(
     """
     # By the partition of the rule that clipped: each group has the noise of its own bound.
     groups = partition.assign(total)
-    scales = jax.tree.structure(total).unflatten([deviations[group] for group in groups])
+    wider = [deviation * WIDER for deviation in deviations]
+    scales = jax.tree.structure(total).unflatten([wider[group] for group in groups])
     # A function of (root key, step): a resumed run adds the same noise to the same sum.
     noise_key = trees.step_key(key, Purpose.NOISE, step)
     more = (scales,) if lost is None else (scales, lost)

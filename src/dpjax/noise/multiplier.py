@@ -18,6 +18,13 @@ import numpy as np
 from dpjax import checks, trees
 from dpjax.types import Clipping, NoiseMultiplier
 
+WIDER = 1 + 2.0**-10
+"""What every deviation is multiplied by where noise is drawn; the accounted multiplier is not.
+
+It covers what float32 can add to the contribution of an example: half of it the rounding of norms,
+half that of sums. What it does not cover is bounded where it arises, see `dpjax.gradients`.
+"""
+
 
 def standard_deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step: Any) -> list[Any]:
     """The standard deviation of the noise of `gaussian` in each group at a step."""

@@ -20,9 +20,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dpjax.gradients._bookkeeping.cost import aside
-from dpjax.gradients._bookkeeping.leaf_norms import norms, roundings
+from dpjax.gradients._bookkeeping.leaf_norms import norms
 from dpjax.gradients._bookkeeping.leaf_sums import (
-    DROPPED,
     Entry,
     Pieces,
     Squares,
@@ -31,8 +30,12 @@ from dpjax.gradients._bookkeeping.leaf_sums import (
     pulled,
     weighted_sum,
 )
-from dpjax.gradients._bookkeeping.outer_products import form_of, product
+from dpjax.gradients._bookkeeping.outer_products import product
+from dpjax.gradients._bookkeeping.primitives import form_of
 from dpjax.gradients._bookkeeping.sites import Site
+
+# Roundings of the squared norm of a sum, in units of eps and of the square of all parts.
+_ROUNDINGS = 4
 
 
 class Common(NamedTuple):
@@ -55,36 +58,31 @@ class Common(NamedTuple):
 
     def sum(self, factors: Squares) -> Array:
         """The sum over examples; those with factor 0 contribute exactly 0."""
-        kept = factors.reshape(-1, *(1,) * len(self.axes)) != 0
-        total = self.spread(weighted_sum(jnp.where(kept, self.scales, 0), factors))
+        counts = factors.reshape(-1, *(1,) * len(self.axes)) != 0
+        total = self.spread(weighted_sum(jnp.where(counts, self.scales, 0), factors))
         return jnp.where(total != 0, total * self.gradient, 0)
 
 
 def divided(
     entries: Mapping[int, Sequence[Entry]], leaves: Sequence[Array]
 ) -> tuple[dict[int, list[Entry]], dict[int, list[Common]]]:
-    """For each leaf the entries with a gradient for each example, and the common gradients.
-
-    Args:
-      entries: All entries of each leaf.
-      leaves: All leaves, in full precision.
-    """
-    own, commons = dict[int, list[Entry]](), dict[int, list[Common]]()
+    """For each leaf the entries with a gradient for each example, and the common gradients."""
+    rest, commons = dict[int, list[Entry]](), dict[int, list[Common]]()
     # What a weight decay of all leaves needs is computed once, and not once for each leaf.
-    each = {id(entry): entry for found in entries.values() for entry in found}
-    forms = {key: form_of(*entry) for key, entry in each.items()}
+    every = {id(entry): entry for sites in entries.values() for entry in sites}
+    forms = {key: form_of(*entry) for key, entry in every.items()}
     parts: dict[int, tuple[dict[int, Array], Array]] = {}
-    for leaf, found in entries.items():
-        sites = [entry.site for entry in found]
-        chosen = aside(leaf, leaves[leaf], sites, [forms[id(entry)] for entry in found])
-        own[leaf] = [entry for k, entry in enumerate(found) if k not in chosen]
+    for leaf, sites in entries.items():
+        chosen = aside(leaf, leaves[leaf], [e.site for e in sites], [forms[id(e)] for e in sites])
+        rest[leaf] = [entry for k, entry in enumerate(sites) if k not in chosen]
         if chosen:
             # Inner products with a common gradient are of the gradient as its sum has it.
-            own[leaf] = [entry.rounded() for entry in own[leaf]]
-        for entry in (found[k] for k in chosen):
+            rest[leaf] = [entry.rounded() for entry in rest[leaf]]
+        commons[leaf] = []
+        for entry in (sites[k] for k in chosen):
             parts[id(entry)] = parts.get(id(entry)) or _parts(entry, leaves)
-        commons[leaf] = [_common(leaf, sites[k], *parts[id(found[k])]) for k in chosen]
-    return own, commons
+            commons[leaf].append(_common(leaf, entry.site, *parts[id(entry)]))
+    return rest, commons
 
 
 def _parts(entry: Entry, leaves: Sequence[Array]) -> tuple[dict[int, Array], Array]:
@@ -102,42 +100,32 @@ def _common(leaf: int, site: Site, gradients: Mapping[int, Array], scales: Array
     axes = site.slices[leaf]
     order = sorted(range(len(axes)), key=lambda k: axes[k])
     scales = jnp.transpose(scales, (0, *(1 + k for k in order)))
-    # By powers of two, which round nothing: entries of 1e-23 square to 0, and scales may be huge.
-    gradient = gradients[leaf]
-    rest = tuple(axis for axis in range(gradient.ndim) if axis not in axes)
-    largest = jnp.max(jnp.abs(gradient), axis=rest, keepdims=True)
-    unit = jnp.where(largest > 0, jnp.ldexp(jnp.ones_like(largest), jnp.frexp(largest)[1] - 1), 1)
-    return Common(gradient / unit, scales * unit.reshape(scales.shape[1:]), tuple(sorted(axes)))
+    return Common(gradients[leaf], scales, tuple(sorted(axes)))
 
 
 def norms_with(
-    leaf: int, own: Sequence[Entry], commons: Sequence[Common], leaves: Sequence[Array]
+    leaf: int, rest: Sequence[Entry], commons: Sequence[Common], leaves: Sequence[Array]
 ) -> tuple[Squares, Pieces | None]:
     """As `leaf_norms.norms`, with common gradients beside the entries.
 
     Args:
       leaf: Which leaf.
-      own: Its other entries, apart from the common gradients; maybe none.
+      rest: Its other entries, apart from the common gradients; maybe none.
       commons: What `divided` found beside them.
       leaves: All leaves, in full precision.
     """
-    squares, kept = norms(leaf, own, leaves, bool(commons)) if own else (jnp.zeros(()), None)
+    squares, kept = norms(leaf, rest, leaves, bool(commons)) if rest else (jnp.zeros(()), None)
     if not commons:
         return squares, kept
-    total, doubt, eps = squares, jnp.zeros(()), jnp.finfo(leaves[leaf].dtype).eps
-    lengths = jnp.sqrt(squares)
+    total, lengths = squares, jnp.sqrt(squares)
     for k, one in enumerate(commons):
-        length = jnp.sqrt(_dot(one, one))
-        lengths = lengths + length
-        for other in commons[: k + 1]:
-            total = total + (1 if other is one else 2) * _dot(one, other)
-        for entry in own:
-            cross, unsure = _cross(leaf, entry, one, leaves)
-            total, doubt = total + 2 * cross, doubt + 2 * unsure * length
-    # Rounding bound: where the parts cancel, it is relative to the parts. The sum rounds each part
-    # once more, so the norm grows by a bound on that too.
-    doubt = eps * (doubt + 4 * len(commons) * lengths**2)
-    return (jnp.sqrt(jnp.maximum(total, 0) + doubt) + 4 * eps * lengths) ** 2, kept
+        lengths = lengths + jnp.sqrt(_dot(one, one))
+        total = total + sum((1 if b is one else 2) * _dot(one, b) for b in commons[: k + 1])
+        total = total + 2 * sum(_cross(leaf, entry, one, leaves) for entry in rest)
+    # What cancels between the parts is lost relative to them, in the norm and in the sum.
+    eps = jnp.finfo(leaves[leaf].dtype).eps
+    squares = jnp.maximum(total, 0) + _ROUNDINGS * eps * lengths**2
+    return (jnp.sqrt(squares) + eps * lengths) ** 2, kept
 
 
 def _dot(a: Common, b: Common) -> Squares:
@@ -148,42 +136,29 @@ def _dot(a: Common, b: Common) -> Squares:
     return _total(a.spread(a.scales) * b.spread(b.scales) * inner[None])
 
 
-def _cross(
-    leaf: int, entry: Entry, common: Common, leaves: Sequence[Array]
-) -> tuple[Squares, Squares]:
-    """Inner products of a common gradient with an entry's own gradients.
-
-    Also a bound on their rounding errors, in units of eps and of the common gradient's length.
-    """
+def _cross(leaf: int, entry: Entry, common: Common, leaves: Sequence[Array]) -> Squares:
+    """Inner products of a common gradient with an entry's own gradients."""
     form = form_of(*entry)
     assert form is not None
     if form.chosen:
-        seen = common.gradient.reshape(len(common.gradient), -1)[form.x[0]]
-        inputs, lengths = 0, jnp.ones_like(form.g[..., 0])
+        along = common.gradient.reshape(len(common.gradient), -1)[form.x[0]]
     else:
         # The place of a form only rearranges, so its VJP brings the common gradient into the form.
         place, _ = placed(leaf, entry, form._replace(x=()), leaves)
         parts = [jnp.zeros((x.shape[1], x.shape[2], form.g.shape[3]), x.dtype) for x in form.x]
         (parts,) = jax.vjp(place, parts)[1](common.gradient)
-        seen = added([_applied(*pair) for pair in zip(form.x, parts, strict=True)])
-        inputs, lengths = form.width, jnp.sqrt(added([jnp.sum(x**2, axis=2) for x in form.x]))
-    unsure = _total(lengths * jnp.linalg.norm(form.g, axis=3))
-    terms, scales = seen * form.g, common.scales
-    if common.axes:
-        assert form.axes is not None
-        # The slices are among the outputs, which the form counts in an order of its own.
-        shape, outputs = common.gradient.shape, form.axes[2]
-        order = sorted(range(len(common.axes)), key=lambda k: outputs.index(common.axes[k]))
-        scales = jnp.transpose(scales, (0, *(1 + k for k in order)))
-        scales = scales.reshape(-1, *(shape[a] if a in common.axes else 1 for a in outputs))
-        terms = jnp.sum(terms, axis=(1, 2)).reshape(-1, *(shape[a] for a in outputs))
-        cross = _total(scales * terms)
-    else:
-        cross = scales * _total(terms)
-    # `_applied` and `_total` may add one term after the other, and the sum may be of `halves`.
-    _, blocks, positions, width = form.g.shape
-    dropped = DROPPED / jnp.finfo(form.g.dtype).eps if form.short else 0
-    return cross, (inputs + 2 + roundings(width) + blocks * positions + dropped) * unsure
+        along = added([_applied(*pair) for pair in zip(form.x, parts, strict=True)])
+    terms, scales = along * form.g, common.scales
+    if not common.axes:
+        return scales * _total(terms)
+    assert form.axes is not None
+    # The slices are among the outputs, which the form counts in an order of its own.
+    shape, outputs = common.gradient.shape, form.axes[2]
+    order = sorted(range(len(common.axes)), key=lambda k: outputs.index(common.axes[k]))
+    scales = jnp.transpose(scales, (0, *(1 + k for k in order)))
+    scales = scales.reshape(-1, *(shape[a] if a in common.axes else 1 for a in outputs))
+    terms = jnp.sum(terms, axis=(1, 2)).reshape(-1, *(shape[a] for a in outputs))
+    return _total(scales * terms)
 
 
 def _applied(x: Array, part: Array) -> Array:

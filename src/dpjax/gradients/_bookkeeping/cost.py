@@ -17,16 +17,15 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dpjax.gradients import platforms
-from dpjax.gradients._bookkeeping.outer_products import Outer, form_of
+from dpjax.gradients._bookkeeping.outer_products import Outer
+from dpjax.gradients._bookkeeping.primitives import form_of, row_of
 from dpjax.gradients._bookkeeping.sites import Site
 
 Shape = jax.ShapeDtypeStruct
 
-# Writing and squaring one number, or scaling it, in multiplications of a matrix product.
-_TRAFFIC = 8
-# Inner products between positions are summed in blocks of this many terms, so that rounding errors
-# do not add up over all terms. One of their multiplications then costs as much as ten.
-BLOCK, _SLOWER = 16, 10
+# Writing and squaring one number, or scaling it, in multiplications of a matrix product; and one
+# multiplication of inner products between few positions.
+_TRAFFIC, _SMALL = 8, 10
 # On accelerators, in multiplications of a matrix product of one pass: writing, squaring and scaling
 # one number; rounding, writing, bounding and summing for one inner product of positions; and one
 # multiplication of a product at the highest precision, which takes six passes on a TPU and more for
@@ -37,8 +36,6 @@ _KEPT, _PAIR, _EXACT, _TWO = 1250, 20_000, 16, 2
 _COMPARED, _ADDED = 500, 4
 # The Gram rule compiles a program for each pair of sites: 20 sites took more than a minute.
 _MANY = 6
-# VJPs of these primitives are elementwise, so they add no rounding error beyond the cotangent's.
-_ENTRYWISE = {"add", "add_any", "sub", "mul", "div"}
 # Instantiated gradients are kept if they have at most this many times the numbers that the product
 # reads: a second product for the sum would cost more than the memory.
 _ROOM = 4
@@ -63,19 +60,14 @@ class Choice(NamedTuple):
 
 
 def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | None]) -> Choice:
-    """The cheapest rule that fits; only shapes matter.
-
-    Args:
-      leaf: The leaf, or its shape.
-      sites: All its sites.
-      forms: The form of each site, if it has one.
-    """
+    """The cheapest rule that fits; only shapes matter."""
     outers = [form for form in forms if form is not None]
     isometric = all(site.isometry for site in sites)
     if len(outers) < len(sites):
         # The cotangents of an elementwise use are as large as the leaf's per-example gradients, and
         # round the same: then the gradients need not be kept.
-        once = len(sites) == 1 and sites[0].equation.primitive.name in _ENTRYWISE
+        row = row_of(sites[0])
+        once = len(sites) == 1 and row.entrywise and row.linear_in
         keep = not (isometric and once and entire(leaf, sites))
         return Choice("derivative", keep, _TRAFFIC * leaf.size, leaf.size)
     blocks, positions = outers[0].g.shape[1], sum(o.g.shape[2] for o in outers)
@@ -84,8 +76,8 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     depth, rows = outers[0].g.shape[3], any(o.chosen for o in outers)
     by_rows, pairs = rows and len(outers) == 1, blocks * positions**2
     read = sum(math.prod(a.shape[1:]) for o in outers for a in (*o.x, o.g))
-    # The sum of a second product may pass the bound by rounding errors. For an isometry `norms`
-    # bounds them; for other views that would need an operator norm, so gradients are kept.
+    # A second product rounds otherwise. For an isometry `norms` bounds that; for other views the
+    # bound would need an operator norm, so gradients are kept.
     keep = leaf.size <= _ROOM * read or not isometric
     # The norm by instantiated gradients, and what the sum costs after it.
     product = 0 if rows else blocks * positions * width * depth
@@ -94,18 +86,14 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     # A kept gradient is read once more, scaled; otherwise the product is taken again.
     after = _TRAFFIC * leaf.size if rows or keep else again
     # The norm by inner products between positions; the sum needs the product again.
-    gram = pairs * (width + depth) * (1 if by_rows else _SLOWER)
-    written = copied + pairs * (2 if by_rows else paired(width) + paired(depth))
+    gram = pairs * (width + depth) * (1 if by_rows else _SMALL)
+    written = copied + 2 * pairs
     if not platforms.on_cpu():
         # A kept gradient may be formed at the loss's own precision; a second product may not.
         keep, instantiate, after = True, product + _KEPT * leaf.size, 0
         exact, twice = (1, _TWO) if all(o.short for o in outers) else (_EXACT, _EXACT)
-        # Pixels give the inner products of patches, which are then not written.
-        pixels = outers[0].pixels if len(outers) == 1 else None
-        inner, written = (pixels.image.shape[-1], 0) if pixels else (width, copied)
-        each = _ADDED * depth + _COMPARED if by_rows else exact * (inner + depth) + _PAIR
+        each = _ADDED * depth + _COMPARED if by_rows else exact * (width + depth) + _PAIR
         gram, again = pairs * each, twice * product
-        written += 2 * pairs
     # These three rules take the norm of the view's gradient. It is the norm of the leaf's gradient
     # only if the view is an isometry.
     one_form = isometric and alike(outers) is not None
@@ -121,14 +109,7 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
 def aside(
     index: int, leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | None]
 ) -> list[int]:
-    """The sites whose gradients are better taken as common to all examples, see `common`.
-
-    Args:
-      index: Which leaf.
-      leaf: The leaf, or its shape.
-      sites: All its sites.
-      forms: The form of each site, if it has one.
-    """
+    """The sites of a leaf whose gradients are better taken as common to all examples."""
 
     def few(site: Site) -> bool:
         axes = site.slices.get(index)
@@ -146,10 +127,9 @@ def aside(
         alone = form.g.shape[1] == 1 and form.axes is not None and counted <= {*form.axes[2]}
         return alone or not counted
 
-    own = [
-        meets(s, f) for k, (s, f) in enumerate(zip(sites, forms, strict=True)) if k not in common
-    ]
-    return common if len(common) <= _MANY and all(own) else []
+    pairs = zip(sites, forms, strict=True)
+    rest = [meets(*pair) for k, pair in enumerate(pairs) if k not in common]
+    return common if len(common) <= _MANY and all(rest) else []
 
 
 def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
@@ -160,22 +140,22 @@ def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
       sites: All its sites.
       index: Which leaf it is.
     """
-    found: list[Choice] = []
+    choices: list[Choice] = []
 
     def on_shapes(data: Sequence[Sequence[Array]], cotangents: Sequence[Array]) -> None:
         forms = list(map(form_of, sites, data, cotangents))
         common = aside(index, leaf, sites, forms)
-        own = [k for k in range(len(sites)) if k not in common]
+        rest = [k for k in range(len(sites)) if k not in common]
         choice = Choice("", False, 0, 0)
-        if own:
-            choice = choose(leaf, [sites[k] for k in own], [forms[k] for k in own])
+        if rest:
+            choice = choose(leaf, [sites[k] for k in rest], [forms[k] for k in rest])
         if common:
-            rule = f"{choice.rule} + common" if own else "common"
+            rule = f"{choice.rule} + common" if rest else "common"
             # Their inner products take a product as large as that of the forward pass.
-            positions = sum(math.prod(cotangents[k].shape[1:-1]) for k in own)
+            positions = sum(math.prod(cotangents[k].shape[1:-1]) for k in rest)
             more = max(1, positions) * len(common) * leaf.size
             choice = choice._replace(rule=rule, operations=choice.operations + more)
-        found.append(choice)
+        choices.append(choice)
 
     def batched(x: Shape) -> Shape:
         return jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
@@ -184,7 +164,7 @@ def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
     # differ.
     data = [[batched(x) for x in site.data] for site in sites]
     jax.eval_shape(on_shapes, data, [batched(site.output) for site in sites])
-    return found[0]
+    return choices[0]
 
 
 def alike(forms: Sequence[Outer]) -> list[Outer] | None:
@@ -202,8 +182,7 @@ def alike(forms: Sequence[Outer]) -> list[Outer] | None:
         # swap.
         elif form.axes[1:] == first.axes[:0:-1] and not form.chosen:
             x, g = (jnp.swapaxes(a, 2, 3) for a in (form.g, jnp.concatenate(form.x, axis=2)))
-            # Pixels have the products of patches, which are the outputs of the turned form.
-            turned.append(form._replace(x=(x,), g=g, pixels=None))
+            turned.append(form._replace(x=(x,), g=g))
         else:
             return None
     return turned
@@ -212,8 +191,3 @@ def alike(forms: Sequence[Outer]) -> list[Outer] | None:
 def entire(leaf: Array | Shape, sites: Sequence[Site]) -> bool:
     """Whether one example's gradient of a leaf has as many numbers as its cotangents."""
     return leaf.size == sum(math.prod(site.output.shape) for site in sites)
-
-
-def paired(terms: int) -> int:
-    """The number of blocks for this many terms: a power of two, so that they add in pairs."""
-    return 2 ** math.ceil(math.log2(max(1, -(-terms // BLOCK))))

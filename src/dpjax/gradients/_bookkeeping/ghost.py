@@ -25,14 +25,15 @@ from dpjax.gradients._bookkeeping.common import divided, norms_with
 from dpjax.gradients._bookkeeping.leaf_norms import squared
 from dpjax.gradients._bookkeeping.leaf_sums import (
     Entry,
-    Kept,
+    LeafSum,
     Pieces,
-    Recomputed,
     clipped_sums,
     instantiated,
     into_table,
+    kept,
+    recomputed,
 )
-from dpjax.gradients._bookkeeping.outer_products import form_of
+from dpjax.gradients._bookkeeping.primitives import form_of
 from dpjax.gradients.batching import Rows
 from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, PyTree
@@ -44,19 +45,19 @@ def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     losses, aux, entries, gradients = backward(loss, params, rows.batch)
 
     squares = [jnp.zeros_like(losses, trees.wide(losses.dtype))] * rule.partition.size
-    kept: dict[int, Pieces | None] = {}
+    pieces: dict[int, Pieces | None] = {}
     for i, gradient in gradients.items():
         square = trees.group_norms([gradient], (0,), 1)[:, 0] ** 2
         squares[groups[i]] = squares[groups[i]] + square
         # A materialised leaf has its per-example gradients already: they are summed as they are.
-        kept[i] = Pieces([gradient])
-    own, commons = divided(entries, leaves)
-    together = computed(own, leaves)
-    for i, found in own.items():
+        pieces[i] = Pieces([gradient])
+    entries, commons = divided(entries, leaves)
+    together = computed(entries, leaves)
+    for i, sites in entries.items():
         if i in together:
-            square, kept[i] = squared(together[i]), Pieces([together[i]])
+            square, pieces[i] = squared(together[i]), Pieces([together[i]])
         else:
-            square, kept[i] = norms_with(i, found, commons[i], leaves)
+            square, pieces[i] = norms_with(i, sites, commons[i], leaves)
         squares[groups[i]] = squares[groups[i]] + square
     # Squared norms of leaves add up within a group, so no per-example gradient is needed for the
     # factor.
@@ -65,25 +66,22 @@ def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     factors = jnp.where(real, rule.factors(lengths), 0) * rows.weights
 
     sums = jax.tree.leaves(start)
-    totals: dict[int, Kept | Recomputed] = {}
-    for i, pieces in kept.items():
-        each = factors[:, groups[i]]
-        found = own.get(i, [])
-        # Kept gradients come first: a norm of theirs does not bound the roundings of another sum.
-        if pieces is not None:
-            totals[i] = Kept(pieces, each)
+    parts: dict[int, LeafSum] = {}
+    for i, gradient in pieces.items():
+        each, sites = factors[:, groups[i]], entries.get(i, [])
+        if gradient is not None:
+            parts[i] = kept(gradient, each)
         # In place: a microbatch of a language model touches few rows of a table that is larger than
         # all its other leaves.
-        elif found and (put := into_table(i, found)):
+        elif sites and (put := into_table(i, sites)):
             sums[i] = put(sums[i], each)
-        elif found:
-            scaled = [entry.rounded().scaled(each) for entry in found]
-            totals[i] = Recomputed(i, scaled, leaves)
+        elif sites:
+            parts[i] = recomputed(i, sites, each, leaves)
     sound = jnp.all(jnp.isfinite(lengths), axis=1)
-    for i, part in clipped_sums(totals, sound).items():
+    for i, part in clipped_sums(parts, sound).items():
         sums[i] = sums[i] + part.astype(sums[i].dtype)
-    for i, found in commons.items():
-        for one in found:
+    for i, shared in commons.items():
+        for one in shared:
             sums[i] = sums[i] + one.sum(factors[:, groups[i]]).astype(sums[i].dtype)
     return ClippedSum(
         jax.tree.structure(params).unflatten(sums),
@@ -100,10 +98,10 @@ def computed(entries: Mapping[int, Sequence[Entry]], leaves: Sequence[Array]) ->
     A norm of the kernel's gradient is no norm of the leaf's, so these gradients are always kept.
     """
     # No leaf with a common gradient is among them: by `cost.aside` its other sites are isometric.
-    by = [i for i, found in entries.items() if not all(entry.site.isometry for entry in found)]
-    found = list({id(entry): entry for i in by for entry in entries[i]}.values())
-    forms = [form_of(*entry) for entry in found]
-    return instantiated(by, found, forms, leaves, exact=False) if by else {}
+    by = [i for i, sites in entries.items() if not all(e.site.isometry for e in sites)]
+    used = list({id(entry): entry for i in by for entry in entries[i]}.values())
+    forms = [form_of(*entry) for entry in used]
+    return instantiated(by, used, forms, leaves, exact=False) if by else {}
 
 
 class Backward(NamedTuple):
@@ -118,24 +116,18 @@ class Backward(NamedTuple):
 
 
 def backward(loss: Traced, params: PyTree, batch: PyTree) -> Backward:
-    """One vmapped backward pass.
-
-    Args:
-      loss: The loss.
-      params: Parameters.
-      batch: Examples, along the leading axis of every leaf.
-    """
+    """One vmapped backward pass."""
     leaves = jax.tree.leaves(params)
     program = loss.program(params, trees.one_row(batch))
     # Taps and leaves are not batched: vmap of the derivative gives each example's own cotangents.
     taps = [jnp.zeros(site.output.shape, site.output.dtype) for site in program.sites]
-    whole = {i: leaves[i] for i in program.materialised}
+    materialised = {i: leaves[i] for i in program.materialised}
     # With respect to the taps: their cotangents, with the recorded data, determine the gradient of
     # every tapped leaf.
     differentiated = jax.value_and_grad(program.run, argnums=(0, 1), has_aux=True)
     (losses, (aux, data)), (cotangents, gradients) = jax.vmap(
         differentiated, in_axes=(None, None, None, 0)
-    )(taps, whole, leaves, batch)
+    )(taps, materialised, leaves, batch)
     entries: dict[int, list[Entry]] = {}
     for site, noted, cotangent in zip(program.sites, data, cotangents, strict=True):
         # Widened before any norm: the clipping rule trusts a float32 norm whatever the dtype of the
@@ -148,10 +140,7 @@ def backward(loss: Traced, params: PyTree, batch: PyTree) -> Backward:
 
 
 def by_patches(loss: Traced, params: PyTree, example: PyTree) -> int:
-    """The number of convolutions whose kernel gradients mix no examples.
-
-    They are products, or on accelerators grouped convolutions without what is not finite.
-    """
+    """The number of convolutions whose kernel gradients are products, which mix no examples."""
     # Operand 1 is the kernel. Other convolutions, such as of parameters alone, are not counted.
     sites = [site.equation for site in loss.program(params, example).sites if site.operand == 1]
     convolutions = [e for e in sites if e.primitive.name == "conv_general_dilated"]

@@ -10,15 +10,15 @@ Five rules lead to a norm; `cost.choose` takes the cheapest that fits:
 * *instantiate*: the gradient of each example, as one batched product;
 * *derivative*: the VJP of the equation itself, without a form.
 
-A norm that is rounded down would let an example pass its bound. So each rule adds a bound on its
-rounding error, and computes in float32 or wider at the highest precision, whatever the dtype of
-the model.
+Norms are float32 or wider, at the highest precision. The margin of the noise covers their rounding,
+and that of sums, where nothing cancels. Positions and uses of a leaf can cancel, and what is lost
+is then relative to the terms: the gram rule first takes out what the positions share, and a norm
+whose sum is another product grows by a bound on its rounding.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +27,7 @@ from jaxtyping import Array
 
 from dpjax import trees
 from dpjax.gradients import platforms
-from dpjax.gradients._bookkeeping.cost import BLOCK, alike, choose, paired
+from dpjax.gradients._bookkeeping.cost import alike, choose
 from dpjax.gradients._bookkeeping.leaf_sums import (
     DROPPED,
     Entry,
@@ -37,7 +37,11 @@ from dpjax.gradients._bookkeeping.leaf_sums import (
     instantiated,
     placed,
 )
-from dpjax.gradients._bookkeeping.outer_products import HIGHEST, Outer, form_of, product
+from dpjax.gradients._bookkeeping.outer_products import HIGHEST, Outer, product
+from dpjax.gradients._bookkeeping.primitives import form_of
+
+# Roundings of a Gram matrix, in units of eps and of the square of all terms.
+_ROUNDINGS = 4
 
 
 def norms(
@@ -58,11 +62,12 @@ def norms(
         forms = [form_of(*entry.rounded()) for entry in entries]
     outers = alike([form for form in forms if form is not None])
     if choice.rule == "product" and outers is not None:
-        return _product_norms(outers[0]), None
+        x, g = _lengths(outers[0])
+        return jnp.sum(x * g, axis=(1, 2)), None
     if choice.rule == "rows" and outers is not None:
-        return _row_norms(outers[0]), None
+        return _with_doubt(_row_norms(outers[0]), outers), None
     if choice.rule == "gram" and outers is not None:
-        return _with_halves(_gram_norms(outers), outers), None
+        return _with_doubt(_gram_norms(outers), outers), None
     # The pieces of one isometric site have the norm of the leaf's gradient, so they need not be put
     # together before they are squared.
     alone = forms[0] if len(entries) == 1 and entries[0].site.isometry else None
@@ -74,104 +79,72 @@ def norms(
     squares = added([squared(x) for x in kept.gradients])
     if choice.keep:
         return squares, kept
-    # The sum will come from another product than this norm, with other rounding errors.
-    return (jnp.sqrt(squares) + _doubt(forms)) ** 2, None
-
-
-def _product_norms(form: Outer) -> Squares:
-    """One position: the norm of an outer product is the product of the norms."""
-    x, g = _lengths(form)
-    inputs, outputs = form.width, form.g.shape[3]
-    # Rounding bound: a square may underflow to 0 while the other factor is huge.
-    tiny = jnp.finfo(g.dtype).tiny
-    return jnp.sum((x + inputs * tiny) * (g + outputs * tiny), axis=(1, 2))
+    return _with_doubt(squares, [form for form in forms if form is not None]), None
 
 
 def _gram_norms(forms: Sequence[Outer]) -> Squares:
     """Inner products between positions, within each site and between any two sites."""
-    eps, positions = jnp.finfo(forms[0].g.dtype).eps, sum(form.g.shape[2] for form in forms)
+    if platforms.on_cpu() and not any(form.chosen for form in forms):
+        forms = [_centred(forms)]
     total = jnp.zeros(forms[0].g.shape[0], forms[0].g.dtype)
     for a, b in itertools.combinations_with_replacement(range(len(forms)), 2):
         p, q = forms[a], forms[b]
         precision = None if p.short and q.short else HIGHEST
-        x, g = _inner(p, q, precision), _dots(p.g, q.g, precision)
-        (px, pg), (qx, qg) = _lengths(p), _lengths(q)
-        lengths_x = jnp.sqrt(px)[..., :, None] * jnp.sqrt(qx)[..., None, :]
-        lengths_g = jnp.sqrt(pg)[..., :, None] * jnp.sqrt(qg)[..., None, :]
-        inputs = 0 if p.chosen or q.chosen else roundings(p.width)  # one-hot columns are exact
-        # Cotangents are always dense, so their products round even beside one-hot columns.
-        outputs = roundings(p.g.shape[3])
-        # Rounding bound: relative to the products that cancel, not to their sum. It grows with the
-        # number of roundings of a term, because aligned roundings of wide layers do add up.
-        doubt = inputs * lengths_x * jnp.abs(g) + outputs * jnp.abs(x) * lengths_g
-        doubt = eps * (doubt / 2 + (positions + 2) * jnp.abs(x * g))
-        total = total + (1 if a == b else 2) * jnp.sum(x * g + doubt, axis=(1, 2, 3))
-    # Terms that cancel can leave a negative total, and its square root would drop the example.
-    return jnp.maximum(total, 0) + _lost(forms)
+        x, g = _inner(p, q, precision), product("bhsn,bhtn->bhst", p.g, q.g, precision)
+        total = total + (1 if a == b else 2) * jnp.sum(x * g, axis=(1, 2, 3))
+    # What cancels is lost relative to the terms. A negative total would drop the example.
+    doubt = _ROUNDINGS * jnp.finfo(total.dtype).eps * _uncancelled(forms) ** 2
+    return jnp.maximum(total, 0) + doubt
+
+
+def _centred(forms: Sequence[Outer]) -> Outer:
+    r"""All positions of a leaf as one form, apart from the mean of their inputs.
+
+    $$ \sum_s x_s g_s^\top = \bar x \Big( \sum_s g_s \Big)^\top + \sum_s (x_s - \bar x) g_s^\top $$
+
+    Where two positions nearly cancel, as with two views or under a norm layer, nothing cancels in
+    the terms on the right.
+    """
+    x = jnp.concatenate([jnp.concatenate(form.x, axis=2) for form in forms], axis=3)
+    g = jnp.concatenate([form.g for form in forms], axis=2)
+    mean, total = jnp.mean(x, axis=3, keepdims=True), jnp.sum(g, axis=2, keepdims=True)
+    x, g = jnp.concatenate([mean, x - mean], axis=3), jnp.concatenate([total, g], axis=2)
+    return forms[0]._replace(x=(x,), g=g)
 
 
 def _row_norms(form: Outer) -> Squares:
     """The cotangents of each row of a table are summed, and each sum is squared once."""
-    (ids,), (_, g), eps = form.x, _lengths(form), jnp.finfo(form.g.dtype).eps
-    mates = (ids[..., :, None] == ids[..., None, :]).astype(g.dtype)
-    rows = jnp.sqrt(jnp.sum(product("bhst,bhtd->bhsd", mates, form.g) ** 2, axis=3))
-    # As one product, which takes less time than two reductions.
-    seen = product("bhst,bhtk->bhsk", mates, jnp.stack([jnp.ones_like(g), jnp.sqrt(g)], axis=3))
-    count, lengths = seen[..., 0], seen[..., 1]
-    # Rounding bound: relative to the cotangents that cancel in a row. All positions that take a row
-    # have its sum, and each adds its part of the square.
-    return jnp.sum((rows + eps * count * lengths) ** 2 / count, axis=(1, 2)) + _lost([form])
+    (ids,) = form.x
+    mates = (ids[..., :, None] == ids[..., None, :]).astype(form.g.dtype)
+    rows = jnp.sum(product("bhst,bhtd->bhsd", mates, form.g) ** 2, axis=3)
+    # All positions that take a row have its sum, and each adds its part of the square.
+    return jnp.sum(rows / jnp.sum(mates, axis=3), axis=(1, 2))
 
 
-def _doubt(forms: Sequence[Outer | None]) -> Squares:
-    """A bound on the distance between two sums over positions with different rounding errors."""
-    total = jnp.zeros(())
-    for form in forms:
-        if form is not None:
-            # Relative to the lengths before cancellation: where positions cancel to the last
-            # digits, both sums consist of rounding errors. Both may add one term after the other.
-            terms = (form.g.shape[2] + 2) * jnp.finfo(form.g.dtype).eps
-            total += terms * _uncancelled(form)
-    return total
-
-
-def _with_halves(squares: Squares, forms: Sequence[Outer]) -> Squares:
-    """Squared norms, with a bound on what `leaf_sums.halves` drop of scaled cotangents."""
-    short = [form for form in forms if form.short]
-    if not short:
+def _with_doubt(squares: Squares, forms: Sequence[Outer]) -> Squares:
+    """Squared norms of gradients that another product sums, with a bound on its rounding."""
+    if not forms:
         return squares
-    return (jnp.sqrt(squares) + DROPPED * added(list(map(_uncancelled, short)))) ** 2
+    # Relative to the terms: where they cancel to the last digits, both products consist of
+    # rounding errors.
+    doubt = jnp.finfo(squares.dtype).eps / 2 * _uncancelled(forms)
+    short = [form for form in forms if form.short]
+    if short:
+        doubt = doubt + DROPPED * _uncancelled(short)
+    return (jnp.sqrt(squares) + doubt) ** 2
 
 
-def _uncancelled(form: Outer) -> Squares:
+def _uncancelled(forms: Sequence[Outer]) -> Squares:
     """The sum over positions of the lengths of their outer products."""
-    x, g = map(jnp.sqrt, _lengths(form))
-    return jnp.sum(x * g, axis=(1, 2))
-
-
-def _lost(forms: Sequence[Outer]) -> Squares:
-    """A bound on the part of a squared norm that is lost where squares underflow to 0."""
-    tiny, lost = jnp.finfo(forms[0].g.dtype).tiny, jnp.zeros(())
-    for form in forms:
-        x, g = _lengths(form)
-        inputs, outputs = 1 if form.chosen else form.width, form.g.shape[3]
-        # Data and cotangents are squared apart: data of 1e-22 square to 0 in float32, although
-        # their product with a cotangent of 1e18 is a plain gradient.
-        lost += jnp.sum(jnp.sqrt(inputs * tiny * g + outputs * tiny * x), axis=2)
-    return jnp.sum(lost**2, axis=1)
+    pairs = [map(jnp.sqrt, _lengths(form)) for form in forms]
+    return added([jnp.sum(x * g, axis=(1, 2)) for x, g in pairs])
 
 
 def _lengths(form: Outer) -> tuple[Array, Array]:
     """Squared lengths ``[batch, blocks, positions]`` of inputs and of outputs."""
-    # Inputs and outputs are squared apart: their product may be a plain number although one square
-    # underflows.
     g = jnp.sum(form.g**2, axis=3)
     if form.chosen:
         return jnp.ones_like(g), g
-    if form.pixels:
-        # The same inner products as in `_gram_norms`, which XLA forms once.
-        inner = _inner(form, form, None if form.short else HIGHEST)
-        return jnp.sum(jnp.where(jnp.eye(g.shape[2], dtype=bool), inner, 0), axis=3), g
     return added([jnp.sum(x**2, axis=2) for x in form.x]), g
 
 
@@ -180,43 +153,13 @@ def _inner(p: Outer, q: Outer, precision: Any) -> Array:
     # The inner product is symmetric, so one mixed case is enough.
     if p.chosen and not q.chosen:
         return jnp.swapaxes(_inner(q, p, precision), 2, 3)
-    if p.pixels and p is q:
-        return p.pixels.inner(precision)[:, None]
     x, y = (jnp.concatenate(form.x, axis=2) for form in (p, q))
     if p.chosen:
-        # Two one-hot columns have inner product 1 if their indices agree, and 0 otherwise: exact.
+        # Two one-hot columns have inner product 1 if their indices agree, and 0 otherwise.
         return (x[:, :, :, None] == y[:, :, None, :]).astype(p.g.dtype)
     if q.chosen:
         return jnp.swapaxes(jnp.take_along_axis(x, y[:, :, :, None], axis=2), 2, 3)
-    return _dots(jnp.swapaxes(x, 2, 3), jnp.swapaxes(y, 2, 3), precision)
-
-
-def _dots(a: Array, b: Array, precision: Any) -> Array:
-    """Inner products of rows, ``[.., s, n]`` and ``[.., t, n]``: in blocks, then in pairs.
-
-    The rounding error of one long sum grows with the number of terms; here with `roundings`.
-    """
-    if not platforms.on_cpu():
-        return product("bhsn,bhtn->bhst", a, b, precision)
-    blocks = paired(a.shape[-1])
-
-    def split(x: Array) -> Array:
-        ends = [(0, 0)] * (x.ndim - 1) + [(0, blocks * BLOCK - x.shape[-1])]
-        return jnp.pad(x, ends).reshape(*x.shape[:-1], blocks, BLOCK)
-
-    parts = product("bhsjn,bhtjn->jbhst", split(a), split(b))
-    while len(parts) > 1:
-        parts = parts[::2] + parts[1::2]
-    return parts[0]
-
-
-def roundings(terms: int) -> int:
-    """The number of roundings of a term in an inner product of this many terms."""
-    if not platforms.on_cpu():
-        # A matrix unit may add one term after the other, and rounds each product of six passes.
-        return terms + 2
-    # A term passes through one block and then through the levels of the pairwise sum.
-    return min(terms, BLOCK) + round(math.log2(paired(terms)))
+    return product("bhks,bhkt->bhst", x, y, precision)
 
 
 def squared(x: Array) -> Squares:

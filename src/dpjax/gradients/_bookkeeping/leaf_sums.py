@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clipped sums: from factors to the weighted sum of one leaf's per-example gradients.
 
-Where per-example gradients of the leaf exist, `Kept` sums them. Elsewhere `Recomputed` forms the
+Where per-example gradients of the leaf exist, `kept` sums them. Elsewhere `recomputed` forms the
 sum in one product from the data and scaled cotangents of each site. `clipped_sums` takes both, and
 keeps out examples that are not finite. `into_table` updates a table in place if a batch uses few of
 its rows.
@@ -9,7 +9,6 @@ its rows.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,13 +23,13 @@ from dpjax.gradients._bookkeeping.cost import entire
 from dpjax.gradients._bookkeeping.outer_products import (
     HIGHEST,
     Outer,
-    form_of,
     keeps_bfloat16,
     precision_of,
     product,
     rounded,
     rounds,
 )
+from dpjax.gradients._bookkeeping.primitives import form_of
 from dpjax.gradients._bookkeeping.sites import Memo, Site, union
 
 Squares = Float[Array, " batch"]
@@ -61,20 +60,6 @@ class Entry(NamedTuple):
         each = trees.expand(factors, self.cotangent)
         return self._replace(cotangent=jnp.where(each != 0, each * self.cotangent, 0))
 
-    def sound(self) -> Array:
-        """For each example whether its data and its cotangent stay finite in a matrix unit."""
-        # Beyond 2**127 a float32 may round to an infinite bfloat16.
-        floats = [x for x in (*self.data, self.cotangent) if jnp.issubdtype(x.dtype, jnp.floating)]
-        each = [jnp.all(jnp.abs(x) <= 2.0**127, axis=tuple(range(1, x.ndim))) for x in floats]
-        return functools.reduce(jnp.logical_and, each)
-
-    def wiped(self, keep: Array) -> Entry:
-        """Constants in place of the data and cotangents of the examples that are not kept."""
-        # With a cotangent of 0 any finite data give 0. They are 1, because some sites divide by
-        # them.
-        data = [_wiped(x, keep, 1) for x in self.data]
-        return self._replace(data=data, cotangent=_wiped(self.cotangent, keep, 0))
-
 
 class Pieces(NamedTuple):
     """Per-example gradients of a leaf, kept for the sum.
@@ -88,62 +73,48 @@ class Pieces(NamedTuple):
     place: Callable[[Sequence[Array]], Array] = lambda pieces: pieces[0]
 
 
-class Kept(NamedTuple):
-    """The clipped sum of a leaf from its per-example gradients.
-
-    Kept gradients are summed by the numbers whose norm was taken: no second product rounds
-    differently.
-    """
-
-    pieces: Pieces
-    factors: Squares
-
-    def arrays(self) -> list[Array]:
-        """What the factors of the examples meet: if it is finite, a factor of 0 gives exactly 0."""
-        return list(self.pieces.gradients)
-
-    def sum(self, arrays: Sequence[Array]) -> Array:
-        """The sum, from these arrays in place of its own."""
-        return self.pieces.place([weighted_sum(x, self.factors) for x in arrays])
-
-
-class Recomputed(NamedTuple):
-    """The clipped sum of a leaf from the data and scaled cotangents of its sites.
+class LeafSum(NamedTuple):
+    """How the clipped sum of a leaf is formed.
 
     Args:
-      leaf: Which leaf.
-      scaled: Its sites, with each example's cotangent times its factor.
-      leaves: All leaves, in full precision.
+      arrays: What the factors of the examples meet: if these are finite, a factor of 0 gives
+        exactly 0.
+      total: ``arrays -> sum``.
     """
 
-    leaf: int
-    scaled: Sequence[Entry]
-    leaves: Sequence[Array]
+    arrays: Sequence[Array]
+    total: Callable[[Sequence[Array]], Array]
 
-    def arrays(self) -> list[Array]:
-        """What the scaled cotangents meet: if it is finite, a factor of 0 gives exactly 0."""
-        return [x for entry in self.scaled for x in entry.data]
 
-    def sum(self, arrays: Sequence[Array]) -> Array:
-        """The sum, from these arrays in place of its own."""
+def kept(pieces: Pieces, factors: Squares) -> LeafSum:
+    """From per-example gradients: the numbers whose norm was taken, so nothing rounds otherwise."""
+
+    def total(arrays: Sequence[Array]) -> Array:
+        return pieces.place([weighted_sum(x, factors) for x in arrays])
+
+    return LeafSum(pieces.gradients, total)
+
+
+def recomputed(
+    leaf: int, entries: Sequence[Entry], factors: Squares, leaves: Sequence[Array]
+) -> LeafSum:
+    """From the data and scaled cotangents of all sites of a leaf."""
+    scaled = [entry.rounded().scaled(factors) for entry in entries]
+
+    def total(arrays: Sequence[Array]) -> Array:
         rest = iter(arrays)
-        entries = [entry._replace(data=[next(rest) for _ in entry.data]) for entry in self.scaled]
-        return summed(self.leaf, entries, self.leaves)
+        again = [entry._replace(data=[next(rest) for _ in entry.data]) for entry in scaled]
+        return summed(leaf, again, leaves)
+
+    return LeafSum([x for entry in scaled for x in entry.data], total)
 
 
-def clipped_sums(
-    totals: Mapping[int, Kept | Recomputed], sound: Bool[Array, " batch"]
-) -> dict[int, Array]:
-    """The clipped sum of each leaf; an example that is not sound contributes exactly 0.
-
-    Args:
-      totals: How each leaf is summed.
-      sound: Which examples are finite. The factors of all others are 0.
-    """
+def clipped_sums(sums: Mapping[int, LeafSum], sound: Bool[Array, " batch"]) -> dict[int, Array]:
+    """The clipped sum of each leaf; an example that is not sound contributes exactly 0."""
     # One program for all batches: with a branch for batches that are not sound, every sum would be
-    # compiled a second time. What several leaves read is wiped once.
+    # compiled a second time. What several leaves read is masked once.
     arrays, places = [], {}
-    for x in itertools.chain.from_iterable(total.arrays() for total in totals.values()):
+    for x in itertools.chain.from_iterable(leaf.arrays for leaf in sums.values()):
         if id(x) not in places:
             # In a list: a dictionary would order the program by addresses in memory.
             places[id(x)] = len(arrays)
@@ -151,15 +122,15 @@ def clipped_sums(
 
     # Accelerators mask as they read, and would wait at a loop.
     arrays = (_masked_in_place if platforms.on_cpu() else _masked)(arrays, sound)
-    return {
-        leaf: total.sum([arrays[places[id(x)]] for x in total.arrays()])
-        for leaf, total in totals.items()
-    }
+    return {i: leaf.total([arrays[places[id(x)]] for x in leaf.arrays]) for i, leaf in sums.items()}
 
 
 def _masked(arrays: list[Array], sound: Bool[Array, " batch"]) -> list[Array]:
-    # Factors are 0 already, and data are 1 as in `Entry.wiped`.
-    return [_wiped(x, sound, 1) for x in arrays]
+    # Factors are 0 already, and any finite data times 0 give 0. They are 1, because some sites
+    # divide by them; `where` selects, as a multiplication by 0 would keep NaN.
+    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
+    pairs = zip(arrays, floats, strict=True)
+    return [jnp.where(trees.expand(sound, x), x, 1) if is_float else x for x, is_float in pairs]
 
 
 @jax.custom_jvp
@@ -290,8 +261,8 @@ def placed(
 def _products(entry: Entry, form: Outer, exact: bool) -> list[Array]:
     # What meets other parts is the gradient of its data: numbers of a `short` form are rounded, so
     # that one pass is exact, and others take all passes.
-    whole = exact and not form.short
-    precision = HIGHEST if whole else precision_of(entry.site.equation.params)
+    all_passes = exact and not form.short
+    precision = HIGHEST if all_passes else precision_of(entry.site.equation.params)
     short = not exact and keeps_bfloat16(entry.site)
 
     def one(x: Array) -> Array:
@@ -324,8 +295,6 @@ def instantiated(
         else:
             gradients = jax.vmap(form.joined)(_products(entry, form, exact))
             by_view.setdefault(entry.site.of, []).append(trees.widened_exactly(gradients))
-    sound = {k: entry.sound() for k, entry in enumerate(rest) if _may_become_groups(entry.site)}
-    rest = [entry.wiped(sound[k]) if k in sound else entry for k, entry in enumerate(rest)]
 
     def one(data: Sequence[Sequence[Array]], cotangents: Sequence[Array]) -> dict[int, Array]:
         def run(leaves: Sequence[Array]) -> list[Array]:
@@ -340,19 +309,8 @@ def instantiated(
     # One derivative for all leaves and sites, as JAX takes it: a value that many of them share,
     # such as a kernel or a norm of all parameters, may take longer than the sites.
     cotangents = [*map(added, by_view.values()), *(entry.cotangent for entry in rest)]
-    found = jax.vmap(one)([entry.data for entry in rest], cotangents)
-    for k, each in sound.items():
-        for leaf in rest[k].site.leaves:
-            kept = trees.expand(each, found[leaf])
-            found[leaf] = jnp.where(kept, found[leaf], jnp.nan)
-    return {leaf: found[leaf] for leaf in by}
-
-
-def _may_become_groups(site: Site) -> bool:
-    """Whether `jax.vmap` of the VJP is one convolution, in which the examples are groups."""
-    # A compiler may fill up groups with zeros, and 0 * NaN would make a NaN of one example a NaN of
-    # all.
-    return site.equation.primitive.name == "conv_general_dilated" and not platforms.on_cpu()
+    gradients = jax.vmap(one)([entry.data for entry in rest], cotangents)
+    return {leaf: gradients[leaf] for leaf in by}
 
 
 def pulled(
@@ -382,11 +340,3 @@ def _ones_times(x: Array) -> Array:
 def added(parts: Sequence[Array]) -> Array:
     """The sum of arrays of one shape."""
     return sum(parts[1:], parts[0])
-
-
-def _wiped(x: Array, keep: Array, filling: float) -> Array:
-    """Fills examples that are not kept with a constant; integers are left as they are."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    # `where` selects: a multiplication by 0 would keep NaN and infinity.
-    return jnp.where(trees.expand(keep, x), x, filling)

@@ -6,9 +6,8 @@ several blocks,
 
 $$ G_{hkd} = \sum_s x_{hks} \, g_{hsd}. $$
 
-Each row of `FORMS` brings the data and the cotangent of one primitive into that form. A primitive
-without a row, or a use that its row does not cover, has no form; its gradient is the VJP of the
-equation.
+A function of this file brings the data and the cotangent of one primitive into that form
+(`primitives`). A use that it does not cover has no form; its gradient is the VJP of the equation.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dpjax.gradients import platforms
-from dpjax.gradients._bookkeeping.patches import Pixels, edges_of, may_group, patches
+from dpjax.gradients._bookkeeping.patches import patches
 from dpjax.gradients._bookkeeping.sites import Site
 
 
@@ -38,7 +37,6 @@ class Outer(NamedTuple):
       axes: Which axes of the leaf are blocks, inputs and outputs, where that is known.
       copied: Whether `x` is a copy, which every product with it writes out.
       short: Whether norm and sum may be of rounded numbers, which one pass multiplies exactly.
-      pixels: Of a convolution on accelerators: what inner products of its patches come from.
     """
 
     x: tuple[Array, ...]
@@ -47,7 +45,6 @@ class Outer(NamedTuple):
     axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None
     copied: bool = False
     short: bool = False
-    pixels: Pixels | None = None
 
     @property
     def chosen(self) -> bool:
@@ -65,27 +62,9 @@ class Outer(NamedTuple):
 
 
 HIGHEST = jax.lax.Precision.HIGHEST
-_PRODUCTS = {"dot_general", "conv_general_dilated"}
 
 Form = Callable[[Site, Sequence[Array], Array], "Outer | None"]
-
-
-def form_of(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
-    """The form of a site, or None if it has none.
-
-    Args:
-      site: Where a view meets the data.
-      data: The data at the site, with a batch axis.
-      cotangent: The cotangent of the site's output, with a batch axis.
-    """
-    form = FORMS.get(site.equation.primitive.name)
-    outer = form(site, data, cotangent) if form else None
-    if outer is None:
-        return None
-    outer = _without_stacks(site, outer)
-    # A single position cancels nothing. Its sum reads little, and less in one product of six passes
-    # than in two of one.
-    return outer._replace(short=outer.g.shape[2] > 1 and rounds(site))
+"""``(site, data, cotangent) -> outer products``, or None for a use without a form."""
 
 
 def rounds(site: Site) -> bool:
@@ -95,7 +74,7 @@ def rounds(site: Site) -> bool:
     same norm, in one pass.
     """
     p, dtypes = site.equation.params, {x.dtype for x in (*site.data, site.output)}
-    if platforms.on_cpu() or site.equation.primitive.name not in _PRODUCTS:
+    if platforms.on_cpu() or "precision" not in p:
         return False
     known = dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
     return known and precision_of(p) in (None, jax.lax.Precision.DEFAULT)
@@ -121,7 +100,7 @@ def rounded(x: Array) -> Array:
     )
 
 
-def _without_stacks(site: Site, outer: Outer) -> Outer:
+def without_stacks(site: Site, outer: Outer) -> Outer:
     """Rounds of a scan become blocks if the scan slices the view, else positions."""
     x, g, place = outer.x, outer.g, outer.place
     sizes = site.output.shape
@@ -148,7 +127,7 @@ def _by_round(place: Callable[[Array], Array], rounds: int) -> Callable[[Array],
     return placed
 
 
-def _dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
+def dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     """A matrix product: it contracts inputs; free axes of the data are positions."""
     # Empty products have no form; the derivative gives their zeros.
     if cotangent.size == 0 or data[0].size == 0:
@@ -189,7 +168,7 @@ def _dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
     return Outer((x,), g, place, _axes(site, batch[mine], inputs, outputs))
 
 
-def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
+def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     """The gradient of a kernel is patches times cotangents; groups of channels are blocks."""
     p, (x,), lead = site.equation.params, data, 1 + len(site.stacks)
     if site.operand != 1 or p["batch_group_count"] != 1 or cotangent.size == 0 or x.size == 0:
@@ -204,12 +183,10 @@ def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
     g = _last_channels(cotangent.reshape(-1, *cotangent.shape[lead:]), numbers.out_spec)
     # The images of one example are further positions.
     positions = math.prod(g.shape[1:-1])
-    if positions > 1 and may_group(p, window, shape[channels]):
-        return None
 
-    def piece(seen: Array) -> Array:
-        seen = seen.reshape(*around, seen.shape[1], groups, -1, positions)
-        return jnp.moveaxis(seen, lead, lead + 1).reshape(*around, groups, -1, positions)
+    def piece(patch: Array) -> Array:
+        patch = patch.reshape(*around, patch.shape[1], groups, -1, positions)
+        return jnp.moveaxis(patch, lead, lead + 1).reshape(*around, groups, -1, positions)
 
     if groups == 1 and set(p["window_strides"]) == {1} and max(p["lhs_dilation"]) > 1:
         return _transposed(site, around, x, g, window)
@@ -225,26 +202,14 @@ def _convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer |
         return jnp.transpose(kernel, np.argsort([*space, channels, out]).tolist())
 
     axes = _axes(site, (), [*space, channels], [out]) if groups == 1 else None
-    single = groups == 1 and not site.stacks and x.shape[1] == 1
-    pixels = None
-    if single and not platforms.on_cpu():
-        pixels = Pixels(x[:, 0], window, edges_of(p), p["window_strides"], p["rhs_dilation"])
     x = tuple(map(piece, pieces))
-    return Outer(x, g, place, axes, copied=True, pixels=pixels)
+    return Outer(x, g, place, axes, copied=True)
 
 
 def _transposed(
     site: Site, around: Sequence[int], x: Array, g: Array, kernel: Sequence[int]
 ) -> Outer:
-    """A transposed convolution: patches of the cotangent; most of the input's would be zeros.
-
-    Args:
-      site: The convolution.
-      around: The axes of the batch and of the scans.
-      x: Its inputs ``[.., images, *space, channels]``.
-      g: Cotangents ``[.., images, *space, channels]``.
-      kernel: The lengths of the kernel.
-    """
+    """A transposed convolution: patches of the cotangent; most of the input's would be zeros."""
     p, places, lead = site.equation.params, x.shape[2:-1], len(around)
     out, channels, *space = p["dimension_numbers"].rhs_spec
     each = zip(
@@ -265,18 +230,18 @@ def _transposed(
         p, padding=edges, lhs_dilation=[1] * len(kernel), window_strides=p["lhs_dilation"]
     )
     pieces = patches(turned, g, kernel, places)
-    seen = jnp.concatenate([s.reshape(s.shape[0], -1, *s.shape[3:]) for s in pieces], axis=1)
-    seen = seen.reshape(*around, seen.shape[1], -1)
+    patch = jnp.concatenate([s.reshape(s.shape[0], -1, *s.shape[3:]) for s in pieces], axis=1)
+    patch = patch.reshape(*around, patch.shape[1], -1)
     width, outputs = x.shape[-1], g.shape[-1]
     x = jnp.moveaxis(x.reshape(*around, -1, width), -1, lead)
 
     def place(gradient: Array) -> Array:
-        found = gradient.reshape(width, *kernel, outputs)
+        kernel_gradient = gradient.reshape(width, *kernel, outputs)
         # Entries were counted from the last one.
-        found = jnp.flip(found, range(1, 1 + len(kernel)))
-        return jnp.transpose(found, np.argsort([channels, *space, out]).tolist())
+        kernel_gradient = jnp.flip(kernel_gradient, range(1, 1 + len(kernel)))
+        return jnp.transpose(kernel_gradient, np.argsort([channels, *space, out]).tolist())
 
-    x, g = jnp.expand_dims(x, lead), jnp.expand_dims(jnp.swapaxes(seen, -1, -2), lead)
+    x, g = jnp.expand_dims(x, lead), jnp.expand_dims(jnp.swapaxes(patch, -1, -2), lead)
     return Outer((x,), g, place, None)
 
 
@@ -285,17 +250,17 @@ def _last_channels(x: Array, spec: Sequence[int]) -> Array:
     return jnp.transpose(x, (0, *(1 + a for a in (image, *space, channels))))
 
 
-def _embedding(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
+def gather(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     """Rows of a table: the data are their indices."""
     p, (ids,), lead = site.equation.params, data, 1 + len(site.stacks)
     numbers, (shape, _) = p["dimension_numbers"], _view(site)
     rows = numbers.collapsed_slice_dims == (0,) and numbers.start_index_map == (0,)
     mode = jax.lax.GatherScatterMode
-    whole = tuple(p["slice_sizes"]) == (1, *shape[1:]) and not numbers.operand_batching_dims
+    entire_rows = tuple(p["slice_sizes"]) == (1, *shape[1:]) and not numbers.operand_batching_dims
     # Other modes, such as one that wraps, have another derivative: no form, so JAX's own VJP is
     # used.
-    known = p["mode"] in (mode.CLIP, mode.FILL_OR_DROP, mode.PROMISE_IN_BOUNDS)
-    if not (rows and whole and known) or cotangent.size == 0:
+    plain_mode = p["mode"] in (mode.CLIP, mode.FILL_OR_DROP, mode.PROMISE_IN_BOUNDS)
+    if not (rows and entire_rows and plain_mode) or cotangent.size == 0:
         return None
     positions = [a for a in range(cotangent.ndim - lead) if a not in numbers.offset_dims]
     around, width = cotangent.shape[:lead], math.prod(shape[1:])
@@ -310,15 +275,6 @@ def _embedding(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | N
         g = jnp.where(inside[..., None], g, 0)
     ids = jnp.clip(ids, 0, shape[0] - 1)
     return Outer((ids,), g, lambda x: x, _axes(site, (), [0], list(range(1, len(shape)))))
-
-
-# A primitive without a row is summed by its own derivative: right, and as large as the leaf for
-# each example.
-FORMS: dict[str, Form] = {
-    "dot_general": _dot_general,
-    "conv_general_dilated": _convolution,
-    "gather": _embedding,
-}
 
 
 def _arranged(x: Array, lead: int, order: Sequence[int], sizes: Sequence[int]) -> Array:

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewrites: products of data with computed kernels, in the order that keeps leaves as they are.
 
-A kernel that is computed from leaves, such as ``w * gain`` or ``w + a @ b``, makes the gradients of
-these leaves non-trivial functions of the kernel's gradient. The same product in another order needs
-no such function: ``x @ (w * gain)`` is ``(x @ w) * gain``, in which ``w`` meets the data as it is.
-A rewrite is applied in float32 or wider alone, where the order changes the last bits only.
+A kernel that is computed from leaves, such as ``w + a @ b`` (LoRA) or ``w * gain``, makes the
+gradients of these leaves non-trivial functions of the kernel's gradient. The same product in
+another order needs no such function: in ``x @ w + (x @ a) @ b`` the leaves meet the data as they
+are. A rewrite is applied in float32 or wider alone, where the order changes the last bits only.
 """
 
 from __future__ import annotations
 
-import itertools
-import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,12 +24,7 @@ Rewritten = tuple[Callable[..., Array], list[Any]]
 
 
 def rewritten(equation: JaxprEqn, inputs: Sequence[Any]) -> Rewritten | None:
-    """A product of data with a view in another order, if there is a better one.
-
-    Args:
-      equation: Any equation; only matrix products are rewritten.
-      inputs: Its inputs; at least one is no view.
-    """
+    """A product of data with a view in another order, if there is a better one."""
     output: Any = equation.outvars[0].aval
     views = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
     if equation.primitive.name != "dot_general" or len(views) != 1:
@@ -54,15 +47,13 @@ def _scaled(equation: JaxprEqn, inputs: Sequence[Any], operand: int) -> Rewritte
     pair = _scale_of(inputs[operand], contracted)
     if pair is None:
         return None
-    base, by = pair
     divides = inputs[operand].made[0].primitive.name == "div"
-    free = [a for a in range(base.value.ndim) if a not in (*contracted, *batch)]
+    free = [a for a in range(pair[0].value.ndim) if a not in (*contracted, *batch)]
 
     def run(x: Array, base: Array, scale: Array) -> Array:
         y = _product(equation, x, base, operand)
         if scale.ndim:
-            # Entries along contracted axes are equal: take the first. Then transpose to the order
-            # of the output's axes.
+            # Entries along contracted axes are equal: the first ones, in the order of the result.
             ends = [1 if a in contracted else n for a, n in enumerate(scale.shape)]
             scale = jax.lax.slice(scale, [0] * scale.ndim, ends)
             scale = jax.lax.transpose(scale, [*batch, *free, *contracted])
@@ -73,7 +64,7 @@ def _scaled(equation: JaxprEqn, inputs: Sequence[Any], operand: int) -> Rewritte
         # By the reciprocal: a product is linear in the scale, and a quotient is not.
         return y * (1 / scale if divides else scale)
 
-    return run, [inputs[1 - operand], base, by]
+    return run, [inputs[1 - operand], *pair]
 
 
 def _scale_of(view: View, axes: Sequence[int]) -> tuple[View, View] | None:
@@ -82,8 +73,7 @@ def _scale_of(view: View, axes: Sequence[int]) -> tuple[View, View] | None:
     equation, (a, b) = view.made
     shape = jnp.shape(view.value)
     for base, by in ((a, b), (b, a))[: 1 if equation.primitive.name == "div" else 2]:
-        same = not jnp.shape(by.value) or by.constant >= {*axes}
-        if jnp.shape(base.value) == shape and same:
+        if jnp.shape(base.value) == shape and (not jnp.shape(by.value) or by.constant >= {*axes}):
             return base, by
     return None
 
@@ -115,45 +105,27 @@ def _thin(view: View) -> bool:
 
 
 def _multiplied(equation: JaxprEqn, inputs: Sequence[Any], operand: int) -> Rewritten | None:
-    """``(x @ a) @ b`` in place of ``x @ (a @ b)``, if ``a`` and ``b`` are thin."""
+    """``(x @ a) @ b`` in place of ``x @ (a @ b)``, if the matrices ``a`` and ``b`` are thin."""
     view, x = inputs[operand], inputs[1 - operand]
-    if not _thin(view):
-        return None
+    contracted, batch = equation.params["dimension_numbers"]
     made, (a, b) = view.made
-    letters = iter(string.ascii_letters)
-    left = "".join(itertools.islice(letters, a.value.ndim))
-    right, whole = _letters(made.params["dimension_numbers"], left, b.value.ndim, letters)
-    # Letters of the data, whichever operand the view is.
-    numbers = equation.params["dimension_numbers"]
-    if operand == 1:
-        numbers = tuple((mine, theirs) for theirs, mine in numbers)
-    data, _ = _letters(numbers, whole, x.ndim, letters)
-    (contracted, _), (batch, _) = numbers
-    gone = {whole[i] for i in contracted}
-    lead = [whole[i] for i in batch]
-    mine = [c for c in whole if c not in gone and c not in lead]
-    theirs = [c for c in data if c not in gone and c not in lead]
-    out = "".join([*lead, *(mine + theirs if operand == 0 else theirs + mine)])
-    # What the second product still needs of the first one.
-    between = "".join(c for c in dict.fromkeys(data + left) if c in right + out)
-    precision = equation.params["precision"]
+    plain = made.params["dimension_numbers"] == (((1,), (0,)), ((), ()))
+    matrices = plain and view.value.ndim == 2 and len(contracted[operand]) == 1
+    if not (_thin(view) and matrices and batch == ((), ())):
+        return None
+    (mine,), (theirs,), precision = (
+        contracted[operand],
+        contracted[1 - operand],
+        equation.params["precision"],
+    )
 
     def run(x: Array, a: Array, b: Array) -> Array:
-        first = jnp.einsum(f"{data},{left}->{between}", x, a, precision=precision)
-        return jnp.einsum(f"{between},{right}->{out}", first, b, precision=precision)
+        first, second = (a, b) if mine == 0 else (b.T, a.T)
+        y = jnp.tensordot(x, first, ((theirs,), (0,)), precision=precision)
+        y = jnp.tensordot(y, second, 1, precision=precision)
+        return y if operand == 1 else jnp.moveaxis(y, -1, 0)
 
     return run, [x, a, b]
-
-
-def _letters(numbers: Any, left: str, rank: int, fresh: Any) -> tuple[str, str]:
-    """Letters of the right operand of a product and of its result, for `jnp.einsum`."""
-    (mine, theirs), (batch, other_batch) = numbers
-    pairs = dict(zip((*theirs, *other_batch), (*mine, *batch), strict=True))
-    right = "".join(left[pairs[i]] if i in pairs else next(fresh) for i in range(rank))
-    lead = [left[i] for i in batch]
-    free = [c for i, c in enumerate(left) if i not in (*mine, *batch)]
-    other = [c for i, c in enumerate(right) if i not in (*theirs, *other_batch)]
-    return right, "".join([*lead, *free, *other])
 
 
 def _product(equation: JaxprEqn, x: Array, view: Array, operand: int) -> Array:

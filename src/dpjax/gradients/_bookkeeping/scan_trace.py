@@ -19,6 +19,7 @@ from jaxtyping import Array
 from dpjax import trees
 from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.outer_products import product
+from dpjax.gradients._bookkeeping.primitives import row_of
 from dpjax.gradients._bookkeeping.sites import (
     Book,
     Leaves,
@@ -30,21 +31,13 @@ from dpjax.gradients._bookkeeping.sites import (
     settled,
     union,
 )
-from dpjax.gradients._bookkeeping.structure import ENTRYWISE
 from dpjax.gradients.jaxprs import scan_counts
 
 Walk = Callable[[Jaxpr, Sequence[Any], Sequence[Any], Book], list[Any]]
 
 
 def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) -> list[Any]:
-    """Evaluates a scan, and records its sites with a leading axis for the rounds.
-
-    Args:
-      equation: The scan.
-      inputs: Its inputs; some of them are views.
-      book: Of the program around it.
-      walk: Evaluates the body, ``(program, constants, arguments, book) -> outputs``.
-    """
+    """Evaluates a scan by `walk` of its body; its sites have a leading axis for the rounds."""
     p, inner = equation.params, equation.params["jaxpr"]
     first, carried = scan_counts(equation)
     last = first + carried
@@ -113,7 +106,7 @@ def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> 
         if not data and not by_round:
             return function(chosen)
         places = axis
-        if data and site.equation.primitive.name in ENTRYWISE and platforms.on_cpu():
+        if data and row_of(site).entrywise and platforms.on_cpu():
             # The VJP of this product sums over rounds by a product. XLA on CPU is slow at the fused
             # reduction of cotangents times one number for each round, such as the time.
             chosen = {j: x if sliced[j] else _repeated(x, length) for j, x in chosen.items()}

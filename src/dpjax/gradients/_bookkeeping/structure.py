@@ -15,101 +15,72 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
+from dpjax.gradients._bookkeeping.primitives import known
 from dpjax.gradients._bookkeeping.sites import Axes, View, union
 
-# Primitives whose result depends, entry by entry, on the same entry of each input.
-ENTRYWISE = {
-    "abs", "add", "add_any", "convert_element_type", "copy", "cos", "div", "erf", "exp",
-    "expm1", "integer_pow", "log", "log1p", "log2", "logistic", "max", "min", "mul", "neg",
-    "one_minus_square", "pow", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "sub", "tanh",
-}  # fmt: skip
-_REDUCE = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"}
 
-Structure = tuple[frozenset[int], Mapping[int, Axes]]
-
-
-def structure(equation: JaxprEqn, views: Sequence[View], output: Any) -> Structure:
-    """The axes of a result that are constant, and the leaves' axes with which it runs.
-
-    Args:
-      equation: Its inputs are all views.
-      views: Those inputs.
-      output: The result.
-    """
+def structure(
+    equation: JaxprEqn, views: Sequence[View], output: Any
+) -> tuple[frozenset[int], Mapping[int, Axes]]:
+    """The axes of a result of views that are constant, and the leaves' axes with which it runs."""
     shape, leaves = jnp.shape(output), union(view.leaves for view in views)
-    if views:
-        sources = _sources(equation, views, shape)
-        if sources is not None:
-            return _together(views, sources, shape, leaves)
-    return frozenset(), dict.fromkeys(leaves, (None,) * len(shape))
+    sources = _sources(equation, views, shape) if views else None
+    if sources is None:
+        return frozenset(), dict.fromkeys(leaves, (None,) * len(shape))
+    pairs = list(zip(views, sources, strict=True))
+
+    def constant(axis: int) -> bool:
+        return all(source[axis] is None or source[axis] in view.constant for view, source in pairs)
+
+    def own(leaf: int, axis: int) -> int | None:
+        # Inputs that do not depend on the leaf have no say.
+        axes = {
+            None if source[axis] is None else view.own[leaf][source[axis]]
+            for view, source in pairs
+            if leaf in view.leaves
+        }
+        return axes.pop() if len(axes) == 1 else None
+
+    every = range(len(shape))
+    axes = {leaf: tuple(own(leaf, axis) for axis in every) for leaf in leaves}
+    return frozenset(filter(constant, every)), axes
 
 
 def slices(view: View) -> dict[int, tuple[int, ...]]:
     """The axes that count slices, for each leaf whose slices each move one entry of the view."""
     shape = view.value.shape
     counted = [a for a, size in enumerate(shape) if a not in view.constant and size > 1]
-    found = {leaf: [axes[a] for a in counted] for leaf, axes in view.own.items()}
+    axes = {leaf: [own[a] for a in counted] for leaf, own in view.own.items()}
     return {
-        leaf: tuple(a for a in axes if a is not None)
-        for leaf, axes in found.items()
-        if None not in axes
+        leaf: tuple(a for a in own if a is not None)
+        for leaf, own in axes.items()
+        if None not in own
     }
 
 
 def _sources(
     equation: JaxprEqn, views: Sequence[View], shape: tuple[int, ...]
-) -> Sequence[Sequence[int | None]] | None:
+) -> Sequence[Sequence[Any]] | None:
     """For each input and each axis of the result, the input's axis; None where it is repeated."""
-    name, p = equation.primitive.name, equation.params
-    if name in ENTRYWISE:
+    name, p, before = equation.primitive.name, equation.params, jnp.shape(views[0].value)
+    if known(name).entrywise:
         # A number among the inputs is repeated along all axes, an axis of length 1 along its own.
-        own = [
-            [a if n == shape[a] else None for a, n in enumerate(jnp.shape(v.value))] for v in views
-        ]
+        shapes = [jnp.shape(view.value) for view in views]
+        own = [[a if n == shape[a] else None for a, n in enumerate(of)] for of in shapes]
         return [axes or [None] * len(shape) for axes in own]
-    before = jnp.shape(views[0].value)
-    if name in _REDUCE:
-        return [[a for a in range(len(before)) if a not in p["axes"]]]
-    if name == "squeeze":
-        return [[a for a in range(len(before)) if a not in p["dimensions"]]]
+    if name in ("reduce_sum", "reduce_max", "squeeze"):
+        gone = p["dimensions" if name == "squeeze" else "axes"]
+        return [[a for a in range(len(before)) if a not in gone]]
     if name == "transpose":
-        return [list(p["permutation"])]
-    if name == "unstack":
-        return [[a for a in range(len(before)) if a != p["axis"]]]
-    if name in ("slice", "split"):
-        return [list(range(len(before)))]
+        return [p["permutation"]]
     if name == "broadcast_in_dim":
-        places = dict(zip(p["broadcast_dimensions"], range(len(before)), strict=True))
-        found = [places.get(a) for a in range(len(shape))]
         # An axis of length 1 is repeated if the result has more entries there.
-        return [[None if a is None or before[a] != shape[k] else a for k, a in enumerate(found)]]
-    if name == "reshape":
+        places = {k: a for a, k in enumerate(p["broadcast_dimensions"]) if before[a] == shape[k]}
+        return [[places.get(k) for k in range(len(shape))]]
+    if name == "slice" and all(m in (n, 1) for n, m in zip(before, shape, strict=True)):
+        return [[a if n == shape[a] else None for a, n in enumerate(before)]]
+    if name == "reshape" and [n for n in before if n > 1] == [n for n in shape if n > 1]:
         # Only axes of length 1 come and go.
         rest = iter(a for a, n in enumerate(before) if n > 1)
-        if [n for n in before if n > 1] == [n for n in shape if n > 1]:
-            return [[next(rest) if n > 1 else None for n in shape]]
+        return [[next(rest) if n > 1 else None for n in shape]]
     return None
-
-
-def _together(
-    views: Sequence[View],
-    sources: Sequence[Sequence[int | None]],
-    shape: tuple[int, ...],
-    leaves: frozenset[int],
-) -> Structure:
-    def constant(a: int) -> bool:
-        return all(s[a] is None or s[a] in v.constant for v, s in zip(views, sources, strict=True))
-
-    def own(leaf: int, a: int) -> int | None:
-        found = set[int | None]()
-        for view, source in zip(views, sources, strict=True):
-            # Inputs that do not depend on the leaf have no say.
-            if leaf in view.leaves:
-                b = source[a]
-                # An axis that was cut counts from another start.
-                whole = b is not None and view.value.shape[b] == shape[a]
-                found.add(view.own[leaf][b] if b is not None and whole else None)
-        return found.pop() if len(found) == 1 else None
-
-    axes = {leaf: tuple(own(leaf, a) for a in range(len(shape))) for leaf in leaves}
-    return frozenset(a for a in range(len(shape)) if constant(a)), axes

@@ -19,11 +19,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array
 
 from dpjax import trees
 from dpjax.gradients._bookkeeping.outer_products import precision_of
+from dpjax.gradients._bookkeeping.primitives import known
 from dpjax.gradients._bookkeeping.rewrites import rewritten
 from dpjax.gradients._bookkeeping.scan_trace import scan_sites
 from dpjax.gradients._bookkeeping.sites import (
@@ -39,73 +40,32 @@ from dpjax.gradients._bookkeeping.sites import (
     settled,
     union,
 )
-from dpjax.gradients._bookkeeping.structure import ENTRYWISE, slices, structure
+from dpjax.gradients._bookkeeping.structure import slices, structure
 from dpjax.gradients._xla_cpu.primitives import bind_fast
-from dpjax.gradients.jaxprs import (
-    bind,
-    equations,
-    evaluate,
-    inner_programs,
-    own_vjp,
-    rounds_coarsely,
-)
+from dpjax.gradients.jaxprs import bind, equations, evaluate, inner_programs, own_vjp
 from dpjax.types import LossFn, PyTree
 
-# Primitives that rearrange entries, and so change no norm.
-_REARRANGE = {"reshape", "transpose", "squeeze", "rev", "neg", "copy"}
-# Other primitives of one input that give the same result in float32 as in a narrower dtype.
-_WIDEN = {"broadcast_in_dim", "convert_element_type", "slice", *_REARRANGE}
-# Primitives that are linear (or affine) in one input at a time, and in which.
-_LINEAR_IN: dict[str, tuple[int, ...]] = {
-    "add": (0, 1),
-    "add_any": (0, 1),
-    "sub": (0, 1),
-    "mul": (0, 1),
-    "div": (0,),
-    "dot_general": (0, 1),
-    "conv_general_dilated": (0, 1),
-    "gather": (0,),
-    "dynamic_slice": (0,),
-    "scatter-add": (0, 2),
-    "pad": (0,),
-}
-# Primitives that are linear in all inputs from this one on together: several may be views.
-_LINEAR_FROM = {"concatenate": 0, "polynomial": 1, "select_n": 1}
 # A view calls the views that it is computed from, and Python's stack ends at about 1,000 calls.
 _DEEP = 100
 # A leaf is large if it has this many times the entries of a leaf or a product beside it.
 _FEW = 4
-# Calls whose inner program is traced too, and the parameter that holds it. A call with a custom
-# derivative is not entered, because that derivative would be lost.
-_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "xla_metadata_call": "jaxpr"}
 _REMATERIALISED = "remat2"  # a region of `jax.checkpoint`
 
 
 def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
-    """Finds the sites of ``loss(params, example) -> (scalar, aux)``.
-
-    Args:
-      loss: The loss of one example.
-      params: Parameters, or their shapes.
-      example: One example, or its shapes.
-    """
+    """Finds the sites of ``loss(params, example) -> (scalar, aux)``."""
     closed, shape = jax.make_jaxpr(loss, return_shape=True)(params, example)
     structure = jax.tree.structure(shape)
 
     def walk(book: Book, leaves: Sequence[Array], inputs: Sequence[Array]) -> list[Array]:
-        if mutates:
-            return jaxpr_as_fun(closed)(*leaves, *inputs)
         book.sizes = {i: leaf.size for i, leaf in enumerate(leaves)}
         entering = [*(book.enter(i, leaf) for i, leaf in enumerate(leaves)), *inputs]
         value, *aux = _walk(closed.jaxpr, closed.consts, entering, book)
         return [*plain([value], book, "the result"), *plain(aux)]
 
     leaves, inputs = jax.tree.leaves(params), jax.tree.leaves(example)
-    # A view must be computable a second time; a value written to a reference is not.
-    mutates = any(e.primitive.name == "new_ref" for e in equations(closed.jaxpr))
-    written = dict.fromkeys(range(len(leaves) * mutates), "a mutable reference")
     book = settled(
-        Book(written), lambda book: jax.eval_shape(functools.partial(walk, book), leaves, inputs)
+        Book({}), lambda book: jax.eval_shape(functools.partial(walk, book), leaves, inputs)
     )
     materialised = book.materialised
 
@@ -131,17 +91,14 @@ def _walk(
 def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
     """One equation: a call is entered, a view stays one, a site is tapped."""
     name = equation.primitive.name
-    if name in _CALLS:
-        inner = equation.params[_CALLS[name]]
+    row = known(name)
+    if row.calls:
+        inner = equation.params[row.calls]
         inner, constants = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
         return _walk(inner, constants, inputs, book)
     if name == _REMATERIALISED:
         return _rematerialised(equation, inputs, book)
     sources = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
-    if sources and name != "scan" and _mixed_precision(equation):
-        # Norms add a bound on rounding errors in one dtype. The pull-back through this equation
-        # rounds each part of the sum in another one.
-        return bind_fast(equation, plain(inputs, book, f"{name} of float32 and float64"))
     if name == "dynamic_slice" and _takes_a_row(equation, inputs):
         gather = jax.make_jaxpr(_row)(*plain(inputs[:2]))
         return _walk(gather.jaxpr, gather.consts, inputs[:2], book)
@@ -161,7 +118,8 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
     # are materialised.
     if sources and name == "scan":
         return scan_sites(equation, inputs, book, _walk)
-    if sources and _linear(name, sources) and _is(jnp.floating, equation.outvars[0].aval):
+    floats = sources and _is(jnp.floating, equation.outvars[0].aval)
+    if floats and row.linear(sources, len(inputs)):
         return [_site(equation, inputs, sources[0], book)]
     return bind_fast(equation, plain(inputs, book, name))
 
@@ -172,13 +130,13 @@ def _rematerialised(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[A
     The data of its sites leave the region, because norms and sums need them. Other values, such as
     the weights of attention, do not.
     """
-    p, start, found = equation.params, len(book.sites), list[Any]()
+    p, start, walked = equation.params, len(book.sites), list[Any]()
 
     def region() -> tuple[list[Any], list[tuple[Array, ...]]]:
         child = Book(book.materialised, None if book.taps is None else book.taps[start:])
         child.sizes = book.sizes
         outputs = _walk(p["jaxpr"], (), inputs, child)
-        found[:] = child, outputs
+        walked[:] = child, outputs
         return plain(outputs), child.data
 
     # Inputs and taps are closed over: the values that the region reads become its inputs.
@@ -186,7 +144,7 @@ def _rematerialised(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[A
     prevent = marks if isinstance(marks, bool) else any(marks)
     again = jax.checkpoint(region, prevent_cse=prevent, policy=p["policy"])
     values, data = again()
-    child, outputs = found
+    child, outputs = walked
     for leaf, why in child.materialised.items():
         book.materialise([leaf], why)
     for site, noted in zip(child.sites, data, strict=True):
@@ -194,15 +152,6 @@ def _rematerialised(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[A
     # A view stays one outside of the region, with the value that left it. Its inputs stay inside.
     both = zip(outputs, values, strict=True)
     return [x._replace(value=v, made=None) if isinstance(x, View) else v for x, v in both]
-
-
-def _linear(name: str, sources: Sequence[int]) -> bool:
-    """Whether a primitive is linear in these of its inputs."""
-    if name in _LINEAR_FROM:
-        return sources[0] >= _LINEAR_FROM[name]
-    if name == "dynamic_update_slice":
-        return set(sources) <= {0, 1}
-    return len(sources) == 1 and sources[0] in _LINEAR_IN.get(name, ())
 
 
 def _narrows(equation: JaxprEqn, inputs: Sequence[Any], book: Book) -> int | None:
@@ -224,9 +173,9 @@ def _narrows(equation: JaxprEqn, inputs: Sequence[Any], book: Book) -> int | Non
 def _takes_a_row(equation: JaxprEqn, inputs: Sequence[Any]) -> bool:
     """Whether the equation is ``table[i]`` with a table of parameters and ``i`` from the data."""
     table, *starts = inputs  # none of a scalar
-    found = isinstance(table, View) and bool(table.leaves) and bool(starts)
-    found = found and not isinstance(starts[0], View)
-    return found and tuple(equation.params["slice_sizes"]) == (1, *table.value.shape[1:])
+    trained = isinstance(table, View) and bool(table.leaves) and bool(starts)
+    trained = trained and not isinstance(starts[0], View)
+    return trained and tuple(equation.params["slice_sizes"]) == (1, *table.value.shape[1:])
 
 
 def _row(table: Array, start: Array) -> Array:
@@ -256,8 +205,11 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
     # would give other values there, and so another gradient.
     floats = [x for x in outputs if _is(jnp.floating, x)]
     trained = [view.value for view in views if view.leaves and floats]
-    narrow = any(map(_narrow, [*floats, *trained])) and not (len(views) == 1 and name in _WIDEN)
-    narrow = narrow or (bool(floats) and _quantises(equation))
+    row, narrow = known(name), any(map(_narrow, [*floats, *trained]))
+    # Entries that are only moved are the same in any dtype, but not as coarse as a float8.
+    moved = len(views) == 1 and (row.rearranges or row.repeats)
+    coarse = name == "reduce_precision" or any(x.dtype.itemsize < 2 for x in floats)
+    narrow = (narrow and not moved) or coarse
     if leaves and (narrow or any(_is(jnp.complexfloating, x) for x in outputs)):
         book.materialise(leaves, f"{name} in {outputs[0].dtype}")
         return outputs
@@ -277,8 +229,8 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
             if not smooth:
                 given = zip(inputs, equation.invars, strict=True)
                 inputs = [jnp.asarray(x, dtype(variable)) for x, variable in given]
-            found = bind(equation, inputs)
-            memo[id(views)] = [_rounded(*inputs, *found)] if cast else found
+            computed = bind(equation, inputs)
+            memo[id(views)] = [_rounded(*inputs, *computed)] if cast else computed
         return memo[id(views)]
 
     # Only a rearrangement keeps every norm, so only then is the view's norm the leaf's norm.
@@ -286,18 +238,18 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
     axes = kept.axes if kept else None
     if name == "transpose" and axes is not None:
         axes = tuple(axes[i] for i in equation.params["permutation"])
-    elif name in _REARRANGE - {"copy"} or (name == "sub" and views[1] is kept):
+    elif name in {"reshape", "squeeze", "rev", "neg"} or (name == "sub" and views[1] is kept):
         # A change of sign keeps the norm at one site, but not inner products of two sites.
         axes = None
     made = (equation, tuple(views)) if len(outputs) == 1 else None
 
     def view(i: int, x: Any) -> View:
         # Integers have no gradient, even if they were computed from parameters.
-        moved = leaves if _is(jnp.floating, x) else frozenset[int]()
-        constant, own = structure(equation, views, x)
-        mine = {leaf: axes for leaf, axes in own.items() if leaf in moved}
+        trained = leaves if _is(jnp.floating, x) else frozenset[int]()
+        constant, axes_of = structure(equation, views, x)
+        runs = {leaf: along for leaf, along in axes_of.items() if leaf in trained}
         of = functools.partial(lambda i, *given: compute(*given)[i], i)
-        return View(moved, reads, of, x, bool(kept), axes, depth, constant, mine, made)
+        return View(trained, reads, of, x, bool(kept), axes, depth, constant, runs, made)
 
     return [view(i, x) for i, x in enumerate(outputs)]
 
@@ -315,7 +267,7 @@ def _rearranged(name: str, views: Sequence[View], output: Any) -> View | None:
     if len(trained) != 1 or not trained[0].isometry:
         return None
     if len(views) == 1:
-        return trained[0] if name in {"convert_element_type", *_REARRANGE} else None
+        return trained[0] if known(name).rearranges else None
     # The derivative of 1 + scale is the identity. A broadcast scale has other norms.
     moved = name in {"add", "add_any", "sub"} and trained[0].value.shape == output.shape
     return trained[0] if moved else None
@@ -327,19 +279,8 @@ def _bends(equation: JaxprEqn) -> bool:
     Such a VJP need not be linear in the cotangent (it may clip it), so that the VJP of a sum over
     examples may differ from the sum of the examples' VJPs.
     """
-    inside = (e for program in inner_programs(equation) for e in program.eqns)
-    return own_vjp(equation) or any(map(_bends, inside))
-
-
-def _quantises(equation: JaxprEqn) -> bool:
-    """Whether the equation, or one inside of it, casts to a float8 or rounds within its dtype.
-
-    Then its transpose rounds the cotangent of each example as coarsely, often to 0 or NaN.
-    """
-    kinds: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
-    coarse = any(_is(jnp.floating, x) and x.dtype.itemsize < 2 for x in kinds)
-    inside = (e for program in inner_programs(equation) for e in program.eqns)
-    return coarse or rounds_coarsely(equation) or any(map(_quantises, inside))
+    inside = (e for program in inner_programs(equation) for e in equations(program))
+    return own_vjp(equation) or any(map(own_vjp, inside))
 
 
 def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Array:
@@ -347,35 +288,33 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
     views = {i: x for i, x in enumerate(inputs) if isinstance(x, View)}
     sources = {i: view for i, view in views.items() if view.leaves}
     view, data = sources[operand], tuple(x for x in inputs if not isinstance(x, View))
-    name, flat = equation.primitive.name, tuple(view.constant)
+    entrywise, flat = known(equation.primitive.name).entrywise, tuple(view.constant)
     sizes = [n for a, n in enumerate(view.value.shape) if a not in flat and n > 1]
 
     def mixed(leaves: Leaves, data: Sequence[Array], memo: Memo | None = None) -> list[Array]:
         memo, rest = {} if memo is None else memo, iter(data)
-        found = [
+        arguments = [
             views[i].of(leaves, memo) if i in views else next(rest) for i in range(len(inputs))
         ]
         wide = trees.wide(output.dtype)
-        return [x.astype(wide) if _is(jnp.floating, x) else x for x in found]
+        return [x.astype(wide) if _is(jnp.floating, x) else x for x in arguments]
 
     def run(arguments: Sequence[Array]) -> Array:
         wide = trees.wide(output.dtype)
         return equation.primitive.bind(*arguments, **_in_full_precision(equation.params, wide))
 
     def scales(leaves: Leaves, data: Sequence[Array], cotangent: Array) -> Array:
-        found = mixed(leaves, data)
+        inputs = mixed(leaves, data)
 
         def by_view(x: Array) -> Array:
-            return run([*found[:operand], x, *found[operand + 1 :]])
+            return run([*inputs[:operand], x, *inputs[operand + 1 :]])
 
-        (gradient,) = jax.vjp(by_view, found[operand])[1](cotangent)
+        (gradient,) = jax.vjp(by_view, inputs[operand])[1](cotangent)
         return jnp.sum(gradient, axis=flat).reshape(sizes)
 
     def unscaled(leaves: Leaves) -> Array:
-        found = view.of(leaves)
-        return found[tuple(0 if a in flat else slice(None) for a in range(found.ndim))].reshape(
-            sizes
-        )
+        places = (0 if a in flat else slice(None) for a in range(view.value.ndim))
+        return view.of(leaves)[tuple(places)].reshape(sizes)
 
     # The forward pass keeps the dtypes of the model; `apply` is for the gradient and is widened.
     (output,) = bind_fast(equation, plain(inputs))
@@ -393,7 +332,7 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
         apply=lambda leaves, data, memo=None: run(mixed(leaves, data, memo)),
         data=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in data),
         output=jax.ShapeDtypeStruct(output.shape, output.dtype),
-        slices=slices(view) if view.value.size and len(sources) == 1 and name in ENTRYWISE else {},
+        slices=slices(view) if entrywise and view.value.size and len(sources) == 1 else {},
         scales=scales,
         unscaled=unscaled,
     )
@@ -410,18 +349,12 @@ def _narrow(x: Any) -> bool:
     return _is(jnp.floating, x) and x.dtype.itemsize < 4
 
 
-def _mixed_precision(equation: JaxprEqn) -> bool:
-    """Whether float64 and a narrower dtype meet in an equation, also as input and output."""
-    kinds: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
-    return len({trees.wide(x.dtype) for x in kinds if _is(jnp.floating, x)}) > 1
-
-
 def _in_full_precision(parameters: dict[str, Any], wide: Any) -> dict[str, Any]:
     changed = dict(parameters)
     if "precision" in changed:
         # Read when a gradient is formed: what is formed here is kept, or summed as it is.
-        found = precision_of(parameters)
-        changed["precision"] = None if found is None else (found, found)
+        precision = precision_of(parameters)
+        changed["precision"] = None if precision is None else (precision, precision)
     if "preferred_element_type" in changed:
         changed["preferred_element_type"] = wide
     return changed

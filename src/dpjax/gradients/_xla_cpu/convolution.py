@@ -26,13 +26,7 @@ _FEW, _ENOUGH = 8, 48
 
 
 def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
-    """A convolution whose two cotangents are forward convolutions too.
-
-    Args:
-      parameters: The parameters of the ``conv_general_dilated`` equation.
-      x: The input.
-      kernel: Its cotangent is autodiff's own if the convolution has groups.
-    """
+    """A convolution whose two cotangents are forward convolutions too."""
     x, parameters = _padded(x, parameters)
 
     as_written, forward = partial(_as_written, parameters), partial(_forward, parameters)

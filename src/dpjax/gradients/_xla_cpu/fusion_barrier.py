@@ -21,11 +21,7 @@ from jaxtyping import Array
 
 
 def apart(function: Callable[..., Array]) -> Callable[..., Array]:
-    """A function that computes `function`, on CPU in a computation of its own.
-
-    Args:
-      function: A function of arrays. Its result has the shape and dtype of its first argument.
-    """
+    """A function that computes `function`, on CPU in a computation of its own."""
 
     def on_cpu(x: Array, *others: Array) -> Array:
         # Always true, but behind a barrier XLA cannot fold the condition. NaN in the branch that

@@ -4,8 +4,7 @@
 Symptom (jaxlib 0.10.2, CPU): in the body of a loop, where microbatches live, the derivatives of
 convolutions compile to naive loops; the derivative of a max-pool and tanh after a bias are slow
 everywhere. That of a max-pool is slow on a GPU too. Each file of this folder describes its case.
-``make bench BENCH=primitives`` compares every row of `FAST` with XLA's own version. A row may go
-when that benchmark shows no gain; ``tests/test_ghost.py`` then still tests the engine.
+``make bench BENCH=primitives`` compares every row of `FAST` with XLA's own version.
 """
 
 from __future__ import annotations

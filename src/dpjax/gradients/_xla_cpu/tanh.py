@@ -22,12 +22,7 @@ _LEAST, _CHANNELS = 512, 32
 
 
 def tanh(parameters: dict[str, Any], x: Array) -> Array:
-    """The hyperbolic tangent, on CPU in a program of its own.
-
-    Args:
-      parameters: The parameters of the ``tanh`` equation.
-      x: The input.
-    """
+    """The hyperbolic tangent, on CPU in a program of its own."""
 
     def as_written(x: Array) -> Array:
         return jax.lax.tanh_p.bind(x, **parameters)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PRIMITIVES`: what the book-keeping engine knows of each primitive of JAX, in one table.
+
+A row says in which inputs a primitive is linear, how it moves entries, and which form the gradient
+at a site of it has. A leaf that meets the data in a primitive without a row is materialised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from jaxtyping import Array
+
+from dpjax.gradients._bookkeeping.outer_products import (
+    Form,
+    Outer,
+    convolution,
+    dot_general,
+    gather,
+    rounds,
+    without_stacks,
+)
+from dpjax.gradients._bookkeeping.sites import Site
+
+
+class Primitive(NamedTuple):
+    """What the engine knows of a primitive.
+
+    Args:
+      linear_in: Inputs in each of which it is linear (or affine), if no other one is a view.
+      together: Inputs in which it is linear together: several of them may be views.
+      entrywise: Whether an entry of the result depends on the same entry of each input alone.
+      rearranges: Whether the result holds the entries of its one input, perhaps negated.
+      repeats: Whether the result holds copies of some entries of its input.
+      form: The form of the gradient at a site; without one it is the VJP of the equation.
+      writes: Whether XLA writes its result to memory, where it fuses most others.
+      calls: The parameter with the program that it calls.
+    """
+
+    linear_in: tuple[int, ...] = ()
+    together: slice | None = None
+    entrywise: bool = False
+    rearranges: bool = False
+    repeats: bool = False
+    form: Form | None = None
+    writes: bool = False
+    calls: str | None = None
+
+    def linear(self, sources: Sequence[int], inputs: int) -> bool:
+        """Whether it is linear in these of its inputs together."""
+        if self.together is not None:
+            return {*sources} <= {*range(inputs)[self.together]}
+        return len(sources) == 1 and sources[0] in self.linear_in
+
+
+_ENTRYWISE = [
+    "abs", "cos", "erf", "exp", "expm1", "integer_pow", "log", "log1p", "log2", "logistic", "max",
+    "min", "one_minus_square", "pow", "rsqrt", "sign", "sin", "sqrt", "square", "tanh",
+]  # fmt: skip
+
+PRIMITIVES: Mapping[str, Primitive] = MappingProxyType(
+    {
+        **dict.fromkeys(_ENTRYWISE, Primitive(entrywise=True)),
+        **dict.fromkeys(["add", "add_any", "sub", "mul"], Primitive((0, 1), entrywise=True)),
+        "div": Primitive((0,), entrywise=True),
+        "select_n": Primitive(together=slice(1, None), entrywise=True),
+        "neg": Primitive(entrywise=True, rearranges=True),
+        "copy": Primitive(entrywise=True, rearranges=True),
+        "convert_element_type": Primitive(entrywise=True, rearranges=True),
+        **dict.fromkeys(["reshape", "transpose", "squeeze", "rev"], Primitive(rearranges=True)),
+        "broadcast_in_dim": Primitive(repeats=True),
+        "slice": Primitive(repeats=True),
+        **dict.fromkeys(["reduce_sum", "reduce_max"], Primitive(writes=True)),
+        "dot_general": Primitive((0, 1), form=dot_general, writes=True),
+        "conv_general_dilated": Primitive((0, 1), form=convolution, writes=True),
+        "gather": Primitive((0,), form=gather, writes=True),
+        "dynamic_slice": Primitive((0,)),
+        "pad": Primitive((0,)),
+        "scatter-add": Primitive((0, 2)),
+        "dynamic_update_slice": Primitive(together=slice(0, 2)),
+        "concatenate": Primitive(together=slice(0, None)),
+        "polynomial": Primitive(together=slice(1, None)),
+        # What these write counts; a loop is walked by `scan_trace`.
+        **dict.fromkeys(["reduce_window_max", "reduce_window_sum"], Primitive(writes=True)),
+        "scan": Primitive(writes=True),
+        # A call with a custom derivative is not entered, because that derivative would be lost.
+        "jit": Primitive(calls="jaxpr"),
+        "closed_call": Primitive(calls="call_jaxpr"),
+        "xla_metadata_call": Primitive(calls="jaxpr"),
+    }
+)
+
+
+def known(name: str) -> Primitive:
+    """The row of a primitive; one that says nothing if it has none."""
+    return PRIMITIVES.get(name, Primitive())
+
+
+def row_of(site: Site) -> Primitive:
+    """The row of the primitive of a site."""
+    return known(site.equation.primitive.name)
+
+
+def form_of(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
+    """The form of a site, or None if it has none."""
+    form = row_of(site).form
+    outer = form(site, data, cotangent) if form else None
+    if outer is None:
+        return None
+    outer = without_stacks(site, outer)
+    # A single position cancels nothing. Its sum reads little, and less in one product of six passes
+    # than in two of one.
+    return outer._replace(short=outer.g.shape[2] > 1 and rounds(site))
