@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpjax import activations
+from dpjax.models import activations
 
 POINTS = np.concatenate([np.linspace(-20, 20, 401), [0.0, 1e-8, -1e-8, 1e4, -1e4]])
 

@@ -167,7 +167,7 @@ def test_optional_packages_are_not_imported_at_the_top():
             assert not optional & {name.split(".")[0] for name in names}, path
 
 
-SHELF = ["activations", "auditing", "data", "diagnostics", "features", "federated", "losses"]
+SHELF = ["auditing", "data", "diagnostics", "features", "federated", "losses"]
 SHELF += ["metrics", "models", "reports", "scattering", "schedules", "testing"]
 HEAVY = ["dp_accounting", "scipy.stats", "orbax", "sklearn", "matplotlib"]
 

@@ -8,7 +8,7 @@ import optax
 import pytest
 from mutation import kills
 
-from dpjax.checkpoints import Checkpoints, Damaged
+from dpjax.training.checkpoints import Checkpoints, Damaged
 
 STATE = {
     "b": jnp.asarray([1.5, jnp.nan], jnp.bfloat16),
@@ -53,7 +53,7 @@ def test_the_last_three_are_kept_and_the_last_is_taken(kept):
     assert sorted(int(p.name) for p in kept.directory.glob("[0-9]*")) == [2, 3, 4]
 
 
-@kills("checkpoints.py", "and last >= step:", "and last > step:")
+@kills("training/checkpoints.py", "and last >= step:", "and last > step:")
 def test_a_step_that_is_there_is_an_error(kept):
     """Orbax would skip it without a word, and then the step would be released unsaved."""
     kept.save(3, {"x": jnp.float32(1)}, {})
@@ -63,12 +63,12 @@ def test_a_step_that_is_there_is_an_error(kept):
 
 
 @kills(
-    "checkpoints.py",
+    "training/checkpoints.py",
     "number = number if number.dtype == new.dtype else new",
     "number = new",
     slow=True,
 )
-@kills("checkpoints.py", "return new.item()", "return new", slow=True)
+@kills("training/checkpoints.py", "return new.item()", "return new", slow=True)
 @pytest.mark.promotes
 def test_numbers_of_python_still_take_the_dtype_of_what_they_meet(kept):
     """The next step would otherwise round as no step did before."""
@@ -105,7 +105,7 @@ def test_a_damaged_one_is_said_and_no_earlier_one_is_read(kept):
     assert kept.finished() == [1, 2]
 
 
-@kills("checkpoints.py", " if old.committed else jnp.asarray(number)", "", slow=True)
+@kills("training/checkpoints.py", " if old.committed else jnp.asarray(number)", "", slow=True)
 def test_an_array_that_jax_may_move_comes_back_as_one(kept):
     kept.save(1, {"x": jnp.ones(2)}, {})
     found = kept.latest({"x": jnp.zeros(2)}).state

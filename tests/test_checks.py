@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dpjax import auditing, checks, features, federated, losses, training
-from dpjax.activations import tempered_sigmoid
+from dpjax.models import tempered_sigmoid
 
 
 @pytest.mark.parametrize("three", [3, 3.0, np.int64(3), np.float32(3), jnp.asarray(3)])
@@ -66,7 +66,7 @@ def test_the_least_and_the_choices_are_kept():
 
 TEXT = {
     "losses.huber(delta=": lambda text: losses.huber(text),
-    "activations.tempered_sigmoid(offset=": lambda text: tempered_sigmoid(offset=text),
+    "models.tempered_sigmoid(offset=": lambda text: tempered_sigmoid(offset=text),
     "features.Search(quantile=": lambda text: features.Search(noise_multiplier=1, quantile=text),
     "training.average_parameters(decay=": lambda text: training.average_parameters(text),
     "federated.Weights(largest=": lambda text: federated.Weights(values=np.ones(3), largest=text),

@@ -21,7 +21,7 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import checkpoints, clipping, ledger, noise, sampling, strategies, training, trees
+from dpjax import clipping, ledger, noise, sampling, strategies, training, trees
 from dpjax.training.run_folder import Folder, held
 from dpjax.types import Purpose
 
@@ -362,7 +362,7 @@ def test_forks_of_a_run_share_no_noise(tmp_path, fork):
 
 def candidates(folder):
     """All keys that the leaves of a folder's last checkpoint could be, by name."""
-    manager = checkpoints.Checkpoints(folder / "checkpoints")
+    manager = training.Checkpoints(folder / "checkpoints")
     (numbers, names), _ = manager._read(manager.finished()[-1])
     manager.close()
     for name, leaf in zip(names, numbers, strict=True):

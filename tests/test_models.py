@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import activations, clipping, losses, models, testing
+from dpjax import clipping, losses, models, testing
 from dpjax.models import parts
 
 KEY = jax.random.key(0)
@@ -151,7 +151,7 @@ def test_activation_and_pooling_are_used():
     def logits(**options):
         return jax.jit(models.TemperedCNN(**options).apply)({"params": params}, x)
 
-    assert jnp.array_equal(logits(), logits(activation=activations.tempered_sigmoid()))
+    assert jnp.array_equal(logits(), logits(activation=models.tempered_sigmoid()))
     assert not jnp.allclose(logits(), logits(activation=jax.nn.relu))
     assert not jnp.allclose(logits(), logits(pooling=nn.avg_pool))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dpjax import activations
+from dpjax import models
 from experiments.common.figures import Figure, Runs, logged
 from experiments.common.pictures import Panel
 from experiments.tempered_sigmoids.settings import SWEEPS, WORDS, keys_of, member
@@ -20,7 +20,7 @@ def family(title: str, runs: Runs) -> list[Panel]:
     lines = {
         f"s={s:g} T={t:g} o={o:g}": (
             z,
-            np.asarray(activations.tempered_sigmoid(s, t, o)(z))[:, None],
+            np.asarray(models.tempered_sigmoid(s, t, o)(z))[:, None],
         )
         for s, t, o in FAMILY
     }

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 import dpjax
-from dpjax import activations, clipping, models, sampling
+from dpjax import clipping, models, sampling
 from experiments.common import runs
 from experiments.common.paper import Paper
 from experiments.tempered_sigmoids import figures, settings
@@ -51,7 +51,7 @@ def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]
     dataset = runs.standardized(runs.loaded(row.dataset))
     activation: Any = nn.relu
     if row.activation != "ReLU":
-        activation = activations.tempered_sigmoid(*row.activation)
+        activation = models.tempered_sigmoid(*row.activation)
     model = models.by_name(setting.model, dataset.classes, activation=activation)
     optimizer = optax.sgd(row.rate, setting.momentum or None)
     if row.optimizer == "adam":

@@ -12,16 +12,15 @@
 | `mechanism` | the private computation, described once | `Mechanism` |
 | `ledger` | the steps that ran, and a budget that refuses further ones | |
 | `gradients` | clipped sums of per-example gradients, by several engines | `clipped_grad` |
-| `training` | algorithms, and the loop that drives them | `dpsgd`, `fit` |
+| `training` | algorithms, the loop that drives them, and checkpoints | `dpsgd`, `fit` |
 | `meshes` | which devices share a run, of one process or of several | |
 | `federated` | algorithms that protect a client instead of an example | |
-| `checkpoints` | saves and restores a run's state, bit for bit | |
 | `reports` | privacy statement, privacy card, run report | `statement` |
 | `verify` | reads a privacy card, and recomputes its epsilon without dpjax | |
 | `testing` | the library's laws as assertions for your own rules and losses | |
 | `auditing` | empirical lower bounds on epsilon | |
 | `diagnostics` | clipping bias, gradient norms, curvature, kernels | |
-| `models`, `activations`, `losses`, `metrics`, `data` | networks and their training | |
+| `models`, `losses`, `metrics`, `data` | networks and their training | |
 | `scattering`, `features` | fixed features, and their normalisation | |
 | `types`, `trees`, `checks` | shared types, tree arithmetic, argument checks | |
 
@@ -39,9 +38,7 @@ __version__: str
 __all__ = [
     "Mechanism",
     "accounting",
-    "activations",
     "auditing",
-    "checkpoints",
     "checks",
     "clip_and_sum",
     "clipped_grad",
@@ -87,9 +84,7 @@ _HOMES = {
 if TYPE_CHECKING:
     from dpjax import (
         accounting,
-        activations,
         auditing,
-        checkpoints,
         checks,
         clipping,
         data,

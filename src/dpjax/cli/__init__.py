@@ -85,5 +85,5 @@ def run_command(name: str) -> None:
 
 
 def _not_of_orbax(record: Any) -> bool:
-    """Drops Orbax's remarks on its speed; `dpjax.checkpoints` reports what went wrong."""
+    """Drops Orbax's remarks on its speed; `dpjax.training.checkpoints` reports what went wrong."""
     return record.levelname in ("ERROR", "CRITICAL") or "orbax" not in record.pathname

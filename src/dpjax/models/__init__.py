@@ -21,6 +21,7 @@ from typing import Any
 import flax.linen as nn
 
 from dpjax import checks
+from dpjax.models.activations import tempered_sigmoid
 from dpjax.models.papers import (
     CIFARCNN,
     MLP,
@@ -45,6 +46,7 @@ __all__ = [
     "ViT",
     "WideResNet",
     "by_name",
+    "tempered_sigmoid",
 ]
 
 # A read-only table: a name on a command line must mean the same network in every run.

@@ -6,6 +6,7 @@
 | `dpsgd` | a loss, an Optax optimizer, a `Mechanism` and data, as an `Algorithm` |
 | `fit` | drives an algorithm: progress, evaluation, checkpoints, refusal before overspending |
 | `earlier`, `forget` | what the run in a folder has spent; removes a run |
+| `Checkpoints` | saves and restores a state, bit for bit |
 | `released_params` | the parameters that the run in a folder has released |
 | `average_parameters`, `averaged` | an Optax link that keeps a running mean, free of privacy cost |
 | `dp_adam`, `scaled_rate` | Adam without the noise in its second moment; a rate for a batch size |
@@ -15,6 +16,7 @@
 """
 
 from dpjax.training.averaging import average_parameters, averaged
+from dpjax.training.checkpoints import Checkpoints
 from dpjax.training.dpsgd import dpsgd
 from dpjax.training.fit import fit
 from dpjax.training.info import Info
@@ -25,6 +27,7 @@ from dpjax.training.samples import keep_samples, predictive, samples
 from dpjax.training.sgld import dp_sgld, on_mean_gradient
 
 __all__ = [
+    "Checkpoints",
     "Info",
     "average_parameters",
     "averaged",

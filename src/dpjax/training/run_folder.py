@@ -21,10 +21,10 @@ from absl import logging
 
 from dpjax import processes
 from dpjax._files import line_of_log, lock, opened_for_owner, read_json, read_log, replace
-from dpjax.checkpoints import Checkpoints, Damaged, Restored
 from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
 from dpjax.mechanism.card import check_format, spent_of
+from dpjax.training.checkpoints import Checkpoints, Damaged, Restored
 from dpjax.training.keys import supplied
 from dpjax.types import Algorithm
 

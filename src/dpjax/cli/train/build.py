@@ -24,7 +24,6 @@ from absl import app, flags
 import dpjax
 from dpjax import (
     accounting,
-    activations,
     clipping,
     losses,
     models,
@@ -38,6 +37,7 @@ from dpjax.accounting.rounding import upwards
 from dpjax.cli.flag_sets import names
 from dpjax.mechanism import Spent
 from dpjax.mechanism.card import spent_of
+from dpjax.models.activations import by_name as activation_by_name
 from dpjax.strategies import Strategy
 from dpjax.training.run_folder import spending
 from dpjax.types import Sampler
@@ -91,7 +91,7 @@ def build_model(given: flags.FlagValues, classes: int) -> Any:
         return own_model(given.model, classes, options)
     of_flags: dict[str, Any] = {"torch_init": given.torch_init}
     if given.activation is not None:
-        of_flags["activation"] = activations.by_name(given.activation)
+        of_flags["activation"] = activation_by_name(given.activation)
     if given.model == "mlp":
         of_flags["features"] = tuple(map(int, given.hidden))
     return models.by_name(given.model, classes, **of_flags, **options)

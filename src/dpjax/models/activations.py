@@ -19,8 +19,6 @@ from jaxtyping import Array, Float
 
 from dpjax import checks
 
-__all__ = ["Activation", "by_name", "tempered_sigmoid"]
-
 Activation: TypeAlias = Callable[[Float[Array, "..."]], Float[Array, "..."]]
 
 
@@ -51,7 +49,7 @@ def tempered_sigmoid(
       Papernot, Thakurta, Song, Chien and Erlingsson, "Tempered Sigmoid Activations for
       Deep Learning with Differential Privacy", 2021, equation 3.
     """
-    call = "activations.tempered_sigmoid"
+    call = "models.tempered_sigmoid"
     scale = checks.positive(call, "scale", scale)
     inverse_temperature = checks.positive(call, "inverse_temperature", inverse_temperature)
     # In Python floats: with the defaults they are exactly 1 and 0, and the result is tanh.
@@ -98,4 +96,4 @@ def by_name(name: str) -> Activation:
       >>> by_name("relu")(jnp.array([-1.0, 2.0]))
       Array([0., 2.], dtype=float32)
     """
-    return _NAMED[checks.one_of("activations.by_name", "name", name, _NAMED)]
+    return _NAMED[checks.one_of("models.activations.by_name", "name", name, _NAMED)]

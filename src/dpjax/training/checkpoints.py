@@ -30,8 +30,6 @@ from dpjax.types import PyTree
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
-__all__ = ["Checkpoints", "Damaged", "Restored"]
-
 
 class Damaged(RuntimeError):
     """The last checkpoint cannot be read."""
