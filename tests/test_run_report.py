@@ -445,7 +445,7 @@ def test_nulls_leave_gaps(tmp_path):
     assert len(figure.axes[0].collections) == 1, "the band from the shortest to the longest group"
 
 
-@kills("reports/html_report.py", "public=figure.badge == RELEASED", "public=True", slow=True)
+@kills("reports/html_report.py", "public=label == RELEASED", "public=True", slow=True)
 def test_what_only_the_owner_may_see_only_the_owner_can_read(whole):
     """And no process could read it before: `_files.replace` has no moment between."""
     assert (whole / "report.html").stat().st_mode & 0o077 == 0

@@ -152,7 +152,7 @@ class Stream:
         self, pool: ThreadPoolExecutor, indices: np.ndarray
     ) -> tuple[list[np.ndarray], list[Future[None]]]:
         """Arrays for a batch, and the futures of the threads that fill them."""
-        indices = _checked_indices(indices, len(self))
+        indices = np.asarray(indices, np.int64)  # an empty list would be floats
         # Threads write rows into one array, so that a batch is in memory once.
         room = [np.empty((len(indices), *r.shape), r.dtype) for r in jax.tree.leaves(self.row)]
         count = max(1, min(self.workers, len(indices)))
@@ -198,20 +198,6 @@ class Stream:
                     f"{error})."
                 ) from error
             yield example
-
-
-def _checked_indices(indices: np.ndarray, size: int) -> np.ndarray:
-    """Whole numbers that lie in a source of this size, ``[n]``."""
-    indices = np.asarray(indices)
-    # NumPy would take a negative index from the end, and reads an empty list as floats.
-    if indices.size and not (
-        indices.dtype.kind in "iu" and indices.min() >= 0 and indices.max() < size
-    ):
-        raise IndexError(
-            f"data.Stream: got indices of type {indices.dtype} from {indices.min()} to "
-            f"{indices.max()}; expected whole numbers from 0 to {size - 1}."
-        )
-    return indices.astype(np.int64)
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:

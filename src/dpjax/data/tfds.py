@@ -34,9 +34,8 @@ def from_tfds(
                 # TFDS's default format is written and read by TensorFlow only.
                 builder = tfds.builder(source.tfds, data_dir=place, file_format="array_record")
                 builder.download_and_prepare()
-            example = functools.partial(_image, classes=source.classes)
-            parts = builder.as_data_source()
-            example = _wine if source.classes is None else example
+            image = functools.partial(_image, classes=source.classes)
+            parts, example = builder.as_data_source(), _wine if source.classes is None else image
             return {part: Stream(records, example) for part, records in parts.items()}
         except NotImplementedError:
             fault = "it is prepared in a format without random access; array_record has it"
