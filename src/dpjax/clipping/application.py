@@ -141,7 +141,7 @@ def clip_and_sum(rule: Clipping) -> optax.GradientTransformationExtraArgs:
         del params, extra
         _require_rows(updates, state)
         total, _, _ = clip(rule, updates, mask)
-        return Sum(total, rule.limits(total)), state
+        return trusted_sum(total, rule), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
