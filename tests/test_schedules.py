@@ -110,7 +110,7 @@ def test_a_schedule_returns_one_number(given, words):
     ("call", "words"),
     [
         (lambda: schedules.table([]), "non-empty"),
-        (lambda: schedules.table([1.0, -1.0]), "past its last epoch"),
+        (lambda: schedules.table([1.0, -1.0]), "none negative"),
         (lambda: schedules.table([float("nan")]), "none negative"),
         (lambda: schedules.table([1.0], steps_per_epoch=0), "steps_per_epoch"),
         (lambda: schedules.table([1.0], steps_per_epoch=2**31), "and at most 2147483647"),

@@ -51,7 +51,7 @@ def table(multipliers: ArrayLike, steps_per_epoch: int = 1) -> optax.Schedule:
     if entries.ndim != 1 or not entries.size or not np.all(entries >= 0):
         raise ValueError(
             f"schedules.table(multipliers={multipliers}): expected a non-empty list of numbers, "
-            "none negative. A schedule that falls below 0 usually runs past its last epoch."
+            "none negative."
         )
     hint = "It is round(examples / batch_size), or 1 for a value a step."
     # A step is an int32, which cannot be divided by more.
@@ -89,8 +89,7 @@ def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, " steps"]:
             what = "None" if given is None else f"an array of shape {np.shape(given)}"
             raise TypeError(
                 f"schedules.values: the schedule returned {what}; expected one number at each "
-                "step. Usually a return is missing, or the schedule returns the values of all "
-                "steps: turn such an array into a schedule with schedules.table(values)."
+                "step. Turn the values of all steps into a schedule by schedules.table(values)."
             )
         return jnp.asarray(given, jnp.float32)
 
@@ -100,11 +99,8 @@ def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, " steps"]:
         return np.asarray(jax.vmap(value)(jnp.arange(steps, dtype=jnp.int32)))
     except jax.errors.JAXTypeError as error:
         raise TypeError(
-            f"schedules.values: the schedule needs the step as a Python number "
-            f"({type(error).__name__}), but the step is traced, because one compiled program runs "
-            "all steps. Usually an `if` compares it, math or NumPy takes it, or it indexes a list. "
-            "Write jnp.where(step < 5, 2.0, 1.0), use an Optax schedule, or index a table: "
-            "schedules.table([2.0, 1.0], steps_per_epoch=5)."
+            "schedules.values: the schedule needs the step as a Python number, but the step is "
+            "traced. Write jnp.where(step < 5, 2.0, 1.0), an Optax schedule or schedules.table."
         ) from error
 
 

@@ -88,8 +88,8 @@ def real_rows(call: str, mask: ArrayLike | None, size: int) -> Bool[Array, " siz
     known = not isinstance(mask, Tracer) and getattr(mask, "is_fully_addressable", True)
     if known and not np.isin(np.asarray(mask), (0, 1)).all():
         raise ValueError(
-            f"{call}: mask has entries that are neither 0 nor 1; expected 1 for a real example and "
-            "0 for padding. Weights have an argument of their own."
+            f"{call}: mask has entries that are neither 0 nor 1. Weights have an argument of their "
+            "own."
         )
     return jnp.asarray(mask, bool)
 
@@ -141,7 +141,7 @@ def clip_and_sum(rule: Clipping) -> optax.GradientTransformationExtraArgs:
         del params, extra
         _require_rows(updates, state)
         total, _, _ = clip(rule, updates, mask)
-        return Sum(total, rule.limits(total)), state
+        return trusted_sum(total, rule), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 

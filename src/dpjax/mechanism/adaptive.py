@@ -43,12 +43,12 @@ def check_adaptive(rule: Clipping, multipliers: np.ndarray, count: float) -> Non
     if not 0 < bound < np.inf:
         raise ValueError(
             f"Mechanism(adaptive=...): the rule's bound is {bound}; expected a positive, finite "
-            "bound to start from, near the usual norm of a gradient."
+            "bound to start from."
         )
     if rule.projections is not None:
         raise ValueError(
-            "Mechanism(adaptive=...): norms are estimated (clipping.jl), and nothing is proved for "
-            "both together. Use clipping.flat."
+            "Mechanism(adaptive=...): norms are estimated; expected exact ones, as of "
+            "clipping.flat."
         )
     largest = float(np.max(multipliers, initial=0.0))
     if not (largest < count or largest == count == 0):

@@ -51,8 +51,7 @@ def check_run(call: str, strategy: Strategy, sampler: Sampler, steps: int) -> No
     if sampler.participation is None:
         raise ValueError(
             f"{call}: {sampler.name} batches can hold one example at any step, for which no "
-            "sensitivity is proved. Use sampling.cyclic_poisson(..., cycle=bands), or leave noise= "
-            "out."
+            "sensitivity is proved. Use sampling.cyclic_poisson(..., cycle=bands)."
         )
     # One Gaussian hides the steps of a strategy together: steps beyond them would cost nothing.
     if steps > strategy.steps:

@@ -71,6 +71,6 @@ def require_constant(call: str, noise_multiplier: NoiseMultiplier) -> None:
     """Refuses a schedule as the multiplier of correlated noise."""
     if callable(noise_multiplier):
         raise ValueError(
-            f"{call}: the noise multiplier is a schedule; expected a number, or one per group. For "
-            "noise that falls over the run, give learning_rates= to the strategy."
+            f"{call}: the noise multiplier is a schedule; expected a number, or one per group. "
+            "Give learning_rates= to the strategy instead."
         )

@@ -56,8 +56,8 @@ def plain_multiplier(call: str, noise_multiplier: Any) -> NoiseMultiplier:
         return noise_multiplier
     if trees.traced(noise_multiplier):
         raise TypeError(
-            f"{call}(noise_multiplier): a traced number; expected one that is known before jit, as "
-            "it is accounted. Give a schedule of the step to the link itself."
+            f"{call}(noise_multiplier): a traced number; expected one that is known before jit. "
+            "Give a schedule of the step."
         )
     each = np.asarray(noise_multiplier)
     if (each.dtype.kind not in "iuf" and each.size) or each.ndim > 1:
@@ -89,5 +89,5 @@ def check_multiplier(call: str, noise_multiplier: NoiseMultiplier, rule: Clippin
     if math.isinf(rule.sensitivity) and (callable(noise_multiplier) or any(multipliers)):
         raise ValueError(
             f"{call}: the rule's bound is infinite, so no finite noise hides one example. Give a "
-            "finite bound, or noise_multiplier=0.0 for a run that is not private."
+            "finite bound, or noise_multiplier=0.0."
         )

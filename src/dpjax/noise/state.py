@@ -101,8 +101,8 @@ def unless_unset(total: PyTree, key: Key, name: str) -> PyTree:
         return jax.tree.map(lambda x: jnp.where(unset, jnp.nan, x), total)
     if unset:
         raise ValueError(
-            f"{name}: the key in the state is unset, as init was traced or the state was zeroed. "
-            "Give the state one: state = dpjax.noise.renew(state)."
+            f"{name}: the key is unset, as init was traced or the state was zeroed. Set one: state "
+            "= dpjax.noise.renew(state)."
         )
     return total
 
