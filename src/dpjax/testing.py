@@ -193,7 +193,7 @@ def assert_noise(
       >>> assert_noise(link, jnp.zeros(1_000_000), deviation=6.0)
     """
     # On zeros the output is noise alone, so no gradient blurs the measurement.
-    zeros = Sum(jax.tree.map(jnp.zeros_like, params), _Every((), None, ()))
+    zeros: Any = Sum(jax.tree.map(jnp.zeros_like, params), _Every((), None, ()))
     try:
         noise, _ = link.update(zeros, link.init(params), params)
     except (AttributeError, TypeError, ValueError) as error:
