@@ -146,13 +146,6 @@ def test_leaves_of_a_few_numbers_raise_no_alarm(multiplier):
     assert separation == pytest.approx(1 / effective, rel=0.04)
 
 
-@pytest.mark.slow
-def test_without_noise_the_separation_is_infinite():
-    like, canary = {"w": jnp.zeros((1, 5)), "v": jnp.zeros((1, 2))}, {"w": jnp.ones(5)}
-    nothing = {"v": jnp.zeros(2)}
-    assert audit(like, {**canary, **nothing}, noise_multiplier=0.0) == np.inf
-
-
 # Audits of algorithms as they run ---------------------------------------------------------
 
 DATA = {name: np.eye(8, 1000, dtype=np.float32) * 9 for name in "ab"}
@@ -321,24 +314,6 @@ def test_what_is_not_a_number_is_not_sound(projections):
 
 
 @pytest.mark.slow
-def test_a_canary_that_makes_nan_is_found():
-    def build(sampler):
-        algorithm = descent()(sampler)
-
-        def step(state):
-            drawn = sampler.draw(state.key, 0).size
-            state, info = algorithm.step(state)
-            params = {name: jnp.where(drawn < 8, x, jnp.nan) for name, x in state.params.items()}
-            return state._replace(params=params), info
-
-        return dataclasses.replace(algorithm, step=step)
-
-    found = separation(build, pairs=4)
-    assert found.refutes
-    assert found.epsilon(1e-5) == math.inf
-
-
-@pytest.mark.slow
 @kills("auditing/algorithm_step.py", "np.maximum(0.0, m - r)", "m", slow=True)
 def test_roundings_of_parameters_refute_no_step():
     """Parameters of 1 in float32 round each coordinate by half of 2^-23, many times the update."""
@@ -489,12 +464,6 @@ def test_every_release_scores_the_canaries():
     assert 0.5 < found <= claimed
     # Less what is expected of all rows, so that scores of members and others differ in sign.
     assert abs(np.mean(scores)) < 0.3 * np.std(scores)
-
-
-@pytest.mark.slow
-def test_a_second_run_with_little_noise_refutes_the_claim():
-    stated = dpjax.accounting.subsampled_gaussian(3.0, 0.5, 10)
-    assert with_canaries(0.1)[0] > dpjax.accounting.epsilon(stated, 1e-5, "pld")
 
 
 @pytest.mark.slow

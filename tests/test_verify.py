@@ -78,6 +78,8 @@ HONEST = {
     "clients": {"unit": "client"},
     "replaced": {"neighbours": "replace-one"},
     "loud": {"noise_multiplier": 0.001},
+    # The classic conversion has no orders above 63, so its claims do not fall below about 0.19.
+    "quiet": {"sampling": sampling.poisson(60_000, 256), "noise_multiplier": 100.0},
     "silent": {"sampling": sampling.fixed(1000, 20), "noise_multiplier": 1e9},
     "groups": {"clipping": clipping.per_group([0.0, 1.0], groups=2), "noise_multiplier": (2.0, 3)},
     "before": {
@@ -102,13 +104,6 @@ def test_every_claim_of_an_honest_card_holds(name):
     assert claimed
     said = re.compile(r" by (rdp|pld), the best accountant here: holds$")
     assert sum(bool(said.search(line)) for line in lines) == len(claimed)
-
-
-@pytest.mark.parametrize("multiplier", [2.0, 100.0])
-def test_small_claims_of_every_method_hold(multiplier):
-    """The classic conversion has no orders above 63, so its claims do not fall below about 0.19."""
-    sampler = sampling.poisson(60_000, 256)
-    assert verdicts(card_of(sampling=sampler, noise_multiplier=multiplier))[0]
 
 
 @kills("verify/epsilon.py", "(orders - k) * math.log1p(-rate)", "orders * math.log1p(-rate)")

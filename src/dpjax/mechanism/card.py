@@ -82,11 +82,7 @@ def described(mechanism: Mechanism) -> dict[str, Any]:
 
 
 def accounted(mechanism: Mechanism) -> str:
-    """A hash of all that the cost of a step depends on, except multipliers.
-
-    It covers the fields ``unit``, ``sampling``, ``preparation``, ``projections``, ``noise`` and
-    ``before`` of the description, the sampler's fingerprint, and whether the bounds are finite.
-    """
+    """A hash of all that the cost of a step depends on, except multipliers."""
     # Neither neighbours nor steps: a ledger may be read under a stronger relation, and a plan may
     # grow. The fingerprint enters because samplers of one name and price may draw others.
     facts = described(mechanism)
@@ -137,12 +133,7 @@ def first_steps(runs: Iterable[tuple[Any, int]], steps: int) -> list[tuple[float
 
 
 def check_format(facts: Any, where: str) -> None:
-    """Refuses a description that another version of dpjax wrote.
-
-    Args:
-      facts: What stands under ``"mechanism"`` in the file, or None.
-      where: The call, or the file, for the error.
-    """
+    """Refuses a description that another version of dpjax wrote; ``where`` is the file or call."""
     version = facts.get("format") if isinstance(facts, Mapping) else 1
     if version != FORMAT:
         raise ValueError(
