@@ -240,7 +240,7 @@ def bytes_per_example(loss: Traced, params: PyTree, example: PyTree, engine: str
 
 
 def _program_bytes(jaxpr: Jaxpr, moving: Sequence[bool], fused: bool = False) -> int:
-    """Bytes of the values that depend on moving inputs; if fused, those that XLA writes."""
+    """Bytes of the values that depend on moving inputs; if fused, what XLA writes."""
 
     def written(equation: JaxprEqn, entering: list[bool]) -> int:
         if not any(entering) or (fused and not known(equation.primitive.name).writes):

@@ -29,8 +29,8 @@ class Primitive(NamedTuple):
     """What the engine knows of a primitive.
 
     Args:
-      linear_in: Inputs in each of which it is linear (or affine), if no other one is a view.
-      together: Inputs in which it is linear together: several of them may be views.
+      linear_in: Inputs in which it is linear or affine, one at a time: no other one is a view.
+      together: Inputs in which it is linear together, so that several of them may be views.
       entrywise: Whether an entry of the result depends on the same entry of each input alone.
       rearranges: Whether the result holds the entries of its one input, perhaps negated.
       repeats: Whether the result holds copies of some entries of its input.
