@@ -61,8 +61,7 @@ class Folder:
                     f"fit(directory={str(self.path)!r}): steps ran there, and run.json is gone. "
                     "Choose another folder; what the run released stays spent."
                 )
-            with open(path, "x", encoding="utf-8", opener=opened_for_owner) as file:
-                file.write(text)
+            replace(path, text)  # whole, also if a kill comes between
             return
         before = read_json(path)
         if "mechanism" in self.identity:
