@@ -199,7 +199,8 @@ def accountant(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> str:
     """The method by which this run is accounted."""
     if given.accountant != "tightest":
         return given.accountant
-    smallest = min(filter(None, (given.target_epsilon, given.max_epsilon)))
+    limits = (given.target_epsilon, given.max_epsilon)
+    smallest = min(limit for limit in limits if limit is not None)
     return accounting.tightest(mechanism.event, mechanism.relation, (smallest, given.delta))
 
 
