@@ -408,7 +408,7 @@ def test_federated_training_is_stated_and_verified_for_clients(flags, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_is_audited_beside_its_claims(demo, tmp_path):
-    few = ["--steps=3", "--pairs=20", "--canaries=60", "--out", tmp_path]
+    few = ["--steps=3", "--pairs=20", "--canaries=200", "--out", tmp_path]
     outcome = run("dpjax", "audit", demo[0], *few)
     facts = json.loads((tmp_path / "audit.json").read_text())
     step, canaries, losses = facts["audits"]

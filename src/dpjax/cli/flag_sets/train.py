@@ -195,7 +195,7 @@ _output.path(
     "Folder of an earlier run on these data: start from the parameters that it released, with "
     "other settings, and count its privacy cost too.",
 )
-_output.whole("save_every", None, "Steps between checkpoints; by default 5 minutes.", 1)
+_output.whole("save_every", None, "Steps between checkpoints that have no evaluation.", 1)
 _output.yes_no("report", True, "Write report.html and its figures, for which Matplotlib is needed.")
 
 _machine = Group(FLAGS, "Machine")
