@@ -84,9 +84,6 @@ TEXT = {
     "activations.tempered_sigmoid(offset=": lambda text: tempered_sigmoid(offset=text),
     "scattering.scatter(J=": lambda text: scattering.scatter(np.zeros((1, 8, 8, 1)), J=text),
     "features.Search(quantile=": lambda text: features.Search(noise_multiplier=1, quantile=text),
-    "accounting.Filter(spent=": lambda text: accounting.Filter(
-        epsilon=1, delta=1e-5, order=12, spent=text
-    ),
     "accounting.select_best(runs=": lambda text: accounting.select_best(None, 1e-5, runs=text),
     "training.average_parameters(decay=": lambda text: training.average_parameters(text),
     "training.dp_adam(floor=": lambda text: training.dp_adam(0.1, mechanism_with(), floor=text),

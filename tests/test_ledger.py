@@ -235,7 +235,7 @@ def test_no_step_is_taken_back(steps):
         ({"epsilon": 1.0, "delta": 1e-5, "method": "gdp"}, r"^ledger\.Budget\(.*an estimate"),
         (
             {"epsilon": 1.0, "delta": 1e-5, "method": "best"},
-            r"^ledger\.Budget\(method='best'\): there is no such",
+            r"^ledger\.Budget\(method='best'\): expected one of",
         ),
     ],
 )
