@@ -202,7 +202,7 @@ def test_no_step_is_taken_back(steps):
         ({"epsilon": 1.0, "delta": 1e-5, "method": "gdp"}, r"^ledger\.Budget\(.*a proven method"),
         (
             {"epsilon": 1.0, "delta": 1e-5, "method": "best"},
-            r"^ledger\.Budget\(method='best'\): there is no such",
+            r"^ledger\.Budget\(method='best'\): expected one of",
         ),
     ],
 )

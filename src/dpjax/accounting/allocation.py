@@ -51,13 +51,7 @@ _WORD = 2.0**-32
 
 
 def divergence(event: AllocatedGaussianDpEvent, orders: np.ndarray) -> np.ndarray:
-    """Rényi divergence for an example that joins or leaves, ``[orders]``.
-
-    Example:
-      >>> event = AllocatedGaussianDpEvent(1.0, (1.0,) + 9 * (0.0,))
-      >>> divergence(event, np.array([2.0, 3.0])).round(3)
-      array([0.55, 0.6 ])
-    """
+    """Rényi divergence for an example that joins or leaves, ``[orders]``."""
     precision = event.noise_multiplier**-2
     shared = np.asarray(event.overlaps) * precision
     above = math.log1p(shared.size * _WORD)

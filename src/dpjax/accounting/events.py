@@ -45,11 +45,7 @@ class CorrelatedSampledDpEvent(dp_accounting.PoissonSampledDpEvent):
 
 
 def rewritten(event: DpEvent, leaf: Callable[[DpEvent], DpEvent]) -> DpEvent:
-    """The event with ``leaf`` of everything that it composes.
-
-    ``leaf`` gets every event that is no composition, also of a kind that nothing here knows, which
-    it may refuse.
-    """
+    """The event with ``leaf`` of every event in it that is no composition, of whatever kind."""
     match event:
         case dp_accounting.ComposedDpEvent(events=parts):
             return dp_accounting.ComposedDpEvent([rewritten(part, leaf) for part in parts])
@@ -59,13 +55,7 @@ def rewritten(event: DpEvent, leaf: Callable[[DpEvent], DpEvent]) -> DpEvent:
 
 
 def correlated_samples(event: DpEvent) -> DpEvent:
-    """The event, with every sample marked as one below correlated noise.
-
-    Example:
-      >>> marked = correlated_samples(subsampled_gaussian(1.0, 0.5, 3))
-      >>> type(marked.event).__name__, marked.count
-      ('CorrelatedSampledDpEvent', 3)
-    """
+    """The event, with every sample marked as one below correlated noise."""
 
     def marked(part: DpEvent) -> DpEvent:
         if isinstance(part, dp_accounting.PoissonSampledDpEvent):

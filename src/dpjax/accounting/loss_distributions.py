@@ -75,13 +75,8 @@ def error(parts: Parts) -> float:
     about $u$ times their root sum of squares, at most $u$. Its n-th power multiplies these by $n$.
     The inverse transform, and each product of two transforms, adds errors of about $u$ times the
     root of the number of losses within ten standard deviations, over the root of their spread,
-    and cut tails add $10^{-15}$: $16 u$ together, for each distinct step.
-
-    Example:
-      >>> from dpjax.accounting.events import subsampled_gaussian
-      >>> from dpjax.accounting.event_parts import split
-      >>> f"{error(split(subsampled_gaussian(1.0, 0.01, 100_000))):.1e}"
-      '4.4e-11'
+    and cut tails add $10^{-15}$: $16 u$ together, for each distinct step. So 100,000 equal steps
+    are off by at most $4.4 \cdot 10^{-11}$.
     """
     counts = [count for _, count in parts.foreign] + [1] * (parts.precision > 0)
     distinct = len(counts) + len(parts.sampled)
@@ -123,18 +118,8 @@ def levels(
 def rounded(sampled: Steps, most: int = LEVELS, plan: Steps | None = None) -> Steps:
     """At most `most` distinct steps that cost no less: multipliers down, rates up.
 
-    Multipliers become `levels`, and so do one over the rates. Steps whose rates and multipliers
+    Multipliers become `levels`, and rates go up to such levels. Steps whose rates and multipliers
     vary independently need a halved number of levels, until `most` pairs are left.
-
-    Args:
-      sampled: ``{(rate, multiplier): count}``.
-      most: The number of pairs.
-      plan: The steps of the whole plan, which has the levels; by default ``sampled``.
-
-    Example:
-      >>> steps = {(0.01, 1 + t / 1000): 1 for t in range(1000)}
-      >>> len(rounded(steps)), min(z for _, z in rounded(steps))
-      (256, 1.0)
     """
     if not (count := level_count(plan or sampled, most)):
         return sampled

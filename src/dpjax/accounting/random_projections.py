@@ -99,14 +99,7 @@ def refuse(parts: Parts, method: str) -> None:
 
 
 def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
-    """What composed loss distributions prove of parts with these steps.
-
-    Example:
-      >>> from dpjax.accounting.event_parts import split
-      >>> parts = split(ProjectedGaussianDpEvent(4.0, projections=50))
-      >>> round(profile(steps_of(parts), parts, "add-or-remove").epsilon(1e-5), 2)
-      1.02
-    """
+    """What composed loss distributions prove of parts with these steps."""
     if _bare(steps):
         return profiles.gaussian(math.inf)
     return proven(_whole(parts, steps, neighbours), parts)

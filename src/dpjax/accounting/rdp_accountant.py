@@ -63,13 +63,6 @@ def classic(parts: Parts, neighbours: str) -> Profile:
     ``epsilon(delta) = min_alpha rdp(alpha) + log(1/delta) / (alpha - 1)`` and
     ``delta(epsilon) = min_alpha exp((alpha - 1) (rdp(alpha) - epsilon))``.
 
-    Example:
-      >>> from dpjax.accounting.events import subsampled_gaussian
-      >>> from dpjax.accounting.event_parts import split
-      >>> parts = split(subsampled_gaussian(1.1, 256 / 60_000, 14_063))
-      >>> round(classic(parts, "add-or-remove").epsilon(1e-5), 4)
-      3.0084
-
     References:
       Mironov, *Rényi differential privacy*, 2017, proposition 3.
     """

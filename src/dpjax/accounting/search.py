@@ -162,8 +162,8 @@ def _bracket(spent: Callable[[float], float], target: float) -> tuple[float, flo
         if high > 1e9:
             raise ValueError(
                 f"accounting.calibrate(epsilon={target}): not reachable; even at parameter "
-                f"{low:.3g} epsilon is {spent(low):.4g}. Make the parts cheaper that do not depend "
-                "on the parameter, such as before= or private moments."
+                f"{low:.3g} epsilon is {spent(low):.4g}. Make the other parts cheaper, such as "
+                "before= or private moments of features."
             )
     factor = 2.0
     while spent(low) <= target:

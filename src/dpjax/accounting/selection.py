@@ -206,7 +206,7 @@ def _row(call: str, name: str) -> Distribution:
 
 
 def _mean(call: str, runs: float) -> float:
-    mean = checks.positive(call, "runs", runs)
+    mean = checks.positive(call, "runs", runs, "It is the mean number.")
     if mean < 1:
         raise ValueError(f"{call}(runs={runs}): expected a mean number of 1 or more.")
     return mean
