@@ -5,6 +5,7 @@ import copy
 import importlib
 import json
 import logging
+import os
 import pathlib
 import subprocess
 import sys
@@ -88,6 +89,16 @@ def test_a_mistake_in_the_flags_is_answered_before_jax_is_imported(words, answer
     said = python("-c", program, *words, status=1)
     assert answer in said
     assert "Traceback" not in said
+
+
+def test_a_reader_that_closes_the_pipe_ends_the_process_quietly():
+    code = "import dpjax.cli; dpjax.cli.main(['train', '--help'])"
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_names_of_flags_are_those_of_the_tables():
