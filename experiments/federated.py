@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """FedAvg on MNIST split over 1,000 clients, with differential privacy for each client.
 
-  result    a linear model has 89.6 % test accuracy (IID clients) or 88.6 % (--concentration=0.3)
-            at epsilon 2.85 for one client (delta 1e-5, RDP; 2.54 by PLD), one run each
-  time      24 s, or 76 s with uneven clients, on two CPU cores
-  command   python -m experiments.federated [--concentration=0.3] [--out runs/federated]
+claim     a linear model learns from private rounds over clients, even or uneven
+verdict   89.6 % test accuracy (IID), 88.6 % (--concentration=0.3), at epsilon 2.85 for one client
+time      24 s, or 76 s with uneven clients
+hardware  two CPU cores
+command   python -m experiments.federated [--concentration=0.3] [--out runs/federated]
 
-Epsilon is for adding or removing one client with all its examples.  Without --concentration
-every client has 60 examples of all digits; with it, shares of each digit follow a Dirichlet
-distribution, so clients differ in size and content.  Accuracies on clients' own examples have no
-noise and must not be published.  `--smoke` takes seconds: digits, by default with 20 clients.
+Epsilon is for adding or removing one client with all its examples. Accuracies on clients' own
+examples have no noise and must not be published.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Microbatch sizes and devices: the layout that dpjax chooses, against its neighbours.
 
-  result    the choice takes 1.00 to 1.09 times the time of the fastest layout on W1 to W5, and 1.05
-            for the biases of an encoder
-  hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; fastest of 7 rounds
-  command   make bench BENCH=layouts ARGS="--rounds 7 --around 2 --out FILE"
-  figures   experiments/results/layouts.json
+claim     the choice of `dpjax.gradients.layout` is near the fastest layout
+verdict   1.00 to 1.09 times its time on W1 to W5, and 1.05 for the biases of an encoder
+hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; fastest of 7 rounds
+command   make bench BENCH=layouts ARGS="--rounds 7 --around 2 --out FILE"
 
 Each workload's clipped sum is timed in microbatches of 1, 2, 4 ... examples on one and on all
-host devices, beside the choice of `dpjax.gradients.layout`.  `cost` is the time over the fastest.
-"biases" trains the biases of an encoder of six layers and width 384; its other weights are frozen.
+host devices. `cost` is the time over the fastest.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from absl import flags
 import dpjax
 from dpjax import clipping, gradients, meshes
 from experiments.benchmarks import reporting
-from experiments.benchmarks.agreement import BOUND
-from experiments.benchmarks.contestants import compiled
+from experiments.benchmarks.contestants import BOUND, compiled
 from experiments.benchmarks.steps import configure, start, take_turns
 from experiments.benchmarks.workloads import TEXTS, WORKLOADS, Workload, problem
 

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every optimizer of Optax on private means: which run, which are refused, and why.
 
-  result    118 of 134 run in Optax on gradients, state and parameters alone: all of them behind the
-            noise, and all but `optax.monitor` through `dpsgd`
-  hardware  any; no figure depends on it
-  command   make bench BENCH=optimizers ARGS="--out experiments/results/optimizers.json"
-  figures   experiments/results/optimizers.json
+claim     what runs in Optax on gradients, state and parameters alone runs on private means
+verdict   all but `optax.monitor`, whose state grows in its first update, of 118
+hardware  any; no figure depends on it
+command   make bench BENCH=optimizers ARGS="--out experiments/results/optimizers.json"
 
 A row is a public function of `optax` or `optax.contrib` that returns a gradient transformation, or
-a composition of them. Each takes two steps through `dpjax.dpsgd`, and stands behind
-`mechanism.private` in a chain that `dpjax.testing.assert_private` measures. Beside them: whether it
-runs in Optax itself, on gradients, state and parameters alone. Functions are found in the installed
-Optax: one without a row in `ARGUMENTS` is called with a learning rate alone.
+a composition of them. One without a row in `ARGUMENTS` is called with a learning rate alone.
 """
 
 from __future__ import annotations
