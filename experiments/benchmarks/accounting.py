@@ -198,13 +198,10 @@ def main(asked: Any) -> None:
     if peers is None:
         print(workers.NOT_RUN, flush=True)
     names = {f"{library} {method}": (library, method) for library, method in CONTESTANTS}
-    some = reporting.chosen("contestants", list(names), asked.contestants)
-    names = {who: names[who] for who in some if peers or "opacus" not in who}
+    names = {who: words for who, words in names.items() if peers or "opacus" not in who}
     alive: dict[str, workers.Worker] = {}
     report["questions"] = {}
-    tasks = questions(asked.smoke)
-    for name in reporting.chosen("questions", list(tasks), asked.questions):
-        task = tasks[name]
+    for name, task in questions(asked.smoke).items():
         alive |= {who: ready(peers, *words) for who, words in names.items() if who not in alive}
         rows = report["questions"][name] = measure(task, alive, repeats, seconds)
         print(table(task["words"], rows), flush=True)
@@ -218,8 +215,6 @@ def main(asked: Any) -> None:
 if __name__ == "__main__" and sys.argv[1:2] and sys.argv[1] in LIBRARIES:
     serve(*sys.argv[1:])
 elif __name__ == "__main__":
-    flags.DEFINE_list("questions", None, "Of steps, schedule, calibration; by default all.")
-    flags.DEFINE_list("contestants", None, "How their names begin; by default all.")
     flags.DEFINE_integer("repeats", 5, "How often each contestant answers.", lower_bound=1)
     flags.DEFINE_float("seconds", 60.0, "A contestant that needs longer is stopped.", 0.1)
     flags.DEFINE_string("peers_python", str(workers.PEERS), "Interpreter that has the peers.")

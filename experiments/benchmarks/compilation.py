@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -30,7 +31,7 @@ from dpjax import clipping, losses, models, sampling
 from experiments.benchmarks import reporting, workers
 
 EXAMPLES, BATCH = 256, 32
-WIDTH, HEADS, TOKENS, CLASSES = 64, 4, 16, 10
+WIDTH, TOKENS, CLASSES = 64, 16, 10
 STEPS = ("plain", "private", "vmap")
 # Made here, so that no step pays for the import of the accountants.
 MECHANISM = dpjax.Mechanism(
@@ -41,50 +42,36 @@ MECHANISM = dpjax.Mechanism(
 )
 
 
-def cnn() -> tuple[Any, Any, Any]:
-    """The CNN of the tempered-sigmoid paper, on images of 28 x 28."""
-    model = models.by_name("tempered_cnn", CLASSES)
-    x = jnp.zeros((EXAMPLES, 28, 28, 1))
-    params = jax.jit(model.init)(jax.random.key(0), x[:1])["params"]
+def of_module(model: nn.Module, *shape: int) -> tuple[Any, Any, Any]:
+    """Loss, parameters and inputs of a module."""
+    x = jax.random.normal(jax.random.key(0), (EXAMPLES, *shape))
+    params = jax.jit(model.init)(jax.random.key(0), x[0])["params"]
     return losses.of(model, losses.cross_entropy), params, x
 
 
-def transformer(depth: int, scanned: bool) -> tuple[Any, Any, Any]:
-    """Blocks of attention and a perceptron, written one after the other or as one `lax.scan`."""
-    keys = iter(jax.random.split(jax.random.key(0), 8))
+class Block(nn.Module):
+    """Attention and a perceptron."""
 
-    def matrix(*shape: int) -> jax.Array:
-        return jax.random.normal(next(keys), shape) / shape[-2] ** 0.5
+    @nn.compact
+    def __call__(self, h: Any, _: Any = None) -> tuple[Any, None]:
+        h = h + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(h))
+        return h + nn.Dense(WIDTH)(nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(h)))), None
 
-    sizes = {"query": (WIDTH, WIDTH), "key": (WIDTH, WIDTH), "value": (WIDTH, WIDTH)}
-    sizes |= {"out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
-    stacked: dict[str, Any] = {name: matrix(depth, *size) for name, size in sizes.items()}
-    stacked |= {f"{name} scale": jnp.ones((depth, WIDTH)) for name in ("first", "second")}
 
-    def normed(h: Any, scale: Any) -> Any:
-        return scale * (h - h.mean(-1, keepdims=True)) / (h.std(-1, keepdims=True) + 1e-6)
+class Transformer(nn.Module):
+    """Blocks one after the other, or as one `lax.scan`."""
 
-    def block(h: Any, p: Any) -> tuple[Any, None]:
-        x = normed(h, p["first scale"])
-        q, k, v = ((x @ p[n]).reshape(TOKENS, HEADS, -1) for n in ("query", "key", "value"))
-        weights = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5)
-        h = h + jnp.einsum("hqk,khd->qhd", weights, v).reshape(TOKENS, WIDTH) @ p["out"]
-        x = normed(h, p["second scale"])
-        return h + jax.nn.gelu(x @ p["up"]) @ p["down"], None
+    depth: int
+    scanned: bool = False
 
-    blocks = [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(depth)]
-    params = {"blocks": stacked if scanned else blocks, "head": matrix(WIDTH, CLASSES)}
-
-    def loss(params: Any, example: Any) -> Any:
-        h, label = example
-        if scanned:
-            h, _ = jax.lax.scan(block, h, params["blocks"])
-        else:
-            for p in params["blocks"]:
-                h, _ = block(h, p)
-        return losses.cross_entropy(h.mean(0) @ params["head"], label)
-
-    return loss, params, jax.random.normal(next(keys), (EXAMPLES, TOKENS, WIDTH))
+    @nn.compact
+    def __call__(self, h: Any) -> Any:
+        if self.scanned:
+            every = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            h, _ = nn.scan(Block, length=self.depth, **every)()(h, None)
+        for _ in range(0 if self.scanned else self.depth):
+            h, _ = Block()(h)
+        return nn.Dense(CLASSES)(h.mean(0))
 
 
 def linear() -> tuple[Any, Any, Any]:
@@ -98,11 +85,11 @@ def linear() -> tuple[Any, Any, Any]:
 
 MODELS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
     "linear": linear,
-    "CNN": cnn,
-    "1 block": lambda: transformer(1, scanned=False),
-    "4 blocks": lambda: transformer(4, scanned=False),
-    "12 blocks": lambda: transformer(12, scanned=False),
-    "12 blocks in a scan": lambda: transformer(12, scanned=True),
+    "CNN": lambda: of_module(models.by_name("tempered_cnn", CLASSES), 28, 28, 1),
+    "1 block": lambda: of_module(Transformer(1), TOKENS, WIDTH),
+    "4 blocks": lambda: of_module(Transformer(4), TOKENS, WIDTH),
+    "12 blocks": lambda: of_module(Transformer(12), TOKENS, WIDTH),
+    "12 blocks in a scan": lambda: of_module(Transformer(12, scanned=True), TOKENS, WIDTH),
 }
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,8 +23,7 @@ from optax import contrib
 
 import dpjax
 from dpjax import clipping, gradients, sampling, strategies
-from experiments.benchmarks import memory, workers
-from experiments.benchmarks.plain import plain_gradients
+from experiments.benchmarks import workers
 from experiments.benchmarks.workloads import SEED, WORKLOADS
 
 BOUND, NOISE_MULTIPLIER, LEARNING_RATE = 1.0, 1.1, 0.1
@@ -117,14 +115,6 @@ def peer(python: str, name: str, workload: str, batch_size: int, **env: str) -> 
     )
 
 
-def alone(name: str, workload: str, batch_size: int) -> dict[str, int | None]:
-    """The memory of one of `in_this_process`, found in a process that does nothing else."""
-    other = peer(sys.executable, name, workload, batch_size, **memory.GIVES_BACK)
-    other.run(1)
-    other.close()
-    return other.memory()
-
-
 def for_noise(loss: Any, engine: str) -> Any:
     """The clipped sum of one engine, as a noise link takes it."""
     clipped = dpjax.clipped_grad(loss, clipping.flat(BOUND), engine)
@@ -140,7 +130,15 @@ def in_this_process(loss: Any, params: Any, batch: Any) -> dict[str, Callable[[]
         noise_multiplier=NOISE_MULTIPLIER,
         steps=STEPS,
     )
-    makes = {name: (g, optax.identity()) for name, g in plain_gradients(loss).items()}
+
+    def mean_loss(params: Any, batch: Any) -> Any:
+        return jnp.mean(jax.vmap(loss, (None, 0))(params, batch))
+
+    makes = {
+        "plain": (jax.grad(mean_loss), optax.identity()),  # as users write it
+        # In microbatches, by the means of the private one.
+        "plain fast": (gradients.plain_grad(loss), optax.identity()),
+    }
     for engine in (*gradients.ENGINES, "auto"):
         makes[f"dpjax {engine}"] = (for_noise(loss, engine), mechanism.privatize(key))
     # Correlated noise with 16 bands, beside the white noise of "dpjax auto".

@@ -124,7 +124,9 @@ def load(content: bytes, params: Any) -> Any:
         stored |= head
     wrong = {n for n in leaves if n not in stored or stored[n].shape != leaves[n].shape}
     if wrong:
-        raise ValueError(f"efficientnet.load: the model does not fit at {', '.join(sorted(wrong))}.")
+        raise ValueError(
+            f"efficientnet.load: the model does not fit at {', '.join(sorted(wrong))}."
+        )
     filled = {name: jnp.asarray(stored[name]) for name in leaves}
     return traverse_util.unflatten_dict(filled, sep="/")
 
