@@ -10,10 +10,8 @@ batch in place as tensors; Opacus' modes are set up as its privacy engine does, 
 accountant.  jax_privacy gets the network, the loss and the compiled SGD of dpjax's own
 contestants, at the best microbatch of a short list, which is said.
 
-``peak_bytes`` is how far the memory of the process (on a GPU: of the library) rose above what
-it held before: of PyTorch before its first step, of JAX after compiling, which is not in
-it.  `steps` starts its own contestants here as well, by their names, when it wants their peaks.
-Peers are imported where they are used.
+``peak_bytes`` is how far the memory of PyTorch's process (on a GPU: of PyTorch) rose above what it
+held before its first step. Peers are imported where they are used.
 """
 
 from __future__ import annotations
@@ -28,31 +26,6 @@ from typing import Any
 from experiments.benchmarks import memory, workers
 
 MICROBATCHES = (None, 64, 16)  # of jax_privacy; None is the whole batch in one
-
-
-def with_jax(name: str, task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """One of the contestants that `steps` times in its own process."""
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", task["host_devices"])
-    from experiments.benchmarks import contestants, workloads
-
-    problem = workloads.WORKLOADS[task["workload"]]._replace(batch_size=task["batch_size"])
-    made = contestants.in_this_process(*workloads.problem(problem))[name]()
-    made.run(2)
-    return watched(made), {}
-
-
-def watched(made: Any) -> Any:
-    """The steps of a JAX contestant that has compiled, and what the next one takes."""
-    rise = memory.of_jax()
-    made.run(1)
-    held = {"peak_bytes": rise(), **made.memory()}
-
-    def take(steps: int) -> dict[str, Any]:
-        return {"seconds": made.run(steps), "sound": made.sound(), "memory": held}
-
-    return take
 
 
 def with_jax_privacy(task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -93,7 +66,11 @@ def with_jax_privacy(task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         "versions": found,
     }
     tried.clear()
-    return watched(made), facts
+
+    def take(steps: int) -> dict[str, Any]:
+        return {"seconds": made.run(steps), "sound": made.sound(), "memory": made.memory()}
+
+    return take, facts
 
 
 def with_torch(mode: str | None, task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -192,8 +169,7 @@ def main() -> None:
     def handle(question: dict[str, Any]) -> dict[str, Any]:
         if "steps" in question:
             return prepared[0](question["steps"])
-        prepare = CONTESTANTS.get(name, functools.partial(with_jax, name))
-        take, facts = prepare(question["prepare"])
+        take, facts = CONTESTANTS[name](question["prepare"])
         prepared.append(take)
         return facts
 

@@ -294,7 +294,7 @@ def page() -> str:
         "## One step, forward to update, in milliseconds on two CPU cores",
         markdown.table("| | plain JAX | dpjax | Opacus, best mode | PyTorch, plain |", step_rows()),
         "Medians of alternated rounds in one run, by\n"
-        '`make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2 --peaks"`.',
+        '`make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2"`.',
         "## DP-SGD beside correlated noise, at equal epsilon",
         "Linear models on wavelets: accuracy, and the error that noise leaves in a parameter, in\n"
         "clipping bounds; by `python -m experiments.correlated --seeds=3`. Epsilon by PLD at 1e-5.",

@@ -75,8 +75,8 @@ class EfficientNetLite0(nn.Module):
                 y = _conv(y, channels, 1, 1, f"{name}_project")
                 x = x + y if y.shape == x.shape else y
                 index += 1
-        found = nn.relu6(_conv(x, self.width, 1, 1, "top")).mean(axis=(-3, -2))
-        return found if self.classes is None else nn.Dense(self.classes, name="head")(found)
+        means = nn.relu6(_conv(x, self.width, 1, 1, "top")).mean(axis=(-3, -2))
+        return means if self.classes is None else nn.Dense(self.classes, name="head")(means)
 
 
 def _conv(x: Array, channels: int, kernel: int, stride: int, name: str) -> Array:
@@ -115,20 +115,17 @@ class _Depthwise(nn.Module):
 def load(content: bytes, params: Any) -> Any:
     """Fills the parameters of an `EfficientNetLite0` from the published state dict.
 
-    A head of other classes keeps its initial values; any other difference is an error.
+    A head of other classes keeps its initial values.
     """
     stored = folded(files.read_state_dict(content))
     leaves: Any = traverse_util.flatten_dict(params, sep="/")
     head = {name: leaves[name] for name in leaves if name.startswith("head/")}
     if any(stored[name].shape != leaf.shape for name, leaf in head.items()):
         stored |= head
-    shapes = {name: value.shape for name, value in stored.items()}
-    wrong = {n for n, leaf in leaves.items() if shapes.get(n) != leaf.shape}
-    wrong |= {n for n in stored if n not in leaves and not n.startswith("head/")}
+    wrong = {n for n in leaves if n not in stored or stored[n].shape != leaves[n].shape}
     if wrong:
         raise ValueError(
-            f"efficientnet.load: {len(wrong)} weights do not fit the model "
-            f"({', '.join(sorted(wrong)[:3])}). Usually its stages or its width were changed."
+            f"efficientnet.load: the model does not fit at {', '.join(sorted(wrong))}."
         )
     filled = {name: jnp.asarray(stored[name]) for name in leaves}
     return traverse_util.unflatten_dict(filled, sep="/")
