@@ -8,7 +8,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from mutation import kills
 from small_mechanisms import mechanism_with
@@ -42,12 +41,6 @@ def ran_with(mechanism, step):
     "mechanism/multipliers.py",
     "return np.frombuffer(self.table, np.float32)",
     "return schedules.values(self.schedule, len(self.table) // 4)",
-)
-@kills(
-    "mechanism/multipliers.py",
-    "return Planned(schedule, (multiplier.values * np.float32(factor)).tobytes())",
-    "return schedule",
-    slow=True,
 )
 @kills(
     "mechanism/multipliers.py",
@@ -142,21 +135,6 @@ def test_a_calibrated_mechanism_remembers_what_it_was_calibrated_for():
         base.epsilon()
 
 
-@kills(
-    "mechanism/multipliers.py",
-    "jnp.asarray(inner(step), jnp.float32), factor)",
-    "inner(step), factor)",
-    slow=True,
-)
-def test_a_longer_plan_of_scaled_noise_begins_with_the_same_numbers():
-    """optax.constant_schedule returns Python's float, and the table has its float32."""
-    plan = make(noise_multiplier=optax.constant_schedule(1.1), steps=5)
-    for factor in np.linspace(0.5, 2.0, 50).tolist():
-        scaled = plan.scaled(factor)
-        longer = dataclasses.replace(scaled, steps=7)
-        assert longer.multipliers[:5].tolist() == scaled.multipliers.tolist()
-
-
 def test_the_tightest_method_is_proven():
     schedule = schedules.CURRICULA["linear-down"]()
     for options, method in (
@@ -169,21 +147,6 @@ def test_the_tightest_method_is_proven():
     ):
         mechanism = make(**options)
         assert dpjax.accounting.tightest(mechanism.event, mechanism.relation) == method, options
-
-
-@pytest.mark.slow
-def test_a_schedule_for_a_small_epsilon_is_found_by_distributions():
-    """RDP has no order for it, and ended at multipliers of 13 million."""
-    schedule = schedules.table(np.linspace(2.0, 1.0, 5), 20)
-    found = make(noise_multiplier=schedule, steps=100).calibrate(0.01, 1e-8)
-    assert found.target.method == "pld"
-    assert found.epsilon() == pytest.approx(0.01, rel=1e-3)
-    assert found.multipliers[0] < 1000
-
-
-def test_delta_of_epsilon():
-    mechanism = make()
-    assert mechanism.delta(mechanism.epsilon(1e-5)) == pytest.approx(1e-5, rel=1e-3)
 
 
 def test_noise_is_scaled_to_the_sum_and_divided_by_the_expected_size():
@@ -222,18 +185,6 @@ def test_nothing_but_noise_costs_nothing(sampler):
     assert drowned.spent(drowned.multipliers).runs == ((math.inf, 3),)
 
 
-@kills(
-    "mechanism/description.py",
-    "if np.isinf(self.clipping.sensitivity) and len(multipliers):",
-    "if False:",
-    slow=True,
-)
-def test_an_infinite_bound_is_never_private():
-    """Whatever multiplier a ledger may hold, no noise hides an unbounded example."""
-    unbounded = make(clipping=clipping.flat(math.inf), noise_multiplier=0.0)
-    assert unbounded.epsilon_of(np.ones(10), 1e-5) == math.inf
-
-
 def test_replace_one_is_asked_for_and_doubled():
     full = make(sampling=sampling.full(100), noise_multiplier=2.0, steps=1)
     assert full.epsilon(1e-5) == pytest.approx(2.166, rel=0.002)
@@ -246,15 +197,12 @@ def test_replace_one_is_asked_for_and_doubled():
 
 TEACHES = [
     ({"steps": 1.5}, "expected a whole number"),
-    ({"steps": "100"}, r"steps='100'\): expected a number"),
-    ({"steps": 10**15}, r"steps=1000000000000000\): expected .* at most 2147483647"),
     ({"noise_multiplier": -1.0}, "standard deviation divided by the sensitivity"),
     ({"noise_multiplier": lambda t: 1.0 - t}, "negative or NaN at step 2"),
     ({"noise_multiplier": (1.0, 2.0)}, "2 multipliers"),
     ({"clipping": clipping.flat(math.inf)}, "no finite noise"),
     ({"neighbours": "someone"}, "someone"),
     ({"unit": "client", "preparation": (5.0,)}, "one client may have many"),
-    ({"preparation": 8.0}, r"preparation=8\.0\).*such as \[8\.0\]"),
 ]
 
 
@@ -265,8 +213,8 @@ def test_errors_teach(changes, message):
         make(**changes)
 
 
-@pytest.mark.parametrize("changes", [{"sampling": 0.1}, {"clipping": 1.0}, {"adaptive": True}])
-def test_what_is_no_sampler_rule_or_quantile_is_refused(changes):
+@pytest.mark.parametrize("changes", [{"sampling": 0.1}, {"clipping": 1.0}])
+def test_what_is_no_sampler_or_rule_is_refused(changes):
     with pytest.raises(TypeError, match=r"expected a .* Such as"):
         make(**changes)
 
@@ -282,8 +230,6 @@ def test_a_multiplier_is_a_number_wherever_it_comes_from(given):
 def test_zero_noise_cannot_be_calibrated():
     with pytest.raises(ValueError, match="no factor makes that private"):
         make(noise_multiplier=0.0).calibrate(1.0, 1e-5)
-    with pytest.raises(TypeError, match=r"Mechanism.calibrate\(delta='1e-5'"):
-        make().calibrate(1.0, "1e-5")
 
 
 @kills("mechanism/description.py", "accounting.compose(self.prepared, steps)", "steps")
@@ -298,7 +244,7 @@ def test_preparation_is_paid_for_before_the_first_step():
     assert bare.event == bare.sampling.event(bare.multipliers)
     assert make(preparation=(0.0,)).epsilon(1e-5) == math.inf
     for wrong in (-1.0, math.nan):
-        with pytest.raises(ValueError, match="noise multipliers of the queries"):
+        with pytest.raises(ValueError, match="noise multiplier of a query"):
             make(preparation=(wrong,))
 
 
@@ -317,32 +263,10 @@ def spent(steps=40, multiplier=1.5, **options):
     return Spent(sampling=sampling.poisson(100, 20), runs=((multiplier, steps),), **options)
 
 
-@pytest.mark.parametrize("before", [[make()], spent(), "runs/a"])
-def test_only_what_was_spent_comes_before(before):
-    with pytest.raises(TypeError, match=r"list of mechanism\.Spent.*training\.earlier"):
-        make(before=before)
-
-
-NO_RUNS = {
-    "swapped": ((100, 1.1),),
-    "a single pair": (1.1, 100),
-    "less than no steps": ((1.1, -3),),
-    "NaN": ((math.nan, 3),),
-    "words": "ab",
-}
-
-
-@pytest.mark.parametrize("case", NO_RUNS)
-def test_runs_are_pairs_of_a_multiplier_and_steps(case):
+@pytest.mark.parametrize("runs", [((100, 1.1),), ((1.1, -3),), ((math.nan, 3),)])
+def test_runs_are_pairs_of_a_multiplier_and_steps(runs):
     with pytest.raises(ValueError, match=r"pairs \(noise multiplier, steps\)"):
-        Spent(sampling=sampling.poisson(100, 20), runs=NO_RUNS[case])
-
-
-def test_what_has_no_price_was_not_spent():
-    with pytest.raises(TypeError, match="how the earlier run drew"):
-        dataclasses.replace(spent(), sampling=0.2)
-    with pytest.raises(ValueError, match=r"unit='user'\).*one of example, client"):
-        spent(unit="user")
+        Spent(sampling=sampling.poisson(100, 20), runs=runs)
 
 
 @pytest.mark.parametrize(
@@ -404,7 +328,6 @@ UNDRAWN = {
 }
 
 
-@kills("sampling/events.py", "np.cumsum(steps)", "1 + 0 * steps", case="scored", slow=True)
 @pytest.mark.parametrize("name", UNDRAWN)
 def test_an_order_or_bins_are_counted_from_a_description_and_not_drawn(name):
     planned = make(sampling=UNDRAWN[name], steps=12)
@@ -414,7 +337,7 @@ def test_an_order_or_bins_are_counted_from_a_description_and_not_drawn(name):
     later = make(before=[found], neighbours="zero-out")
     assert later.prepared == found.event
     assert later.facts["before"][0]["sampling"] == planned.facts["sampling"]
-    with pytest.raises(ValueError, match="was read from a privacy card and cannot draw"):
+    with pytest.raises(ValueError, match="a privacy card cannot draw"):
         found.sampling.draw(jax.random.key(0), 0)
 
 
@@ -437,8 +360,6 @@ ALIKE = {  # what costs the same, and does not do the same
 }
 
 
-@kills("mechanism/card.py", "                **rule.facts,\n", "", slow=True)
-@kills("mechanism/card.py", "groups if isinstance(groups, tuple) else None", "None", slow=True)
 @kills("mechanism/description.py", "self.sampling.fingerprint", "None", slow=True)
 @pytest.mark.parametrize("name", ALIKE)
 def test_mechanisms_that_run_differently_have_different_identities(name):

@@ -62,8 +62,8 @@ def langevin(
       ...     optax.scale(-rate * n / 2),
       ... )
     """
-    call = "noise.langevin"
-    multiplier = multiplier_of(call, learning_rate, rule, examples, batch_size, temperature)
+    sizes = {"examples": examples, "batch_size": batch_size}
+    multiplier = langevin_multiplier(learning_rate, rule, **sizes, temperature=temperature)
     return gaussian(multiplier, rule, key)
 
 
@@ -107,26 +107,9 @@ def langevin_multiplier(
       Differential Privacy", 2023, section 4.5.
     """
     call = "noise.langevin_multiplier"
-    return multiplier_of(call, learning_rate, rule, examples, batch_size, temperature)
-
-
-def multiplier_of(
-    call: str,
-    learning_rate: float | Schedule,
-    rule: Clipping,
-    examples: int,
-    batch_size: float,
-    temperature: float,
-) -> float | Schedule:
-    """The multiplier of `langevin_multiplier`; ``call`` is how errors call the function."""
-    hint = "At 0 there is no noise and no privacy."
-    temperature = checks.positive(call, "temperature", temperature, hint)
-    hint = "The noise multiplier is relative to it: give the rule a positive, finite bound."
-    sensitivity = checks.positive(call, "rule.sensitivity", rule.sensitivity, hint)
-    hint = "It is the expected size of a batch."
-    batch_size = checks.positive(call, "batch_size", batch_size, hint)
-    hint = "It is the number of examples of the data."
-    if not checks.number(call, "examples", examples, hint) >= batch_size:
+    temperature = checks.positive(call, "temperature", temperature)
+    sensitivity = checks.positive(call, "rule.sensitivity", rule.sensitivity)
+    if not 0 < batch_size <= examples:
         raise ValueError(
             f"{call}(examples={examples}, batch_size={batch_size}): expected a batch no larger "
             "than the data."
@@ -134,9 +117,7 @@ def multiplier_of(
     # Setting (eta n / 2) * (m * Delta / L) = sqrt(eta T) and solving for m.
     scale = 2 * batch_size * math.sqrt(temperature) / (examples * sensitivity)
     if not callable(learning_rate):
-        hint = "It is the variance of the noise on the parameters."
-        learning_rate = checks.positive(call, "learning_rate", learning_rate, hint)
-        return scale / math.sqrt(learning_rate)
+        return scale / math.sqrt(checks.positive(call, "learning_rate", learning_rate))
     rate = learning_rate
 
     def multiplier(step: Any) -> Any:

@@ -73,12 +73,7 @@ def normal_in_parts(
 
     A device that holds a part of an array computes the numbers of that part, so the noise of a
     mesh is that of one device. Each pair is computed for both of its numbers, so on one device
-    `standard_normal` takes half the time.
-
-    Args:
-      key: As for `standard_normal`.
-      shapes: One after the other they make up one flat draw.
-      dtype: float32 or float64.
+    `standard_normal` takes half the time. The shapes, one after the other, are one flat draw.
     """
     secret, count = jax.random.bits(key, (2,), jnp.uint32), sum(map(math.prod, shapes))
     if count > 2**32:  # places are 32-bit words: further numbers would repeat the first ones
@@ -97,12 +92,7 @@ def normal_in_parts(
 
 
 def places(shape: tuple[int, ...], start: int = 0) -> UInt32[Array, "..."]:
-    """Where each entry of an array stands in the flat array, computed from its indices alone.
-
-    Example:
-      >>> places((2, 3)).tolist()
-      [[0, 1, 2], [3, 4, 5]]
-    """
+    """Where each entry of an array stands in the flat array: ``[[0, 1, 2], [3, 4, 5]]``."""
     place = jnp.full(shape, start, jnp.uint32)
     for axis in range(len(shape)):
         stride = jnp.uint32(math.prod(shape[axis + 1 :]))

@@ -28,8 +28,8 @@ T = TypeVar("T")
 class GaussianState(NamedTuple):
     """What the next step of a noise link needs.
 
-    Privacy: the key and the memory are secrets. Checkpoints of this state hold them; releases
-    never do. The scale follows from noised counts, and may be released.
+    Privacy: the key and the memory are secrets, which a checkpoint of this state holds. The scale
+    follows from noised counts, and may be released.
     """
 
     key: Key
@@ -50,17 +50,7 @@ class GaussianState(NamedTuple):
         strategy: Any,
         below: Any = None,
     ) -> tuple[PyTree, Any]:
-        """The sum and the count that meet the noise of this step, as the link received them.
-
-        `dpjax.testing` gives a chain a state of another class, which records and exchanges it.
-
-        Args:
-          clipped: The clipped sum.
-          deviations: From the step to the noise's standard deviation on the sum, for each group.
-          multiplier: The multiplier that is accounted.
-          strategy: How noise is correlated over the steps; None for white noise.
-          below: The count that an adapted bound follows.
-        """
+        """The sum and the count that meet the noise, as received; `dpjax.testing` records them."""
         del deviations, multiplier, strategy
         return clipped.value, below
 
