@@ -127,8 +127,6 @@ def test_a_calibrated_mechanism_remembers_what_it_was_calibrated_for():
     assert 1.99 < tight.epsilon() == tight.epsilon(1e-6, "pld") <= 2.0
     assert tight.delta(tight.epsilon()) == pytest.approx(1e-6, rel=1e-3)
     assert np.all(tight.multipliers < base.calibrate(2.0, 1e-6, "rdp").multipliers)
-    assert "  delta         1e-06" in dpjax.statement(tight)
-    assert dpjax.reports.card(tight)["delta"] == 1e-6
     assert tight == dataclasses.replace(tight, target=None), "it changes neither run nor cost"
     assert tight.scaled(2.0).target is None, "the noise is another"
     with pytest.raises(TypeError, match="delta is missing"):
@@ -269,14 +267,7 @@ def test_runs_are_pairs_of_a_multiplier_and_steps(runs):
         Spent(sampling=sampling.poisson(100, 20), runs=runs)
 
 
-@pytest.mark.parametrize(
-    "runs",
-    [
-        [(1.5, 40)],
-        [[1.5, 40.0], [2.0, 0]],
-        np.array([[1.5, 40]]),
-    ],
-)
+@pytest.mark.parametrize("runs", [[[1.5, 40.0], [2.0, 0]], np.array([[1.5, 40]])])
 def test_what_was_spent_is_the_same_however_it_is_written(runs):
     plain = spent(preparation=(8.0,))
     same = dataclasses.replace(plain, runs=runs, preparation=np.array([8.0]))
@@ -370,19 +361,13 @@ def test_mechanisms_that_run_differently_have_different_identities(name):
     assert json.loads(json.dumps([one, other])) == [one, other]
 
 
-@pytest.mark.slow
 def test_a_delta_that_protects_no_record_is_noticed(caplog):
-    make().calibrate(1.0, 1e-5)
-    assert not caplog.text
-    make().calibrate(1.0, 1e-3)
-    assert "publishes one whole record" in caplog.text
-    caplog.clear()
     make().epsilon(1e-5)
     assert not caplog.text
-    make().epsilon(1e-3)
-    assert "publishes one whole record" in caplog.text
-    with pytest.raises(TypeError, match="expected a number"):
-        make().calibrate("3", 1e-5)
+    for act in (make().epsilon, lambda delta: make().calibrate(1.0, delta, "rdp")):
+        caplog.clear()
+        act(1e-3)
+        assert "publishing one whole record" in caplog.text
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])

@@ -264,7 +264,6 @@ def test_a_rate_for_a_batch_size_is_noticed(caplog):
         (lambda: sampling.cyclic_poisson(100, 20, cycle=6), "cycle of at most 5"),
         (lambda: sampling.curriculum([0.3, 0.1], 1), "np.argsort"),
         (lambda: bins([0.1, 0.2]), r"expected rates \[rows, bins\]"),
-        (lambda: bins([[float("nan")] * 5]), "from 0 to 1"),
         (lambda: bins([[0.1] * 4]), "np.digitize"),
         (lambda: sampling.by_name("scored", 10, 1), "curriculum and scored need more than sizes"),
         (lambda: bins([[0.1] * 5], steps_per_row=0), "at least 1"),

@@ -115,7 +115,7 @@ class Mechanism:
         if not np.all(self.multipliers >= 0):
             raise ValueError(
                 "Mechanism(noise_multiplier=schedule): negative or NaN at step "
-                f"{int(np.argmin(self.multipliers >= 0))}; expected at least 0 at every step."
+                f"{int(np.argmin(self.multipliers >= 0))}."
             )
         if self.noise is not None:
             check_strategy(self)

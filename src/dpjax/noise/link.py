@@ -143,14 +143,13 @@ def require_sum(updates: Any, rule: Clipping, name: str) -> None:
         raise TypeError(f"{name}: received a whole ClippedSum; give clipped.sum.")
     if not isinstance(updates, Sum):
         raise TypeError(
-            f"{name}: expected a clipped sum, of clip_and_sum or clipped_grad(...).sum, not "
-            f"{type(updates).__name__}. Put other links behind the noise."
+            f"{name}: expected a clipped sum, as of clip_and_sum, not {type(updates).__name__}. "
+            "Put other links behind the noise."
         )
     limits = rule.limits(updates.value)
     if updates.rule != limits:
         raise ValueError(
-            f"{name}: the sum has {updates.rule}, the noise {limits}; expected one rule for both. "
-            "Give both links one object, or use mechanism.private()."
+            f"{name}: the sum has {updates.rule}, the noise {limits}; expected one rule for both."
         )
 
 

@@ -56,8 +56,7 @@ def standard_normal(
     """
     if trees.wide(dtype) != jnp.dtype(dtype):
         raise ValueError(
-            f"noise.standard_normal(dtype={jnp.dtype(dtype).name}): expected float32 or float64; a "
-            "narrow dtype has no tails."
+            f"noise.standard_normal(dtype={jnp.dtype(dtype).name}): expected float32 or float64."
         )
     count = math.prod(shape)
     # 64 bits of the user's key stream key the generator below, whatever implementation the key has.
@@ -78,11 +77,11 @@ def normal_in_parts(
     secret, count = jax.random.bits(key, (2,), jnp.uint32), sum(map(math.prod, shapes))
     if count > 2**32:  # places are 32-bit words: further numbers would repeat the first ones
         raise ValueError(
-            f"noise: a leaf of {count:,} numbers is split over devices; expected at most 2^32."
+            f"noise: devices share a draw of {count:,} numbers; expected at most 2^32."
         )
     half, arrays, start = -(-count // (2 * _ROW)) * _ROW, [], 0
     for shape in shapes:
-        place = places(shape, start)
+        place = _places(shape, start)
         second = place >= half
         pair = jnp.where(second, place - jnp.uint32(half), place)
         z = _box_muller(*_threefry(secret, [pair // _ROW, pair % _ROW]), dtype)
@@ -91,7 +90,7 @@ def normal_in_parts(
     return arrays
 
 
-def places(shape: tuple[int, ...], start: int = 0) -> UInt32[Array, "..."]:
+def _places(shape: tuple[int, ...], start: int = 0) -> UInt32[Array, "..."]:
     """Where each entry of an array stands in the flat array: ``[[0, 1, 2], [3, 4, 5]]``."""
     place = jnp.full(shape, start, jnp.uint32)
     for axis in range(len(shape)):

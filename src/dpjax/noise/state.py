@@ -64,11 +64,9 @@ def secret_key() -> Key:
 
 def shared_key() -> Key:
     """A `secret_key` that the first process draws for all of them."""
-    key = secret_key()
-    if jax.process_count() == 1:
-        return key
-    words = multihost_utils.broadcast_one_to_all(np.asarray(jax.random.key_data(key)))
-    return _threefry(np.asarray(words))
+    words = np.asarray(jax.random.key_data(secret_key()))
+    several = jax.process_count() > 1
+    return _threefry(multihost_utils.broadcast_one_to_all(words) if several else words)
 
 
 def first_key(key: Key | None, begun: PyTree) -> Key:
@@ -91,8 +89,8 @@ def unless_unset(total: PyTree, key: Key, name: str) -> PyTree:
         return jax.tree.map(lambda x: jnp.where(unset, jnp.nan, x), total)
     if unset:
         raise ValueError(
-            f"{name}: the key is unset, as init was traced or the state was zeroed. Set one: state "
-            "= dpjax.noise.renew(state)."
+            f"{name}: the key is unset, as init was traced. Set one: state = "
+            "dpjax.noise.renew(state)."
         )
     return total
 
