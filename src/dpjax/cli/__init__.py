@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -38,6 +39,16 @@ _MORE = "`dpjax SUBCOMMAND --help` lists the flags; `dpjax --version` prints the
 
 def main(words: Sequence[str] | None = None) -> None:
     """Runs the subcommand that the first word names; this is the entry point of `dpjax`."""
+    try:
+        _run_named(words)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader closed the pipe, as in ``dpjax train --help | head``
+        # Python flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)  # as a shell reports a program that a closed pipe ended
+
+
+def _run_named(words: Sequence[str] | None) -> None:
     name, *rest = (sys.argv[1:] if words is None else list(words)) or ["--help"]
     if name in _HELP:
         listed = "\n".join(f"  {name:<8} {purpose}" for name, purpose in COMMANDS.items())

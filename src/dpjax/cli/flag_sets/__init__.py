@@ -60,11 +60,11 @@ class Group(NamedTuple):
         """A flag that is on (`--name`) or off (`--noname`)."""
         flags.DEFINE_bool(name, default, words, **self._where)
 
-    def whole(self, name: str, default: int | None, words: str, *limits: int | None) -> None:
+    def whole(self, name: str, default: int | None, words: str, *limits: Any) -> None:
         """A flag with a whole number, in ``limits``: the least, and the largest."""
         flags.DEFINE_integer(name, default, words, *limits, **self._where)
 
-    def number(self, name: str, default: float | None, words: str, *limits: float | None) -> None:
+    def number(self, name: str, default: float | None, words: str, *limits: Any) -> None:
         """A flag with a number, in ``limits``: the least, and the largest."""
         flags.DEFINE_float(name, default, words, *limits, **self._where)
 
