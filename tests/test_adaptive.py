@@ -244,29 +244,6 @@ def test_the_count_draws_from_a_stream_of_its_own():
     assert types.Purpose.COUNT not in (types.Purpose.NOISE, types.Purpose.SAMPLING)
 
 
-def test_what_a_step_releases_tells_as_much_as_its_multiplier_says():
-    """White box: one example more moves mean and bound, in units of their noise, by 1 / z."""
-    size, rule, total = 400_000, clipping.flat(0.3), 0.8
-    quantile = Quantile(count_multiplier=1.0, rate=0.1)
-    mechanism = make(jnp.zeros((2, 1)), multiplier=total, bound=0.3, quantile=quantile).mechanism
-    batch = jnp.zeros((2, size)).at[1, 0].set(1000.0)
-    like = jnp.zeros(size)
-
-    def released(mask):
-        found = dpjax.clipped_grad(linear, rule)(like, batch, mask)
-        link = mechanism.privatize(jax.random.key(0))
-        below = quantile.below(rule, found.norms, mask)
-        mean, state = link.update(found.sum, link.init(like), below=below)
-        return np.asarray(mean, np.float64), -math.log(state.scale) / quantile.rate
-
-    (mean, fraction), (other, fewer) = (released(np.array([True, x])) for x in (True, False))
-    in_mean = np.linalg.norm(mean - other) / np.std(other)
-    deviation = fractions(mechanism, jnp.float32(0), 20_000).std()
-    in_count = abs(fraction - fewer) / deviation
-    assert in_count == pytest.approx(1.0, rel=0.02)
-    assert math.hypot(in_mean, in_count) == pytest.approx(1 / total, rel=0.02)
-
-
 def test_a_step_that_is_not_planned_moves_no_bound():
     mechanism = make(jnp.zeros((10, 1)), steps=1, multiplier=0.5).mechanism
     link, total = mechanism.privatize(), summed(mechanism, jnp.zeros(1))

@@ -118,27 +118,6 @@ def test_bins_of_a_random_word_are_not_quite_uniform():
     assert found >= math.log1p(likeliest * math.expm1(precision)) * (1 - 1e-12)
 
 
-def test_a_simulated_attack_is_within_the_bound():
-    """Likelihood ratios of the exact law: no smaller delta is true than the one measured."""
-    strategy, bins, multiplier = STRATEGIES["two bands"], 6, 1.5
-    scale = strategies.sensitivity(strategy, strategies.cycles(bins))
-    means = moved(strategy, bins, np.ones((12, 1))) / scale / multiplier
-    rng, n = np.random.default_rng(5), 200_000
-    noise = rng.normal(size=(n, 12))
-    own = np.sum(means**2, axis=1) / 2
-    there = noise + means[rng.integers(0, bins, n)]
-    gone, new = (np.log(np.mean(np.exp(x @ means.T - own), axis=1)) for x in (there, noise))
-    event = mechanism(strategy, noise_multiplier=multiplier).event
-    for epsilon in (0.5, 1.0):
-        bound = accounting.delta(event, epsilon)
-        for losses in (gone, -new):
-            each = np.maximum(0, -np.expm1(epsilon - losses))
-            assert each.mean() - 5 * each.std() / math.sqrt(n) <= bound
-    # The bound is of use: the run without its bins costs more at the same delta.
-    plain = accounting.epsilon(accounting.gaussian(multiplier), DELTA, "pld")
-    assert accounting.epsilon(event, DELTA) < 0.9 * plain
-
-
 @kills("mechanism/correlated.py", "not sampler.random_bins or ", "")
 def test_bins_alone_are_amplified_and_where_they_differ():
     white = strategies.white(12)

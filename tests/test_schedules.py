@@ -74,12 +74,6 @@ def test_the_ends_of_short_curricula_are_those_of_the_docstring():
             assert schedules.SHAPES[name](np.arange(epochs), epochs)[-1] == 1
 
 
-def test_a_constant_and_a_schedule_in_python():
-    for schedule, value in ((schedules.table([1.5]), 1.5), (lambda _: 2, 2)):
-        np.testing.assert_array_equal(schedules.values(schedule, 3), np.float32([value] * 3))
-    assert schedules.values(schedules.table([1.5]), 0).shape == (0,)
-
-
 UNTRACEABLE = {
     "an if": lambda step: 2.0 if step < 5 else 1.0,
     "math": lambda step: math.sqrt(step + 1),

@@ -13,6 +13,7 @@ import collections
 import hashlib
 import itertools
 import math
+import reprlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -45,10 +46,8 @@ def wide(dtype: Any) -> jnp.dtype:
     """
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"trees.wide({jnp.dtype(dtype)}): expected real floating-point leaves. "
-            "Usually a step counter or an integer sits among the parameters: keep it out of the "
-            "tree that is differentiated. Of a complex leaf make two real ones, and join them "
-            "in the loss by jax.lax.complex(real, imaginary)."
+            f"trees.wide({jnp.dtype(dtype)}): expected real floating-point leaves. Keep counters "
+            "out of the parameters, and make a complex leaf of two real ones in the loss."
         )
     return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)
 
@@ -102,12 +101,9 @@ def leading_size(tree: PyTree, *, name: str = "batch") -> int:
     }
     if len(set(sizes.values())) == 1 and next(iter(sizes.values())):
         return next(iter(sizes.values()))[0]
-    some = itertools.islice(sizes.items(), 8)
-    found = {leaf or "(the array)": size or "no axis" for leaf, size in some}
     raise ValueError(
-        f"{name}: every leaf needs a leading axis of one length, one row an example; "
-        f"found {found} in {len(sizes)} leaves. Usually a single example was passed without its "
-        "batch axis, or a constant rides along with the data: close the loss over the constant."
+        f"{name}: every leaf needs a leading axis of one length, one row an example, not "
+        f"{reprlib.repr(sizes)}. Close the loss over what is no example."
     )
 
 
@@ -222,14 +218,7 @@ def group_norms(
 
     $$ n_{ig} = \sqrt{\sum_{l:\, \mathrm{group}(l) = g} \lVert g_{il} \rVert^2} $$
 
-    Args:
-      gradients: Per-example gradients; every leaf ``(batch, ...)``.
-      groups: The group of each leaf.
-      size: How many groups there are.
-
-    Returns:
-      Norms ``[batch, groups]`` in float32 or wider.  Entries below about 1e-19 square
-      to 0 in float32, above about 1e19 to infinity.
+    In float32 or wider. Entries below about 1e-19 square to 0 in float32, above 1e19 to infinity.
 
     Example:
       >>> gradients = {"a": jnp.array([[3.0, 4.0]]), "b": jnp.array([[0.0, 10.0]])}
@@ -254,16 +243,8 @@ def scaled_sum(
 ) -> PyTree:
     """Sums gradients over the batch, each example's groups scaled by its factors.
 
-    An example whose factor is 0 contributes exactly 0, even where its gradient is NaN
-    or infinite.
-
-    Args:
-      gradients: Per-example gradients; every leaf ``(batch, ...)``.
-      factors: One scale per example and group.
-      groups: The group of each leaf.
-
-    Returns:
-      The sum; every leaf has lost its leading axis and is float32 or wider.
+    An example whose factor is 0 contributes exactly 0, even where its gradient is NaN or infinite.
+    The sum is float32 or wider.
     """
 
     def total(leaf: Array, group: int) -> Array:
@@ -329,14 +310,10 @@ def random_like(
     Args:
       sample: ``(key, shape, dtype) -> array``; with ``use`` it is given ``after=`` too.
       key: Consumed, one fold per draw.
-      tree: Gives structure and shapes.
+      tree: Gives structure and shapes; draws are in float32 or wider.
       more: Trees of the same structure, for ``use``.
       use: ``(draw, leaf, *leaves of more) -> array``.
-      parts: ``(key, shapes, dtype) -> arrays``: the numbers of ``sample`` for several leaves, in
-        place of one draw that is cut.
-
-    Returns:
-      Draws of ``tree``'s shapes, in float32 or wider, or what ``use`` made of them.
+      parts: ``(key, shapes, dtype) -> arrays``: the same numbers for several leaves, not cut.
     """
     leaves, structure = jax.tree.flatten(tree)
     columns = [leaves, *map(structure.flatten_up_to, more)]
