@@ -326,8 +326,6 @@ def test_an_order_or_bins_are_counted_from_a_description_and_not_drawn(name):
 
 ALIKE = {  # what costs the same, and does not do the same
     "gamma": [{"clipping": clipping.automatic(1.0, g)} for g in (0.01, 0.1)],
-    "stabilizer": [{"clipping": clipping.psac(1.0, s)} for s in (0.1, 0.2)],
-    "screen": [{"clipping": clipping.hard_threshold(1.0, s)} for s in (5.0, 6.0)],
     "split between groups": [
         {"clipping": clipping.grouped(1.0, 2), "noise_multiplier": z}
         for z in ((1.0, 2.0), (2.0, 1.0))

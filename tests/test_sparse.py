@@ -99,34 +99,6 @@ def test_balls_on_one_cell_count_once_however_far_apart(monkeypatch):
     assert sampling.on_host(draw).tolist() == [3, 1, 2]
 
 
-def drawn(draw, examples, keys):
-    """Inclusion ``[keys, examples]``."""
-
-    @jax.jit
-    @jax.vmap
-    def included(key):
-        found = draw(key)
-        return jnp.zeros(examples, jnp.int32).at[found.indices].add(found.mask)
-
-    return np.asarray(included(jax.random.split(jax.random.key(1), keys)))
-
-
-@pytest.mark.slow
-def test_examples_of_a_draw_are_independent():
-    """Single examples, pairs and triples, within and across the blocks of eight cells."""
-    each, keys = Fraction(1, 3), 20_000
-    tails = [sparse._digits(tail) for tail in sparse._tails(8 * each)]
-    found = drawn(lambda key: sparse.scattered(key, 21, block_for(tails, 3)), 21, keys)
-    assert set(np.unique(found)) == {0, 1}
-    q = 1 - math.exp(-each)
-    z = (found - q) / math.sqrt(q * (1 - q))
-    assert np.max(np.abs(z.mean(axis=0))) < 5 / math.sqrt(keys)
-    for few in (2, 3):
-        of = np.array([*itertools.combinations(range(21), few)])
-        products = np.prod(z[:, of], axis=2).mean(axis=0)
-        assert np.max(np.abs(products)) < 5.5 / math.sqrt(keys)
-
-
 @kills("sampling/sparse.py", "for_cells = jax.random.split(key)", "for_cells = key, key", slow=True)
 def test_numbers_of_balls_say_nothing_about_cells():
     """With one key, the first ball of a full block would have a small word, and a low cell."""
