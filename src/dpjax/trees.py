@@ -13,10 +13,10 @@ import collections
 import hashlib
 import itertools
 import math
+import reprlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
@@ -45,22 +45,18 @@ def wide(dtype: Any) -> jnp.dtype:
     """
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"trees.wide({jnp.dtype(dtype)}): expected real floating-point leaves. "
-            "Usually a step counter or an integer sits among the parameters: keep it out of the "
-            "tree that is differentiated. Of a complex leaf make two real ones, and join them "
-            "in the loss by jax.lax.complex(real, imaginary)."
+            f"trees.wide({jnp.dtype(dtype)}): expected real floating-point leaves. Keep counters "
+            "out of the parameters, and make a complex leaf of two real ones in the loss."
         )
     return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)
 
 
 def leaf_names(tree: PyTree) -> tuple[str, ...]:
-    """The path of each leaf, in the order of ``jax.tree.leaves``; no two are equal.
+    """The path of each leaf, in the order of ``jax.tree.leaves``.
 
     Example:
       >>> leaf_names({"dense": {"bias": 0.0, "kernel": 1.0}})
       ('dense/bias', 'dense/kernel')
-      >>> leaf_names({"a": {"b": 0.0}, "a/b": 1.0})
-      ('a/b', 'a%2Fb')
     """
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     within = collections.Counter(path[:depth] for path in paths for depth in range(len(path)))
@@ -70,12 +66,7 @@ def leaf_names(tree: PyTree) -> tuple[str, ...]:
         last = path[1:][-1:] == (jax.tree_util.GetAttrKey("value"),)
         return path[:-1] if last and within[path[:-1]] == 1 else path
 
-    keys = [[jax.tree_util.keystr((key,), simple=True) for key in named(path)] for path in paths]
-    names = tuple(map("/".join, keys))
-    if len(set(names)) == len(names):
-        return names
-    # A key may contain "/", as Haiku's do. Quoted keys do not, and differ where the keys differ.
-    return tuple("/".join(quote(key, safe="") for key in path) for path in keys)
+    return tuple(jax.tree_util.keystr(named(path), simple=True, separator="/") for path in paths)
 
 
 def nodes(tree: PyTree, kind: type[T] | tuple[type[T], ...]) -> list[T]:
@@ -102,12 +93,9 @@ def leading_size(tree: PyTree, *, name: str = "batch") -> int:
     }
     if len(set(sizes.values())) == 1 and next(iter(sizes.values())):
         return next(iter(sizes.values()))[0]
-    some = itertools.islice(sizes.items(), 8)
-    found = {leaf or "(the array)": size or "no axis" for leaf, size in some}
     raise ValueError(
-        f"{name}: every leaf needs a leading axis of one length, one row an example; "
-        f"found {found} in {len(sizes)} leaves. Usually a single example was passed without its "
-        "batch axis, or a constant rides along with the data: close the loss over the constant."
+        f"{name}: every leaf needs a leading axis of one length, one row an example, not "
+        f"{reprlib.repr(sizes)}. Close the loss over what is no example."
     )
 
 
@@ -222,14 +210,7 @@ def group_norms(
 
     $$ n_{ig} = \sqrt{\sum_{l:\, \mathrm{group}(l) = g} \lVert g_{il} \rVert^2} $$
 
-    Args:
-      gradients: Per-example gradients; every leaf ``(batch, ...)``.
-      groups: The group of each leaf.
-      size: How many groups there are.
-
-    Returns:
-      Norms ``[batch, groups]`` in float32 or wider.  Entries below about 1e-19 square
-      to 0 in float32, above about 1e19 to infinity.
+    In float32 or wider. Entries below about 1e-19 square to 0 in float32, above 1e19 to infinity.
 
     Example:
       >>> gradients = {"a": jnp.array([[3.0, 4.0]]), "b": jnp.array([[0.0, 10.0]])}
@@ -254,16 +235,8 @@ def scaled_sum(
 ) -> PyTree:
     """Sums gradients over the batch, each example's groups scaled by its factors.
 
-    An example whose factor is 0 contributes exactly 0, even where its gradient is NaN
-    or infinite.
-
-    Args:
-      gradients: Per-example gradients; every leaf ``(batch, ...)``.
-      factors: One scale per example and group.
-      groups: The group of each leaf.
-
-    Returns:
-      The sum; every leaf has lost its leading axis and is float32 or wider.
+    An example whose factor is 0 contributes exactly 0, even where its gradient is NaN or infinite.
+    The sum is float32 or wider.
     """
 
     def total(leaf: Array, group: int) -> Array:
@@ -329,14 +302,10 @@ def random_like(
     Args:
       sample: ``(key, shape, dtype) -> array``; with ``use`` it is given ``after=`` too.
       key: Consumed, one fold per draw.
-      tree: Gives structure and shapes.
+      tree: Gives structure and shapes; draws are in float32 or wider.
       more: Trees of the same structure, for ``use``.
       use: ``(draw, leaf, *leaves of more) -> array``.
-      parts: ``(key, shapes, dtype) -> arrays``: the numbers of ``sample`` for several leaves, in
-        place of one draw that is cut.
-
-    Returns:
-      Draws of ``tree``'s shapes, in float32 or wider, or what ``use`` made of them.
+      parts: ``(key, shapes, dtype) -> arrays``: the same numbers for several leaves, not cut.
     """
     leaves, structure = jax.tree.flatten(tree)
     columns = [leaves, *map(structure.flatten_up_to, more)]

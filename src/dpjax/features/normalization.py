@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from dpjax import checks, clipping, trees
 from dpjax.features.scaling import Moments
 from dpjax.noise.link import add_noise
-from dpjax.noise.multiplier import check_multiplier, standard_deviations
+from dpjax.noise.multiplier import checked_multiplier, standard_deviations
 from dpjax.types import Key, Purpose
 
 _ROWS = 2**16  # examples that are added together in float64, on the host
@@ -76,7 +76,7 @@ class Search:
 
     def __post_init__(self) -> None:
         """Refuses searches that cannot find a threshold."""
-        check_multiplier("features.Search", self.noise_multiplier, clipping.flat(1.0))
+        checked_multiplier("features.Search", self.noise_multiplier, clipping.flat(1.0))
 
     @property
     def edges(self) -> np.ndarray:
@@ -145,7 +145,7 @@ class Normalization:
         for bound in bounds:
             checks.not_negative("features.Normalization", "thresholds", bound)
             rule = clipping.flat(bound)
-            check_multiplier("features.Normalization", self.noise_multiplier, rule)
+            checked_multiplier("features.Normalization", self.noise_multiplier, rule)
 
     @property
     def multipliers(self) -> tuple[float, ...]:

@@ -27,8 +27,8 @@ def followed(
     """The scale of the next step, from the count; the noise of the count is added here, once."""
     if below is None:
         raise ValueError(
-            "Mechanism.privatize: the bound is adapted, so update needs the count of the batch: "
-            "update(sum, state, below=quantile.below(rule, norms, mask))."
+            "Mechanism.privatize: the bound is adapted, so update needs the count of the batch. "
+            "Give below=quantile.below(rule, norms, mask)."
         )
     # One example moves the count by 1/2, so its noise has half the multiplier as deviation.
     drawn = WIDER * noise.standard_normal(trees.step_key(key, Purpose.COUNT, step), ())
@@ -42,14 +42,10 @@ def check_adaptive(rule: Clipping, multipliers: np.ndarray, count: float) -> Non
     bound = rule.sensitivity
     if not 0 < bound < np.inf:
         raise ValueError(
-            f"Mechanism(adaptive=...): the rule's bound is {bound}; expected a positive, finite "
-            "bound to start from."
+            f"Mechanism(adaptive=...): the bound is {bound}; expected a positive, finite bound."
         )
     if rule.projections is not None:
-        raise ValueError(
-            "Mechanism(adaptive=...): norms are estimated; expected exact ones, as of "
-            "clipping.flat."
-        )
+        raise ValueError("Mechanism(adaptive=...): norms are estimated; expected exact ones.")
     largest = float(np.max(multipliers, initial=0.0))
     if not (largest < count or largest == count == 0):
         raise ValueError(

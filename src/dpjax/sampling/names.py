@@ -22,13 +22,7 @@ _BY_SIZE = {
 
 
 def by_name(name: str, examples: int, batch_size: float, **options: Any) -> Sampler:
-    """Builds a sampler of `dpjax.sampling` from its name.
-
-    Args:
-      name: The name of the function in `dpjax.sampling`.
-      examples: The number of examples in the data set.
-      batch_size: The expected number of examples a step; `full` has no need of it.
-      options: ``cycle`` of `cyclic_poisson`.
+    """Builds the sampler of this name; ``options`` is the ``cycle`` of `cyclic_poisson`.
 
     Example:
       >>> by_name("fixed", 100, 10).claim

@@ -50,8 +50,7 @@ def scored(
     """
     places, table = np.asarray(bins), np.asarray(rates, np.float64)
     _, batch_size = checked_sizes("scored", places.size, batch_size, LARGEST)
-    # A step is an int32, which cannot be divided by more.
-    steps_per_row = checked_count("scored", "steps_per_row", steps_per_row, most=LARGEST)
+    steps_per_row = checked_count("scored", "steps_per_row", steps_per_row)
     _check_rates(places, table)
     # An upper bound for every example: who is in which bin must not be revealed by the accounting.
     largest, of = table.max(axis=1), jnp.asarray(places, jnp.int32)
@@ -74,14 +73,11 @@ def scored(
 
 
 def _check_rates(bins: np.ndarray, rates: np.ndarray) -> None:
-    if rates.ndim != 2 or not rates.size:
+    possible = (rates == 0) | ((rates >= 1 / WORDS) & (rates <= 1))
+    if rates.ndim != 2 or not np.all(possible):
         raise ValueError(
-            f"sampling.scored(rates of shape {rates.shape}): expected rates [rows, bins]."
-        )
-    if not np.all((rates == 0) | ((rates >= 1 / WORDS) & (rates <= 1))):
-        raise ValueError(
-            "sampling.scored(rates): expected rates from 0 to 1, each 0 or at least 2^-32, the "
-            "resolution of the sampler."
+            "sampling.scored(rates): expected rates [rows, bins] from 0 to 1, each 0 or at least "
+            "2^-32."
         )
     integers = bins.ndim == 1 and np.issubdtype(bins.dtype, np.integer)
     if not integers or np.any(bins < 0) or np.any(bins >= rates.shape[1]):

@@ -12,7 +12,7 @@ from absl import logging
 from dpjax import trees
 from dpjax.sampling.coins import coins, largest_word
 from dpjax.sampling.events import stated
-from dpjax.sampling.sizes import check_rate, checked_sizes, checked_whole_sizes, is_sparse
+from dpjax.sampling.sizes import checked_sizes, checked_whole_sizes, is_sparse
 from dpjax.sampling.sparse import LARGEST, block_of, distinct, scattered
 from dpjax.types import Draw, Key, Neighbours, Purpose, Sampler
 
@@ -47,17 +47,12 @@ def poisson(examples: int, batch_size: float) -> Sampler:
     """
     examples, batch_size = checked_sizes("poisson", examples, batch_size)
     rate, sparse = batch_size / examples, is_sparse(examples, batch_size)
-    check_rate("poisson", examples, batch_size, rate, bits=64 if sparse else 32)
     if batch_size < 1:
-        logging.warning(
-            "sampling.poisson(examples=%d, batch_size=%g): less than one example a step is "
-            "expected. For a rate, give the number of examples that it draws: %g.",
-            examples,
-            batch_size,
-            batch_size * examples,
-        )
+        text = "sampling.poisson(batch_size=%g): for a rate, give the examples that it draws: %g."
+        logging.warning(text, batch_size, batch_size * examples)
 
-    block, largest = block_of(rate) if sparse else None, largest_word(rate)
+    block = block_of(rate) if sparse else None
+    largest = 0 if sparse else largest_word(rate)
 
     def draw(key: Key, step: Any) -> Draw:
         key = trees.step_key(key, Purpose.SAMPLING, step)
