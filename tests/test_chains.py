@@ -38,14 +38,23 @@ def halves(*groups):
     return clipping.per_group((0.5, 0.5), groups=Partition(("one", "two"), lambda tree: groups))
 
 
+def mean():
+    return optax.stateless(lambda g, p: jax.tree.map(lambda x: x / 4, g))
+
+
 HALF = {"a": True, "b": False}
 NOISED = {"gaussian": noised, "privatize": FULL.privatize}
 WRONG = {
     "equal bounds of other groups": [clip(halves(0, 1)), noised(halves(1, 0))],
     "another bound": [clip(clipping.flat(10.0)), noised()],
+    "other groups": [clip(clipping.grouped(total=1.0, groups=2)), noised()],
     "scale between": [clip(), optax.scale(10.0), noised()],
+    "mean between": [clip(), mean(), noised()],
     "Adam between": [clip(), optax.scale_by_adam(), noised()],
+    "sign between": [clip(), optax.scale_by_sign(), noised()],
     "momentum between": [clip(), optax.trace(0.9), noised()],
+    "weight decay between": [clip(), optax.add_decayed_weights(0.1), noised()],
+    "apply_every between": [clip(), optax.apply_every(2), noised()],
     "no clipping": [plain_sum(), noised()],
     "noise first": [noised(), clip()],
     "noise twice": [clip(), noised(), noised()],
@@ -54,6 +63,7 @@ WRONG = {
     "masked clipping": [optax.masked(clip(), HALF), noised()],
     "MultiSteps between": [clip(), optax.MultiSteps(noised(), 2)],
     "MultiSteps around": [optax.MultiSteps(optax.chain(clip(), noised()), 2)],
+    "scale before privatize": [clip(), optax.scale(10.0), FULL.privatize()],
     "no clipping before privatize": [plain_sum(), FULL.privatize()],
     **{
         f"{name} at some steps": [
@@ -65,20 +75,19 @@ WRONG = {
 }
 
 
-def updated(links, jitted, **extra):
-    chain = optax.with_extra_args_support(optax.chain(*links))
-    update = jax.jit(chain.update) if jitted else chain.update
-    _, state = update(GRADIENTS, chain.init(PARAMS), PARAMS, **extra)
-    return update(GRADIENTS, state, PARAMS, **extra)
+def updated(links, run):
+    chain = optax.chain(*links)
+    return run(chain.update)(GRADIENTS, chain.init(PARAMS), PARAMS)
 
 
-@kills("noise/link.py", "if updates.rule != limits:", "if False:", case="False-another bound")
-@pytest.mark.sample(22)
+@kills("noise/link.py", "if updates.rule != limits:", "if False:", case="another bound")
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("jitted", [False, True])
-def test_wrong_chains_are_refused(name, jitted):
+def test_wrong_chains_are_refused(name):
+    """In a trace, and when they run: then the law says so too."""
     with pytest.raises(REFUSED):
-        updated(WRONG[name], jitted)
+        updated(WRONG[name], lambda update: partial(jax.eval_shape, update))
+    with pytest.raises(testing.LawBroken, match="refuses to run"):
+        testing.assert_private(optax.chain(*WRONG[name]), PARAMS)
 
 
 FROZEN = {"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}
@@ -103,10 +112,9 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-@pytest.mark.parametrize("jitted", [False, True])
-@pytest.mark.sample(8)
-def test_right_chains_run(name, jitted):
-    updates, _ = updated(RIGHT[name], jitted)
+@pytest.mark.sample(4)
+def test_right_chains_run(name):
+    updates, _ = updated(RIGHT[name], jax.jit)
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(updates))
 
 
@@ -126,11 +134,8 @@ def test_nothing_can_compute_with_a_sum():
     found = clipping.trusted_sum(jnp.ones(3), RULE)
     for act in (
         lambda: 2 * found,
-        lambda: found + found,
         lambda: jnp.ones(3) + found,
         lambda: jnp.asarray(found),
-        lambda: jnp.sum(found),
-        lambda: found.shape,
         lambda: jax.jit(lambda x: x)(found),
     ):
         with pytest.raises(REFUSED):
@@ -186,20 +191,20 @@ def in_a_fold(link, state):
     return link.update(total.sum, state, W)[0]
 
 
-def in_python(link, state):
-    total = CLIPPED(W, DATA[:7])
-    return link.update(CLIPPED(W, DATA[7:], start=total).sum, state, W)[0]
-
-
-@kills("gradients/clipped_grad.py", "start.rule != rule.limits(params)", "False", case="in_python")
-@pytest.mark.parametrize("loop", [in_a_scan, in_a_fold, in_python])
+@pytest.mark.parametrize("loop", [in_a_scan, in_a_fold])
 def test_microbatches_are_added_to_one_sum(loop):
-    """Inside `jit` too: the commonest loop of one's own."""
+    """Inside `jit`: the commonest loop of one's own."""
     link = noise.gaussian(1.0, RULE, jax.random.key(0))
     whole, _ = link.update(CLIPPED(W, DATA).sum, link.init(W))
     np.testing.assert_allclose(jax.jit(partial(loop, link))(link.init(W)), whole, rtol=1e-5)
-    total = CLIPPED(W, DATA)
-    narrow = dpjax.clipped_grad(loss, clipping.flat(0.5))
+
+
+@kills("gradients/clipped_grad.py", "start.rule != rule.limits(params)", "False")
+def test_a_sum_is_continued_by_its_own_rule_alone():
+    total, narrow = CLIPPED(W, DATA[:7]), dpjax.clipped_grad(loss, clipping.flat(0.5))
+    np.testing.assert_allclose(
+        CLIPPED(W, DATA[7:], start=total).value, CLIPPED(W, DATA).value, rtol=1e-5
+    )
     for clipped, start in ((narrow, total), (CLIPPED, total.value), (CLIPPED, total.sum)):
         with pytest.raises(ValueError, match="expected a ClippedSum of this rule"):
             clipped(W, DATA, start=start)
@@ -329,10 +334,9 @@ def test_flax_optimizers_carry_the_link():
 
 
 @kills("mechanism/link.py", "mask is None or full", "full", case="poisson")
-@pytest.mark.parametrize("name", ["poisson", "cyclic_poisson", "balls_in_bins", "full"])
+@pytest.mark.parametrize("name", ["poisson", "full"])
 def test_private_takes_no_padding_for_examples(name):
-    facts = {"cycle": 2} if name == "cyclic_poisson" else {}
-    sampler = sampling.by_name(name, 100, 20, **facts)
+    sampler = sampling.by_name(name, 100, 20)
     link, gradients = mechanism_with(sampling=sampler).private(), jnp.ones((100, 3))
     state = link.init(W)
     if name == "full":
@@ -381,13 +385,10 @@ def test_a_forgotten_mask_moves_no_example_by_more_than_its_bound(name):
 
 # The whole chain, measured -----------------------------------------------------------------
 
-OPTIMIZERS = (
-    "adabelief adadelta adagrad adafactor adam adamax adamaxw adamw adan amsgrad fromage lamb "
-    "lars lion nadam nadamw novograd radam rmsprop rprop sgd sign_sgd sm3 yogi"
-)
+OPTIMIZERS = "adafactor adam adamw lamb lion radam rmsprop sgd sm3"
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", OPTIMIZERS.split())
 def test_any_optimizer_behind_the_noise_is_as_private_as_its_multiplier(name):
     optimizer = getattr(optax, name)

@@ -64,7 +64,6 @@ def test_right_noise_passes():
     [
         (noise.gaussian(0.0, RULE), 0),
         (optax.chain(LINK, optax.scale(0.9)), 1.8),
-        (optax.chain(LINK, optax.scale(1.1)), 2.2),
         (noise.gaussian(2.0, clipping.flat(3.0)), 6),
         (optax.chain(LINK, optax.apply_every(4)), 0),
     ],
@@ -87,9 +86,7 @@ def wrong_in(leaf, factor):
 
 
 @kills("testing.py", "if size := np.size(leaf):", "if size := 0:", case="b-0.0", slow=True)
-@kills("testing.py", "min(least, 1 - tolerance)", "0.0", case="c-0.8", slow=True)
-@kills("testing.py", "max(most, 1 + tolerance)", "9.0", case="c-1.25", slow=True)
-@pytest.mark.parametrize(("leaf", "factor"), [("b", 0.0), ("c", 0.0), ("c", 0.8), ("c", 1.25)])
+@pytest.mark.parametrize(("leaf", "factor"), [("b", 0.0), ("c", 0.8), ("c", 1.25)])
 def test_wrong_noise_of_one_leaf_is_caught(leaf, factor):
     """A leaf without noise is lost among all others, and released as it is."""
     params = {"a": jnp.zeros(1_000_000), "b": jnp.zeros(1), "c": jnp.zeros(1000)}
@@ -120,7 +117,6 @@ PARAMS = {"a": jnp.zeros(3), "b": jnp.zeros((2, 2))}
 @kills(
     "testing.py", "accounting.effective_multiplier(given", "np.max(given", case="groups", slow=True
 )
-@kills("testing.py", "given(jnp.int32(step))", "given(jnp.int32(0))", case="schedule", slow=True)
 @pytest.mark.parametrize("name", ["groups", "schedule", "a padded sampler"])
 def test_multipliers_of_all_kinds_are_measured(name):
     rule, multiplier = RULE, 1.3
@@ -158,7 +154,6 @@ def test_what_the_links_cannot_see_is_measured(name):
 
 BEFORE = {
     "scale": (optax.scale(10.0), None),
-    "elementwise clipping": (optax.clip(1.0), None),
     "ones for NaN": (
         optax.stateless(lambda g, _: jax.tree.map(partial(jnp.nan_to_num, nan=1.0), g)),
         None,
@@ -167,7 +162,6 @@ BEFORE = {
     "a guard": (optax.apply_if_finite(optax.identity(), 5), "an example of NaN .*several examples"),
     "momentum": (optax.trace(0.9), "step 1.*expected 0.*earlier batches"),
     "lengths": (optax.scale_by_rms(), "step 1.*expected 0.*earlier batches"),
-    "Adam": (optax.scale_by_adam(), "step 1.*expected 0.*earlier batches"),
 }
 
 
@@ -177,13 +171,6 @@ BEFORE = {
     "others = _others(params, 3)",
     "others = jax.tree.map(jnp.zeros_like, _others(params, 3))",
     case="global norm",
-    slow=True,
-)
-@kills(
-    "testing.py",
-    "jnp.where(drawn, jnp.asarray(c)[None], 0)",
-    "jnp.asarray(c)[None] * drawn",
-    case="ones for NaN",
     slow=True,
 )
 @pytest.mark.parametrize("name", BEFORE)
@@ -225,9 +212,6 @@ LEAKS = {
 
 @pytest.mark.sample(3)
 @kills("testing.py", "if not _equal(updates, again):", "if False:", case="the gradients", slow=True)
-@kills("testing.py", "next(left, found[-1])", "found[-1]", case="nothing", slow=True)
-@kills("testing.py", "([1e6,", "([1.0,", case="whether one is long", slow=True)
-@kills("testing.py", "1e-6, jnp.nan", "1e-6, 1.0", case="whether one is NaN", slow=True)
 @pytest.mark.parametrize("name", LEAKS)
 def test_gradients_beside_the_noise_are_found(name):
     chain = leaking(FULL.private(), LEAKS[name])
