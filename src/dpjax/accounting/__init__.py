@@ -21,6 +21,7 @@ leaves). ``neighbours="replace-one"`` doubles the sensitivity, and this room alo
 | `allocation` | random bins hidden by correlated noise |
 """
 
+from dpjax.accounting.calibration import calibrate, largest_steps
 from dpjax.accounting.event_parts import NEIGHBOURS
 from dpjax.accounting.events import (
     AllocatedGaussianDpEvent,
@@ -36,7 +37,6 @@ from dpjax.accounting.methods import METHODS, Method, delta, epsilon, levels_of,
 from dpjax.accounting.profiles import Estimate
 from dpjax.accounting.random_projections import ProjectedGaussianDpEvent, with_projections
 from dpjax.accounting.rdp_divergence import ORDERS, renyi_divergence
-from dpjax.accounting.search import calibrate, largest_steps
 from dpjax.accounting.selection import DISTRIBUTIONS, Selection, draw_runs, select_best
 from dpjax.accounting.user_level import epsilon_for_users, for_groups
 
