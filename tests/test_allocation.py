@@ -14,7 +14,7 @@ from small_mechanisms import mechanism_with
 from dpjax import accounting, reports, sampling, strategies, verify
 from dpjax.accounting import AllocatedGaussianDpEvent as Allocated
 from dpjax.accounting.allocation import divergence
-from dpjax.strategies.allocation import overlaps
+from dpjax.strategies.sensitivity import overlaps
 
 DELTA = 1e-4
 STRATEGIES = {
@@ -76,8 +76,8 @@ def test_no_divergence_of_two_bins_is_above_the_bound(order, shared, multiplier)
         assert bound == pytest.approx(max(exact[0], joins), rel=1e-6)
 
 
-@kills("strategies/allocation.py", "np.abs(strategy.matrix())", "strategy.matrix()", case="signs")
-@kills("strategies/allocation.py", "[:, first::bins].sum(axis=1)", "[:, first]", case="white")
+@kills("strategies/sensitivity.py", "np.abs(strategy.matrix())", "strategy.matrix()", case="signs")
+@kills("strategies/sensitivity.py", "[:, first::bins].sum(axis=1)", "[:, first]", case="white")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_no_gradients_move_a_run_by_more_than_its_overlaps(name):
     """Exact moments of any gradients within the bound, adversarial and random."""

@@ -197,7 +197,9 @@ def _of_one(mechanism: Mechanism) -> float:
     """How far the mechanism lets the gradient of one row move its first step, in units of noise."""
     # Step 0 has the first row of C^-1 times the fresh noise, whose multiplier is relative to what
     # one example moves in the whole run.
-    row = 1.0 if mechanism.noise is None else float(np.linalg.norm(mechanism.noise.row(0)))
+    row, noise = 1.0, mechanism.noise
+    if noise is not None:
+        row = float(noise.next(jnp.ones(()), noise.start(jnp.zeros(())), 0)[0])
     with np.errstate(divide="ignore"):
         return float(1.0 / (mechanism.multipliers[0] * mechanism.strategy_sensitivity * row))
 

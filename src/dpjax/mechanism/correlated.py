@@ -19,7 +19,7 @@ from dpjax import accounting, strategies
 from dpjax.accounting.events import correlated_samples
 from dpjax.noise.correlated import require_constant
 from dpjax.strategies import Participation, Strategy
-from dpjax.strategies.allocation import overlaps
+from dpjax.strategies.sensitivity import overlaps
 from dpjax.strategies.strategy import LARGEST_MATRIX
 from dpjax.types import Sampler
 
