@@ -79,6 +79,6 @@ TEXT = {
 @pytest.mark.parametrize("call", TEXT)
 def test_text_in_the_place_of_a_number_is_refused_by_the_call(call):
     with pytest.raises(
-        checks.NotANumber, match=rf"^{re.escape(call)}'0.9'\): expected a number\. "
+        checks.NotANumber, match=rf"^{re.escape(call)}'0.9'\): expected a number\."
     ):
         TEXT[call]("0.9")
