@@ -36,9 +36,9 @@ from dpjax.cli.train.command import Planned, plan
 from dpjax.cli.train.run_files import MOMENTS
 from dpjax.mechanism.card import strict
 from dpjax.reports import style
-from dpjax.reports.figure_output import png
 from dpjax.reports.figures import PRIVATE
 from dpjax.reports.load_run import SavedRun, read
+from dpjax.reports.style import png
 from dpjax.training import released_params
 
 # A step is audited so exactly that a confidence of 95 % would refute 1 of 20 sound mechanisms.

@@ -22,9 +22,9 @@ from dpjax.accounting.rounding import upwards
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.mechanism.card import protects
 from dpjax.reports import style
-from dpjax.reports.figure_output import png
 from dpjax.reports.figures import RELEASED, of_what_was_released
 from dpjax.reports.load_run import Missing, SavedRun, read
+from dpjax.reports.style import png
 
 COLUMNS = ("runs", "test accuracy", "of", "steps", "epsilon", "delta", "time of one", "protects")
 
