@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,24 +101,13 @@ def parse(text: str) -> Mesh:
       >>> parse("data:1,model:1").axis_names
       ('data', 'model')
     """
-    expected = "expected axes and their sizes, such as data:4 or data:4,model:2"
-    checks.instance("meshes.parse", "text", text, str, "Axes and their sizes: 'data:4'.")
-    try:
-        pairs = [
-            (name.strip(), int(size)) for name, size in (x.split(":") for x in text.split(","))
-        ]
-    except ValueError as error:
-        raise ValueError(f"meshes.parse(text={text!r}): {expected}.") from error
-    sizes = dict(pairs)
-    if len(sizes) < len(pairs) or not all(sizes) or min(sizes.values()) < 1:
+    text = text.replace(" ", "")
+    axes = re.findall(r"(\w+):(\d+)", text)
+    devices, sizes = jax.devices(), {name: int(size) for name, size in axes}
+    if text != ",".join(map(":".join, axes)) or math.prod(sizes.values()) != len(devices):
         raise ValueError(
-            f"meshes.parse(text={text!r}): {expected}. Each name stands once, sizes are positive."
-        )
-    devices = jax.devices()
-    if math.prod(sizes.values()) != len(devices):
-        raise ValueError(
-            f"meshes.parse(text={text!r}): it has {math.prod(sizes.values())} places for "
-            f"{len(devices)} devices. On a CPU, set jax_num_cpu_devices before JAX runs."
+            f"meshes.parse(text={text!r}): expected axes and sizes for {len(devices)} devices, "
+            "such as data:4,model:2. On a CPU, set jax_num_cpu_devices before JAX runs."
         )
     return Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes))
 
@@ -193,8 +183,7 @@ def committed(name: str, **parts: PyTree) -> tuple[Any, ...]:
     if len(places) > 1:
         where = ", ".join(f"{part} on {[d.id for d in on]}" for on, part in places.items())
         raise ValueError(
-            f"{name}: not all arrays are on the same devices: {where}. Give data as NumPy arrays, "
-            "which JAX moves to the parameters."
+            f"{name}: not all arrays are on the same devices: {where}. Give data as NumPy arrays."
         )
     return next(iter(places), ())
 

@@ -100,12 +100,12 @@ def restored(saved: bytes, like: PyTree, where: str) -> PyTree:
     except Exception as error:  # msgpack's own kinds
         raise ValueError(f"{where}: expected parameters that fit wrote ({error}).") from error
     for name in {**places, **arrays}:
-        there = np.shape(arrays[name]) if name in arrays else None
-        here = np.shape(leaves[places[name]]) if name in places else None
+        there = list(np.shape(arrays[name])) if name in arrays else "no leaf"
+        here = list(np.shape(leaves[places[name]])) if name in places else "no leaf"
         if there != here:
             raise ValueError(
-                f"{where}: found {_shown(there)} at {name!r}, expected {_shown(here)}. Give the "
-                "tree that was trained."
+                f"{where}: found {there} at {name!r}, expected {here}. Give the tree that was "
+                "trained."
             )
     # A tuple of more than ten is in the file in another order.
     ordered = (jnp.array(arrays[name]) for name in sorted(places, key=places.__getitem__))
@@ -117,10 +117,6 @@ def _by_name(saved: bytes) -> dict[str, Any]:
 
     tree = serialization.msgpack_restore(saved)
     return dict(zip(trees.leaf_names(tree), jax.tree.leaves(tree), strict=True))
-
-
-def _shown(shape: tuple[int, ...] | None) -> str:
-    return "no leaf" if shape is None else f"shape {list(shape)}"
 
 
 def serialized(params: Any) -> bytes:
