@@ -262,7 +262,6 @@ except ValueError as error:
     "structure), self._held_on(None)",
     slow=True,
 )
-@kills("meshes.py", "and _is_even(", "or _is_even(", slow=True)
 def test_committed_arrays_and_states_of_other_meshes_run():
     """With several host devices, among which dpjax chooses."""
     program = [sys.executable, "-c", PLACES]

@@ -120,25 +120,20 @@ def splits_parameters(mesh: Mesh | None) -> bool:
 def placed(tree: PyTree, mesh: Mesh) -> PyTree:
     """Parameters, or a state, on a mesh.
 
-    A leaf that lies on these devices keeps its `PartitionSpec`, so a user's own splitting holds,
-    unless it names axes that this mesh lacks or that do not divide the leaf evenly. Any other leaf
-    is split by ``model`` along its longest axis that divides evenly, as in fully sharded data
-    parallelism; small leaves are whole on every device.
+    A leaf that lies on this mesh keeps its `PartitionSpec`, so a user's own splitting holds. Any
+    other leaf is split by ``model`` along its longest axis that divides evenly, as in fully sharded
+    data parallelism; small leaves are whole on every device.
     """
 
     def place(leaf: Any) -> Any:
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
-            return leaf  # as after a step: a dispatch should cost nothing
-        if (
-            isinstance(sharding, NamedSharding)
-            and sharding.device_set == set(mesh.devices.flat)
-            and set(_axes(sharding.spec)) <= set(mesh.axis_names)
-            and _is_even(jnp.shape(leaf), sharding.spec, mesh)
-        ):
-            # A typed key made under explicit axes has a spec longer than its rank.
-            return put(leaf, NamedSharding(mesh, PartitionSpec(*sharding.spec[: jnp.ndim(leaf)])))
-        return put(leaf, NamedSharding(mesh, _spec(jnp.shape(leaf), mesh)))
+        sharding, spec = getattr(leaf, "sharding", None), _spec(jnp.shape(leaf), mesh)
+        if isinstance(sharding, NamedSharding):
+            if sharding.mesh == mesh:
+                return leaf  # as after a step: a dispatch should cost nothing
+            if automatic(sharding.mesh) == mesh:
+                # A typed key made under explicit axes has a spec longer than its rank.
+                spec = PartitionSpec(*sharding.spec[: jnp.ndim(leaf)])
+        return put(leaf, NamedSharding(mesh, spec))
 
     return jax.tree.map(place, tree)
 
@@ -198,17 +193,6 @@ def _devices(sharding: Sharding) -> tuple[Any, ...]:
     return tuple(
         sorted(sharding.device_set, key=lambda d: d.id) if mesh is None else mesh.devices.flat
     )
-
-
-def _axes(spec: PartitionSpec) -> list[Any]:
-    """The names of axes in a spec, whose entries are names, tuples of names or None."""
-    return [name for entry in spec if entry for name in np.atleast_1d(entry)]
-
-
-def _is_even(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> bool:
-    """Whether a spec, whose axes the mesh has, cuts an array into equal parts."""
-    parts = [math.prod(mesh.shape[name] for name in _axes(PartitionSpec(entry))) for entry in spec]
-    return all(length % part == 0 for length, part in zip(shape, parts, strict=False))
 
 
 def _spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:

@@ -63,9 +63,7 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
         updates: PyTree, state: Any, params: PyTree | None = None
     ) -> tuple[PyTree, AverageState]:
         if params is None:
-            raise ValueError(
-                "average_parameters: expected update(updates, state, params)."
-            )
+            raise ValueError("average_parameters: expected update(updates, state, params).")
         # The link stands last, so these are the parameters that the step releases: their average is
         # post-processing and free.
         after = optax.apply_updates(params, updates)
