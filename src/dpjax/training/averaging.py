@@ -15,7 +15,7 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from dpjax import checks, trees
+from dpjax import trees
 from dpjax.types import PyTree
 
 
@@ -50,11 +50,10 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
       >>> print(averaged(state))
       0.9
     """
-    call = "training.average_parameters"
-    hint = "To read the average of a run: training.averaged(state.optimizer)."
-    decay = checks.number(call, "decay", decay, hint)
     if not 0 <= decay < 1:
-        raise ValueError(f"{call}(decay={decay}): expected a number in [0, 1), such as 0.99.")
+        raise ValueError(
+            f"training.average_parameters(decay={decay}): expected a number in [0, 1)."
+        )
 
     def init(params: PyTree) -> AverageState:
         # In bfloat16 the total would stop growing after some steps.
@@ -64,10 +63,7 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
         updates: PyTree, state: Any, params: PyTree | None = None
     ) -> tuple[PyTree, AverageState]:
         if params is None:
-            raise ValueError(
-                "training.average_parameters: update needs the parameters: "
-                "optimizer.update(updates, state, params)."
-            )
+            raise ValueError("average_parameters: expected update(updates, state, params).")
         # The link stands last, so these are the parameters that the step releases: their average is
         # post-processing and free.
         after = optax.apply_updates(params, updates)
@@ -99,7 +95,7 @@ def averaged(optimizer_state: Any) -> PyTree:
     if average is None:
         raise ValueError(
             "training.averaged: this state holds no average. End the optimizer with "
-            "dpjax.training.average_parameters()."
+            "training.average_parameters()."
         )
     if not isinstance(average.weight, Tracer) and not average.weight > 0:
         raise ValueError("training.averaged: no step ran, so there is no average yet.")

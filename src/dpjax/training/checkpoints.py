@@ -107,7 +107,7 @@ class Checkpoints:
         if (last := self.manager.latest_step()) is not None and last >= step:
             raise ValueError(
                 f"checkpoints.save(step={step}): {self.directory} holds step {last}; expected a "
-                "later one. Give each run a folder of its own."
+                "later one."
             )
         numbers = list(named.values())
         # Orbax cannot write arrays without elements; their shapes are in the notes.
@@ -131,12 +131,8 @@ class Checkpoints:
             self._open()  # after an error the manager cannot be used
             raise OSError(
                 f"checkpoints: step {step} could not be written to {self.directory} "
-                f"({_first_line(error)}). Free the disk and run the same command again."
+                f"({_first_line(error)}). Run the same command again."
             ) from error
-
-    def finished(self) -> list[int]:
-        """The steps of whole checkpoints, in order."""
-        return processes.from_first(lambda: sorted(self.manager.all_steps()))
 
     def latest(self, like: PyTree) -> Restored | None:
         """The latest checkpoint; None if there is none.
@@ -148,13 +144,13 @@ class Checkpoints:
           Damaged: It cannot be read.
           ValueError: It has another structure or other shapes than ``like``.
         """
-        found = processes.from_first(self._latest)
-        if found is None:
+        saved = processes.from_first(self._latest)
+        if saved is None:
             return None
-        step, saved, facts = found
-        return Restored(_as(like, *saved, f"{self.directory}/{step}"), facts)
+        step, numbers, names, facts = saved
+        return Restored(_as(like, numbers, names, f"{self.directory}/{step}"), facts)
 
-    def _latest(self) -> tuple[int, _Saved, Mapping[str, Any]] | None:
+    def _latest(self) -> tuple[int, list[np.ndarray], list[str], Mapping[str, Any]] | None:
         if (step := self.manager.latest_step()) is None:
             return None
         try:
@@ -162,8 +158,8 @@ class Checkpoints:
         except Exception as error:  # a damaged file raises many unrelated kinds
             raise Damaged(f"{self.directory}/{step} is damaged ({_first_line(error)}).") from error
 
-    def _read(self, step: int) -> tuple[_Saved, Mapping[str, Any]]:
-        """The numbers of a checkpoint, checked against their digest."""
+    def _read(self, step: int) -> tuple[list[np.ndarray], list[str], Mapping[str, Any]]:
+        """The numbers of a checkpoint, checked against their digest; their names; the facts."""
 
         def read(**items: Any) -> Any:
             return self.manager.restore(step, args=self.args.Composite(**items))
@@ -179,19 +175,12 @@ class Checkpoints:
         # Orbax notices a file that is cut off, not one whose content was exchanged.
         if trees.fingerprint(numbers) != notes["digest"]:
             raise ValueError("its numbers differ from the saved ones")
-        return _Saved(numbers, notes["names"]), notes["facts"]
+        return numbers, notes["names"], notes["facts"]
 
     def close(self) -> None:
         """Ends the threads."""
         if processes.first_process():
             self.manager.close()
-
-
-class _Saved(NamedTuple):
-    """The leaves of a saved state."""
-
-    numbers: Sequence[np.ndarray]
-    names: Sequence[str]
 
 
 def _as(like: PyTree, numbers: Sequence[np.ndarray], saved: Sequence[str], where: str) -> PyTree:
@@ -203,7 +192,7 @@ def _as(like: PyTree, numbers: Sequence[np.ndarray], saved: Sequence[str], where
         differ = sorted({*names} ^ {*saved}) or names
         raise ValueError(
             f"checkpoints: {where} and this run's state have other leaves, such as {differ[0]}. "
-            "Usually the model or the optimizer was changed."
+            "Give the model and the optimizer of the run."
         )
 
     def one(name: str, old: Any, new: np.ndarray) -> Any:
@@ -215,8 +204,8 @@ def _as(like: PyTree, numbers: Sequence[np.ndarray], saved: Sequence[str], where
         plain = jax.random.key_data(old) if is_key else old
         if (plain.shape, plain.dtype) != (new.shape, new.dtype):
             raise ValueError(
-                f"checkpoints: {where} has {name} as {new.dtype}{list(new.shape)}, and this run's "
-                f"state as {plain.dtype}{list(plain.shape)}. Usually the model was changed."
+                f"checkpoints: {where} has {name} as {new.dtype}{list(new.shape)}; expected "
+                f"{plain.dtype}{list(plain.shape)}."
             )
         # What JAX made of a Python number takes the dtype of what it meets; others would widen it.
         number = jnp.asarray(new.item()) if jax.typeof(plain).weak_type and not new.ndim else new

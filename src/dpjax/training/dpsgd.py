@@ -114,7 +114,7 @@ def dpsgd(
       ... )
     """
     if mesh is not None:
-        hint = "Of text, as --mesh takes it, dpjax.meshes.parse('data:4,model:2') makes one."
+        hint = "Write dpjax.meshes.parse('data:4,model:2')."
         checks.instance("dpsgd", "mesh", mesh, Mesh, hint)
     recipe = Recipe(
         name="dpsgd",

@@ -113,10 +113,8 @@ def dp_sgld(
       Wang, Fienberg and Smola, "Privacy for Free: Posterior Sampling and Stochastic Gradient
       Monte Carlo", 2015.
     """
-    hint = "It is the standard deviation of the prior; math.inf is a flat prior."
-    prior_deviation = checks.positive(
-        "training.dp_sgld", "prior_deviation", prior_deviation, hint, infinite=True
-    )
+    call, hint = "training.dp_sgld", "math.inf is a flat prior."
+    prior_deviation = checks.positive(call, "prior_deviation", prior_deviation, hint, infinite=True)
     silent = Mechanism(
         sampling=sampling,
         clipping=clipping,
@@ -135,10 +133,6 @@ def dp_sgld(
     )
     # The multiplier follows from the rate, so the noise cannot differ from what is accounted.
     mechanism = dataclasses.replace(silent, noise_multiplier=multiplier)
-    call, hint = "training.dp_sgld", "Start with 20 samples and a burn-in of half the steps."
-    samples = checks.whole(call, "samples", samples, hint)
-    burn_in = checks.whole_or_none(call, "burn_in", burn_in, hint, least=0)
-    every = checks.whole_or_none(call, "every", every, hint)
     steps = mechanism.steps
     burn_in = steps // 2 if burn_in is None else burn_in
     # Samples are spread over what is left after the burn-in: neighbouring steps are hardly
@@ -146,8 +140,8 @@ def dp_sgld(
     every = max(1, (steps - burn_in) // samples) if every is None else every
     if steps - burn_in < every:
         raise ValueError(
-            f"training.dp_sgld(steps={steps}, burn_in={burn_in}): no sample would be kept, as one "
-            f"in {every} later steps is. Give more steps, or a smaller burn_in or every."
+            f"training.dp_sgld(steps={steps}, burn_in={burn_in}, every={every}): no sample would "
+            "be kept."
         )
     optimizer = optax.chain(
         # The Gaussian prior's gradient, w / s^2, divided by n, because the loss is a mean over
@@ -159,7 +153,7 @@ def dp_sgld(
     # Langevin dynamics are DP-SGD with this multiplier and this optimizer: draw, clipping, noise
     # and ledger exist once.
     recipe = Recipe(
-        name="training.dp_sgld",
+        name=call,
         loss=loss,
         optimizer=optimizer,
         mechanism=mechanism,
@@ -216,7 +210,7 @@ def _planned(schedule: Schedule, steps: int) -> Planned:
     if (step := planned.first_without_size()) is not None:
         raise ValueError(
             f"training.dp_sgld(learning_rate=schedule): {planned.values[step]} at step {step} of "
-            f"{steps}; expected a positive number at every step. End the schedule above 0."
+            f"{steps}; expected a positive rate at every step."
         )
     return planned
 
@@ -226,6 +220,6 @@ def _check_width(params: PyTree) -> None:
         dtype = jnp.result_type(leaf)
         if trees.wide(dtype) != dtype:
             raise TypeError(
-                f"training.dp_sgld: parameters are {dtype}; expected float32 or wider, because a "
-                "narrow dtype rounds steps to zero. Cast inside the loss."
+                f"training.dp_sgld: parameters are {dtype}; expected float32 or wider, as a narrow "
+                "dtype rounds steps to zero. Cast inside the loss."
             )
