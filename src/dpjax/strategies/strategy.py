@@ -124,7 +124,7 @@ class Strategy:
         return toeplitz_squares(self._reciprocal(self.steps), None, of)
 
     def squared_bounds(self, participation: Participation) -> Iterator[float]:
-        """Bounds on the squared `sensitivity` beside those that need column norms alone."""
+        """Bounds on the squared `sensitivity` beside bounds from column norms alone."""
         if self.steps <= LARGEST_MATRIX:
             matrix = self.matrix()
             yield of_products(np.abs(matrix.T @ matrix), participation)
