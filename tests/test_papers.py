@@ -167,6 +167,7 @@ def test_schedules_have_the_printed_epsilons():
     assert equal.noise_multiplier == pytest.approx(1.0472, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_groups_cost_the_printed_epsilon_only_by_the_paper_s_accounting():
     for dataset in ("mnist", "fashion_mnist"):
         for printed, steps in groups.SETTINGS[dataset].steps.items():
@@ -214,6 +215,7 @@ def test_a_mixed_run_takes_the_large_bound_at_its_end_and_costs_the_same():
     assert mixed.event == small.event
 
 
+@pytest.mark.slow
 def test_every_algorithm_of_exact_norms_costs_the_epsilon_of_the_table():
     rows = [row for name, row in algorithms.METHODS.items() if "JL" not in name]
     sizes = {"example": algorithms.EXAMPLES, "user": algorithms.USERS}
@@ -285,10 +287,7 @@ def test_results_are_strict_json_and_come_back_as_numbers(tmp_path):
 
 def test_missing_rows_are_those_without_their_seeds():
     missing = {(row.paper.name, row.key): row.seeds for row in reproduce.missing()}
-    for (name, key), lacking in missing.items():
-        assert lacking > 0
-        ran = tables.load(name)["rows"].get(key, {})
-        assert len(ran) < 30 or lacking == 0
+    assert all(lacking > 0 for lacking in missing.values())
     assert not [key for name, key in missing if name == "tramer2021"], "all of its rows ran"
 
 
@@ -366,10 +365,9 @@ def test_every_figure_is_drawn_from_the_committed_results_or_says_what_to_run(pa
 
 
 def test_the_rule_is_printed_and_counts_all_claims():
-    words = tables.verdicts()
-    total = sum(
-        bool(judged(c, tables.load(p.name)["rows"]).verdict) for p in PAPERS for c in p.claims
-    )
+    words, page = tables.verdicts(), (tables.RESULTS / "README.md").read_text()
+    total = sum(claim.published != "" for paper in PAPERS for claim in paper.claims)
     own = sum(claim.own for paper in PAPERS for claim in paper.claims)
     assert words.startswith(f"Of {total - own} claims of the papers, ")
-    assert claims.RULE in tables.page()
+    assert words in page
+    assert claims.RULE in page
