@@ -225,7 +225,7 @@ def fractions(mechanism, below, seeds, steps=1):
     return np.asarray(jax.jit(lambda keys: jax.lax.map(run, keys))(keys), np.float64)
 
 
-@kills("mechanism/adaptive.py", "multiplier / 2 * drawn", "0 * drawn", slow=True)
+@kills("mechanism/link.py", "multiplier / 2 * drawn", "0 * drawn", slow=True)
 def test_the_noise_of_the_count_is_its_multiplier_times_a_half():
     mechanism = make(jnp.zeros((100, 1)), quantile=Quantile(count_multiplier=8.0)).mechanism
     seen = fractions(mechanism, jnp.float32(30.0), 20_000)
@@ -233,7 +233,7 @@ def test_the_noise_of_the_count_is_its_multiplier_times_a_half():
     assert seen.std() == pytest.approx(8.0 / 2 / 100, rel=0.02)
 
 
-@kills("mechanism/adaptive.py", "Purpose.COUNT", "Purpose.NOISE", slow=True)
+@kills("mechanism/link.py", "Purpose.COUNT", "Purpose.NOISE", slow=True)
 def test_the_count_draws_from_a_stream_of_its_own():
     """That of (key, its own purpose, step), so that a resumed run draws the same."""
     mechanism = make(jnp.zeros((100, 1))).mechanism

@@ -51,7 +51,7 @@ def test_an_epoch_is_counted_by_its_worst_step():
 
 
 @kills(
-    "sampling/uniform.py",
+    "sampling/independent.py",
     "neighbours=Neighbours.REPLACE_ONE",
     "neighbours=Neighbours.ADD_OR_REMOVE",
 )
@@ -136,7 +136,7 @@ def test_full_batches_are_plain_gaussians():
     assert epsilon(poisson, 35.0, 2000) == epsilon(full, 35.0, 2000)
 
 
-@kills("sampling/coins.py", "math.floor(rate * WORDS) - 1", "math.floor(rate * WORDS)")
+@kills("sampling/independent.py", "math.floor(rate * WORDS) - 1", "math.floor(rate * WORDS)")
 def test_the_rate_that_runs_is_never_above_the_rate_that_is_accounted(monkeypatch):
     """2^32 / 3 is 1431655765 and a third: that many words mean yes, and not one more."""
     words = [0, 1431655764, 1431655765]
@@ -145,7 +145,7 @@ def test_the_rate_that_runs_is_never_above_the_rate_that_is_accounted(monkeypatc
     assert sampling.on_host(draw).tolist() == [0, 1]
 
 
-@kills("sampling/scored.py", "jnp.asarray(table > 0)", "jnp.asarray(table >= 0)", slow=True)
+@kills("sampling/independent.py", "jnp.asarray(table > 0)", "jnp.asarray(table >= 0)", slow=True)
 def test_no_bin_is_drawn_above_the_rate_that_is_accounted(monkeypatch):
     """As above; and at rate 0 not even a word of 0 means yes."""
     words = [0, 1431655764, 1431655765, 0]
