@@ -70,21 +70,16 @@ def prices(
     possible: Sequence[Mechanism] = (),
     unknown: str = "",
 ) -> list[Price]:
-    """The costs of a search.
+    """The costs of a search, in which an unfinished run counts too.
 
-    Args:
-      runs: What each run has spent; an unfinished one counts too.
-      delta: At which epsilon is stated.
-      number: The distribution and mean of the number of runs, if it was drawn.
-      possible: Mechanisms of all runs that could have been drawn.
-      unknown: Why some of these are not known, or an empty text.
+    ``number`` is the distribution and mean of the number of runs, if it was drawn; ``possible`` are
+    the mechanisms that could have been drawn, or ``unknown`` says why they are not known.
     """
     described = [run.mechanism for run in runs] + [mechanism.facts for mechanism in possible]
     # A relation is proved for all runs together or not at all.
     if len(protected := {protects(mechanism) for mechanism in described}) > 1:
         raise ValueError(
-            "The costs of these runs do not add: they protect "
-            f"{' and '.join(sorted(protected))}. Make a search of each."
+            f"costs do not add: they protect {' and '.join(sorted(protected))}. Search each alone."
         )
     relation = described[0]["neighbours"]
 
@@ -139,9 +134,9 @@ def possible_mechanisms(
     otherwise. So each mechanism is built from its flags, and `Recorded` notes which were read.
     Settings that differ in other flags alone share a mechanism. ``parse`` gives the flags of a run.
     """
-    ranges = {name: each for name, each in candidates.items() if isinstance(each, Range)}
+    ranges = {name: span for name, span in candidates.items() if isinstance(span, Range)}
     # One value stands for a range, which is refused below if a mechanism reads it.
-    values = {**candidates, **{name: [each.text(each.high)] for name, each in ranges.items()}}
+    values = {**candidates, **{name: [span.text(span.high)] for name, span in ranges.items()}}
     mechanisms: list[tuple[Settings, Mechanism | None]] = []
     for settings in every(values):
         if any(read.items() <= settings.items() for read, _ in mechanisms):

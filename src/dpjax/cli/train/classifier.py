@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a classifier with `dpjax.fit`, and evaluates it on the way.
+"""A classifier before, during and after its training.
 
-`train` joins a model, a loss, a mechanism, an optimizer and data.  `Evaluation` measures the
-model on test examples, which may be published as far as the training data are concerned, and
-gradients on some training examples, which may not and are logged under "private".  At the end
-it writes the files that `dpjax.reports.report` draws.  `rehearse` traces a step on shapes alone.
+`rehearse` traces a step on shapes alone, before privacy is spent.  `Evaluation` measures the model
+on test examples, which may be published as far as the training data are concerned, and gradients
+on some training examples, which may not and are logged under "private".  At the end it writes the
+files that `dpjax.reports.report` draws.
 """
 
 from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import dpjax
-from dpjax import data, diagnostics, losses, metrics, processes, reports, training, trees
+from dpjax import data, diagnostics, losses, metrics, reports, training, trees
 from dpjax._files import replace, replacing
 from dpjax.training.released import restored, serialized
 
@@ -105,76 +104,11 @@ class Evaluation:
             np.savez(file, **arrays)
 
 
-def train(
-    dataset: data.Dataset,
-    model: Any,
-    loss: losses.ExampleLoss,
-    mechanism: dpjax.Mechanism,
-    optimizer: optax.GradientTransformation,
-    *,
-    key: Any = None,
-    params: bytes | None = None,
-    per_step: Callable[[Any], Any] | None = None,
-    bound_schedule: Callable[[Any], Any] | None = None,
-    weights: Callable[[Any, Any, Any], Any] | None = None,
-    budget: dpjax.ledger.Budget | None = None,
-    evaluations: int = 20,
-    initial: int = 0,
-    gradients: bool = True,
-    look: Callable[[Any], Mapping[str, Any]] | None = None,
-    **options: Any,
-) -> tuple[Any, Any, list[dict[str, Any]]]:
-    """Trains a model; returns averaged parameters, the last state and the log.
-
-    ``key`` is for runs that repeat; without one, randomness comes from the operating system.
-    ``params`` are parameters of an earlier run, as Flax serialises them; otherwise the parameters
-    start from the public seed ``initial``. The model is evaluated ``evaluations`` times, with
-    ``gradients`` also on gradients of some training examples; ``look`` takes the state and returns
-    further numbers for the log. ``per_step``, ``bound_schedule``, ``weights`` and ``budget`` are
-    arguments of `dpjax.dpsgd`, and ``options`` of `dpjax.fit`; a ``directory`` receives the files
-    of a report.
-    """
-    of_example = losses.of(model, loss)
-    algorithm = dpjax.dpsgd(
-        of_example,
-        optimizer,
-        mechanism,
-        dataset.train,
-        per_step=per_step,
-        bound_schedule=bound_schedule,
-        weights=weights,
-        budget=budget,
-    )
-    fresh = first_parameters(model, dataset, params, initial)
-    # A loss that changes with the step has no single gradient to watch.
-    observed = of_example if gradients and per_step is None else None
-    evaluation = Evaluation(model, observed, mechanism, dataset)
-
-    def evaluate(state: Any) -> dict[str, Any]:
-        further = look(state) if look is not None else {}
-        return {**evaluation.evaluate(state), **further}
-
-    state, history = dpjax.fit(
-        algorithm,
-        algorithm.init(fresh, key),
-        evaluate=evaluate,
-        evaluate_every=-(-mechanism.steps // evaluations) or None,
-        **options,
-    )
-    average = held(training.averaged(state.optimizer))
-    if options.get("directory") is not None and processes.first_process():
-        evaluation.write(pathlib.Path(options["directory"]), average)
-    return average, state, history
-
-
-def first_parameters(
-    model: Any, dataset: data.Dataset, params: bytes | None = None, initial: int = 0
-) -> Any:
+def first_parameters(model: Any, dataset: data.Dataset, params: bytes | None) -> Any:
     """The parameters before the first step: of an earlier run, or from a public seed."""
     (x,), _ = dataset.rows(np.array([0]))
-    # From a public seed: initial parameters are no secret, and an equal start makes runs
-    # comparable.
-    fresh = jax.jit(model.init)(jax.random.key(initial), jnp.asarray(x))["params"]
+    # Initial parameters are no secret, and an equal start makes runs comparable.
+    fresh = jax.jit(model.init)(jax.random.key(0), jnp.asarray(x))["params"]
     return fresh if params is None else restored(params, fresh, "--continue_from")
 
 
@@ -188,22 +122,18 @@ def rehearse(
     model: Any,
     loss: losses.ExampleLoss,
     mechanism: dpjax.Mechanism,
-    params: bytes | None = None,
+    params: bytes | None,
     *,
     classes: int,
-    epochs: bool = False,
+    epochs: bool,
 ) -> None:
-    """Traces one step on shapes alone, so that a mismatch is found before privacy is spent.
-
-    ``x`` is the shape of one example's input, and the model has an output for each of the
-    ``classes``; ``params`` are as in `train`, and with ``epochs`` the loss takes the epoch.
-    """
+    """Traces the loss of one example ``x``; with ``epochs`` it takes the epoch too."""
     fresh = jax.eval_shape(model.init, jax.random.key(0), x).get("params", {})
     outputs = jax.eval_shape(model.apply, {"params": fresh}, x)
     # A label beyond the outputs would be clamped to the last one in silence.
     if getattr(outputs, "shape", None) != (classes,):
         raise ValueError(
-            f"the model returns {outputs} for one example; expected {classes} numbers, one for "
+            f"the model returns {outputs} for an example; expected {classes} numbers, one for "
             "each class."
         )
     number = jax.ShapeDtypeStruct((), jnp.int32)
