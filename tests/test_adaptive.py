@@ -19,7 +19,6 @@ import dpjax
 from dpjax import (
     accounting,
     clipping,
-    ledger,
     noise,
     reports,
     sampling,
@@ -295,32 +294,9 @@ def test_statement_card_and_facts_name_both_noises():
     assert described().facts["adaptive"] is None
 
 
-# Runs ----------------------------------------------------------------------------------
+# What it refuses -----------------------------------------------------------------------
 
 X = np.random.default_rng(1).normal(size=(60, 3)).astype(np.float32)
-ORDINARY = {"sampler": sampling.poisson(60, 30), "multiplier": 0.5, "bound": 0.1}
-
-
-@pytest.mark.slow
-def test_steps_at_once_resumed_and_from_disk_are_the_same_steps(tmp_path):
-    algorithm = make(X, **ORDINARY)
-    state = start(algorithm, 3)
-    whole, _ = algorithm.run(trees.copy(state), 20)
-    single = state
-    for _ in range(20):
-        single, _ = algorithm.step(single)
-    options = {"directory": tmp_path, "progress": False, "evaluate_every": 4}
-    dpjax.fit(make(X, **ORDINARY), state, steps=9, save_every=9, **options)
-    again = make(X, **ORDINARY)
-    resumed, rows = dpjax.fit(again, start(again, 3), **options)
-    for other in (single, resumed):
-        np.testing.assert_array_equal(whole.params, other.params)
-        np.testing.assert_array_equal(whole.bound_scale, other.bound_scale)
-    assert ledger.epsilon(resumed.ledger, again.mechanism, 1e-5) == again.mechanism.epsilon(1e-5)
-    # The bound is released: it stands beside epsilon, not behind the other door.
-    assert rows[-1]["bound"] == pytest.approx(0.1 * float(whole.bound_scale), rel=1e-6)
-    assert rows[-1]["bound"] != 0.1
-    assert "bound" not in rows[-1]["private"]
 
 
 def uncounted():
