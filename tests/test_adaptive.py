@@ -19,7 +19,6 @@ import dpjax
 from dpjax import (
     accounting,
     clipping,
-    ledger,
     noise,
     reports,
     sampling,
@@ -225,7 +224,7 @@ def fractions(mechanism, below, seeds, steps=1):
     return np.asarray(jax.jit(lambda keys: jax.lax.map(run, keys))(keys), np.float64)
 
 
-@kills("mechanism/adaptive.py", "multiplier / 2 * drawn", "0 * drawn", slow=True)
+@kills("mechanism/link.py", "multiplier / 2 * drawn", "0 * drawn", slow=True)
 def test_the_noise_of_the_count_is_its_multiplier_times_a_half():
     mechanism = make(jnp.zeros((100, 1)), quantile=Quantile(count_multiplier=8.0)).mechanism
     seen = fractions(mechanism, jnp.float32(30.0), 20_000)
@@ -233,7 +232,7 @@ def test_the_noise_of_the_count_is_its_multiplier_times_a_half():
     assert seen.std() == pytest.approx(8.0 / 2 / 100, rel=0.02)
 
 
-@kills("mechanism/adaptive.py", "Purpose.COUNT", "Purpose.NOISE", slow=True)
+@kills("mechanism/link.py", "Purpose.COUNT", "Purpose.NOISE", slow=True)
 def test_the_count_draws_from_a_stream_of_its_own():
     """That of (key, its own purpose, step), so that a resumed run draws the same."""
     mechanism = make(jnp.zeros((100, 1))).mechanism
@@ -295,32 +294,9 @@ def test_statement_card_and_facts_name_both_noises():
     assert described().facts["adaptive"] is None
 
 
-# Runs ----------------------------------------------------------------------------------
+# What it refuses -----------------------------------------------------------------------
 
 X = np.random.default_rng(1).normal(size=(60, 3)).astype(np.float32)
-ORDINARY = {"sampler": sampling.poisson(60, 30), "multiplier": 0.5, "bound": 0.1}
-
-
-@pytest.mark.slow
-def test_steps_at_once_resumed_and_from_disk_are_the_same_steps(tmp_path):
-    algorithm = make(X, **ORDINARY)
-    state = start(algorithm, 3)
-    whole, _ = algorithm.run(trees.copy(state), 20)
-    single = state
-    for _ in range(20):
-        single, _ = algorithm.step(single)
-    options = {"directory": tmp_path, "progress": False, "evaluate_every": 4}
-    dpjax.fit(make(X, **ORDINARY), state, steps=9, save_every=9, **options)
-    again = make(X, **ORDINARY)
-    resumed, rows = dpjax.fit(again, start(again, 3), **options)
-    for other in (single, resumed):
-        np.testing.assert_array_equal(whole.params, other.params)
-        np.testing.assert_array_equal(whole.bound_scale, other.bound_scale)
-    assert ledger.epsilon(resumed.ledger, again.mechanism, 1e-5) == again.mechanism.epsilon(1e-5)
-    # The bound is released: it stands beside epsilon, not behind the other door.
-    assert rows[-1]["bound"] == pytest.approx(0.1 * float(whole.bound_scale), rel=1e-6)
-    assert rows[-1]["bound"] != 0.1
-    assert "bound" not in rows[-1]["private"]
 
 
 def uncounted():

@@ -234,7 +234,7 @@ def long_gradients(monkeypatch):
 
 def silent_count(monkeypatch):
     zero = types.SimpleNamespace(standard_normal=lambda key, shape: jnp.zeros(shape))
-    monkeypatch.setattr("dpjax.mechanism.adaptive.noise", zero)
+    monkeypatch.setattr("dpjax.mechanism.link.noise", zero)
 
 
 def few_projections(monkeypatch):

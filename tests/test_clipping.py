@@ -184,16 +184,6 @@ def test_every_leaf_has_a_group_and_every_group_a_leaf(groups):
         clipping.clip(rule, [jnp.ones((3, 2)), jnp.ones((3, 4))])
 
 
-def test_a_partition_sees_one_dtype_whatever_the_leaves_have():
-    """Gradients are bfloat16 where their sum is float32: clipping and noise assigned otherwise."""
-    seen = []
-    partition = types.Partition(("all",), lambda tree: seen.append(tree) or (0,) * len(tree))
-    kinds = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64, jnp.int32, bool]
-    partition.assign([*(jnp.ones(3, kind) for kind in kinds), 1.0, jax.random.key(0)])
-    assert {leaf.dtype for leaf in seen[0]} == {jnp.dtype(jnp.float32)}
-    assert [leaf.shape for leaf in seen[0]] == [(3,)] * len(kinds) + [()] * 2
-
-
 @kills("types.py", "jnp.clip(wished, 0, limit)", "jnp.clip(wished, 0, 2 * limit)", slow=True)
 def test_a_rule_of_ones_own_cannot_break_its_bound():
     greedy = types.Clipping(clipping.balanced(1), (1.0,), lambda norms: norms * 100)

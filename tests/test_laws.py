@@ -454,7 +454,9 @@ def draws(sampler, steps, seed=0):
     return np.asarray(jax.vmap(lambda t: included(key, t))(jnp.arange(steps)))
 
 
-@kills("sampling/coins.py", "math.floor(rate * WORDS)", "math.floor(2 * rate * WORDS)", slow=True)
+@kills(
+    "sampling/independent.py", "math.floor(rate * WORDS)", "math.floor(2 * rate * WORDS)", slow=True
+)
 def test_poisson_draws_are_poisson():
     found = draws(sampling.poisson(1000, 50), 4000)
     assert set(np.unique(found)) == {0, 1}
@@ -482,7 +484,7 @@ def test_draws_are_a_pure_function_of_key_and_step(sampler):
 
 
 @kills(
-    "sampling/uniform.py",
+    "sampling/independent.py",
     "SAMPLING, step)\n        if block",
     "SAMPLING, 0)\n        if block",
     case="poisson",
@@ -535,7 +537,7 @@ def test_epsilon_is_monotone(multiplier, batch, steps):
     assert epsilon(delta=1e-4) <= here * slack
 
 
-@kills("sampling/uniform.py", "rates=[[rate, 1]]", "rates=[[rate / 2, 1]]")
+@kills("sampling/independent.py", "rates=[[rate, 1]]", "rates=[[rate / 2, 1]]")
 @kills("mechanism/description.py", "self.steps, multiplier, np", "self.steps // 2, multiplier, np")
 def test_the_mechanism_accounts_for_its_own_sampler_noise_and_steps():
     mechanism = mechanism_with(60_000, 256, noise_multiplier=1.1, steps=14_063)

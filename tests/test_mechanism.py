@@ -139,14 +139,6 @@ def test_the_tightest_method_is_proven():
         assert dpjax.accounting.tightest(mechanism.event, mechanism.relation) == method, options
 
 
-def test_noise_is_scaled_to_the_sum_and_divided_by_the_expected_size():
-    rule = clipping.flat(3.0)
-    link = make(60_000, 256, clipping=rule, noise_multiplier=0.0).privatize()
-    total = clipping.trusted_sum(jnp.full(3, 256.0), rule)
-    out, _ = link.update(total, link.init(jnp.zeros(3)))
-    np.testing.assert_allclose(out, 1.0)
-
-
 @kills("mechanism/link.py", "step < mechanism.steps, 1", "step <= mechanism.steps, 1", slow=True)
 def test_a_step_past_the_plan_releases_nothing():
     mechanism, zeros = make(steps=2), jnp.zeros(3)

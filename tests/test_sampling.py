@@ -6,15 +6,12 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.extend.core import jaxprs_in_params
 from mutation import kills
 from small_mechanisms import mechanism_with
 
-import dpjax
 from dpjax import sampling, schedules
-from dpjax.data import Stream
 from dpjax.types import Draw
 
 LINEAR = schedules.CURRICULA["linear-down"](epochs=20, steps_per_epoch=100)
@@ -51,7 +48,7 @@ def test_an_epoch_is_counted_by_its_worst_step():
 
 
 @kills(
-    "sampling/uniform.py",
+    "sampling/independent.py",
     "neighbours=Neighbours.REPLACE_ONE",
     "neighbours=Neighbours.ADD_OR_REMOVE",
 )
@@ -136,7 +133,7 @@ def test_full_batches_are_plain_gaussians():
     assert epsilon(poisson, 35.0, 2000) == epsilon(full, 35.0, 2000)
 
 
-@kills("sampling/coins.py", "math.floor(rate * WORDS) - 1", "math.floor(rate * WORDS)")
+@kills("sampling/independent.py", "math.floor(rate * WORDS) - 1", "math.floor(rate * WORDS)")
 def test_the_rate_that_runs_is_never_above_the_rate_that_is_accounted(monkeypatch):
     """2^32 / 3 is 1431655765 and a third: that many words mean yes, and not one more."""
     words = [0, 1431655764, 1431655765]
@@ -145,7 +142,7 @@ def test_the_rate_that_runs_is_never_above_the_rate_that_is_accounted(monkeypatc
     assert sampling.on_host(draw).tolist() == [0, 1]
 
 
-@kills("sampling/scored.py", "jnp.asarray(table > 0)", "jnp.asarray(table >= 0)", slow=True)
+@kills("sampling/independent.py", "jnp.asarray(table > 0)", "jnp.asarray(table >= 0)", slow=True)
 def test_no_bin_is_drawn_above_the_rate_that_is_accounted(monkeypatch):
     """As above; and at rate 0 not even a word of 0 means yes."""
     words = [0, 1431655764, 1431655765, 0]
@@ -202,33 +199,6 @@ def test_a_draw_of_pairs_of_words_is_read_from_a_stream_alone():
     draw = Draw(jnp.zeros((5, 2), jnp.uint32), jnp.arange(5) < 3)
     with pytest.raises(ValueError, match=r"Use a data\.Stream"):
         sampling.fold(draw, 2, lambda rows, mask, total: total, jnp.zeros(()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["poisson", "shuffled", "fixed"])
-def test_a_stream_of_a_million_millions_is_trained_on(name):
-    read = []
-
-    def example(i):
-        read.append(i)
-        return np.float32(i / 10**12)
-
-    mechanism = mechanism_with(
-        sampling=sampling.by_name(name, 10**12, 6), noise_multiplier=1.0, steps=3
-    )
-    algorithm = dpjax.dpsgd(
-        lambda w, x: w * x, optax.sgd(0.1), mechanism, Stream(range(10**12), example, workers=1)
-    )
-    state = algorithm.init(jnp.zeros(()), key := jax.random.key(3))
-    read.clear()
-    state, infos = algorithm.run(state, 3)
-    draws = [sampling.on_host(mechanism.sampling.draw(key, step)) for step in range(3)]
-    assert infos.examples.tolist() == [len(draw) for draw in draws]
-    drawn = np.concatenate(draws).tolist()
-    assert read[-len(drawn) :] == drawn, (
-        "behind 16 rows of the fingerprint, where steps share a draw"
-    )
-    assert max(drawn) > 2**36
 
 
 @pytest.mark.parametrize("number", [float, np.int8, jnp.float32])

@@ -18,7 +18,7 @@ from dpjax import Mechanism, accounting, clipping, diagnostics, losses, sampling
 from dpjax.auditing.single_step import _measured
 from dpjax.federated.fedavg import recipe_of
 from dpjax.gradients._estimated_norms.jl import estimated_norms
-from dpjax.mechanism.adaptive import followed
+from dpjax.mechanism.link import followed
 from dpjax.noise.link import add_noise
 
 

@@ -17,6 +17,7 @@ import reprlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def wide(dtype: Any) -> jnp.dtype:
 
 
 def leaf_names(tree: PyTree) -> tuple[str, ...]:
-    """The path of each leaf, in the order of ``jax.tree.leaves``.
+    """The path of each leaf, in the order of ``jax.tree.leaves``; no two are equal.
 
     Example:
       >>> leaf_names({"dense": {"bias": 0.0, "kernel": 1.0}})
@@ -66,7 +67,12 @@ def leaf_names(tree: PyTree) -> tuple[str, ...]:
         last = path[1:][-1:] == (jax.tree_util.GetAttrKey("value"),)
         return path[:-1] if last and within[path[:-1]] == 1 else path
 
-    return tuple(jax.tree_util.keystr(named(path), simple=True, separator="/") for path in paths)
+    keys = [[jax.tree_util.keystr((key,), simple=True) for key in named(path)] for path in paths]
+    names = tuple(map("/".join, keys))
+    if len(set(names)) == len(names):
+        return names
+    # A key may contain "/", as Haiku's do. Quoted keys do not, and differ where the keys differ.
+    return tuple("/".join(quote(key, safe="") for key in path) for path in keys)
 
 
 def nodes(tree: PyTree, kind: type[T] | tuple[type[T], ...]) -> list[T]:

@@ -24,7 +24,6 @@ from dpjax._display import brief, short, table
 from dpjax.accounting.events import runs_of
 from dpjax.accounting.methods import checked_delta
 from dpjax.mechanism import card, link
-from dpjax.mechanism.adaptive import check_adaptive
 from dpjax.mechanism.correlated import check_strategy, correlated_claim, sensitivity_of
 from dpjax.mechanism.multipliers import Planned, left_for_gradients, scaled
 from dpjax.mechanism.spent import UNITS, Spent, Target, checked_queries, steps_event
@@ -120,7 +119,7 @@ class Mechanism:
         if self.noise is not None:
             check_strategy(self)
         if self.adaptive is not None:
-            check_adaptive(self.clipping, self.multipliers, self.count_multiplier)
+            _check_adaptive(self.clipping, self.multipliers, self.count_multiplier)
 
     def _check_unit(self) -> None:
         """Units do not mix: what one example costs says nothing of what one client costs."""
@@ -447,3 +446,20 @@ class Mechanism:
           >>> updates, state = optimizer.update(gradients, state, params, mask=mask)
         """
         return link.private(self, key)
+
+
+def _check_adaptive(rule: Clipping, multipliers: np.ndarray, count: float) -> None:
+    """Refuses a bound that cannot move, and a count that alone costs more than the total."""
+    bound = rule.sensitivity
+    if not 0 < bound < np.inf:
+        raise ValueError(
+            f"Mechanism(adaptive=...): the bound is {bound}; expected a positive, finite bound."
+        )
+    if rule.projections is not None:
+        raise ValueError("Mechanism(adaptive=...): norms are estimated; expected exact ones.")
+    largest = float(np.max(multipliers, initial=0.0))
+    if not (largest < count or largest == count == 0):
+        raise ValueError(
+            f"Mechanism(adaptive=...): the total multiplier is {largest:.4g} and that of the count "
+            f"{count:.4g}. Give clipping.Quantile a count_multiplier above {largest:.4g}."
+        )

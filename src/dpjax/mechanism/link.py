@@ -15,11 +15,11 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from dpjax import clipping, trees
-from dpjax.mechanism.adaptive import followed
+from dpjax import clipping, noise, trees
 from dpjax.noise import GaussianState
 from dpjax.noise.link import add_noise, noise_link
-from dpjax.types import Key, PyTree, Sampler
+from dpjax.noise.multiplier import WIDER
+from dpjax.types import Key, Purpose, PyTree, Sampler
 
 # A `Mechanism`, whose file imports this one.
 Described = Any
@@ -33,10 +33,10 @@ def private(mechanism: Described, key: Key | None) -> optax.GradientTransformati
             "leave adaptive= out."
         )
     clip = clipping.clip_and_sum(mechanism.clipping)
-    noise = privatize(mechanism, key, "Mechanism.private")
+    mean_link = privatize(mechanism, key, "Mechanism.private")
 
     def init(params: PyTree) -> Any:
-        return clip.init(params), noise.init(params)
+        return clip.init(params), mean_link.init(params)
 
     def update(
         updates: PyTree,
@@ -49,7 +49,7 @@ def private(mechanism: Described, key: Key | None) -> optax.GradientTransformati
         del extra
         _require_mask(mechanism.sampling, updates, mask)
         total, shapes = clip.update(updates, state[0], params, mask=mask)
-        mean, after = noise.update(total, state[1], params)
+        mean, after = mean_link.update(total, state[1], params)
         return mean, (shapes, after)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -136,3 +136,25 @@ def private_mean(
     count = mechanism.count_multiplier
     scale = followed(mechanism.adaptive, count, below, share, bound_scale, key, step)
     return mean, scale, memory
+
+
+def followed(
+    quantile: clipping.Quantile,
+    multiplier: float,
+    below: Float[Array, ""] | None,
+    share: Array,
+    scale: Float[Array, ""],
+    key: Key,
+    step: Int[Array, ""],
+) -> Float[Array, ""]:
+    """The scale of adapted bounds at the next step; the noise of the count is added here, once."""
+    if below is None:
+        raise ValueError(
+            "Mechanism.privatize: the bound is adapted, so update needs the count of the batch. "
+            "Give below=quantile.below(rule, norms, mask)."
+        )
+    # One example moves the count by 1/2, so its noise has half the multiplier as deviation.
+    drawn = WIDER * noise.standard_normal(trees.step_key(key, Purpose.COUNT, step), ())
+    # Divided by the expected batch size, like the sum: the drawn size is private.
+    fraction = (below + multiplier / 2 * drawn) * share + 0.5
+    return quantile.moved(scale, fraction)

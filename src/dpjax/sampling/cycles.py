@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dpjax import trees
-from dpjax.sampling.coins import coins, largest_word
 from dpjax.sampling.events import stated
+from dpjax.sampling.independent import coins, largest_word
 from dpjax.sampling.sizes import checked_count, checked_sizes
 from dpjax.sampling.sparse import LARGEST, listed
 from dpjax.types import Draw, Key, Purpose, Sampler

@@ -8,7 +8,7 @@ from typing import Any
 from dpjax import checks
 from dpjax.sampling.cycles import balls_in_bins, cyclic_poisson
 from dpjax.sampling.epochs import shuffled
-from dpjax.sampling.uniform import fixed, full, poisson
+from dpjax.sampling.independent import fixed, full, poisson
 from dpjax.types import Sampler
 
 _BY_SIZE = {
