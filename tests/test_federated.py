@@ -474,13 +474,9 @@ VALUES_REFUSED = {
     "nor estimated norms": own(2, mechanism(2, rule=clipping.jl(1.0, 30))),
     "2 clients and 3 weights": own(2, mechanism(2), weights=Weights(values=np.ones(3))),
     "total=0.0.: expected a finite": lambda: Weights(values=[1], total=0.0),
-    "none of 2 clients": lambda: some_clients(0, 0),
     "from 0 to 2, for each of 3 rows": lambda: Clients.split(np.ones((3, 2)), [0, 1, 5], clients=3),
     "expected one of local_epochs": work(local_epochs=None),
     r"local_batch_size=.*expected a": work(local_batch_size=2.5),
-    r"a metric of shape \(3,\)": lambda: federated.scores(
-        lambda params, x: x, None, some_clients(1)
-    ),
     r"^federated\.fedavg: .*real scalar": lambda: start(work(loss=lambda w, x: w - x)()),
 }
 

@@ -86,14 +86,6 @@ def test_the_step_that_would_pass_the_budget_is_refused_in_words():
         ledger.require(ledger.empty(), mechanism, 1000, budget)
 
 
-def test_what_was_spent_before_the_first_step_may_be_too_much_already():
-    mechanism = dataclasses.replace(make(steps=0), preparation=(1.0,))
-    assert mechanism.epsilon(1e-5) > 4
-    ledger.require(ledger.empty(), mechanism, 0, ledger.Budget(epsilon=5.0, delta=1e-5))
-    with pytest.raises(ledger.Refused, match="before the first step"):
-        ledger.require(ledger.empty(), mechanism, 0, ledger.Budget(epsilon=0.5, delta=1e-5))
-
-
 def test_a_ledger_of_another_mechanism_is_refused():
     book = walk(make(2.0, steps=5), 2)
     with pytest.raises(ledger.Refused, match="not the first of the"):

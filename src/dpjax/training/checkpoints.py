@@ -191,8 +191,7 @@ def _as(like: PyTree, numbers: Sequence[np.ndarray], saved: Sequence[str], where
     if names != list(saved):
         differ = sorted({*names} ^ {*saved}) or names
         raise ValueError(
-            f"checkpoints: {where} and this run's state have other leaves, such as {differ[0]}. "
-            "Give the model and the optimizer of the run."
+            f"checkpoints: {where} and this run's state have other leaves, such as {differ[0]}."
         )
 
     def one(name: str, old: Any, new: np.ndarray) -> Any:

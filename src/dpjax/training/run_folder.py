@@ -56,11 +56,6 @@ class Folder:
         path = self.path / "run.json"
         text = json.dumps(self.identity, indent=2) + "\n"
         if not path.exists():
-            if released_steps(self.path):
-                raise Refused(
-                    f"fit(directory={str(self.path)!r}): steps ran there, and run.json is gone. "
-                    "Choose another folder."
-                )
             replace(path, text)  # whole, also if a kill comes between
             return
         before = read_json(path)
@@ -100,8 +95,7 @@ class Folder:
         if steps > (0 if latest is None else latest.state.ledger.steps):
             raise Refused(
                 f"fit(directory={str(self.path)!r}): {steps} steps ran there, and {why}. Start in "
-                "another folder from the released parameters, with "
-                "before=dpjax.training.earlier(folder)."
+                "another folder with before=dpjax.training.earlier(folder)."
             )
         return latest
 
@@ -155,13 +149,8 @@ def identity_of(
     other numbers, and never a step for the second time.
     """
     randomness = "supplied" if supplied(state) else "fresh"
-    identity = {**algorithm.identity(state), "randomness": randomness}
-    if taken := sorted(identity.keys() & configuration.keys()):
-        raise ValueError(
-            f"fit(configuration=...): {', '.join(taken)} would replace facts of the run. Rename "
-            "these."
-        )
-    return {**identity, **configuration}
+    # Facts by which the run is accounted come last: no configuration replaces them.
+    return {**configuration, **algorithm.identity(state), "randomness": randomness}
 
 
 def _leaves(facts: Mapping[str, Any], path: str = "") -> dict[str, str]:
