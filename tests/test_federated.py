@@ -18,7 +18,7 @@ from killable_runs import dies_after
 from mutation import kills
 
 import dpjax
-from dpjax import clipping, federated, noise, sampling, training, trees, types
+from dpjax import clipping, federated, sampling, training
 from dpjax.federated import local, rounds
 from dpjax.federated.fedavg import recipe_of
 from dpjax.training.recipe import bound_to
@@ -389,17 +389,6 @@ def test_the_divisor_does_not_depend_on_who_was_drawn():
         drawn.add(int(info.clients))
         np.testing.assert_allclose(state.params - before, 0.1 * int(info.clients) / 10, rtol=1e-4)
     assert len(drawn) > 2
-
-
-@pytest.mark.slow
-def test_an_empty_draw_is_a_round_of_pure_noise():
-    plan = mechanism(1000, sampler=sampling.poisson(1000, 0.001), multiplier=1.0)
-    state, info = first_round(fedavg(some_clients(*[2] * 1000), plan))
-    assert int(info.clients) == int(info.examples) == 0
-    key = trees.step_key(jax.random.key(0), types.Purpose.NOISE, 0)
-    draw = trees.random_like(noise.standard_normal, key, jnp.zeros(3))
-    np.testing.assert_allclose(state.params, -draw * (1 + 2**-10) / 0.001, rtol=1e-5)
-    assert all(np.isnan(x).all() for x in (info.loss, info.norm, info.clipped))
 
 
 # As any algorithm ----------------------------------------------------------------------

@@ -193,16 +193,6 @@ def test_what_runs_is_what_is_accounted_to_the_bit():
     np.testing.assert_array_equal(run, algorithm.mechanism.multipliers)
 
 
-def test_a_budget_is_kept():
-    budget = ledger.Budget(epsilon=1.0, delta=1e-3)
-    algorithm = chain(rate=1e-2, rule=clipping.flat(1.0), steps=2000, budget=budget)
-    fits = ledger.affordable(algorithm.mechanism, budget)
-    assert 0 < fits < 2000
-    state, _ = after(algorithm, fits, jnp.zeros(3))
-    with pytest.raises(ledger.Refused, match="the budget is 1"):
-        algorithm.step(state)
-
-
 @pytest.mark.slow
 def test_a_killed_run_ends_the_same_to_the_last_bit(tmp_path):
     """Samples too: some were taken before the death, some after it."""

@@ -600,13 +600,6 @@ class TestStreamed:
         assert len(read) == infos.examples.sum()
         assert sum(infos.examples) < 45
 
-    def test_empty_draws_are_pure_noise(self):
-        algorithm = algorithm_with(mechanism_with(50, 0.01, steps=3), Stream(self.X))
-        state, infos = algorithm.run(start(algorithm), 3)
-        assert infos.examples.sum() == 0
-        assert np.all(np.isfinite(state.params))
-        assert np.all(state.params != 0)
-
 
 class TestBoundSchedule:
     """A small bound first, a large one later."""
