@@ -322,9 +322,9 @@ def test_forks_of_a_run_share_no_noise(tmp_path, fork):
 def candidates(folder):
     """All keys that the leaves of a folder's last checkpoint could be, by name."""
     checkpoints = training.Checkpoints(folder / "checkpoints")
-    numbers, names, _ = checkpoints._read(checkpoints.manager.latest_step())
+    named, _ = checkpoints._read(checkpoints.manager.latest_step())
     checkpoints.close()
-    for name, leaf in zip(names, numbers, strict=True):
+    for name, leaf in named.items():
         words = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
         for start in range(0, min(len(words), 64) - 7, 4):
             key = words[start : start + 8].view(np.uint32)

@@ -156,9 +156,7 @@ class Run:
     def release(self, evaluate: Evaluate | None, speed: float) -> None:
         """Releases the last step, whose checkpoint is on disk: its row, then its files.
 
-        Args:
-          evaluate: As for `fit`.
-          speed: In steps per second.
+        ``speed`` is in steps per second.
         """
         terms, pace = self.terms, f"{self.mechanism.unit}s_per_second"
         row: dict[str, Any] = {
