@@ -58,9 +58,7 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
         # In bfloat16 the total would stop growing after some steps.
         return AverageState(trees.zeros_wide(params), jnp.zeros(()))
 
-    def update(
-        updates: PyTree, state: Any, params: PyTree | None = None
-    ) -> tuple[PyTree, AverageState]:
+    def update(updates: PyTree, state: Any, params: Any = None) -> tuple[PyTree, AverageState]:
         # The link stands last, so these are the parameters that the step releases: their average is
         # post-processing and free.
         after = optax.apply_updates(params, updates)

@@ -69,7 +69,7 @@ def keep_samples(
         return SamplesState(ring, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
     def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
+        updates: PyTree, state: Any, params: Any = None, **extra: Any
     ) -> tuple[PyTree, SamplesState]:
         del extra
         step = state.step + 1
