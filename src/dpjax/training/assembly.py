@@ -48,15 +48,10 @@ def assemble(
     budget: ledger.Budget | None = None,
     info: Callable[[Seen], Any] = mean_info,
 ) -> Algorithm:
-    """The algorithm of a recipe: what `dpsgd` and the federated algorithms have in common.
+    """The algorithm of a recipe, on rows that are examples or clients.
 
-    Args:
-      recipe: What every step does.
-      data: A tree of arrays with one row per example (or per client), or a `Stream`.
-      identity: What else tells the run from others, beside mechanism and data.
-      shared: Arrays that ``recipe.loss`` takes before the parameters; see `InMemory`.
-      budget: What no step may pass.
-      info: From the sums of steps to their means, which the observer sees.
+    ``identity`` tells the run from others, beside mechanism and data; ``shared`` are arrays that
+    ``recipe.loss`` takes before the parameters; ``info`` makes means of the sums of steps.
     """
     name, mechanism = recipe.name, recipe.mechanism
     if budget is not None:
