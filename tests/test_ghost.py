@@ -3,9 +3,6 @@
 
 import functools
 import math
-import pathlib
-import subprocess
-import sys
 
 import flax.linen as nn
 import jax
@@ -17,8 +14,8 @@ from jax.experimental import xla_metadata
 from jax.extend.core import Primitive, primitives
 from mutation import kills
 
-from dpjax import clipped_grad, clipping, gradients, losses, testing, trees
-from dpjax.gradients import platforms
+from dpjax import clipped_grad, clipping, gradients, testing, trees
+from dpjax.gradients import nan_isolation, platforms
 from dpjax.gradients._bookkeeping.ghost import backward
 from dpjax.gradients._bookkeeping.primitives import PRIMITIVES
 from dpjax.gradients._xla_cpu.convolution import convolution
@@ -450,8 +447,11 @@ CASES = {
         "norms and pools": lambda: linen(Normed(), (8, 8, 2)),
     },
 }
-SLOW = pytest.mark.slow
-GROUPS = [pytest.param(x, marks=SLOW if x == "networks" else ()) for x in CASES]
+# `make test` runs one of each.
+FEW = ["einsum", "broadcast bias", "normalised columns", "tied weights", "embedding"]
+FEW += ["layers of a scan, a shared bias", "chosen by the input", "weight decay", "conv strided"]
+GROUPS = [pytest.param(CASES[x], marks=pytest.mark.slow, id=x) for x in CASES]
+GROUPS.append(pytest.param(FEW, id="one of each"))
 
 
 def case(name):
@@ -485,7 +485,6 @@ def assert_is_the_definition(names, rule_of=by_leaf, tolerance=2e-5):
     assert_ghost_agrees(loss, params, batch, rule_of(params), mask=mask, **options)
 
 
-@pytest.mark.sample(3)
 @kills("gradients/_bookkeeping/leaf_norms.py", "b else 2", "b else 0", case="uses", slow=True)
 @kills(
     "gradients/_bookkeeping/ghost.py",
@@ -546,24 +545,18 @@ def assert_is_the_definition(names, rule_of=by_leaf, tolerance=2e-5):
     slow=True,
 )
 @kills("gradients/_bookkeeping/scan_trace.py", "by_round,", "True,", case="networks", slow=True)
-@pytest.mark.parametrize("group", GROUPS)
-def test_ghost_is_the_definition(group):
-    assert_is_the_definition(CASES[group])
+@pytest.mark.parametrize("names", GROUPS)
+def test_ghost_is_the_definition(names):
+    assert_is_the_definition(names)
+
+
+@pytest.mark.parametrize("names", GROUPS)
+def test_the_forms_of_accelerators_are_the_definition(names):
+    with platforms.traced_for(platforms.ACCELERATOR):
+        assert_is_the_definition(names, tolerance=5e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", CASES)
-def test_ghost_is_the_definition_in_one_group(group):
-    assert_is_the_definition(CASES[group], lambda params: clipping.flat(0.2))
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("group", GROUPS)
-def test_the_forms_of_accelerators_are_the_definition(group):
-    with platforms.traced_for(platforms.ACCELERATOR):
-        assert_is_the_definition(CASES[group], tolerance=5e-4)
-
-
 @kills(
     "gradients/_bookkeeping/trace.py",
     'name == "sub" and views[1] is kept',
@@ -575,6 +568,7 @@ def test_a_change_of_sign_counts_between_sites():
     assert_is_the_definition(names, lambda params: clipping.flat(0.1))
 
 
+@pytest.mark.slow
 @kills(
     "gradients/_bookkeeping/trace.py",
     "[_rounded(*inputs, *computed)] if cast else computed",
@@ -672,6 +666,7 @@ CANCELLING = {
     case="two views",
     slow=True,
 )
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CANCELLING)
 def test_uses_that_nearly_cancel_have_the_norm_of_the_definition(name):
     """Engines differ in speed alone: bounds on roundings clipped such losses 1 to 500 % harder."""
@@ -751,7 +746,7 @@ HOSTILE = {
     case="instantiate, kept",
     slow=True,
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", HOSTILE)
 def test_no_contribution_passes_its_bound_by_more_than_the_margin(rule):
     """What is left after parts cancel is mostly rounding; norm and sum round it differently."""
@@ -759,7 +754,7 @@ def test_no_contribution_passes_its_bound_by_more_than_the_margin(rule):
     w = jnp.zeros(shape)
     row = jax.tree.map(lambda a: a[0], make(0.0))
     assert f" {rule} " in gradients.explain(loss, w, row)
-    bounds = (1e-6, 1e-4, 1e-2, 1.0)
+    bounds = (1e-6, 1e-2)
     runs = [jax.jit(clipped_grad(loss, clipping.flat(bound), "ghost")) for bound in bounds]
     for left_over in (0.0, 1e-7, 1e-4, 1.0):
         for bound, run in zip(bounds, runs, strict=True):
@@ -787,42 +782,6 @@ def test_one_row_by_a_number_is_a_row_of_a_table():
 
     words = gradients.explain(loss, params, (jnp.int32(3), jnp.int32(4)))
     assert [line.split()[1:3] for line in words.splitlines()] == 3 * [["gather", "rows"]]
-
-
-SPLIT_BATCHES = """
-import jax
-jax.config.update("jax_num_cpu_devices", 2)
-import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from dpjax import clipped_grad, clipping
-from test_ghost import case
-
-mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
-split = NamedSharding(mesh, PartitionSpec("d"))
-refused = []
-for name in ("conv same", "conv grouped", "norms and pools", "attention", "tied embedding"):
-    loss, params, batch = case(name)
-    even = len(jax.tree.leaves(batch)[0]) // 2 * 2
-    whole = jax.tree.map(lambda x: x[:even], batch)
-    clipped = jax.jit(clipped_grad(loss, clipping.flat(0.2), "ghost"))
-    try:
-        found = jax.device_get(clipped(params, jax.device_put(whole, split)))
-    except jax.errors.JaxRuntimeError as error:
-        assert "lies on 2 devices" in str(error), (name, error)
-        refused.append(name)
-        continue
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6, err_msg=name),
-        found, jax.device_get(clipped(params, whole)))
-assert not refused, refused
-"""
-
-
-@pytest.mark.slow
-def test_batches_that_lie_on_two_devices_are_right_or_refused():
-    here = pathlib.Path(__file__).parent
-    script = [sys.executable, "-c", SPLIT_BATCHES]
-    subprocess.run(script, check=True, timeout=850, cwd=here)
 
 
 @pytest.mark.slow
@@ -862,7 +821,7 @@ def test_a_convolution_of_few_channels_is_itself(outputs, stride, padding):
     np.testing.assert_allclose(fast(x, kernel), written(x, kernel), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @kills(
     "gradients/_xla_cpu/convolution.py",
     "taken + reach - given - low",
@@ -897,25 +856,6 @@ def test_both_cotangents_of_a_convolution_are_those_of_jax(stride, options, padd
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("masked", [False, True], ids=["seen", "masked by the loss"])
-def test_a_broken_pixel_of_few_channels_stays_in_its_image(masked):
-    """Neighbours that are computed together share a NaN: only its own image loses its gradient."""
-
-    def loss(w, x):
-        y = lax.conv_general_dilated(x[None], w, (1, 1), "SAME", dimension_numbers=NHWC)
-        y = jnp.where(jnp.isfinite(y), y, 0.0) if masked else y
-        return jnp.sum(jnp.sin(y))
-
-    x, w = array(5, 6, 8, 3), array(3, 3, 3, 4, seed=1)
-    clipped = jax.jit(clipped_grad(loss, clipping.flat(0.5), "ghost"))
-    real = jnp.arange(5) != 1
-    want, got = clipped(w, x, real), clipped(w, x.at[1, 3, 2, 0].set(math.nan))
-    np.testing.assert_allclose(got.value, want.value, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(got.norms[real], want.norms[real], rtol=1e-6)
-    assert float(got.factors[1, 0]) == 0
-
-
 POOLS = {
     "small": ((6, 5), (2, 2), (1, 1), "VALID"),
     "with gaps": ((9, 7), (2, 2), (3, 3), "VALID"),
@@ -940,9 +880,8 @@ def test_a_max_pool_gives_each_cotangent_to_the_first_of_its_winners(name):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("names", [["a parameter padded with a parameter", "tied weights"]])
-def test_a_plain_gradient_is_that_of_jax(names):
-    loss, params, batch = together(names)
+def test_a_plain_gradient_is_that_of_jax():
+    loss, params, batch = case("tied weights")
     want = jax.grad(lambda p: jnp.mean(jax.vmap(loss, (None, 0))(p, batch)))(params)
     got = jax.jit(gradients.plain_grad(loss))(params, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
@@ -1002,9 +941,6 @@ def test_a_long_computation_of_parameters_alone_is_materialised():
             w = jnp.sin(w) + 0.01
         return jnp.vdot(w, x)
 
-    got = clipped_grad(loss, clipping.flat(0.7), "ghost")(array(3), array(4, 3))
-    want = clipped_grad(loss, clipping.flat(0.7), "vmap")(array(3), array(4, 3))
-    np.testing.assert_allclose(got.value, want.value, rtol=1e-5)
     assert "more than 100 equations" in gradients.explain(loss, array(3), array(3))
 
 
@@ -1055,7 +991,7 @@ def test_what_many_kernels_share_is_differentiated_once(start, kernels):
         shapes = [v.aval.shape for e in equations(program.jaxpr) for v in e.outvars]
         return np.array([len(shapes), sum(map(math.prod, shapes))])
 
-    params = start([array(8, 8, seed=i) for i in range(20)])
+    params = start([array(8, 8, seed=i) for i in range(10)])
     assert all(numbers("ghost") < 2 * numbers("vmap"))
 
 
@@ -1070,6 +1006,7 @@ def test_many_uses_of_a_leaf_are_no_quadratic_program():
     assert "gram" not in gradients.explain(loss, array(512, 512), array(512))
 
 
+@pytest.mark.slow
 def test_a_weight_decay_of_float32_parameters_runs_in_x64_mode():
     def loss(w, x):
         return 0.5 * jnp.sum((x @ w) ** 2) + 0.05 * jnp.sum(w**2)
@@ -1079,6 +1016,7 @@ def test_a_weight_decay_of_float32_parameters_runs_in_x64_mode():
         testing.assert_engines_agree(loss, FLAT, w, x, microbatch_sizes=(2,))
 
 
+@pytest.mark.slow
 def test_unusual_forms_of_usual_operations_are_followed():
     layer = jax.checkpoint(lambda w, x: jnp.sin(x @ w), prevent_cse=(True, False))
 
@@ -1088,16 +1026,6 @@ def test_unusual_forms_of_usual_operations_are_followed():
 
     params = {"w": jnp.ones((4, 3)), "scale": jnp.ones(())}
     testing.assert_engines_agree(loss, FLAT, params, array(5, 4), microbatch_sizes=(2,))
-
-
-@pytest.mark.slow
-def test_a_key_in_the_example_may_be_typed():
-    def loss(w, example):
-        x, key = example
-        return jnp.sum(jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0) @ w)
-
-    batch = array(5, 4), jax.random.split(KEY, 5)
-    testing.assert_engines_agree(loss, FLAT, array(4, 2), batch, microbatch_sizes=(2,))
 
 
 def convolve(x, w):
@@ -1152,6 +1080,20 @@ def test_a_broken_image_stays_alone_in_float64(engine, kernel):
         np.testing.assert_allclose(clipped(w, broken).value, clipped(w, x, real).value, rtol=1e-12)
 
 
+def test_a_weight_maps_broken_rows_apart():
+    """A weight may differentiate a convolution too, and drop the NaN of its own example."""
+
+    def weight(x):
+        kernel = jax.grad(lambda w: jnp.sum(jnp.sin(convolve(x, w))))(jnp.ones((3, 2, 2)))
+        return jnp.nan_to_num(jnp.sum(kernel))
+
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 2)))
+        run = jax.jit(functools.partial(nan_isolation.each, weight))
+        found, want = run(x.at[1].set(math.nan)), run(x)
+    np.testing.assert_allclose(found[jnp.arange(4) != 1], want[jnp.arange(4) != 1], rtol=1e-9)
+
+
 @pytest.mark.sample(1)
 @kills(
     "gradients/nan_isolation.py",
@@ -1180,6 +1122,7 @@ def test_a_broken_image_stays_alone_where_the_loss_wipes_it_out(engine):
     np.testing.assert_allclose(found.norms[others], want.norms[others], rtol=1e-12)
 
 
+@pytest.mark.slow
 @kills("gradients/nan_isolation.py", "return batches > 1 or (", "return (", slow=True)
 def test_a_broken_image_stays_alone_among_groups_of_channels():
     """In float32 as well: groups of a batch become places with zeros between them."""
@@ -1207,22 +1150,10 @@ def test_bfloat16_models_keep_float32_norms_and_sums():
         np.testing.assert_allclose(a, b, atol=0.02)
 
 
-@pytest.mark.slow
-def test_convolutions_of_bfloat16_may_be_summed_in_float32():
-    def model(p, x):
-        x, kernel = ((x * p["s"])[None].astype(jnp.bfloat16), p["kernel"].astype(jnp.bfloat16))
-        wide = {"dimension_numbers": NWC, "preferred_element_type": jnp.float32}
-        return lax.conv_general_dilated(x, kernel, (1,), "SAME", **wide)
-
-    params = {"kernel": array(3, 2, 4), "s": array(2, seed=1)}
-    batch = array(5, 6, 2, seed=2)
-    assert_ghost_agrees(squared(model), params, batch, clipping.flat(0.2), tolerance=2e-2)
-
-
 def test_a_parameter_that_breaks_all_examples_moves_nothing():
     loss = squared(lambda p, x: x + jnp.sqrt(p["b"]))
     params = {"b": jnp.array([0.0, 1.0, 4.0])}
-    found = clipped_grad(loss, clipping.flat(0.2), "ghost")(params, array(5, 3))
+    found = jax.jit(clipped_grad(loss, clipping.flat(0.2), "ghost"))(params, array(5, 3))
     assert found.value["b"].tolist() == [0, 0, 0]
 
 
@@ -1284,17 +1215,6 @@ def test_what_a_rematerialised_region_holds_is_found(name):
     # No leaf is materialised but the one that meets the data in a maximum.
     found = backward(Traced(loss), params, array(5, 4, seed=2)).gradients
     assert set(found) == ({0} if name == "a leaf meets the data" else set())
-
-
-@pytest.mark.slow
-def test_explain_names_every_leaf():
-    model = nn.Sequential([nn.Conv(4, (3, 3)), lambda x: x.reshape(-1), nn.Dense(3)])
-    params = model.init(KEY, jnp.zeros((8, 8, 1)))["params"]
-    words = gradients.explain(
-        losses.of(model, losses.cross_entropy), params, (jnp.zeros((8, 8, 1)), jnp.int32(0))
-    )
-    primitives = [line.split()[1] for line in words.splitlines()]
-    assert primitives == ["add", "conv_general_dilated", "add", "dot_general"]
 
 
 def test_tables_name_primitives_that_exist():

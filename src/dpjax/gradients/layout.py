@@ -122,17 +122,6 @@ def run_laid_out(
 
     Given devices take committed arrays with them. Without a choice arrays stay where they are,
     because the caller adds the result to others there.
-
-    Args:
-      call: The function, for the error about arrays on different devices.
-      request: What the user requests; the rest is chosen here.
-      engine: From the key, or None, to the engine.
-      loss: What the engine receives, and so the rest.
-      rule: The rule.
-      params: Parameters.
-      rows: The examples.
-      start: The sum to which this one is added.
-      key: For an engine that draws.
     """
     devices, example = request.devices, trees.one_row(rows.batch)
     parts = {"params": params, "batch": rows, "key": key, "start": start}

@@ -21,8 +21,7 @@ from dpjax.gradients._bookkeeping.ghost import backward, by_patches, wide_leaves
 from dpjax.gradients._bookkeeping.leaf_sums import into_table, summed, weighted_sum
 from dpjax.gradients.batching import Rows
 from dpjax.gradients.layout import Request, run_laid_out
-from dpjax.gradients.nan_isolation import differentiates_kernels
-from dpjax.gradients.sharding_checks import refuse_split
+from dpjax.gradients.nan_isolation import differentiates_kernels, refuse_split
 from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 

@@ -209,10 +209,6 @@ def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares]
     """A function that adds the clipped sum of a table to a total in place; None for other leaves.
 
     A batch uses few rows of a table. To write the sum out first would be a pass over zeros.
-
-    Args:
-      leaf: Which leaf.
-      entries: All its sites.
     """
     site = entries[0].site
     # Only for a table that is used once, as it is, outside of scans: then rows of the form are rows
@@ -279,15 +275,7 @@ def instantiated(
     leaves: Sequence[Array],
     exact: bool = True,
 ) -> dict[int, Float[Array, "batch ..."]]:
-    """Each example's gradients of some leaves, from all their sites.
-
-    Args:
-      by: Which leaves.
-      entries: All their sites.
-      forms: The form of each site, if it has one.
-      leaves: All leaves, in full precision.
-      exact: As in `placed`.
-    """
+    """Each example's gradients of some leaves, from all their sites; ``exact`` as in `placed`."""
     by_view, rest = dict[Any, list[Array]](), list[Entry]()
     for entry, form in zip(entries, forms, strict=True):
         if form is None or form.chosen:
