@@ -298,7 +298,7 @@ except ValueError as error:
 @kills("meshes.py", "and _is_even(", "or _is_even(", slow=True)
 @kills("trees.py", "None if isinstance(leaf, Tracer) else leaf.sharding", "None", slow=True)
 @kills("meshes.py", " and _devices(leaf.sharding) != devices", " and False", slow=True)
-@kills("gradients/layout.py", "if found.mesh and committed", "if False", slow=True)
+@kills("gradients/layout.py", "if chosen.mesh and committed", "if False", slow=True)
 def test_committed_arrays_and_states_of_other_meshes_run():
     """With several host devices, among which dpjax chooses."""
     program = [sys.executable, "-c", PLACES]

@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
 
 from dpjax import trees
 from dpjax.gradients import platforms
@@ -114,15 +113,13 @@ def _grouped_by_rows(run: Callable[[PyTree], PyTree], rows: PyTree) -> bool:
 
 def _leaky(run: Callable[[PyTree], PyTree], rows: PyTree) -> list[tuple[int, int]]:
     """The groups of each convolution that XLA may compile with zeros between groups."""
-    names = "feature_group_count", "batch_group_count"
-    kernels = convolutions(jax.make_jaxpr(run)(rows).jaxpr)
-    groups = [(e, *(e.params[name] for name in names)) for e in kernels]
-    return [
-        (features, batches) for e, features, batches in groups if _has_zeros(e, features, batches)
-    ]
-
-
-def _has_zeros(equation: JaxprEqn, features: int, batches: int) -> bool:
-    """Seen on CPU (jaxlib 0.10.2): groups of features are safe in float32 and narrower dtypes."""
-    arrays: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
-    return batches > 1 or (features > 1 and any(x.dtype.itemsize > 4 for x in arrays))
+    leaky: list[tuple[int, int]] = []
+    for equation in convolutions(jax.make_jaxpr(run)(rows).jaxpr):
+        parameters = equation.params
+        groups = parameters["feature_group_count"], parameters["batch_group_count"]
+        arrays: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
+        # Seen on CPU (jaxlib 0.10.2): groups of features are safe in float32 and narrower dtypes.
+        wide = any(x.dtype.itemsize > 4 for x in arrays)
+        if groups[1] > 1 or (groups[0] > 1 and wide):
+            leaky.append(groups)
+    return leaky

@@ -178,7 +178,8 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
         elif form is None and entire(leaves[leaf], [entry.site]):
             # The scaled cotangents of an elementwise use are the scaled gradients, so only their
             # sum remains to be taken.
-            part = _ones_times(instantiated([leaf], [entry], [None], leaves)[leaf])
+            gradients = instantiated([leaf], [entry], [None], leaves)[leaf]
+            part = weighted_sum(gradients, jnp.ones(len(gradients), gradients.dtype))
         else:
             part = _summing(leaf, entry, leaves)(entry.cotangent)
         total = total + part
@@ -316,13 +317,6 @@ def pulled(
         return pull(jax.tree.map(lambda c, y: c.astype(y.dtype), cotangents, outputs))[0]
 
     return back
-
-
-def _ones_times(x: Array) -> Array:
-    """The sum over the first axis, as a product: XLA's reduction over rows is slower on CPU."""
-    if not platforms.on_cpu():
-        return jnp.sum(x, axis=0)
-    return product("b,b...->...", jnp.ones(len(x), x.dtype), x)
 
 
 def added(parts: Sequence[Array]) -> Array:
