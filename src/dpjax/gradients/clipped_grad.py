@@ -93,9 +93,9 @@ def clipped_grad(
     hint = "Write dpjax.clipping.flat(1.0), and the like."
     checks.instance("clipped_grad", "rule", rule, Clipping, hint)
     engine = named("clipped_grad", engine)
-    microbatch_size = checked_size("clipped_grad", "microbatch_size", microbatch_size)
+    microbatch_size = checks.whole_or_none("clipped_grad", "microbatch_size", microbatch_size)
     if not isinstance(devices, Mesh):
-        devices = checked_size("clipped_grad", "devices", devices)
+        devices = checks.whole_or_none("clipped_grad", "devices", devices)
 
     def with_aux(params: PyTree, example: PyTree) -> tuple[Any, Any]:
         result: Any = loss(params, example) if has_aux else (loss(params, example), None)
@@ -198,8 +198,3 @@ def _held_weights(weights: Any, size: int, groups: int) -> Array:
     # A weight above 1 would pass the sensitivity; a NaN weight compares False and becomes 0.
     rows = weights if weights.ndim == 2 else weights[:, None]
     return jnp.broadcast_to(jnp.where(rows > 0, jnp.minimum(rows, 1), 0), (size, groups))
-
-
-def checked_size(call: str, name: str, size: Any) -> int | None:
-    """A whole number from 1, or None for a choice by dpjax."""
-    return checks.whole_or_none(call, name, size, "None leaves the choice to dpjax.")
