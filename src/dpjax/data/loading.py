@@ -98,8 +98,10 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
         test = _whole(parts["test"])
         dataset = Dataset(name, parts["train"], test, source.classes, source.note)
         return checked(dataset, source.shape, "TensorFlow Datasets")
-    (x, y), *rest = load(name, folder)[1:]
-    return Dataset(name, Stream(range(len(y)), example=lambda i: (x[i], y[i])), *rest)
+    loaded = load(name, folder)
+    x, y = loaded.train
+    rows = Stream(range(len(y)), example=lambda i: (x[i], y[i]))
+    return Dataset(name, rows, loaded.test, loaded.classes, loaded.note)
 
 
 def _whole(rows: Stream) -> Split:
