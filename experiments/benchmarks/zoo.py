@@ -29,6 +29,7 @@ from experiments.benchmarks import reporting
 from experiments.benchmarks.zoo_models import MODELS, Case
 
 Run = Callable[[Any, Any], Any]
+SMOKE = ["weight decay", "graph network"]
 
 
 def private(case: Case, bound: float, engine: str = "auto") -> Run:
@@ -100,7 +101,8 @@ def measure(case: Case, rounds: int, seconds: float) -> dict[str, float]:
 
 
 def main(asked: Any) -> None:
-    names = reporting.chosen("models", list(MODELS), asked.models)
+    some = asked.models or (SMOKE if asked.smoke else None)
+    names = reporting.chosen("models", list(MODELS), some)
     rounds = 1 if asked.smoke else asked.rounds
     report = reporting.begin(("jax", "jaxlib", "flax"), smoke=asked.smoke, rounds=rounds)
     report["models"] = {}
@@ -122,4 +124,4 @@ def main(asked: Any) -> None:
 if __name__ == "__main__":
     flags.DEFINE_list("models", None, "Names or how they begin; by default all.")
     flags.DEFINE_float("seconds", 3.0, "CPU seconds for the rounds of a model.", lower_bound=0.01)
-    reporting.run(main, smoke="Batches of 4, one round", rounds=11)
+    reporting.run(main, smoke="A few models, batches of 4, one round", rounds=11)
