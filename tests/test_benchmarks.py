@@ -23,13 +23,9 @@ def test_steps_run_and_say_which_peers_are_missing():
 
 
 @pytest.mark.slow
-def test_accountants_run_without_peers(tmp_path):
+def test_accountants_agree(tmp_path):
     out = tmp_path / "accounting.json"
-    absent = tmp_path / "no-such-python"
-    some = ["--seconds=10", f"--peers_python={absent}", "--out", out]
-    outcome = run("experiments.benchmarks.accounting", "--smoke", *some)
-    assert "peers: not run; `make bench-peers`" in outcome.stdout
-    assert "opacus" not in outcome.stdout
+    run("experiments.benchmarks.accounting", "--smoke", "--out", out)
     for rows in json.loads(out.read_text())["questions"].values():
         ours, theirs = (rows[f"{who} rdp"]["answer"] for who in ("dpjax", "dp-accounting"))
         assert ours == pytest.approx(theirs, rel=1e-4)
@@ -38,7 +34,7 @@ def test_accountants_run_without_peers(tmp_path):
 def test_a_worker_that_takes_too_long_is_stopped():
     from experiments.benchmarks import workers
 
-    worker = workers.Worker(sys.executable, "accounting", "dpjax", "rdp")
+    worker = workers.Worker(sys.executable, "compilation", "linear", "plain")
     assert worker.ask({}, seconds=0.01) == {"refused": "> 0.01 s", "late": True}
     worker.close()
 
