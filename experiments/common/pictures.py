@@ -78,12 +78,7 @@ def looks_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """The dash and the color of each line; an error if there are more lines than looks."""
     names = list(dict.fromkeys(names))
     if len(names) > len(LOOKS):
-        raise ValueError(
-            f"multi_panel_figure.draw: {len(names)} lines; a figure has at most {len(LOOKS)}, "
-            f"which is how many pairs of dash and color a reader can tell apart. Usually the rows "
-            f"of several sweeps were drawn together: draw fewer rows, or one line for a sweep. "
-            f"The lines are {', '.join(names)}."
-        )
+        raise ValueError(f"pictures.draw: {len(names)} lines; at most {len(LOOKS)} have a look.")
     return dict(zip(names, LOOKS, strict=False))
 
 
