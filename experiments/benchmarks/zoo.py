@@ -51,11 +51,6 @@ def plain(case: Case) -> Run:
     return jax.jit(jax.grad(mean))
 
 
-def norms_of(case: Case) -> jax.Array:
-    """Each example's norm, by the definition."""
-    return private(case, 1.0, "vmap")(case.params, case.batch)[1]
-
-
 def disagreement(case: Case, bound: float) -> float:
     """The relative difference from the definition, of the clipped sum or of the norms."""
     found, wanted = (
@@ -77,8 +72,8 @@ def cpu_seconds(run: Run, case: Case, times: int) -> float:
 
 def measure(case: Case, rounds: int, seconds: float) -> dict[str, float]:
     """The figures of one model."""
-    # Half of the examples are clipped.
-    bound = float(jnp.median(norms_of(case)))
+    _, norms = private(case, 1.0, "vmap")(case.params, case.batch)
+    bound = float(jnp.median(norms))  # half of the examples are clipped
     contestants = {"plain": plain(case), "private": private(case, bound)}
     first = {}
     for who, run in contestants.items():

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from dpjax import models
+from dpjax import features, models
 from experiments.finetuning import files, transformers
 
 PADDING, UNKNOWN, START, END = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
@@ -177,13 +177,7 @@ def published(folder: str | None) -> pathlib.Path:
 
 
 def features_of(tokens: np.ndarray, folder: str | None, directory: str) -> np.ndarray:
-    """The mean over tokens of each text, kept in a cache that is as secret as the texts.
-
-    Args:
-      tokens: ``[texts, positions]``.
-      folder: Where the package with the weights is.
-      directory: The folder of the cache.
-    """
+    """The mean over tokens of each text, kept in a cache that is as secret as the texts."""
     archive = published(folder)
 
     def compute(tokens: np.ndarray) -> np.ndarray:
@@ -201,5 +195,4 @@ def features_of(tokens: np.ndarray, folder: str | None, directory: str) -> np.nd
         return np.asarray(together(tokens))
 
     settings = {"weights": files.MINILM.sha256}
-    options: Any = {"settings": settings, "directory": directory, "name": "minilm"}
-    return files.cached_in_parts(compute, tokens, **options)
+    return features.cached(compute, tokens, settings=settings, directory=directory, name="minilm")
