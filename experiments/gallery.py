@@ -19,9 +19,8 @@ PAGE = """\
 # Gallery
 
 The figures of the five papers, drawn from the JSON files in `experiments/results` when this page
-is built; ``--figure=3 --plot=FILE`` of a paper's command draws one. A line is the median of its seeds, a band runs from
-the smallest to the largest, and epsilon is that of what ran here. Verdicts come from
-[the results](results.md)."""
+is built. A line is the median of its seeds, a band runs from the smallest to the largest, and
+epsilon is that of what ran here. Verdicts come from [the results](results.md)."""
 
 
 class Drawn(NamedTuple):
