@@ -113,7 +113,7 @@ def private_mean(
 ) -> tuple[PyTree, Any, PyTree]:
     """The private mean of one step, from its clipped sum: a pure function of its arguments.
 
-    ``key`` is the root key of the noise; ``memory``, ``lost`` and ``in_parts`` are those of
+    ``key`` is the root key of the noise; ``memory``, ``lost`` and ``in_parts`` are as in
     `add_noise`; an adapted bound has its scale at this step and the count ``below`` that it
     follows. Returns the mean, and the scale and the memory of the next step.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers by their names, for flags: those that are built from sizes alone, or a cycle."""
+"""Samplers by their names, for flags, where sizes and a cycle are enough to build one."""
 
 from __future__ import annotations
 
