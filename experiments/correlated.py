@@ -24,13 +24,14 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from absl import app, logging
 
 import dpjax
-from dpjax import clipping, data, features, models, sampling, strategies
+from dpjax import clipping, data, models, sampling, strategies
 from experiments.common import runs
+from experiments.scatternet import run as scatternet
+from experiments.scatternet.settings import ROWS, SMALL
 
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 METHODS = ("poisson", "banded", "buffered")
@@ -76,14 +77,8 @@ def error_of(mechanism: dpjax.Mechanism) -> float:
 @functools.lru_cache(maxsize=1)
 def prepared(dataset: str) -> data.Dataset:
     """Wavelet features, each example normalised by itself."""
-    found = runs.standardized(runs.loaded(dataset))
-    (x, y), (x_test, y_test) = found.train, found.test
-    scaled = jax.jit(partial(features.group_norm, groups=27 * x.shape[-1]))
-    x, x_test = (
-        scaled(jnp.asarray(features.scattered(part, directory=runs.CACHE_DIR.value)))
-        for part in (x, x_test)
-    )
-    return found._replace(train=(x, y), test=(x_test, y_test))
+    row = next(row for row in {**ROWS, **SMALL}.values() if row.dataset == dataset)
+    return scatternet.prepared(row._replace(scaled="group"), jax.random.key(0))
 
 
 def run(

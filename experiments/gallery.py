@@ -76,10 +76,12 @@ def rows_of(paper: Paper) -> Mapping[str, Any]:
     """The rows of a results file, each run with the sound epsilon of its row, where it is known."""
     rows = tables.load(paper.name)["rows"]
     known = tables.load("epsilons")[paper.name]
-    for row in set(rows) & set(known):
-        for run in rows[row].values():
-            run["rdp"] = float(known[row][1] or "inf")  # estimated norms have no bound by RDP
-    return rows
+    # Estimated norms have no bound by RDP.
+    rdp = {row: {"rdp": float(known[row][1] or "inf")} for row in set(rows) & set(known)}
+    return {
+        row: {seed: {**run, **rdp.get(row, {})} for seed, run in seeds.items()}
+        for row, seeds in rows.items()
+    }
 
 
 def drawn(papers: Sequence[Paper]) -> Iterator[Drawn]:

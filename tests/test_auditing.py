@@ -26,33 +26,6 @@ def test_the_audit_sees_a_step_that_is_not_as_stated():
         assert separation == pytest.approx(1 / multiplier, rel=0.02)
 
 
-def one_run(multiplier, *, steps=20, canaries=1000):
-    """Trains once with 1,000 one-hot canaries, each included by a fair coin; guesses members."""
-    members = np.random.default_rng(0).random(canaries) < 0.5
-    data = jnp.asarray(np.eye(canaries, dtype=np.float32) * members[:, None])
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.full(canaries),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=multiplier,
-        steps=steps,
-    )
-    algorithm = dpjax.dpsgd(lambda w, x: -jnp.vdot(w, x), optax.sgd(1.0), mechanism, data)
-    state = algorithm.init(jnp.zeros(canaries), jax.random.key(0))
-    state, _ = dpjax.fit(algorithm, state, progress=False)
-    right, made = auditing.guess_members(np.asarray(state.params), members, guesses=200)
-    found = auditing.epsilon_lower_bound(right, made, canaries=canaries, delta=1e-5)
-    return found, mechanism.epsilon(1e-5, "pld")
-
-
-@pytest.mark.slow
-def test_one_run_refutes_a_run_without_noise_alone():
-    found, claimed = one_run(multiplier=9.0)
-    assert 0.3 < found <= claimed
-    found, infinite = one_run(multiplier=0.0)
-    assert found > claimed
-    assert infinite == np.inf
-
-
 @kills(
     "auditing/canaries.py",
     "np.lexsort((ties, scores))",
@@ -202,12 +175,9 @@ def test_a_step_separates_as_its_mechanism_allows(name):
     assert 0 < found.epsilon(1e-5) < found.claimed_epsilon(1e-5)
 
 
-@kills(
-    "auditing/algorithm_step.py", "1.0 if instead is None else 2.0", "2.0", case="None", slow=True
-)
+@kills("auditing/algorithm_step.py", "1.0 if instead is None else 2.0", "2.0", slow=True)
 @pytest.mark.slow
-@pytest.mark.parametrize("instead", [None, 7])
-def test_half_of_the_noise_is_found_for_replace_one_neighbours(instead):
+def test_half_of_the_noise_is_found_for_replace_one_neighbours():
     """A program that runs with a multiplier of 1.01, and claims 2."""
     sampler = sampling.fixed(8, 4)
 
@@ -215,7 +185,7 @@ def test_half_of_the_noise_is_found_for_replace_one_neighbours(instead):
         runs = descent(noise_multiplier=1.01)(sampler)
         return dataclasses.replace(runs, mechanism=described(sampler, noise_multiplier=2.0))
 
-    assert separation(build, sampler, instead=instead, pairs=32).refutes
+    assert separation(build, sampler, pairs=32).refutes
 
 
 def quiet_noise(monkeypatch):
@@ -237,21 +207,11 @@ def silent_count(monkeypatch):
     monkeypatch.setattr("dpjax.mechanism.link.noise", zero)
 
 
-def few_projections(monkeypatch):
-    estimated = dpjax.gradients._estimated_norms.jl.estimated_norms
-
-    def fewer(loss, projections, *more):
-        return estimated(loss, projections // 10, *more)
-
-    monkeypatch.setattr("dpjax.gradients._estimated_norms.jl.estimated_norms", fewer)
-
-
 JL = (descent(clipping.jl(1.0, PROJECTIONS)), {"keys": 200})
 BROKEN = {
-    "less noise": (quiet_noise, descent(), {}),
-    "long gradients": (long_gradients, descent(), {}),
-    "a count without noise": (silent_count, descent(adaptive=ADAPTED), {}),
-    "few projections": (few_projections, *JL),
+    "less noise": (quiet_noise, descent()),
+    "long gradients": (long_gradients, descent()),
+    "a count without noise": (silent_count, descent(adaptive=ADAPTED)),
 }
 
 
@@ -259,12 +219,11 @@ BROKEN = {
 @kills("auditing/algorithm_step.py", "max(self.lower) <= self", "max(self.lower) > self", slow=True)
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_step_is_found(name, monkeypatch):
-    breaks, build, options = BROKEN[name]
+    breaks, build = BROKEN[name]
     breaks(monkeypatch)
-    found = separation(build, **options)
+    found = separation(build)
     assert found.refutes
-    if found.projections is None:
-        assert found.epsilon(1e-5) > found.claimed_epsilon(1e-5)
+    assert found.epsilon(1e-5) > found.claimed_epsilon(1e-5)
 
 
 @pytest.mark.parametrize("projections", [None, PROJECTIONS])
@@ -419,6 +378,9 @@ def test_every_release_scores_the_canaries():
     assert 0.5 < found <= claimed
     # Less what is expected of all rows, so that scores of members and others differ in sign.
     assert abs(np.mean(scores)) < 0.3 * np.std(scores)
+    found, infinite, _ = with_canaries(0.0)
+    assert found > 3.4, "every guess is right"
+    assert infinite == math.inf
 
 
 @pytest.mark.slow

@@ -231,17 +231,6 @@ def test_what_a_kill_left_half_written_is_no_checkpoint(tmp_path):
     assert (steps_of(tmp_path), saved(tmp_path)) == ([2, 4, 6], [3, 4, 6])
 
 
-def test_rows_that_are_gone_are_told_and_a_folder_without_a_run_is_refused(tmp_path, caplog):
-    algorithm = runs.make(steps=6)
-    runs.cut_off(tmp_path, algorithm, after=4, evaluate_every=2, save_every=None)
-    (tmp_path / "metrics.jsonl").write_text("")
-    runs.fit(tmp_path, algorithm, steps=5, evaluate_every=5)
-    assert "1 rows are missing" in caplog.text
-    (tmp_path / "run.json").unlink()
-    with pytest.raises(ledger.Refused, match=r"run\.json is gone"):
-        runs.fit(tmp_path, algorithm)
-
-
 # --- Changed, copied and forked -------------------------------------------------------------------
 
 
@@ -333,9 +322,9 @@ def test_forks_of_a_run_share_no_noise(tmp_path, fork):
 def candidates(folder):
     """All keys that the leaves of a folder's last checkpoint could be, by name."""
     checkpoints = training.Checkpoints(folder / "checkpoints")
-    numbers, names, _ = checkpoints._read(checkpoints.manager.latest_step())
+    named, _ = checkpoints._read(checkpoints.manager.latest_step())
     checkpoints.close()
-    for name, leaf in zip(names, numbers, strict=True):
+    for name, leaf in named.items():
         words = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
         for start in range(0, min(len(words), 64) - 7, 4):
             key = words[start : start + 8].view(np.uint32)
@@ -635,7 +624,10 @@ def test_a_forgotten_run_makes_room_and_files_of_others_stay(tmp_path):
 def test_what_a_run_is_says_nothing_of_its_key(tmp_path):
     texts = []
     for seed in (0, 1):
-        algorithm = runs.make(steps=2)
-        runs.fit(tmp_path / str(seed), algorithm, runs.start(algorithm, jax.random.key(seed)))
-        texts.append((tmp_path / str(seed) / "run.json").read_text())
+        algorithm, folder = runs.make(steps=2), tmp_path / str(seed)
+        state = runs.start(algorithm, jax.random.key(seed))
+        runs.fit(folder, algorithm, state, configuration={"mine": 3, "randomness": "fresh"})
+        texts.append((folder / "run.json").read_text())
     assert texts[0] == texts[1]
+    run = json.loads(texts[0])
+    assert (run["mine"], run["randomness"]) == (3, "supplied"), "facts of the run come last"

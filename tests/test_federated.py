@@ -18,7 +18,7 @@ from killable_runs import dies_after
 from mutation import kills
 
 import dpjax
-from dpjax import clipping, federated, noise, sampling, training, trees, types
+from dpjax import clipping, federated, sampling, training
 from dpjax.federated import local, rounds
 from dpjax.federated.fedavg import recipe_of
 from dpjax.training.recipe import bound_to
@@ -391,17 +391,6 @@ def test_the_divisor_does_not_depend_on_who_was_drawn():
     assert len(drawn) > 2
 
 
-@pytest.mark.slow
-def test_an_empty_draw_is_a_round_of_pure_noise():
-    plan = mechanism(1000, sampler=sampling.poisson(1000, 0.001), multiplier=1.0)
-    state, info = first_round(fedavg(some_clients(*[2] * 1000), plan))
-    assert int(info.clients) == int(info.examples) == 0
-    key = trees.step_key(jax.random.key(0), types.Purpose.NOISE, 0)
-    draw = trees.random_like(noise.standard_normal, key, jnp.zeros(3))
-    np.testing.assert_allclose(state.params, -draw * (1 + 2**-10) / 0.001, rtol=1e-5)
-    assert all(np.isnan(x).all() for x in (info.loss, info.norm, info.clipped))
-
-
 # As any algorithm ----------------------------------------------------------------------
 
 
@@ -474,13 +463,9 @@ VALUES_REFUSED = {
     "nor estimated norms": own(2, mechanism(2, rule=clipping.jl(1.0, 30))),
     "2 clients and 3 weights": own(2, mechanism(2), weights=Weights(values=np.ones(3))),
     "total=0.0.: expected a finite": lambda: Weights(values=[1], total=0.0),
-    "none of 2 clients": lambda: some_clients(0, 0),
     "from 0 to 2, for each of 3 rows": lambda: Clients.split(np.ones((3, 2)), [0, 1, 5], clients=3),
     "expected one of local_epochs": work(local_epochs=None),
     r"local_batch_size=.*expected a": work(local_batch_size=2.5),
-    r"a metric of shape \(3,\)": lambda: federated.scores(
-        lambda params, x: x, None, some_clients(1)
-    ),
     r"^federated\.fedavg: .*real scalar": lambda: start(work(loss=lambda w, x: w - x)()),
 }
 

@@ -319,7 +319,7 @@ def test_a_card_of_another_mechanism_is_not_believed(changes, tmp_path):
 
 def test_a_card_of_another_format_is_refused_with_what_to_do(tmp_path):
     path = write(tmp_path, card={"format": "dpjax privacy card 1", "noise": {}})
-    with pytest.raises(ValueError, match=r"privacy.json: .* format 1; expected format"):
+    with pytest.raises(ValueError, match=r"privacy.json: .* format 1; expected 4"):
         load_run.read(path)
 
 

@@ -193,16 +193,6 @@ def test_what_runs_is_what_is_accounted_to_the_bit():
     np.testing.assert_array_equal(run, algorithm.mechanism.multipliers)
 
 
-def test_a_budget_is_kept():
-    budget = ledger.Budget(epsilon=1.0, delta=1e-3)
-    algorithm = chain(rate=1e-2, rule=clipping.flat(1.0), steps=2000, budget=budget)
-    fits = ledger.affordable(algorithm.mechanism, budget)
-    assert 0 < fits < 2000
-    state, _ = after(algorithm, fits, jnp.zeros(3))
-    with pytest.raises(ledger.Refused, match="the budget is 1"):
-        algorithm.step(state)
-
-
 @pytest.mark.slow
 def test_a_killed_run_ends_the_same_to_the_last_bit(tmp_path):
     """Samples too: some were taken before the death, some after it."""
@@ -247,7 +237,7 @@ def test_the_ring_holds_the_last_ones_in_order(burn_in, every, steps):
     if kept:
         assert training.samples(state)["w"].tolist() == [[t, t] for t in kept]
     else:
-        with pytest.raises(ValueError, match="the first one is every= steps after the burn-in"):
+        with pytest.raises(ValueError, match="steps that ran kept no sample"):
             training.samples(state)
 
 
@@ -265,7 +255,6 @@ REFUSED = {
         r"0\.0 at step 3 of 4",
     ),
     "no bound": ({"rule": clipping.flat(math.inf)}, "rule.sensitivity=inf"),
-    "no step after the burn-in": ({"burn_in": 4}, "no sample would be kept"),
 }
 
 
@@ -276,9 +265,7 @@ def test_what_means_nothing_is_refused(case):
         chain(**settings)
 
 
-def test_narrow_parameters_are_refused_and_runs_are_named():
-    with pytest.raises(TypeError, match="narrow dtype rounds steps to zero"):
-        chain().init({"w": jnp.zeros(3, jnp.bfloat16)})
+def test_errors_and_runs_are_named():
     with pytest.raises(ValueError, match=r"^training\.dp_sgld: the data hold 9 examples"):
         training.dp_sgld(flat, 1e-4, sampling.poisson(10, 2), WIDE, 4, np.zeros((9, 3)))
     identity = chain().identity(chain().init(jnp.zeros(3)))

@@ -32,13 +32,6 @@ def test_a_broken_rule_is_caught():
         testing.assert_sensitivity(rule, GRADIENTS)
 
 
-def test_a_chain_with_changed_settings_is_measured_too():
-    def chain(rate):
-        return optax.chain(clipping.clip_and_sum(RULE), noise.gaussian(1.0, RULE), optax.sgd(rate))
-
-    testing.assert_private(optax.inject_hyperparams(chain)(rate=0.1), jnp.zeros(5))
-
-
 def test_a_broken_engine_is_caught(monkeypatch):
     def forgetful(loss, rule, params, rows, start):
         rows = rows._replace(mask=rows.mask.at[0].set(False))
@@ -132,7 +125,6 @@ def test_multipliers_of_all_kinds_are_measured(name):
         testing.assert_private(chain, PARAMS, steps=0)
 
 
-@kills("testing.py", "if len(found) != len(batches):", "if False:", case="bare", slow=True)
 @kills(
     "testing.py",
     "if not least - tolerance <= ratio <= drawn + tolerance:",
@@ -158,10 +150,9 @@ BEFORE = {
         optax.stateless(lambda g, _: jax.tree.map(partial(jnp.nan_to_num, nan=1.0), g)),
         None,
     ),
-    "global norm": (optax.clip_by_global_norm(1.0), "sees several examples"),
+    "global norm": (optax.clip_by_global_norm(1.0), "see several examples"),
     "a guard": (optax.apply_if_finite(optax.identity(), 5), "an example of NaN .*several examples"),
     "momentum": (optax.trace(0.9), "step 1.*expected 0.*earlier batches"),
-    "lengths": (optax.scale_by_rms(), "step 1.*expected 0.*earlier batches"),
 }
 
 
@@ -202,8 +193,6 @@ def lengths(g):
 LEAKS = {
     "the gradients": lambda u, g: u + 1e-9 * g.mean(axis=0),
     "the clipped sum": lambda u, g: u + jnp.tensordot(1 / jnp.maximum(1, lengths(g)), g, 1),
-    "how many are clipped": lambda u, g: u * jnp.mean(lengths(g) > 1),
-    "whether one is long": lambda u, g: u * jnp.any(lengths(g) > 1e3),
     "how many are drawn": lambda u, g: u / jnp.sum(lengths(g) != 0),
     "whether one is NaN": lambda u, g: u * jnp.isfinite(lengths(g)).all(),
     "nothing": lambda u, g: u * len(g),
@@ -211,7 +200,7 @@ LEAKS = {
 
 
 @pytest.mark.sample(3)
-@kills("testing.py", "if not _equal(updates, again):", "if False:", case="the gradients", slow=True)
+@kills("testing.py", "fingerprint(updates) != trees.", "fingerprint(again) != trees.", slow=True)
 @pytest.mark.parametrize("name", LEAKS)
 def test_gradients_beside_the_noise_are_found(name):
     chain = leaking(FULL.private(), LEAKS[name])

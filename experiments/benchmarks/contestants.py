@@ -10,7 +10,6 @@ sharded.  Contestants called plain (`plain`) are not private.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -115,15 +114,25 @@ def peer(python: str, name: str, workload: str, batch_size: int, **env: str) -> 
     )
 
 
-def for_noise(loss: Any, engine: str) -> Any:
-    """The clipped sum of one engine, as a noise link takes it."""
-    clipped = dpjax.clipped_grad(loss, clipping.flat(BOUND), engine)
-    return lambda params, batch: clipped(params, batch).sum
+def jax_privacy(loss: Any, batch_size: int, microbatch_size: int | None = None) -> Any:
+    """jax_privacy's clipped gradient, and its noise."""
+    from jax_privacy import clipping as theirs
+    from jax_privacy import noise_addition
+
+    gradient = theirs.clipped_grad(
+        loss,
+        l2_clip_norm=BOUND,
+        normalize_by=batch_size,
+        keep_batch_dim=False,
+        microbatch_size=microbatch_size,
+    )
+    deviation, key = NOISE_MULTIPLIER * BOUND / batch_size, jax.random.key(SEED)
+    return gradient, noise_addition.gaussian_privatizer(stddev=deviation, prng_key=key)
 
 
-def in_this_process(loss: Any, params: Any, batch: Any) -> dict[str, Callable[[], Contestant]]:
-    """Name -> what makes the contestant, for all that JAX and dpjax need no peer for."""
-    batch_size, key = len(batch[1]), jax.random.key(SEED)
+def of_jax(loss: Any, batch_size: int) -> dict[str, tuple[Any, optax.GradientTransformation]]:
+    """By name the gradients of JAX, dpjax and Optax, each with what makes it private."""
+    key = jax.random.key(SEED)
     mechanism = dpjax.Mechanism(
         sampling=sampling.poisson(examples=60_000, batch_size=batch_size),
         clipping=clipping.flat(BOUND),
@@ -134,23 +143,24 @@ def in_this_process(loss: Any, params: Any, batch: Any) -> dict[str, Callable[[]
     def mean_loss(params: Any, batch: Any) -> Any:
         return jnp.mean(jax.vmap(loss, (None, 0))(params, batch))
 
-    makes = {
+    def clipped_sum(engine: str) -> Any:
+        clipped = dpjax.clipped_grad(loss, clipping.flat(BOUND), engine)
+        return lambda params, batch: clipped(params, batch).sum
+
+    programs = {
         "plain": (jax.grad(mean_loss), optax.identity()),  # as users write it
         # In microbatches, by the means of the private one.
         "plain fast": (gradients.plain_grad(loss), optax.identity()),
     }
     for engine in (*gradients.ENGINES, "auto"):
-        makes[f"dpjax {engine}"] = (for_noise(loss, engine), mechanism.privatize(key))
+        programs[f"dpjax {engine}"] = (clipped_sum(engine), mechanism.privatize(key))
     # Correlated noise with 16 bands, beside the white noise of "dpjax auto".
     banded = dataclasses.replace(
         mechanism,
         sampling=sampling.cyclic_poisson(60_000, batch_size, cycle=16),
         noise=strategies.square_root(STEPS, bands=16),
     )
-    makes["16 bands"] = (for_noise(loss, "auto"), banded.privatize(key))
+    programs["16 bands"] = (clipped_sum("auto"), banded.privatize(key))
     aggregate = contrib.differentially_private_aggregate(BOUND, NOISE_MULTIPLIER, key)
-    makes["optax.contrib"] = (jax.vmap(jax.grad(loss), (None, 0)), aggregate)
-    return {
-        name: functools.partial(compiled, gradient, link, params, batch)
-        for name, (gradient, link) in makes.items()
-    }
+    programs["optax.contrib"] = (jax.vmap(jax.grad(loss), (None, 0)), aggregate)
+    return programs

@@ -31,9 +31,9 @@ import optax
 from absl import flags
 
 import dpjax
-from dpjax import clipping, losses, models, noise, sampling
+from dpjax import clipping, losses, models, noise
 from experiments.benchmarks import contestants, reporting, steps, workers, workloads
-from experiments.benchmarks.contestants import BOUND, NOISE_MULTIPLIER, Contestant, Refused
+from experiments.benchmarks.contestants import BOUND, Contestant, Refused
 from experiments.benchmarks.workloads import CLASSES, SEED, WORKLOADS, Workload
 from experiments.common import markdown
 
@@ -117,41 +117,24 @@ def adapted(loss: Callable[[Any, Any], Any], frozen: Any) -> Callable[[Any, Any]
     return of_adapters
 
 
-def gradient_of(step: str, loss: Any, batch_size: int) -> tuple[Any, optax.GradientTransformation]:
-    """A gradient ``(params, batch) -> tree`` of a step in `STEPS`, and what makes it private."""
-    key = jax.random.key(SEED)
-    if step in ("plain", "noised"):
-
-        def mean_loss(params: Any, batch: Any) -> Any:
-            return jnp.mean(jax.vmap(loss, (None, 0))(params, batch))
-
-        return jax.grad(mean_loss), optax.identity() if step == "plain" else noised(key)
-    if step == "jax_privacy":
-        from jax_privacy import clipping as theirs
-        from jax_privacy import noise_addition
-
-        gradient = theirs.clipped_grad(
-            loss, l2_clip_norm=BOUND, normalize_by=batch_size, keep_batch_dim=False
-        )
-        deviation = NOISE_MULTIPLIER * BOUND / batch_size
-        return gradient, noise_addition.gaussian_privatizer(stddev=deviation, prng_key=key)
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(examples=60_000, batch_size=batch_size),
-        clipping=clipping.flat(BOUND),
-        noise_multiplier=NOISE_MULTIPLIER,
-        steps=contestants.STEPS,
-    )
-    return contestants.for_noise(loss, step), mechanism.privatize(key)
-
-
-def noised(key: Any) -> optax.GradientTransformation:
+def noised(gradient: Any) -> Any:
     """Adds noise to a plain gradient: no private step can cost less."""
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        del params
-        return jax.tree.map(lambda x: x + noise.standard_normal(key, x.shape), updates), state
+    def noisy(params: Any, batch: Any) -> Any:
+        key, plain = jax.random.key(SEED), gradient(params, batch)
+        return jax.tree.map(lambda x: x + noise.standard_normal(key, x.shape), plain)
 
-    return optax.GradientTransformation(lambda _: (), update)
+    return noisy
+
+
+def program(step: str, loss: Any, batch_size: int) -> tuple[Any, optax.GradientTransformation]:
+    """A gradient ``(params, batch) -> tree`` of a step in `STEPS`, and what makes it private."""
+    if step == "jax_privacy":
+        return contestants.jax_privacy(loss, batch_size)
+    programs = contestants.of_jax(loss, batch_size)
+    if step == "noised":
+        return noised(programs["plain"][0]), optax.identity()
+    return programs["plain" if step == "plain" else f"dpjax {step}"]
 
 
 def contestant(step: str, loss: Any, params: Any, given: Any) -> Contestant:
@@ -160,9 +143,9 @@ def contestant(step: str, loss: Any, params: Any, given: Any) -> Contestant:
 
     def gradient(params: Any, given: Any) -> Any:
         frozen, batch = given
-        return gradient_of(step, functools.partial(loss, frozen), size)[0](params, batch)
+        return program(step, functools.partial(loss, frozen), size)[0](params, batch)
 
-    _, link = gradient_of(step, functools.partial(loss, given[0]), size)
+    _, link = program(step, functools.partial(loss, given[0]), size)
     return refusing(contestants.compiled(gradient, link, params, given))
 
 

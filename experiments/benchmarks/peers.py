@@ -30,29 +30,18 @@ MICROBATCHES = (None, 64, 16)  # of jax_privacy; None is the whole batch in one
 
 def with_jax_privacy(task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """jax_privacy's clipped gradient and noise, each microbatch size tried for one warm step."""
-    found = versions("jax_privacy", "jax")  # first, for it says what is missing
+    package = versions("jax_privacy", "jax")  # first, for it says what is missing
     import jax
-    from jax_privacy import clipping, noise_addition
 
     from experiments.benchmarks import contestants, workloads
 
-    batch_size, bound = task["batch_size"], task["bound"]
+    batch_size = task["batch_size"]
     problem = workloads.WORKLOADS[task["workload"]]._replace(batch_size=batch_size)
     loss, params, batch = workloads.problem(problem)
     tried = {}
     for size in (s for s in MICROBATCHES if s is None or s < batch_size):
-        clipped = clipping.clipped_grad(
-            loss,
-            l2_clip_norm=bound,
-            normalize_by=batch_size,
-            keep_batch_dim=False,
-            microbatch_size=size,
-        )
-        noise = noise_addition.gaussian_privatizer(
-            stddev=task["noise_multiplier"] * bound / batch_size,
-            prng_key=jax.random.key(workloads.SEED),
-        )
-        made = contestants.compiled(clipped, noise, params, batch)
+        gradient, noise = contestants.jax_privacy(loss, batch_size, size)
+        made = contestants.compiled(gradient, noise, params, batch)
         first = made.run(1)
         tried[size] = (made.run(1), first, made)
     best = min(tried, key=lambda size: tried[size][0])
@@ -63,9 +52,8 @@ def with_jax_privacy(task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         "note": f"microbatch {best or batch_size}",
         "first_s": first,
         "microbatches_ms": {str(size or batch_size): 1e3 * t for size, (t, *_) in tried.items()},
-        "versions": found,
+        "versions": package,
     }
-    tried.clear()
 
     def take(steps: int) -> dict[str, Any]:
         return {"seconds": made.run(steps), "sound": made.sound(), "memory": made.memory()}

@@ -14,6 +14,7 @@ PyTorch's above parameters and batch.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import pathlib
@@ -30,7 +31,8 @@ from experiments.benchmarks.contestants import (
     PEERS,
     Contestant,
     Refused,
-    in_this_process,
+    compiled,
+    of_jax,
     peer,
 )
 from experiments.benchmarks.workloads import SEED, WORKLOADS, problem
@@ -92,7 +94,10 @@ def measure(
 ) -> dict[str, Any]:
     """One workload: first steps, then the rounds."""
     loss, params, batch = problem(WORKLOADS[name]._replace(batch_size=batch_size))
-    makes = in_this_process(loss, params, batch)
+    makes = {
+        who: functools.partial(compiled, gradient, link, params, batch)
+        for who, (gradient, link) in of_jax(loss, batch_size).items()
+    }
     for who in PEERS:
         makes[who] = lambda who=who: peer(str(python), who, name, batch_size)
     names = reporting.chosen("contestants", list(makes), words, always=("plain",))

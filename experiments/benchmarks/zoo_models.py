@@ -7,7 +7,6 @@ write them: nothing in them knows of per-example gradients. `MODELS` holds them 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.linen.initializers import he_normal, lecun_normal, normal, ones, zeros
 from jax import lax
 
 Array = jax.Array
-WIDTHS = (256, 256, 256, 10)  # of perceptrons
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
@@ -37,148 +36,120 @@ class Draw:
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
 
-    def normal(self, *shape: int, scale: float = 1.0) -> Array:
-        return jnp.asarray(self.rng.normal(scale=scale, size=shape), jnp.float32)
-
-    def matrix(self, *shape: int) -> Array:
-        return self.normal(*shape, scale=1 / np.sqrt(np.prod(shape[:-1])))
+    def normal(self, *shape: int) -> Array:
+        return jnp.asarray(self.rng.normal(size=shape), jnp.float32)
 
     def below(self, limit: int, *shape: int) -> Array:
         return jnp.asarray(self.rng.integers(limit, size=shape), jnp.int32)
 
-    def dense(self, inputs: int, outputs: int) -> dict[str, Array]:
-        return {"w": self.matrix(inputs, outputs), "b": jnp.zeros(outputs)}
 
-    def labelled(self, size: int, *shape: int) -> tuple[Array, Array]:
-        """Noise, with labels of ten classes."""
-        return self.normal(size, *shape), self.below(10, size)
-
-
-def classified(logits: Callable[..., Any], params: Any, batch: Any) -> Case:
-    """The cross-entropy of a function of parameters and inputs; the label is last."""
+def of_module(module: nn.Module, batch: tuple[Array, ...], error: Any = cross_entropy) -> Case:
+    """The error of a Flax module's output; the last array of the batch holds the targets."""
+    params = jax.jit(module.init)(jax.random.key(0), *(x[0] for x in batch[:-1]))["params"]
 
     def loss(params: Any, example: Any) -> Array:
-        *inputs, label = example
-        return cross_entropy(logits(params, *inputs), label)
+        *inputs, target = example
+        return error(module.apply({"params": params}, *inputs), target)
 
     return Case(loss, params, batch)
 
 
-def of_module(module: nn.Module, batch: tuple[Array, Array]) -> Case:
-    """A Flax module that returns logits, with its parameters."""
-    params = jax.jit(module.init)(jax.random.key(0), batch[0][0])["params"]
-    return classified(lambda params, x: module.apply({"params": params}, x), params, batch)
+def classifier(module: nn.Module, *shape: int) -> Callable[[int], Case]:
+    """A module that maps noise of a shape to logits of ten classes."""
+
+    def case(size: int) -> Case:
+        draw = Draw()
+        return of_module(module, (draw.normal(size, *shape), draw.below(10, size)))
+
+    return case
 
 
-def apply(layer: dict[str, Array], x: Array) -> Array:
-    return x @ layer["w"] + layer["b"]
-
-
-def rms(x: Array, scale: Array | float = 1.0) -> Array:
-    return x * lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
+def mean_square(prediction: Array, target: Array) -> Array:
+    return jnp.mean((prediction - target) ** 2)
 
 
 # Parameters alone -----------------------------------------------------------------------
 
 
+class Perceptron(nn.Module):
+    normalised: bool = False
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        for width in (256, 256, 10):
+            layer = nn.Dense(width)
+            x = (nn.WeightNorm(layer) if self.normalised else layer)(x)
+            x = x if width == 10 else nn.relu(x)
+        return x
+
+
 def weight_decay_in_the_loss(size: int) -> Case:
-    """An MLP whose loss holds half the squared norm of its parameters."""
-    draw = Draw()
-    layers = [draw.dense(*pair) for pair in itertools.pairwise((784, 256, 256, 10))]
+    """The loss holds half the squared norm of the parameters."""
+    case = classifier(Perceptron(), 784)(size)
 
     def loss(params: Any, example: Any) -> Array:
-        x, y = example
-        for layer in params[:-1]:
-            x = jax.nn.relu(apply(layer, x))
         decay = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
-        return cross_entropy(apply(params[-1], x), y) + 5e-4 * decay
+        return case.loss(params, example) + 5e-4 * decay
 
-    return Case(loss, layers, draw.labelled(size, 784))
+    return case._replace(loss=loss)
 
 
-def hypernetwork(size: int) -> Case:
-    """Layer embeddings generate the kernels of a residual MLP (static hypernetwork)."""
-    draw, width = Draw(), 64
-    params = {
-        "codes": draw.normal(4, 16),
-        "hidden": draw.dense(16, 32),
-        "out": {"w": draw.matrix(32, width * width) / 8, "b": jnp.zeros(width * width)},
-        "first": draw.dense(64, width),
-        "last": draw.dense(width, 10),
-    }
+class Hypernetwork(nn.Module):
+    """Layer embeddings generate the kernels of a residual perceptron (static hypernetwork)."""
 
-    def logits(params: Any, x: Array) -> Array:
-        h = apply(params["first"], x)
-        for code in params["codes"]:
-            kernel = apply(params["out"], jnp.tanh(apply(params["hidden"], code)))
-            h = h + jax.nn.relu(h @ kernel.reshape(width, width))
-        return apply(params["last"], h)
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        hidden, out = nn.Dense(32), nn.Dense(64 * 64, kernel_init=normal(0.02))
+        h = nn.Dense(64)(x)
+        for code in self.param("codes", normal(1.0), (4, 16)):
+            h = h + nn.relu(h @ out(jnp.tanh(hidden(code))).reshape(64, 64))
+        return nn.Dense(10)(h)
 
-    return classified(logits, params, draw.labelled(size, 64))
+
+class HypernetworkOfTheExample(nn.Module):
+    """The example generates the weights of a small network over its points (an implicit field)."""
+
+    width: int = 16
+
+    @nn.compact
+    def __call__(self, x: Array, places: Array) -> Array:
+        n = self.width
+        cuts = np.cumsum([2 * n, n, n * n, n, n])
+        weights = nn.Dense(int(cuts[-1]))(nn.relu(nn.Dense(64)(x)))
+        a, b, c, d, e = jnp.split(weights, cuts[:-1])
+        h = jnp.sin(places @ a.reshape(2, n) + b)
+        return jnp.sin(h @ c.reshape(n, n) + d) @ e
 
 
 def hypernetwork_of_the_example(size: int) -> Case:
-    """The example generates the weights of a small network over its points (an implicit field)."""
-    draw, width, points = Draw(), 16, 64
-    cuts = np.cumsum([2 * width, width, width * width, width, width])
-    params = {"encoder": draw.dense(128, 64), "out": draw.dense(64, int(cuts[-1]))}
-
-    def loss(params: Any, example: Any) -> Array:
-        x, places, values = example
-        weights = apply(params["out"], jax.nn.relu(apply(params["encoder"], x)))
-        a, b, c, d, e = jnp.split(weights, cuts[:-1])
-        h = jnp.sin(places @ a.reshape(2, width) + b)
-        h = jnp.sin(h @ c.reshape(width, width) + d)
-        return jnp.mean((h @ e - values) ** 2)
-
-    places, values = draw.normal(size, points, 2), draw.normal(size, points)
-    return Case(loss, params, (draw.normal(size, 128), places, values))
-
-
-def weight_normalisation(size: int) -> Case:
-    """An MLP whose kernels have columns that are a direction times a gain."""
     draw = Draw()
-    layers = [
-        {"v": draw.matrix(n, m), "g": jnp.ones(m), "b": jnp.zeros(m)}
-        for n, m in itertools.pairwise(WIDTHS)
-    ]
-
-    def layer(p: Any, x: Array) -> Array:
-        return x @ (p["g"] * p["v"] / jnp.linalg.norm(p["v"], axis=0)) + p["b"]
-
-    def logits(params: Any, x: Array) -> Array:
-        for p in params[:-1]:
-            x = jax.nn.relu(layer(p, x))
-        return layer(params[-1], x)
-
-    return classified(logits, layers, draw.labelled(size, 256))
+    batch = draw.normal(size, 128), draw.normal(size, 64, 2), draw.normal(size, 64)
+    return of_module(HypernetworkOfTheExample(), batch, mean_square)
 
 
-def low_rank_adapters(size: int) -> Case:
-    """LoRA: a frozen kernel plus a product of two thin ones, added before the layer."""
-    draw, width, rank = Draw(), 256, 4
-    frozen = [draw.matrix(width, width) for _ in range(3)]
-    params = [{"a": draw.matrix(width, rank), "b": draw.matrix(rank, width)} for _ in frozen]
+class LowRank(nn.Module):
+    """LoRA: frozen kernels plus products of two thin ones, added before the layer."""
 
-    def logits(params: Any, x: Array) -> Array:
-        for w, p in zip(frozen, params, strict=True):
-            x = jax.nn.gelu(x @ (w + 2.0 * (p["a"] @ p["b"])))
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        draw = Draw()
+        for i in range(3):
+            frozen = draw.normal(256, 256) / 16
+            a = self.param(f"a{i}", lecun_normal(), (256, 4))
+            b = self.param(f"b{i}", lecun_normal(), (4, 256))
+            x = nn.gelu(x @ (frozen + 2.0 * (a @ b)))
         return x[:, :10].mean(0)
 
-    return classified(logits, params, draw.labelled(size, 16, width))
 
+class Equalised(nn.Module):
+    """A perceptron whose kernels are scaled by constants at run time."""
 
-def equalised_learning_rate(size: int) -> Case:
-    """An MLP whose kernels are scaled by constants at run time."""
-    draw = Draw()
-    kernels = [draw.normal(n, m) for n, m in itertools.pairwise(WIDTHS)]
-
-    def logits(params: Any, x: Array) -> Array:
-        for w in params[:-1]:
-            x = jax.nn.relu(x @ (w * np.float32(np.sqrt(2 / len(w)))))
-        return x @ (params[-1] / 16)
-
-    return classified(logits, kernels, draw.labelled(size, 256))
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        for i, width in enumerate((256, 256, 10)):
+            kernel = self.param(f"kernel{i}", normal(1.0), (256, width))
+            x = (nn.relu(x) if i else x) @ (kernel * np.float32(np.sqrt(2 / 256)))
+        return x
 
 
 # Images ---------------------------------------------------------------------------------
@@ -202,9 +173,8 @@ class StandardConv(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         shape = (self.kernel, self.kernel, x.shape[-1], self.channels)
-        w = self.param("kernel", nn.initializers.he_normal(), shape)
-        mean, variance = w.mean((0, 1, 2)), w.var((0, 1, 2))
-        w = (w - mean) / jnp.sqrt(variance + 1e-10)
+        w = self.param("kernel", he_normal(), shape)
+        w = (w - w.mean((0, 1, 2))) / jnp.sqrt(w.var((0, 1, 2)) + 1e-10)
         numbers = ("NHWC", "HWIO", "NHWC")
         stride = (self.strides, self.strides)
         return lax.conv_general_dilated(x[None], w, stride, "SAME", dimension_numbers=numbers)[0]
@@ -241,8 +211,8 @@ class ViT(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         x = nn.Conv(64, (4, 4), strides=4)(x).reshape(-1, 64)
-        x = jnp.concatenate([self.param("token", nn.initializers.zeros, (1, 64)), x])
-        x = x + self.param("positions", nn.initializers.normal(0.02), x.shape)
+        x = jnp.concatenate([self.param("token", zeros, (1, 64)), x])
+        x = x + self.param("positions", normal(0.02), x.shape)
         for _ in range(3):
             x = x + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(x))
             x = x + nn.Dense(64)(nn.gelu(nn.Dense(128)(nn.LayerNorm()(x))))
@@ -299,25 +269,22 @@ class UNet(nn.Module):
         flat = nn.GroupNorm(8)(h).reshape(-1, h.shape[-1])
         h = h + nn.MultiHeadDotProductAttention(num_heads=2)(flat).reshape(h.shape)
         h = ResBlock(32)(jnp.concatenate([h, coarse], axis=-1), t)
-        h = jnp.repeat(jnp.repeat(h, 2, axis=0), 2, axis=1)
-        h = nn.Conv(32, (3, 3))(h)
+        h = nn.Conv(32, (3, 3))(jnp.repeat(jnp.repeat(h, 2, axis=0), 2, axis=1))
         h = ResBlock(16)(jnp.concatenate([h, fine], axis=-1), t)
         return nn.Conv(x.shape[-1], (3, 3))(nn.swish(nn.GroupNorm(8)(h)))
 
 
-def denoiser(module: nn.Module, size: int, shape: tuple[int, ...]) -> Case:
-    """A network that predicts the noise of an image, given the image and the time."""
-    draw = Draw()
-    x, noise = draw.normal(size, *shape), draw.normal(size, *shape)
-    t = jnp.asarray(draw.rng.uniform(size=size), jnp.float32)
-    params = jax.jit(module.init)(jax.random.key(0), x[0], t[0])["params"]
+def denoiser(module: nn.Module, *shape: int) -> Callable[[int], Case]:
+    """A network that predicts the noise of an image, given the noisy image and the time."""
 
-    def loss(params: Any, example: Any) -> Array:
-        x, noise, t = example
-        noisy = jnp.cos(t) * x + jnp.sin(t) * noise
-        return jnp.mean((module.apply({"params": params}, noisy, t) - noise) ** 2)
+    def case(size: int) -> Case:
+        draw = Draw()
+        x, noise = draw.normal(size, *shape), draw.normal(size, *shape)
+        t = jnp.asarray(draw.rng.uniform(size=size), jnp.float32)
+        noisy = jax.vmap(lambda x, noise, t: jnp.cos(t) * x + jnp.sin(t) * noise)(x, noise, t)
+        return of_module(module, (noisy, t, noise), mean_square)
 
-    return Case(loss, params, (x, noise, t))
+    return case
 
 
 # Sequences ------------------------------------------------------------------------------
@@ -330,7 +297,7 @@ class StandardSequence(nn.Module):
     def __call__(self, tokens: Array) -> Array:
         x = nn.Embed(64, 64)(tokens)
         for i in range(3):
-            w = self.param(f"kernel_{i}", nn.initializers.he_normal(), (5, 64, 64))
+            w = self.param(f"kernel_{i}", he_normal(), (5, 64, 64))
             w = (w - w.mean((0, 1))) / jnp.sqrt(w.var((0, 1)) * 320 + 1e-4)
             y = nn.relu(nn.GroupNorm(8)(x))
             numbers = ("NWC", "WIO", "NWC")
@@ -344,20 +311,16 @@ def standardised_sequence_model(size: int) -> Case:
 
 
 class ConformerBlock(nn.Module):
-    width: int = 64
-
     def feed_forward(self, x: Array) -> Array:
-        y = nn.Dense(4 * self.width)(nn.LayerNorm()(x))
-        return nn.Dense(self.width)(nn.swish(y))
+        return nn.Dense(64)(nn.swish(nn.Dense(256)(nn.LayerNorm()(x))))
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         x = x + 0.5 * self.feed_forward(x)
-        y = nn.LayerNorm()(x)
-        x = x + nn.MultiHeadDotProductAttention(num_heads=4)(y)
-        y = nn.glu(nn.Dense(2 * self.width)(nn.LayerNorm()(x)))
-        y = nn.Conv(self.width, (15,), feature_group_count=self.width)(y)
-        x = x + nn.Dense(self.width)(nn.swish(nn.GroupNorm(8)(y)))
+        x = x + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(x))
+        y = nn.glu(nn.Dense(128)(nn.LayerNorm()(x)))
+        y = nn.Conv(64, (15,), feature_group_count=64)(y)
+        x = x + nn.Dense(64)(nn.swish(nn.GroupNorm(8)(y)))
         return nn.LayerNorm()(x + 0.5 * self.feed_forward(x))
 
 
@@ -378,205 +341,179 @@ class Recurrent(nn.Module):
         return nn.Dense(10)(nn.RNN(self.cell(64))(x)[-1])
 
 
-def residual(draw: Draw, size: int, blocks: list[Any], layer: Callable[[Any, Any], Any]) -> Case:
-    """Residual blocks over a series of 128 vectors, between two linear layers."""
-    params = {"in": draw.dense(8, 32), "blocks": blocks, "last": draw.dense(32, 10)}
+class Residual(nn.Module):
+    """Two residual layers over a series, between linear ones."""
 
-    def logits(params: Any, x: Array) -> Array:
-        h = apply(params["in"], x)
-        for p in params["blocks"]:
-            h = h + layer(p, rms(h))
-        return apply(params["last"], h.mean(0))
+    layer: Any
 
-    return classified(logits, params, draw.labelled(size, 128, 8))
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        h = nn.Dense(32)(x)
+        for _ in range(2):
+            y = self.layer()(nn.RMSNorm(use_scale=False)(h))
+            h = h + nn.glu(nn.Dense(64)(nn.gelu(y)))
+        return nn.Dense(10)(h.mean(0))
 
 
-def lru(size: int) -> Case:
+class LRU(nn.Module):
     """Linear recurrent units: complex diagonal recurrences, parameters in real numbers."""
-    draw, width, states = Draw(), 32, 32
-    blocks = [
-        {
-            "nu": draw.normal(states, scale=0.3) - 1.0,
-            "theta": draw.normal(states, scale=0.3),
-            "gamma": jnp.zeros(states),
-            "b_real": draw.matrix(states, width),
-            "b_imag": draw.matrix(states, width),
-            "c_real": draw.matrix(width, states),
-            "c_imag": draw.matrix(width, states),
-            "d": draw.normal(width),
-            "out": draw.matrix(width, 2 * width),
-        }
-        for _ in range(2)
-    ]
 
-    def join(a: Any, b: Any) -> Any:
-        return a[0] * b[0], b[0] * a[1] + b[1]
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        def real(name: str, init: Any, *shape: int) -> Array:
+            return self.param(name, init, shape)
 
-    def layer(p: Any, x: Array) -> Array:
-        decay = jnp.exp(-jnp.exp(p["nu"]) + 1j * jnp.exp(p["theta"]))
-        b = (p["b_real"] + 1j * p["b_imag"]) * jnp.exp(p["gamma"])[:, None]
-        inputs = x.astype(jnp.complex64) @ b.T
+        def complex_(name: str) -> Array:
+            return real(f"{name} real", lecun_normal(), 32, 32) + 1j * real(
+                f"{name} imag", lecun_normal(), 32, 32
+            )
+
+        def join(a: Any, b: Any) -> Any:
+            return a[0] * b[0], b[0] * a[1] + b[1]
+
+        turn = 1j * jnp.exp(real("theta", normal(0.3), 32))
+        decay = jnp.exp(turn - jnp.exp(real("nu", normal(0.3), 32) - 1))
+        inputs = x.astype(jnp.complex64) @ complex_("b") * jnp.exp(real("gamma", zeros, 32))
         # h_t = decay h_(t-1) + inputs_t
         _, h = lax.associative_scan(join, (jnp.broadcast_to(decay, inputs.shape), inputs))
-        y = (h @ (p["c_real"] + 1j * p["c_imag"]).T).real + p["d"] * x
-        return nn.glu(jax.nn.gelu(y) @ p["out"])
-
-    return residual(draw, size, blocks, layer)
+        return (h @ complex_("c")).real + real("d", normal(1.0), 32) * x
 
 
-def s4d(size: int) -> Case:
+class S4D(nn.Module):
     """S4D: diagonal state-space layers, applied as long convolutions by the FFT."""
-    draw, width, states, length = Draw(), 32, 16, 128
-    phases = jnp.pi * jnp.broadcast_to(jnp.arange(states, dtype=jnp.float32), (width, states))
-    blocks = [
-        {
-            "log_step": draw.normal(width, scale=0.3) - 3.0,
-            "d": jnp.ones(width),
-            "rates": jnp.log(0.5 * jnp.ones((width, states))),
-            "phases": phases,
-            "c": draw.normal(width, states, 2, scale=0.7),
-            "out": draw.dense(width, 2 * width),
-        }
-        for _ in range(2)
-    ]
 
-    def kernel(p: Any) -> Array:
-        a = lax.complex(-jnp.exp(p["rates"]), p["phases"])
-        c = lax.complex(p["c"][..., 0], p["c"][..., 1])
-        step = a * jnp.exp(p["log_step"])[:, None]
-        c = c * (jnp.exp(step) - 1) / a
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        (length, width), states = x.shape, 16
+        phases = self.param("phases", lambda _: jnp.pi * jnp.tile(jnp.arange(16.0), (width, 1)))
+        rates = self.param("rates", nn.initializers.constant(np.log(0.5)), (width, states))
+        log_step = self.param("log_step", normal(0.3), (width,)) - 3.0
+        a = lax.complex(-jnp.exp(rates), phases)
+        c = lax.complex(*self.param("c", normal(0.7), (2, width, states)))
+        step = a * jnp.exp(log_step)[:, None]
         powers = jnp.exp(step[..., None] * jnp.arange(length))
-        return 2 * jnp.einsum("hn,hnl->hl", c, powers).real
+        kernel = 2 * jnp.einsum("hn,hnl->hl", c * (jnp.exp(step) - 1) / a, powers).real
+        spectrum = jnp.fft.rfft(kernel, n=2 * length) * jnp.fft.rfft(x.T, n=2 * length)
+        y = jnp.fft.irfft(spectrum, n=2 * length)[:, :length].T
+        return y + self.param("d", ones, (width,)) * x
 
-    def layer(p: Any, x: Array) -> Array:
-        spectrum = jnp.fft.rfft(kernel(p), n=2 * length) * jnp.fft.rfft(x.T, n=2 * length)
-        y = jnp.fft.irfft(spectrum, n=2 * length)[:, :length].T + p["d"] * x
-        return nn.glu(apply(p["out"], jax.nn.gelu(y)))
 
-    return residual(draw, size, blocks, layer)
+def rotary(x: Array) -> Array:
+    """Positions as rotations of ``[positions, heads, width]``."""
+    half = x.shape[-1] // 2
+    rates = 10_000.0 ** -(jnp.arange(half) / half)
+    angles = jnp.arange(len(x))[:, None, None] * rates
+    a, b = jnp.split(x, 2, axis=-1)
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+class GatedBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        def linear(*shape: int) -> Any:
+            return nn.DenseGeneral(shape, use_bias=False)
+
+        y = nn.RMSNorm()(x)
+        q = rotary(linear(4, 16)(y)) / 4
+        k, v = jnp.moveaxis(linear(2, 16)(y), 1, 0)
+        scores = jnp.einsum("thk,sk->hts", q, rotary(k[:, None])[:, 0])
+        scores = 50.0 * jnp.tanh(scores / 50.0)
+        scores = jnp.where(jnp.tril(jnp.ones((len(x), len(x)), bool)), scores, -1e9)
+        y = jnp.einsum("hts,sk->thk", nn.softmax(scores), v)
+        x = x + nn.RMSNorm()(linear(64)(y.reshape(len(x), 64)))
+        gate, up = jnp.moveaxis(linear(2, 128)(nn.RMSNorm()(x)), 1, 0)
+        return x + nn.RMSNorm()(linear(64)(nn.gelu(gate) * up))
+
+
+class GatedDecoder(nn.Module):
+    """A decoder like Gemma 2: RMS norm, GeGLU, soft caps, rotary positions, a tied embedding."""
+
+    @nn.compact
+    def __call__(self, tokens: Array) -> Array:
+        embed = nn.Embed(256, 64, embedding_init=normal(0.1))
+        x = 8.0 * embed(tokens)
+        for _ in range(2):
+            x = GatedBlock()(x)
+        return 30.0 * jnp.tanh(embed.attend(nn.RMSNorm()(x)) / 30.0)
 
 
 def gated_decoder(size: int) -> Case:
-    """A decoder like Gemma 2: RMS norm, GeGLU, soft caps, rotary positions, a tied embedding."""
-    draw, width, heads, length, words = Draw(), 64, 4, 48, 256
-    inner = width // heads
-    blocks = [
-        {
-            **{name: jnp.zeros(width) for name in ("n1", "n2", "n3", "n4")},
-            "q": draw.matrix(width, heads * inner).reshape(width, heads, inner),
-            "kv": draw.matrix(width, 2 * inner).reshape(width, 2, inner),
-            "o": draw.matrix(heads * inner, width).reshape(heads, inner, width),
-            "gate": draw.matrix(width, 2 * 128).reshape(width, 2, 128),
-            "down": draw.matrix(128, width),
-        }
-        for _ in range(2)
-    ]
-    embed = draw.normal(words, width, scale=0.1)
-    params = {"embed": embed, "norm": jnp.zeros(width), "blocks": blocks}
-
-    def turned(x: Array) -> Array:
-        rates = 10_000.0 ** -(jnp.arange(inner // 2) / (inner // 2))
-        angles = jnp.arange(length)[:, None, None] * rates
-        a, b = jnp.split(x, 2, axis=-1)
-        sin, cos = jnp.sin(angles), jnp.cos(angles)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-    def attend(p: Any, x: Array) -> Array:
-        q = turned(jnp.einsum("td,dhk->thk", x, p["q"])) / np.float32(np.sqrt(inner))
-        k, v = jnp.moveaxis(jnp.einsum("td,dck->tck", x, p["kv"]), 1, 0)
-        k = turned(k[:, None])[:, 0]
-        scores = 50.0 * jnp.tanh(jnp.einsum("thk,sk->hts", q, k) / 50.0)
-        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
-        return jnp.einsum("hts,sk,hkd->td", jax.nn.softmax(scores), v, p["o"])
-
-    def loss(params: Any, tokens: Array) -> Array:
-        x = params["embed"][tokens] * np.float32(np.sqrt(width))
-        for p in params["blocks"]:
-            x = x + rms(attend(p, rms(x, 1 + p["n1"])), 1 + p["n2"])
-            gate, up = jnp.moveaxis(jnp.einsum("td,dcf->tcf", rms(x, 1 + p["n3"]), p["gate"]), 1, 0)
-            x = x + rms((jax.nn.gelu(gate) * up) @ p["down"], 1 + p["n4"])
-        logits = 30.0 * jnp.tanh(rms(x, 1 + params["norm"]) @ params["embed"].T / 30.0)
-        return jnp.mean(cross_entropy(logits[:-1], tokens[1:]))
-
-    return Case(loss, params, draw.below(words, size, length))
+    tokens = Draw().below(256, size, 48)
+    batch = tokens[:, :-1], tokens[:, 1:]
+    return of_module(GatedDecoder(), batch, lambda *of: cross_entropy(*of).mean())
 
 
 # Graphs, tables, equations --------------------------------------------------------------
 
 
-def graph_network(size: int) -> Case:
+class GraphNetwork(nn.Module):
     """Message passing over the edges of each example, summed by `jax.ops.segment_sum`."""
-    draw, nodes, width = Draw(), 24, 48
-    params = {
-        "encode": draw.dense(8, width),
-        "edge": [draw.dense(2 * width, width) for _ in range(2)],
-        "node": [draw.dense(2 * width, width) for _ in range(2)],
-        "last": draw.dense(width, 10),
-    }
 
-    def logits(params: Any, x: Array, ends: Array) -> Array:
-        h = jax.nn.relu(apply(params["encode"], x))
-        for edge, node in zip(params["edge"], params["node"], strict=True):
+    @nn.compact
+    def __call__(self, x: Array, ends: Array) -> Array:
+        h = nn.relu(nn.Dense(48)(x))
+        for _ in range(2):
             pairs = jnp.concatenate([h[ends[:, 0]], h[ends[:, 1]]], axis=-1)
-            sent = jax.nn.relu(apply(edge, pairs))
-            received = jax.ops.segment_sum(sent, ends[:, 1], nodes)
-            h = h + jax.nn.relu(apply(node, jnp.concatenate([h, received], axis=-1)))
-        return apply(params["last"], h.sum(0))
+            sent = nn.relu(nn.Dense(48)(pairs))
+            received = jax.ops.segment_sum(sent, ends[:, 1], len(x))
+            h = h + nn.relu(nn.Dense(48)(jnp.concatenate([h, received], axis=-1)))
+        return nn.Dense(10)(h.sum(0))
 
-    x, ends = draw.normal(size, nodes, 8), draw.below(nodes, size, 64, 2)
-    return classified(logits, params, (x, ends, draw.below(10, size)))
+
+def graph_network(size: int) -> Case:
+    draw = Draw()
+    batch = draw.normal(size, 24, 8), draw.below(24, size, 64, 2), draw.below(10, size)
+    return of_module(GraphNetwork(), batch)
+
+
+class FactorisationMachine(nn.Module):
+    """Fields with embeddings in one table: their pairwise products, and a deep part (DeepFM)."""
+
+    @nn.compact
+    def __call__(self, ids: Array) -> Array:
+        v = nn.Embed(2_000, 16, embedding_init=normal(0.1))(ids)
+        pairs = 0.5 * jnp.sum(v.sum(0) ** 2 - (v**2).sum(0))
+        linear = nn.Embed(2_000, 1, embedding_init=zeros)(ids).sum()
+        deep = nn.Dense(1)(nn.relu(nn.Dense(64)(v.ravel())))[0]
+        return self.param("bias", zeros, ()) + linear + pairs + deep
 
 
 def factorisation_machine(size: int) -> Case:
-    """Fields with embeddings in one table: their pairwise products, and a deep part (DeepFM)."""
-    draw, fields, words, width = Draw(), 16, 2_000, 16
-    params = {
-        "table": draw.normal(words, width, scale=0.1),
-        "linear": jnp.zeros(words),
-        "bias": jnp.zeros(()),
-        "deep": [draw.dense(fields * width, 64), draw.dense(64, 1)],
-    }
-
-    def loss(params: Any, example: Any) -> Array:
-        ids, y = example
-        v = params["table"][ids]
-        pairs = 0.5 * jnp.sum(v.sum(0) ** 2 - (v**2).sum(0))
-        deep = apply(params["deep"][1], jax.nn.relu(apply(params["deep"][0], v.ravel())))[0]
-        score = params["bias"] + params["linear"][ids].sum() + pairs + deep
-        return optax.sigmoid_binary_cross_entropy(score, y.astype(jnp.float32))
-
-    return Case(loss, params, (draw.below(words, size, fields), draw.below(2, size)))
+    draw = Draw()
+    batch = draw.below(2_000, size, 16), 1.0 * draw.below(2, size)
+    return of_module(FactorisationMachine(), batch, optax.sigmoid_binary_cross_entropy)
 
 
 def field(params: Any, h: Array, t: Array) -> Array:
     """The vector field of the neural ODEs."""
-    return apply(params["out"], jnp.tanh(apply(params["in"], h) + t * params["time"]))
+    return jnp.tanh(h @ params["in"] + params["bias"] + t * params["time"]) @ params["out"]
 
 
-def of_ode(size: int, solve: Callable[[Any, Array], Array]) -> Case:
+class NeuralODE(nn.Module):
     """A classifier of where an ODE ends."""
-    draw = Draw()
-    moves = {"in": draw.dense(16, 64), "out": draw.dense(64, 16)}
-    moves |= {"time": draw.normal(64, scale=0.1)}
-    params = {"field": moves, "last": draw.dense(16, 10)}
 
-    def logits(params: Any, x: Array) -> Array:
-        return apply(params["last"], solve(params["field"], x))
+    solve: Callable[[Any, Array], Array]
 
-    return classified(logits, params, draw.labelled(size, 16))
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        params = {
+            "in": self.param("in", lecun_normal(), (16, 64)),
+            "bias": self.param("bias", zeros, (64,)),
+            "time": self.param("time", normal(0.1), (64,)),
+            "out": self.param("out", lecun_normal(), (64, 16)),
+        }
+        return nn.Dense(10)(self.solve(params, x))
 
 
-def neural_ode(size: int) -> Case:
-    """An ODE by a scan of equal steps, by the midpoint rule."""
+def midpoint(params: Any, h: Array) -> Array:
+    """By a scan of equal steps, by the midpoint rule."""
 
-    def solve(params: Any, h: Array) -> Array:
-        def step(h: Array, t: Array) -> tuple[Array, None]:
-            half = h + field(params, h, t) / 32
-            return h + field(params, half, t + 1 / 32) / 16, None
+    def step(h: Array, t: Array) -> tuple[Array, None]:
+        half = h + field(params, h, t) / 32
+        return h + field(params, half, t + 1 / 32) / 16, None
 
-        return lax.scan(step, h, jnp.arange(16) / 16)[0]
-
-    return of_ode(size, solve)
+    return lax.scan(step, h, jnp.arange(16) / 16)[0]
 
 
 def adaptive(function: Any, state: Any, tolerance: float = 1e-4) -> Any:
@@ -600,66 +537,57 @@ def adaptive(function: Any, state: Any, tolerance: float = 1e-4) -> Any:
     return lax.while_loop(lambda carry: carry[1] < 1, body, start)[0]
 
 
-def neural_ode_with_an_adjoint(size: int) -> Case:
-    """An ODE by a while loop of adaptive steps, whose VJP solves the adjoint equation backwards."""
-
-    @jax.custom_vjp
-    def solve(params: Any, h: Array) -> Array:
-        return adaptive(lambda h, t: field(params, h, t), h)
-
-    def forward(params: Any, h: Array) -> Any:
-        end = solve(params, h)
-        return end, (params, end)
-
-    def backward(saved: Any, cotangent: Array) -> Any:
-        params, end = saved
-
-        def adjoint(state: Any, t: Array) -> Any:
-            h, a, _ = state
-            value, pull = jax.vjp(lambda p, h: field(p, h, 1 - t), params, h)
-            by_params, by_state = pull(a)
-            return -value, by_state, by_params
-
-        start = end, cotangent, jax.tree.map(jnp.zeros_like, params)
-        _, by_state, by_params = adaptive(adjoint, start)
-        return by_params, by_state
-
-    solve.defvjp(forward, backward)
-    return of_ode(size, solve)
+@jax.custom_vjp
+def by_adjoint(params: Any, h: Array) -> Array:
+    """By a while loop of adaptive steps, whose VJP solves the adjoint equation backwards."""
+    return adaptive(lambda h, t: field(params, h, t), h)
 
 
-def of_images(module: nn.Module) -> Callable[[int], Case]:
-    return lambda size: of_module(module, Draw().labelled(size, 32, 32, 3))
+def _forward(params: Any, h: Array) -> Any:
+    end = by_adjoint(params, h)
+    return end, (params, end)
 
 
-def of_series(module: nn.Module, length: int, width: int) -> Callable[[int], Case]:
-    return lambda size: of_module(module, Draw().labelled(size, length, width))
+def _backward(saved: Any, cotangent: Array) -> Any:
+    params, end = saved
 
+    def adjoint(state: Any, t: Array) -> Any:
+        h, a, _ = state
+        value, pull = jax.vjp(lambda p, h: field(p, h, 1 - t), params, h)
+        by_params, by_state = pull(a)
+        return -value, by_state, by_params
+
+    start = end, cotangent, jax.tree.map(jnp.zeros_like, params)
+    _, by_state, by_params = adaptive(adjoint, start)
+    return by_params, by_state
+
+
+by_adjoint.defvjp(_forward, _backward)
 
 # Name -> batch size, and a function of a batch size.
 MODELS: dict[str, tuple[int, Callable[[int], Case]]] = {
     "weight decay in the loss": (256, weight_decay_in_the_loss),
-    "hypernetwork": (64, hypernetwork),
+    "hypernetwork": (64, classifier(Hypernetwork(), 64)),
     "hypernetwork of the example": (64, hypernetwork_of_the_example),
-    "weight normalisation": (128, weight_normalisation),
-    "weight normalised cnn": (64, of_images(WeightNormCNN())),
-    "standardised resnet": (32, of_images(BiT())),
+    "weight normalisation": (128, classifier(Perceptron(normalised=True), 256)),
+    "weight normalised cnn": (64, classifier(WeightNormCNN(), 32, 32, 3)),
+    "standardised resnet": (32, classifier(BiT(), 32, 32, 3)),
     "standardised sequence model": (32, standardised_sequence_model),
-    "low rank adapters": (64, low_rank_adapters),
-    "equalised learning rate": (128, equalised_learning_rate),
-    "conformer": (16, of_series(Conformer(), 64, 40)),
-    "lru": (16, lru),
-    "s4d": (16, s4d),
+    "low rank adapters": (64, classifier(LowRank(), 16, 256)),
+    "equalised learning rate": (128, classifier(Equalised(), 256)),
+    "conformer": (16, classifier(Conformer(), 64, 40)),
+    "lru": (16, classifier(Residual(LRU), 128, 8)),
+    "s4d": (16, classifier(Residual(S4D), 128, 8)),
     "gated decoder": (16, gated_decoder),
-    "lstm": (32, of_series(Recurrent(nn.OptimizedLSTMCell), 32, 16)),
-    "gru": (32, of_series(Recurrent(nn.GRUCell), 32, 16)),
-    "diffusion unet": (16, lambda size: denoiser(UNet(), size, (16, 16, 3))),
-    "score mixer": (32, lambda size: denoiser(ScoreMixer(), size, (28, 28, 1))),
-    "resnet": (32, of_images(ResNet())),
-    "vit": (32, of_images(ViT())),
-    "mlp mixer": (32, of_images(Mixer())),
+    "lstm": (32, classifier(Recurrent(nn.OptimizedLSTMCell), 32, 16)),
+    "gru": (32, classifier(Recurrent(nn.GRUCell), 32, 16)),
+    "diffusion unet": (16, denoiser(UNet(), 16, 16, 3)),
+    "score mixer": (32, denoiser(ScoreMixer(), 28, 28, 1)),
+    "resnet": (32, classifier(ResNet(), 32, 32, 3)),
+    "vit": (32, classifier(ViT(), 32, 32, 3)),
+    "mlp mixer": (32, classifier(Mixer(), 32, 32, 3)),
     "graph network": (64, graph_network),
     "factorisation machine": (128, factorisation_machine),
-    "neural ode": (128, neural_ode),
-    "neural ode with an adjoint": (128, neural_ode_with_an_adjoint),
+    "neural ode": (128, classifier(NeuralODE(midpoint), 16)),
+    "neural ode with an adjoint": (128, classifier(NeuralODE(by_adjoint), 16)),
 }

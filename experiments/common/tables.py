@@ -8,6 +8,7 @@ of verdicts, and `experiments.epsilons` computes what rows cost.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import math
@@ -71,6 +72,7 @@ def papers() -> list[Paper]:
     return [importlib.import_module(f"experiments.{name}.run").PAPER for name in PACKAGES]
 
 
+@functools.cache
 def load(name: str) -> dict[str, Any]:
     """One file of results."""
     return json.loads((RESULTS / f"{name}.json").read_text())

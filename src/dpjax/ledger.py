@@ -156,23 +156,16 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
     if budget is None:
         return
     method = _method(mechanism, budget)
-    at = upwards(budget.delta, ".6g")
-    before = _prefix_epsilon(mechanism, 0, budget.delta, method)
-    # An error of its own, because its cure is in the mechanism and not in fewer steps.
-    if before > budget.epsilon:
-        raise Refused(
-            f"ledger: epsilon is {upwards(before)} at delta={at} before the first step; the budget "
-            f"is {budget.epsilon:g} ({method})."
-        )
     fits, reached = affordable(mechanism, budget), max(int(ledger.chosen), done + steps)
     if reached > fits:
         # What the refused steps would bring, not what was spent: the reader can see how far the
         # budget is off.
         cost = _prefix_epsilon(mechanism, reached, budget.delta, method)
         what = "this step" if steps == 1 else f"these {steps} steps"
+        at = f"{upwards(cost)} at delta={upwards(budget.delta, '.6g')}"
         raise Refused(
-            f"ledger: {what} would bring epsilon to {upwards(cost)} at delta={at}; the budget is "
-            f"{budget.epsilon:g} ({method}). {fits} of {planned} steps fit."
+            f"ledger: {what} would bring epsilon to {at}; the budget is {budget.epsilon:g} "
+            f"({method}). {fits} of {planned} steps fit."
         )
 
 
@@ -213,8 +206,6 @@ def _affordable(mechanism: Plan, epsilon: float, delta: float, method: str) -> i
     return bisect.bisect_left(range(1, mechanism.steps + 1), True, key=passes)
 
 
-# Each call of `require` reads the epsilon of the releases before the first step.
-@functools.lru_cache(maxsize=128)
 def _prefix_epsilon(mechanism: Plan, steps: int, delta: float, method: str) -> float:
     return mechanism.epsilon_of(_multipliers(mechanism)[:steps], delta, method)
 
@@ -252,8 +243,7 @@ def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
     done = ledger.steps
     if done and not np.array_equal(ledger.accounted, _digest(mechanism)):
         raise Refused(
-            "ledger: the steps in this state ran under another mechanism. Begin with "
-            "init(state.params) and Mechanism(..., before=...)."
+            "ledger: the steps in this state ran under another mechanism. Use init(state.params)."
         )
     if mechanism.steps < ledger.chosen:
         raise Refused(

@@ -130,7 +130,7 @@ def placed(tree: PyTree, mesh: Mesh) -> PyTree:
         if isinstance(sharding, NamedSharding):
             if sharding.mesh == mesh:
                 return leaf  # as after a step: a dispatch should cost nothing
-            if automatic(sharding.mesh) == mesh:
+            if isinstance(sharding.mesh, Mesh) and automatic(sharding.mesh) == mesh:
                 # A typed key made under explicit axes has a spec longer than its rank.
                 spec = PartitionSpec(*sharding.spec[: jnp.ndim(leaf)])
         return put(leaf, NamedSharding(mesh, spec))

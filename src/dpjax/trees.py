@@ -15,7 +15,6 @@ import itertools
 import math
 import reprlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -313,6 +312,10 @@ def random_like(
       use: ``(draw, leaf, *leaves of more) -> array``.
       parts: ``(key, shapes, dtype) -> arrays``: the same numbers for several leaves, not cut.
     """
+
+    def cut_from_one(key: Key, shapes: Sequence[Any], dtype: Any, **options: Any) -> list[Array]:
+        return cut(sample(key, (sum(map(math.prod, shapes)),), dtype, **options), shapes)
+
     leaves, structure = jax.tree.flatten(tree)
     columns = [leaves, *map(structure.flatten_up_to, more)]
     values: list[Array] = []
@@ -322,22 +325,11 @@ def random_like(
         # later leaves change.
         where = jax.random.fold_in(key, len(values))
         options = {} if use is None or not values or parts else {"after": values[-1]}
-        draw = partial(_cut_from_one, sample) if parts is None else parts
+        draw = parts or cut_from_one
         for z in draw(where, shapes, wide(run[0].dtype), **options):
             row = [column[len(values)] for column in columns]
             values.append(z if use is None else use(z, *row))
     return structure.unflatten(values)
-
-
-def _cut_from_one(
-    sample: Callable[..., Array],
-    key: Key,
-    shapes: Sequence[tuple[int, ...]],
-    dtype: Any,
-    **options: Any,
-) -> list[Array]:
-    """Arrays of these shapes, cut from one draw."""
-    return cut(sample(key, (sum(map(math.prod, shapes)),), dtype, **options), shapes)
 
 
 def cut(array: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:

@@ -17,7 +17,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -171,10 +170,14 @@ def audit_algorithm(
     base, lacking = sampling, without(sampling, [canary])
     if instead is not None:
         base = without(sampling, [instead])
-        lacking = _redrawn(base, partial(_renamed, canary, instead))
-    # Compilation takes longest, so the program without the canary measures the noise as well.
-    step = _FirstStep(build(base), params)
-    without_it = _FirstStep(build(_redrawn(lacking, _silent_beyond)), params)
+        lacking = _redrawn(base, lambda draw, _: _renamed(draw, canary, instead))
+    # Compilation takes longest, so the program without the canary measures the noise as well: it
+    # draws no row under keys of seeds that are not searched.
+    silent = _redrawn(
+        lacking,
+        lambda draw, key: draw._replace(mask=draw.mask & (jax.random.key_data(key)[-1] < _SEEDS)),
+    )
+    step, without_it = _FirstStep(build(base), params), _FirstStep(build(silent), params)
     mechanism = step.mechanism
     estimated = mechanism.clipping.projections
     risk = 1 - confidence if estimated is None else (1 - confidence) / 2
@@ -222,8 +225,7 @@ def without(sampling: Sampler, rows: ArrayLike) -> Sampler:
     """
     gone = jnp.asarray(np.isin(np.arange(sampling.examples), np.asarray(rows)))
 
-    def fewer(drawn: Draw, key: Key) -> Draw:
-        del key
+    def fewer(drawn: Draw, _: Key) -> Draw:
         stays = drawn.mask & ~gone[drawn.indices]
         order = jnp.argsort(~stays, stable=True)
         return Draw(drawn.indices[order], stays[order])
@@ -240,15 +242,9 @@ def _redrawn(sampling: Sampler, change: Callable[[Draw, Key], Draw]) -> Sampler:
     return dataclasses.replace(sampling, draw=draw)
 
 
-def _renamed(row: int, instead: int, drawn: Draw, key: Key) -> Draw:
+def _renamed(draw: Draw, row: int, instead: int) -> Draw:
     """The draw from a data set with another row in the place of one."""
-    del key
-    return drawn._replace(indices=jnp.where(drawn.indices == row, instead, drawn.indices))
-
-
-def _silent_beyond(drawn: Draw, key: Key) -> Draw:
-    """No row under keys of seeds that are not searched, so that such a step is noise."""
-    return drawn._replace(mask=drawn.mask & (jax.random.key_data(key)[-1] < _SEEDS))
+    return draw._replace(indices=jnp.where(draw.indices == row, instead, draw.indices))
 
 
 class _FirstStep:

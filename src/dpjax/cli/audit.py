@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Three audits of a run that `dpjax train` left in a folder, as lines beside its claims.
 
-Data, model, loss, mechanism and optimizer are built again from the flags in the folder, by the
-functions of `dpjax train`, and the mechanism is compared with the one in `run.json`. Keys come from
-public seeds, because nothing is released here.
+The run is built again from the flags in the folder, by the functions of `dpjax train`, and the
+mechanism is compared with the one in `run.json`. Keys are public, because nothing is released here.
 """
 
 from __future__ import annotations
@@ -75,11 +74,6 @@ class Rebuilt(NamedTuple):
     dataset: dpjax.data.Dataset
     first: Any
     released: Any
-
-    @property
-    def loss(self) -> Any:
-        """The loss of one example that was trained."""
-        return losses.of(self.planned.model, self.planned.loss)
 
 
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
@@ -167,14 +161,14 @@ def audit_step(rebuilt: Rebuilt, pairs: int, confidence: float) -> auditing.Sepa
     if planned.per_step is not None:
         rows = (*rows, jnp.zeros(len(some), jnp.int32))
     mechanism = planned.mechanism
-    clipped = dpjax.clipped_grad(rebuilt.loss, mechanism.clipping)(rebuilt.first, rows)
+    clipped = dpjax.clipped_grad(planned.of_example, mechanism.clipping)(rebuilt.first, rows)
     # A dropped row has factor 0 and a norm that is not finite: it moves nothing.
     reach = np.linalg.norm(np.nan_to_num(np.asarray(clipped.factors * clipped.norms)), axis=1)
 
     def build(sampler: Any) -> Any:
         drawn = dataclasses.replace(mechanism, sampling=sampler)
         # Any optimizer post-processes the mean; this one shows it as it is.
-        return planned.algorithm(drawn, optax.sgd(1.0), dataset.train)
+        return planned.algorithm(drawn, dataset.train, optimizer=optax.sgd(1.0))
 
     canary = int(some[np.argmax(reach)])
     options = {"pairs": pairs, "confidence": confidence}
@@ -203,12 +197,13 @@ def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int, confidence: 
     changes: dict[str, Any] = {"sampling": sampler, "preparation": (), "before": ()}
     mechanism = dataclasses.replace(planned.mechanism, **changes)
     steps = min(steps, mechanism.steps)
-    algorithm = planned.algorithm(mechanism, auditing.recording(planned.optimizer), (x, y))
+    recording = auditing.recording(planned.optimizer)
+    algorithm = planned.algorithm(mechanism, (x, y), optimizer=recording)
     scores, _ = auditing.score_canaries(
         algorithm,
         algorithm.init(rebuilt.first, jax.random.key(0)),
         steps,
-        rebuilt.loss,
+        planned.of_example,
         (jnp.asarray(x[places]), jnp.asarray(y[places])),
         (jnp.asarray(x[others]), jnp.asarray(y[others])),
         per_step=planned.per_step,
@@ -273,8 +268,7 @@ def draw(
             left.plot([line.bound], [place], color=bound, **style.DOTS)
             left.plot([line.claimed], [place], color=claim, **style.DOTS)
         left.set_yticks(range(len(lines)), [line.audit for line in reversed(lines)])
-        left.set_xlim(left=0)
-        left.set_ylim(-0.5, len(lines) - 0.5)
+        left.set(xlim=(0, None), ylim=(-0.5, len(lines) - 0.5))
         left.set_xlabel("epsilon: lower bound (clay) and claim (blue)")
         members, others = (np.sort(losses) for losses in scores)
         at = np.unique(np.concatenate(scores))
@@ -284,8 +278,7 @@ def draw(
         right.plot(np.linspace(0, 1, 200), np.minimum(most, 1), color=claim)
         right.plot(found.false_positives, found.true_positives, color="black", **style.DOTS)
         right.set_title(ASSUMED.replace(" train", "\ntrain"), fontsize="small")
-        right.set_xlabel("others guessed to be members")
-        right.set_ylabel("members guessed")
+        right.set(xlabel="others guessed to be members", ylabel="members guessed")
         return png(figure, PRIVATE)
 
 

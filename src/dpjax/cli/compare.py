@@ -87,12 +87,9 @@ def flags_of(run: SavedRun) -> dict[str, Any]:
 
 def curve(group: RunGroup, axis: str) -> tuple[np.ndarray, np.ndarray]:
     """Epsilon or step at each evaluation, and the accuracies of all runs there, in per cent."""
-    if any(run.series("accuracy").shape[1] > 1 for run in group.runs):
-        raise Missing("its accuracy is not one number")
     series = [[run.series(name)[:, 0] for name in ("step", axis, "accuracy")] for run in group.runs]
     steps = np.unique(np.concatenate([at for at, _, _ in series]))
-    places = np.zeros(len(steps))
-    accuracy = np.full((len(steps), len(series)), np.nan)
+    places, accuracy = np.zeros(len(steps)), np.full((len(steps), len(series)), np.nan)
     for column, (at, place, right) in enumerate(series):
         rows = np.searchsorted(steps, at)
         places[rows] = np.maximum(places[rows], place)  # never shown for less than it cost
@@ -109,23 +106,19 @@ def draw(groups: list[RunGroup], badge: str) -> bytes:
     with style.style():
         figure = style.canvas(height=3.6 + 0.16 * len(groups))
         spent, taken = figure.subplots(1, 2, sharey=True)
-        spent.set_xlabel(f"epsilon spent{stated}", parse_math=False)
-        spent.set_ylabel("test accuracy (%)", parse_math=False)
+        spent.set(xlabel=f"epsilon spent{stated}", ylabel="test accuracy (%)")
         taken.set_xlabel("steps")
         for number, group in enumerate(groups):
-            again, color = divmod(number, len(style.SERIES))
-            look = {**style.DOTS, "linestyle": ("-", "--", ":", "-.")[again % 4]}
+            color, look = style.SERIES[number % len(style.SERIES)], style.DOTS
             label = f" {group.label}"  # no legend shows a label with an underscore in front
             try:
-                style.band(spent, *curve(group, "epsilon"), style.SERIES[color], label, **look)
-                style.band(taken, *curve(group, "step"), style.SERIES[color], **look)
+                style.band(spent, *curve(group, "epsilon"), color, label, **look)
+                style.band(taken, *curve(group, "step"), color, **look)
             except Missing as reason:
                 print(f"Not drawn: {group.label} ({reason})")
         if spent.lines:
             where = {"loc": "outside lower left", "frameon": False, "labelcolor": "linecolor"}
-            legend = figure.legend(*spent.get_legend_handles_labels(), **where)
-            for words in legend.get_texts():
-                words.set_parse_math(False)
+            figure.legend(*spent.get_legend_handles_labels(), **where)
         return png(figure, "" if badge == RELEASED else badge)
 
 
@@ -144,7 +137,7 @@ def line(group: RunGroup) -> list[str]:
     finals, count = 100 * np.array([run.accuracy for run in group.runs]), len(group.runs)
     finals = finals[~np.isnan(finals)]
     spread = f" ± {finals.std(ddof=1):.2f}" if len(finals) > 1 else ""
-    configs = [run.config for run in group.runs if run.config and "seconds" in run.config]
+    seconds = [(run.config or {}).get("seconds", np.nan) for run in group.runs]
     # Fewer steps than others of the group is shown: the mean holds such a run too.
     steps = sorted({int(run.rows[-1]["step"]) for run in group.runs})
     return [
@@ -154,7 +147,7 @@ def line(group: RunGroup) -> list[str]:
         f"{steps[0]:,}" + f" to {steps[-1]:,}" * (len(steps) > 1),
         upwards(max(run.epsilon for run in group.runs), ".3g"),
         upwards(group.runs[0].delta, ".6g"),
-        f"{np.mean([config['seconds'] for config in configs]):.1f} s" if configs else "not written",
+        "not written" if np.isnan(seconds).any() else f"{np.mean(seconds):.1f} s",
         ", ".join(protected(group.runs)) or "not written",
     ]
 
@@ -176,7 +169,5 @@ def price(runs: list[SavedRun]) -> str:
     delta = float(sum(Decimal(repr(run.delta)) for run in runs))  # three times 1e-5 is 3e-5
     if math.isinf(epsilon):
         return "One of these runs has no proven epsilon, so neither have all of them together."
-    return (
-        f"{chosen}All {len(runs)} together cost at most epsilon {upwards(epsilon, '.3g')} at delta "
-        f"{upwards(delta, '.3g')}."
-    )
+    at = f"{upwards(epsilon, '.3g')} at delta {upwards(delta, '.3g')}"
+    return f"{chosen}All {len(runs)} together cost at most epsilon {at}."

@@ -34,14 +34,12 @@ def meet(given: flags.FlagValues) -> int | None:
     import jax
 
     arguments: dict[str, Any] = {name: given[name].value for name in PROCESSES}
-    typed = {name: value for name, value in arguments.items() if value is not None}
-    if not typed and not given.distributed:
+    if not given.distributed and not any(value is not None for value in arguments.values()):
         return 1
     try:
         jax.distributed.initialize(**arguments)
     except (RuntimeError, ValueError) as error:
-        shown = " ".join(f"--{name}={value}" for name, value in typed.items()) or "--distributed"
-        raise app.UsageError(f"{shown}: {error} Give all flags of processes.") from error
+        raise app.UsageError(f"{error} Give all of --{', --'.join(PROCESSES)}.") from error
     return arguments["num_processes"]
 
 

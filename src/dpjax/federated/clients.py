@@ -52,8 +52,6 @@ class Clients:
         examples = [
             arrays(tree, f"federated.Clients.of: client {n}") for n, tree in enumerate(examples)
         ]
-        if not examples:
-            raise ValueError("federated.Clients.of([]): expected the examples of each client.")
         counts = [trees.leading_size(tree, name="a client's examples") for tree in examples]
         joined = jax.tree.map(lambda *rows: np.concatenate(rows), *examples)
         return cls._joined(joined, np.asarray(counts))
@@ -80,8 +78,7 @@ class Clients:
         if not integers or not np.all((owners >= 0) & (owners < clients)):
             raise ValueError(
                 f"federated.Clients.split(clients={clients}): expected owners from 0 to "
-                f"{clients - 1}, for each of {rows} rows. "
-                "np.unique(names, return_inverse=True)[1] numbers names."
+                f"{clients - 1}, for each of {rows} rows."
             )
         # Stable: the order of a client's rows is that of the data set, so runs are reproducible.
         order = np.argsort(owners, kind="stable")
@@ -90,8 +87,6 @@ class Clients:
 
     @classmethod
     def _joined(cls, examples: PyTree, counts: np.ndarray) -> Clients:
-        if not counts.sum():
-            raise ValueError(f"federated.Clients: none of {len(counts)} clients has an example.")
         # Clients lie one after the other without padding: one large client would otherwise size the
         # memory of all.
         starts = np.cumsum(counts) - counts

@@ -44,10 +44,6 @@ def scores(metric: Metric, params: PyTree, clients: Clients) -> Float[np.ndarray
       [0.5, nan, 1.0]
     """
     values = np.asarray(_values(metric, params, clients), np.float64)
-    if values.ndim != 1:
-        raise ValueError(
-            f"federated.scores: one example has a metric of shape {values.shape[1:]}; expected ()."
-        )
     counts = np.asarray(clients.counts)
     owners = np.repeat(np.arange(len(clients)), counts)
     totals = np.bincount(owners, weights=values, minlength=len(clients))

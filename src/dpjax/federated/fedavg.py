@@ -262,8 +262,7 @@ def _check_clients(call: str, mechanism: Mechanism, clients: Clients, weights: W
     # with weights. And the update of a client exists as a whole, so its exact norm is free.
     if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
         raise ValueError(
-            f"{call}: rounds have neither adaptive bounds nor estimated norms. Leave adaptive= "
-            "out, and use clipping.flat."
+            f"{call}: rounds have neither adaptive bounds nor estimated norms. Use clipping.flat."
         )
     expected, sizes = mechanism.sampling.examples, (len(clients), np.size(weights.values))
     if sizes != (expected, expected):

@@ -60,8 +60,6 @@ class Weights:
             if value is not None:  # as Python's number, which run.json can hold
                 number = checks.positive("federated.Weights", name, value)
                 object.__setattr__(self, name, number)
-        if np.ndim(self.values) != 1:
-            raise ValueError("federated.Weights(values=...): expected one weight per client.")
 
     @property
     def shares(self) -> Float[np.ndarray, " clients"]:

@@ -37,7 +37,7 @@ def langevin(
        + \tfrac{\eta_t}{2}\, \nabla \log p(w) $$
 
     adds noise of covariance $\eta_t T I$. `dpjax.training.dp_sgld` is the whole algorithm. The
-    arguments are as in `langevin_multiplier`, and the key as in `gaussian`.
+    arguments are as for `langevin_multiplier`, and the key of `gaussian`.
 
     Example:
       >>> import dpjax

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers by their names, for flags, where sizes and a cycle are enough to build one."""
+"""Samplers by their names, for flags: samplers built from sizes alone, or a cycle."""
 
 from __future__ import annotations
 

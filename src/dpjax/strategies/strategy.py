@@ -117,14 +117,15 @@ class Strategy:
 
     def inverse(self) -> Float[np.ndarray, "steps steps"]:
         """The inverse of C in float64, for runs of a moderate number of steps."""
-        return series.lower_triangular(self._reciprocal(self.steps))
+        inverse, scales = series.lower_triangular(self._reciprocal(self.steps)), self._scales()
+        return inverse if scales is None else inverse * scales[:, None]
 
     def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
         """The squared norm of each row of W times the inverse, for the workload W."""
-        return toeplitz_squares(self._reciprocal(self.steps), None, of)
+        return toeplitz_squares(self._reciprocal(self.steps), self._scales(), of)
 
     def squared_bounds(self, participation: Participation) -> Iterator[float]:
-        """Bounds on the squared `sensitivity` beside those that need column norms alone."""
+        """Bounds on the squared `sensitivity` beside bounds from column norms alone."""
         if self.steps <= LARGEST_MATRIX:
             matrix = self.matrix()
             yield of_products(np.abs(matrix.T @ matrix), participation)
@@ -192,8 +193,11 @@ class Strategy:
         raise NotImplementedError
 
     def _reciprocal(self, length: int) -> Float[np.ndarray, " length"]:
-        """The first column of the inverse of a Toeplitz C."""
+        """The first column of the inverse of a Toeplitz matrix."""
         raise NotImplementedError
+
+    def _scales(self) -> Float[np.ndarray, " steps"] | None:
+        """By which the rows of this inverse are multiplied, if they are."""
 
 
 def narrowed(values: Any) -> tuple[float, ...]:

@@ -23,7 +23,6 @@ from dpjax.strategies import series, streams
 from dpjax.strategies.participation import Participation
 from dpjax.strategies.sensitivity import of_bands
 from dpjax.strategies.strategy import LARGEST_MATRIX, Strategy, narrowed
-from dpjax.strategies.workload import Workload, toeplitz_squares
 from dpjax.types import PyTree
 
 
@@ -65,17 +64,8 @@ class Toeplitz(Strategy):
     def matrix(self) -> Float[np.ndarray, "steps steps"]:
         """C."""
         whole = series.lower_triangular(series.padded(self.values, self.steps))
-        return whole / self._norms() if self.normalized else whole
-
-    def inverse(self) -> Float[np.ndarray, "steps steps"]:
-        """The inverse of C."""
-        whole = super().inverse()
-        return whole * self._norms()[:, None] if self.normalized else whole
-
-    def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
-        """By prefix sums, as far as rows repeat."""
-        scales = self._norms() if self.normalized else None
-        return toeplitz_squares(self._reciprocal(self.steps), scales, of)
+        scales = self._scales()
+        return whole if scales is None else whole / scales
 
     def squared_bounds(self, participation: Participation) -> Iterator[float]:
         """By the products of columns in the bands."""
@@ -118,9 +108,10 @@ class Toeplitz(Strategy):
     def _reciprocal(self, length: int) -> Float[np.ndarray, " length"]:
         return series.reciprocal(np.array(self.values), length)
 
-    def _norms(self) -> Float[np.ndarray, " steps"]:
-        """The norm of each column of T."""
-        return Toeplitz(name="T", steps=self.steps, values=self.values).column_norms()
+    def _scales(self) -> Float[np.ndarray, " steps"] | None:
+        """Normalized, the norm of each column of T."""
+        plain = Toeplitz(name="T", steps=self.steps, values=self.values)
+        return plain.column_norms() if self.normalized else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,6 @@ from dpjax import checks, ledger, meshes, processes, trees
 from dpjax.clipping.shards import refuse_explicit
 from dpjax.data import Stream
 from dpjax.data.arrays import arrays
-from dpjax.gradients.clipped_grad import check_rule, checked_size
 from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.gradients.traced import Traced
 from dpjax.noise.link import first_memory
@@ -48,22 +47,16 @@ def assemble(
     budget: ledger.Budget | None = None,
     info: Callable[[Seen], Any] = mean_info,
 ) -> Algorithm:
-    """The algorithm of a recipe: what `dpsgd` and the federated algorithms have in common.
+    """The algorithm of a recipe, on rows that are examples or clients.
 
-    Args:
-      recipe: What every step does.
-      data: A tree of arrays with one row per example (or per client), or a `Stream`.
-      identity: What else tells the run from others, beside mechanism and data.
-      shared: Arrays that ``recipe.loss`` takes before the parameters; see `InMemory`.
-      budget: What no step may pass.
-      info: From the sums of steps to their means, which the observer sees.
+    ``identity`` tells the run from others, beside mechanism and data; ``shared`` are arrays that
+    ``recipe.loss`` takes before the parameters; ``info`` makes means of the sums of steps.
     """
     name, mechanism = recipe.name, recipe.mechanism
     if budget is not None:
         hint = "Write dpjax.ledger.Budget(epsilon=..., delta=...)."
         checks.instance(name, "budget", budget, ledger.Budget, hint)
-    size = checked_size(name, "microbatch_size", recipe.microbatch_size)
-    check_rule(mechanism.clipping)
+    size = checks.whole_or_none(name, "microbatch_size", recipe.microbatch_size)
     recipe = recipe._replace(microbatch_size=size)
     its = _Assembly(recipe, data, identity, shared, budget, info)
     return Algorithm(its.init, its.step, mechanism, budget, its.run, its.identity, its.released)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from dpjax import trees
@@ -59,11 +58,7 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
         # In bfloat16 the total would stop growing after some steps.
         return AverageState(trees.zeros_wide(params), jnp.zeros(()))
 
-    def update(
-        updates: PyTree, state: Any, params: PyTree | None = None
-    ) -> tuple[PyTree, AverageState]:
-        if params is None:
-            raise ValueError("average_parameters: expected update(updates, state, params).")
+    def update(updates: PyTree, state: Any, params: Any = None) -> tuple[PyTree, AverageState]:
         # The link stands last, so these are the parameters that the step releases: their average is
         # post-processing and free.
         after = optax.apply_updates(params, updates)
@@ -78,7 +73,7 @@ def averaged(optimizer_state: Any) -> PyTree:
     """The averaged parameters inside an optimizer's (or a whole run's) state.
 
     Raises:
-      ValueError: The state has no average, or no step ran yet.
+      ValueError: The state has no average.
 
     Example:
       >>> optimizer = optax.chain(optax.sgd(1.0), average_parameters(decay=0.5))
@@ -94,9 +89,6 @@ def averaged(optimizer_state: Any) -> PyTree:
     average = next(iter(trees.nodes(optimizer_state, AverageState)), None)
     if average is None:
         raise ValueError(
-            "training.averaged: this state holds no average. End the optimizer with "
-            "training.average_parameters()."
+            "training.averaged: expected a state with training.average_parameters() as a link."
         )
-    if not isinstance(average.weight, Tracer) and not average.weight > 0:
-        raise ValueError("training.averaged: no step ran, so there is no average yet.")
     return jax.tree.map(lambda total: total / average.weight.astype(total.dtype), average.total)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -109,14 +109,12 @@ class Checkpoints:
                 f"checkpoints.save(step={step}): {self.directory} holds step {last}; expected a "
                 "later one."
             )
-        numbers = list(named.values())
         # Orbax cannot write arrays without elements; their shapes are in the notes.
-        written = {str(i): x for i, x in enumerate(numbers) if x.size}
+        written = {str(i): x for i, x in enumerate(named.values()) if x.size}
         notes = {
             "facts": facts,
-            "names": list(named),
-            "leaves": [[list(x.shape), x.dtype.name] for x in numbers],
-            "digest": trees.fingerprint(numbers),
+            "leaves": {name: [list(x.shape), x.dtype.name] for name, x in named.items()},
+            "digest": trees.fingerprint(list(named.values())),
         }
         args = self.args.Composite(
             state=self.args.StandardSave(written), notes=self.args.JsonSave(notes)
@@ -147,10 +145,10 @@ class Checkpoints:
         saved = processes.from_first(self._latest)
         if saved is None:
             return None
-        step, numbers, names, facts = saved
-        return Restored(_as(like, numbers, names, f"{self.directory}/{step}"), facts)
+        step, named, facts = saved
+        return Restored(_as(like, named, f"{self.directory}/{step}"), facts)
 
-    def _latest(self) -> tuple[int, list[np.ndarray], list[str], Mapping[str, Any]] | None:
+    def _latest(self) -> tuple[int, dict[str, np.ndarray], Mapping[str, Any]] | None:
         if (step := self.manager.latest_step()) is None:
             return None
         try:
@@ -158,15 +156,15 @@ class Checkpoints:
         except Exception as error:  # a damaged file raises many unrelated kinds
             raise Damaged(f"{self.directory}/{step} is damaged ({_first_line(error)}).") from error
 
-    def _read(self, step: int) -> tuple[list[np.ndarray], list[str], Mapping[str, Any]]:
-        """The numbers of a checkpoint, checked against their digest; their names; the facts."""
+    def _read(self, step: int) -> tuple[dict[str, np.ndarray], Mapping[str, Any]]:
+        """The leaves of a checkpoint by name, checked against their digest, and the facts."""
 
         def read(**items: Any) -> Any:
             return self.manager.restore(step, args=self.args.Composite(**items))
 
         notes = read(notes=self.args.JsonRestore())["notes"]
         # By jnp.dtype, which knows bfloat16's name.
-        empty = [np.empty(shape, jnp.dtype(dtype)) for shape, dtype in notes["leaves"]]
+        empty = [np.empty(shape, jnp.dtype(dtype)) for shape, dtype in notes["leaves"].values()]
         # Restored as NumPy arrays of the saved shapes: what they become on the device is decided
         # against `like`, with an error that names the leaf.
         target = {str(i): x for i, x in enumerate(empty) if x.size}
@@ -175,7 +173,7 @@ class Checkpoints:
         # Orbax notices a file that is cut off, not one whose content was exchanged.
         if trees.fingerprint(numbers) != notes["digest"]:
             raise ValueError("its numbers differ from the saved ones")
-        return numbers, notes["names"], notes["facts"]
+        return dict(zip(notes["leaves"], numbers, strict=True)), notes["facts"]
 
     def close(self) -> None:
         """Ends the threads."""
@@ -183,16 +181,15 @@ class Checkpoints:
             self.manager.close()
 
 
-def _as(like: PyTree, numbers: Sequence[np.ndarray], saved: Sequence[str], where: str) -> PyTree:
-    """The numbers in the structure of ``like``, as JAX arrays, keys or NumPy arrays like there."""
+def _as(like: PyTree, named: Mapping[str, np.ndarray], where: str) -> PyTree:
+    """The leaves in the structure of ``like``, as JAX arrays, keys or NumPy arrays like there."""
     leaves, structure = jax.tree.flatten(like)
     names = list(trees.leaf_names(like))
     # By names too: layers of equal shapes would be exchanged without a word.
-    if names != list(saved):
-        differ = sorted({*names} ^ {*saved}) or names
+    if names != list(named):
+        differ = sorted({*names} ^ {*named}) or names
         raise ValueError(
-            f"checkpoints: {where} and this run's state have other leaves, such as {differ[0]}. "
-            "Give the model and the optimizer of the run."
+            f"checkpoints: {where} and this run's state have other leaves, such as {differ[0]}."
         )
 
     def one(name: str, old: Any, new: np.ndarray) -> Any:
@@ -215,7 +212,7 @@ def _as(like: PyTree, numbers: Sequence[np.ndarray], saved: Sequence[str], where
         placed = meshes.put(number, plain.sharding) if old.committed else jnp.asarray(number)
         return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(old)) if is_key else placed
 
-    return structure.unflatten(map(one, names, leaves, numbers))
+    return structure.unflatten(map(one, names, leaves, named.values()))
 
 
 def _first_line(error: Exception | None) -> str:

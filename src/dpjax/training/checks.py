@@ -42,8 +42,7 @@ def check_kinds(recipe: Recipe) -> None:
     named(name, recipe.engine)
     if mechanism.unit != "example":
         raise ValueError(
-            f"{name}: the mechanism protects one {mechanism.unit}. Leave unit= out, or use "
-            "dpjax.federated."
+            f"{name}: expected unit='example', got {mechanism.unit!r}; see dpjax.federated."
         )
 
 
@@ -61,7 +60,7 @@ def check_untraced(call: str, given: PyTree) -> None:
     if trees.traced(given):
         raise TypeError(
             f"{call}: called inside a JAX transformation, where the ledger cannot count steps. "
-            "Call it directly: algorithm.run(state, count) takes many steps in one dispatch."
+            "Call algorithm.run(state, count)."
         )
 
 
@@ -75,8 +74,8 @@ def check_state(name: str, state: Any) -> None:
     # JAX's own error names a buffer. The user knows states, and which call used one up.
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
         raise RuntimeError(
-            f"{name}: algorithm.run donated the buffers of this state. Continue with the state "
-            "that it returned, or give it dpjax.trees.copy(state)."
+            f"{name}: algorithm.run donated the buffers of this state. Use the state that it "
+            "returned, or give it dpjax.trees.copy(state)."
         )
 
 
@@ -91,8 +90,7 @@ def planned_bounds(name: str, schedule: Schedule | None, mechanism: Mechanism) -
     bounds = Planned.of(schedule, mechanism.steps)
     if (step := bounds.first_without_size()) is not None:
         raise ValueError(
-            f"{name}(bound_schedule=...): the factor at step {step} is not positive and finite. "
-            "To silence a step, do not plan it."
+            f"{name}(bound_schedule=...): the factor at step {step} is not positive and finite."
         )
     return bounds
 
@@ -116,8 +114,7 @@ def checked_data(recipe: Recipe, data: PyTree) -> PyTree:
     row = data.row if stream else data
     if recipe.entry is not None and not isinstance(row, tuple):
         raise TypeError(
-            f"{name}(per_step=...): the data are a {type(row).__name__}; expected a tuple. For a "
-            "single array write (x,)."
+            f"{name}(per_step=...): expected a tuple as data; for a single array write (x,)."
         )
     return data
 

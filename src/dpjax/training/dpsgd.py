@@ -147,7 +147,7 @@ def on_examples(
     # otherwise when it is traced, after a variable that it reads has changed.
     scales = planned_bounds(recipe.name, bound_schedule, recipe.mechanism)
     identity = {
-        "algorithm": "dpsgd",
+        "algorithm": recipe.name.removeprefix("training."),
         "bound schedule": scales and trees.fingerprint(scales.values),
     }
     data = checked_data(recipe, data)

@@ -111,8 +111,8 @@ def dp_adam(
     floor = checks.positive("training.dp_adam", "floor", floor)
     if mechanism.noise is not None:  # whose moments are smaller, by an amount that is not computed
         raise ValueError(
-            f"training.dp_adam(mechanism with noise={mechanism.noise.name}): expected independent "
-            "noise. Use optax.adam, or leave noise= out."
+            f"training.dp_adam: expected independent noise, got {mechanism.noise.name}. Use "
+            "optax.adam."
         )
     groups = mechanism.clipping.partition
     # One multiplier is relative to the sensitivity of all groups, so all leaves have one variance.

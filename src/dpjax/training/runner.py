@@ -98,16 +98,13 @@ class Run:
         facts = latest.facts
         if processes.from_first(lambda: facts["key"] != self._digest_of_key()):
             raise Refused(
-                f"fit(directory={str(folder.path)!r}): the run there began with another key=. Give "
-                "its key again; no file holds it."
+                f"fit(directory={str(folder.path)!r}): the run there began with another key=."
             )
         if latest.state.ledger.steps >= self.done:
             self.state = with_supplied(latest.state, self.state)
         self.rows = folder.rows()
         # A row may be younger than the checkpoint of its step: it has these infos.
         self.seen = [] if self.at_row else list(facts["seen"])
-        if (missing := facts["rows"] - len(self.rows)) > 0:
-            logging.warning("fit: %d rows are missing in %s.", missing, folder.log)
         # The checkpoint is older than a stop in the row of its step.
         if (least := counted(self.rows)) or self.state.ledger.chosen:
             self._end(least)
@@ -132,8 +129,8 @@ class Run:
         self.state, infos = _several(self.algorithm, self.state, count)
         if self.done != before + count:
             raise RuntimeError(
-                f"fit: {count} steps ran and the ledger counts {self.done - before}. An algorithm "
-                "must call dpjax.ledger.admit for every step before it runs."
+                f"fit: {count} steps ran and the ledger counts {self.done - before}. Call "
+                "dpjax.ledger.admit for every step."
             )
         # Python numbers: they go into a checkpoint's JSON.
         self.seen.append({k: np.asarray(v).tolist() for k, v in infos._asdict().items()})
@@ -152,16 +149,14 @@ class Run:
         """Writes a checkpoint: from here on the steps so far count as released."""
         assert self.folder is not None
         self.saved = time.monotonic()
-        facts = {"seen": self.seen, "rows": len(self.rows), "key": self._digest_of_key()}
+        facts = {"seen": self.seen, "key": self._digest_of_key()}
         state = without_secrets(self.state, self.mechanism)
         self.folder.checkpoints.save(self.done, state, facts)
 
     def release(self, evaluate: Evaluate | None, speed: float) -> None:
         """Releases the last step, whose checkpoint is on disk: its row, then its files.
 
-        Args:
-          evaluate: As for `fit`.
-          speed: In steps per second.
+        ``speed`` is in steps per second.
         """
         terms, pace = self.terms, f"{self.mechanism.unit}s_per_second"
         row: dict[str, Any] = {

@@ -69,11 +69,9 @@ def keep_samples(
         return SamplesState(ring, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
     def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
+        updates: PyTree, state: Any, params: Any = None, **extra: Any
     ) -> tuple[PyTree, SamplesState]:
         del extra
-        if params is None:
-            raise ValueError("keep_samples: expected update(updates, state, params).")
         step = state.step + 1
         keep = (step > burn_in) & ((step - burn_in) % every == 0)
         slot = state.taken % count
@@ -100,14 +98,12 @@ def samples(state: Any) -> PyTree:
     sampled = next(iter(trees.nodes(state, SamplesState)), None)
     if sampled is None:
         raise ValueError(
-            "training.samples: this state holds no samples. End the optimizer with "
-            "training.keep_samples(20)."
+            "training.samples: expected a state with training.keep_samples(20) as a link."
         )
     taken, size = int(sampled.taken), jax.tree.leaves(sampled.ring)[0].shape[0]
     if taken == 0:
         raise ValueError(
-            f"training.samples: {int(sampled.step)} steps kept no sample; the first one is every= "
-            "steps after the burn-in."
+            f"training.samples: the {int(sampled.step)} steps that ran kept no sample."
         )
     # From the oldest to the newest: the last sample is the state's own parameters if the run ended
     # on one.

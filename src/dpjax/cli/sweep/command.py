@@ -46,7 +46,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     if given.plot:
         require_matplotlib(", or give --noplot")
     jax.config.update("jax_platforms", "cpu")  # leaves the accelerator to the runs
-    # SIGTERM ends a search as Ctrl-C does: its children are asked to stop, and save.
+    # SIGTERM ends a search as Ctrl-C does: its children stop, and save.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = pathlib.Path(given.out)
     try:
@@ -115,10 +115,9 @@ def draw(given: flags.FlagValues, tried: Candidates) -> list[Trial]:
 def options_of(given: flags.FlagValues, trial: Trial, folder: pathlib.Path) -> list[str]:
     """The flags of a run, as they are typed."""
     # A report costs more time than a small run, and a search has one figure for all of them.
-    typed: dict[str, Any] = {"out": folder, **({} if given.binary else {"report": "false"})}
-    typed |= {**pairs(given.fixed, "fixed"), **trial.settings}
-    if trial.seed is not None:
-        typed["seed"] = trial.seed
+    quiet = {} if given.binary else {"report": "false"}
+    seed = {} if trial.seed is None else {"seed": trial.seed}
+    typed = {"out": folder, **quiet, **pairs(given.fixed, "fixed"), **trial.settings, **seed}
     return [f"--{name}={value}" for name, value in typed.items()]
 
 
@@ -147,9 +146,8 @@ def run_missing(given: flags.FlagValues, runs: Runs) -> int:
     for count, ended in enumerate(child_processes.run_all(left, given.jobs), 1):
         folder, status, seconds = ended
         failed += bool(status)
-        if status:
-            outcome = f"FAILED with status {status}: {child_processes.last_line(folder)}"
-        else:
+        outcome = f"FAILED with status {status}: {child_processes.last_line(folder)}"
+        if not status:
             outcome = f"{100 * read(folder, arrays=False).accuracy:.2f} %"
         print(f"[{count}/{len(left)}] {folder.name}  {seconds:.1f} s  {outcome}", flush=True)
     return failed
@@ -163,14 +161,14 @@ def finished(runs: Runs) -> dict[pathlib.Path, Trial]:
 def conclude(given: flags.FlagValues, out: pathlib.Path, tried: Candidates, runs: Runs) -> None:
     """Prints and writes the results and the cost of the search."""
     if not (done := finished(runs)):
-        print("No run has finished, so there is nothing to compare or to choose.")
+        print("No run has finished.")
         return
     # Results, prices and figure tell how many ran. The price of the best of a drawn number needs
     # that to stay secret, and a score that is the run's own, not a mean over several runs.
     public = number_of_runs(given) is None
     rows = results(done, single=not public)
-    written = "".join(json.dumps(strict(row)) + "\n" for row in rows)
-    replace(out / "results.jsonl", written, public=public)
+    lines = "".join(json.dumps(strict(row)) + "\n" for row in rows)
+    replace(out / "results.jsonl", lines, public=public)
     spent, said = costs(given, tried, runs)
     replace(out / "costs.json", json.dumps(strict(spent), indent=2) + "\n", public=public)
     print(f"\n{table(rows)}\n\n{said}", flush=True)

@@ -2,8 +2,8 @@
 """The privacy cost of a search: of one run, of all runs, or of the best of a random number.
 
 Events are rebuilt from `run.json` and the released steps of each run, finished or not.  A search
-with a random number of runs also pays for the settings that it could have drawn.  Each price is by
-the tightest proven method, except that of a random number of runs, for which only RDP has a proof.
+with a random number of runs also pays for the settings that it could have drawn, by RDP, which
+alone has a proof for it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ class Price(NamedTuple):
     method: str
 
     def __str__(self) -> str:
-        epsilon = "not known"
-        if self.epsilon is not None:
-            epsilon = f"epsilon {upwards(self.epsilon, '.3f')}"
-        return f"{epsilon:<16}{self.what}, by {self.method.upper()}: {self.holds}"
+        epsilon = self.epsilon
+        known = "not known" if epsilon is None else f"epsilon {upwards(epsilon, '.3f')}"
+        return f"{known:<16}{self.what}, by {self.method.upper()}: {self.holds}"
 
 
 class Spent(NamedTuple):
@@ -90,12 +89,10 @@ def prices(
     kinds = _different(run.event for run in runs)
     one, by_one = max(cost(event) for event in kinds)
     every_run, by_every = cost(accounting.compose(*(run.event for run in runs)))
-    alone = "right only if its settings were fixed without these data"
-    together = "whichever is kept, and if all of them are published"
-    lines = [
-        Price("one run alone", one, alone, by_one),
-        Price("all runs together", every_run, together, by_every),
-    ]
+    holds = "right only if its settings were fixed without these data"
+    lines = [Price("one run alone", one, holds, by_one)]
+    holds = "whichever is kept, and if all of them are published"
+    lines.append(Price("all runs together", every_run, holds, by_every))
     if number is not None:
         (name, mean), best, holds = number, None, unknown
         if not unknown:

@@ -10,8 +10,8 @@ files that `dpjax.reports.report` draws.
 from __future__ import annotations
 
 import contextlib
+import functools
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -28,38 +28,24 @@ _SAMPLE = 128  # training examples whose gradients are measured
 
 
 class Evaluation:
-    """Measures a classifier during and after a run.
-
-    Without ``loss(params, (x, y))`` gradients are not measured, as for a loss that takes further
-    arguments.
-    """
+    """Measures a classifier during and after a run; gradients only of a loss of two arguments."""
 
     def __init__(
-        self,
-        model: Any,
-        loss: Callable[..., Any] | None,
-        mechanism: dpjax.Mechanism,
-        dataset: data.Dataset,
+        self, model: nn.Module, loss: Any, rule: dpjax.types.Clipping, dataset: data.Dataset
     ) -> None:
-        self.model, self.mechanism = model, mechanism
-        self.loss: Any = loss
+        self.model, self.loss, self.rule = model, loss, rule
         # On the device once: every evaluation reads all of them.
         self.test = jax.tree.map(jnp.asarray, dataset.test)
-        size = dataset.examples
         # A fixed sample, spread over the data: curves of norms compare the same examples over time.
         # They are private and badged so.
-        some = np.linspace(0, size - 1, min(_SAMPLE, size)).astype(int)
-        self.sample = jax.tree.map(jnp.asarray, dataset.rows(some))
-        self.logits = jax.jit(
-            lambda params, x: jax.lax.map(
-                lambda x: model.apply({"params": params}, x), x, batch_size=500
-            )
-        )
-        self.bias = jax.jit(
-            lambda params, batch: diagnostics.clipping_bias(
-                self.loss, mechanism.clipping, params, batch
-            )
-        )
+        places = np.linspace(0, dataset.examples - 1, min(_SAMPLE, dataset.examples)).astype(int)
+        self.sample = jax.tree.map(jnp.asarray, dataset.rows(places))
+
+        def logits(params: Any, x: Any) -> Any:
+            return jax.lax.map(lambda x: model.apply({"params": params}, x), x, batch_size=500)
+
+        self.logits = jax.jit(logits)
+        self.bias = jax.jit(functools.partial(diagnostics.clipping_bias, loss, rule))
 
     def evaluate(self, state: Any) -> dict[str, Any]:
         """One row of the log, from averaged parameters if the optimizer keeps an average."""
@@ -73,7 +59,7 @@ class Evaluation:
         if self.loss is not None:
             # At the parameters that the next step differentiates, which are not the averaged ones.
             bias = self.bias(held(state.params), self.sample)
-            counts = reports.norm_counts(bias.norms, self.mechanism.clipping.bounds)
+            counts = reports.norm_counts(bias.norms, self.rule.bounds)
             row["private"] = {"cosine": bias.cosine, "norm_histogram": counts}
         return row
 
@@ -85,11 +71,9 @@ class Evaluation:
         with replacing(folder / "evaluation.npz", public=True) as file:
             np.savez(file, labels=y, probabilities=probabilities)
         weights, hidden = diagnostics.weight_norms(params), {}
-        # A linear model has no pre-activations; other libraries' models keep none.
-        with contextlib.suppress(ValueError):
-            if isinstance(self.model, nn.Module):
-                hidden = diagnostics.preactivation_norms(self.model, params, self.sample[0])
-        measured = {
+        with contextlib.suppress(ValueError):  # a linear model has no pre-activations
+            hidden = diagnostics.preactivation_norms(self.model, params, self.sample[0])
+        measured: dict[str, Any] = {
             "parameters": "averaged",
             "weight_names": list(weights),
             "weight_norms": list(weights.values()),
@@ -98,10 +82,9 @@ class Evaluation:
         }
         if self.loss is not None:
             norms = self.bias(params, self.sample).norms
-            measured |= {"norms": norms, "bounds": self.mechanism.clipping.bounds}
-        arrays: dict[str, Any] = {name: np.asarray(value) for name, value in measured.items()}
+            measured |= {"norms": norms, "bounds": self.rule.bounds}
         with replacing(folder / "diagnostics.npz") as file:  # of training examples, without noise
-            np.savez(file, **arrays)
+            np.savez(file, **measured)
 
 
 def first_parameters(model: Any, dataset: data.Dataset, params: bytes | None) -> Any:

@@ -58,16 +58,15 @@ class Planned(NamedTuple):
         epoch = self.per_epoch
         return None if epoch is None else lambda step: step // epoch
 
-    def algorithm(
-        self,
-        mechanism: dpjax.Mechanism,
-        optimizer: optax.GradientTransformation,
-        rows: Any,
-        budget: dpjax.ledger.Budget | None = None,
-    ) -> dpjax.types.Algorithm:
-        """DP-SGD with this run's model and loss."""
-        loss, further = losses.of(self.model, self.loss), {"per_step": self.per_step}
-        return dpjax.dpsgd(loss, optimizer, mechanism, rows, budget=budget, **further)
+    @property
+    def of_example(self) -> Callable[..., Any]:
+        """The loss of one example, as the step takes it."""
+        return losses.of(self.model, self.loss)
+
+    def algorithm(self, mechanism: dpjax.Mechanism, rows: Any, **changes: Any) -> Any:
+        """DP-SGD with this run's loss, and its optimizer unless another one is given."""
+        options = {"optimizer": self.optimizer, "per_step": self.per_step, **changes}
+        return dpjax.dpsgd(self.of_example, mechanism=mechanism, data=rows, **options)
 
 
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
@@ -90,7 +89,10 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
 
 def plan(given: flags.FlagValues) -> Planned:
     """Builds all parts of the run, and refuses flags that do not fit each other or the data."""
-    require_one_of_each(given)
+    # Of two flags for one quantity one would have no effect.
+    for one, other in (("noise_multiplier", "target_epsilon"), ("steps", "epochs")):
+        if given[one].value is not None and given[other].present:
+            raise app.UsageError(f"--{one} --{other}: expected one of the two, or --max_epsilon.")
     try:
         # Data come first, because classes, sizes and sampling rate follow from them.
         dataset = load(given)
@@ -121,13 +123,6 @@ def plan(given: flags.FlagValues) -> Planned:
     return Planned(*made, method, epsilon, per_epoch, earlier, budget)
 
 
-def require_one_of_each(given: flags.FlagValues) -> None:
-    """Refuses two flags that set one quantity, since one of the two would have no effect."""
-    for one, other in (("noise_multiplier", "target_epsilon"), ("steps", "epochs")):
-        if given[one].value is not None and given[other].present:
-            raise app.UsageError(f"--{one} --{other}: expected one of the two, or --max_epsilon.")
-
-
 def load(given: flags.FlagValues) -> data.Dataset:
     """The data set of the flags."""
     try:
@@ -149,10 +144,10 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
         asked = folder / run_files.MOMENTS, planned.normalization, dataset.train[0], given.seed
         moments = processes.from_first(lambda: inputs.release_once(*asked))
     dataset = inputs.with_scale(given, dataset, moments)
-    algorithm = planned.algorithm(mechanism, planned.optimizer, dataset.train, planned.budget)
+    algorithm = planned.algorithm(mechanism, dataset.train, budget=planned.budget)
     # A loss that changes with the step has no single gradient to watch.
-    observed = losses.of(planned.model, planned.loss) if planned.per_epoch is None else None
-    evaluation = Evaluation(planned.model, observed, mechanism, dataset)
+    observed = planned.of_example if planned.per_epoch is None else None
+    evaluation = Evaluation(planned.model, observed, mechanism.clipping, dataset)
     describe = describing(given, dataset)
 
     def evaluate(state: Any) -> dict[str, Any]:
@@ -204,27 +199,22 @@ def prepare(folder: pathlib.Path, overwrite: bool) -> None:
 
 def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any], None]:
     """What writes `config.json` at each evaluation, so that a stopped run has one too."""
-    folder, started = pathlib.Path(given.out), time.time()
-    now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started))
-    facts = {"dataset": f"{dataset.name} {dataset.note}".strip(), "model": given.model}
-    if dataset.class_names:
-        facts["class_names"] = dict(enumerate(dataset.class_names))
-    if dataset.columns:
-        facts["columns"] = list(dataset.columns)
+    folder, began = pathlib.Path(given.out), time.time()
     # Earlier processes of the run count: `fit` refuses another run before it evaluates.
     resumed = (folder / "run.json").exists() and (folder / "config.json").exists()
     before = read_json(folder / "config.json") if resumed else {}
+    facts: dict[str, Any] = {"dataset": f"{dataset.name} {dataset.note}".strip()}
+    facts |= {"model": given.model, "class_names": dict(enumerate(dataset.class_names))}
+    facts |= {"columns": list(dataset.columns)}
+    facts["started"] = before.get("started", time.strftime("%Y-%m-%d %H:%M:%S"))
+    facts = {name: fact for name, fact in facts.items() if fact}
 
     def describe(params: Any) -> None:
+        size = sum(x.size for x in jax.tree.leaves(params))
+        took = round(before.get("seconds", 0) + time.time() - began, 1)
         if processes.first_process():
-            run_files.describe(
-                folder,
-                {**settings(given), "out": given.out},
-                started=before.get("started", now),
-                seconds=round(before.get("seconds", 0) + time.time() - started, 1),
-                parameters=sum(x.size for x in jax.tree.leaves(params)),
-                **facts,
-            )
+            typed = {**settings(given), "out": given.out}
+            run_files.describe(folder, typed, **facts, seconds=took, parameters=size)
 
     return describe
 
