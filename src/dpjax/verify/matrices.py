@@ -126,8 +126,8 @@ def matrix(noise: Any) -> np.ndarray:
     steps = np.arange(noise.steps)
     if noise.kind == "tree":
         # X counts the nodes above both of two steps; C is its Cholesky factor from the last step.
-        shared = [np.equal.outer(steps >> n, steps >> n) for n in range(levels(noise))]
-        common = np.sum(shared, axis=0, dtype=float)
+        above = [np.equal.outer(steps >> level, steps >> level) for level in range(levels(noise))]
+        common = np.sum(above, axis=0) * 1.0
         return np.linalg.cholesky(common[::-1, ::-1])[::-1, ::-1].T
     c, column = np.zeros((noise.steps, noise.steps)), first_column(noise)
     for step in steps:
