@@ -102,8 +102,10 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
         test = _whole(parts["test"])
         dataset = Dataset(name, parts["train"], test, source.classes, source.note)
         return checked(dataset, source.shape, "TensorFlow Datasets")
-    (x, y), *rest = load(name, folder)[1:]
-    return Dataset(name, Stream(range(len(y)), example=lambda i: (x[i], y[i])), *rest)
+    dataset = load(name, folder)
+    x, y = dataset.train
+    train = Stream(range(len(y)), example=lambda i: (x[i], y[i]))
+    return Dataset(name, train, dataset.test, dataset.classes, dataset.note)
 
 
 def _whole(rows: Stream) -> Split:
