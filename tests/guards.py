@@ -27,7 +27,7 @@ SOURCES = pathlib.Path(__file__).parent.parent / "src" / "dpjax"
 SHAPED = ("clipping/", "gradients/", "mechanism/", "noise/", "sampling", "training/", "trees")
 # Raised in processes that a test starts, which load dpjax without switches; so is all of `cli`.
 ELSEWHERE = {
-    ("gradients/sharding_checks.py", "not sharding.is_fully_replicated"),
+    ("gradients/nan_isolation.py", "not sharding.is_fully_replicated"),
     ("meshes.py", "len(places) > 1"),
 }
 reached, killed = set(), set()

@@ -2,7 +2,10 @@
 """The console command: its overview, what it refuses, and `train` and `audit` in this process."""
 
 import copy
+import importlib
 import json
+import logging
+import os
 import pathlib
 import subprocess
 import sys
@@ -19,7 +22,7 @@ from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import accounting, auditing, cli, data, features, ledger, models, schedules
-from dpjax.cli import audit
+from dpjax.cli import audit, compare, compilation_cache
 from dpjax.cli.flag_sets import names
 from dpjax.cli.flag_sets.audit import FLAGS as AUDIT_FLAGS
 from dpjax.cli.flag_sets.train import FLAGS, settings
@@ -88,6 +91,16 @@ def test_a_mistake_in_the_flags_is_answered_before_jax_is_imported(words, answer
     assert "Traceback" not in said
 
 
+def test_a_reader_that_closes_the_pipe_ends_the_process_quietly():
+    code = "import dpjax.cli; dpjax.cli.main(['train', '--help'])"
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_names_of_flags_are_those_of_the_tables():
     assert (*names.DATASETS, "california_housing", "wine_quality") == data.NAMES
     assert {*names.MODELS, "regression_mlp"} == {*models.NAMES}
@@ -95,6 +108,74 @@ def test_names_of_flags_are_those_of_the_tables():
     assert tuple(build.OPTIMIZERS) == names.OPTIMIZERS
     assert tuple(schedules.CURRICULA) == names.CURRICULA
 
+
+@pytest.mark.parametrize(("said", "shown"), [("", "interrupted."), ("stopped at 2", "stopped at")])
+def test_ctrl_c_is_answered_in_one_sentence(said, shown, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt(*filter(None, [said]))
+
+    monkeypatch.setattr(sys, "argv", ["dpjax train"])
+    monkeypatch.setattr(importlib.import_module("dpjax.cli.train"), "run", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.run_command("train")
+    assert ended.value.code == 130
+    assert f"dpjax train: {shown}" in capsys.readouterr().err
+
+
+def test_remarks_of_orbax_are_not_shown_and_its_errors_are():
+    def record(level, path):
+        return logging.LogRecord("absl", level, path, 1, "words", None, None)
+
+    orbax = "site-packages/orbax/checkpoint/checkpoint_manager.py"
+    assert not cli._not_of_orbax(record(logging.WARNING, orbax))
+    assert cli._not_of_orbax(record(logging.ERROR, orbax))
+    assert cli._not_of_orbax(record(logging.WARNING, "dpjax/training/run_folder.py"))
+
+
+def test_a_path_begins_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = copy.deepcopy(FLAGS)
+    paths = ("out", "data_dir", "cache_dir", "continue_from", "dataset")
+    given(["train", *(f"--{name}=~/my.npz" for name in paths)])
+    assert {given[name].value for name in paths} == {str(tmp_path / "my.npz")}
+
+
+def test_a_missing_matplotlib_is_found_before_the_work(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # found, and not importable
+    with pytest.raises(app.UsageError, match="or give --noreport"):
+        command.run(parsed(), ["train"])
+    with pytest.raises(app.UsageError, match=r"cannot be imported \(.*--upgrade matplotlib\)\.$"):
+        audit.run(AUDIT_FLAGS, ["audit", "run"])
+    with pytest.raises(app.UsageError, match=r"cannot be imported \(.*--upgrade matplotlib\)\.$"):
+        compare.run(None, ["compare", "run"])
+
+
+@pytest.fixture
+def no_cache():
+    """Without the compilation cache that tests share."""
+    options = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in options}
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_compiled_programs_stay_on_the_disk(no_cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    compilation_cache.switch_on()
+    assert jax.config.jax_compilation_cache_dir is None, "nothing can be written there"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compilation_cache.switch_on()
+    (folder,) = (tmp_path / "dpjax").iterdir()
+    assert jax.config.jax_compilation_cache_dir == str(folder)
+    assert folder.stat().st_mode & 0o077 == 0, "programs may hold data as constants"
+    jax.config.update("jax_compilation_cache_dir", "chosen")
+    compilation_cache.switch_on()
+    assert jax.config.jax_compilation_cache_dir == "chosen"
+
+
+# --- what flags describe ---
 
 MODULE = """
 import flax.linen as nn
@@ -161,18 +242,13 @@ def test_a_model_of_the_user_is_a_module_a_class_or_a_function(workshop):
     ("words", "answer"),
     [
         ("--model=none_of_these:Net", "No module named 'none_of_these'"),
-        ("--model={}:Nte", "has no attribute 'Nte'"),
-        ("--model={}:Net --model_options=depth=2", "unexpected keyword argument 'depth'"),
         ("--model={}:number", "expected a Flax module"),
         ("--model={}:made --classes=4", "expected 4 numbers, one for each class"),
         ("--model={}:Batch", "batch_stats"),
-        ("--model=wide_resnet --model_options=dept=3", "has no field dept"),
+        ("--model=wide_resnet --model_options=dept=3", "unexpected keyword argument 'dept'"),
         ("--model=linear --model_options=width", "'width': expected name=value"),
-        ("--model=linear --model_options=classes=3", "classes"),
-        ("--loss=focal --loss_options=beta=1", "unexpected keyword argument 'beta'"),
         ("--batch_size=70", "at most the number of examples"),
         ("--bound=-1", "flat.bound=-1.0.*Nothing was spent"),
-        ("--epochs=0 --steps=0", "expected one of the two"),
         ("--steps=0", "expected a step"),
         ("--target_epsilon=2", "expected one of the two"),
         ("--max_epsilon=1 --noise_multiplier=0.5", "0 of 4 steps fit.*Nothing was spent"),
@@ -201,18 +277,6 @@ def test_options_hold_lists(workshop):
     assert read(parsed("--model_options=widths=[8,4],depth=2").model_options)["widths"] == [8, 4]
     assert read([]) == {}
     assert read(["a=False", "b=false", "c=None"]) == {"a": False, "b": False, "c": None}
-
-
-@pytest.mark.parametrize(
-    ("target", "most", "method"), [(3.0, None, "rdp"), (0.01, None, "pld"), (3.0, 0.01, "pld")]
-)
-def test_a_small_epsilon_of_a_schedule_is_accounted_by_distributions(target, most, method):
-    given = types.SimpleNamespace(
-        accountant="tightest", target_epsilon=target, max_epsilon=most, delta=1e-8
-    )
-    falling = schedules.table(np.linspace(2.0, 1.0, 10), 4)
-    mechanism = mechanism_with(1000, 20, noise_multiplier=falling, steps=40)
-    assert build.accountant(given, mechanism) == method
 
 
 def test_as_many_steps_run_as_fit_in_a_budget(workshop):
@@ -364,10 +428,10 @@ def test_a_run_is_audited_beside_its_claims(name, workshop, tmp_path):
     for file in ("audit.json", "audit.png"):
         assert (tmp_path / file).stat().st_mode & 0o077 == 0, "private numbers"
     np.savez("my.npz", x=np.zeros((40, 3)), y=np.arange(40) % 3)
-    with pytest.raises(app.UsageError, match=r"another mechanism than run\.json has"):
+    with pytest.raises(app.UsageError, match=r"expected the mechanism of run\.json"):
         audit.rebuild(tmp_path / "run")
     (tmp_path / "run" / "privacy.json").unlink()
-    with pytest.raises(app.UsageError, match="as a finished `dpjax train` leaves them"):
+    with pytest.raises(app.UsageError, match="of a finished `dpjax train`"):
         audit.rebuild(tmp_path / "run")
 
 

@@ -747,24 +747,6 @@ def test_every_part_beside_another(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_bfloat16_inside(seed):
-    hunt(seed, ["dense", "narrow"], "bfloat16")
-
-
-@pytest.mark.slow
-def test_an_empty_batch():
-    with jax.enable_x64(True):
-        case = network(0, [(0, "dense"), (1, "norm")], "float64")
-        empty = jax.tree.map(lambda x: x[:0], case.batch)
-        for rule in case.rules.values():
-            got = clipped_grad(case.loss, rule, "ghost")(case.params, empty)
-            assert got.norms.shape == (0, rule.partition.size)
-            for x, leaf in zip(*map(jax.tree.leaves, (got.value, case.params)), strict=True):
-                np.testing.assert_array_equal(x, np.zeros_like(leaf))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("number", range(150))
 def test_networks(number):
     """``DPJAX_FUZZ`` chooses others than the usual ones."""

@@ -3,9 +3,6 @@
 
 import functools
 import math
-import pathlib
-import subprocess
-import sys
 
 import flax.linen as nn
 import jax
@@ -17,8 +14,8 @@ from jax.experimental import xla_metadata
 from jax.extend.core import Primitive, primitives
 from mutation import kills
 
-from dpjax import clipped_grad, clipping, gradients, losses, testing, trees
-from dpjax.gradients import platforms
+from dpjax import clipped_grad, clipping, gradients, testing, trees
+from dpjax.gradients import nan_isolation, platforms
 from dpjax.gradients._bookkeeping.ghost import backward
 from dpjax.gradients._bookkeeping.primitives import PRIMITIVES
 from dpjax.gradients._xla_cpu.convolution import convolution
@@ -45,11 +42,8 @@ def squared(model):
     return loss
 
 
-def linen(module, shape, batch=5, integer=False):
-    if integer:
-        x = jax.random.randint(KEY, (batch, *shape), 0, 7)
-    else:
-        x = array(batch, *shape, seed=3, scale=1.0)
+def linen(module, shape, batch=5):
+    x = array(batch, *shape, seed=3, scale=1.0)
     params = module.init(jax.random.key(1), x[0])["params"]
     return squared(lambda p, x: module.apply({"params": p}, x)), params, x
 
@@ -124,15 +118,6 @@ def held(w):
 held.defvjp(lambda w: (w, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
 
 
-class Attention(nn.Module):
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(7, 8)(tokens) + self.param("position", nn.initializers.normal(1.0), (6, 8))
-        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(x))
-        x = x + nn.Dense(8)(nn.gelu(nn.Dense(16)(nn.LayerNorm()(x))))
-        return nn.Dense(3)(x.mean(axis=0))
-
-
 class Normed(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -151,18 +136,6 @@ class Pooled(nn.Module):
             if layer % 2:
                 x = nn.max_pool(x, (2, 2), (2, 2))
         return nn.Dense(3)(jnp.tanh(nn.Dense(8)(x.reshape(-1))))
-
-
-class Recurrent(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(3)(nn.RNN(nn.LSTMCell(4))(x)[-1])
-
-
-class Remat(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(3)(nn.remat(nn.Dense)(8)(jnp.tanh(nn.Dense(6)(x))))
 
 
 def scanned(body, start, xs, length=None):
@@ -193,32 +166,15 @@ CASES = {
     "products": {
         "einsum": plain(lambda x, w: jnp.einsum("td,dhk->htk", x, w), (5, 3), w=(3, 2, 4)),
         "matrix on the left": plain(lambda x, w, b: w @ x + b[:, None], (3, 5), w=(4, 3), b=(4,)),
-        "few outputs, many positions": plain(lambda x, w: x @ w, (40, 3), w=(3, 2)),
-        "wide, few positions": plain(lambda x, w: x @ w, (2, 30), w=(30, 40)),
-        "batched heads": plain(
-            lambda x, w: jnp.einsum("htd,hdk->htk", x, w), (2, 5, 3), w=(2, 3, 4)
-        ),
-        "transposed view": plain(lambda x, w: x @ w.T, (3,), w=(4, 3)),
-        "products of nothing": plain(
-            lambda x, v, w: x @ w + jnp.sum(x[:0] @ v), (5, 3), v=(3, 4), w=(3, 4)
-        ),
         "integers of a byte": plain(
             lambda x, w: integers_times((40 * x).astype(jnp.int8), w), (3,), w=(3, 4)
         ),
-        "jit inside": plain(
-            lambda x, w: jax.jit(lambda w, x: jnp.tanh(x @ w))(w, x), (3,), w=(3, 2)
-        ),
         "metadata for the compiler": plain(lambda x, w: tagged(jnp.dot)(x, w), (3,), w=(3, 4)),
-        "unused and constant": plain(
-            lambda x, w, unused: jnp.tanh(x @ w), (3,), w=(3, 2), unused=(4,)
-        ),
     },
     "views": {
-        "not linear": plain(lambda x, w, s: x @ jnp.exp(w) * s**2, (3,), w=(3, 4), s=()),
         "two parameters meet": plain(
             lambda x, a, b: x @ (a * b), (3,), a=(3, 4), b=array(3, 4, seed=1)
         ),
-        "standardised weights": plain(lambda x, w: x @ ((w - w.mean()) / w.std()), (3,), w=(3, 4)),
         "broadcast bias": plain(
             lambda x, scale, bias, shift: x * scale + bias - shift / 3,
             (5, 3),
@@ -226,34 +182,19 @@ CASES = {
             bias=(),
             shift=(5, 1),
         ),
-        "broadcast matrix": plain(
-            lambda x, w: x @ jnp.broadcast_to(w[:, None], (3, 4)), (3,), w=(3,)
-        ),
         "divided by the input": plain(
             lambda x, w, v: w / (2 + jnp.tanh(x)) - v, (3,), w=(3,), v=(3,)
         ),
         "normalised columns": plain(
             lambda x, v, g: x @ (g * v / columns(v)), (30,), v=(30, 40), g=(40,)
         ),
-        "rounded through integers": plain(
-            lambda x, w, v: x @ w + x @ v.astype(int).astype(float),
-            (3,),
-            w=(3, 4),
-            v=array(3, 4, scale=3.0),
-        ),
         "a derivative of the user's own": plain(lambda x, w: x @ held(w), (3, 30), w=(30, 40)),
-        "several results of parameters alone": plain(
-            lambda x, p: x * lax.cond(p[0] > 0, lambda q: (q[0], q * 2), lambda q: (q[0], q), p)[1],
-            (4,),
-            p=(4,),
-        ),
         "a kernel of a rematerialised region": plain(
             lambda x, w, g: x @ jax.checkpoint(jnp.multiply)(w, g), (4,), w=(4, 3), g=(3,)
         ),
     },
     "uses": {
         "tied weights": plain(lambda x, w: jnp.tanh(x @ w) @ w.T, (30,), w=(30, 40)),
-        "used twice on the same input": plain(lambda x, w: x @ w + 2 * (x @ w), (30,), w=(30, 40)),
         "used twice, plainly and scaled": plain(
             lambda x, w: x @ w + jnp.sum(x) * (x @ jnp.sin(w)), (3,), w=(3, 4)
         ),
@@ -261,14 +202,6 @@ CASES = {
         "two minus a parameter": plain(lambda x, w: x @ w - x @ (2 - w), (30,), w=(30, 40)),
         "a parameter and its negative": plain(lambda x, w: x @ w - x @ -w, (30,), w=(30, 40)),
         "one plus a parameter": plain(lambda x, w: x @ (1 + w) + x @ (w + 2), (30,), w=(30, 40)),
-        "tied embedding": plain(
-            lambda x, table: jnp.tanh(table[row_ids(x, 8)]) @ table.T, (2,), table=(64, 16)
-        ),
-        "two embeddings of one table": plain(
-            lambda x, table: table[row_ids(x, 8) % 2] * table[row_ids(x, 9) % 3],
-            (6,),
-            table=(400, 30),
-        ),
     },
     "tables": {
         "embedding": plain(
@@ -290,9 +223,6 @@ CASES = {
         ),
         "ids outside, by promise": plain(
             lambda x, w: w.at[jnp.int32(10 * x)].get(mode="promise_in_bounds"), (5,), w=(7, 4)
-        ),
-        "gathered by the input": plain(
-            lambda x, table: table[jnp.argsort(x)] * x[:, None], (4,), table=(4, 2)
         ),
         "ids of a byte": plain(
             lambda x, table: jnp.take(table, (jnp.abs(x) * 90).astype(jnp.uint8), axis=0),
@@ -423,18 +353,10 @@ CASES = {
         "scaled by a constant": plain(lambda x, w: x @ (0.3 * w) + x @ (w / 3), (30,), w=(30, 40)),
     },
     "convolutions": {
-        "conv same": conv((1, 7, 6, 3), (3, 3, 3, 4), "SAME"),
         "conv strided": conv((1, 9, 8, 2), (4, 3, 2, 5), "VALID", strides=(2, 3)),
-        "conv dilated": conv(
-            (1, 9, 9, 2), (3, 2, 2, 4), "SAME", strides=(2, 1), rhs_dilation=(2, 3)
-        ),
-        "conv grouped": conv((1, 6, 6, 4), (3, 3, 2, 6), "SAME", feature_group_count=2),
         "conv of patches": conv((2, 7, 9, 2), (3, 2, 2, 4), "SAME", strides=(3, 2)),
         "conv of many entries": conv(
             (2, 13, 17, 2), (6, 5, 2, 3), ((1, 2), (0, -1)), strides=(2, 1), rhs_dilation=(1, 2)
-        ),
-        "conv channels first": conv(
-            (1, 2, 7, 7), (4, 2, 3, 3), "SAME", strides=2, layout=("NCHW", "OIHW", "NCHW")
         ),
         "conv transposed and cut": conv(
             (1, 5, 5, 3), (4, 3, 3, 4), ((1, -1), (-1, 3)), lhs_dilation=(2, 2)
@@ -443,15 +365,14 @@ CASES = {
         "weight decay of a kernel": decayed(conv((1, 7, 6, 3), (3, 3, 3, 4), "SAME"), half_squares),
     },
     "networks": {
-        "remat": lambda: linen(Remat(), (4,)),
         "tanh of few channels": lambda: linen(Pooled(4), (16, 16, 1)),
-        "lstm": lambda: linen(Recurrent(), (5, 3)),
-        "attention": lambda: linen(Attention(), (6,), integer=True),
         "norms and pools": lambda: linen(Normed(), (8, 8, 2)),
     },
 }
-SLOW = pytest.mark.slow
-GROUPS = [pytest.param(x, marks=SLOW if x == "networks" else ()) for x in CASES]
+# `make test` runs a few of them.
+FEW = pytest.param(["tied weights", "embedding", "weight decay", "conv strided"], id="few")
+MORE = pytest.param(["normalised columns", "layers of a scan, a shared bias"], id="more")
+GROUPS = [pytest.param(CASES[x], marks=pytest.mark.slow, id=x) for x in CASES]
 
 
 def case(name):
@@ -485,19 +406,11 @@ def assert_is_the_definition(names, rule_of=by_leaf, tolerance=2e-5):
     assert_ghost_agrees(loss, params, batch, rule_of(params), mask=mask, **options)
 
 
-@pytest.mark.sample(3)
 @kills("gradients/_bookkeeping/leaf_norms.py", "b else 2", "b else 0", case="uses", slow=True)
 @kills(
     "gradients/_bookkeeping/ghost.py",
     "for entry in entries[i]}",
     "for entry in entries[i][:1]}",
-    case="uses",
-    slow=True,
-)
-@kills(
-    "gradients/_bookkeeping/leaf_sums.py",
-    "by_view.setdefault(entry.site.of, [])",
-    "by_view.setdefault(entries[0].site.of, [])",
     case="uses",
     slow=True,
 )
@@ -511,76 +424,30 @@ def assert_is_the_definition(names, rule_of=by_leaf, tolerance=2e-5):
     slow=True,
 )
 @kills(
-    "gradients/_bookkeeping/trace.py",
-    "inputs = [view.of(leaves, memo) for view in views]",
-    "inputs = [view.of(leaves, memo) for view in views[:1]] + [v.value for v in views[1:]]",
-    case="views",
-    slow=True,
-)
-@kills(
     "gradients/_bookkeeping/common.py",
     "total + 2 * sum(_cross",
     "total + sum(_cross",
     case="numbers",
     slow=True,
 )
-@kills(
-    "gradients/_bookkeeping/common.py",
-    "total * self.gradient, 0)",
-    "self.gradient, 0)",
-    case="numbers",
-    slow=True,
-)
-@kills(
-    "gradients/_bookkeeping/rewrites.py",
-    "+ sign * _product",
-    "+ _product",
-    case="numbers",
-    slow=True,
-)
-@kills(
-    "gradients/_bookkeeping/outer_products.py",
-    "kernel_gradient = jnp.flip(kernel_gradient, range(1, 1 + len(kernel)))",
-    "pass",
-    case="convolutions",
-    slow=True,
-)
-@kills("gradients/_bookkeeping/scan_trace.py", "by_round,", "True,", case="networks", slow=True)
-@pytest.mark.parametrize("group", GROUPS)
-def test_ghost_is_the_definition(group):
-    assert_is_the_definition(CASES[group])
+@pytest.mark.parametrize("names", [FEW, MORE, *GROUPS])
+def test_ghost_is_the_definition(names):
+    assert_is_the_definition(names)
+
+
+@pytest.mark.parametrize("names", [FEW, *GROUPS])
+def test_the_forms_of_accelerators_are_the_definition(names):
+    with platforms.traced_for(platforms.ACCELERATOR):
+        assert_is_the_definition(names, tolerance=5e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", CASES)
-def test_ghost_is_the_definition_in_one_group(group):
-    assert_is_the_definition(CASES[group], lambda params: clipping.flat(0.2))
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("group", GROUPS)
-def test_the_forms_of_accelerators_are_the_definition(group):
-    with platforms.traced_for(platforms.ACCELERATOR):
-        assert_is_the_definition(CASES[group], tolerance=5e-4)
-
-
-@kills(
-    "gradients/_bookkeeping/trace.py",
-    'name == "sub" and views[1] is kept',
-    'name == "sub" and False',
-    slow=True,
-)
 def test_a_change_of_sign_counts_between_sites():
     names = ["two minus a parameter", "a parameter and its negative", "a negative table"]
     assert_is_the_definition(names, lambda params: clipping.flat(0.1))
 
 
-@kills(
-    "gradients/_bookkeeping/trace.py",
-    "[_rounded(*inputs, *computed)] if cast else computed",
-    "inputs if cast else computed",
-    slow=True,
-)
+@pytest.mark.slow
 def test_what_follows_a_cast_sees_rounded_numbers():
     """Outside of jit, where XLA does not leave the two casts out."""
 
@@ -625,6 +492,7 @@ def test_what_rounds_cotangents_too_is_materialised(cast):
         ("a normalised matrix", "v", "product + common"),
         ("normalised columns", "v", "product + common"),
         ("metadata for the compiler", "w", "product"),
+        ("rows by a number", "u", "rows"),
         ("scaled by a constant", "w", "gram"),
         ("one plus a parameter", "w", "gram"),
         ("a generated kernel", "w", "gram"),
@@ -672,6 +540,7 @@ CANCELLING = {
     case="two views",
     slow=True,
 )
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CANCELLING)
 def test_uses_that_nearly_cancel_have_the_norm_of_the_definition(name):
     """Engines differ in speed alone: bounds on roundings clipped such losses 1 to 500 % harder."""
@@ -744,14 +613,7 @@ HOSTILE = {
     case="product + common",
     slow=True,
 )
-@kills(
-    "gradients/_bookkeeping/cost.py",
-    "read or not isometric",
-    "read",
-    case="instantiate, kept",
-    slow=True,
-)
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", HOSTILE)
 def test_no_contribution_passes_its_bound_by_more_than_the_margin(rule):
     """What is left after parts cancel is mostly rounding; norm and sum round it differently."""
@@ -759,7 +621,7 @@ def test_no_contribution_passes_its_bound_by_more_than_the_margin(rule):
     w = jnp.zeros(shape)
     row = jax.tree.map(lambda a: a[0], make(0.0))
     assert f" {rule} " in gradients.explain(loss, w, row)
-    bounds = (1e-6, 1e-4, 1e-2, 1.0)
+    bounds = (1e-6, 1e-2)
     runs = [jax.jit(clipped_grad(loss, clipping.flat(bound), "ghost")) for bound in bounds]
     for left_over in (0.0, 1e-7, 1e-4, 1.0):
         for bound, run in zip(bounds, runs, strict=True):
@@ -768,7 +630,6 @@ def test_no_contribution_passes_its_bound_by_more_than_the_margin(rule):
 
 
 @pytest.mark.slow
-@kills("gradients/_bookkeeping/common.py", "jnp.where(counts, self.scales, 0)", "self.scales")
 def test_a_common_gradient_times_nan_is_dropped():
     loss, params, batch = decayed(lambda: case("a normalised matrix"), half_squares)()
     batch = batch.at[1].set(jnp.nan)
@@ -777,75 +638,7 @@ def test_a_common_gradient_times_nan_is_dropped():
     assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(found.value))
 
 
-def test_one_row_by_a_number_is_a_row_of_a_table():
-    """To JAX it is a slice, whose derivative is as large as the table."""
-    params = {"users": array(9, 3), "items": array(7, 3), "biases": array(9)}
-
-    def loss(p, example):
-        user, item = example
-        return p["users"][user] @ p["items"][item] + p["biases"][user]
-
-    words = gradients.explain(loss, params, (jnp.int32(3), jnp.int32(4)))
-    assert [line.split()[1:3] for line in words.splitlines()] == 3 * [["gather", "rows"]]
-
-
-SPLIT_BATCHES = """
-import jax
-jax.config.update("jax_num_cpu_devices", 2)
-import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from dpjax import clipped_grad, clipping
-from test_ghost import case
-
-mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
-split = NamedSharding(mesh, PartitionSpec("d"))
-refused = []
-for name in ("conv same", "conv grouped", "norms and pools", "attention", "tied embedding"):
-    loss, params, batch = case(name)
-    even = len(jax.tree.leaves(batch)[0]) // 2 * 2
-    whole = jax.tree.map(lambda x: x[:even], batch)
-    clipped = jax.jit(clipped_grad(loss, clipping.flat(0.2), "ghost"))
-    try:
-        found = jax.device_get(clipped(params, jax.device_put(whole, split)))
-    except jax.errors.JaxRuntimeError as error:
-        assert "lies on 2 devices" in str(error), (name, error)
-        refused.append(name)
-        continue
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6, err_msg=name),
-        found, jax.device_get(clipped(params, whole)))
-assert not refused, refused
-"""
-
-
-@pytest.mark.slow
-def test_batches_that_lie_on_two_devices_are_right_or_refused():
-    here = pathlib.Path(__file__).parent
-    script = [sys.executable, "-c", SPLIT_BATCHES]
-    subprocess.run(script, check=True, timeout=850, cwd=here)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["attention", "norms and pools"])
-def test_ghost_is_the_definition_in_float64(name):
-    with jax.enable_x64(True):
-        loss, params, batch = case(name)
-
-        def wide(tree):
-            return jax.tree.map(lambda x: x.astype("f8") if x.dtype == "f4" else x, tree)
-
-        options = {"microbatch_sizes": (8,), "tolerance": 1e-11}
-        assert_ghost_agrees(loss, wide(params), wide(batch), clipping.flat(0.2), **options)
-
-
 @pytest.mark.sample(2)
-@kills(
-    "gradients/_xla_cpu/convolution.py",
-    "range(count)",
-    "reversed(range(count))",
-    case="20-1-SAME",
-    slow=True,
-)
 @pytest.mark.parametrize("padding", ["SAME", ((1, 2), (0, 3))])
 @pytest.mark.parametrize("stride", [1, 3])
 @pytest.mark.parametrize("outputs", [1, 20])
@@ -862,7 +655,7 @@ def test_a_convolution_of_few_channels_is_itself(outputs, stride, padding):
     np.testing.assert_allclose(fast(x, kernel), written(x, kernel), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @kills(
     "gradients/_xla_cpu/convolution.py",
     "taken + reach - given - low",
@@ -897,25 +690,6 @@ def test_both_cotangents_of_a_convolution_are_those_of_jax(stride, options, padd
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("masked", [False, True], ids=["seen", "masked by the loss"])
-def test_a_broken_pixel_of_few_channels_stays_in_its_image(masked):
-    """Neighbours that are computed together share a NaN: only its own image loses its gradient."""
-
-    def loss(w, x):
-        y = lax.conv_general_dilated(x[None], w, (1, 1), "SAME", dimension_numbers=NHWC)
-        y = jnp.where(jnp.isfinite(y), y, 0.0) if masked else y
-        return jnp.sum(jnp.sin(y))
-
-    x, w = array(5, 6, 8, 3), array(3, 3, 3, 4, seed=1)
-    clipped = jax.jit(clipped_grad(loss, clipping.flat(0.5), "ghost"))
-    real = jnp.arange(5) != 1
-    want, got = clipped(w, x, real), clipped(w, x.at[1, 3, 2, 0].set(math.nan))
-    np.testing.assert_allclose(got.value, want.value, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(got.norms[real], want.norms[real], rtol=1e-6)
-    assert float(got.factors[1, 0]) == 0
-
-
 POOLS = {
     "small": ((6, 5), (2, 2), (1, 1), "VALID"),
     "with gaps": ((9, 7), (2, 2), (3, 3), "VALID"),
@@ -925,7 +699,6 @@ POOLS = {
 
 
 @pytest.mark.sample(1)
-@kills("gradients/_xla_cpu/max_pool.py", "won = open_ & (", "won = (", case="small", slow=True)
 @pytest.mark.parametrize("name", POOLS)
 def test_a_max_pool_gives_each_cotangent_to_the_first_of_its_winners(name):
     shape, *window = POOLS[name]
@@ -940,16 +713,14 @@ def test_a_max_pool_gives_each_cotangent_to_the_first_of_its_winners(name):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("names", [["a parameter padded with a parameter", "tied weights"]])
-def test_a_plain_gradient_is_that_of_jax(names):
-    loss, params, batch = together(names)
+def test_a_plain_gradient_is_that_of_jax():
+    loss, params, batch = case("tied weights")
     want = jax.grad(lambda p: jnp.mean(jax.vmap(loss, (None, 0))(p, batch)))(params)
     got = jax.jit(gradients.plain_grad(loss))(params, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
 
 
 @pytest.mark.slow
-@kills("gradients/_xla_cpu/max_pool.py", "apart(fast)(", "fast(", slow=True)
 def test_a_max_pool_in_a_loop_reads_what_nothing_has_written_over():
     """XLA on CPU let tanh's derivative write over the pool's input, between two windows."""
     loss, params, _ = linen(Pooled(40), (12, 12, 1))
@@ -1002,9 +773,6 @@ def test_a_long_computation_of_parameters_alone_is_materialised():
             w = jnp.sin(w) + 0.01
         return jnp.vdot(w, x)
 
-    got = clipped_grad(loss, clipping.flat(0.7), "ghost")(array(3), array(4, 3))
-    want = clipped_grad(loss, clipping.flat(0.7), "vmap")(array(3), array(4, 3))
-    np.testing.assert_allclose(got.value, want.value, rtol=1e-5)
     assert "more than 100 equations" in gradients.explain(loss, array(3), array(3))
 
 
@@ -1027,13 +795,6 @@ def over_all(kernels):
 
 
 @pytest.mark.sample(1)
-@kills(
-    "gradients/_bookkeeping/trace.py",
-    "run(mixed(leaves, data, memo))",
-    "run(mixed(leaves, data))",
-    case="over the norm of all",
-    slow=True,
-)
 @pytest.mark.parametrize(
     ("start", "kernels"),
     [
@@ -1055,7 +816,7 @@ def test_what_many_kernels_share_is_differentiated_once(start, kernels):
         shapes = [v.aval.shape for e in equations(program.jaxpr) for v in e.outvars]
         return np.array([len(shapes), sum(map(math.prod, shapes))])
 
-    params = start([array(8, 8, seed=i) for i in range(20)])
+    params = start([array(8, 8, seed=i) for i in range(10)])
     assert all(numbers("ghost") < 2 * numbers("vmap"))
 
 
@@ -1068,36 +829,6 @@ def test_many_uses_of_a_leaf_are_no_quadratic_program():
         return jnp.sum(x)
 
     assert "gram" not in gradients.explain(loss, array(512, 512), array(512))
-
-
-def test_a_weight_decay_of_float32_parameters_runs_in_x64_mode():
-    def loss(w, x):
-        return 0.5 * jnp.sum((x @ w) ** 2) + 0.05 * jnp.sum(w**2)
-
-    with jax.enable_x64(True):
-        w, x = jnp.ones((8, 4), jnp.float32), jnp.ones((3, 8), jnp.float32)
-        testing.assert_engines_agree(loss, FLAT, w, x, microbatch_sizes=(2,))
-
-
-def test_unusual_forms_of_usual_operations_are_followed():
-    layer = jax.checkpoint(lambda w, x: jnp.sin(x @ w), prevent_cse=(True, False))
-
-    def loss(p, x):
-        scale = lax.dynamic_slice(p["scale"], (), ())
-        return scale * jnp.sum(layer(p["w"], x) ** 2)
-
-    params = {"w": jnp.ones((4, 3)), "scale": jnp.ones(())}
-    testing.assert_engines_agree(loss, FLAT, params, array(5, 4), microbatch_sizes=(2,))
-
-
-@pytest.mark.slow
-def test_a_key_in_the_example_may_be_typed():
-    def loss(w, example):
-        x, key = example
-        return jnp.sum(jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0) @ w)
-
-    batch = array(5, 4), jax.random.split(KEY, 5)
-    testing.assert_engines_agree(loss, FLAT, array(4, 2), batch, microbatch_sizes=(2,))
 
 
 def convolve(x, w):
@@ -1124,13 +855,6 @@ def shifts(back):
     case="kernel of a cond-ghost",
     slow=True,
 )
-@kills(
-    "gradients/nan_isolation.py",
-    "return hidden or (",
-    "return (",
-    case="kernel of a derivative-ghost",
-    slow=True,
-)
 @pytest.mark.parametrize("engine", gradients.ENGINES)
 @pytest.mark.parametrize("kernel", ["kernel", "kernel of a cond", "kernel of a derivative"])
 def test_a_broken_image_stays_alone_in_float64(engine, kernel):
@@ -1150,6 +874,20 @@ def test_a_broken_image_stays_alone_in_float64(engine, kernel):
         broken[1, 0, 0] = math.nan
         clipped = jax.jit(clipped_grad(loss, clipping.flat(0.5), engine))
         np.testing.assert_allclose(clipped(w, broken).value, clipped(w, x, real).value, rtol=1e-12)
+
+
+def test_a_weight_maps_broken_rows_apart():
+    """A weight may differentiate a convolution too, and drop the NaN of its own example."""
+
+    def weight(x):
+        kernel = jax.grad(lambda w: jnp.sum(jnp.sin(convolve(x, w))))(jnp.ones((3, 2, 2)))
+        return jnp.nan_to_num(jnp.sum(kernel))
+
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 2)))
+        run = jax.jit(functools.partial(nan_isolation.each, weight))
+        found, want = run(x.at[1].set(math.nan)), run(x)
+    np.testing.assert_allclose(found[jnp.arange(4) != 1], want[jnp.arange(4) != 1], rtol=1e-9)
 
 
 @pytest.mark.sample(1)
@@ -1180,7 +918,7 @@ def test_a_broken_image_stays_alone_where_the_loss_wipes_it_out(engine):
     np.testing.assert_allclose(found.norms[others], want.norms[others], rtol=1e-12)
 
 
-@kills("gradients/nan_isolation.py", "return batches > 1 or (", "return (", slow=True)
+@pytest.mark.slow
 def test_a_broken_image_stays_alone_among_groups_of_channels():
     """In float32 as well: groups of a batch become places with zeros between them."""
 
@@ -1207,22 +945,10 @@ def test_bfloat16_models_keep_float32_norms_and_sums():
         np.testing.assert_allclose(a, b, atol=0.02)
 
 
-@pytest.mark.slow
-def test_convolutions_of_bfloat16_may_be_summed_in_float32():
-    def model(p, x):
-        x, kernel = ((x * p["s"])[None].astype(jnp.bfloat16), p["kernel"].astype(jnp.bfloat16))
-        wide = {"dimension_numbers": NWC, "preferred_element_type": jnp.float32}
-        return lax.conv_general_dilated(x, kernel, (1,), "SAME", **wide)
-
-    params = {"kernel": array(3, 2, 4), "s": array(2, seed=1)}
-    batch = array(5, 6, 2, seed=2)
-    assert_ghost_agrees(squared(model), params, batch, clipping.flat(0.2), tolerance=2e-2)
-
-
 def test_a_parameter_that_breaks_all_examples_moves_nothing():
     loss = squared(lambda p, x: x + jnp.sqrt(p["b"]))
     params = {"b": jnp.array([0.0, 1.0, 4.0])}
-    found = clipped_grad(loss, clipping.flat(0.2), "ghost")(params, array(5, 3))
+    found = jax.jit(clipped_grad(loss, clipping.flat(0.2), "ghost"))(params, array(5, 3))
     assert found.value["b"].tolist() == [0, 0, 0]
 
 
@@ -1233,12 +959,6 @@ def attention(x, w):
 
 
 @pytest.mark.slow
-@kills(
-    "gradients/_bookkeeping/trace.py",
-    "values, data = again()",
-    "values, data = region()",
-    slow=True,
-)
 def test_a_region_that_is_rematerialised_stays_one():
     """Temporaries shrink, and the sum is the definition's."""
     params, x = {"in": array(6, 8, 24), "out": array(6, 8, 8)}, array(3, 64, 8, seed=1)
@@ -1268,13 +988,6 @@ REGIONS = {
 }
 
 
-@kills(
-    "gradients/_bookkeeping/trace.py",
-    "else book.taps[start:])",
-    "else book.taps)",
-    case="two regions",
-    slow=True,
-)
 @pytest.mark.parametrize("name", REGIONS)
 @pytest.mark.sample(1)
 def test_what_a_rematerialised_region_holds_is_found(name):
@@ -1284,17 +997,6 @@ def test_what_a_rematerialised_region_holds_is_found(name):
     # No leaf is materialised but the one that meets the data in a maximum.
     found = backward(Traced(loss), params, array(5, 4, seed=2)).gradients
     assert set(found) == ({0} if name == "a leaf meets the data" else set())
-
-
-@pytest.mark.slow
-def test_explain_names_every_leaf():
-    model = nn.Sequential([nn.Conv(4, (3, 3)), lambda x: x.reshape(-1), nn.Dense(3)])
-    params = model.init(KEY, jnp.zeros((8, 8, 1)))["params"]
-    words = gradients.explain(
-        losses.of(model, losses.cross_entropy), params, (jnp.zeros((8, 8, 1)), jnp.int32(0))
-    )
-    primitives = [line.split()[1] for line in words.splitlines()]
-    assert primitives == ["add", "conv_general_dilated", "add", "dot_general"]
 
 
 def test_tables_name_primitives_that_exist():

@@ -26,7 +26,7 @@ from dpjax.gradients.layout import bytes_per_example
 from dpjax.gradients.nan_isolation import isolated
 from dpjax.gradients.traced import Traced
 
-RULE = clipping.flat(1.0)
+RULE, KINDS = clipping.flat(1.0), ["in memory", "streamed"]
 
 
 def loss(w, x):
@@ -143,7 +143,6 @@ def with_leaf(extra):
 PAIR = jnp.zeros((2, 3))
 NORMALISED = {"params": jnp.zeros(3), "batch_stats": {"mean": jnp.zeros(3)}}
 TEACHES = [
-    (TypeError, called(loss=jnp.zeros(())), "expected a function"),
     (ValueError, called(engine="fast"), "one of auto, vmap"),
     (ValueError, called(engine="scan", microbatch_size=8.5), r"8\.5.*whole number"),
     (TypeError, called(rule=1.0), r"is a float; .*clipping\.flat\(1\.0\)"),
@@ -156,7 +155,7 @@ TEACHES = [
         "hold .batch_stats",
     ),
     (TypeError, with_leaf(jnp.arange(3)), "^clipped_grad: leaf extra is int32; expected floating"),
-    (ValueError, called(loss=lambda p, x: jnp.sum(x), params={}), "there are no parameters"),
+    (ValueError, called(loss=lambda p, x: jnp.sum(x), params={}), "have only 0 leaves"),
 ]
 
 
@@ -247,7 +246,6 @@ def test_weights_are_held_to_one():
 
 
 @pytest.mark.sample(1)
-@kills("gradients/batching.py", "Total(start) if", "Total(zeros) if", case="2-5-ghost", slow=True)
 @pytest.mark.parametrize("engine", gradients.ENGINES)
 @pytest.mark.parametrize(("size", "examples"), [(2, 5), (5, 5), (2, 40)])
 @pytest.mark.promotes
@@ -328,6 +326,53 @@ def test_a_sum_in_two_parts_moves_by_one_bound(devices):
 
     with_it, without = (sum(map(np.float64, total(first))) for first in (1 / 3, 0.0))
     assert abs(with_it - without - 1 / 3) < 1e-5
+
+
+@pytest.mark.sample(1)
+@pytest.mark.promotes
+@kills(
+    "training/step.py",
+    "lost=lost,\n",
+    "lost=None,\n",
+    case="in memory",
+    slow=True,
+)
+@kills("training/step.py", "data, held, end_block)", "data, held)", case="in memory", slow=True)
+@kills("training/streaming.py", "sums = its.settle(sums)", "pass", case="streamed", slow=True)
+@kills("noise/link.py", "else lost + scaled", "else scaled", case="in memory", slow=True)
+@kills(
+    "gradients/batching.py",
+    "= examples <= layout",
+    "= True or layout",
+    case="in memory",
+    slow=True,
+)
+@pytest.mark.parametrize(
+    "kind", [lambda x: x, lambda x: dpjax.data.Stream(list(x))], ids=["in memory", "streamed"]
+)
+def test_what_a_long_sum_rounds_away_meets_the_noise(kind):
+    """Beside 2^25, one more example is a quarter of a last bit; it must still move the noise."""
+    rows, count, large = 64, 4096, 2.0**25
+    data = np.zeros((rows, count), np.float32)
+    data[0] = large
+
+    def mean(data):
+        mechanism = dpjax.Mechanism(
+            sampling=dpjax.sampling.full(rows),
+            clipping=clipping.flat(2.0**32),
+            noise_multiplier=2.0**-29,
+            steps=1,
+        )
+        run = dpjax.dpsgd(
+            lambda w, x: -jnp.sum(w * x), optax.sgd(rows), mechanism, kind(data), microbatch_size=1
+        )
+        state, _ = run.step(run.init(jnp.zeros(count), jax.random.key(0)))
+        return np.mean(np.asarray(state.params, np.float64) - large)
+
+    without = mean(data)
+    data[40] = 1
+    # Noise of deviation 8 lets the mean of many roundings see what one rounding cannot.
+    assert mean(data) - without == pytest.approx(1, abs=0.1)
 
 
 TWO_DEVICES = """
@@ -460,7 +505,6 @@ IN_A_SHARD_MAP = {
 
 @kills("clipping/application.py", 'refuse_tracking("clipping.clip")', "", case="clipping.clip")
 @kills("gradients/clipped_grad.py", 'refuse_tracking("clipped_grad")', "", case="clipped_grad")
-@kills("gradients/clipped_grad.py", "refuse_tracking(call)", "", case="dpsgd", slow=True)
 @pytest.mark.parametrize("call", IN_A_SHARD_MAP)
 def test_a_shard_map_that_sums_gradients_by_itself_is_refused(call):
     """Also where no argument varies: in a closure, or after the user's own `jax.grad`."""
@@ -477,12 +521,6 @@ def test_a_shard_map_that_sums_gradients_by_itself_is_refused(call):
 
 @pytest.mark.slow
 @kills("gradients/nan_isolation.py", 'refuse_split("clipped_grad", rows.batch)', "pass", slow=True)
-@kills(
-    "gradients/sharding_checks.py",
-    "if not sharding.is_fully_replicated:",
-    "if len(sharding.device_set) > 2:",
-    slow=True,
-)
 def test_a_batch_that_lies_on_two_devices_is_right_or_refused():
     """XLA's partitioner gets the grouped convolutions of vmapped kernel gradients wrong."""
     subprocess.run([sys.executable, "-c", SPLIT_BATCH], check=True, timeout=240)
@@ -498,21 +536,6 @@ def images(broken=None):
     if broken is not None:
         x[broken] = np.nan
     return x, jnp.ones((2, 2, 3))
-
-
-@pytest.mark.slow
-@pytest.mark.promotes
-def test_a_broken_image_leaves_estimated_norms_of_others_alone():
-    def loss(w, x):
-        step = jnp.nan_to_num(jax.lax.stop_gradient(jax.grad(convolved)(w, x)))
-        return convolved(w - 0.5 * step, jnp.nan_to_num(x))
-
-    with jax.enable_x64(True):
-        (x, w), (broken, _) = images(), images(1)
-        clipped = jax.jit(clipped_grad(loss, clipping.jl(0.5, 3)))
-        found, want = (clipped(w, some, key=jax.random.key(0)) for some in (broken, x))
-    others = np.arange(5) != 1
-    np.testing.assert_allclose(found.norms[others], want.norms[others], rtol=1e-9)
 
 
 @kills(

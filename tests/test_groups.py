@@ -110,5 +110,5 @@ def test_what_has_no_proof_is_refused():
         accounting.epsilon(accounting.for_groups(STEP, 2), 1e-5, "rdp")
     wrong: list[Any] = [0, 1.5, True, math.nan, math.inf]
     for records in wrong:
-        with pytest.raises((TypeError, ValueError), match="expected a (whole )?number"):
+        with pytest.raises((TypeError, ValueError), match=r"expected a (whole )?number"):
             accounting.for_groups(STEP, records)

@@ -12,7 +12,6 @@ import optax
 import pytest
 import scipy.integrate
 import scipy.stats
-from jax.custom_derivatives import linear_call
 from mutation import kills
 
 import dpjax
@@ -187,59 +186,12 @@ NARROWER = {
 }
 
 
-@kills(
-    "gradients/jaxprs.py",
-    "for inner in inner_programs(equation):",
-    "for inner in ():",
-    case="mantissa inside",
-    slow=True,
-)
-@kills(
-    "gradients/_estimated_norms/jl.py",
-    ", *equations(gradient)",
-    "",
-    case="a rule",
-    slow=True,
-)
 @pytest.mark.parametrize("name", NARROWER)
 def test_a_model_that_would_round_the_sum_is_refused(name):
     """In bfloat16 a sum near 256 moves by 2 or not at all, whatever an example's bound is."""
     narrower, what = NARROWER[name]
     with pytest.raises(TypeError, match=f"computes in {what}.*; expected float32 or wider"):
         estimated(narrower)(jnp.zeros(3), X, key=jax.random.key(0))
-
-
-def test_what_rounds_no_sum_is_taken():
-    def taken(w, x):
-        return jnp.vdot(w, x.astype(jnp.float32))
-
-    shapes = jnp.zeros(3), jnp.ones((4, 3), jnp.int8)
-    jax.eval_shape(estimated(taken), *shapes, key=jax.random.key(0))
-
-
-def test_a_loss_without_forward_mode_is_refused():
-    square = jax.custom_vjp(jnp.square)
-    square.defvjp(lambda x: (x * x, x), lambda x, c: (2 * x * c,))
-    # Forwards a function, backwards the transpose that its author wrote.
-    halved = lambda y: linear_call(lambda _, y: y, lambda _, c: 0.5 * c, (), y)  # noqa: E731
-    for own in (square, jax.checkpoint(square), halved):
-        clipped = estimated(lambda w, x, f=own: f(jnp.vdot(w, x)))
-        with pytest.raises(TypeError, match=r"no forward mode.*jax.custom_jvp"):
-            clipped(jnp.zeros(3), X, key=jax.random.key(0))
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_ends_the_same_to_the_last_bit(tmp_path):
-    def fit(directory, steps=None):
-        algorithm = dpjax.dpsgd(loss, optax.adam(0.1), mechanism_for(multiplier=8.0), X)
-        state = algorithm.init(PARAMS, jax.random.key(1))
-        options = {"method": "pld", "directory": directory, "progress": False}
-        return dpjax.fit(algorithm, state, steps=steps, evaluate_every=2, **options)
-
-    fit(tmp_path / "run", steps=4)
-    (resumed, rows), (whole, others) = fit(tmp_path / "run"), fit(tmp_path / "whole")
-    jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
-    assert [row["private"] for row in rows] == [row["private"] for row in others]
 
 
 # What it costs -------------------------------------------------------------------------
@@ -250,7 +202,6 @@ def published(projections):
     return accounting.epsilon(accounting.with_projections(event, projections), 1e-5, "pld")
 
 
-@kills("accounting/random_projections.py", "not z > BARE", "z == 0", case="1e-160", slow=True)
 @pytest.mark.parametrize("multiplier", [0.0, 1e-160])
 def test_estimated_norms_without_noise_have_no_epsilon(multiplier):
     event = accounting.with_projections(accounting.gaussian(multiplier), 100)
@@ -268,11 +219,6 @@ def test_the_published_run_with_fewer_projections(projections, want):
     assert 0.99 * want <= published(projections) <= 1.002 * want  # both are upper bounds
 
 
-@pytest.mark.slow
-def test_the_published_run():
-    assert 2.3818 < published(200) == pytest.approx(2.4300, rel=0.005)
-
-
 @kills("accounting/random_projections.py", " or (q == 1 and _beyond(z, r) >= _RARE)", "", case="1")
 @pytest.mark.parametrize("projections", [1, 2, 3])
 def test_without_sampling_few_projections_prove_nothing(projections):
@@ -283,7 +229,6 @@ def test_without_sampling_few_projections_prove_nothing(projections):
 
 
 @pytest.mark.slow
-@kills("accounting/random_projections.py", "zip(values[:0:-1], ", "zip(values[-2::-1], ", slow=True)
 def test_one_step_costs_the_mean_over_the_scale():
     """delta = E_s delta_Gauss(z / s), by an integral over the density of chi2."""
     z, r, normal = 1.5, 12, scipy.stats.norm
@@ -310,7 +255,7 @@ def test_no_other_method_has_a_number(method):
         lambda: accounting.select_best(mechanism.event, 1e-5, runs=3),
         lambda: dpjax.fit(algorithm, state, method=method),
     ):
-        with pytest.raises(ValueError, match="infinite at every order"):
+        with pytest.raises(ValueError, match="has no answer for norms"):
             answer()
 
 
@@ -358,8 +303,8 @@ def swapped():
 
 ADAPTIVE = {"adaptive": clipping.Quantile(count_multiplier=9.0)}
 NARROW = jnp.zeros(3, jnp.bfloat16)
-GAUSSIANS = "compose with Gaussian steps and queries only"
-NO_PROOF = "no proof for neighbours='replace-one'"
+GAUSSIANS = "compose with Gaussians only"
+NO_PROOF = "no proof for .replace-one."
 MIXED = [mechanism_for(multiplier=8.0).event, dp_accounting.LaplaceDpEvent(1.0)]
 MIXED = dp_accounting.ComposedDpEvent(MIXED)
 FIXED = mechanism_for(sampler=sampling.fixed(12, 6))

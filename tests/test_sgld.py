@@ -249,12 +249,12 @@ def test_predictions_are_averaged_as_probabilities():
 
 
 REFUSED = {
-    "no rate": ({"rate": 0.0}, "variance of the noise"),
+    "no rate": ({"rate": 0.0}, "learning_rate=0.0"),
     "a rate that ends at 0": (
         {"rate": optax.linear_schedule(1e-3, 0.0, 3)},
         r"0\.0 at step 3 of 4",
     ),
-    "no bound": ({"rule": clipping.flat(math.inf)}, "give the rule a positive, finite bound"),
+    "no bound": ({"rule": clipping.flat(math.inf)}, "rule.sensitivity=inf"),
 }
 
 

@@ -13,8 +13,8 @@ import collections
 import hashlib
 import itertools
 import math
+import reprlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -45,10 +45,8 @@ def wide(dtype: Any) -> jnp.dtype:
     """
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"trees.wide({jnp.dtype(dtype)}): expected real floating-point leaves. "
-            "Usually a step counter or an integer sits among the parameters: keep it out of the "
-            "tree that is differentiated. Of a complex leaf make two real ones, and join them "
-            "in the loss by jax.lax.complex(real, imaginary)."
+            f"trees.wide({jnp.dtype(dtype)}): expected real floating-point leaves. Keep counters "
+            "out of the parameters, and make a complex leaf of two real ones in the loss."
         )
     return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)
 
@@ -59,8 +57,6 @@ def leaf_names(tree: PyTree) -> tuple[str, ...]:
     Example:
       >>> leaf_names({"dense": {"bias": 0.0, "kernel": 1.0}})
       ('dense/bias', 'dense/kernel')
-      >>> leaf_names({"a": {"b": 0.0}, "a/b": 1.0})
-      ('a/b', 'a%2Fb')
     """
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     within = collections.Counter(path[:depth] for path in paths for depth in range(len(path)))
@@ -102,12 +98,9 @@ def leading_size(tree: PyTree, *, name: str = "batch") -> int:
     }
     if len(set(sizes.values())) == 1 and next(iter(sizes.values())):
         return next(iter(sizes.values()))[0]
-    some = itertools.islice(sizes.items(), 8)
-    found = {leaf or "(the array)": size or "no axis" for leaf, size in some}
     raise ValueError(
-        f"{name}: every leaf needs a leading axis of one length, one row an example; "
-        f"found {found} in {len(sizes)} leaves. Usually a single example was passed without its "
-        "batch axis, or a constant rides along with the data: close the loss over the constant."
+        f"{name}: every leaf needs a leading axis of one length, one row an example, not "
+        f"{reprlib.repr(sizes)}. Close the loss over what is no example."
     )
 
 
@@ -222,14 +215,7 @@ def group_norms(
 
     $$ n_{ig} = \sqrt{\sum_{l:\, \mathrm{group}(l) = g} \lVert g_{il} \rVert^2} $$
 
-    Args:
-      gradients: Per-example gradients; every leaf ``(batch, ...)``.
-      groups: The group of each leaf.
-      size: How many groups there are.
-
-    Returns:
-      Norms ``[batch, groups]`` in float32 or wider.  Entries below about 1e-19 square
-      to 0 in float32, above about 1e19 to infinity.
+    In float32 or wider. Entries below about 1e-19 square to 0 in float32, above 1e19 to infinity.
 
     Example:
       >>> gradients = {"a": jnp.array([[3.0, 4.0]]), "b": jnp.array([[0.0, 10.0]])}
@@ -254,16 +240,8 @@ def scaled_sum(
 ) -> PyTree:
     """Sums gradients over the batch, each example's groups scaled by its factors.
 
-    An example whose factor is 0 contributes exactly 0, even where its gradient is NaN
-    or infinite.
-
-    Args:
-      gradients: Per-example gradients; every leaf ``(batch, ...)``.
-      factors: One scale per example and group.
-      groups: The group of each leaf.
-
-    Returns:
-      The sum; every leaf has lost its leading axis and is float32 or wider.
+    An example whose factor is 0 contributes exactly 0, even where its gradient is NaN or infinite.
+    The sum is float32 or wider.
     """
 
     def total(leaf: Array, group: int) -> Array:
@@ -329,15 +307,15 @@ def random_like(
     Args:
       sample: ``(key, shape, dtype) -> array``; with ``use`` it is given ``after=`` too.
       key: Consumed, one fold per draw.
-      tree: Gives structure and shapes.
+      tree: Gives structure and shapes; draws are in float32 or wider.
       more: Trees of the same structure, for ``use``.
       use: ``(draw, leaf, *leaves of more) -> array``.
-      parts: ``(key, shapes, dtype) -> arrays``: the numbers of ``sample`` for several leaves, in
-        place of one draw that is cut.
-
-    Returns:
-      Draws of ``tree``'s shapes, in float32 or wider, or what ``use`` made of them.
+      parts: ``(key, shapes, dtype) -> arrays``: the same numbers for several leaves, not cut.
     """
+
+    def cut_from_one(key: Key, shapes: Sequence[Any], dtype: Any, **options: Any) -> list[Array]:
+        return cut(sample(key, (sum(map(math.prod, shapes)),), dtype, **options), shapes)
+
     leaves, structure = jax.tree.flatten(tree)
     columns = [leaves, *map(structure.flatten_up_to, more)]
     values: list[Array] = []
@@ -347,22 +325,11 @@ def random_like(
         # later leaves change.
         where = jax.random.fold_in(key, len(values))
         options = {} if use is None or not values or parts else {"after": values[-1]}
-        draw = partial(_cut_from_one, sample) if parts is None else parts
+        draw = parts or cut_from_one
         for z in draw(where, shapes, wide(run[0].dtype), **options):
             row = [column[len(values)] for column in columns]
             values.append(z if use is None else use(z, *row))
     return structure.unflatten(values)
-
-
-def _cut_from_one(
-    sample: Callable[..., Array],
-    key: Key,
-    shapes: Sequence[tuple[int, ...]],
-    dtype: Any,
-    **options: Any,
-) -> list[Array]:
-    """Arrays of these shapes, cut from one draw."""
-    return cut(sample(key, (sum(map(math.prod, shapes)),), dtype, **options), shapes)
 
 
 def cut(array: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:

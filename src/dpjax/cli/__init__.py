@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 from absl import app, flags, logging
 
 import dpjax
-from dpjax.cli.flag_checks import only_flags
 from dpjax.cli.flag_sets import described
 
 __all__ = ["COMMANDS", "main", "run_command"]
@@ -38,6 +38,16 @@ _MORE = "`dpjax SUBCOMMAND --help` lists the flags; `dpjax --version` prints the
 
 def main(words: Sequence[str] | None = None) -> None:
     """Runs the subcommand that the first word names; this is the entry point of `dpjax`."""
+    try:
+        _run_named(words)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader closed the pipe, as in ``dpjax train --help | head``
+        # Python flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)  # as a shell reports a program that a closed pipe ended
+
+
+def _run_named(words: Sequence[str] | None) -> None:
     name, *rest = (sys.argv[1:] if words is None else list(words)) or ["--help"]
     if name in _HELP:
         listed = "\n".join(f"  {name:<8} {purpose}" for name, purpose in COMMANDS.items())
@@ -56,8 +66,7 @@ def main(words: Sequence[str] | None = None) -> None:
 def run_command(name: str) -> None:
     """Runs one subcommand with the flags in `sys.argv`, then leaves the process.
 
-    A flag that is unknown or out of range ends the process with status 1 and a message, and Ctrl-C
-    with status 130 and one sentence.
+    A mistaken flag ends the process with status 1 and a message, Ctrl-C with 130 and one sentence.
     """
     typed = importlib.import_module(f"dpjax.cli.flag_sets.{name}")
     program, *words = sys.argv
@@ -71,8 +80,9 @@ def run_command(name: str) -> None:
         logging.get_absl_handler().addFilter(_not_of_orbax)
         try:
             argv = given([program, *words])
-            if not typed.WORDS:
-                only_flags(argv)
+            # Ignored, `train --steps 2 target_epsilon=0.5` would run at the default epsilon.
+            if not typed.WORDS and (extra := " ".join(argv[1:])):
+                raise app.UsageError(f"{extra}: expected flags alone, which begin with two dashes.")
             importlib.import_module(f"dpjax.cli.{name}").run(given, argv)
         except (flags.Error, app.UsageError) as error:
             sys.exit(f"{error}\nFor all flags: {program} --help")

@@ -15,7 +15,7 @@ computed). An engine means speed only: all engines give the same `ClippedSum`.
 | `platforms.py` | for which kind of device a program is traced, which decides layouts and forms |
 | `loss_checks.py` | refuses losses of a batch |
 | `jaxprs.py` | the interpreter of jaxprs |
-| `nan_isolation.py`, `sharding_checks.py` | guards against wrong results of XLA |
+| `nan_isolation.py` | guards against wrong results of XLA |
 | `_xla_cpu/` | primitives that are slow on CPU, in a faster form |
 | `_estimated_norms/` | `dpjax.clipping.jl` |
 

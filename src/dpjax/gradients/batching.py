@@ -62,7 +62,7 @@ def sum_over(
       add: ``(state, rows, mask, total) -> total`` for one microbatch. The mask is False in the
         padding of the last one.
       zero: The total over no rows.
-      layout: The microbatch and the devices. Speed and memory only.
+      layout: The microbatch and the devices.
       draw: Which rows; of any size up to its capacity.
       data: A tree of arrays with one row per example.
       state: What ``add`` needs on every device, whole.
@@ -119,13 +119,7 @@ def microbatches_in_block(size: int) -> int:
 
 
 def no_total(like: PyTree, examples: int, layout: Layout) -> Total:
-    """The sum over no microbatches.
-
-    Args:
-      like: Gives shapes and dtypes.
-      examples: The size of a usual draw.
-      layout: The microbatch and the devices.
-    """
+    """The sum over no microbatches; ``examples`` is the size of a usual draw."""
     zeros, size = jax.tree.map(jnp.zeros_like, like), layout.microbatch_size
     short = examples <= layout.shares * size * microbatches_in_block(size)
     return Total(zeros) if short else Total(zeros, zeros, zeros)
@@ -142,7 +136,7 @@ def settled(total: Total) -> Total:
 def _compensated(total: Total) -> tuple[PyTree, PyTree]:
     """The sum of a total, rounded, and what it lacks."""
 
-    def each(high: Array, low: Array, block: Array) -> tuple[Array, Array]:
+    def two_sum(high: Array, low: Array, block: Array) -> tuple[Array, Array]:
         # Knuth's sum: the error is exact, whichever term is larger.
         rounded = high + block
         back = rounded - high
@@ -150,7 +144,7 @@ def _compensated(total: Total) -> tuple[PyTree, PyTree]:
 
     parts = zip(*map(jax.tree.leaves, (total.high, total.low, total.block)), strict=True)
     structure = jax.tree.structure(total.block)
-    high, low = zip(*(each(*part) for part in parts), strict=True)
+    high, low = zip(*(two_sum(*part) for part in parts), strict=True)
     return structure.unflatten(high), structure.unflatten(low)
 
 
@@ -159,11 +153,7 @@ def join(
 ) -> tuple[PyTree, PyTree | None, T]:
     """The totals of all shares together: the one place where devices meet in a step.
 
-    Args:
-      totals: One total per share, stacked.
-      more: Numbers to be added plainly, stacked too.
-      layout: The layout of `sum_over`.
-      reach: For each leaf, what no coordinate of the sum exceeds; infinite if that is unknown.
+    No coordinate of a leaf's sum exceeds its ``reach``. ``more`` are numbers to be added plainly.
 
     Returns:
       The sum, what it lacks because it is rounded (or None), and the sums of ``more``.
@@ -204,17 +194,13 @@ def _in_two(x: Array, low: Any, reach: float) -> tuple[Array, Array]:
 
 
 class Rows(NamedTuple):
-    """Examples with their masks and weights, all with the same leading axis.
-
-    Args:
-      batch: The examples.
-      mask: Which are real; the others are padding.
-      weights: In [0, 1]; they multiply the factors of the rule.
-    """
+    """Examples with their masks and weights, all with the same leading axis."""
 
     batch: PyTree
     mask: Bool[Array, " batch"]
+    """Which are real; the others are padding."""
     weights: Float[Array, "batch groups"]
+    """In [0, 1]; they multiply the factors of the rule."""
 
 
 Engine = Callable[[Traced, Clipping, PyTree, Rows, PyTree], ClippedSum]
@@ -278,13 +264,9 @@ def laid_out(engine: Engine, layout: Layout) -> Engine:
 def on_each(
     run: Callable[..., PyTree], layout: Layout, split: Collection[int] = ()
 ) -> Callable[..., PyTree]:
-    """Runs a function on each share of a batch in parallel and stacks the results.
+    """Runs ``(which share, *arguments) -> tree`` on each share in parallel and stacks the results.
 
-    Args:
-      run: ``(which, *arguments) -> tree``, with the number of the share, from 0.
-      layout: The devices.
-      split: Positions of the arguments that are split along the leading axis. Every share
-        receives the other arguments whole.
+    The arguments at the positions in ``split`` are split along their leading axis.
     """
     several = layout.shares > 1
 

@@ -26,7 +26,7 @@ from dpjax.gradients._estimated_norms.jl import projected
 from dpjax.gradients.batching import Engine, Rows
 from dpjax.gradients.engines import ENGINES, WHOLE_BATCH, named
 from dpjax.gradients.layout import Request, run_laid_out
-from dpjax.gradients.loss_checks import check_loss, check_params, require_one_example
+from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.gradients.nan_isolation import isolated
 from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
@@ -90,21 +90,21 @@ def clipped_grad(
       >>> clipped(jnp.array([2.0]), jnp.array([[1.0], [4.0], [7.0]])).value
       Array([-3.5], dtype=float32)
     """
-    if not callable(loss):
-        raise TypeError(
-            f"clipped_grad: loss is {type(loss).__name__}, expected a function "
-            "loss(params, example) -> scalar."
-        )
     hint = "Write dpjax.clipping.flat(1.0), and the like."
     checks.instance("clipped_grad", "rule", rule, Clipping, hint)
     engine = named("clipped_grad", engine)
-    microbatch_size = checked_size("clipped_grad", "microbatch_size", microbatch_size)
+    microbatch_size = checks.whole_or_none("clipped_grad", "microbatch_size", microbatch_size)
     if not isinstance(devices, Mesh):
-        devices = checked_size("clipped_grad", "devices", devices)
-    check_rule(rule)
+        devices = checks.whole_or_none("clipped_grad", "devices", devices)
 
     def with_aux(params: PyTree, example: PyTree) -> tuple[Any, Any]:
-        return _pair(loss(params, example)) if has_aux else (loss(params, example), None)
+        result: Any = loss(params, example) if has_aux else (loss(params, example), None)
+        if isinstance(result, tuple) and len(result) == 2:
+            return result
+        raise TypeError(
+            f"clipped_grad(has_aux=True): the loss returns {jax.tree.map(jnp.shape, result)} "
+            "(shapes), expected (scalar, aux)."
+        )
 
     def clipped(
         params: PyTree,
@@ -117,7 +117,13 @@ def clipped_grad(
         # Python's numbers too; what is no array is refused by name.
         params = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, Number) else x, params)
         check_params("clipped_grad", params)
-        start = None if start is None else _value_of(start, rule, params)
+        if start is not None:
+            if not isinstance(start, ClippedSum) or start.rule != rule.limits(params):
+                raise ValueError(
+                    "clipped_grad(start=...): expected a ClippedSum of this rule. Begin with "
+                    "dpjax.clipping.empty_sum(rule, params)."
+                )
+            start = start.value
         params = jax.tree.map(jnp.asarray, params)
         batch = arrays(batch, "clipped_grad: batch")
         size = trees.leading_size(batch)
@@ -129,39 +135,17 @@ def clipped_grad(
         # Without examples every engine returns zeros.
         name = "vmap" if size == 0 else engine
         together = microbatch_size or (size if name in WHOLE_BATCH else None)
-        total = run_laid_out(
-            "clipped_grad",
-            Request(size, name, together, devices),
-            functools.partial(_engine, name, rule),
-            traced,
-            rule,
-            params,
-            Rows(
-                batch,
-                real_rows("clipped_grad", mask, size),
-                _held_weights(weights, size, rule.partition.size),
-            ),
-            # In float32 or wider, whatever the parameters are: the sum must not lose what one
-            # example adds.
-            trees.zeros_wide(params) if start is None else start,
-            key,
-        )
+        request = Request(size, name, together, devices)
+        real = real_rows("clipped_grad", mask, size)
+        rows = Rows(batch, real, _held_weights(weights, size, rule.partition.size))
+        # In float32 or wider, whatever the parameters are: the sum must not lose what one example
+        # adds.
+        start = trees.zeros_wide(params) if start is None else start
+        run = functools.partial(_engine, name, rule)
+        total = run_laid_out("clipped_grad", request, run, traced, rule, params, rows, start, key)
         return total._replace(rule=rule.limits(params))
 
     return clipped
-
-
-def _value_of(start: Any, rule: Clipping, params: PyTree) -> PyTree:
-    """The value to start with, of a sum that the same rule clipped."""
-    if not isinstance(start, ClippedSum) or start.rule != rule.limits(params):
-        raise ValueError(
-            "clipped_grad(start=...): expected a ClippedSum of this rule. Begin with "
-            "dpjax.clipping.empty_sum(rule, params)."
-        )
-    shapes, expected = ([jnp.shape(x) for x in jax.tree.leaves(y)] for y in (start.value, params))
-    if shapes != expected:  # JAX would repeat each gradient along another axis
-        raise ValueError(f"clipped_grad(start=...): received shapes {shapes}, not {expected}.")
-    return start.value
 
 
 def clipped_sum(
@@ -176,20 +160,7 @@ def clipped_sum(
     key: Key,
     start: PyTree,
 ) -> ClippedSum:
-    """The clipped sum of one microbatch: `clipped_grad` without its layout, in a trace.
-
-    Args:
-      call: How errors call the algorithm.
-      loss: As for `clipped_grad`, and so the rest.
-      rule: The rule.
-      engine: ``"auto"`` or a name of `ENGINES`.
-      params: Parameters.
-      rows: The examples.
-      mask: Which of them are real.
-      weights: From 0 to 1, or None.
-      key: For estimated norms.
-      start: The sum to which this one is added.
-    """
+    """The clipped sum of one microbatch: `clipped_grad` without its layout, in a trace."""
     refuse_tracking(call)
     held = _held_weights(weights, mask.shape[0], rule.partition.size)
     run = _engine(named(call, engine), rule, key)
@@ -214,16 +185,6 @@ def _engine(name: str, rule: Clipping, key: Key) -> Engine:
     return isolated(functools.partial(projected, key=key), by_patches)
 
 
-def _pair(found: Any) -> tuple[Any, Any]:
-    """The pair that a loss with ``has_aux`` must return."""
-    if isinstance(found, tuple) and len(found) == 2:
-        return found
-    raise TypeError(
-        f"clipped_grad(has_aux=True): the loss returns {jax.tree.map(jnp.shape, found)} (shapes), "
-        "expected (scalar, aux)."
-    )
-
-
 def _held_weights(weights: Any, size: int, groups: int) -> Array:
     """Weights ``[batch, groups]`` in [0, 1]: above 1 they would undo the clipping."""
     if weights is None:
@@ -237,15 +198,3 @@ def _held_weights(weights: Any, size: int, groups: int) -> Array:
     # A weight above 1 would pass the sensitivity; a NaN weight compares False and becomes 0.
     rows = weights if weights.ndim == 2 else weights[:, None]
     return jnp.broadcast_to(jnp.where(rows > 0, jnp.minimum(rows, 1), 0), (size, groups))
-
-
-def checked_size(call: str, name: str, size: Any) -> int | None:
-    """A whole number from 1, or None for a choice by dpjax."""
-    hint = "None leaves the choice to dpjax."
-    return checks.whole_or_none(call, name, size, hint)
-
-
-def check_rule(rule: Clipping) -> None:
-    """Raises if the wish of a rule could see several examples in spite of `jax.vmap`."""
-    norms = jax.ShapeDtypeStruct((1, rule.partition.size), jnp.float32)
-    require_one_example(jax.make_jaxpr(rule.factors)(norms).jaxpr, f"{rule.name}: factors")

@@ -8,14 +8,12 @@ a model of any size is explained in the time that tracing it takes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from dpjax import trees
 from dpjax.gradients._bookkeeping.cost import foresee
-from dpjax.gradients._bookkeeping.sites import Site
 from dpjax.gradients.traced import Traced
 from dpjax.types import LossFn, PyTree
 
@@ -53,21 +51,17 @@ def explain(loss: LossFn, params: PyTree, example: PyTree) -> str:
         elif not sites:
             rows.append((name, "not used"))
         else:
-            rows.append((name, *_handled(leaves[i], sites, i)))
-    widths = [max((len(row[k]) for row in rows if len(row) > k + 1), default=0) for k in range(4)]
-    return "\n".join(
-        "  ".join(
-            word if k == len(row) - 1 < 3 else word.rjust(9) if k == 3 else word.ljust(widths[k])
-            for k, word in enumerate(row)
-        )
-        for row in rows
-    )
+            counts = Counter(site.equation.primitive.name for site in sites)
+            uses = ", ".join(use if n == 1 else f"{n} x {use}" for use, n in counts.items())
+            # The engine's own choice from shapes, not a second opinion.
+            choice = foresee(leaves[i], sites, i)
+            rule = choice.rule + (", kept" if choice.keep else "")
+            rows.append((name, uses, rule, f"{choice.operations:,}"))
+    widths = [max((len(row[k]) for row in rows if len(row) > k + 1), default=0) for k in range(3)]
 
+    def line(row: tuple[str, ...]) -> str:
+        *words, last = row
+        padded = [word.ljust(width) for word, width in zip(words, widths, strict=False)]
+        return "  ".join([*padded, last.rjust(9) if len(row) == 4 else last])
 
-def _handled(leaf: jax.ShapeDtypeStruct, sites: Sequence[Site], index: int) -> tuple[str, str, str]:
-    """The primitives of a leaf, its rule, and the cost of the rule."""
-    counts = Counter(site.equation.primitive.name for site in sites)
-    words = ", ".join(name if n == 1 else f"{n} x {name}" for name, n in counts.items())
-    # The engine's own choice from shapes, not a second opinion.
-    choice = foresee(leaf, sites, index)
-    return words, choice.rule + (", kept" if choice.keep else ""), f"{choice.operations:,}"
+    return "\n".join(map(line, rows))

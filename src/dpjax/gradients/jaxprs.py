@@ -48,12 +48,7 @@ def evaluate(
 ) -> list[Any]:
     """Evaluates a program, equation after equation.
 
-    Args:
-      program: The jaxpr.
-      constants: A value for each of its ``constvars``.
-      arguments: A value for each of its ``invars``.
-      rule: Computes the outputs of an equation. Values may be anything that it understands.
-      literal: From a literal number in the program to a value.
+    Values may be anything that ``rule`` understands; ``literal`` makes one of a literal number.
 
     Example:
       >>> import jax

@@ -122,17 +122,6 @@ def run_laid_out(
 
     Given devices take committed arrays with them. Without a choice arrays stay where they are,
     because the caller adds the result to others there.
-
-    Args:
-      call: The function, for the error about arrays on different devices.
-      request: What the user requests; the rest is chosen here.
-      engine: From the key, or None, to the engine.
-      loss: What the engine receives, and so the rest.
-      rule: The rule.
-      params: Parameters.
-      rows: The examples.
-      start: The sum to which this one is added.
-      key: For an engine that draws.
     """
     devices, example = request.devices, trees.one_row(rows.batch)
     parts = {"params": params, "batch": rows, "key": key, "start": start}
@@ -143,13 +132,13 @@ def run_laid_out(
 
     def run(params: PyTree, rows: Rows, key: Key, start: PyTree) -> ClippedSum:
         # Chosen here, because the layout is that of the platform for which this is traced.
-        found = _layout(request, loss, params, example)
-        if found.mesh and committed and committed != tuple(found.mesh.devices.flat):
+        chosen = _layout(request, loss, params, example)
+        if chosen.mesh and committed and committed != tuple(chosen.mesh.devices.flat):
             # JAX would refuse the arrays on other devices than theirs. A single share runs on any.
             ours = committed == tuple(jax.local_devices()[: len(committed)])
             beside = request._replace(devices=len(committed) if ours else 1)
-            found = _layout(beside, loss, params, example)
-        return laid_out(engine(key), found)(loss, rule, params, rows, start)
+            chosen = _layout(beside, loss, params, example)
+        return laid_out(engine(key), chosen)(loss, rule, params, rows, start)
 
     with platforms.traced_for(platforms.of(devices)):
         return platforms.dependent(run, *parts.values())
@@ -191,8 +180,8 @@ def _batch_axes(mesh: Mesh, program: Jaxpr | None) -> tuple[str, ...]:
     # as large as the gradient), and fails on some FFTs on a CPU (RET_CHECK in fft_thunk.cc). So
     # with either nothing is left to XLA: the batch is split over all devices, and each has all
     # parameters during a step.
-    found = {equation.primitive.name for equation in equations(program)}
-    every = bool(found & {"conv_general_dilated", "fft"})
+    used = {equation.primitive.name for equation in equations(program)}
+    every = bool(used & {"conv_general_dilated", "fft"})
     return tuple(name for name in mesh.axis_names if every or name != meshes.MODEL)
 
 
@@ -230,10 +219,10 @@ def bytes_per_example(loss: Traced, params: PyTree, example: PyTree, engine: str
     if engine != "ghost":
         return 4 * _program_bytes(program, moving) + 2 * _bytes(leaves)
     # From the trace that the engine will use, so the forecast knows which leaves are materialised.
-    found = loss.program(params, example)
-    numbers = sum(leaves[i].size for i in found.materialised)
+    traced = loss.program(params, example)
+    numbers = sum(leaves[i].size for i in traced.materialised)
     for i, leaf in enumerate(leaves):
-        if sites := [site for site in found.sites if i in site.leaves]:
+        if sites := [site for site in traced.sites if i in site.leaves]:
             numbers += foresee(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sites, i).numbers
     # Sites compute norms in float32: 4 bytes per number.
     return _program_bytes(program, moving, fused=True) + 4 * numbers

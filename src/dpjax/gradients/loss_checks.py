@@ -39,14 +39,7 @@ def check_params(call: str, params: PyTree) -> None:
 
 
 def check_loss(loss: Traced, params: PyTree, example: PyTree, name: str) -> ClosedJaxpr:
-    """The program of a loss; raises unless it is one real number, of one example alone.
-
-    Args:
-      loss: The loss.
-      params: Parameters.
-      example: Shapes of one example.
-      name: How errors call the function that received the loss.
-    """
+    """The program of a loss; raises unless it is one real number, of one example alone."""
     # A collection of Flax is a dictionary; a leaf of that name is a parameter like others.
     if any("batch_stats" in leaf.split("/")[:-1] for leaf in trees.leaf_names(params)):
         raise ValueError(
@@ -82,12 +75,7 @@ def noted(example: PyTree, name: str) -> Iterator[None]:
 
 
 def require_one_example(program: Jaxpr, name: str) -> None:
-    """Refuses a program that may hand one example to the code of another; warns of prints.
-
-    Args:
-      program: The traced loss of one example, or the traced wish of a rule.
-      name: How errors call it.
-    """
+    """Refuses a program that may hand one example to the code of another; warns of prints."""
     used = {equation.primitive.name for equation in equations(program)}
     if mixing := sorted(used & _MIXING):
         raise ValueError(

@@ -7,25 +7,27 @@ convolutions with explicit zeros between the groups. Since 0 * NaN is NaN, a NaN
 becomes a NaN of all, and masking drops them all: one example moves the sum by many bounds.
 
 The numbers may hide this, because a loss, a client's optimizer or a weight can drop a NaN. So the
-decision is made from the program, before there are numbers. If XLA has to partition such a
-convolution over devices, its result is wrong for finite numbers too (`sharding_checks`).
+decision is made from the program, before there are numbers.
+
+If a batch is sharded over several devices, XLA partitions such a convolution wrongly for finite
+numbers too (``jax.vmap(jax.grad(loss))`` as well): the error is as large as the gradient, and there
+is no warning. `refuse_split` refuses such a batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
 
 from dpjax import trees
 from dpjax.gradients import platforms
 from dpjax.gradients.batching import Engine, Layout, Rows, laid_out
 from dpjax.gradients.jaxprs import convolutions
 from dpjax.gradients.loss_checks import has_own_derivatives
-from dpjax.gradients.sharding_checks import refuse_split
 from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, PyTree
 
@@ -34,13 +36,7 @@ Harmless = Callable[[Traced, PyTree, PyTree], int]
 
 
 def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
-    """An engine that takes example after example where their convolutions would mix.
-
-    Args:
-      engine: It may differentiate vmapped convolutions by their kernels.
-      harmless: The number of convolutions that it handles otherwise; if that is all, no guard is
-        needed.
-    """
+    """An engine that takes example after example where their convolutions would mix."""
     # One example a microbatch: no convolution of it has another example in its groups.
     alone = laid_out(engine, Layout(1))
 
@@ -71,6 +67,29 @@ def each(function: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
     return jax.lax.map(function, rows) if _grouped_by_rows(together, rows) else together(rows)
 
 
+def refuse_split(call: str, batch: PyTree) -> None:
+    """Raises, now or at compilation, if the batch is sharded over several devices."""
+    # Inside a shard_map over all axes XLA partitions nothing. Over some, as with `model`, the
+    # layout leaves no such convolution to XLA.
+    inside = jax.sharding.get_abstract_mesh().manual_axes  # each device has a program of its own
+    if jax.device_count() == 1 or inside:
+        return
+    for leaf in jax.tree.leaves(batch):
+        if isinstance(leaf, jax.Array):  # NumPy arrays are on no device yet
+            # Inside `jit` the compiler chooses shardings, so the question is put to the compiled
+            # program.
+            jax.debug.inspect_array_sharding(leaf, callback=partial(_refuse, call))
+
+
+def _refuse(call: str, sharding: Any) -> None:
+    if not sharding.is_fully_replicated:
+        count = len(sharding.device_set)
+        raise ValueError(
+            f"{call}: the batch lies on {count} devices, and XLA computes kernel gradients wrongly "
+            f"when it partitions them. Give devices={count}, or put the batch on one device."
+        )
+
+
 def differentiates_kernels(
     loss: Traced, params: PyTree, example: PyTree, harmless: Harmless
 ) -> bool:
@@ -94,15 +113,13 @@ def _grouped_by_rows(run: Callable[[PyTree], PyTree], rows: PyTree) -> bool:
 
 def _leaky(run: Callable[[PyTree], PyTree], rows: PyTree) -> list[tuple[int, int]]:
     """The groups of each convolution that XLA may compile with zeros between groups."""
-    kernels = convolutions(jax.make_jaxpr(run)(rows).jaxpr)
-    return [groups for e in kernels if _has_zeros(e, *(groups := _groups(e)))]
-
-
-def _has_zeros(equation: JaxprEqn, features: int, batches: int) -> bool:
-    """Seen on CPU (jaxlib 0.10.2): groups of features are safe in float32 and narrower dtypes."""
-    arrays: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
-    return batches > 1 or (features > 1 and any(x.dtype.itemsize > 4 for x in arrays))
-
-
-def _groups(equation: JaxprEqn) -> tuple[int, int]:
-    return equation.params["feature_group_count"], equation.params["batch_group_count"]
+    leaky: list[tuple[int, int]] = []
+    for equation in convolutions(jax.make_jaxpr(run)(rows).jaxpr):
+        parameters = equation.params
+        groups = parameters["feature_group_count"], parameters["batch_group_count"]
+        arrays: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
+        # Seen on CPU (jaxlib 0.10.2): groups of features are safe in float32 and narrower dtypes.
+        wide = any(x.dtype.itemsize > 4 for x in arrays)
+        if groups[1] > 1 or (groups[0] > 1 and wide):
+            leaky.append(groups)
+    return leaky

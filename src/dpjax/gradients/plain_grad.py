@@ -13,7 +13,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array
 
 from dpjax import clipping, trees
 from dpjax.clipping.shards import refuse_explicit, refuse_tracking
@@ -21,8 +20,7 @@ from dpjax.gradients._bookkeeping.ghost import backward, by_patches, wide_leaves
 from dpjax.gradients._bookkeeping.leaf_sums import into_table, summed, weighted_sum
 from dpjax.gradients.batching import Rows
 from dpjax.gradients.layout import Request, run_laid_out
-from dpjax.gradients.nan_isolation import differentiates_kernels
-from dpjax.gradients.sharding_checks import refuse_split
+from dpjax.gradients.nan_isolation import differentiates_kernels, refuse_split
 from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
 
@@ -51,9 +49,6 @@ def plain_grad(
       Array([-2., -3.], dtype=float32)
     """
 
-    def scalar(params: PyTree, example: PyTree) -> Array:
-        return loss(params, example)[0] if has_aux else loss(params, example)
-
     def gradient(params: PyTree, batch: PyTree) -> PyTree:
         size = trees.leading_size(batch)
         refuse_tracking("gradients.plain_grad")
@@ -62,17 +57,17 @@ def plain_grad(
         # The private engine with weights 1: the benchmark then compares privacy and not two
         # implementations.
         rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))
-        found = run_laid_out(
+        total = run_laid_out(
             "gradients.plain_grad",
             Request(size, devices=devices),
             lambda _: _unclipped,
-            Traced(scalar),
+            Traced(loss, has_aux),
             clipping.flat(jnp.inf),
             params,
             rows,
             start=trees.zeros_wide(params),
         )
-        return jax.tree.map(lambda x: x / size, found.value)
+        return jax.tree.map(lambda x: x / size, total.value)
 
     return gradient
 

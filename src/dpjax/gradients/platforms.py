@@ -29,11 +29,7 @@ _TRACED: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform",
 
 
 def current() -> str:
-    """The platform that a program is traced for.
-
-    That of the mesh in force, else of the branch of `dependent` that is traced, else of the default
-    device.
-    """
+    """The platform that a program is traced for; the default device's where none is settled."""
     return known() or _default()
 
 
@@ -78,10 +74,8 @@ def traced_for(platform: str | None) -> Iterator[None]:
 def dependent(function: Callable[..., T], *arguments: Any) -> T:
     """``function(*arguments)``, with the decisions of the platform for which it is lowered.
 
-    Args:
-      function: Makes decisions by `on_cpu`. It is traced twice inside a `jax.jit` for which the
-        platform is unknown; only one program is lowered.
-      arguments: Trees of arrays.
+    The function is traced twice inside a `jax.jit` for which the platform is unknown; only one
+    program is lowered.
     """
     if known() is not None:
         return function(*arguments)

@@ -21,7 +21,6 @@ from dpjax import checks, ledger, meshes, processes, trees
 from dpjax.clipping.shards import refuse_explicit
 from dpjax.data import Stream
 from dpjax.data.arrays import arrays
-from dpjax.gradients.clipped_grad import check_rule, checked_size
 from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.gradients.traced import Traced
 from dpjax.noise.link import first_memory
@@ -57,8 +56,7 @@ def assemble(
     if budget is not None:
         hint = "Write dpjax.ledger.Budget(epsilon=..., delta=...)."
         checks.instance(name, "budget", budget, ledger.Budget, hint)
-    size = checked_size(name, "microbatch_size", recipe.microbatch_size)
-    check_rule(mechanism.clipping)
+    size = checks.whole_or_none(name, "microbatch_size", recipe.microbatch_size)
     recipe = recipe._replace(microbatch_size=size)
     its = _Assembly(recipe, data, identity, shared, budget, info)
     return Algorithm(its.init, its.step, mechanism, budget, its.run, its.identity, its.released)

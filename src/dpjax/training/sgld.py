@@ -15,10 +15,9 @@ from typing import Any
 import optax
 from jaxtyping import Array, Int
 
-from dpjax import checks, ledger, meshes, schedules
+from dpjax import checks, ledger, meshes, noise, schedules
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.mechanism.multipliers import Planned
-from dpjax.noise.langevin import multiplier_of
 from dpjax.training.dpsgd import entry_of, on_examples
 from dpjax.training.recipe import Recipe
 from dpjax.training.samples import keep_samples
@@ -123,8 +122,12 @@ def dp_sgld(
         before=before,
     )
     rate = _planned(learning_rate, steps) if callable(learning_rate) else learning_rate
-    multiplier = multiplier_of(
-        call, rate, clipping, sampling.examples, sampling.batch_size, temperature
+    multiplier = noise.langevin_multiplier(
+        rate,
+        clipping,
+        examples=sampling.examples,
+        batch_size=sampling.batch_size,
+        temperature=temperature,
     )
     # The multiplier follows from the rate, so the noise cannot differ from what is accounted.
     mechanism = dataclasses.replace(silent, noise_multiplier=multiplier)

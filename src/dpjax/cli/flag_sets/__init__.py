@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -47,6 +47,11 @@ class Group(NamedTuple):
         """A flag with a text."""
         flags.DEFINE_string(name, default, words, **self._where)
 
+    def named(self, name: str, default: str, valid: Callable[[str], bool], *words: str) -> None:
+        """A flag with a name that ``valid`` knows: the help, then what is expected."""
+        self.path(name, default, "".join(words))
+        flags.register_validator(name, valid, f"expected {words[-1]}", self.values)
+
     def path(self, name: str, default: str | None, words: str) -> None:
         """A flag with a file or folder, which may begin with ``~``."""
         plain = flags.ArgumentSerializer()
@@ -60,11 +65,11 @@ class Group(NamedTuple):
         """A flag that is on (`--name`) or off (`--noname`)."""
         flags.DEFINE_bool(name, default, words, **self._where)
 
-    def whole(self, name: str, default: int | None, words: str, *limits: int | None) -> None:
+    def whole(self, name: str, default: int | None, words: str, *limits: Any) -> None:
         """A flag with a whole number, in ``limits``: the least, and the largest."""
         flags.DEFINE_integer(name, default, words, *limits, **self._where)
 
-    def number(self, name: str, default: float | None, words: str, *limits: float | None) -> None:
+    def number(self, name: str, default: float | None, words: str, *limits: Any) -> None:
         """A flag with a number, in ``limits``: the least, and the largest."""
         flags.DEFINE_float(name, default, words, *limits, **self._where)
 

@@ -32,7 +32,6 @@ from dpjax.gradients._bookkeeping.leaf_sums import (
 )
 from dpjax.gradients._bookkeeping.outer_products import product
 from dpjax.gradients._bookkeeping.primitives import form_of
-from dpjax.gradients._bookkeeping.sites import Site
 
 # Roundings of the squared norm of a sum, in units of eps and of the square of all parts.
 _ROUNDINGS = 4
@@ -81,7 +80,12 @@ def divided(
         commons[leaf] = []
         for entry in (sites[k] for k in chosen):
             parts[id(entry)] = parts.get(id(entry)) or _parts(entry, leaves)
-            commons[leaf].append(_common(leaf, entry.site, *parts[id(entry)]))
+            gradients, scales = parts[id(entry)]
+            # In the order of the leaf's axes, whatever the order of the view's.
+            axes = entry.site.slices[leaf]
+            order = sorted(range(len(axes)), key=lambda k: axes[k])
+            scales = jnp.transpose(scales, (0, *(1 + k for k in order)))
+            commons[leaf].append(Common(gradients[leaf], scales, tuple(sorted(axes))))
     return rest, commons
 
 
@@ -95,25 +99,10 @@ def _parts(entry: Entry, leaves: Sequence[Array]) -> tuple[dict[int, Array], Arr
     return gradients, jax.vmap(site.scales, (None, 0, 0))(leaves, entry.data, entry.cotangent)
 
 
-def _common(leaf: int, site: Site, gradients: Mapping[int, Array], scales: Array) -> Common:
-    # In the order of the leaf's axes, whatever the order of the view's.
-    axes = site.slices[leaf]
-    order = sorted(range(len(axes)), key=lambda k: axes[k])
-    scales = jnp.transpose(scales, (0, *(1 + k for k in order)))
-    return Common(gradients[leaf], scales, tuple(sorted(axes)))
-
-
 def norms_with(
     leaf: int, rest: Sequence[Entry], commons: Sequence[Common], leaves: Sequence[Array]
 ) -> tuple[Squares, Pieces | None]:
-    """As `leaf_norms.norms`, with common gradients beside the entries.
-
-    Args:
-      leaf: Which leaf.
-      rest: Its other entries, apart from the common gradients; maybe none.
-      commons: What `divided` found beside them.
-      leaves: All leaves, in full precision.
-    """
+    """As `leaf_norms.norms`, with common gradients beside the entries, if there are any."""
     squares, kept = norms(leaf, rest, leaves, bool(commons)) if rest else (jnp.zeros(()), None)
     if not commons:
         return squares, kept

@@ -133,13 +133,7 @@ def aside(
 
 
 def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
-    """The choice for a leaf, from shapes alone.
-
-    Args:
-      leaf: Shape and dtype of the leaf.
-      sites: All its sites.
-      index: Which leaf it is.
-    """
+    """The choice for a leaf, from shapes alone."""
     choices: list[Choice] = []
 
     def on_shapes(data: Sequence[Sequence[Array]], cotangents: Sequence[Array]) -> None:

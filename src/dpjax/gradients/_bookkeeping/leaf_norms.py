@@ -49,11 +49,7 @@ def norms(
 ) -> tuple[Squares, Pieces | None]:
     """Squared norms of each example's gradient of a leaf, and those gradients if they are kept.
 
-    Args:
-      leaf: Which leaf.
-      entries: All its sites.
-      leaves: All leaves, in full precision.
-      exact: Whether kept gradients meet what data and cotangents give beside them.
+    ``exact`` says whether kept gradients meet what data and cotangents give beside them.
     """
     forms = [form_of(*entry) for entry in entries]
     choice = choose(leaves[leaf], [entry.site for entry in entries], forms)

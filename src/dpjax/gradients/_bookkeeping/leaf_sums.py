@@ -178,7 +178,8 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
         elif form is None and entire(leaves[leaf], [entry.site]):
             # The scaled cotangents of an elementwise use are the scaled gradients, so only their
             # sum remains to be taken.
-            part = _ones_times(instantiated([leaf], [entry], [None], leaves)[leaf])
+            gradients = instantiated([leaf], [entry], [None], leaves)[leaf]
+            part = weighted_sum(gradients, jnp.ones(len(gradients), gradients.dtype))
         else:
             part = _summing(leaf, entry, leaves)(entry.cotangent)
         total = total + part
@@ -209,10 +210,6 @@ def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares]
     """A function that adds the clipped sum of a table to a total in place; None for other leaves.
 
     A batch uses few rows of a table. To write the sum out first would be a pass over zeros.
-
-    Args:
-      leaf: Which leaf.
-      entries: All its sites.
     """
     site = entries[0].site
     # Only for a table that is used once, as it is, outside of scans: then rows of the form are rows
@@ -279,15 +276,7 @@ def instantiated(
     leaves: Sequence[Array],
     exact: bool = True,
 ) -> dict[int, Float[Array, "batch ..."]]:
-    """Each example's gradients of some leaves, from all their sites.
-
-    Args:
-      by: Which leaves.
-      entries: All their sites.
-      forms: The form of each site, if it has one.
-      leaves: All leaves, in full precision.
-      exact: As in `placed`.
-    """
+    """Each example's gradients of some leaves, from all their sites; ``exact`` as in `placed`."""
     by_view, rest = dict[Any, list[Array]](), list[Entry]()
     for entry, form in zip(entries, forms, strict=True):
         if form is None or form.chosen:
@@ -328,13 +317,6 @@ def pulled(
         return pull(jax.tree.map(lambda c, y: c.astype(y.dtype), cotangents, outputs))[0]
 
     return back
-
-
-def _ones_times(x: Array) -> Array:
-    """The sum over the first axis, as a product: XLA's reduction over rows is slower on CPU."""
-    if not platforms.on_cpu():
-        return jnp.sum(x, axis=0)
-    return product("b,b...->...", jnp.ones(len(x), x.dtype), x)
 
 
 def added(parts: Sequence[Array]) -> Array:

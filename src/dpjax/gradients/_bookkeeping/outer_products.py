@@ -212,19 +212,12 @@ def _transposed(
     """A transposed convolution: patches of the cotangent; most of the input's would be zeros."""
     p, places, lead = site.equation.params, x.shape[2:-1], len(around)
     out, channels, *space = p["dimension_numbers"].rhs_spec
-    each = zip(
-        p["padding"],
-        p["lhs_dilation"],
-        p["rhs_dilation"],
-        kernel,
-        places,
-        g.shape[2:-1],
-        strict=True,
-    )
+    spreads = p["padding"], p["lhs_dilation"], p["rhs_dilation"]
+    sides = zip(*spreads, kernel, places, g.shape[2:-1], strict=True)
     # Input q meets entry k of the kernel at output q * dilation + low - k * spread.
     edges = [
         ((k - 1) * spread - low, (n - 1) * dilation + low - (m - 1))
-        for (low, _), dilation, spread, k, n, m in each
+        for (low, _), dilation, spread, k, n, m in sides
     ]
     turned = dict(
         p, padding=edges, lhs_dilation=[1] * len(kernel), window_strides=p["lhs_dilation"]

@@ -38,7 +38,7 @@ def patches(
     """
     strides = p["window_strides"]
     x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 2 + edges_of(p) + [(0, 0, 0)])
-    if _disjoint(p, kernel):
+    if tuple(strides) == tuple(kernel) and set(p["rhs_dilation"]) == {1}:
         return [_tiles(x, kernel, places)]
 
     def entry_of(entry: tuple[int, ...]) -> Array:
@@ -66,11 +66,6 @@ def edges_of(p: dict[str, Any]) -> list[tuple[int, int, int]]:
     """Padding of each axis; interior padding is the dilation of the input."""
     pairs = zip(p["padding"], p["lhs_dilation"], strict=True)
     return [(low, high, spread - 1) for (low, high), spread in pairs]
-
-
-def _disjoint(p: dict[str, Any], kernel: Sequence[int]) -> bool:
-    """Whether no two patches overlap: then all of them are one view of the image."""
-    return tuple(p["window_strides"]) == tuple(kernel) and set(p["rhs_dilation"]) == {1}
 
 
 def _convolved(

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from dpjax import noise, trees
 from dpjax.gradients.batching import Rows
-from dpjax.gradients.jaxprs import equations, own_vjp
+from dpjax.gradients.jaxprs import equations
 from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, Purpose, PyTree
 
@@ -29,14 +29,7 @@ def projected(
 ) -> ClippedSum:
     """The clipped sum of a rule whose norms are estimated, added to ``start``.
 
-    Args:
-      loss: The loss, computed in float32 or wider, because the sum over examples happens in the
-        model's own products.
-      rule: From `dpjax.clipping.jl`.
-      params: In float32 or wider; the directions have their dtype.
-      rows: Examples.
-      start: The sum to which this one is added.
-      key: For the directions; one key for all microbatches of a step.
+    One key serves all microbatches of a step.
     """
 
     def losses_of(params: PyTree) -> tuple[Array, Any]:
@@ -101,21 +94,10 @@ def _one_by_one(
 
 
 def _check(loss: Traced, params: PyTree, example: PyTree) -> None:
-    """Raises if a loss has no forward mode, or computes in anything narrower than float32."""
-    program = jax.make_jaxpr(loss)(params, example).jaxpr
-    if written := [e.primitive.name for e in equations(program) if own_vjp(e)]:
-        raise TypeError(
-            f"clipping.jl: the loss uses {written[0]}, which may have no forward mode. "
-            "Use jax.custom_jvp, or clip by exact norms (clipping.flat)."
-        )
-    # A solver that stops early is not linear, and forwards it stops elsewhere than backwards.
-    if any(e.primitive.name == "custom_linear_solve" for e in equations(program)):
-        raise TypeError(
-            "clipping.jl: the loss solves a linear system, forwards by another solve than "
-            "backwards. Clip by exact norms (clipping.flat), or unroll the solver."
-        )
+    """Raises if a loss computes in anything narrower than float32."""
     # One reverse pass sums over the examples, and a narrow dtype rounds that sum. The rules of
     # `jax.custom_jvp` stand in the gradient alone.
+    program = jax.make_jaxpr(loss)(params, example).jaxpr
     gradient = loss.gradient(params, example)
     variables = [v for e in (*equations(program), *equations(gradient)) for v in e.outvars]
     avals: list[Any] = [*map(jax.typeof, jax.tree.leaves(params)), *(v.aval for v in variables)]

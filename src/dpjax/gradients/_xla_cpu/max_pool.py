@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from dpjax.gradients._xla_cpu.fusion_barrier import apart
+from dpjax.gradients._xla_cpu.apart import apart
 
 # Windows with more entries are left to XLA.
 _LARGEST = 64

@@ -19,9 +19,9 @@ from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
 from dpjax.gradients import platforms
+from dpjax.gradients._xla_cpu.apart import tanh
 from dpjax.gradients._xla_cpu.convolution import convolution
 from dpjax.gradients._xla_cpu.max_pool import pool_max
-from dpjax.gradients._xla_cpu.tanh import tanh
 from dpjax.gradients.jaxprs import bind, evaluate
 
 
@@ -65,9 +65,6 @@ def fast(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with `bind_fast` for its equations, so that loops may differentiate it.
 
     Loops, branches, and calls with a derivative of their own inside the function run as written.
-
-    Args:
-      function: Of trees of arrays.
 
     Example:
       >>> fast(lambda x: 2 * jnp.tanh(x))(jnp.zeros(2))
