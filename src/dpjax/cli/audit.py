@@ -263,8 +263,7 @@ def draw(
         figure = style.canvas(7.6, 3.1)
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         for place, line in enumerate(reversed(lines)):
-            ends = [line.bound, line.claimed]
-            left.plot(ends, [place, place], color=style.PALETTE["rule"], linewidth=4)
+            left.hlines(place, line.bound, line.claimed, style.PALETTE["rule"], linewidth=4)
             left.plot([line.bound], [place], color=bound, **style.DOTS)
             left.plot([line.claimed], [place], color=claim, **style.DOTS)
         left.set_yticks(range(len(lines)), [line.audit for line in reversed(lines)])
