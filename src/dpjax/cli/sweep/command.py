@@ -46,7 +46,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     if given.plot:
         require_matplotlib(", or give --noplot")
     jax.config.update("jax_platforms", "cpu")  # leaves the accelerator to the runs
-    # SIGTERM ends a search as Ctrl-C does: its children are asked to stop, and save.
+    # SIGTERM ends a search as Ctrl-C does: its children stop, and save.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = pathlib.Path(given.out)
     try:
