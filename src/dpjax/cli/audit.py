@@ -250,10 +250,9 @@ def audit_losses(
     some = np.linspace(0, dataset.examples - 1, min(_MOST, dataset.examples)).astype(int)
     members = np.asarray(scores(jax.tree.map(jnp.asarray, dataset.rows(some))))
     others = np.asarray(scores(jax.tree.map(lambda x: jnp.asarray(x[:_MOST]), dataset.test)))
-    guesses = auditing.audit_membership(
-        members, others, delta=rebuilt.run.delta, confidence=confidence
-    )
-    return guesses, (members, others)
+    delta = rebuilt.run.delta
+    audit = auditing.audit_membership(members, others, delta=delta, confidence=confidence)
+    return audit, (members, others)
 
 
 def draw(
@@ -265,8 +264,7 @@ def draw(
         figure = style.canvas(7.6, 3.1)
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         for place, line in enumerate(reversed(lines)):
-            ends = [line.bound, line.claimed]
-            left.plot(ends, [place, place], color=style.PALETTE["rule"], linewidth=4)
+            left.hlines(place, line.bound, line.claimed, style.PALETTE["rule"], linewidth=4)
             left.plot([line.bound], [place], color=bound, **style.DOTS)
             left.plot([line.claimed], [place], color=claim, **style.DOTS)
         left.set_yticks(range(len(lines)), [line.audit for line in reversed(lines)])

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from absl import flags
 
@@ -32,50 +33,30 @@ class _Path(flags.ArgumentParser[str]):
         return "path"
 
 
-class Group(NamedTuple):
+class Group:
     """Defines flags in a set, under a title."""
 
-    values: flags.FlagValues
-    title: str
-
-    @property
-    def _where(self) -> dict[str, Any]:
+    def __init__(self, values: flags.FlagValues, title: str) -> None:
         # absl groups flags by the module that defines them; here a group has that place.
-        return {"flag_values": self.values, "module_name": self.title}
-
-    def text(self, name: str, default: str | None, words: str) -> None:
-        """A flag with a text."""
-        flags.DEFINE_string(name, default, words, **self._where)
-
-    def named(self, name: str, default: str, valid: Callable[[str], bool], *words: str) -> None:
-        """A flag with a name that ``valid`` knows: the help, then what is expected."""
-        self.path(name, default, "".join(words))
-        flags.register_validator(name, valid, f"expected {words[-1]}", self.values)
+        where = self._where = {"flag_values": values, "module_name": title}
+        self.text = partial(flags.DEFINE_string, **where)
+        self.choice = partial(flags.DEFINE_enum, **where)
+        self.yes_no = partial(flags.DEFINE_bool, **where)
+        # Whole and other numbers, after the help with the least and the largest.
+        self.whole = partial(flags.DEFINE_integer, **where)
+        self.number = partial(flags.DEFINE_float, **where)
+        self.several = partial(flags.DEFINE_list, **where)
 
     def path(self, name: str, default: str | None, words: str) -> None:
         """A flag with a file or folder, which may begin with ``~``."""
         plain = flags.ArgumentSerializer()
         flags.DEFINE(_Path(), name, default, words, serializer=plain, **self._where)
 
-    def choice(self, name: str, default: str, values: Sequence[str], words: str) -> None:
-        """A flag with one of several values."""
-        flags.DEFINE_enum(name, default, values, words, **self._where)
-
-    def yes_no(self, name: str, default: bool, words: str) -> None:
-        """A flag that is on (`--name`) or off (`--noname`)."""
-        flags.DEFINE_bool(name, default, words, **self._where)
-
-    def whole(self, name: str, default: int | None, words: str, *limits: Any) -> None:
-        """A flag with a whole number, in ``limits``: the least, and the largest."""
-        flags.DEFINE_integer(name, default, words, *limits, **self._where)
-
-    def number(self, name: str, default: float | None, words: str, *limits: Any) -> None:
-        """A flag with a number, in ``limits``: the least, and the largest."""
-        flags.DEFINE_float(name, default, words, *limits, **self._where)
-
-    def several(self, name: str, default: Sequence[str], words: str) -> None:
-        """A flag with values separated by commas."""
-        flags.DEFINE_list(name, list(default), words, **self._where)
+    def named(self, name: str, default: str, valid: Callable[[str], bool], *words: str) -> None:
+        """A flag with a name that ``valid`` knows: the help, then what is expected."""
+        self.path(name, default, "".join(words))
+        values = self._where["flag_values"]
+        flags.register_validator(name, valid, f"expected {words[-1]}", values)
 
 
 def described(values: flags.FlagValues) -> str:

@@ -27,20 +27,11 @@ _tried.text("grid", None, "Flags and their values; every combination runs.")
 _tried.text("ranges", None, "Flags, and values or ranges to draw from.")
 _tried.whole("random", None, "Number of settings drawn from --ranges.", 1)
 _tried.text(
-    "random_runs",
-    None,
-    "Draw the number of runs, and for each its settings: geometric:MEAN, logarithmic:MEAN or "
-    "poisson:MEAN.",
+    "random_runs", None, "Draw how many run: geometric, logarithmic or poisson, as poisson:9."
 )
 _tried.whole("seeds", 1, "Number of runs of each setting.", 1)
 _tried.text("fixed", "", "Flags of every run: dataset=digits;epochs=5.")
-_tried.whole(
-    "seed",
-    None,
-    "Seed of the draws, and of the first run: supplies their keys, and is no secret.",
-    0,
-    LARGEST_SEED,
-)
+_tried.whole("seed", None, "Seed of draws and runs, which is no secret.", 0, LARGEST_SEED)
 
 _runs = Group(FLAGS, "Runs")
 _runs.path("binary", None, "Script of each run, which takes --out; by default dpjax train.")

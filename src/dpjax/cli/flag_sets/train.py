@@ -43,18 +43,14 @@ _data.named(
     "the label in --label: ",
     f"my.npz, my.csv, or one of {', '.join(names.DATASETS)}.",
 )
-_data.whole("classes", None, "Classes of a file; by default, and as public, those that occur.", 2)
+_data.whole("classes", None, "Number of classes of a file; by default its labels, as public.", 2)
 _data.text("label", None, "Column of the label in a .csv of yours; by default label, or the last.")
 _data.path("data_dir", None, "Folder of the data; by default the environment's DPJAX_DATA_DIR.")
 _data.yes_no("stream", False, "Read drawn examples from disk, if TFDS has prepared the data.")
 _data.choice("features", "none", ["none", "scattering"], "Features to compute from each image.")
 _data.path("cache_dir", None, "Folder that keeps features between runs; as secret as the data.")
-_data.choice(
-    "normalization",
-    "group",
-    ["group", "data"],
-    "Scale of features: of each example by itself, or by private moments of all examples.",
-)
+_scales = ["group", "data"]
+_data.choice("normalization", "group", _scales, "By its own example, or private moments.")
 _data.whole("norm_groups", 27, "Number of groups for --normalization=group.")
 _data.number("norm_multiplier", 8.0, "Noise of both moment queries of --normalization=data.")
 _data.number("search_multiplier", 20.0, "Noise of the two queries that find clipping thresholds.")
@@ -76,38 +72,25 @@ _model.choice("loss", "cross_entropy", names.LOSSES, "Loss of one example.")
 _model.several("loss_options", [], "Arguments of a focal or composite loss: threshold=7,beta=11.")
 
 _privacy = Group(FLAGS, "Privacy")
-_privacy.choice(
-    "clipping",
-    "flat",
-    ["flat", "grouped", "automatic", "normalized", "psac", "hard_threshold"],
-    "Rule that bounds the gradient of one example.",
-)
+_rules = ["flat", "grouped", "automatic", "normalized", "psac", "hard_threshold"]
+_privacy.choice("clipping", "flat", _rules, "Rule that bounds the gradient of one example.")
 _privacy.number("bound", 0.5, "Largest norm that one example adds to the sum, or to each group.")
 _privacy.whole("groups", 8, "Number of groups for --clipping=grouped.")
 _schedules = ["constant", *names.CURRICULA]
 _privacy.choice("noise_schedule", "constant", _schedules, "Noise multiplier over the epochs.")
 _privacy.number("target_epsilon", 3.0, "Scale the noise to this epsilon of the run.", 0)
-_privacy.number(
-    "noise_multiplier",
-    None,
-    "Noise multiplier, in place of --target_epsilon; a factor on the values of --noise_schedule.",
-)
+_privacy.number("noise_multiplier", None, "Noise, in place of --target_epsilon; scales a schedule.")
 _privacy.number(
     "max_epsilon",
     None,
-    "With --noise_multiplier alone: run as many steps as fit in this epsilon. With --epochs or "
-    "--steps too: refuse a plan that costs more.",
+    "With --noise_multiplier: run the steps that fit. With --epochs or --steps: refuse more.",
     0,
 )
 _privacy.number("delta", 1e-5, "Delta of the guarantee.", 0, 1)
 _accountants = ["tightest", "rdp", "pld"]  # the first is pld where that has a proof, else rdp
 _privacy.choice("accountant", "tightest", _accountants, "Accountant that computes epsilon.")
-_privacy.choice(
-    "sampling",
-    "poisson",
-    ["poisson", "fixed", "shuffled", "balls_in_bins", "cyclic_poisson"],
-    "How batches are drawn; cyclic_poisson has as many parts as --bands.",
-)
+_samplers = ["poisson", "fixed", "shuffled", "balls_in_bins", "cyclic_poisson"]
+_privacy.choice("sampling", "poisson", _samplers, "How batches are drawn.")
 _privacy.choice(
     "noise",
     "white",

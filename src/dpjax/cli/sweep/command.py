@@ -68,7 +68,7 @@ def candidates_of(given: flags.FlagValues) -> Candidates:
         raise app.UsageError("expected either --grid or --ranges, which say what is tried.")
     if given.ranges and not (given.random or given.random_runs):
         raise app.UsageError("--ranges goes with --random or --random_runs, which says how many.")
-    kind, text = ("grid", given.grid) if given.ranges is None else ("ranges", given.ranges)
+    kind, text = ("ranges", given.ranges) if given.ranges else ("grid", given.grid)
     return search_space.candidates(str(text), kind)
 
 

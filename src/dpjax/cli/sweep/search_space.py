@@ -113,9 +113,7 @@ def drawn(of: Candidates, count: int, draw: np.random.Generator) -> list[dict[st
     """``count`` settings, drawn independently, so some may be equal."""
 
     def one(values: list[str] | Range) -> str:
-        if isinstance(values, Range):
-            return values.drawn(draw)
-        return values[int(draw.integers(len(values)))]
+        return values.drawn(draw) if isinstance(values, Range) else str(draw.choice(values))
 
     return [{name: one(values) for name, values in of.items()} for _ in range(count)]
 

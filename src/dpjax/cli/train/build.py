@@ -77,11 +77,6 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
     return options
 
 
-def build_loss(given: flags.FlagValues) -> losses.ExampleLoss:
-    """The loss of one example."""
-    return LOSSES[given.loss](**read_options(given.loss_options))
-
-
 def build_model(given: flags.FlagValues, classes: int) -> Any:
     """The network, a Linen module."""
     options = read_options(given.model_options)

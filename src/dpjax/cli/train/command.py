@@ -98,7 +98,7 @@ def plan(given: flags.FlagValues) -> Planned:
         dataset = load(given)
         classes, examples = dataset.classes or 0, dataset.examples
         model = build.build_model(given, classes)
-        loss = build.build_loss(given)
+        loss = build.LOSSES[given.loss](**build.read_options(given.loss_options))
         normalization = inputs.build_normalization(given, examples)
         queries = () if normalization is None else normalization.multipliers
         mechanism = build.build_mechanism(given, examples, queries)
@@ -138,7 +138,7 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
     folder, mechanism = pathlib.Path(given.out), planned.mechanism
     announce(given, planned)  # first: a user who meant another epsilon can still stop
     dataset, moments = inputs.with_features(given, planned.dataset), None
-    processes.from_first(lambda: prepare(folder, given.overwrite))
+    processes.from_first(lambda: run_files.prepare(folder, overwrite=given.overwrite))
     if planned.normalization is not None:
         # One release, in the first process, which alone writes files.
         asked = folder / run_files.MOMENTS, planned.normalization, dataset.train[0], given.seed
@@ -187,14 +187,6 @@ def announce(given: flags.FlagValues, planned: Planned) -> None:
     print(f"{words} cost epsilon {upwards(planned.epsilon)} at {at}", flush=True)
     if given.seed is not None:
         print(f"--seed={given.seed} is no secret: epsilon holds against those who do not know it.")
-
-
-def prepare(folder: pathlib.Path, overwrite: bool) -> None:
-    """Makes the folder of the run; deletes the run that is there, if asked to."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if overwrite:
-        training.forget(folder)
-        run_files.clear(folder)
 
 
 def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any], None]:

@@ -16,6 +16,7 @@ import jax
 from dpjax._files import replace
 from dpjax._versions import version
 from dpjax.reports.figures import PLOTS
+from dpjax.training import forget
 
 MOMENTS = "moments.npz"
 """The private scales of features, which `inputs` asks for."""
@@ -38,7 +39,10 @@ def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> No
     replace(folder / "config.json", json.dumps(config, indent=2) + "\n", public=True)
 
 
-def clear(folder: pathlib.Path) -> None:
-    """Deletes the files that `dpjax.training.forget` leaves in a run's folder."""
-    for name in _WRITTEN:
-        (folder / name).unlink(missing_ok=True)
+def prepare(folder: pathlib.Path, *, overwrite: bool) -> None:
+    """Makes the folder of the run; deletes the run that is there, if asked to."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if overwrite:
+        forget(folder)
+        for name in _WRITTEN:
+            (folder / name).unlink(missing_ok=True)
