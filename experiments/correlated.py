@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """DP-SGD beside correlated noise: accuracy of linear models on wavelets at epsilon 0.5 to 8.
 
-  result    noise of 16 bands leaves 1.0 of DP-SGD's error at epsilon 0.5, 0.85 at 2 and 0.55 at
-            8, buffered noise 1.18, 0.98 and 0.55.  On CIFAR-10 that is 56.3, 56.4 and 54.3 % (at
-            0.5), and 64.2, 64.5 and 64.5 % (at 8)
-  time      15 to 50 core seconds a run, of CIFAR-10 60 to 140, on busy cores; 135 runs
-  command   python -m experiments.correlated --seeds=3 --out=experiments/results/correlated.json
-  figures   experiments/results/correlated.json; --row=mnist selects some, --smoke trains on digits
+claim     correlated noise leaves less error in the parameters at large epsilons
+verdict   the error falls to 0.55 of DP-SGD's at epsilon 8; accuracies are level
+time      15 to 50 core seconds a run, of CIFAR-10 60 to 140, on busy cores; 135 runs
+hardware  CPU cores
+command   python -m experiments.correlated --seeds=3 --out=experiments/results/correlated.json
 
-All methods take equally many steps with the same momentum and the same learning rate, and are
-calibrated by one accountant (PLD) for one neighbouring relation. Batches of 1,024 do not divide the
-data, so an epoch of ``buffered`` has 1.0 % larger ones on MNIST and 1.7 % larger on CIFAR-10.
+All methods take equally many steps with one momentum and one rate, and are calibrated by one
+accountant (PLD) for one neighbouring relation.
 
   poisson    DP-SGD: fresh noise, Poisson batches
   banded     BandMF with 16 bands, Poisson batches from 16 parts in turn: amplified
   buffered   BLT with its buffers, each example in one random batch of every epoch: not amplified
-
-The error is what one coordinate of the noise adds to the parameters, in clipping bounds at a rate
-of 1: the root of the mean variance over the steps, under this momentum.
 """
 
 from __future__ import annotations
@@ -29,13 +24,14 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from absl import app, logging
 
 import dpjax
-from dpjax import clipping, data, features, models, sampling, strategies
+from dpjax import clipping, data, models, sampling, strategies
 from experiments.common import runs
+from experiments.scatternet import run as scatternet
+from experiments.scatternet.settings import ROWS, SMALL
 
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 METHODS = ("poisson", "banded", "buffered")
@@ -81,14 +77,8 @@ def error_of(mechanism: dpjax.Mechanism) -> float:
 @functools.lru_cache(maxsize=1)
 def prepared(dataset: str) -> data.Dataset:
     """Wavelet features, each example normalised by itself."""
-    found = runs.standardized(runs.loaded(dataset))
-    (x, y), (x_test, y_test) = found.train, found.test
-    scaled = jax.jit(partial(features.group_norm, groups=27 * x.shape[-1]))
-    x, x_test = (
-        scaled(jnp.asarray(features.scattered(part, directory=runs.CACHE_DIR.value)))
-        for part in (x, x_test)
-    )
-    return found._replace(train=(x, y), test=(x_test, y_test))
+    row = next(row for row in {**ROWS, **SMALL}.values() if row.dataset == dataset)
+    return scatternet.prepared(row._replace(scaled="group"), jax.random.key(0))
 
 
 def run(

@@ -2,7 +2,7 @@
 """Draws every figure of the five papers from the results that are committed, without training.
 
 ``python -m experiments.gallery --folder=runs/figures`` writes a PNG file for each figure that has
-rows, in 20 seconds; the others are listed as not run, with the command that runs them.
+rows, in 20 seconds.
 """
 
 from __future__ import annotations
@@ -76,10 +76,12 @@ def rows_of(paper: Paper) -> Mapping[str, Any]:
     """The rows of a results file, each run with the sound epsilon of its row, where it is known."""
     rows = tables.load(paper.name)["rows"]
     known = tables.load("epsilons")[paper.name]
-    for row in set(rows) & set(known):
-        for run in rows[row].values():
-            run["rdp"] = float(known[row][1] or "inf")  # estimated norms have no bound by RDP
-    return rows
+    # Estimated norms have no bound by RDP.
+    rdp = {row: {"rdp": float(known[row][1] or "inf")} for row in set(rows) & set(known)}
+    return {
+        row: {seed: {**run, **rdp.get(row, {})} for seed, run in seeds.items()}
+        for row, seeds in rows.items()
+    }
 
 
 def drawn(papers: Sequence[Paper]) -> Iterator[Drawn]:
@@ -113,13 +115,8 @@ def main(argv: list[str]) -> None:
     runs.only_flags(argv)
     folder = pathlib.Path(_FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)
-    for figure in drawn(tables.papers()):
-        if figure.picture is not None:
-            (folder / figure.file).write_bytes(figure.picture)
-        state = figure.file if figure.picture else "not run"
-        print(f"{figure.paper.name}, figure {figure.name}: {state}")
-        if figure.missing:
-            print(f"    not run: {', '.join(figure.missing)}. {figure.how}")
+    for name, picture in gallery()[1].items():
+        (folder / name).write_bytes(picture)
 
 
 if __name__ == "__main__":

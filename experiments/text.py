@@ -1,34 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small Transformers on private text: what is trained, and what is memorised.
 
-  result    SST-2 at epsilon 3, 3 seeds: a weak base has 64.6 %, with a private head 64.9, with
-            LoRA 65.0, with embeddings 72.4; all weights 70.5, and 73.9 without privacy.  For a
-            sentence of 13 phrases, the median, epsilon is 36.  Secrets planted 16 times have an
-            exposure of 9.2 of 10 bits without privacy, 3.5 at epsilon 2
-  time      7 core minutes for three seeds of all rows
-  command   python -m experiments.text --seeds=3 --out=experiments/results/text.json
-  figures   experiments/results/text.json; --row=sst2 selects some, --smoke reads a few lines;
-            ``--page docs/pages/tutorials/text.md`` writes the tables there
+claim     private embeddings learn more than a head or LoRA; DP-SGD keeps planted secrets
+verdict   so it is, in the tables of docs/pages/tutorials/text.md, which ``--page`` writes
+time      7 core minutes for three seeds of all rows
+hardware  CPU cores
+command   python -m experiments.text --seeds=3 --out=experiments/results/text.json
 
-  sst2         one block of width 32 classifies phrases.  The base was trained on the development
-               part of SST-2 alone, 872 sentences that count as public.  The phrases then train
-               the head; adapters (LoRA) and the head; embeddings and the head; or all weights,
-               from the base or from random ones
+  sst2         one block of width 32 classifies phrases. The base was trained on the development
+               part of SST-2 alone, 872 sentences that count as public
   shakespeare  one block of width 32 predicts the characters of windows of 64, of a quarter of
-               the play and of lines with a secret of three digits.  Each of nine secrets was
-               planted 1, 4 or 16 times
+               the play and of lines with a secret of three digits
 
 Words become numbers by a hash and characters by their codes, because a vocabulary that is counted
-in private texts is a release of its own.  An example is a phrase or a window; SST-2's phrases are
-parts of sentences.  Rates, bounds and batches were set in advance and not searched, but
-for the rate of the play, the better of 0.002 and 0.01 on its public part without privacy.
-
-The exposure of a secret is the logarithm to base 2 of the number of candidates, less that of its
-rank among them by the model's loss: 10 bits for the first of 1,000, 1.4 on average for a guess.
+in private texts is a release of its own. An example is a phrase or a window; SST-2's phrases are
+parts of sentences. Settings were not searched, but for the rate of the play, the better of 0.002
+and 0.01 on its public part without privacy.
 
 References:
-  Carlini et al., "The Secret Sharer", 2019.  Hu et al., "LoRA", 2022.  Socher et al., "Recursive
-  Deep Models for Semantic Compositionality Over a Sentiment Treebank", 2013.
+  Carlini et al., "The Secret Sharer", 2019: exposure. Hu et al., "LoRA", 2022. Socher et al.,
+  "Recursive Deep Models for Semantic Compositionality Over a Sentiment Treebank", 2013.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import pathlib
-import resource
 import signal
 
 import jax.numpy as jnp
@@ -67,11 +66,8 @@ def cut_off(folder, algorithm=None, *, after, **options):
         fit(folder, dies_after(algorithm or make(), after), **options)
 
 
-def life(directory, born, largest=None, options=None):
+def life(directory, born, options=None):
     """One process: trains in the folder until it is done, or killed; notes what it releases."""
-    if largest is not None:  # a disk that takes no file longer than this
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
 
     def evaluate(state):
         with open(f"{directory}.seen", "a") as file:
@@ -95,10 +91,10 @@ def environment():
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def begin(context, directory, **how):
+def begin(context, directory, **options):
     """A process that has begun to live."""
     born = context.Event()
-    process = context.Process(target=life, args=(directory, born), kwargs=how)
+    process = context.Process(target=life, args=(directory, born, options))
     process.start()
     assert born.wait(60)
     return process

@@ -91,9 +91,6 @@ def main(folder, task):
         key = jax.random.key(6)
     if last and task.get("differs") == "data":
         data = data[::-1]
-    if last and task.get("differs") == "parameters":
-        first = 2 * first
-    rate = 0.2 if last and task.get("differs") == "rate" else 0.1
     if task.get("stream"):
         data = dpjax.data.Stream(data, example=lambda x: read.append(x) or x)
 
@@ -101,15 +98,10 @@ def main(folder, task):
         return jnp.sum(jnp.tanh(x @ w - jnp.sum(x)) ** 2)
 
     mechanism = mechanism_with(60, 20, steps=12)
-    optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=rate)
+    optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
     mesh = meshes.parse(task["mesh"]) if "mesh" in task else None
-    devices = {
-        "order": jax.devices()[:: -1 if last else 1],
-        "left out": jax.devices()[:1],
-        "own": jax.local_devices(),
-    }
-    if task.get("meshes"):
-        mesh = Mesh(np.array(devices[task["meshes"]]), ("data",))
+    if task.get("own_mesh"):
+        mesh = Mesh(np.array(jax.local_devices()), ("data",))
     algorithm = dpjax.dpsgd(loss, optimizer, mechanism, data, microbatch_size=4, mesh=mesh)
     state = algorithm.init(first, key if task.get("supplied", True) else None)
     if task.get("differs") == "state":

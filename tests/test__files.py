@@ -76,7 +76,6 @@ def test_what_is_no_json_object_is_refused(tmp_path, content):
         _files.read_json(path)
 
 
-@kills("_files.py", 'row["epsilon"] = math.inf', "pass", slow=True)
 def test_a_log_is_read_in_the_order_of_its_steps(tmp_path):
     log = tmp_path / "metrics.jsonl"
     assert _files.read_log(log) == []

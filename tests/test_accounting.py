@@ -50,10 +50,6 @@ def best_of(event, mean):
     return RepeatAndSelectDpEvent(event, mean, 1.0)
 
 
-def repeated(count):
-    return dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(1.0), count)
-
-
 def sampled(rate):
     return dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(1.0))
 
@@ -432,7 +428,7 @@ def test_largest_steps(q, z, delta, target, method, expected):
 
 def test_largest_steps_at_its_ends():
     assert accounting.largest_steps(accounting.gaussian.__get__(0.1), 1.0, 1e-5) == 0
-    for maximum, fit in [(0, 0), (1, 1), (132.0, 132), (133, 133), (math.inf, 133)]:
+    for maximum, fit in [(0, 0), (1, 1), (132, 132), (133, 133), (134, 133)]:
         found = accounting.largest_steps(lambda n: steps((0.1, 3.0, n)), 2.0, 1e-6, maximum=maximum)
         assert type(found) is int
         assert found == fit
@@ -708,10 +704,6 @@ def beside_one(z):
     return accounting.compose(ONE, accounting.gaussian(z))
 
 
-def free(n):
-    return steps((0.0, 1.0, n))
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -729,8 +721,6 @@ def free(n):
         (lambda: accounting.calibrate(accounting.gaussian, 0.0, 1e-5), "above 0"),
         (lambda: accounting.calibrate(beside_one, 1.0, 1e-5), "not reachable"),
         (lambda: accounting.calibrate(lambda z: ONE, 9.0, 1e-5), "nothing to calibrate"),
-        (lambda: accounting.largest_steps(free, 1.0, 1e-5, maximum=math.inf), "any number fits"),
-        (lambda: epsilon_of(repeated(-1)), "count=-1"),
         (lambda: epsilon_of(sampled(256.0)), "batch size"),
         (lambda: epsilon_of(best_of(ONE, 3.0), "pld"), "Try 'rdp'"),
         (lambda: epsilon_of(without_replacement(100, 10, 1.0, 1), "pld"), "Try 'rdp'"),

@@ -26,38 +26,6 @@ def test_the_audit_sees_a_step_that_is_not_as_stated():
         assert separation == pytest.approx(1 / multiplier, rel=0.02)
 
 
-def one_run(multiplier, *, steps=20, canaries=1000):
-    """Trains once with 1,000 one-hot canaries, each included by a fair coin; guesses members."""
-    members = np.random.default_rng(0).random(canaries) < 0.5
-    data = jnp.asarray(np.eye(canaries, dtype=np.float32) * members[:, None])
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.full(canaries),
-        clipping=clipping.flat(1.0),
-        noise_multiplier=multiplier,
-        steps=steps,
-    )
-    algorithm = dpjax.dpsgd(lambda w, x: -jnp.vdot(w, x), optax.sgd(1.0), mechanism, data)
-    state = algorithm.init(jnp.zeros(canaries), jax.random.key(0))
-    state, _ = dpjax.fit(algorithm, state, progress=False)
-    right, made = auditing.guess_members(np.asarray(state.params), members, guesses=200)
-    found = auditing.epsilon_lower_bound(right, made, canaries=canaries, delta=1e-5)
-    return found, mechanism.epsilon(1e-5, "pld")
-
-
-@pytest.mark.slow
-def test_one_run_does_not_refute_the_claim():
-    found, claimed = one_run(multiplier=9.0)
-    assert 0.3 < found <= claimed
-
-
-@pytest.mark.slow
-def test_one_run_without_noise_is_found_out():
-    claimed = one_run(multiplier=9.0)[1]
-    found, infinite = one_run(multiplier=0.0)
-    assert found > claimed
-    assert infinite == np.inf
-
-
 @kills(
     "auditing/canaries.py",
     "np.lexsort((ties, scores))",
@@ -77,8 +45,6 @@ def test_lower_bounds():
     assert auditing.epsilon_lower_bound(500, 1000, canaries=1000) == 0.0
     with_delta = auditing.epsilon_lower_bound(1000, 1000, canaries=1000, delta=1e-4)
     assert with_delta < perfect
-    with pytest.raises(ValueError, match="guesses"):
-        auditing.guess_members(np.zeros(4), np.zeros(4, bool), 6)
 
 
 def audit(gradients, canary, **options):
@@ -91,19 +57,15 @@ GUESS, SCORES = auditing.guess_members, np.array([3.0, -1.0, 0.1, 2.0])
 ADAPTED = clipping.Quantile(count_multiplier=1.5)
 ROWS = np.ones((2, 3), np.float32)
 BAD = {
-    "norms that no step uses": (
-        lambda: audit(ROWS, ROWS[0], clipping=clipping.jl(1.0, 20)),
-        "exact norms, since it takes gradients alone",
-    ),
-    "adapted": (lambda: audit(ROWS, ROWS[0], adaptive=ADAPTED), "auditing.audit_algorithm"),
-    "more right than guessed": (lambda: BOUND(200, 100, canaries=200), "each from 0 to the next"),
+    "adapted": (lambda: audit(ROWS, ROWS[0], adaptive=ADAPTED), "Use audit_algorithm"),
+    "more right than guessed": (lambda: BOUND(200, 100, canaries=200), "correct <= guesses"),
     "per cents": (lambda: BOUND(60, 100, canaries=100, confidence=95), "not per cent"),
     "scores NaN": (lambda: GUESS([math.nan] * 4, [1, 1, 0, 0], 4), "no NaN"),
-    "members' numbers": (lambda: GUESS(SCORES, [0, 2, 3, 1], 2), "np.isin"),
+    "members' numbers": (lambda: GUESS(SCORES, [0, 2, 3, 1], 2), "True or False"),
     "too many guesses": (lambda: GUESS(SCORES, [1, 0, 1, 0], 5), "at least 2 and at most 4"),
     "few scores": (
         lambda: auditing.audit_membership([1.0, 2.0, 3.0], np.zeros(9), delta=0.0),
-        "at least four",
+        "four or more",
     ),
 }
 
@@ -116,12 +78,6 @@ def test_errors_teach(name):
 
 
 @kills("auditing/canaries.py", "2 * canaries * delta", "canaries * delta", slow=True)
-@kills(
-    "auditing/canaries.py",
-    "np.max(below / steps, initial=0.0)",
-    "np.max((below / steps)[:1], initial=0.0)",
-    slow=True,
-)
 def test_delta_is_paid_for_every_canary():
     """One guess is right with q + 2 m delta (1 - q) at most; of ten, by the theorem again."""
     for canaries, delta in ((1, 0.1), (2, 0.05)):
@@ -134,16 +90,14 @@ def test_delta_is_paid_for_every_canary():
 
 
 @kills("auditing/single_step.py", "if 0 < leaf.size < _ENOUGH]", "if 0 > leaf.size]", slow=True)
-@pytest.mark.parametrize("multiplier", [1.0, (2.0, 1.5)])
 @pytest.mark.slow
-def test_leaves_of_a_few_numbers_raise_no_alarm(multiplier):
+def test_leaves_of_a_few_numbers_raise_no_alarm():
     """The noise of a bias of one number is measured too, over many draws."""
-    rule = clipping.flat(1.0) if multiplier == 1.0 else clipping.per_group([1.0, 3.0], 2)
     canary = {"bias": jnp.full((), 7.0), "none": jnp.zeros((0,)), "scale": jnp.full(3, 7.0)}
     batch = jax.tree.map(lambda x: jnp.zeros((2, *x.shape)), canary)
-    separation = audit(batch, canary, clipping=rule, noise_multiplier=multiplier)
-    effective = dpjax.accounting.effective_multiplier(multiplier)
-    assert separation == pytest.approx(1 / effective, rel=0.04)
+    rule, multipliers = clipping.per_group([1.0, 3.0], 2), (2.0, 1.5)
+    separation = audit(batch, canary, clipping=rule, noise_multiplier=multipliers)
+    assert separation == pytest.approx(1 / 1.2, rel=0.04)
 
 
 # Audits of algorithms as they run ---------------------------------------------------------
@@ -187,7 +141,6 @@ def separation(build, sampler=None, **options):
 
 
 STEPS = {
-    "flat": (descent(), {}),
     "two groups": (descent(clipping.per_group([3.0, 4.0], 2), noise_multiplier=(2.0, 1.5)), {}),
     "poisson": (descent(), {"sampler": sampling.poisson(8, 2)}),
     "replaced": (descent(), {"sampler": sampling.fixed(8, 2), "instead": 7}),
@@ -208,18 +161,13 @@ STEPS = {
     slow=True,
 )
 @kills("auditing/algorithm_step.py", "* mechanism.strategy_sensitivity", "", case="tree", slow=True)
-@kills("auditing/algorithm_step.py", "sensitivity * row)", "sensitivity)", case="tree", slow=True)
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_separates_as_its_mechanism_allows(name):
     build, options = STEPS[name]
     found = separation(build, **options)
     # An example of all steps moves C G by a row's sum in each of them, and step 0 by C_00 alone.
     share = TREE.matrix()[0, 0] / np.linalg.norm(TREE.matrix().sum(axis=1))
-    allowed = {
-        "replaced": 2.0,
-        "two groups": 1 / 1.2,
-        "tree": share,
-    }.get(name, 1.0)
+    allowed = {"replaced": 2.0, "two groups": 1 / 1.2, "tree": share}.get(name, 1.0)
     assert found.claimed == pytest.approx(allowed)
     assert found.measured[0] == pytest.approx(allowed, rel=0.03)
     assert 0.9 * allowed < found.lower[0] < found.measured[0]
@@ -227,27 +175,17 @@ def test_a_step_separates_as_its_mechanism_allows(name):
     assert 0 < found.epsilon(1e-5) < found.claimed_epsilon(1e-5)
 
 
-@kills(
-    "auditing/algorithm_step.py",
-    "1.0 if instead is None else 2.0",
-    "2.0",
-    case="None-1.01",
-    slow=True,
-)
+@kills("auditing/algorithm_step.py", "1.0 if instead is None else 2.0", "2.0", slow=True)
 @pytest.mark.slow
-@pytest.mark.parametrize("multiplier", [2.0, 1.01])
-@pytest.mark.parametrize("instead", [None, 7])
-def test_half_of_the_noise_is_found_for_replace_one_neighbours(instead, multiplier):
-    """A program that runs with this multiplier, and claims 2."""
+def test_half_of_the_noise_is_found_for_replace_one_neighbours():
+    """A program that runs with a multiplier of 1.01, and claims 2."""
     sampler = sampling.fixed(8, 4)
 
     def build(sampler):
-        runs = descent(noise_multiplier=multiplier)(sampler)
+        runs = descent(noise_multiplier=1.01)(sampler)
         return dataclasses.replace(runs, mechanism=described(sampler, noise_multiplier=2.0))
 
-    found = separation(build, sampler, instead=instead, pairs=32)
-    assert build(sampler).mechanism.relation is dpjax.types.Neighbours.REPLACE_ONE
-    assert found.refutes is (multiplier < 2.0)
+    assert separation(build, sampler, pairs=32).refutes
 
 
 def quiet_noise(monkeypatch):
@@ -266,25 +204,14 @@ def long_gradients(monkeypatch):
 
 def silent_count(monkeypatch):
     zero = types.SimpleNamespace(standard_normal=lambda key, shape: jnp.zeros(shape))
-    monkeypatch.setattr("dpjax.mechanism.adaptive.noise", zero)
-
-
-def few_projections(monkeypatch):
-    estimated = dpjax.gradients._estimated_norms.jl.estimated_norms
-
-    def fewer(loss, projections, *more):
-        return estimated(loss, projections // 10, *more)
-
-    monkeypatch.setattr("dpjax.gradients._estimated_norms.jl.estimated_norms", fewer)
+    monkeypatch.setattr("dpjax.mechanism.link.noise", zero)
 
 
 JL = (descent(clipping.jl(1.0, PROJECTIONS)), {"keys": 200})
 BROKEN = {
-    "less noise": (quiet_noise, descent(), {}),
-    "long gradients": (long_gradients, descent(), {}),
-    "less correlated noise": (quiet_noise, descent(noise=TREE), {}),
-    "a count without noise": (silent_count, descent(adaptive=ADAPTED), {}),
-    "few projections": (few_projections, *JL),
+    "less noise": (quiet_noise, descent()),
+    "long gradients": (long_gradients, descent()),
+    "a count without noise": (silent_count, descent(adaptive=ADAPTED)),
 }
 
 
@@ -292,19 +219,13 @@ BROKEN = {
 @kills("auditing/algorithm_step.py", "max(self.lower) <= self", "max(self.lower) > self", slow=True)
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_step_is_found(name, monkeypatch):
-    breaks, build, options = BROKEN[name]
+    breaks, build = BROKEN[name]
     breaks(monkeypatch)
-    found = separation(build, **options)
+    found = separation(build)
     assert found.refutes
-    if found.projections is None:
-        assert found.epsilon(1e-5) > found.claimed_epsilon(1e-5)
+    assert found.epsilon(1e-5) > found.claimed_epsilon(1e-5)
 
 
-@kills(
-    "auditing/algorithm_step.py",
-    "return not np.max(self.lower) <= self",
-    "return np.max(self.lower) > self",
-)
 @pytest.mark.parametrize("projections", [None, PROJECTIONS])
 def test_what_is_not_a_number_is_not_sound(projections):
     unknown = np.array([np.nan, 0.1])
@@ -314,7 +235,12 @@ def test_what_is_not_a_number_is_not_sound(projections):
 
 
 @pytest.mark.slow
-@kills("auditing/algorithm_step.py", "np.maximum(0.0, m - r)", "m", slow=True)
+@kills(
+    "auditing/algorithm_step.py",
+    "np.maximum(0.0, np.subtract(moved, rounding))",
+    "np.asarray(moved)",
+    slow=True,
+)
 def test_roundings_of_parameters_refute_no_step():
     """Parameters of 1 in float32 round each coordinate by half of 2^-23, many times the update."""
     mechanism = dpjax.Mechanism(
@@ -364,12 +290,6 @@ def test_chance_alone_refutes_no_estimated_norms():
 
 
 @kills("auditing/algorithm_step.py", "ppf(risk / len(some))", "ppf(risk)", slow=True)
-@kills(
-    "auditing/algorithm_step.py",
-    "np.sqrt(squares / quantiles)",
-    "np.sqrt(squares / some)",
-    slow=True,
-)
 def test_the_limit_of_the_noise_holds_as_often_as_stated():
     from dpjax.auditing.algorithm_step import _deviations
 
@@ -393,19 +313,12 @@ def test_a_step_without_noise_separates_infinitely():
 
 
 SAMPLERS = {
-    "full": sampling.full(12),
     "poisson": sampling.poisson(12, 6),
     "shuffled": sampling.shuffled(12, 5),
 }
 
 
-@pytest.mark.sample(2)
-@kills(
-    "auditing/algorithm_step.py",
-    "drawn.mask & ~gone",
-    "drawn.mask | ~gone",
-    slow=True,
-)
+@kills("auditing/algorithm_step.py", "drawn.mask & ~gone", "drawn.mask | ~gone", slow=True)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_without_some_rows_all_others_are_drawn(name):
     lacking = auditing.without(SAMPLERS[name], [0, 5])
@@ -417,9 +330,10 @@ def test_without_some_rows_all_others_are_drawn(name):
     assert lacking.batch_size == SAMPLERS[name].batch_size
 
 
-def test_a_row_that_is_never_drawn_is_answered_in_a_sentence():
+def test_a_row_that_is_never_drawn_is_answered_in_a_sentence(monkeypatch):
+    monkeypatch.setattr("dpjax.auditing.algorithm_step._SEEDS", 64)
     never = auditing.without(sampling.poisson(8, 2), [0])
-    with pytest.raises(ValueError, match="0 of 65536 keys draw row 0"):
+    with pytest.raises(ValueError, match="0 of 64 keys draw it"):
         separation(descent(), never, pairs=1)
     with pytest.raises(ValueError, match="at most 7"):
         separation(descent(), canary=8, pairs=1)
@@ -464,6 +378,9 @@ def test_every_release_scores_the_canaries():
     assert 0.5 < found <= claimed
     # Less what is expected of all rows, so that scores of members and others differ in sign.
     assert abs(np.mean(scores)) < 0.3 * np.std(scores)
+    found, infinite, _ = with_canaries(0.0)
+    assert found > 3.4, "every guess is right"
+    assert infinite == math.inf
 
 
 @pytest.mark.slow
@@ -489,19 +406,13 @@ def normal(mean, size=2000, seed=0):
 
 @pytest.mark.slow
 @kills("auditing/membership.py", "(1 - confidence) / 4", "(1 - confidence) / 1", slow=True)
-@kills(
-    "auditing/membership.py",
-    "limits, (true, false) = _limits(second",
-    "limits, (true, false) = _limits(first",
-    slow=True,
-)
 def test_losses_that_tell_nothing_refute_little():
-    """Scores of one distribution, 60 times: bounds above 0 are rarer than the confidence says."""
+    """Scores of one distribution, 40 times: bounds above 0 are rarer than the confidence says."""
     found = [
         auditing.audit_membership(
             normal(0, 200, 2 * seed), normal(0, 200, 2 * seed + 1), delta=0, confidence=0.6
         ).epsilon
-        for seed in range(60)
+        for seed in range(40)
     ]
     assert np.mean(np.array(found) > 0) < 0.15
 

@@ -34,12 +34,12 @@ def plain_sum():
     return optax.stateless(lambda g, p: jax.tree.map(lambda x: x.sum(axis=0), g))
 
 
-def mean():
-    return optax.stateless(lambda g, p: jax.tree.map(lambda x: x / 4, g))
-
-
 def halves(*groups):
     return clipping.per_group((0.5, 0.5), groups=Partition(("one", "two"), lambda tree: groups))
+
+
+def mean():
+    return optax.stateless(lambda g, p: jax.tree.map(lambda x: x / 4, g))
 
 
 HALF = {"a": True, "b": False}
@@ -75,24 +75,17 @@ WRONG = {
 }
 
 
-def updated(links, jitted, **extra):
-    chain = optax.with_extra_args_support(optax.chain(*links))
-    update = jax.jit(chain.update) if jitted else chain.update
-    _, state = update(GRADIENTS, chain.init(PARAMS), PARAMS, **extra)
-    return update(GRADIENTS, state, PARAMS, **extra)
+def updated(links, run):
+    chain = optax.chain(*links)
+    return run(chain.update)(GRADIENTS, chain.init(PARAMS), PARAMS)
 
 
-@kills("noise/link.py", "if updates.rule != limits:", "if False:", case="False-another bound")
-@pytest.mark.sample(22)
+@kills("noise/link.py", "if updates.rule != limits:", "if False:", case="another bound")
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("jitted", [False, True])
-def test_wrong_chains_are_refused(name, jitted):
+def test_wrong_chains_are_refused(name):
+    """In a trace, and when they run: then the law says so too."""
     with pytest.raises(REFUSED):
-        updated(WRONG[name], jitted)
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_chains_break_the_law(name):
+        updated(WRONG[name], lambda update: partial(jax.eval_shape, update))
     with pytest.raises(testing.LawBroken, match="refuses to run"):
         testing.assert_private(optax.chain(*WRONG[name]), PARAMS)
 
@@ -119,10 +112,9 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-@pytest.mark.parametrize("jitted", [False, True])
-@pytest.mark.sample(8)
-def test_right_chains_run(name, jitted):
-    updates, _ = updated(RIGHT[name], jitted)
+@pytest.mark.sample(4)
+def test_right_chains_run(name):
+    updates, _ = updated(RIGHT[name], jax.jit)
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(updates))
 
 
@@ -142,11 +134,8 @@ def test_nothing_can_compute_with_a_sum():
     found = clipping.trusted_sum(jnp.ones(3), RULE)
     for act in (
         lambda: 2 * found,
-        lambda: found + found,
         lambda: jnp.ones(3) + found,
         lambda: jnp.asarray(found),
-        lambda: jnp.sum(found),
-        lambda: found.shape,
         lambda: jax.jit(lambda x: x)(found),
     ):
         with pytest.raises(REFUSED):
@@ -202,20 +191,20 @@ def in_a_fold(link, state):
     return link.update(total.sum, state, W)[0]
 
 
-def in_python(link, state):
-    total = CLIPPED(W, DATA[:7])
-    return link.update(CLIPPED(W, DATA[7:], start=total).sum, state, W)[0]
-
-
-@kills("gradients/clipped_grad.py", "start.rule != rule.limits(params)", "False", case="in_python")
-@pytest.mark.parametrize("loop", [in_a_scan, in_a_fold, in_python])
+@pytest.mark.parametrize("loop", [in_a_scan, in_a_fold])
 def test_microbatches_are_added_to_one_sum(loop):
-    """Inside `jit` too: the commonest loop of one's own."""
+    """Inside `jit`: the commonest loop of one's own."""
     link = noise.gaussian(1.0, RULE, jax.random.key(0))
     whole, _ = link.update(CLIPPED(W, DATA).sum, link.init(W))
     np.testing.assert_allclose(jax.jit(partial(loop, link))(link.init(W)), whole, rtol=1e-5)
-    total = CLIPPED(W, DATA)
-    narrow = dpjax.clipped_grad(loss, clipping.flat(0.5))
+
+
+@kills("gradients/clipped_grad.py", "start.rule != rule.limits(params)", "False")
+def test_a_sum_is_continued_by_its_own_rule_alone():
+    total, narrow = CLIPPED(W, DATA[:7]), dpjax.clipped_grad(loss, clipping.flat(0.5))
+    np.testing.assert_allclose(
+        CLIPPED(W, DATA[7:], start=total).value, CLIPPED(W, DATA).value, rtol=1e-5
+    )
     for clipped, start in ((narrow, total), (CLIPPED, total.value), (CLIPPED, total.sum)):
         with pytest.raises(ValueError, match="expected a ClippedSum of this rule"):
             clipped(W, DATA, start=start)
@@ -223,9 +212,8 @@ def test_microbatches_are_added_to_one_sum(loop):
 
 def test_records_are_trees_that_keep_their_rule():
     record = CLIPPED(W, DATA)
-    for copied in (jax.device_get, jax.jit(lambda x: x), partial(jax.tree.map, jnp.copy)):
-        other = copied(record)
-        np.testing.assert_array_equal(noise_of(other.sum), noise_of(record.sum))
+    for copied in (jax.device_get(record), jax.tree.map(jnp.copy, record)):
+        np.testing.assert_array_equal(noise_of(copied.sum), noise_of(record.sum))
     rows = jax.vmap(CLIPPED, (None, 0))(W, DATA.reshape(2, 6, 3))
     np.testing.assert_array_equal(jax.tree.map(lambda x: x[1], rows).sum.value, rows.value[1])
 
@@ -233,15 +221,6 @@ def test_records_are_trees_that_keep_their_rule():
 def noise_of(found):
     link = noise.gaussian(1.0, RULE, jax.random.key(0))
     return link.update(found, link.init(W))[0]
-
-
-def test_without_noise_a_clipped_sum_is_its_value():
-    for link in (
-        noise.gaussian(0.0, RULE),
-        noise.correlated(strategies.square_root(3), 0.0, RULE),
-    ):
-        out, _ = link.update(CLIPPED(W, DATA).sum, link.init(W), W)
-        np.testing.assert_array_equal(out, CLIPPED(W, DATA).value)
 
 
 # Keys ------------------------------------------------------------------------------------
@@ -311,7 +290,6 @@ def test_renew_sets_keys_wherever_they_stand():
         assert np.all(np.isfinite(chain.update(GRADIENTS, state, PARAMS)[0]["a"]))
 
 
-@pytest.mark.skipif("noise_key" not in State._fields, reason="a run has one key")
 def test_renew_gives_a_run_other_noise_and_the_same_draws():
     nothing = dict.fromkeys(State._fields)
     state = State(**{**nothing, "key": jax.random.key(1), "noise_key": jax.random.key(2)})
@@ -352,10 +330,9 @@ def test_flax_optimizers_carry_the_link():
 
 
 @kills("mechanism/link.py", "mask is None or full", "full", case="poisson")
-@pytest.mark.parametrize("name", ["poisson", "cyclic_poisson", "balls_in_bins", "full"])
+@pytest.mark.parametrize("name", ["poisson", "full"])
 def test_private_takes_no_padding_for_examples(name):
-    facts = {"cycle": 2} if name == "cyclic_poisson" else {}
-    sampler = sampling.by_name(name, 100, 20, **facts)
+    sampler = sampling.by_name(name, 100, 20)
     link, gradients = mechanism_with(sampling=sampler).private(), jnp.ones((100, 3))
     state = link.init(W)
     if name == "full":
@@ -390,28 +367,21 @@ def test_a_chain_draws_masks_and_steps():
     assert (len(everyone), mask.all()) == (5, True), "never more rows than places"
 
 
-@pytest.mark.parametrize("name", ["poisson", "cyclic_poisson", "balls_in_bins"])
+@pytest.mark.parametrize("name", ["poisson", "balls_in_bins"])
 def test_a_forgotten_mask_moves_no_example_by_more_than_its_bound(name):
     """`clipped_grad` does not know the sampler: padding of coins names every other example once."""
-    facts = {"cycle": 2} if name == "cyclic_poisson" else {}
-    draw = sampling.by_name(name, 40, 8, **facts).draw(jax.random.key(0), 3)
+    draw = sampling.by_name(name, 40, 8).draw(jax.random.key(0), 3)
     assert sorted(draw.indices.tolist()) == [*range(40)]
     data = jnp.ones((40, 2))
-    for row in (0, int(draw.indices[0]), 39):
+    for row in (0, int(draw.indices[0])):
         sums = [CLIPPED(W[:2], d[draw.indices]).value for d in (data, data.at[row].set(0))]
         assert float(jnp.linalg.norm(sums[0] - sums[1])) <= 1 + 1e-5
 
 
 # The whole chain, measured -----------------------------------------------------------------
 
-OPTIMIZERS = (
-    "adabelief adadelta adagrad adafactor adam adamax adamaxw adamw adan amsgrad fromage lamb "
-    "lars lion nadam nadamw novograd radam rmsprop rprop sgd sign_sgd sm3 yogi"
-)
 
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", OPTIMIZERS.split())
+@pytest.mark.parametrize("name", ["adafactor", "adamw", "lamb", "sm3"])
 def test_any_optimizer_behind_the_noise_is_as_private_as_its_multiplier(name):
     optimizer = getattr(optax, name)
     made = optimizer() if name == "adafactor" else optimizer(learning_rate=0.1)

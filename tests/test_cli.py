@@ -242,18 +242,13 @@ def test_a_model_of_the_user_is_a_module_a_class_or_a_function(workshop):
     ("words", "answer"),
     [
         ("--model=none_of_these:Net", "No module named 'none_of_these'"),
-        ("--model={}:Nte", "has no attribute 'Nte'"),
-        ("--model={}:Net --model_options=depth=2", "unexpected keyword argument 'depth'"),
         ("--model={}:number", "expected a Flax module"),
         ("--model={}:made --classes=4", "expected 4 numbers, one for each class"),
         ("--model={}:Batch", "batch_stats"),
-        ("--model=wide_resnet --model_options=dept=3", "has no field dept"),
+        ("--model=wide_resnet --model_options=dept=3", "unexpected keyword argument 'dept'"),
         ("--model=linear --model_options=width", "'width': expected name=value"),
-        ("--model=linear --model_options=classes=3", "classes"),
-        ("--loss=focal --loss_options=beta=1", "unexpected keyword argument 'beta'"),
         ("--batch_size=70", "at most the number of examples"),
         ("--bound=-1", "flat.bound=-1.0.*Nothing was spent"),
-        ("--epochs=0 --steps=0", "expected one of the two"),
         ("--steps=0", "expected a step"),
         ("--target_epsilon=2", "expected one of the two"),
         ("--max_epsilon=1 --noise_multiplier=0.5", "0 of 4 steps fit.*Nothing was spent"),
@@ -282,18 +277,6 @@ def test_options_hold_lists(workshop):
     assert read(parsed("--model_options=widths=[8,4],depth=2").model_options)["widths"] == [8, 4]
     assert read([]) == {}
     assert read(["a=False", "b=false", "c=None"]) == {"a": False, "b": False, "c": None}
-
-
-@pytest.mark.parametrize(
-    ("target", "most", "method"), [(3.0, None, "rdp"), (0.01, None, "pld"), (3.0, 0.01, "pld")]
-)
-def test_a_small_epsilon_of_a_schedule_is_accounted_by_distributions(target, most, method):
-    given = types.SimpleNamespace(
-        accountant="tightest", target_epsilon=target, max_epsilon=most, delta=1e-8
-    )
-    falling = schedules.table(np.linspace(2.0, 1.0, 10), 4)
-    mechanism = mechanism_with(1000, 20, noise_multiplier=falling, steps=40)
-    assert build.accountant(given, mechanism) == method
 
 
 def test_as_many_steps_run_as_fit_in_a_budget(workshop):
@@ -445,10 +428,10 @@ def test_a_run_is_audited_beside_its_claims(name, workshop, tmp_path):
     for file in ("audit.json", "audit.png"):
         assert (tmp_path / file).stat().st_mode & 0o077 == 0, "private numbers"
     np.savez("my.npz", x=np.zeros((40, 3)), y=np.arange(40) % 3)
-    with pytest.raises(app.UsageError, match=r"another mechanism than run\.json has"):
+    with pytest.raises(app.UsageError, match=r"expected the mechanism of run\.json"):
         audit.rebuild(tmp_path / "run")
     (tmp_path / "run" / "privacy.json").unlink()
-    with pytest.raises(app.UsageError, match="as a finished `dpjax train` leaves them"):
+    with pytest.raises(app.UsageError, match="of a finished `dpjax train`"):
         audit.rebuild(tmp_path / "run")
 
 

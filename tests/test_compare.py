@@ -45,8 +45,8 @@ def test_runs_that_differ_in_seed_and_folder_alone_are_one_line_of_the_table(
     tmp_path, capsys, monkeypatch
 ):
     runs = [
-        write(tmp_path / "a1", [0.5, 0.90], {"seed": 1, "rule": "$x$", "epochs": 3}),
-        write(tmp_path / "a2", [0.6, None, 0.94], {"seed": 2, "rule": "$x$", "epochs": 3}, SPENT),
+        write(tmp_path / "a1", [0.5, 0.90], {"seed": 1, "rule": "x", "epochs": 3}),
+        write(tmp_path / "a2", [0.6, None, 0.94], {"seed": 2, "rule": "x", "epochs": 3}, SPENT),
         write(tmp_path / "b", [0.7, 0.80], {"seed": 1, "rule": "flat", "epochs": 3}, [1.0, 2.0]),
         write(tmp_path / "_bare", [0.1, 0.2]),
     ]
@@ -59,19 +59,19 @@ def test_runs_that_differ_in_seed_and_folder_alone_are_one_line_of_the_table(
     unknown = "not written"
     assert [re.split("  +", line) for line in lines[:4]] == [
         [*compare.COLUMNS],
-        ["rule=$x$", "92.00 % ± 2.83", "2 runs", "20 to 30", "1.5", "1e-05", "10.0 s", unknown],
+        ["rule=x", "92.00 % ± 2.83", "2 runs", "20 to 30", "1.5", "1e-05", "10.0 s", unknown],
         ["rule=flat", "80.00 %", "1 run", "20", "2", "1e-05", "10.0 s", unknown],
-        ["_bare", "20.00 %", "1 run", "20", "1", "1e-05", unknown, unknown],
+        [str(again), "20.00 %", "1 run", "20", "1", "1e-05", unknown, unknown],
     ]
     # 1 + 1.5 + 2 + 1, and four times 1e-5.
     assert "All 4 together cost at most epsilon 5.5 at delta 4e-05" in lines[5]
-    assert "looking at private data" in lines[5]
+    assert "among runs by private data" in lines[5]
     ((figure, badge),) = figures
     assert not badge
     spent, taken = figure.axes
     assert spent.get_xlabel().startswith("epsilon spent at delta")
     labels = [line.get_label().strip() for line in spent.lines]
-    assert labels == ["rule=$x$", "rule=flat", "_bare"]
+    assert labels == ["rule=x", "rule=flat", str(again)]
     assert len(taken.lines) == 3
     assert [len(axes.collections) for axes in figure.axes] == [1, 1], "a band where runs repeat"
     assert len(figure.legends[0].get_texts()) == 3
@@ -85,14 +85,13 @@ def test_a_run_of_an_infinite_epsilon_is_not_for_release(tmp_path, capsys):
     run(out, *folders, tmp_path / "damaged")
     said = capsys.readouterr().out
     assert "has no proven epsilon" in said
-    assert "Not drawn: a (" in said
+    assert f"Not drawn: {tmp_path / 'a'} (" in said
     assert f"Left out: {tmp_path / 'damaged'} (" in said
     assert out.read_bytes().startswith(b"\x89PNG")
     assert out.stat().st_mode & 0o077 == 0
-    with pytest.raises(app.UsageError, match="none of these folders can be read"):
-        run(out, tmp_path / "damaged")
-    with pytest.raises(app.UsageError, match="expected folders of runs"):
-        run(out)
+    for words in ([], [tmp_path / "damaged"]):
+        with pytest.raises(app.UsageError, match="expected folders of runs"):
+            run(out, *words)
 
 
 @kills("cli/compare.py", "if len(kinds := protected(runs)) > 1:", "if kinds := '':")
@@ -122,8 +121,8 @@ def test_groups_are_named_by_the_flags_in_which_they_differ(tmp_path):
         folder.mkdir()
         folders.append(write(folder / "run", [0.5]))
     groups = {group.label: len(group.runs) for group in compare.groups_of(runs_of(*folders))}
-    second = f"run ({tmp_path / 'f' / 'run'})"
-    assert groups == {"optimizer=adam": 2, "optimizer=sgd": 1, "run": 1, second: 1}
+    others = [str(tmp_path / name / "run") for name in "ef"]
+    assert groups == {"optimizer=adam": 2, "optimizer=sgd": 1, **dict.fromkeys(others, 1)}
 
 
 def test_steps_without_a_finite_epsilon_are_not_drawn(tmp_path):
@@ -142,12 +141,8 @@ def test_steps_without_a_finite_epsilon_are_not_drawn(tmp_path):
     assert curve([1.0, 4.0], [2.0, 3.0]) == [[2, 4], [[10, 10], [20, 20]]]
     with pytest.raises(Missing, match="at no step"):
         curve([1.0, INF], [None, 3.0])
-    classes = write(tmp_path / "classes", [0.5, [0.5, 0.25]], {"seed": 1})
-    with pytest.raises(Missing, match="its accuracy is not one number"):
-        compare.curve(RunGroup("some", runs_of(classes)), "step")
 
 
-@kills("cli/compare.py", 'upwards(group.epsilon(), ".3g")', 'format(group.epsilon(), ".3g")')
 @kills("cli/compare.py", "upwards(epsilon, '.3g')", "format(epsilon, '.3g')")
 def test_the_table_and_the_price_are_rounded_up(tmp_path):
     runs = runs_of(*(write(tmp_path / name, [0.5], epsilons=[2.0001]) for name in "ab"))

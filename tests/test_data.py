@@ -183,12 +183,10 @@ def test_a_name_without_data_is_answered_with_what_to_do(tmp_path):
     [
         ({"x_test": None}, "expected x_train, y_train, x_test, y_test"),
         ({"x_train": np.full((6, 28, 28), 2.0)}, r"numbers in \[0, 1\]"),
-        ({"x_train": np.zeros((6, 28, 28), np.int64)}, "expected bytes"),
         ({"x_train": np.zeros((6, 784), np.uint8)}, r"\[examples, height, width, channels\]"),
         ({"x_test": np.zeros((3, 32, 32, 3), np.uint8)}, r"\(32, 32, 3\); expected \(28, 28, 1\)"),
         ({"x_train": np.zeros((5, 28, 28), np.uint8)}, "5 inputs and 6 targets"),
         ({"y_train": np.array([0, 1, 2, 3, 4, 3.7])}, "a whole number for each example"),
-        ({"y_train": np.array([0, 1, 2, 3, 4, 2**32 + 3])}, "a whole number for each example"),
         ({"y_train": np.eye(10)[:6]}, r"\[6, 10\].*argmax"),
         ({"y_train": np.array([0, 1, 2, 3, 4, 10])}, "labels from 0 to 10; expected 0 to 9"),
         ({"y_test": np.array([None, 0, 1])}, "not a whole .npz file of plain arrays"),
@@ -198,17 +196,6 @@ def test_wrong_contents_are_refused_and_the_file_is_named(tmp_path, change, word
     saved(tmp_path, **change)
     with pytest.raises(ValueError, match=rf"mnist\.npz.*{word}"):
         data.load("mnist", data_dir=tmp_path)
-
-
-@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_a_damaged_file_is_refused(tmp_path, save):
-    save(tmp_path / "mnist.npz", **arrays())
-    content = bytearray((tmp_path / "mnist.npz").read_bytes())
-    content[1000] ^= 1
-    for damaged in (content, content[:0], content[:200], content[: len(content) // 2]):
-        (tmp_path / "mnist.npz").write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"mnist\.npz is not a whole"):
-            data.load("mnist", data_dir=tmp_path)
 
 
 def test_what_medmnist_publishes_is_read_as_it_is(tmp_path):
@@ -296,16 +283,6 @@ def test_a_file_is_preferred_to_tfds(tmp_path, monkeypatch):
         assert np.array_equal(got, want[[4, 1]])
         assert got.dtype == want.dtype
     assert np.array_equal(streamed.test[1], stored["y_test"])
-
-
-def test_tfds_without_the_data_is_answered_with_its_own_words(monkeypatch):
-    for ask in (data.load, data.stream):
-        fake_tfds(monkeypatch, None, prepared=False)
-        with pytest.raises(FileNotFoundError, match=r"AssertionError: no network.*DPJAX_DATA_DIR"):
-            ask("mnist")
-        fake_tfds(monkeypatch, {"train": rows(5), "test": rows(2)}, random_access=False)
-        with pytest.raises(FileNotFoundError, match="in a format without random access"):
-            ask("mnist")
 
 
 def test_a_stream_leaves_the_training_part_where_it_is(monkeypatch):
@@ -420,23 +397,6 @@ def test_real_images(name, mean, deviation):
     assert x.std(dtype=np.float64) == pytest.approx(deviation, abs=1e-4)
 
 
-@real
-def test_real_tables():
-    loaded = data.load("california_housing", data_dir=REAL)
-    assert (loaded.train[0].shape, loaded.test[0].shape) == ((18_576, 8), (2_064, 8))
-    assert all(np.isfinite(part).all() for part in (*loaded.train, *loaded.test))
-
-
-@real
-@pytest.mark.slow
-def test_real_images_without_loss():
-    loaded = data.load("cifar10", data_dir=REAL)
-    assert loaded.train[0].shape == (50_000, 32, 32, 3)
-    mean = loaded.train[0].mean(axis=(0, 1, 2), dtype=np.float64)
-    np.testing.assert_allclose(mean, [0.4914, 0.4822, 0.4465], atol=1e-4)
-    assert loaded.note == "111 of the images are lossy copies"
-
-
 # --- files of the user ------------------------------------------------------------------------
 
 
@@ -514,21 +474,17 @@ class TestOwnFiles:
             ('a,label\n1,"cat\n2,dog\n3,cat\n', "unexpected end of data"),
             ("a,b,label\n1,x,0\n2,3,1\n", "finite numbers in every column; column 'b': .*'x'"),
             ("a,b\n" + "1,0\n2,1\n" * 9 + "nan,1\n", "every column; column 'a': NaN"),
-            ("a,b\n", r"inputs are float32\[0, 1\]"),
             ("a,b\n" + "1,0.5\n" * 9, r"got labels float64\[9\]; expected a whole number"),
             ("a,b\n" + "".join(f"1,{i}\n" for i in range(9)), "far fewer classes"),
             ("a,b\n" + "1,-1\n" * 9, "labels from -1 to -1"),
             ("a,b\n" + "1,0\n2,1\n" * 9 + "3,\n", "label 19 of 19 is missing"),
-            ("a,b\n" + "1,x\n2,N/A\n" * 9, "label 2 of 18 is missing"),
             ({"x": X, "y": np.where(Y, np.nan, 0)}, "got labels float64"),
             ({"x": np.where(np.eye(10, 4), np.nan, 0), "y": Y}, "inputs are NaN, infinite"),
             ({"images": X, "y": Y}, r"the file holds \['images', 'y'\]"),
             ({"x": X, "y": np.eye(10)}, "argmax"),
             ({"x": X, "y": Y[:9]}, "one label for each"),
-            ({"x": X.astype(str), "y": Y}, "inputs are <U"),
             ({"x": np.full((10, 2), 2**40), "y": Y}, "numbers that fit into int32"),
             ({"x_train": X, "y_train": Y, "x_test": X[:, :3], "y_test": Y}, "expected one"),
-            ({"x": X, "y": np.array([None] * 10)}, "not a whole .npz"),
         ],
         ids=lambda value: value[:20] if isinstance(value, str) else "",
     )

@@ -54,11 +54,11 @@ def counted(folder):
 @pytest.mark.parametrize("kills_", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_kills_neither_lose_nor_repeat_a_release(server, tmp_path, kills_):
     """SIGKILL at random moments: in a step, in a save, between a checkpoint and its row."""
-    moments, deaths, number, options = random.Random(0), 0, 0, {"evaluate_every": 2}
+    moments, deaths, number = random.Random(0), 0, 0
     while deaths < kills_:
         folder, number = tmp_path / f"run{number}", number + 1
         while True:
-            process = runs.begin(server, folder, options=options)
+            process = runs.begin(server, folder, evaluate_every=2)
             if deaths < kills_ and runs.killed(process, after=moments.uniform(0.5, 3)):
                 deaths += 1
                 continue
@@ -76,8 +76,7 @@ def test_kills_neither_lose_nor_repeat_a_release(server, tmp_path, kills_):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_obeyed_after_saving(server, tmp_path, number):
-    how = {"options": {"save_every": None, "evaluate_every": 1}}
-    process = runs.begin(server, tmp_path / "run", **how)
+    process = runs.begin(server, tmp_path / "run", save_every=None, evaluate_every=1)
     log = tmp_path / "run" / "metrics.jsonl"
     while not (log.exists() and log.read_text().count("\n") > 3):
         time.sleep(0.01)
@@ -98,21 +97,8 @@ def test_signals_are_given_back_and_a_second_one_ends_the_process():
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_the_run_and_the_same_call_resumes_it(server, tmp_path):
-    run = tmp_path / "run"
-    runs.cut_off(run, after=9)
-    before = steps_of(run)
-    starved = runs.begin(server, run, largest=(run / "metrics.jsonl").stat().st_size + 50)
-    starved.join(60)
-    assert starved.exitcode == 1
-    assert steps_of(run) == before
-    assert runs.fit(run)[0].ledger.steps == runs.STEPS
-
-
-@pytest.mark.slow
-@kills("_files.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH", slow=True)
 def test_two_processes_do_not_share_a_folder(server, tmp_path):
-    process = runs.begin(server, tmp_path, options={"evaluate_every": 1})
+    process = runs.begin(server, tmp_path, evaluate_every=1)
     while not (tmp_path / "run.json").exists():
         time.sleep(0.01)
     for work in (runs.fit, training.forget):
@@ -126,7 +112,6 @@ def test_two_processes_do_not_share_a_folder(server, tmp_path):
 
 
 @kills("training/fit.py", "            run.save()\n", "            pass\n")
-@kills("training/run_folder.py", "os.fsync(file.fileno())", "pass")
 def test_a_row_is_saved_then_evaluated_then_logged_then_released(tmp_path, monkeypatch):
     order, sync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda handle: order.append(os.fstat(handle)) or sync(handle))
@@ -246,31 +231,6 @@ def test_what_a_kill_left_half_written_is_no_checkpoint(tmp_path):
     assert (steps_of(tmp_path), saved(tmp_path)) == ([2, 4, 6], [3, 4, 6])
 
 
-def test_rows_that_are_gone_are_told_and_a_folder_without_a_run_is_refused(tmp_path, caplog):
-    algorithm = runs.make(steps=6)
-    runs.cut_off(tmp_path, algorithm, after=4, evaluate_every=2, save_every=None)
-    (tmp_path / "metrics.jsonl").write_text("")
-    runs.fit(tmp_path, algorithm, steps=5, evaluate_every=5)
-    assert "1 rows are missing" in caplog.text
-    (tmp_path / "run.json").unlink()
-    with pytest.raises(ledger.Refused, match=r"run\.json is gone"):
-        runs.fit(tmp_path, algorithm)
-
-
-@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl"])
-def test_files_of_other_bytes_are_named(tmp_path, name):
-    runs.fit(tmp_path, runs.make(steps=2))
-    (tmp_path / name).write_bytes(b"\xff\xfe{}\n{}\n")
-    with pytest.raises(ValueError, match=name):
-        runs.fit(tmp_path, runs.make(steps=2))
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="expected a folder that can be written"):
-        runs.fit(tmp_path / "file", runs.make(steps=2))
-
-
 # --- Changed, copied and forked -------------------------------------------------------------------
 
 
@@ -278,7 +238,7 @@ def sharper(w, x):
     return jnp.sum(jnp.abs(w - x))
 
 
-@pytest.mark.parametrize("change", [{"loss": sharper}, {"rate": 0.3}, {"engine": "vmap"}])
+@pytest.mark.parametrize("change", [{"loss": sharper}, {"rate": 0.3}])
 def test_a_changed_run_resumes_and_repeats_no_released_step(tmp_path, change):
     algorithm, releases, ran = runs.make(steps=8), {}, []
 
@@ -328,7 +288,6 @@ def noise_of(before, after, loss):
 
 
 @kills("training/runner.py", "        self.state = renewed(self.state, mechanism)\n", "")
-@kills("training/keys.py", "return state if supplied(state) else", "return state if True else")
 @pytest.mark.parametrize("fork", ["two fits", "a copied folder", "the state of evaluate"])
 def test_forks_of_a_run_share_no_noise(tmp_path, fork):
     """The difference of two releases has the noise of both, whatever else differs."""
@@ -362,10 +321,10 @@ def test_forks_of_a_run_share_no_noise(tmp_path, fork):
 
 def candidates(folder):
     """All keys that the leaves of a folder's last checkpoint could be, by name."""
-    manager = training.Checkpoints(folder / "checkpoints")
-    (numbers, names), _ = manager._read(manager.finished()[-1])
-    manager.close()
-    for name, leaf in zip(names, numbers, strict=True):
+    checkpoints = training.Checkpoints(folder / "checkpoints")
+    named, _ = checkpoints._read(checkpoints.manager.latest_step())
+    checkpoints.close()
+    for name, leaf in named.items():
         words = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
         for start in range(0, min(len(words), 64) - 7, 4):
             key = words[start : start + 8].view(np.uint32)
@@ -398,13 +357,9 @@ def test_no_checkpoint_holds_a_key_from_which_noise_follows(tmp_path, key):
 
 
 @kills("training/keys.py", "key=given.key, noise_key=given.noise_key", "noise_key=given.noise_key")
-@pytest.mark.parametrize("draws", ["poisson", "shuffled", "cyclic"])
+@pytest.mark.parametrize("draws", ["poisson", "shuffled"])
 def test_a_supplied_key_resumes_to_the_last_bit(tmp_path, draws):
-    sampler = {
-        "poisson": sampling.poisson(200, 20),
-        "shuffled": sampling.shuffled(200, 20),
-        "cyclic": sampling.cyclic_poisson(200, 20, cycle=4),
-    }[draws]
+    sampler = getattr(sampling, draws)(200, 20)
     mechanism, key = mechanism_with(sampling=sampler, steps=12), jax.random.key(3)
     algorithm = dpjax.dpsgd(runs.loss, optax.adam(0.1), mechanism, runs.DATA)
     options = {"evaluate_every": 4, "save_every": 5}
@@ -465,9 +420,7 @@ def test_each_start_renews_draws_and_keeps_what_lasts_for_the_run(tmp_path):
 STRATEGIES = {
     "banded": lambda: strategies.banded(8, bands=3),
     "buffered": lambda: strategies.buffered(8, buffers=2),
-    "square root": lambda: strategies.square_root(8),
     "tree": lambda: strategies.tree(8),
-    "white": lambda: strategies.white(8),
 }
 
 
@@ -528,11 +481,6 @@ def test_a_run_goes_on_on_two_devices_and_there_resumes_to_the_last_bit(tmp_path
 
 
 OTHERS = {
-    "multiplier": (
-        {"multiplier": 1.1},
-        r"multiplier_and_steps: \[\[1.0, 4\]\] there, \[\[1.1, 4\]",
-    ),
-    "batch": ({"batch": 25}, r"mechanism\.sampling\.batch_size: 20 there, 25 now"),
     "bound": ({"bound": 0.5}, r"mechanism\.clipping\.bounds: \[1.0\] there, \[0.5\] now"),
     "shape": ({"data": runs.DATA[:, :4]}, r'row.array: "float32\[5\]" there, "float32\[4\]" now'),
     "flag": ({}, "--rate: 0.1 there, 0.2 now"),
@@ -552,7 +500,6 @@ def test_another_run_is_refused_by_name(tmp_path, other):
     assert steps_of(tmp_path) == log
 
 
-@kills("training/assembly.py", "identity if independent else", "identity if True else")
 def test_permuted_rows_are_refused_where_they_matter(tmp_path):
     for sampler, refused in (
         (sampling.shuffled(200, 20), True),
@@ -677,7 +624,10 @@ def test_a_forgotten_run_makes_room_and_files_of_others_stay(tmp_path):
 def test_what_a_run_is_says_nothing_of_its_key(tmp_path):
     texts = []
     for seed in (0, 1):
-        algorithm = runs.make(steps=2)
-        runs.fit(tmp_path / str(seed), algorithm, runs.start(algorithm, jax.random.key(seed)))
-        texts.append((tmp_path / str(seed) / "run.json").read_text())
+        algorithm, folder = runs.make(steps=2), tmp_path / str(seed)
+        state = runs.start(algorithm, jax.random.key(seed))
+        runs.fit(folder, algorithm, state, configuration={"mine": 3, "randomness": "fresh"})
+        texts.append((folder / "run.json").read_text())
     assert texts[0] == texts[1]
+    run = json.loads(texts[0])
+    assert (run["mine"], run["randomness"]) == (3, "supplied"), "facts of the run come last"

@@ -275,7 +275,6 @@ def test_every_query_has_a_stream_of_its_own():
     assert abs(together).max() < 0.2
 
 
-@kills("features/normalization.py", "lost=lost", "lost=None", slow=True)
 def test_what_a_long_sum_lacks_meets_the_noise_first(monkeypatch):
     """A sum of 2^24 has steps of 2: what it lacks is 1, and would round away without noise."""
     parts = jnp.full(4000, 2.0**24), jnp.ones(4000)

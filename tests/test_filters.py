@@ -123,7 +123,6 @@ def test_the_best_order_of_a_plan_does_not_depend_on_how_long_it_is():
         ({"method": "pld"}, "one of rdp, gdp"),
         ({"order": None}, "one order above 1"),
         ({"method": "gdp"}, "none for 'gdp'"),
-        ({"order": 1.5}, "nothing fits"),
     ],
 )
 def test_what_no_theorem_covers_is_refused(settings, message):

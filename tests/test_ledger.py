@@ -4,7 +4,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from mutation import kills
@@ -32,12 +31,6 @@ def test_the_last_step_that_fits(epsilon, last):
     assert fits == pytest.approx(last, rel=0.003)
 
 
-@pytest.mark.slow
-def test_the_last_step_that_fits_by_pld():
-    budget = ledger.Budget(epsilon=2.0, delta=1e-5, method="pld")
-    assert ledger.affordable(make(), budget) == pytest.approx(10_206, rel=0.003)
-
-
 @pytest.mark.promotes
 def test_equal_steps_share_a_row_and_order_is_kept():
     book = walk(make(lambda t: 3.0 - t // 2, steps=6), 5)
@@ -60,18 +53,12 @@ def test_what_ran_costs_what_was_planned_and_less_if_it_stopped():
     assert ledger.epsilon(ledger.empty(), mechanism, 1e-5) == 0.0
 
 
-@kills(
-    "mechanism/description.py",
-    'return given or ("rdp" if self.target is None else self.target.method)',
-    'return given or "rdp"',
-    slow=True,
-)
 def test_a_budget_admits_what_was_calibrated_for_it():
     mechanism = mechanism_with(sampling=sampling.full(50), steps=8).calibrate(4.0, 1e-3)
     assert mechanism.target.method == "pld", "which is less than RDP"
     book = ledger.admit(ledger.empty(), mechanism, ledger.Budget(epsilon=4.0, delta=1e-3), steps=8)
     assert ledger.epsilon(book, mechanism) == mechanism.epsilon() <= 4.0
-    with pytest.raises(TypeError, match="delta is missing, and this mechanism was not calibrated"):
+    with pytest.raises(TypeError, match="delta is missing"):
         ledger.epsilon(ledger.empty(), make())
 
 
@@ -83,7 +70,7 @@ def test_the_step_after_the_last_is_refused():
 
 
 @kills("ledger.py", "reached > fits:", "reached > fits + 1:")
-@kills("ledger.py", "cost <= epsilon", "cost <= 1.001 * epsilon", slow=True)
+@kills("ledger.py", "method) <= epsilon", "method) <= 1.001 * epsilon", slow=True)
 @pytest.mark.promotes
 def test_the_step_that_would_pass_the_budget_is_refused_in_words():
     mechanism = make(lambda t: 1.0 + 0 * t, steps=1000)
@@ -98,14 +85,6 @@ def test_the_step_that_would_pass_the_budget_is_refused_in_words():
         ledger.require(ledger.empty(), mechanism, 1000, budget)
 
 
-def test_what_was_spent_before_the_first_step_may_be_too_much_already():
-    mechanism = dataclasses.replace(make(steps=0), preparation=(1.0,))
-    assert mechanism.epsilon(1e-5) > 4
-    ledger.require(ledger.empty(), mechanism, 0, ledger.Budget(epsilon=5.0, delta=1e-5))
-    with pytest.raises(ledger.Refused, match="before the first step"):
-        ledger.require(ledger.empty(), mechanism, 0, ledger.Budget(epsilon=0.5, delta=1e-5))
-
-
 def test_a_ledger_of_another_mechanism_is_refused():
     book = walk(make(2.0, steps=5), 2)
     with pytest.raises(ledger.Refused, match="not the first of the"):
@@ -116,28 +95,22 @@ def test_a_ledger_of_another_mechanism_is_refused():
 
 OTHERS = {
     "another rate": {"sampling": sampling.poisson(60_000, 2)},
-    "other examples": {"sampling": sampling.poisson(600_000, 2560)},
-    "another sampler": {"sampling": sampling.fixed(60_000, 256)},
     "without its queries": {"preparation": ()},
     "without what was spent before": {"before": ()},
     "a bound": {"clipping": clipping.flat(1.0)},
+    "exact norms": {"clipping": clipping.jl(1.0, 30)},
+    "clients": {"unit": "client"},
 }
 
 
 @kills("mechanism/card.py", '"sampling", "preparation",', '"preparation",', case="another rate")
 @kills(
     "mechanism/card.py",
-    '"noise", "before")',
-    '"noise")',
-    case="without what was spent before",
-    slow=True,
-)
-@kills(
-    "mechanism/card.py",
     '        "clipped": math.isfinite(mechanism.clipping.sensitivity),\n',
     "",
     case="a bound",
 )
+@kills("mechanism/card.py", '("unit", "sampling",', '("sampling",', case="clients", slow=True)
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_ledger_has_no_cost_under_another_mechanism(name):
     """A state that is handed to another mechanism with the same noise is not made cheaper."""
@@ -157,7 +130,6 @@ def test_a_ledger_has_no_cost_under_another_mechanism(name):
             ask()
 
 
-@kills("mechanism/card.py", '        "drawn by": mechanism.sampling.fingerprint,\n', "", slow=True)
 def test_steps_are_of_the_bins_that_drew_them():
     """Samplers of one name and one price may draw others."""
     options = {"rates": [[0.1, 0.1]], "steps_per_row": 5, "batch_size": 2}
@@ -169,7 +141,6 @@ def test_steps_are_of_the_bins_that_drew_them():
         ledger.admit(walk(one, 2), other)
 
 
-@kills("ledger.py", "multipliers.astype(held.dtype)", "multipliers")
 def test_a_ledger_that_was_on_a_device_is_the_same():
     mechanism = make(steps=5)
     book = jax.device_put(walk(mechanism, 2))
@@ -178,15 +149,6 @@ def test_a_ledger_that_was_on_a_device_is_the_same():
     assert ledger.admit(book, mechanism).expand().tolist() == [1.1] * 3
 
 
-@pytest.mark.parametrize("steps", [0, -1])
-def test_no_step_is_taken_back(steps):
-    book = walk(make(steps=5), 2)
-    with pytest.raises(ValueError, match="at least 1"):
-        ledger.admit(book, make(steps=5), steps=steps)
-
-
-@kills("accounting/methods.py", "proven=False", "proven=True", slow=True)
-@kills("ledger.py", 'checked_delta("ledger.Budget", self.delta)', "pass", slow=True)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -194,16 +156,11 @@ def test_no_step_is_taken_back(steps):
             {"epsilon": 0.0, "delta": 1e-5},
             r"^ledger\.Budget\(epsilon=0.0\): expected a number above 0\. At 0",
         ),
-        ({"epsilon": "3", "delta": 1e-5}, "expected a number"),
         (
             {"epsilon": 1.0, "delta": 1.0},
             r"^ledger\.Budget\(delta=1.0\): expected a number between",
         ),
         ({"epsilon": 1.0, "delta": 1e-5, "method": "gdp"}, r"^ledger\.Budget\(.*a proven method"),
-        (
-            {"epsilon": 1.0, "delta": 1e-5, "method": "best"},
-            r"^ledger\.Budget\(method='best'\): expected one of",
-        ),
     ],
 )
 def test_budgets_that_mean_nothing_are_refused(options, message):
@@ -211,45 +168,10 @@ def test_budgets_that_mean_nothing_are_refused(options, message):
         ledger.Budget(**options)
 
 
-def test_numbers_of_a_budget_may_be_those_of_numpy_and_jax():
-    """Answers are cached by them, and a JAX array has no hash."""
-    for kind in (np.float32, jnp.float32):
-        budget = ledger.Budget(epsilon=kind(3.0), delta=1e-5)
-        assert ledger.affordable(make(steps=5), budget) == 5
-        assert repr(budget).startswith("Budget(epsilon=3.0,")
-
-
-UNLIKE = {
-    "exact norms": ({"clipping": clipping.jl(1.0, 30)}, {"clipping": clipping.flat(1.0)}),
-    "clients": ({}, {"unit": "client"}),
-}
-
-
-@kills(
-    "mechanism/card.py",
-    '"preparation", "projections",',
-    '"preparation",',
-    case="exact norms",
-    slow=True,
-)
-@kills("mechanism/card.py", '("unit", "sampling",', '("sampling",', case="clients", slow=True)
-@pytest.mark.parametrize("name", UNLIKE)
-def test_a_ledger_is_of_its_unit_and_of_how_norms_were_known(name):
-    one, other = (mechanism_with(60_000, 256, steps=5, **facts) for facts in UNLIKE[name])
-    with pytest.raises(ledger.Refused, match="ran under another mechanism"):
-        ledger.epsilon(walk(one, 2), other, 1e-5)
-
-
 @kills(
     "ledger.py",
     "max(int(ledger.chosen), affordable(mechanism, budget), least)",
     "max(int(ledger.chosen), affordable(mechanism, budget))",
-    slow=True,
-)
-@kills(
-    "ledger.py",
-    "max(int(ledger.chosen), affordable(mechanism, budget), least)",
-    "max(affordable(mechanism, budget), least)",
     slow=True,
 )
 def test_a_smaller_budget_takes_back_no_step_that_was_allowed():

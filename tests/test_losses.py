@@ -10,13 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.test_util import check_grads
 from mutation import kills
 from scipy import special
-from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import clipping, losses, models, testing
+from dpjax import clipping, losses, models
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -65,11 +63,6 @@ def test_regression_losses(loss, value, slope):
     np.testing.assert_allclose(got[1], slope, rtol=1e-6)
 
 
-@pytest.mark.parametrize("loss", [losses.focal(0.5), losses.focal(3.0)])
-def test_finite_differences_of_focal(loss):
-    check_grads(lambda x: loss(x, jnp.array(2)), (jnp.asarray(LOGITS),), 1, ("rev",), eps=1e-2)
-
-
 @pytest.mark.parametrize("loss", [losses.cross_entropy, losses.focal(0.5)])
 @pytest.mark.parametrize("label", [0, 1])
 def test_huge_logits_stay_finite(loss, label):
@@ -108,21 +101,6 @@ def test_a_label_outside_the_classes_has_no_loss_and_no_gradient(loss, label):
     value, slope = jax.value_and_grad(loss)(jnp.asarray(LOGITS), jnp.array(label))
     assert jnp.isnan(value)
     assert not slope.any()
-
-
-def test_one_hot_is_the_error_on_the_logits():
-    loss, error = losses.one_hot(losses.absolute), losses.absolute
-    assert loss(jnp.asarray(LOGITS), jnp.array(2)) == error(LOGITS, np.eye(4, dtype="f4")[2])
-
-
-def test_a_perfect_prediction_has_no_gradient():
-    same = jnp.asarray(TARGET)
-    for loss in (losses.squared_error, losses.absolute, losses.huber()):
-        assert not jax.grad(loss)(same, same).any()
-
-
-def test_one_number_may_meet_a_scalar_target():
-    assert losses.squared_error(jnp.array([3.0]), jnp.array(1.0)) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -197,7 +175,7 @@ def test_of_refuses_the_whole_dictionary_of_variables():
 
 
 def test_of_refuses_a_key_of_all_examples():
-    with pytest.raises(ValueError, match=r"key of row and step, as the examples"):
+    with pytest.raises(ValueError, match=r"key of row and step"):
         losses.of(Dropped(), losses.squared_error, train=True, rngs={"dropout": KEY})
 
 
@@ -253,7 +231,6 @@ def test_composite_of_an_infinite_beta_has_no_penalty():
 
 
 @kills("losses/combined.py", "jnp.where(share > 0, logits, 0) for", "logits for", slow=True)
-@kills("losses/combined.py", "jnp.where(share > 0, h, 0) for", "h for", slow=True)
 def test_an_error_of_composite_without_weight_may_overflow():
     loss = losses.composite(threshold=0.0)
     huge = [jnp.full(3, 1e20)]
@@ -264,12 +241,6 @@ def test_an_error_of_composite_without_weight_may_overflow():
     # And the other way: a focal loss of infinity, before the threshold.
     early = loss(jnp.array([1e18, 0.0]), 0, hidden=[], epoch=-1000)
     assert float(early) == pytest.approx(0.5e36, rel=1e-5)
-
-
-def test_composite_takes_another_error():
-    loss = losses.composite(error=losses.absolute)
-    got = loss(jnp.asarray(LOGITS), jnp.array(2), hidden=[], epoch=-1e4)
-    assert got == pytest.approx(np.abs(LOGITS - np.eye(4)[2]).sum(), rel=1e-6)
 
 
 @pytest.mark.promotes
@@ -303,23 +274,6 @@ def test_of_gives_a_loss_the_preactivations_and_the_epoch():
     assert losses.of(model, partial(composite, epoch=2.0))(params, (x, y)) == got
 
 
-@pytest.mark.slow
-def test_a_run_with_the_composite_loss_moves_from_the_errors_of_early_to_those_of_late():
-    """In a run of `dpsgd`, the loss of step t follows the formula at the epoch of t."""
-    model = models.MLP(features=(4,), classes=3)
-    x, y = RNG.normal(size=(6, 5)).astype("f4"), np.arange(6) % 3
-    composite = losses.composite(threshold=1.0, gamma=2.0)
-    mechanism, epoch_of = mechanism_with(sampling=dpjax.sampling.full(6)), lambda step: step // 2
-    loss = losses.of(model, composite)
-    algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, (x, y), per_step=epoch_of)
-    state = algorithm.init(some_params(model, x[0]), jax.random.key(0))
-    for epoch in (0, 0, 1):
-        params = state.params
-        state, info = algorithm.step(state)
-        expected = np.mean([loss(params, (a, b, epoch)) for a, b in zip(x, y, strict=True)])
-        assert float(info.loss) == pytest.approx(expected, rel=1e-5)
-
-
 def shifted(key, x):
     return x + jax.random.normal(key, x.shape)
 
@@ -345,12 +299,6 @@ class TestAugmented:
         alone = jax.tree.map(lambda leaf: leaf[2:3], self.BATCH)
         moved = dpjax.clipped_grad(loss, rule)(params, alone).value
         assert float(optax.tree.norm(moved)) == pytest.approx(0.01, rel=1e-4)
-
-    @pytest.mark.slow
-    def test_engines_agree(self):
-        _, loss = self.losses()
-        params = some_params(self.MODEL, self.BATCH[0][0])
-        testing.assert_engines_agree(loss, clipping.flat(0.5), params, self.BATCH)
 
     @pytest.mark.slow
     def test_rows_and_steps_have_views_of_their_own_and_come_back(self):
@@ -400,7 +348,6 @@ def test_a_model_of_nnx():
         x, y = example
         return losses.cross_entropy(nnx.merge(rest, params)(x), y)
 
-    testing.assert_engines_agree(loss, clipping.flat(0.5), params, (X, Y))
     gradients = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, (X, Y))
     got = nnx.to_pure_dict(clipping.clip(clipping.flat(0.5), gradients)[0])
     dense = [nnx.to_pure_dict(params)["layers"][i] for i in (0, 2)]
@@ -421,7 +368,6 @@ def test_a_model_of_equinox():
         x, y = example
         return losses.cross_entropy(eqx.combine(params, rest)(x), y)
 
-    testing.assert_engines_agree(loss, clipping.flat(0.5), params, (X, Y))
     gradients = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, (X, Y))
     got = clipping.clip(clipping.flat(0.5), gradients)[0]
     layers = [params.layers[i] for i in (0, 2)]

@@ -8,7 +8,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from mutation import kills
 from small_mechanisms import mechanism_with
@@ -45,12 +44,6 @@ def ran_with(mechanism, step):
 )
 @kills(
     "mechanism/multipliers.py",
-    "return Planned(schedule, (multiplier.values * np.float32(factor)).tobytes())",
-    "return schedule",
-    slow=True,
-)
-@kills(
-    "mechanism/multipliers.py",
     "return answers[jnp.where((step >= 0) & (step < self.values.size), step, -1)]",
     "return self.schedule(step)",
     slow=True,
@@ -69,14 +62,6 @@ def test_a_schedule_is_evaluated_once():
     assert shorter.multipliers.tolist() == 4 * [4.0]
     longer = dataclasses.replace(mechanism.scaled(2.0), steps=11)
     assert longer.multipliers.tolist() == 11 * [1.0], "a longer plan evaluates the schedule again"
-
-
-@pytest.mark.promotes
-def test_a_schedule_that_overflows_does_so_for_the_accountant_too():
-    with jax.enable_x64(True):
-        mechanism = make(noise_multiplier=lambda t: jnp.abs(1 + 5e-10 * (t * t * t)), steps=1300)
-        stated = mechanism.multipliers[1291]
-        assert ran_with(mechanism, 1291) == pytest.approx(stated, rel=0.02)
 
 
 @kills(
@@ -134,27 +119,10 @@ def test_a_calibrated_mechanism_remembers_what_it_was_calibrated_for():
     assert 1.99 < tight.epsilon() == tight.epsilon(1e-6, "pld") <= 2.0
     assert tight.delta(tight.epsilon()) == pytest.approx(1e-6, rel=1e-3)
     assert np.all(tight.multipliers < base.calibrate(2.0, 1e-6, "rdp").multipliers)
-    assert "  delta         1e-06" in dpjax.statement(tight)
-    assert dpjax.reports.card(tight)["delta"] == 1e-6
     assert tight == dataclasses.replace(tight, target=None), "it changes neither run nor cost"
     assert tight.scaled(2.0).target is None, "the noise is another"
     with pytest.raises(TypeError, match="delta is missing"):
         base.epsilon()
-
-
-@kills(
-    "mechanism/multipliers.py",
-    "jnp.asarray(inner(step), jnp.float32), factor)",
-    "inner(step), factor)",
-    slow=True,
-)
-def test_a_longer_plan_of_scaled_noise_begins_with_the_same_numbers():
-    """optax.constant_schedule returns Python's float, and the table has its float32."""
-    plan = make(noise_multiplier=optax.constant_schedule(1.1), steps=5)
-    for factor in np.linspace(0.5, 2.0, 50).tolist():
-        scaled = plan.scaled(factor)
-        longer = dataclasses.replace(scaled, steps=7)
-        assert longer.multipliers[:5].tolist() == scaled.multipliers.tolist()
 
 
 def test_the_tightest_method_is_proven():
@@ -169,29 +137,6 @@ def test_the_tightest_method_is_proven():
     ):
         mechanism = make(**options)
         assert dpjax.accounting.tightest(mechanism.event, mechanism.relation) == method, options
-
-
-@pytest.mark.slow
-def test_a_schedule_for_a_small_epsilon_is_found_by_distributions():
-    """RDP has no order for it, and ended at multipliers of 13 million."""
-    schedule = schedules.table(np.linspace(2.0, 1.0, 5), 20)
-    found = make(noise_multiplier=schedule, steps=100).calibrate(0.01, 1e-8)
-    assert found.target.method == "pld"
-    assert found.epsilon() == pytest.approx(0.01, rel=1e-3)
-    assert found.multipliers[0] < 1000
-
-
-def test_delta_of_epsilon():
-    mechanism = make()
-    assert mechanism.delta(mechanism.epsilon(1e-5)) == pytest.approx(1e-5, rel=1e-3)
-
-
-def test_noise_is_scaled_to_the_sum_and_divided_by_the_expected_size():
-    rule = clipping.flat(3.0)
-    link = make(60_000, 256, clipping=rule, noise_multiplier=0.0).privatize()
-    total = clipping.trusted_sum(jnp.full(3, 256.0), rule)
-    out, _ = link.update(total, link.init(jnp.zeros(3)))
-    np.testing.assert_allclose(out, 1.0)
 
 
 @kills("mechanism/link.py", "step < mechanism.steps, 1", "step <= mechanism.steps, 1", slow=True)
@@ -222,18 +167,6 @@ def test_nothing_but_noise_costs_nothing(sampler):
     assert drowned.spent(drowned.multipliers).runs == ((math.inf, 3),)
 
 
-@kills(
-    "mechanism/description.py",
-    "if np.isinf(self.clipping.sensitivity) and len(multipliers):",
-    "if False:",
-    slow=True,
-)
-def test_an_infinite_bound_is_never_private():
-    """Whatever multiplier a ledger may hold, no noise hides an unbounded example."""
-    unbounded = make(clipping=clipping.flat(math.inf), noise_multiplier=0.0)
-    assert unbounded.epsilon_of(np.ones(10), 1e-5) == math.inf
-
-
 def test_replace_one_is_asked_for_and_doubled():
     full = make(sampling=sampling.full(100), noise_multiplier=2.0, steps=1)
     assert full.epsilon(1e-5) == pytest.approx(2.166, rel=0.002)
@@ -246,15 +179,12 @@ def test_replace_one_is_asked_for_and_doubled():
 
 TEACHES = [
     ({"steps": 1.5}, "expected a whole number"),
-    ({"steps": "100"}, r"steps='100'\): expected a number"),
-    ({"steps": 10**15}, r"steps=1000000000000000\): expected .* at most 2147483647"),
     ({"noise_multiplier": -1.0}, "standard deviation divided by the sensitivity"),
     ({"noise_multiplier": lambda t: 1.0 - t}, "negative or NaN at step 2"),
     ({"noise_multiplier": (1.0, 2.0)}, "2 multipliers"),
     ({"clipping": clipping.flat(math.inf)}, "no finite noise"),
     ({"neighbours": "someone"}, "someone"),
     ({"unit": "client", "preparation": (5.0,)}, "one client may have many"),
-    ({"preparation": 8.0}, r"preparation=8\.0\).*such as \[8\.0\]"),
 ]
 
 
@@ -265,8 +195,8 @@ def test_errors_teach(changes, message):
         make(**changes)
 
 
-@pytest.mark.parametrize("changes", [{"sampling": 0.1}, {"clipping": 1.0}, {"adaptive": True}])
-def test_what_is_no_sampler_rule_or_quantile_is_refused(changes):
+@pytest.mark.parametrize("changes", [{"sampling": 0.1}, {"clipping": 1.0}])
+def test_what_is_no_sampler_or_rule_is_refused(changes):
     with pytest.raises(TypeError, match=r"expected a .* Such as"):
         make(**changes)
 
@@ -282,8 +212,6 @@ def test_a_multiplier_is_a_number_wherever_it_comes_from(given):
 def test_zero_noise_cannot_be_calibrated():
     with pytest.raises(ValueError, match="no factor makes that private"):
         make(noise_multiplier=0.0).calibrate(1.0, 1e-5)
-    with pytest.raises(TypeError, match=r"Mechanism.calibrate\(delta='1e-5'"):
-        make().calibrate(1.0, "1e-5")
 
 
 @kills("mechanism/description.py", "accounting.compose(self.prepared, steps)", "steps")
@@ -298,7 +226,7 @@ def test_preparation_is_paid_for_before_the_first_step():
     assert bare.event == bare.sampling.event(bare.multipliers)
     assert make(preparation=(0.0,)).epsilon(1e-5) == math.inf
     for wrong in (-1.0, math.nan):
-        with pytest.raises(ValueError, match="noise multipliers of the queries"):
+        with pytest.raises(ValueError, match="noise multiplier of a query"):
             make(preparation=(wrong,))
 
 
@@ -317,42 +245,13 @@ def spent(steps=40, multiplier=1.5, **options):
     return Spent(sampling=sampling.poisson(100, 20), runs=((multiplier, steps),), **options)
 
 
-@pytest.mark.parametrize("before", [[make()], spent(), "runs/a"])
-def test_only_what_was_spent_comes_before(before):
-    with pytest.raises(TypeError, match=r"list of mechanism\.Spent.*training\.earlier"):
-        make(before=before)
-
-
-NO_RUNS = {
-    "swapped": ((100, 1.1),),
-    "a single pair": (1.1, 100),
-    "less than no steps": ((1.1, -3),),
-    "NaN": ((math.nan, 3),),
-    "words": "ab",
-}
-
-
-@pytest.mark.parametrize("case", NO_RUNS)
-def test_runs_are_pairs_of_a_multiplier_and_steps(case):
+@pytest.mark.parametrize("runs", [((100, 1.1),), ((1.1, -3),), ((math.nan, 3),)])
+def test_runs_are_pairs_of_a_multiplier_and_steps(runs):
     with pytest.raises(ValueError, match=r"pairs \(noise multiplier, steps\)"):
-        Spent(sampling=sampling.poisson(100, 20), runs=NO_RUNS[case])
+        Spent(sampling=sampling.poisson(100, 20), runs=runs)
 
 
-def test_what_has_no_price_was_not_spent():
-    with pytest.raises(TypeError, match="how the earlier run drew"):
-        dataclasses.replace(spent(), sampling=0.2)
-    with pytest.raises(ValueError, match=r"unit='user'\).*one of example, client"):
-        spent(unit="user")
-
-
-@pytest.mark.parametrize(
-    "runs",
-    [
-        [(1.5, 40)],
-        [[1.5, 40.0], [2.0, 0]],
-        np.array([[1.5, 40]]),
-    ],
-)
+@pytest.mark.parametrize("runs", [[[1.5, 40.0], [2.0, 0]], np.array([[1.5, 40]])])
 def test_what_was_spent_is_the_same_however_it_is_written(runs):
     plain = spent(preparation=(8.0,))
     same = dataclasses.replace(plain, runs=runs, preparation=np.array([8.0]))
@@ -404,7 +303,6 @@ UNDRAWN = {
 }
 
 
-@kills("sampling/events.py", "np.cumsum(steps)", "1 + 0 * steps", case="scored", slow=True)
 @pytest.mark.parametrize("name", UNDRAWN)
 def test_an_order_or_bins_are_counted_from_a_description_and_not_drawn(name):
     planned = make(sampling=UNDRAWN[name], steps=12)
@@ -414,14 +312,12 @@ def test_an_order_or_bins_are_counted_from_a_description_and_not_drawn(name):
     later = make(before=[found], neighbours="zero-out")
     assert later.prepared == found.event
     assert later.facts["before"][0]["sampling"] == planned.facts["sampling"]
-    with pytest.raises(ValueError, match="was read from a privacy card and cannot draw"):
+    with pytest.raises(ValueError, match="a privacy card cannot draw"):
         found.sampling.draw(jax.random.key(0), 0)
 
 
 ALIKE = {  # what costs the same, and does not do the same
     "gamma": [{"clipping": clipping.automatic(1.0, g)} for g in (0.01, 0.1)],
-    "stabilizer": [{"clipping": clipping.psac(1.0, s)} for s in (0.1, 0.2)],
-    "screen": [{"clipping": clipping.hard_threshold(1.0, s)} for s in (5.0, 6.0)],
     "split between groups": [
         {"clipping": clipping.grouped(1.0, 2), "noise_multiplier": z}
         for z in ((1.0, 2.0), (2.0, 1.0))
@@ -437,8 +333,6 @@ ALIKE = {  # what costs the same, and does not do the same
 }
 
 
-@kills("mechanism/card.py", "                **rule.facts,\n", "", slow=True)
-@kills("mechanism/card.py", "groups if isinstance(groups, tuple) else None", "None", slow=True)
 @kills("mechanism/description.py", "self.sampling.fingerprint", "None", slow=True)
 @pytest.mark.parametrize("name", ALIKE)
 def test_mechanisms_that_run_differently_have_different_identities(name):
@@ -449,23 +343,14 @@ def test_mechanisms_that_run_differently_have_different_identities(name):
     assert json.loads(json.dumps([one, other])) == [one, other]
 
 
-@pytest.mark.slow
 def test_a_delta_that_protects_no_record_is_noticed(caplog):
-    make().calibrate(1.0, 1e-5)
-    assert not caplog.text
-    make().calibrate(1.0, 1e-3)
-    assert "publishes one whole record" in caplog.text
-    caplog.clear()
     make().epsilon(1e-5)
     assert not caplog.text
-    make().epsilon(1e-3)
-    assert "publishes one whole record" in caplog.text
-    with pytest.raises(TypeError, match="expected a number"):
-        make().calibrate("3", 1e-5)
+    for act in (make().epsilon, lambda delta: make().calibrate(1.0, delta, "rdp")):
+        caplog.clear()
+        act(1e-3)
+        assert "publishing one whole record" in caplog.text
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_what_is_no_claim_is_not_written_as_infinity(value):
+def test_infinity_is_written_as_a_word():
     assert strict({"epsilon": (1.0, math.inf)}) == {"epsilon": [1.0, "inf"]}
-    with pytest.raises(ValueError, match="expected a number or infinity"):
-        strict({"epsilon": [value]})

@@ -2,7 +2,6 @@
 """Noise: tails, dtypes, keys, schedules, and what it refuses."""
 
 import math
-import os
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,7 @@ import scipy.stats
 from jax.extend.random import threefry_2x32
 from mutation import kills
 
-import dpjax
-from dpjax import clipping, noise, sampling, schedules, strategies, trees, types
+from dpjax import clipping, noise, sampling, schedules, trees, types
 from dpjax.noise import normal
 
 RULE = clipping.flat(1.0)
@@ -42,9 +40,6 @@ def test_the_support_reaches_beyond_seven_on_both_sides():
         assert np.all(np.isfinite(normal._box_muller(words[:, None], words[None])))
 
 
-@kills(
-    "noise/normal.py", "_threefry(secret, counter)", "2 * _threefry(secret, counter)[:1]", slow=True
-)
 def test_the_distribution_is_normal():
     z = np.asarray(noise.standard_normal(jax.random.key(0), (2_000_001,)), np.float64)
     assert z.shape == (2_000_001,)
@@ -68,8 +63,6 @@ def test_the_halves_of_a_draw_know_nothing_of_each_other():
         assert abs(np.corrcoef(f(along), f(across))[0, 1]) < 0.005
 
 
-@kills("noise/normal.py", "_drawn(secret, ready,", "_drawn(secret + ready, ready,", slow=True)
-@kills("noise/normal.py", "(ready | 1) != 0", "ready != 0", slow=True)
 def test_what_a_draw_waits_for_changes_no_number():
     """Neither NaN, nor an empty array, nor one of another type."""
     key, shape = jax.random.key(0), (5, 3)
@@ -77,20 +70,6 @@ def test_what_a_draw_waits_for_changes_no_number():
     for before in (jnp.full((2, 2), jnp.nan), jnp.zeros((0, 4)), jnp.arange(3), -jnp.ones(1)):
         waited = jax.jit(lambda x: noise.standard_normal(key, shape, after=x))(before)
         np.testing.assert_array_equal(waited, alone)
-
-
-def test_draws_are_used_as_they_come(monkeypatch):
-    """What `use` makes of draws is what could be made of them afterwards, one by one."""
-    monkeypatch.setattr(trees, "_TOGETHER", 4)
-    tree = {"a": jnp.ones(3), "b": jnp.zeros((0, 2)), "c": jnp.arange(6.0), "d": jnp.ones(())}
-    scales = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
-    key = jax.random.key(3)
-    draws = trees.random_like(noise.standard_normal, key, tree)
-    add = lambda z, leaf, scale: leaf + scale * z  # noqa: E731
-    used = trees.random_like(noise.standard_normal, key, tree, scales, use=add)
-    want = jax.tree.map(add, draws, tree, scales)
-    for found, expected in zip(jax.tree.leaves(used), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(found, expected)
 
 
 @kills("trees.py", "jax.random.fold_in(key, len(values))", "jax.random.fold_in(key, 0)", slow=True)
@@ -161,13 +140,6 @@ def test_narrow_noise_is_refused_and_narrow_leaves_get_wide_noise():
     assert np.unique(out["w"].astype(jnp.bfloat16)).size >= 2000
 
 
-@pytest.mark.parametrize(("bound", "multiplier"), [(3, 2), (1, 90)])
-def test_the_deviation_is_multiplier_times_bound(bound, multiplier):
-    rule = clipping.flat(bound)
-    (out,) = run(noise.gaussian(multiplier, rule), jnp.zeros(1_000_000), rule=rule)
-    assert np.std(out) == pytest.approx(bound * multiplier, rel=0.005)
-
-
 def test_the_noise_follows_its_schedule_step_by_step():
     schedule = schedules.CURRICULA["linear-down"](epochs=5, steps_per_epoch=2)
     rule = clipping.flat(2.0)
@@ -186,25 +158,11 @@ def test_the_stream_is_a_function_of_root_purpose_and_step():
         np.testing.assert_allclose(out["w"], want["w"] * (1 + 2**-10), rtol=1e-6)
 
 
-def test_update_is_a_pure_function_of_its_state():
-    link, zeros = noise.gaussian(1.0, RULE), jnp.zeros(5)
-    state = link.init(zeros)
-    update = lambda state: link.update(clipping.trusted_sum(zeros, RULE), state)[0]  # noqa: E731
-    np.testing.assert_allclose(update(state), jax.jit(update)(state), rtol=1e-6)
-
-
-@kills("noise/multiplier.py", "        if multiplier.ndim:", "        if False:", slow=True)
 def test_a_schedule_that_returns_all_its_values_is_refused():
     """Each column would have one noise in ten sizes: two of them give the sum."""
     link = noise.gaussian(lambda _: jnp.linspace(2.0, 1.0, 10), RULE)
-    with pytest.raises(TypeError, match=r"\(10,\), not one number .*schedules\.table"):
+    with pytest.raises(TypeError, match=r"\(10,\), not one number.*schedules\.table"):
         run(link, jnp.zeros((20, 1)))
-
-
-def test_a_secret_key_is_64_bits_of_the_operating_system(monkeypatch):
-    monkeypatch.setattr(os, "urandom", lambda size: bytes(range(1, size + 1)))
-    words = np.asarray(jax.random.key_data(noise.secret_key()))
-    assert words.tobytes() == bytes(range(1, 9))
 
 
 def test_old_style_keys_work():
@@ -215,11 +173,9 @@ def test_old_style_keys_work():
 
 KEYS = {
     "a seed": (lambda: 42, "expected a key, such as"),
-    "parameters": (lambda: {"w": 1.0}, "expected a key, such as"),
     "several": (lambda: jax.random.split(jax.random.key(0), 3), "expected one key"),
     # fold_in(fold_in(k, a), b) is fold_in(fold_in(k, b), a): steps and leaves share their noise
     "unsafe_rbg": (lambda: jax.random.key(0, impl="unsafe_rbg"), "expected one of threefry2x32"),
-    "philox2x32": (lambda: jax.random.key(0, impl="philox2x32"), "expected one of threefry2x32"),
 }
 
 
@@ -237,10 +193,8 @@ def test_what_is_no_key_of_a_run_is_refused(name):
     ("multiplier", "rule", "message"),
     [
         (-1.0, RULE, "expected a number, 0 or more"),
-        (math.nan, RULE, "expected a number"),
         ((1.0, 2.0), RULE, "2 multipliers for 1 groups"),
         ((1.0, -2.0), clipping.grouped(1.0, 2), "expected a number, 0 or more"),
-        (np.ones((2, 2)), RULE, "or one number per group"),
         (1.0, clipping.flat(math.inf), "no finite noise hides one example"),
         (schedules.CURRICULA["linear-down"](), clipping.flat(math.inf), "no finite noise"),
     ],
@@ -248,19 +202,3 @@ def test_what_is_no_key_of_a_run_is_refused(name):
 def test_errors_teach(multiplier, rule, message):
     with pytest.raises(ValueError, match=message):
         noise.gaussian(multiplier, rule)
-
-
-BLAMED = {
-    "noise.gaussian": lambda z: noise.gaussian(z, RULE),
-    "noise.correlated": lambda z: noise.correlated(strategies.square_root(steps=4), z, RULE),
-    "Mechanism": lambda z: dpjax.Mechanism(
-        sampling=dpjax.sampling.full(4), clipping=RULE, noise_multiplier=z, steps=1
-    ),
-}
-
-
-@pytest.mark.parametrize("call", BLAMED)
-@pytest.mark.parametrize("wrong", [-1.0, "1", (1.0, 2.0)])
-def test_an_error_names_the_function_that_was_called(call, wrong):
-    with pytest.raises(ValueError, match=rf"^{call}\b(?!\.).*expected|^{call}: 2 multipliers"):
-        BLAMED[call](wrong)

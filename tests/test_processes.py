@@ -13,7 +13,7 @@ from processes_in_threads import in_threads, small_run
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import processes, sampling, trees
+from dpjax import processes, trees
 from dpjax.checks import Refused
 from dpjax.cli.train import build
 from dpjax.training.keys import first_keys
@@ -131,9 +131,3 @@ def test_steps_and_delta_are_those_of_the_first_process(monkeypatch):
 
     one, other = in_threads(monkeypatch, work)
     assert (one["step"], one["delta"]) == (other["step"], other["delta"]) == (1, 1e-4)
-
-
-def test_a_sampler_draws_alike_in_all_processes(monkeypatch):
-    sampler, key = sampling.shuffled(50, 10), jax.random.key(0)
-    answers = in_threads(monkeypatch, lambda _: sampler.draw(key, 0).indices.tolist())
-    assert answers[0] == answers[1]

@@ -59,12 +59,6 @@ def test_any_number_of_epochs_and_any_ends(name, epochs):
     assert got[0] == (2 if name.endswith("up") else 3)
 
 
-def test_exponential_up_is_down_reversed():
-    up, down = schedules.CURRICULA["exponential-up"](), schedules.CURRICULA["exponential-down"]()
-    backwards = schedules.values(down, 2_000)[::-1]
-    np.testing.assert_allclose(schedules.values(up, 2_000), backwards, rtol=1e-6)
-
-
 def test_piecewise_has_five_treads():
     got = schedules.values(schedules.CURRICULA["piecewise-down"](steps_per_epoch=1), 20)
     np.testing.assert_array_equal(got, np.repeat([5, 4, 3, 2, 1], 4).astype(np.float32))
@@ -80,16 +74,8 @@ def test_the_ends_of_short_curricula_are_those_of_the_docstring():
             assert schedules.SHAPES[name](np.arange(epochs), epochs)[-1] == 1
 
 
-def test_a_constant_and_a_schedule_in_python():
-    for schedule, value in ((schedules.table([1.5]), 1.5), (lambda _: 2, 2)):
-        np.testing.assert_array_equal(schedules.values(schedule, 3), np.float32([value] * 3))
-    assert schedules.values(schedules.table([1.5]), 0).shape == (0,)
-
-
 UNTRACEABLE = {
     "an if": lambda step: 2.0 if step < 5 else 1.0,
-    "NumPy": lambda step: np.interp(step, [0, 9], [2.0, 1.0]),
-    "a list": lambda step: [2.0, 1.0][step],
     "math": lambda step: math.sqrt(step + 1),
 }
 
@@ -111,9 +97,7 @@ def test_a_schedule_returns_one_number(given, words):
     [
         (lambda: schedules.table([]), "non-empty"),
         (lambda: schedules.table([1.0, -1.0]), "none negative"),
-        (lambda: schedules.table([float("nan")]), "none negative"),
         (lambda: schedules.table([1.0], steps_per_epoch=0), "steps_per_epoch"),
-        (lambda: schedules.table([1.0], steps_per_epoch=2**31), "and at most 2147483647"),
         (lambda: schedules.CURRICULA["linear-down"](epochs=0), "at least 1"),
         (lambda: schedules.curriculum("cubic", 5, 1, epochs=3, steps_per_epoch=1), "quadratic"),
     ],

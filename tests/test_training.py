@@ -109,26 +109,11 @@ def test_a_board_shows_the_log(tmp_path):
     assert ("loss", 10) not in seen
 
 
-@pytest.mark.slow
-def test_an_infinite_epsilon_is_null_on_disk_and_infinite_when_it_is_read(tmp_path):
-    algorithm = make(steps=2, multiplier=0.0)
-    _, rows = fit(algorithm, directory=tmp_path)
-    assert "Infinity" not in (tmp_path / "metrics.jsonl").read_text()
-    _, read = fit(algorithm, directory=tmp_path)
-    assert read == rows
-    assert read[-1]["epsilon"] == math.inf
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"steps": 2.5}, ValueError, r"fit\(steps=2.5\)"),
-        ({"steps": -1}, ValueError, r"fit\(steps=-1\)"),
-        ({"save_every": 0}, ValueError, r"fit\(save_every=0\)"),
-        ({"evaluate_every": -1}, ValueError, r"fit\(evaluate_every=-1\)"),
         ({"evaluate": lambda state: {"epsilon": 0.0}}, ValueError, "epsilon are names of the log"),
-        ({"evaluate": lambda state: {"counted": 0}}, ValueError, "counted are names of the log"),
-        ({"evaluate": lambda state: {"model": "mlp"}}, ValueError, "could not convert string"),
         ({"evaluate": lambda state: {"stop": np.zeros(2)}}, ValueError, "truth value"),
     ],
 )
@@ -137,47 +122,27 @@ def test_options_that_fit_cannot_use_are_refused(options, error, message):
         fit(make(steps=2), **options)
 
 
-def test_whole_numbers_may_be_floats():
-    algorithm = make(steps=4)
-    state, rows = fit(algorithm, steps=3.0, evaluate_every=np.float32(2.0))
-    assert [row["step"] for row in rows] == [2, 3]
-    np.testing.assert_array_equal(state.params, algorithm.run(start(algorithm), 3.0)[0].params)
-    with pytest.raises(ValueError, match=r"run\(count=1.5\): expected a whole number"):
-        algorithm.run(start(algorithm), 1.5)
-
-
-@pytest.mark.parametrize("name", ["mechanism", "drawn by", "randomness"])
-def test_a_configuration_cannot_replace_what_is_accounted(tmp_path, name):
-    """`earlier` reads the run's own description."""
-    with pytest.raises(ValueError, match=f"{name} would replace facts"):
-        fit(make(steps=2), directory=tmp_path, configuration={name: 60_000})
-
-
-class Truth(int):
-    """A tensor of PyTorch's with one truth value: its `size` is a method."""
-
-    def size(self):
-        return ()
-
-
 def until(step):
     """An evaluation that stops the run at a step, and counts its calls."""
 
     def evaluate(state):
         evaluate.calls += 1
-        stop = Truth(state.ledger.steps >= step)
-        return {"half": 0.5, "stop": stop}
+        return {"half": 0.5, "stop": state.ledger.steps >= step}
 
     evaluate.calls = 0
     return evaluate
 
 
-@kills("training/fit.py", "over = chosen or run.done", "over = run.done", slow=True)
-@kills("training/fit.py", "        row |= _cost(run.state.ledger, terms)\n", "", slow=True)
-def test_an_evaluation_stops_the_run_and_the_ledger_has_what_ran(tmp_path):
-    evaluate, options = until(8), {"evaluate_every": 2, "directory": tmp_path}
+@kills("training/runner.py", "            row |= self._cost()\n", "", slow=True)
+def test_an_evaluation_stops_the_run_and_the_ledger_has_what_ran(tmp_path, capsys):
+    evaluate, options, shown = until(8), {"evaluate_every": 2, "directory": tmp_path}, []
     algorithm = make()
-    state, rows = fit(algorithm, evaluate=evaluate, **options)
+    show = lambda rows: shown.append([row["step"] for row in rows])  # noqa: E731
+    state, rows = dpjax.fit(
+        algorithm, start(algorithm), evaluate=evaluate, progress=show, **options
+    )
+    assert shown == [[2], [2, 4], [2, 4, 6], [2, 4, 6, 8]]
+    assert "step" not in capsys.readouterr().err
     assert (state.ledger.steps, evaluate.calls) == (8, 4)
     assert [(row["step"], row["stop"]) for row in rows] == [(2, 0), (4, 0), (6, 0), (8, 1)]
     card = json.loads((tmp_path / "privacy.json").read_text())
@@ -191,17 +156,6 @@ def test_an_evaluation_stops_the_run_and_the_ledger_has_what_ran(tmp_path):
     np.testing.assert_array_equal(again.params, state.params)
     assert same == rows
     assert evaluate.calls == 4, "a run that was stopped is over"
-
-
-@pytest.mark.slow
-@kills("training/fit.py", "follow(run.rows)", "follow([row])", slow=True)
-def test_a_function_that_shows_progress_gets_the_rows_and_the_terminal_none(capsys):
-    seen = []
-    algorithm = make(steps=6)
-    show = lambda rows: seen.append([row["step"] for row in rows])  # noqa: E731
-    dpjax.fit(algorithm, start(algorithm), evaluate_every=2, progress=show)
-    assert seen == [[2], [2, 4], [2, 4, 6]]
-    assert "step" not in capsys.readouterr().err
 
 
 def test_an_interrupt_and_a_resumed_run_are_a_sentence_each(tmp_path, capsys):
@@ -245,9 +199,6 @@ def test_steps_and_ledger_count_alike():
 
 
 @pytest.mark.slow
-@kills(
-    "training/step.py", "dropped=jnp.sum(real & ~finite, dtype=jnp.int32)", "dropped=0", slow=True
-)
 def test_examples_that_count_as_nothing_are_counted_and_spoil_no_mean(caplog):
     spoilt = DATA.at[3].set(jnp.nan).at[7].set(jnp.inf)
     algorithm = algorithm_with(mechanism_with(50, 50), spoilt)
@@ -258,7 +209,7 @@ def test_examples_that_count_as_nothing_are_counted_and_spoil_no_mean(caplog):
     with caplog.at_level("WARNING"):
         _, rows = fit(algorithm)
     assert rows[-1]["private"]["dropped"] == 2
-    assert caplog.text.count("2 had no finite gradient") == 1
+    assert caplog.text.count("2 of 50 examples up to step 1 had no finite gradient") == 1
 
 
 def test_empty_draws_pass_debug_nans_and_leave_no_gap_in_the_log():
@@ -280,10 +231,7 @@ def test_batch_normalisation_of_one_example_is_named(caplog):
     ("key", "params", "message"),
     [
         (jnp.zeros(3), jax.random.key(0), r"given a key in the place of parameters"),
-        (42, jnp.zeros(3), "expected a key"),
-        (jax.random.key(0), {"w": 1.0}, "leaf w is float"),
         (jax.random.key(0), {"w": jnp.zeros(3), "n": jnp.arange(3)}, "leaf n is int32"),
-        (jax.random.key(0), {"w": jnp.tanh}, "leaf w is .*eqx.partition"),
     ],
 )
 def test_keys_and_parameters_that_cannot_be_trained_are_refused(key, params, message):
@@ -291,36 +239,24 @@ def test_keys_and_parameters_that_cannot_be_trained_are_refused(key, params, mes
         make().init(params, key)
 
 
-CLIENTS = "protects one client.*dpjax.federated"
 MISTAKES = {
     "a rate": ({"optimizer": 0.1}, TypeError, "optimizer is a float; expected an Optax"),
-    "an optimizer's maker": (
-        {"optimizer": optax.sgd},
-        TypeError,
-        "is a function; expected an Optax",
-    ),
-    "swapped": (
-        {"optimizer": mechanism_with()},
-        TypeError,
-        "is a Mechanism; expected an",
-    ),
     "a plan": ({"mechanism": optax.sgd(0.1)}, TypeError, "mechanism is a .*; expected a Mechanism"),
     "a module": ({"loss": linen.Dense(2)}, TypeError, r"loss is a Dense.*losses.of\(model"),
-    "a number": ({"loss": 0.5}, TypeError, "the loss is a float"),
-    "an epsilon": (
-        {"budget": 3.0},
-        TypeError,
-        r"budget is a float; expected a Budget\. Write dpjax\.ledger",
-    ),
+    "an epsilon": ({"budget": 3.0}, TypeError, r"budget is a float; expected a Budget\. Write"),
     "an engine": ({"engine": "fast"}, ValueError, "engine='fast'.*one of auto"),
     "a data set": ({"data": Dataset("mine", (DATA, DATA), (), 2)}, TypeError, r"its \.train"),
     "words": ({"data": (DATA, np.array(["a"] * 50))}, TypeError, "leaf 1 is of type <U1"),
-    "objects": ({"data": {"y": np.array([None] * 50)}}, TypeError, "leaf y is of type object"),
-    "lists": ({"data": DATA.tolist()}, TypeError, r"leaf 0/0 is .*one number.*np.stack\(inputs"),
-    "pairs": ({"data": list(zip(DATA, range(50), strict=True))}, TypeError, "leaf 0/1 is 0, one"),
+    "pairs": ({"data": list(zip(DATA, range(50), strict=True))}, ValueError, "a leading axis"),
+    "no tuple": ({"per_step": lambda step: step}, TypeError, r"expected a tuple.*write \(x,\)"),
+    "fewer rows": ({"data": DATA[1:]}, ValueError, "the data hold 49 examples, the mechanism's"),
+    "a microbatch": ({"microbatch_size": 1.5}, ValueError, "whole number"),
     "a loader": ({"data": iter([DATA])}, TypeError, "got a list_iterator.*draws the batches"),
-    "an object": ({"data": {"x": object()}}, TypeError, "got a object; expected arrays"),
-    "clients": ({"mechanism": mechanism_with(unit="client")}, ValueError, CLIENTS),
+    "clients": (
+        {"mechanism": mechanism_with(unit="client")},
+        ValueError,
+        "expected unit='example', got 'client'",
+    ),
 }
 
 
@@ -365,32 +301,6 @@ def test_lookahead_is_that_of_optax_with_its_slow_parameters_in_the_state():
     np.testing.assert_allclose(state.optimizer.slow, both.slow, rtol=1e-5)
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5])
-def test_a_microbatch_size_that_is_no_whole_number_is_refused(size):
-    with pytest.raises(ValueError, match="whole number"):
-        make(microbatch_size=size)
-    for name in ("microbatch_size", "devices"):
-        with pytest.raises(ValueError, match="whole number"):
-            dpjax.clipped_grad(loss, clipping.flat(1.0), **{name: size})
-
-
-@pytest.mark.sample(1)
-@kills("training/tensorboard.py", "self.writer = None\n            logging", "logging", slow=True)
-@kills(
-    "training/tensorboard.py", "Exception as error:  # a full", "KeyError as error:  #", slow=True
-)
-@pytest.mark.parametrize("failing", ["__init__", "flush", "close"])
-def test_a_board_that_cannot_be_written_is_dropped(tmp_path, monkeypatch, caplog, failing):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(f"tensorboardX.SummaryWriter.{failing}", full)
-    with caplog.at_level("WARNING"):
-        _, rows = fit(make(steps=3), directory=tmp_path, evaluate_every=1)
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert caplog.text.count("no more TensorBoard events are written (OSError(28,") == 1
-
-
 def test_progress_is_shown_and_can_be_silenced(capsys):
     algorithm = make()
     dpjax.fit(algorithm, start(algorithm), evaluate=lambda s: {"accuracy": 0.5})
@@ -404,12 +314,6 @@ def test_progress_is_shown_and_can_be_silenced(capsys):
     assert capsys.readouterr().err == ""
 
 
-@kills(
-    "training/progress.py",
-    "upwards(row['epsilon'], form)",
-    "format(row['epsilon'], form)",
-    slow=True,
-)
 def test_a_terminal_gets_one_live_line(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
 
@@ -423,9 +327,8 @@ def test_a_terminal_gets_one_live_line(monkeypatch):
     show.tick(5)
     assert show.take_rate() == 0, "compilation is no throughput"
     private = {"private": {"loss": 0.3}}
-    show.line(
-        5, {"epsilon": 0.991, "accuracy": 0.5, "nll": 0.7, "examples_per_second": 10.0, **private}
-    )
+    numbers = {"accuracy": 0.5, "nll": 0.7, "examples_per_second": 10.0}
+    show.line([{"step": 5, "epsilon": 0.991, **numbers, **private}])
     show.shown -= 1
     show.begin()
     show.tick(6)
@@ -446,13 +349,9 @@ def test_a_terminal_gets_one_live_line(monkeypatch):
 
 
 OPTIMIZERS = {
-    "heavy ball": optax.sgd(0.05, momentum=0.9),
     "nesterov": optax.sgd(optax.cosine_decay_schedule(0.05, 40), momentum=0.9, nesterov=True),
     "adagrad": optax.adagrad(0.5),
-    "rmsprop": optax.rmsprop(0.05),
-    "adam": optax.adam(0.1),
     "adamw": optax.adamw(0.1, weight_decay=1e-4),
-    "warm-up": optax.adam(optax.warmup_constant_schedule(0.0, 0.1, 10)),
     "lookahead": optax.chain(optax.lion(0.05), optax.ema(0.5)),
 }
 
@@ -514,12 +413,6 @@ class TestAdam:
         assert second - noisy == pytest.approx(gradient**2, abs=0.003 * second)
         assert noisy == pytest.approx(second, rel=0.005)
 
-    @kills(
-        "mechanism/description.py",
-        "[deviation / self.batch_size for deviation in each]",
-        "each",
-        slow=True,
-    )
     def test_groups_have_their_own_noise(self):
         rule = clipping.per_group((1.0, 4.0), clipping.by_leaf({"a": 0, "b": 0}))
         ours = training.dp_adam(1.0, self.mechanism((2.0, 3.0), rule), b2=0.5, floor=1e-9)
@@ -531,32 +424,14 @@ class TestAdam:
         for name, part in zip("ab", want, strict=True):
             np.testing.assert_allclose(updates[name], -1 / np.sqrt(1 - part), rtol=1e-5)
 
-    @kills(
-        "training/optimizers.py",
-        "pair(bound_scale).update(",
-        "pair(1.0).update(",
-        case="plain",
-        slow=True,
-    )
-    @pytest.mark.parametrize(
-        "wrapped",
-        [lambda x: x, lambda x: optax.GradientTransformation(x.init, x.update)],
-        ids=["alone", "plain"],
-    )
-    def test_lookahead_passes_the_scale_of_the_bounds_to_it(self, wrapped):
+    @kills("training/optimizers.py", "pair(bound_scale).update(", "pair(1.0).update(", slow=True)
+    def test_lookahead_passes_the_scale_of_the_bounds_to_it(self):
         mechanism = self.mechanism(1.0)
-        adam = training.dp_adam(0.1, mechanism, b2=0.5)
-        optimizer = training.lookahead(wrapped(adam), 5, 0.5)
+        optimizer = training.lookahead(training.dp_adam(0.1, mechanism, b2=0.5), 5, 0.5)
         options = {"optimizer": optimizer, "bound_schedule": lambda step: 100.0}
         state, _ = first_step(algorithm_with(mechanism, **options))
         (found,) = trees.nodes(state.optimizer, training.optimizers.DPAdamState)
         np.testing.assert_allclose(found.noise / 0.5, np.square(100.0 / 50), rtol=1e-6)
-
-    def test_errors_teach(self):
-        with pytest.raises(ValueError, match="expected a finite number above 0"):
-            training.dp_adam(0.1, self.mechanism(), floor=0.0)
-        with pytest.raises(ValueError, match="expected at least 512"):
-            training.scaled_rate(0.1, 256)
 
 
 def test_steps_run_with_64_bits():
@@ -663,9 +538,6 @@ np.savez(sys.argv[1], *test_training.steps_in_microbatches())
     "asarray(0 * size, jnp.int32)",
     slow=True,
 )
-@kills(
-    "sampling/draws.py", "return start + of * size, add(", "return start + size, add(", slow=True
-)
 @kills("training/streaming.py", "split={1, 2, 3}", "split={3}", slow=True)
 def test_two_devices_take_the_steps_of_one(tmp_path):
     """The same draws and the same noise, once; each example on one device alone."""
@@ -674,14 +546,6 @@ def test_two_devices_take_the_steps_of_one(tmp_path):
     with np.load(tmp_path / "two.npz") as two:
         for name, one in zip(two.files, steps_in_microbatches(), strict=True):
             np.testing.assert_allclose(two[name], one, rtol=1e-5)
-
-
-def test_more_steps_than_a_dispatch_holds():
-    one, many = make(steps=600), make(steps=600)
-    whole, infos = many.run(start(many), 600)
-    state, _ = fit(one, evaluate_every=70)
-    np.testing.assert_array_equal(whole.params, state.params)
-    assert infos.examples.shape == (600,)
 
 
 def test_a_state_that_was_given_to_fit_or_step_can_be_used_again():
@@ -700,14 +564,13 @@ class TestStreamed:
 
     @kills(
         "training/streaming.py",
-        "(self.size) < found",
-        "(self.size) <= found",
+        "(self.size) < drawn",
+        "(self.size) <= drawn",
         case="poisson-8",
         slow=True,
     )
-    @kills("training/streaming.py", "(indices),", "(indices) - size,", case="poisson-8", slow=True)
-    @pytest.mark.parametrize("microbatch_size", [None, 1, 8])
-    @pytest.mark.parametrize("sampler", ["poisson", "shuffled", "fixed", "full"])
+    @pytest.mark.parametrize("microbatch_size", [None, 8])
+    @pytest.mark.parametrize("sampler", ["poisson", "full"])
     @pytest.mark.slow
     def test_it_takes_the_steps_of_data_in_memory(self, sampler, microbatch_size):
         sizes = () if sampler == "full" else (20,)
@@ -737,13 +600,6 @@ class TestStreamed:
         assert len(read) == infos.examples.sum()
         assert sum(infos.examples) < 45
 
-    def test_empty_draws_are_pure_noise(self):
-        algorithm = algorithm_with(mechanism_with(50, 0.01, steps=3), Stream(self.X))
-        state, infos = algorithm.run(start(algorithm), 3)
-        assert infos.examples.sum() == 0
-        assert np.all(np.isfinite(state.params))
-        assert np.all(state.params != 0)
-
 
 class TestBoundSchedule:
     """A small bound first, a large one later."""
@@ -762,12 +618,6 @@ class TestBoundSchedule:
             return algorithm, algorithm.run(start(algorithm), steps)
 
     @kills("training/step.py", "p, x: loss(p, x) / scale", "p, x: loss(p, x)", slow=True)
-    @kills(
-        "training/recipe.py",
-        "self.bound_scales(state.step)",
-        "jnp.asarray(self.bound_scales.schedule(state.step), jnp.float32)",
-        slow=True,
-    )
     def test_it_is_clipping_to_the_bound_of_the_step(self):
         _, (state, infos) = self.run(clipping.flat(0.4), bound_schedule=self.schedule)
         far = np.linalg.norm(3 * np.ones(3))
@@ -804,20 +654,6 @@ class TestBoundSchedule:
     def test_a_bound_that_is_not_positive_is_refused(self):
         with pytest.raises(ValueError, match="at step 3 is not"):
             self.run(clipping.flat(1.0), bound_schedule=lambda step: 3.0 - step)
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (jnp.ones((0, 3)), "the data hold 0 examples"),
-        (jnp.ones((49, 3)), "the data hold 49 examples, the mechanism's sampler 50"),
-        ((jnp.ones((50, 3)), jnp.ones(())), "leading axis"),
-        (Stream(np.ones((49, 3))), "the data hold 49 examples"),
-    ],
-)
-def test_data_of_another_size_are_refused(data, message):
-    with pytest.raises(ValueError, match=message):
-        algorithm_with(data=data)
 
 
 def timed(w, example):
@@ -868,10 +704,6 @@ class TestPerStep:
         np.testing.assert_array_equal(one.params, two.params)
         assert first.loss == second.loss
 
-    def test_data_without_a_place_for_it_are_refused(self):
-        with pytest.raises(TypeError, match=r"expected a tuple.*write \(x,\)"):
-            algorithm_with(loss=timed, per_step=lambda step: step)
-
 
 class TestWeights:
     @staticmethod
@@ -913,14 +745,6 @@ class TestWeights:
         expected = [(np.eye(3)[i] - w) * float(data[1][i]) / 2 for i in range(3)]
         np.testing.assert_allclose(second, np.sum(expected, axis=0), atol=1e-6)
 
-    def test_a_weight_may_look_at_the_parameters(self):
-        """Of an example with a low loss, as in a curriculum: hard ones wait."""
-        data = (jnp.array([[1.0, 0, 0], [0, 9.0, 0]]),)
-        easy = lambda t, w, x: (loss(w, x[0]) < 1 + 100 * t) * 1.0  # noqa: E731
-        first, second = self.summed(easy, data)
-        np.testing.assert_allclose(first, [1, 0, 0], atol=1e-6)
-        assert second[1] > 8
-
     @pytest.mark.sample(2)
     @kills("gradients/clipped_grad.py", "0, jnp.minimum(rows, 1), 0", "0, rows, 0", slow=True)
     @pytest.mark.parametrize("weight", [7.0, math.inf, -1.0, math.nan])
@@ -942,21 +766,8 @@ class TestAveraging:
         want = np.dot(weights, seen) / weights.sum()
         assert float(training.averaged(state)) == pytest.approx(want)
 
-    @pytest.mark.slow
-    def test_it_changes_nothing_about_the_run(self):
-        averaging = optax.chain(optax.sgd(0.1), training.average_parameters(0.9))
-        one, _ = fit(make())
-        two, _ = fit(make(optimizer=averaging))
-        np.testing.assert_array_equal(one.params, two.params)
-        assert training.averaged(two).shape == (3,)
-
     def test_errors_teach(self):
         with pytest.raises(ValueError, match=r"in \[0, 1\)"):
             training.average_parameters(1.0)
-        with pytest.raises(ValueError, match="holds no average"):
+        with pytest.raises(ValueError, match="as a link"):
             training.averaged(optax.sgd(0.1).init(jnp.zeros(3)))
-        with pytest.raises(ValueError, match="no step ran"):
-            training.averaged(training.average_parameters(0.9).init(jnp.zeros(3)))
-        link = training.average_parameters(0.9)
-        with pytest.raises(ValueError, match="needs the parameters"):
-            link.update(jnp.zeros(3), link.init(jnp.zeros(3)))

@@ -18,7 +18,7 @@ from dpjax import Mechanism, accounting, clipping, diagnostics, losses, sampling
 from dpjax.auditing.single_step import _measured
 from dpjax.federated.fedavg import recipe_of
 from dpjax.gradients._estimated_norms.jl import estimated_norms
-from dpjax.mechanism.adaptive import followed
+from dpjax.mechanism.link import followed
 from dpjax.noise.link import add_noise
 
 
@@ -167,13 +167,3 @@ def test_a_variable_of_nnx_is_a_leaf_of_its_name():
 
     attention = {"attention": Attention(jnp.zeros(2), jnp.zeros(2))}
     assert trees.leaf_names(attention) == ("attention/key", "attention/value")
-
-
-@kills("trees.py", "if len(set(names)) == len(names):", "if names:", slow=True)
-def test_a_slash_in_a_key_makes_no_two_leaves_one():
-    tree = {"a": {"b": jnp.zeros(2)}, "a/b": jnp.zeros(3), "a%2Fb": jnp.zeros(4)}
-    assert trees.leaf_names(tree) == ("a/b", "a%252Fb", "a%2Fb")
-    assert clipping.by_leaf(tree).size == 3
-    assert clipping.by_layer(tree).names == ("a", "(top)")
-    haiku = {"mlp/~/linear_0": {"w": jnp.zeros(2)}, "mlp/~/linear_1": {"w": jnp.zeros(2)}}
-    assert trees.leaf_names(haiku) == ("mlp/~/linear_0/w", "mlp/~/linear_1/w")

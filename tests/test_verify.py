@@ -20,7 +20,6 @@ from dpjax.accounting import loss_distributions
 from dpjax.accounting.event_parts import split
 from dpjax.accounting.rounding import upwards
 from dpjax.mechanism import Spent
-from dpjax.mechanism.correlated import is_amplified
 from dpjax.verify import cards, epsilon, facts, matrices, steps
 from dpjax.verify.facts import BOUNDS
 
@@ -71,17 +70,16 @@ HONEST = {
     "shuffled": {"sampling": sampling.shuffled(1000, 100), "noise_multiplier": 4.0},
     "fixed": {"sampling": sampling.fixed(1000, 20), "noise_multiplier": 3.0},
     "scored": {"sampling": SCORED},
-    "large rate": {"sampling": sampling.poisson(1000, 500), "noise_multiplier": 3.0, "steps": 400},
     "schedule": {"noise_multiplier": lambda step: 2.0 - step / 80},
     "queries": {"preparation": [8.0, 8.0]},
     "adapted": {"adaptive": clipping.Quantile()},
-    "clients": {"unit": "client"},
     "replaced": {"neighbours": "replace-one"},
     "loud": {"noise_multiplier": 0.001},
-    # The classic conversion has no orders above 63, so its claims do not fall below about 0.19.
-    "quiet": {"sampling": sampling.poisson(60_000, 256), "noise_multiplier": 100.0},
-    "silent": {"sampling": sampling.fixed(1000, 20), "noise_multiplier": 1e9},
-    "groups": {"clipping": clipping.per_group([0.0, 1.0], groups=2), "noise_multiplier": (2.0, 3)},
+    "groups": {
+        "clipping": clipping.per_group([0.0, 1.0], groups=2),
+        "noise_multiplier": (2.0, 3),
+        "unit": "client",
+    },
     "before": {
         "sampling": sampling.full(500),
         "neighbours": "replace-one",
@@ -90,10 +88,6 @@ HONEST = {
 }
 
 
-@kills(
-    "verify/epsilon.py", "min(step.multiplier, LARGEST) / (", "step.multiplier / (", case="silent"
-)
-@kills("verify/epsilon.py", "if 2 * one > 1e-4 * POINTS:", "if False:", case="loud", slow=True)
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", HONEST)
 def test_every_claim_of_an_honest_card_holds(name):
@@ -132,20 +126,16 @@ def levelled(sampler, multipliers, steps, methods=("rdp",)):
 )
 def test_schedules_are_rounded_to_the_levels_of_the_card_and_cost_no_less():
     """Levels of the plan, whatever of it ran: as in dpjax.accounting, which is another program."""
-    many = jnp.linspace(3.0, 1.0, 600)
     opened = sampling.scored(
         np.zeros(1000, int), np.arange(1, 7)[:, None] / 50, steps_per_row=100, batch_size=20
     )
-    for sampler in (sampling.poisson(1000, 20), opened):
-        plan, card = levelled(sampler, many, 300)
-        assert card["levels"]["levels"] == (256 if sampler is not opened else 128)
-        assert card["levels"]["smallest"] == 1.0
-        assert verdicts(card)[0], verdicts(card)
-        found = steps.steps_of(facts.card_of(card))
-        whole, ran = split(plan.event).sampled, split(plan.event_of(plan.multipliers[:300])).sampled
-        rounded = {(s.rate, s.multiplier): n for s, n in found.items()}
-        assert rounded == pytest.approx(loss_distributions.rounded(ran, plan=whole))
-        assert "names no levels" in verdicts(changed(card, ["levels"], None))[1][0]
+    plan, card = levelled(opened, jnp.linspace(3.0, 1.0, 600), 300)
+    assert card["levels"] == {"levels": 128, "smallest": 1.0}
+    assert verdicts(card)[0], verdicts(card)
+    whole, ran = split(plan.event).sampled, split(plan.event_of(plan.multipliers[:300])).sampled
+    rounded = {(s.rate, s.multiplier): n for s, n in steps.steps_of(facts.card_of(card)).items()}
+    assert rounded == pytest.approx(loss_distributions.rounded(ran, plan=whole))
+    assert "names no levels" in verdicts(changed(card, ["levels"], None))[1][0]
 
 
 @pytest.mark.slow  # a distribution for each of 256 levels takes ten seconds
@@ -163,14 +153,11 @@ CHANGES = [
     (["epsilon", "rdp", "value"], 0.3, "DOES NOT HOLD"),
     (["epsilon", "rdp", "value"], "inf", "promises nothing"),
     (["epsilon"], {}, "claims no epsilon by rdp or pld"),
-    (["delta"], 1e-3, "IS OF OTHER FACTS"),
     (["delta"], 0.5, "promises nothing: delta=0.5"),
     (["steps"], 20, "IS OF OTHER FACTS"),
     (["not_private"], "The rule's bound is infinite", "not for release: the card says"),
-    (["mechanism", "multiplier_and_steps"], [[1.8, 40]], "IS OF OTHER FACTS"),
     (["mechanism", "sampling", "rates"], [[0.03, 1]], "DOES NOT HOLD"),
     (["mechanism", "sampling", "event"], "none", "DOES NOT HOLD"),
-    (["mechanism", "sampling", "event"], "subset", "DOES NOT HOLD"),
     (["mechanism", "clipping", "bounds"], ["inf"], "DOES NOT HOLD"),
     (["mechanism", "sampling", "neighbours"], "zero-out", "proved for zero-out alone"),
     (["mechanism", "projections"], 30, "nothing is recomputed"),
@@ -178,45 +165,21 @@ CHANGES = [
     # Values that no such field has.
     (["epsilon", "rdp", "value"], math.nan, "epsilon.rdp.value is nan; expected a number from 0"),
     (["epsilon", "gdp", "proven"], True, "epsilon.gdp.proven is True; expected one of False"),
-    (["epsilon", "best"], {"value": 1.0, "proven": True}, "is 'best'; expected one of 'rdp'"),
     (["delta"], 0, "the card.delta is 0; expected a number above 0, at most 1"),
-    (["delta"], "1e-5", "the card.delta is '1e-5'"),
     (["steps"], True, "the card.steps is True; expected a whole number"),
-    (["randomness"], "mine", "expected one of 'fresh', 'supplied'"),
-    (
-        ["mechanism", "before", 0, "randomness"],
-        ...,
-        "randomness is missing",
-    ),
-    (["mechanism", "before", 0, "multiplier_and_steps"], [[1.2, 0]], "from 1 to 100,000,000"),
-    (["mechanism", "multiplier_and_steps"], [[1.2, 10**18]], "from 1 to 100,000,000"),
-    (["mechanism", "multiplier_and_steps"], [[-1.2, 40]], "is -1.2; expected a number from 0"),
-    (["mechanism", "multiplier_and_steps"], [[1.2, 60], [1.2, -20]], "is -20; expected a whole"),
-    (["mechanism", "before", 0, "preparation"], ["8.0"], "preparation[0] is '8.0'"),
+    (["mechanism", "before", 0, "randomness"], ..., "randomness is missing"),
+    (["mechanism", "multiplier_and_steps"], [[1.2, 10**18]], "from 1, at most 100,000,000"),
     (["remark"], "sound", "the card is not of format 4: remark is unknown"),
-    (["mechanism"], 3, "the card.mechanism is not of format 4"),
-    (["mechanism", "format"], 1, "is of format 1, and this file reads format 4"),
+    (["mechanism", "format"], 1, "the card is of format 1; expected 4"),
     (["mechanism", "sampling", "rates"], [[1.5, 1]], "is 1.5; expected a number from 0, at most 1"),
-    (["mechanism", "sampling", "rates"], [], "a list of 1 or more"),
-    (["mechanism", "sampling", "examples"], 10**400, "sampling.examples is 1000"),
-    (["mechanism", "sampling", "cycle"], 2.5, "cycle is 2.5; expected a whole number from 1"),
+    (["mechanism", "sampling", "rates"], [], "the card cannot be accounted"),
     (["mechanism", "sampling", "event"], "own", "expected one of 'poisson', 'subset', 'none'"),
-    (["mechanism", "clipping", "bounds"], [-1.0], "bounds[0] is -1.0"),
-    (["mechanism", "clipping", "bounds"], [1, 1], "groups is ['group 0']; expected 2"),
-    (["mechanism", "unit"], "household", "expected one of 'example', 'client'"),
-    (["levels"], {"levels": 10**9, "smallest": 1.0}, "from 1 to 256"),
 ]
 
 
 @kills("verify/cards.py", "elif value > largest * (1 + LOOSE):", "elif False:")
-@kills("verify/cards.py", "        if math.isinf(value):", "        if False:", slow=True)
-@kills("verify/cards.py", "if card.not_private is not None:", "if False:", slow=True)
 @kills("verify/facts.py", "    if unlike:\n", "    if False:\n", slow=True)
 @kills("verify/facts.py", "not least <= given <= most", "given < least", slow=True)
-@kills("verify/facts.py", "type(value) is not int", "not isinstance(value, int)", slow=True)
-@kills(
-    "verify/facts.py", "NEIGHBOURS.index(card.mechanism.neighbours) < proved", "False", slow=True
-)
 @pytest.mark.parametrize(
     ("path", "value", "expected"),
     CHANGES,
@@ -228,33 +191,22 @@ def test_no_changed_card_passes(path, value, expected, honest):
     assert not good
 
 
-def test_facts_that_cannot_be_together_are_answered_in_a_sentence(honest):
-    for path, value in ((["sampling", "batch_size"], 2000), (["clipping"], [])):
-        card = changed(honest, ["mechanism", *path], value)
-        card["mechanism"]["sampling"]["event"] = "subset"
-        card["mechanism"]["neighbours"] = "replace-one"
-        assert not verdicts(card)[0]
-
-
 SHUFFLED = sampling.shuffled(1000, 100)
 FULL = sampling.full(1000)
 ROOT = strategies.square_root(steps=40)
 CONTRADICTIONS = [
-    ({"adaptive": clipping.Quantile()}, ["adaptive", "target"], 3, "adaptive.target is 3"),
     (
         {"sampling": FULL, "noise": strategies.toeplitz(40, [1.0, 0.5])},
         ["noise", "values"],
         [0.0],
         "without an inverse",
     ),
-    ({"sampling": SHUFFLED, "noise": ROOT}, ["noise", "normalized"], "false", "one of True, False"),
     ({"sampling": SHUFFLED, "noise": ROOT}, ["noise", "kind"], "own", "kind is 'own'"),
     ({"sampling": SHUFFLED, "noise": ROOT}, ["noise", "steps"], 39, "correlated over 39 steps"),
     ({"sampling": SHUFFLED, "noise": ROOT}, ["sampling", "place"], None, "no sensitivity is known"),
 ]
 
 
-@kills("verify/matrices.py", "require_inverse(values[:1])", "pass", slow=True)
 @kills("verify/matrices.py", "planned > run.noise.steps or several", "several", slow=True)
 @pytest.mark.parametrize(
     ("options", "path", "value", "expected"),
@@ -273,11 +225,9 @@ def test_no_verdict_prints_less_than_is_claimed(honest):
     for value in (0.30703772616587044, 2.1, 9.99961, 1e-5, 0.0, 1234.5, 5e-324, np.inf):
         assert cards.upwards(value) == upwards(value)
     claimed = honest["epsilon"]["rdp"]["value"]
-    rdp, gdp = verdicts(changed(honest, ["epsilon", "gdp", "value"], 1.5e160))[1]
-    shown = [float(rdp.partition(word)[2].split()[0]) for word in ("claims epsilon", "recomputed")]
-    assert shown[0] >= claimed
+    rdp, gdp = verdicts(honest)[1]
     assert f"epsilon {upwards(claimed)} for one example at delta=1e-05; recomputed" in rdp
-    assert gdp.endswith("estimates epsilon 1.5e+160: not checked, and no bound")
+    assert gdp.endswith(": not checked, and no bound")
 
 
 def test_a_supplied_key_limits_what_holds(honest):
@@ -297,7 +247,6 @@ WITHOUT_NOISE = {
     "query": ({**FIXED, "preparation": [0.0]}, "A query before the first step had no noise."),
     "before": ({**FIXED, "before": [BARE.spent(BARE.multipliers)]}, "An earlier run"),
     "order": ({"sampling": sampling.curriculum(np.arange(1000), 100)}, "the order comes from the"),
-    "tiny": ({**FIXED, "noise_multiplier": 1e-160}, ""),
 }
 
 
@@ -311,14 +260,13 @@ def test_a_run_without_noise_promises_nothing(name):
     assert not good
     assert "holds" not in said
     assert said.count("promises nothing") == len(set(card["epsilon"]) & set(BOUNDS))
-    assert not why or (f"not for release: the card says '{why}" in said or why in said)
+    assert f"not for release: the card says '{why}" in said or why in said
     smaller = changed(card, ["epsilon", "rdp", "value"], 1.0)
     assert "DOES NOT HOLD" in "\n".join(verdicts(smaller)[1])
 
 
 # By 80 digits: bisection of Phi(mu / 2 - e / mu) - exp(e) Phi(-mu / 2 - e / mu).
 EXACT = [
-    (0.01 * 2**0.5, 1e-30, 0.1538552277),
     (1.0, 1e-5, 4.3771780957),
     (20**0.5 / 5, 1e-15, 7.2450003),
 ]
@@ -340,41 +288,18 @@ def test_gaussians_without_sampling_have_a_closed_form(moved, delta, expected):
         assert not verdicts(less)[0]
 
 
-@pytest.mark.parametrize("delta", [1e-12, 1e-15])
-def test_orders_are_fine_enough_for_a_small_delta(delta):
-    card = card_of(delta, ["rdp"], noise_multiplier=50.0, steps=2000)
-    good, lines = verdicts(card)
-    assert good, lines
-    value = 0.1 * card["epsilon"]["rdp"]["value"]  # below what distributions prove, too
-    (said,) = verdicts(changed(card, ["epsilon", "rdp", "value"], value))[1]
-    small = said.endswith("cannot be confirmed at so small a delta")
-    assert small if delta < 1e-12 else said.endswith("DOES NOT HOLD")
-
-
-@kills("verify/epsilon.py", "card.delta - rounding_error(steps)", "card.delta", slow=True)
-@pytest.mark.slow
-def test_a_distribution_confirms_no_more_than_floats_resolve():
-    """Its Fourier transforms once claimed 1.111 where 1.123 is a proved lower bound."""
-    sampler, noise = sampling.poisson(100_000, 50_000), 667.4572751181494
-    card = card_of(1e-14, ["pld"], sampling=sampler, noise_multiplier=noise, steps=43_224)
-    assert verdicts(card)[0], verdicts(card)
-    less = changed(card, ["epsilon", "pld", "value"], 0.98 * card["epsilon"]["pld"]["value"])
-    assert not verdicts(less)[0]
-
-
 # Files -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("{", "not readable as JSON"),
-        ("[" * 200_000, "not readable as JSON"),
+        ("{", "is not JSON"),
         ("[1, 2]", "holds a list; expected a JSON object"),
         ("{}", "mechanism is missing"),
-        (None, "there is no file"),
+        (None, "no such file"),
     ],
-    ids=["cut", "deep", "list", "empty", "none"],
+    ids=["cut", "list", "empty", "none"],
 )
 def test_a_file_that_is_no_card_is_answered_in_one_sentence(content, expected, tmp_path, capsys):
     path = tmp_path / "privacy.json"
@@ -446,7 +371,6 @@ def parsed(card):
     return plan.noise, plan.sampling
 
 
-@kills("verify/matrices.py", "rows = squares + np", "rows = squares + 0 * np", case="tree")
 @kills("verify/matrices.py", "np.all(falling == column)", "True", case="rising", slow=True)
 @kills("sampling/events.py", "strategies.apart(1, -(-steps // cycle))", "strategies.cycles(cycle)")
 @kills(
@@ -465,31 +389,20 @@ def test_correlated_noise_is_recomputed_with_its_strategy(name):
         assert "one example moves" in words[0]
 
 
-@kills("verify/matrices.py", "squares + 2 * np.sum", "squares + np.sum", case="inverse", slow=True)
-@kills("verify/matrices.py", "norms[apart:]", "norms[:1]", case="normalized", slow=True)
-@pytest.mark.parametrize("name", ["inverse", "normalized", "tree"])
-def test_the_diagonals_say_as_much_as_the_whole_matrix(name):
-    noise, _ = parsed(card_of(methods=["rdp"], sampling=BATCHES["bins"], noise=CORRELATED[name]))
-    c = matrices.matrix(noise)
-    gram = np.abs(c.T @ c)
-    distances = range(matrices.bands(noise))
-    for row, apart in zip(matrices.diagonals(noise, distances), distances, strict=True):
-        assert row[: 40 - apart] == pytest.approx(np.diagonal(gram, apart), abs=1e-9)
-        assert not row[40 - apart :].any()
-    patterns = [np.arange(start, 40, 2) for start in range(2)]
-    even = max(gram[np.ix_(places, places)].sum() for places in patterns)
-    assert matrices.largest(noise, 40, 2, even=True) == pytest.approx(even)
+NORMALIZED = strategies.toeplitz(5000, [1.0, 0.5], normalized=True)
 
 
-@pytest.mark.parametrize("name", ["bins", "shuffled"])
-def test_banded_noise_of_many_steps_is_recomputed(name):
-    """Bands take memory for steps x bands, so no length of a run is too long for them."""
-    options = {"noise": strategies.banded(5000, 16), "steps": 5000, "noise_multiplier": 40.0}
-    card = card_of(methods=["rdp"], sampling=BATCHES[name], **options)
+@pytest.mark.parametrize("noise", [strategies.square_root(5000, 16), strategies.tree(5000)])
+def test_noise_of_many_steps_is_recomputed(noise):
+    """Without its matrix: by columns that fall, or by the nodes of a tree."""
+    options = {"noise": noise, "steps": 5000, "noise_multiplier": 40.0}
+    card = card_of(methods=["rdp"], sampling=SHUFFLED, **options)
     assert verdicts(card)[0], verdicts(card)
     path, least = ["mechanism", "noise", "sensitivity"], matrices.sensitivity(*parsed(card))
     assert 1 < least <= card["mechanism"]["noise"]["sensitivity"]
     assert not verdicts(changed(card, path, 0.999 * least))[0]
+    meet = changed(card, ["mechanism", "noise"], {**NORMALIZED.facts, "sensitivity": 9.0})
+    assert "too many to compute" in verdicts(meet)[1][0]
 
 
 @kills("verify/matrices.py", "bands(noise) <= sampling.cycle", "True", slow=True)
@@ -510,18 +423,3 @@ def test_correlated_noise_is_not_cheaper_than_its_events():
         card, ["mechanism", "sampling"], card_of(methods=["rdp"])["mechanism"]["sampling"]
     )
     assert "no sensitivity" in verdicts(poisson)[1][0]
-
-
-@pytest.mark.parametrize(
-    "noise",
-    [
-        pytest.param(strategies.banded_inverse_square_root(16, 1), id="one"),
-        pytest.param(strategies.tree(4), id="tree"),
-        pytest.param(strategies.square_root(5), id="beyond"),
-    ],
-)
-def test_bands_are_counted_as_the_mechanism_counts_them(noise):
-    batches = sampling.cyclic_poisson(1000, 20, cycle=4)
-    card = card_of(methods=["rdp"], sampling=batches, noise=noise, steps=noise.steps)
-    assert verdicts(card)[0], verdicts(card)
-    assert matrices.is_amplified(*parsed(card)) is is_amplified(noise, batches)

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time and tightness of an epsilon: dpjax, dp-accounting and Opacus.
 
-  result    2,000 different multipliers take 1.0 s by RDP (dp-accounting 37, Opacus 18), 17 s by PLD
-            (both others above 60); answers agree with dp-accounting to 6 digits by RDP
-  hardware  2 cores of an AMD EPYC; medians of 5, or of 3 or 1 above 15 s
-  command   make bench-peers BENCH=accounting ARGS="--out experiments/results/accounting.json"
-  figures   experiments/results/accounting.json
+claim     dpjax answers in less time, and as tightly
+verdict   2,000 different multipliers take 1.0 s by RDP (dp-accounting 37, Opacus 18), 17 s by PLD
+hardware  2 cores of an AMD EPYC; medians of 5, or of 3 or 1 above 15 s
+command   make bench-peers BENCH=accounting ARGS="--out experiments/results/accounting.json"
 
-Three questions, by RDP and by PLD (PRV in Opacus): one multiplier for 14,063 steps, 2,000
-different multipliers, and the multiplier of epsilon 3.  All answers are upper bounds with each
-library's default orders, grids and tolerances.  Each contestant runs in its own process, imports
-excluded, and repeats with a slightly different rate so that caches do not answer.
+All answers are upper bounds with each library's default orders, grids and tolerances; Opacus has
+PRV for PLD. Each contestant runs in its own process (``... accounting LIBRARY METHOD``), which can
+be stopped, imports excluded, and repeats with a slightly different rate so that caches do not
+answer.
 """
 
 from __future__ import annotations
@@ -18,11 +17,15 @@ from __future__ import annotations
 import pathlib
 import statistics
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 from absl import flags
 
 from experiments.benchmarks import reporting, workers
+
+Task = dict[str, Any]
 
 CONTESTANTS = (
     ("dpjax", "rdp"),
@@ -61,10 +64,90 @@ def questions(smoke: bool) -> dict[str, dict[str, Any]]:
     }
 
 
+def with_dpjax(method: str) -> Callable[[Task], float]:
+    from dpjax import accounting
+
+    def answer(task: Task) -> float:
+        rate, delta = task["sampling_rate"], task["delta"]
+        if "target" in task:
+
+            def event(noise_multiplier: float) -> Any:
+                return accounting.subsampled_gaussian(noise_multiplier, rate, task["steps"])
+
+            return accounting.calibrate(event, task["target"], delta, method)
+        runs = [accounting.subsampled_gaussian(z, rate, steps) for z, steps in task["runs"]]
+        return accounting.epsilon(accounting.compose(*runs), delta, method)
+
+    return answer
+
+
+def with_dp_accounting(method: str) -> Callable[[Task], float]:
+    import dp_accounting
+    from dp_accounting import pld, rdp
+
+    accountant = {"rdp": rdp.RdpAccountant, "pld": pld.PLDAccountant}[method]
+
+    def run(noise_multiplier: float, rate: float, steps: int) -> Any:
+        step = dp_accounting.GaussianDpEvent(noise_multiplier)
+        return dp_accounting.SelfComposedDpEvent(
+            dp_accounting.PoissonSampledDpEvent(rate, step), steps
+        )
+
+    def answer(task: Task) -> float:
+        rate, delta = task["sampling_rate"], task["delta"]
+        if "target" in task:
+            return dp_accounting.calibrate_dp_mechanism(
+                accountant, lambda z: run(z, rate, task["steps"]), task["target"], delta
+            )
+        runs = [run(z, rate, steps) for z, steps in task["runs"]]
+        return accountant().compose(dp_accounting.ComposedDpEvent(runs)).get_epsilon(delta)
+
+    return answer
+
+
+def with_opacus(method: str) -> Callable[[Task], float]:
+    from opacus import accountants
+    from opacus.accountants.utils import get_noise_multiplier
+
+    def answer(task: Task) -> float:
+        rate, delta = task["sampling_rate"], task["delta"]
+        if "target" in task:
+            return get_noise_multiplier(
+                target_epsilon=task["target"],
+                target_delta=delta,
+                sample_rate=rate,
+                steps=task["steps"],
+                accountant=method,
+            )
+        accountant = accountants.create_accountant(method)
+        accountant.history = [(z, rate, steps) for z, steps in task["runs"]]
+        return accountant.get_epsilon(delta)
+
+    return answer
+
+
+LIBRARIES = {"dpjax": with_dpjax, "dp-accounting": with_dp_accounting, "opacus": with_opacus}
+
+
+def serve(library: str, method: str) -> None:
+    """Answers tasks, and before them ``{"prepare": true}``, so that imports are not timed."""
+    ready: list[Callable[[Task], float]] = []
+
+    def handle(question: dict[str, Any]) -> dict[str, Any]:
+        if "prepare" in question:
+            ready.append(LIBRARIES[library](method))
+            return {}
+        started = time.perf_counter()
+        answer = ready[0](question)
+        return {"seconds": time.perf_counter() - started, "answer": float(answer)}
+
+    workers.serve(handle)
+
+
 def ready(peers: str | None, library: str, method: str) -> workers.Worker:
     """A contestant that has imported what it needs; if it cannot, it says so when asked."""
     python = str(peers) if library == "opacus" else sys.executable
-    worker = workers.Worker(python, "accountants", library, method)
+    worker = workers.Worker(python, "accounting", library, method)
     worker.ask({"prepare": True})
     return worker
 
@@ -82,13 +165,13 @@ def measure(
             # A repeat that would exceed the cap does not start; the first has all the time.
             if "refused" in row or (repeat and row["seconds"][-1] > 0.9 * left):
                 continue
-            found = worker.ask(again, left)
-            if "refused" in found:
-                row["refused"] = found["refused"]
+            answer = worker.ask(again, left)
+            if "refused" in answer:
+                row["refused"] = answer["refused"]
                 continue
-            row["seconds"].append(found["seconds"])
+            row["seconds"].append(answer["seconds"])
             row["median_s"] = statistics.median(row["seconds"])
-            row.setdefault("answer", found["answer"])
+            row.setdefault("answer", answer["answer"])
     return rows
 
 
@@ -115,13 +198,10 @@ def main(asked: Any) -> None:
     if peers is None:
         print(workers.NOT_RUN, flush=True)
     names = {f"{library} {method}": (library, method) for library, method in CONTESTANTS}
-    some = reporting.chosen("contestants", list(names), asked.contestants)
-    names = {who: names[who] for who in some if peers or "opacus" not in who}
+    names = {who: words for who, words in names.items() if peers or "opacus" not in who}
     alive: dict[str, workers.Worker] = {}
     report["questions"] = {}
-    tasks = questions(asked.smoke)
-    for name in reporting.chosen("questions", list(tasks), asked.questions):
-        task = tasks[name]
+    for name, task in questions(asked.smoke).items():
         alive |= {who: ready(peers, *words) for who, words in names.items() if who not in alive}
         rows = report["questions"][name] = measure(task, alive, repeats, seconds)
         print(table(task["words"], rows), flush=True)
@@ -132,9 +212,9 @@ def main(asked: Any) -> None:
         worker.close()
 
 
-if __name__ == "__main__":
-    flags.DEFINE_list("questions", None, "Of steps, schedule, calibration; by default all.")
-    flags.DEFINE_list("contestants", None, "How their names begin; by default all.")
+if __name__ == "__main__" and sys.argv[1:2] and sys.argv[1] in LIBRARIES:
+    serve(*sys.argv[1:])
+elif __name__ == "__main__":
     flags.DEFINE_integer("repeats", 5, "How often each contestant answers.", lower_bound=1)
     flags.DEFINE_float("seconds", 60.0, "A contestant that needs longer is stopped.", 0.1)
     flags.DEFINE_string("peers_python", str(workers.PEERS), "Interpreter that has the peers.")

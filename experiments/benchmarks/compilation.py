@@ -1,44 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first step of a run, with tracing and compilation, beside that of plain JAX.
 
-  result    12 blocks of a Transformer 2.0 times plain JAX (15.2 and 7.7 s), a CNN 2.7 times (3.8
-            and 1.4 s); DP-SGD in a few lines of JAX, with `jax.vmap`, takes 18.4 and 4.7 s.  About
-            1.4 s are draw, exact sums, noise and checksum, whatever the model: a linear one takes
-            1.7 s, with `jax.vmap` 1.4, plain 0.3.  12 blocks in a scan take 5.5 s.  One round
-  hardware  one core of an AMD EPYC; JAX 0.10.2
-  command   make bench BENCH=compilation ARGS="--rounds 1 --out FILE"
-  figures   experiments/results/compilation.json
+claim     a private first step takes at most about 2.7 times the time of a plain one
+verdict   so it is, but for models so small that draw, sums and noise are most of it
+hardware  one core of an AMD EPYC; JAX 0.10.2
+command   make bench BENCH=compilation ARGS="--rounds 1 --out experiments/results/compilation.json"
 
-A step is `dpjax.dpsgd` with Poisson batches of 32 of 256 examples, clipping and noise; the plain
-one is JAX's gradient of the mean loss of 32 examples and the same optimizer.  "vmap" is DP-SGD
-as a few lines of JAX: `jax.random` draws and makes noise, `jax.vmap` the gradients, and nothing is
-checked.  Each first step is taken in a process of its own without a compilation cache, and costs
-the CPU time from the first call, of `init` or of another step, to the new parameters.  "again" is
-the same step once more.
+A step is `dpjax.dpsgd` with Poisson batches of 32 of 256 examples; the plain one is JAX's gradient
+of the mean loss of 32 examples. "vmap" is DP-SGD as a few lines of JAX. Each first step is taken
+in a process of its own without a compilation cache, and costs the CPU time from the first call, of
+`init` or of another step, to the new parameters. "again" is the same step once more.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from absl import flags
 
 import dpjax
 from dpjax import clipping, losses, models, sampling
-from experiments.benchmarks import reporting
+from experiments.benchmarks import reporting, workers
 
 EXAMPLES, BATCH = 256, 32
-WIDTH, HEADS, TOKENS, CLASSES = 64, 4, 16, 10
+WIDTH, TOKENS, CLASSES = 64, 16, 10
 STEPS = ("plain", "private", "vmap")
 # Made here, so that no step pays for the import of the accountants.
 MECHANISM = dpjax.Mechanism(
@@ -49,50 +42,36 @@ MECHANISM = dpjax.Mechanism(
 )
 
 
-def cnn() -> tuple[Any, Any, Any]:
-    """The CNN of the tempered-sigmoid paper, on images of 28 x 28."""
-    model = models.by_name("tempered_cnn", CLASSES)
-    x = jnp.zeros((EXAMPLES, 28, 28, 1))
-    params = jax.jit(model.init)(jax.random.key(0), x[:1])["params"]
+def of_module(model: nn.Module, *shape: int) -> tuple[Any, Any, Any]:
+    """Loss, parameters and inputs of a module."""
+    x = jax.random.normal(jax.random.key(0), (EXAMPLES, *shape))
+    params = jax.jit(model.init)(jax.random.key(0), x[0])["params"]
     return losses.of(model, losses.cross_entropy), params, x
 
 
-def transformer(depth: int, scanned: bool) -> tuple[Any, Any, Any]:
-    """Blocks of attention and a perceptron, written one after the other or as one `lax.scan`."""
-    keys = iter(jax.random.split(jax.random.key(0), 8))
+class Block(nn.Module):
+    """Attention and a perceptron."""
 
-    def matrix(*shape: int) -> jax.Array:
-        return jax.random.normal(next(keys), shape) / shape[-2] ** 0.5
+    @nn.compact
+    def __call__(self, h: Any, _: Any = None) -> tuple[Any, None]:
+        h = h + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(h))
+        return h + nn.Dense(WIDTH)(nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(h)))), None
 
-    sizes = {"query": (WIDTH, WIDTH), "key": (WIDTH, WIDTH), "value": (WIDTH, WIDTH)}
-    sizes |= {"out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
-    stacked: dict[str, Any] = {name: matrix(depth, *size) for name, size in sizes.items()}
-    stacked |= {f"{name} scale": jnp.ones((depth, WIDTH)) for name in ("first", "second")}
 
-    def normed(h: Any, scale: Any) -> Any:
-        return scale * (h - h.mean(-1, keepdims=True)) / (h.std(-1, keepdims=True) + 1e-6)
+class Transformer(nn.Module):
+    """Blocks one after the other, or as one `lax.scan`."""
 
-    def block(h: Any, p: Any) -> tuple[Any, None]:
-        x = normed(h, p["first scale"])
-        q, k, v = ((x @ p[n]).reshape(TOKENS, HEADS, -1) for n in ("query", "key", "value"))
-        weights = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5)
-        h = h + jnp.einsum("hqk,khd->qhd", weights, v).reshape(TOKENS, WIDTH) @ p["out"]
-        x = normed(h, p["second scale"])
-        return h + jax.nn.gelu(x @ p["up"]) @ p["down"], None
+    depth: int
+    scanned: bool = False
 
-    each = [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(depth)]
-    params = {"blocks": stacked if scanned else each, "head": matrix(WIDTH, CLASSES)}
-
-    def loss(params: Any, example: Any) -> Any:
-        h, label = example
-        if scanned:
-            h, _ = jax.lax.scan(block, h, params["blocks"])
-        else:
-            for p in params["blocks"]:
-                h, _ = block(h, p)
-        return losses.cross_entropy(h.mean(0) @ params["head"], label)
-
-    return loss, params, jax.random.normal(next(keys), (EXAMPLES, TOKENS, WIDTH))
+    @nn.compact
+    def __call__(self, h: Any) -> Any:
+        if self.scanned:
+            every = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            h, _ = nn.scan(Block, length=self.depth, **every)()(h, None)
+        for _ in range(0 if self.scanned else self.depth):
+            h, _ = Block()(h)
+        return nn.Dense(CLASSES)(h.mean(0))
 
 
 def linear() -> tuple[Any, Any, Any]:
@@ -106,11 +85,11 @@ def linear() -> tuple[Any, Any, Any]:
 
 MODELS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
     "linear": linear,
-    "CNN": cnn,
-    "1 block": lambda: transformer(1, scanned=False),
-    "4 blocks": lambda: transformer(4, scanned=False),
-    "12 blocks": lambda: transformer(12, scanned=False),
-    "12 blocks in a scan": lambda: transformer(12, scanned=True),
+    "CNN": lambda: of_module(models.by_name("tempered_cnn", CLASSES), 28, 28, 1),
+    "1 block": lambda: of_module(Transformer(1), TOKENS, WIDTH),
+    "4 blocks": lambda: of_module(Transformer(4), TOKENS, WIDTH),
+    "12 blocks": lambda: of_module(Transformer(12), TOKENS, WIDTH),
+    "12 blocks in a scan": lambda: of_module(Transformer(12, scanned=True), TOKENS, WIDTH),
 }
 
 
@@ -126,7 +105,11 @@ def step_of(kind: str, loss: Any, params: Any, batch: Any) -> Iterator[Any]:
 
     @jax.jit
     def plain(params: Any, moves: Any, some: Any, number: Any) -> Any:
-        mean = lambda p: jnp.mean(jax.vmap(loss, (None, 0))(p, some))  # noqa: E731
+        del number
+
+        def mean(params: Any) -> Any:
+            return jnp.mean(jax.vmap(loss, (None, 0))(params, some))
+
         changes, moves = optimizer.update(jax.grad(mean)(params), moves, params)
         return optax.apply_updates(params, changes), moves
 
@@ -142,10 +125,12 @@ def step_of(kind: str, loss: Any, params: Any, batch: Any) -> Iterator[Any]:
             factor = 1 / jnp.maximum(optax.tree.norm(gradient), 1)
             return jax.tree.map(lambda x: x * factor, gradient)
 
-        each = jax.vmap(clipped)(jax.tree.map(lambda leaf: leaf[rows], data))
+        def noisy(gradients: Any, noise: Any) -> Any:
+            return (jnp.tensordot(mask, gradients, 1) + noise) / BATCH
+
+        gradients = jax.vmap(clipped)(jax.tree.map(lambda leaf: leaf[rows], data))
         noise = optax.tree.random_like(for_noise, params, jax.random.normal)
-        noisy = lambda g, z: (jnp.tensordot(mask, g, 1) + z) / BATCH  # noqa: E731
-        changes, moves = optimizer.update(jax.tree.map(noisy, each, noise), moves, params)
+        changes, moves = optimizer.update(jax.tree.map(noisy, gradients, noise), moves, params)
         return optax.apply_updates(params, changes), moves
 
     step, some = with_vmap, batch
@@ -157,8 +142,27 @@ def step_of(kind: str, loss: Any, params: Any, batch: Any) -> Iterator[Any]:
         yield params
 
 
-def one(model: str, kind: str) -> dict[str, float]:
+def measured(model: str, rounds: int) -> dict[str, Any]:
+    """Medians of a model's first steps, each kind in turns and in new processes."""
+    answers: dict[str, list[dict[str, float]]] = {kind: [] for kind in STEPS}
+    for _ in range(rounds):
+        for kind in STEPS:
+            worker = workers.Worker(sys.executable, "compilation", model, kind)
+            answers[kind].append(worker.ask({}))
+            worker.close()
+    medians = {
+        kind: {name: statistics.median(times[name] for times in of) for name in of[0]}
+        for kind, of in answers.items()
+    }
+    private = medians["private"]["first_s"]
+    ratios = {f"over {kind}": private / medians[kind]["first_s"] for kind in ("plain", "vmap")}
+    return {**medians, **ratios}
+
+
+def answer(question: dict[str, Any]) -> dict[str, float]:
     """CPU seconds of the first step and of the next, in this process."""
+    del question
+    _, model, kind = sys.argv
     jax.config.update("jax_enable_compilation_cache", False)
     loss, params, x = MODELS[model]()
     batch = jax.block_until_ready((x, jnp.arange(EXAMPLES) % CLASSES))
@@ -170,38 +174,18 @@ def one(model: str, kind: str) -> dict[str, float]:
     return dict(zip(("first_s", "again_s"), seconds, strict=True))
 
 
-def measured(model: str, rounds: int) -> dict[str, Any]:
-    """Medians of a model's first steps, each kind in turns."""
-    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in STEPS}
-    for _ in range(rounds):
-        for kind in STEPS:
-            command = [sys.executable, __file__, f"--one={model}", f"--kind={kind}"]
-            answer = subprocess.run(command, capture_output=True, text=True, check=True)
-            found[kind].append(json.loads(answer.stdout.splitlines()[-1]))
-    medians = {
-        kind: {name: statistics.median(each[name] for each in all_) for name in all_[0]}
-        for kind, all_ in found.items()
-    }
-    private = medians["private"]["first_s"]
-    ratios = {f"over {kind}": private / medians[kind]["first_s"] for kind in ("plain", "vmap")}
-    return {**medians, **ratios}
-
-
 def main(asked: Any) -> None:
-    if asked.one:
-        print(json.dumps(one(asked.one, asked.kind)))
-        return
     some, rounds = (["linear"], 1) if asked.smoke else (list(MODELS), asked.rounds)
     report = reporting.begin(("jax", "jaxlib", "optax"), smoke=asked.smoke, rounds=rounds)
     report["models"] = {}
     for model in some:
-        found = report["models"][model] = measured(model, rounds)
-        seconds = "  ".join(f"{kind} {found[kind]['first_s']:6.2f} s" for kind in STEPS)
-        print(f"{model:20} {seconds}  {found['over plain']:5.2f} x  {found['over vmap']:5.2f} x")
+        times = report["models"][model] = measured(model, rounds)
+        seconds = "  ".join(f"{kind} {times[kind]['first_s']:6.2f} s" for kind in STEPS)
+        print(f"{model:20} {seconds}  {times['over plain']:5.2f} x  {times['over vmap']:5.2f} x")
         reporting.keep(report, asked.out)
 
 
-if __name__ == "__main__":
-    flags.DEFINE_enum("one", None, list(MODELS), "Takes two steps of this model, here.")
-    flags.DEFINE_enum("kind", "plain", list(STEPS), "The kind of step, with --one.")
+if __name__ == "__main__" and sys.argv[1:2] and sys.argv[1] in MODELS:
+    workers.serve(answer)
+elif __name__ == "__main__":
     reporting.run(main, smoke="One model, one round", rounds=3)

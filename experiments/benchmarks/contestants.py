@@ -10,12 +10,9 @@ sharded.  Contestants called plain (`plain`) are not private.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +22,10 @@ from optax import contrib
 
 import dpjax
 from dpjax import clipping, gradients, sampling, strategies
-from dpjax.gradients import batching
-from experiments.benchmarks import memory, workers
-from experiments.benchmarks.agreement import BOUND
-from experiments.benchmarks.plain import plain_gradients
+from experiments.benchmarks import workers
 from experiments.benchmarks.workloads import SEED, WORKLOADS
 
-NOISE_MULTIPLIER, LEARNING_RATE = 1.1, 0.1
+BOUND, NOISE_MULTIPLIER, LEARNING_RATE = 1.0, 1.1, 0.1
 STEPS = 1_000_000  # past its plan a mechanism returns NaN
 PEERS = (
     "jax_privacy",
@@ -53,8 +47,6 @@ class Contestant(NamedTuple):
     sound: Callable[[], bool]
     close: Callable[[], None]
     facts: dict[str, Any]
-    prepare: Callable[[], None] = lambda: None
-    """Compiles the step, which the first `run` does otherwise."""
 
 
 def compiled(gradient: Any, link: optax.GradientTransformation, params: Any, batch: Any) -> Any:
@@ -68,17 +60,12 @@ def compiled(gradient: Any, link: optax.GradientTransformation, params: Any, bat
 
     program, arguments = None, (params, optimizer.init(params), batch)
 
-    def prepare() -> None:
+    def run(steps: int) -> float:
         nonlocal program, arguments
+        started = time.perf_counter()
         if program is None:
             program = step.lower(*arguments).compile()
             arguments = jax.device_put(arguments, program.input_shardings[0])
-
-    def run(steps: int) -> float:
-        nonlocal arguments
-        started = time.perf_counter()
-        prepare()
-        assert program is not None
         for _ in range(steps):
             # One at a time: host devices that wait for each other can be starved of threads.
             arguments = (*jax.block_until_ready(program(*arguments)), arguments[2])
@@ -93,7 +80,7 @@ def compiled(gradient: Any, link: optax.GradientTransformation, params: Any, bat
     def sound() -> bool:
         return bool(jnp.isfinite(ravel_pytree(arguments[0])[0]).all())
 
-    return Contestant(run, planned, sound, lambda: None, {}, prepare)
+    return Contestant(run, planned, sound, lambda: None, {})
 
 
 def peer(python: str, name: str, workload: str, batch_size: int, **env: str) -> Contestant:
@@ -127,56 +114,53 @@ def peer(python: str, name: str, workload: str, batch_size: int, **env: str) -> 
     )
 
 
-def alone(name: str, workload: str, batch_size: int) -> dict[str, int | None]:
-    """The memory of one of `in_this_process`, found in a process that does nothing else."""
-    other = peer(sys.executable, name, workload, batch_size, **memory.GIVES_BACK)
-    other.run(1)
-    other.close()
-    return other.memory()
+def jax_privacy(loss: Any, batch_size: int, microbatch_size: int | None = None) -> Any:
+    """jax_privacy's clipped gradient, and its noise."""
+    from jax_privacy import clipping as theirs
+    from jax_privacy import noise_addition
+
+    gradient = theirs.clipped_grad(
+        loss,
+        l2_clip_norm=BOUND,
+        normalize_by=batch_size,
+        keep_batch_dim=False,
+        microbatch_size=microbatch_size,
+    )
+    deviation, key = NOISE_MULTIPLIER * BOUND / batch_size, jax.random.key(SEED)
+    return gradient, noise_addition.gaussian_privatizer(stddev=deviation, prng_key=key)
 
 
-def for_noise(loss: Any, engine: str) -> Any:
-    """The clipped sum of one engine, as a noise link takes it."""
-    clipped = dpjax.clipped_grad(loss, clipping.flat(BOUND), engine)
-    return lambda params, batch: clipped(params, batch).sum
-
-
-def uncompensated(gradient: Any) -> Any:
-    """The gradient with one plain total over all microbatches: what compensation costs."""
-
-    def traced(params: Any, batch: Any) -> Any:
-        with mock.patch.object(batching, "microbatches_in_block", return_value=len(batch[1])):
-            return gradient(params, batch)
-
-    return traced
-
-
-def in_this_process(loss: Any, params: Any, batch: Any) -> dict[str, Callable[[], Contestant]]:
-    """Name -> what makes the contestant, for all that JAX and dpjax need no peer for."""
-    batch_size, key = len(batch[1]), jax.random.key(SEED)
+def of_jax(loss: Any, batch_size: int) -> dict[str, tuple[Any, optax.GradientTransformation]]:
+    """By name the gradients of JAX, dpjax and Optax, each with what makes it private."""
+    key = jax.random.key(SEED)
     mechanism = dpjax.Mechanism(
         sampling=sampling.poisson(examples=60_000, batch_size=batch_size),
         clipping=clipping.flat(BOUND),
         noise_multiplier=NOISE_MULTIPLIER,
         steps=STEPS,
     )
-    makes = {name: (g, optax.identity()) for name, g in plain_gradients(loss).items()}
+
+    def mean_loss(params: Any, batch: Any) -> Any:
+        return jnp.mean(jax.vmap(loss, (None, 0))(params, batch))
+
+    def clipped_sum(engine: str) -> Any:
+        clipped = dpjax.clipped_grad(loss, clipping.flat(BOUND), engine)
+        return lambda params, batch: clipped(params, batch).sum
+
+    programs = {
+        "plain": (jax.grad(mean_loss), optax.identity()),  # as users write it
+        # In microbatches, by the means of the private one.
+        "plain fast": (gradients.plain_grad(loss), optax.identity()),
+    }
     for engine in (*gradients.ENGINES, "auto"):
-        makes[f"dpjax {engine}"] = (for_noise(loss, engine), mechanism.privatize(key))
-    makes["uncompensated auto"] = (
-        uncompensated(for_noise(loss, "auto")),
-        mechanism.privatize(key),
-    )
+        programs[f"dpjax {engine}"] = (clipped_sum(engine), mechanism.privatize(key))
     # Correlated noise with 16 bands, beside the white noise of "dpjax auto".
     banded = dataclasses.replace(
         mechanism,
         sampling=sampling.cyclic_poisson(60_000, batch_size, cycle=16),
         noise=strategies.square_root(STEPS, bands=16),
     )
-    makes["16 bands"] = (for_noise(loss, "auto"), banded.privatize(key))
+    programs["16 bands"] = (clipped_sum("auto"), banded.privatize(key))
     aggregate = contrib.differentially_private_aggregate(BOUND, NOISE_MULTIPLIER, key)
-    makes["optax.contrib"] = (jax.vmap(jax.grad(loss), (None, 0)), aggregate)
-    return {
-        name: functools.partial(compiled, gradient, link, params, batch)
-        for name, (gradient, link) in makes.items()
-    }
+    programs["optax.contrib"] = (jax.vmap(jax.grad(loss), (None, 0)), aggregate)
+    return programs

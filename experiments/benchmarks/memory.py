@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rise of a process's peak memory while it works, for JAX, PyTorch and plain processes.
+"""The rise of a process's peak memory while it works.
 
 Each function resets the peak and returns a function that reads how many bytes it has risen since;
-the latter returns None on a system without that number.  On a CPU the memory is resident memory
-as Linux counts it, after the allocator has returned free memory.  The allocator keeps small
-pieces; a process with `GIVES_BACK` in its environment keeps none and is slightly slower.  On a
-GPU the memory is what the library has allocated.
+the latter returns None on a system without that number. On a CPU the memory is resident memory as
+Linux counts it, after the allocator has returned free memory; on a GPU what the library allocated.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import pathlib
 from collections.abc import Callable
 
 STATUS, CLEAR = pathlib.Path("/proc/self/status"), pathlib.Path("/proc/self/clear_refs")
-GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # of glibc: larger pieces are never kept
 
 Rise = Callable[[], int | None]
 
@@ -44,23 +41,6 @@ def of_torch() -> Rise:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     return lambda: torch.cuda.max_memory_allocated() - before
-
-
-def of_jax() -> Rise:
-    """Memory of JAX on its device, whose peak cannot be reset, or of this process on a CPU."""
-    import jax
-
-    device = jax.devices()[0]
-    if device.platform == "cpu":
-        return of_process()
-    gc.collect()
-    before = (device.memory_stats() or {}).get("bytes_in_use")
-
-    def rise() -> int | None:
-        peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
-        return None if before is None or peak is None else peak - before
-
-    return rise
 
 
 def _peak() -> int:

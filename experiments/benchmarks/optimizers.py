@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every optimizer of Optax on private means: which run, which are refused, and why.
 
-  result    118 of 134 run in Optax on gradients, state and parameters alone: all of them behind the
-            noise, and all but `optax.monitor` through `dpsgd`
-  hardware  any; no figure depends on it
-  command   make bench BENCH=optimizers ARGS="--out experiments/results/optimizers.json"
-  figures   experiments/results/optimizers.json
+claim     what runs in Optax on gradients, state and parameters alone runs on private means
+verdict   all but `optax.monitor`, whose state grows in its first update, of 118
+hardware  any; no figure depends on it
+command   make bench BENCH=optimizers ARGS="--out experiments/results/optimizers.json"
 
 A row is a public function of `optax` or `optax.contrib` that returns a gradient transformation, or
-a composition of them. Each takes two steps through `dpjax.dpsgd`, and stands behind
-`mechanism.private` in a chain that `dpjax.testing.assert_private` measures. Beside them: whether it
-runs in Optax itself, on gradients, state and parameters alone. Functions are found in the installed
-Optax: one without a row in `ARGUMENTS` is called with a learning rate alone.
+a composition of them. One without a row in `CALLS` is called with a learning rate alone.
 """
 
 from __future__ import annotations
@@ -51,90 +47,80 @@ def size(updates: Any) -> jax.Array:
     return optax.tree.norm(updates)
 
 
-def summed(updates: Any, params: Any) -> Any:
-    """A link without a state."""
-    return jax.tree.map(jnp.add, updates, params)
-
-
-# The arguments of functions that need more than a learning rate.
-ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "MultiSteps": lambda: {"opt": inner(), "every_k_schedule": 2},
-    "adaptive_grad_clip": lambda: {"clipping": 0.1},
-    "add_noise": lambda: {"eta": 0.1, "gamma": 0.5, "key": 0},
-    "apply_if_finite": lambda: {"inner": inner(), "max_consecutive_errors": 2},
-    "clip": lambda: {"max_delta": 1.0},
-    "clip_by_block_rms": lambda: {"threshold": 1.0},
-    "clip_by_global_norm": lambda: {"max_norm": 1.0},
-    "conditionally_mask": lambda: {"inner": inner(), "should_transform_fn": lambda t: t > 0},
-    "conditionally_transform": lambda: {"inner": inner(), "should_transform_fn": lambda t: t > 0},
-    "contrib.differentially_private_aggregate": lambda: {
-        "l2_norm_clip": 1.0,
-        "noise_multiplier": 1.0,
-        "key": 0,
-    },
-    "contrib.dpsgd": lambda: {
-        "learning_rate": RATE,
-        "l2_norm_clip": 1.0,
-        "noise_multiplier": 1.0,
-        "seed": 0,
-    },
-    "contrib.mechanize": lambda: {"base_optimizer": inner()},
-    "contrib.sam": lambda: {"optimizer": inner(), "adv_optimizer": inner()},
-    "contrib.schedule_free": lambda: {"base_optimizer": inner(), "learning_rate": RATE},
-    "contrib.split_real_and_imaginary": lambda: {"inner": inner()},
-    "ema": lambda: {"decay": 0.9},
-    "flatten": lambda: {"inner": inner()},
-    "freeze": lambda: {"mask": MASK},
-    "lookahead": lambda: {"fast_optimizer": inner(), "sync_period": 2, "slow_step_size": 0.5},
-    "masked": lambda: {"inner": inner(), "mask": MASK},
-    "measure_with_ema": lambda: {"measure": size, "decay": 0.9},
-    "multi_transform": lambda: {"transforms": two(), "param_labels": LABELS},
-    "partition": lambda: {"transforms": two(), "param_labels": LABELS},
-    "scale": lambda: {"step_size": -RATE},
-    "scale_by_backtracking_linesearch": lambda: {"max_backtracking_steps": 3},
-    "scale_by_schedule": lambda: {"step_size_fn": optax.constant_schedule(-RATE)},
-    "scale_by_zoom_linesearch": lambda: {"max_linesearch_steps": 3},
-    "selective_transform": lambda: {"optimizer": inner(), "freeze_mask": MASK},
-    "snapshot": lambda: {"measure_name": "size", "measure": size},
-    "stateless": lambda: {"f": summed},
-    "stateless_with_tree_map": lambda: {"f": jnp.add},
-    "trace": lambda: {"decay": 0.9},
-    "with_extra_args_support": lambda: {"tx": inner()},
+# Calls of functions that need more than a learning rate.
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "MultiSteps": lambda of: of(inner(), 2),
+    "adaptive_grad_clip": lambda of: of(0.1),
+    "add_noise": lambda of: of(eta=0.1, gamma=0.5, key=0),
+    "apply_if_finite": lambda of: of(inner(), 2),
+    "clip": lambda of: of(1.0),
+    "clip_by_block_rms": lambda of: of(1.0),
+    "clip_by_global_norm": lambda of: of(1.0),
+    "conditionally_mask": lambda of: of(inner(), lambda step: step > 0),
+    "conditionally_transform": lambda of: of(inner(), lambda step: step > 0),
+    "contrib.differentially_private_aggregate": lambda of: of(1.0, 1.0, key=0),
+    "contrib.dpsgd": lambda of: of(RATE, 1.0, 1.0, seed=0),
+    "contrib.mechanize": lambda of: of(inner()),
+    "contrib.sam": lambda of: of(inner(), inner()),
+    "contrib.schedule_free": lambda of: of(inner(), RATE),
+    "contrib.split_real_and_imaginary": lambda of: of(inner()),
+    "ema": lambda of: of(0.9),
+    "flatten": lambda of: of(inner()),
+    "freeze": lambda of: of(MASK),
+    "lookahead": lambda of: of(inner(), 2, 0.5),
+    "masked": lambda of: of(inner(), MASK),
+    "measure_with_ema": lambda of: of(size, 0.9),
+    "multi_transform": lambda of: of(two(), LABELS),
+    "partition": lambda of: of(two(), LABELS),
+    "scale": lambda of: of(-RATE),
+    "scale_by_backtracking_linesearch": lambda of: of(3),
+    "scale_by_schedule": lambda of: of(optax.constant_schedule(-RATE)),
+    "scale_by_zoom_linesearch": lambda of: of(3),
+    "selective_transform": lambda of: of(inner(), freeze_mask=MASK),
+    "snapshot": lambda of: of("size", size),
+    "stateless": lambda of: of(lambda updates, params: jax.tree.map(jnp.add, updates, params)),
+    "stateless_with_tree_map": lambda of: of(jnp.add),
+    "trace": lambda of: of(0.9),
+    "with_extra_args_support": lambda of: of(inner()),
 }
 
-COMPOSED: dict[str, Callable[[], Any]] = {
-    "chain(clip_by_global_norm, adamw of a schedule)": lambda: optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, RATE, 1, 2)),
-    ),
-    "chain(add_decayed_weights, trace, scale)": lambda: optax.chain(
-        optax.add_decayed_weights(0.1, MASK), optax.trace(0.9, nesterov=True), optax.scale(-RATE)
-    ),
-    "chain(sgd, apply_every)": lambda: optax.chain(inner(), optax.apply_every(2)),
-    "chain(sgd, ema)": lambda: optax.chain(inner(), optax.ema(0.9)),
-    "chain(adam, reduce_on_plateau)": lambda: optax.chain(
-        optax.adam(RATE), optax.contrib.reduce_on_plateau()
-    ),
-    "inject_hyperparams(adam)": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=RATE),
-    "inject_stateful_hyperparams(adam)": lambda: optax.inject_stateful_hyperparams(optax.adam)(
-        learning_rate=RATE
-    ),
-    "MultiSteps(lion), skip_not_finite": lambda: optax.MultiSteps(
-        optax.lion(RATE), 2, should_skip_update_fn=optax.skip_not_finite
-    ).gradient_transformation(),
-    "chain(monitor, adam)": lambda: optax.chain(optax.monitor({"size": size}), optax.adam(RATE)),
-    "named_chain(adam, weight decay)": lambda: optax.named_chain(
-        ("adam", optax.scale_by_adam()), ("decay", optax.add_decayed_weights(0.1))
-    ),
-    "schedule_free(adam without momentum)": lambda: optax.contrib.schedule_free(
-        optax.adam(RATE, b1=0.0), RATE
-    ),
-    "training.lookahead": lambda: dpjax.training.lookahead(inner(), 2, 0.5),
-    "training.dp_adam": lambda: dpjax.training.dp_adam(RATE, mechanism()),
-}
+
+def composed() -> dict[str, Callable[[], Any]]:
+    """Compositions, as users write them."""
+    adam, chain, schedule = optax.adam, optax.chain, optax.warmup_cosine_decay_schedule
+    injected, stateful = optax.inject_hyperparams, optax.inject_stateful_hyperparams
+    decay, monitored = optax.add_decayed_weights(0.1, MASK), optax.monitor({"size": size})
+    skips = {"should_skip_update_fn": optax.skip_not_finite}
+    return {
+        "chain(clip_by_global_norm, adamw of a schedule)": lambda: chain(
+            optax.clip_by_global_norm(1.0), optax.adamw(schedule(0.0, RATE, 1, 2))
+        ),
+        "chain(add_decayed_weights, trace, scale)": lambda: chain(
+            decay, optax.trace(0.9, nesterov=True), optax.scale(-RATE)
+        ),
+        "chain(sgd, apply_every)": lambda: chain(inner(), optax.apply_every(2)),
+        "chain(sgd, ema)": lambda: chain(inner(), optax.ema(0.9)),
+        "chain(adam, reduce_on_plateau)": lambda: chain(
+            adam(RATE), optax.contrib.reduce_on_plateau()
+        ),
+        "inject_hyperparams(adam)": lambda: injected(adam)(learning_rate=RATE),
+        "inject_stateful_hyperparams(adam)": lambda: stateful(adam)(learning_rate=RATE),
+        "MultiSteps(lion), skip_not_finite": lambda: optax.MultiSteps(optax.lion(RATE), 2, **skips),
+        "chain(monitor, adam)": lambda: chain(monitored, adam(RATE)),
+        "named_chain(adam, weight decay)": lambda: optax.named_chain(
+            ("adam", optax.scale_by_adam()), ("decay", optax.add_decayed_weights(0.1))
+        ),
+        "schedule_free(adam without momentum)": lambda: optax.contrib.schedule_free(
+            adam(RATE, b1=0.0), RATE
+        ),
+        "training.lookahead": lambda: dpjax.training.lookahead(inner(), 2, 0.5),
+        "training.dp_adam": lambda: dpjax.training.dp_adam(RATE, mechanism()),
+    }
+
+
 # They return a transformation, and their annotation does not say so.
 ANNOTATED = ("scale_by_factored_rms", "contrib.hutchinson_estimator_diag_hessian")
-# They take functions of optimizers, or optimizers of any number: `COMPOSED` has a row for each.
+# They take functions of optimizers, or optimizers of any number: `composed` has a row for each.
 ELSEWHERE = ("chain", "named_chain", "inject_hyperparams", "inject_stateful_hyperparams")
 SMOKE = ["adam", "contrib.sam", "lookahead", "lbfgs", "training.dp_adam"]
 
@@ -163,10 +149,10 @@ def rows() -> dict[str, Callable[[], Any]]:
     def maker(name: str, function: Callable[..., Any]) -> Callable[[], Any]:
         takes = inspect.signature(function).parameters.get("learning_rate")
         rate = {} if takes is None or takes.default is not takes.empty else {"learning_rate": RATE}
-        return lambda: function(**ARGUMENTS.get(name, lambda: rate)())
+        return lambda: CALLS.get(name, lambda of: of(**rate))(function)
 
     functions = {name: maker(name, f) for name, f in sorted(found()) if name not in ELSEWHERE}
-    return functions | COMPOSED
+    return functions | composed()
 
 
 def loss(params: Any, x: Any) -> Any:

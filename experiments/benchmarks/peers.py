@@ -10,10 +10,8 @@ batch in place as tensors; Opacus' modes are set up as its privacy engine does, 
 accountant.  jax_privacy gets the network, the loss and the compiled SGD of dpjax's own
 contestants, at the best microbatch of a short list, which is said.
 
-``peak_bytes`` is how far the memory of the process (on a GPU: of the library) rose above what
-it held before: of PyTorch before its first step, of JAX after compiling, which is not in
-it.  `steps` starts its own contestants here as well, by their names, when it wants their peaks.
-Peers are imported where they are used.
+``peak_bytes`` is how far the memory of PyTorch's process (on a GPU: of PyTorch) rose above what it
+held before its first step. Peers are imported where they are used.
 """
 
 from __future__ import annotations
@@ -30,56 +28,20 @@ from experiments.benchmarks import memory, workers
 MICROBATCHES = (None, 64, 16)  # of jax_privacy; None is the whole batch in one
 
 
-def with_jax(name: str, task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """One of the contestants that `steps` times in its own process."""
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", task["host_devices"])
-    from experiments.benchmarks import contestants, workloads
-
-    problem = workloads.WORKLOADS[task["workload"]]._replace(batch_size=task["batch_size"])
-    made = contestants.in_this_process(*workloads.problem(problem))[name]()
-    made.run(2)
-    return watched(made), {}
-
-
-def watched(made: Any) -> Any:
-    """The steps of a JAX contestant that has compiled, and what the next one takes."""
-    rise = memory.of_jax()
-    made.run(1)
-    held = {"peak_bytes": rise(), **made.memory()}
-
-    def take(steps: int) -> dict[str, Any]:
-        return {"seconds": made.run(steps), "sound": made.sound(), "memory": held}
-
-    return take
-
-
 def with_jax_privacy(task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """jax_privacy's clipped gradient and noise, each microbatch size tried for one warm step."""
-    found = versions("jax_privacy", "jax")  # first, for it says what is missing
+    package = versions("jax_privacy", "jax")  # first, for it says what is missing
     import jax
-    from jax_privacy import clipping, noise_addition
 
     from experiments.benchmarks import contestants, workloads
 
-    batch_size, bound = task["batch_size"], task["bound"]
+    batch_size = task["batch_size"]
     problem = workloads.WORKLOADS[task["workload"]]._replace(batch_size=batch_size)
     loss, params, batch = workloads.problem(problem)
     tried = {}
     for size in (s for s in MICROBATCHES if s is None or s < batch_size):
-        clipped = clipping.clipped_grad(
-            loss,
-            l2_clip_norm=bound,
-            normalize_by=batch_size,
-            keep_batch_dim=False,
-            microbatch_size=size,
-        )
-        noise = noise_addition.gaussian_privatizer(
-            stddev=task["noise_multiplier"] * bound / batch_size,
-            prng_key=jax.random.key(workloads.SEED),
-        )
-        made = contestants.compiled(clipped, noise, params, batch)
+        gradient, noise = contestants.jax_privacy(loss, batch_size, size)
+        made = contestants.compiled(gradient, noise, params, batch)
         first = made.run(1)
         tried[size] = (made.run(1), first, made)
     best = min(tried, key=lambda size: tried[size][0])
@@ -90,10 +52,13 @@ def with_jax_privacy(task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         "note": f"microbatch {best or batch_size}",
         "first_s": first,
         "microbatches_ms": {str(size or batch_size): 1e3 * t for size, (t, *_) in tried.items()},
-        "versions": found,
+        "versions": package,
     }
-    tried.clear()
-    return watched(made), facts
+
+    def take(steps: int) -> dict[str, Any]:
+        return {"seconds": made.run(steps), "sound": made.sound(), "memory": made.memory()}
+
+    return take, facts
 
 
 def with_torch(mode: str | None, task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -192,8 +157,7 @@ def main() -> None:
     def handle(question: dict[str, Any]) -> dict[str, Any]:
         if "steps" in question:
             return prepared[0](question["steps"])
-        prepare = CONTESTANTS.get(name, functools.partial(with_jax, name))
-        take, facts = prepare(question["prepare"])
+        take, facts = CONTESTANTS[name](question["prepare"])
         prepared.append(take)
         return facts
 

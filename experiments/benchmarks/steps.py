@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time and memory of one private training step, beside the same step without privacy.
 
-  result    W1 to W5: 0.18, 0.36, 0.32, 1.15 and 0.74 of the time of plain JAX; the fastest mode of
-            Opacus takes 4.6, 4.1, 6.1, 3.3 and 2.9 times as long as dpjax
-  hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of up to 15 rounds; no GPU
-  command   make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2 --peaks --out FILE"
-  figures   experiments/results/steps.json (`make bench` leaves out absent peers)
+claim     a private step takes no longer than plain JAX, and a fraction of Opacus
+verdict   0.18 to 1.15 of plain JAX on W1 to W5; the fastest mode of Opacus 2.9 to 6.1 of dpjax
+hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of up to 15 rounds
+command   make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2 --out FILE"
 
-Contestants (`contestants`, `peers`): plain SGD in three forms, each dpjax engine and dpjax's own
-choice, Optax, jax_privacy, Opacus in four modes, plain PyTorch.  They take turns in a random
-order, so that a busy machine is busy for all.  `ratio` is plain's median over theirs, `to Opacus`
-the same for the fastest mode of Opacus, and `first` the first step with compilation.  `plan` is
-XLA's temporary memory; `peak` is the rise of a process's memory above parameters and batch;
-`to scan` compares with `plain scan`, the plain gradient in the microbatches of `dpjax auto`.
+Contestants (`contestants`, `peers`) take turns in a random order, so that a busy machine is busy
+for all. `ratio` is plain's median over theirs, `to Opacus` that of the fastest mode of Opacus, and
+`first` the first step with compilation. `plan` is XLA's temporary memory, and `peak` the rise of
+PyTorch's above parameters and batch.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import pathlib
@@ -29,20 +27,19 @@ import jax
 from absl import app, flags
 
 from experiments.benchmarks import reporting, workers
-from experiments.benchmarks.agreement import held
 from experiments.benchmarks.contestants import (
     PEERS,
     Contestant,
     Refused,
-    alone,
-    in_this_process,
+    compiled,
+    of_jax,
     peer,
 )
 from experiments.benchmarks.workloads import SEED, WORKLOADS, problem
 
 TURN = 0.1  # seconds: a contestant with shorter steps takes several in a row, after a warm one
 TIMES = "median ms     fastest - slowest  rounds   ratio  to Opacus  first s"
-MEMORY = "plan MiB  peak MiB  to scan"
+MEMORY = "plan MiB  peak MiB"
 
 
 def take_turns(
@@ -82,7 +79,7 @@ def start(makes: dict[str, Callable[[], Contestant]]) -> tuple[dict[str, Contest
 
 
 def summarise(figures: dict[str, Any]) -> None:
-    """Adds medians; ratios to the plain step and to Opacus at its best; of memory, to a scan."""
+    """Adds medians, and ratios to the plain step and to Opacus at its best."""
     timed = {name: figure for name, figure in figures.items() if "rounds_ms" in figure}
     for figure in timed.values():
         figure["median_ms"] = statistics.median(figure["rounds_ms"])
@@ -90,30 +87,23 @@ def summarise(figures: dict[str, Any]) -> None:
     for figure in timed.values():
         figure["ratio"] = timed["plain"]["median_ms"] / figure["median_ms"]
         figure["ratio_to_opacus"] = min(opacus) / figure["median_ms"] if opacus else None
-        for kind in ("planned_bytes", "peak_bytes"):
-            mine, scan = (f.get(kind) for f in (figure, timed.get("plain scan", {})))
-            if mine is not None and scan:
-                figure["memory_to_scan"] = mine / scan
 
 
 def measure(
-    name: str,
-    batch_size: int,
-    words: list[str] | None,
-    python: str | None,
-    peaks: bool,
-    **limits: Any,
+    name: str, batch_size: int, words: list[str] | None, python: str | None, **limits: Any
 ) -> dict[str, Any]:
-    """One workload: first steps, then dpjax held to its definitions, the rounds, the peaks."""
+    """One workload: first steps, then the rounds."""
     loss, params, batch = problem(WORKLOADS[name]._replace(batch_size=batch_size))
-    makes = in_this_process(loss, params, batch)
+    makes = {
+        who: functools.partial(compiled, gradient, link, params, batch)
+        for who, (gradient, link) in of_jax(loss, batch_size).items()
+    }
     for who in PEERS:
         makes[who] = lambda who=who: peer(str(python), who, name, batch_size)
     names = reporting.chosen("contestants", list(makes), words, always=("plain",))
     names = [n for n in names if python or n not in PEERS]
     contestants, figures = start({n: makes[n] for n in names})
     try:
-        checked = held(names, loss, params, batch)
         take_turns(contestants, figures, **limits)
         for who, contestant in contestants.items():
             if not contestant.sound():
@@ -121,12 +111,9 @@ def measure(
     finally:
         for contestant in contestants.values():
             contestant.close()
-    for who in names if peaks else ():
-        if who not in PEERS:
-            figures[who] |= alone(who, name, batch_size)
     summarise(figures)
     facts = {"parameters": WORKLOADS[name].parameters, "batch_size": batch_size}
-    return {**facts, **checked, "contestants": figures}
+    return {**facts, "contestants": figures}
 
 
 def table(name: str, result: dict[str, Any]) -> str:
@@ -144,7 +131,6 @@ def table(name: str, result: dict[str, Any]) -> str:
             cell(f["ratio_to_opacus"], "9.3g"),
             f"{f['first_s']:7.1f}",
             *(cell(None if held is None else held / 2**20, "8.1f") for held in memory),
-            cell(f.get("memory_to_scan"), "7.2f"),
             f.get("note", ""),
         ]
         rows.append(f"  {who:16} " + "  ".join(cells).rstrip())
@@ -178,7 +164,7 @@ def main(asked: Any) -> None:
     report["workloads"] = {}
     for name in names:
         batch_size = 8 if asked.smoke else WORKLOADS[name].batch_size
-        result = measure(name, batch_size, asked.contestants, python, asked.peaks, **limits)
+        result = measure(name, batch_size, asked.contestants, python, **limits)
         report["workloads"][name] = result
         print(table(name, result), flush=True)
         reporting.keep(report, asked.out)
@@ -189,6 +175,5 @@ if __name__ == "__main__":
     flags.DEFINE_list("contestants", None, "Names or how they begin; by default all, plain always.")
     flags.DEFINE_float("seconds", 30.0, "After so long a contestant rests.", lower_bound=0.1)
     flags.DEFINE_integer("host_devices", 1, "Devices that the CPU is shown as.", lower_bound=1)
-    flags.DEFINE_bool("peaks", False, "Measure peaks too: each contestant in its own process.")
     flags.DEFINE_string("peers_python", str(workers.PEERS), "Interpreter that has the peers.")
     reporting.run(main, smoke="Batches of 8, two rounds, little optimized", rounds=10)

@@ -137,6 +137,3 @@ PAPER = Paper(
     note="Comparisons of 10 epochs are of this repository. Without privacy one of three\n"
     "seeds collapsed from 99 to 11.35 %, at an ECE of 0.2.",
 )
-
-if __name__ == "__main__":
-    runs.main(PAPER)

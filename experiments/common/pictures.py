@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpjax.reports import style
-from dpjax.reports.figure_output import png
+from dpjax.reports.style import png
 
 LOOKS = tuple(itertools.product(("-", "--"), style.SERIES))  # dash and color, of 12 lines
 MARKED = 12  # most points of a line that are shown as dots too

@@ -8,8 +8,6 @@ convention, and the sound ones of what ran.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import importlib.metadata
 import json
 import math
@@ -19,7 +17,7 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,7 +38,6 @@ OUT = flags.DEFINE_string("out", None, "JSON file of results; rows in it do not 
 RUNS = flags.DEFINE_string("runs", None, "Folder for checkpoints, from which a killed run resumes.")
 DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are.")
 CACHE_DIR = flags.DEFINE_string("cache_dir", None, "Folder for features; as secret as the data.")
-MINUTES = flags.DEFINE_float("minutes", None, "End before the first run that starts this late.", 0)
 TABLE = flags.DEFINE_string("table", None, "Which table; by default the first.")
 FIGURE = flags.DEFINE_string("figure", None, "Which figure, in place of a table.")
 ROW = flags.DEFINE_multi_string("row", None, "Rows whose names contain this, in place of a table.")
@@ -49,14 +46,13 @@ PLOT = flags.DEFINE_string("plot", None, "With --figure: the PNG file that it is
 
 DELTA = 1e-5
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours: public
-_STARTED = time.monotonic()
 _LEFT_OUT = {"examples_per_second", "delta", "method", "private"}
 
 Run = Callable[[int, pathlib.Path | None], Mapping[str, Any]]  # of a seed, in its folder
 
 
 class Results:
-    """Numbers by row and seed, in a file that several processes may share.
+    """Numbers by row and seed, in a file that is written after each run.
 
     Args:
       path: The file.
@@ -69,62 +65,35 @@ class Results:
         self.path = None if path is None else pathlib.Path(path)
         self.runs = None if runs is None else pathlib.Path(runs)
         self.content: dict[str, Any] = {"rows": {}}
-        self._read()
+        if self.path is not None and self.path.exists():
+            self.content = _with_nan(json.loads(self.path.read_text()))
 
     def of(self, row: str, seed: int, run: Run) -> Mapping[str, Any]:
         """The numbers of a row and a seed, from the file or from a run."""
         row = self.mark + row
-        self._read()
         if str(seed) not in self.content["rows"].get(row, {}):
-            if MINUTES.value is not None and time.monotonic() - _STARTED >= 60 * MINUTES.value:
-                print(f"--minutes={MINUTES.value:g} are over; {row}, seed {seed}, waits.")
-                raise SystemExit(0)
             name = re.sub(r"[^\w=.]+", "-", f"{row}, seed {seed}")
             folder = None if self.runs is None else self.runs / name
             started, fresh = time.process_time(), folder is None or not folder.exists()
-            numbers = _with_nan(run(seed, folder))
+            numbers = dict(run(seed, folder))
             if (device := jax.devices()[0]).platform != "cpu":
                 numbers["device"] = f"{device.device_kind}, JAX {jax.__version__}"
             elif fresh:  # a resumed run took longer than this process measured
                 # Of the cores, not of the wall clock: long runs share their machine.
                 numbers["core_seconds"] = round(time.process_time() - started, 1)
-            self._keep(row, seed, numbers)
-        return self.content["rows"][row][str(seed)]
-
-    def _read(self) -> None:
-        """Reads the file again, since another process may have added rows."""
-        if self.path is not None and self.path.exists():
-            self.content = json.loads(self.path.read_text())
-            self.content["rows"] = _with_nan(self.content["rows"])
-
-    def _keep(self, row: str, seed: int, numbers: Mapping[str, Any]) -> None:
-        """Adds a row to the file, under a lock."""
-        with _locked(self.path):
-            self._read()
-            if "device" not in numbers:
                 self.content |= {
                     "date": time.strftime("%Y-%m-%d"),
-                    "device": f"{os.cpu_count()} x {jax.devices()[0].device_kind}",
+                    "device": f"{os.cpu_count()} x {device.device_kind}",
                     "python": platform.python_version(),
                     **{name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")},
                 }
             self.content["rows"].setdefault(row, {})[str(seed)] = numbers
             if self.path is not None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
                 temporary = self.path.with_suffix(".tmp")
                 temporary.write_text(written(self.content))
                 temporary.replace(self.path)
-
-
-@contextlib.contextmanager
-def _locked(path: pathlib.Path | None) -> Iterator[None]:
-    """Holds the lock of the file's folder, which it creates."""
-    with contextlib.ExitStack() as stack:
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            folder = os.open(path.parent, os.O_RDONLY)
-            stack.callback(os.close, folder)
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
+        return self.content["rows"][row][str(seed)]
 
 
 def results() -> Results:

@@ -8,6 +8,7 @@ of verdicts, and `experiments.epsilons` computes what rows cost.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import math
@@ -71,6 +72,7 @@ def papers() -> list[Paper]:
     return [importlib.import_module(f"experiments.{name}.run").PAPER for name in PACKAGES]
 
 
+@functools.cache
 def load(name: str) -> dict[str, Any]:
     """One file of results."""
     return json.loads((RESULTS / f"{name}.json").read_text())
@@ -294,7 +296,7 @@ def page() -> str:
         "## One step, forward to update, in milliseconds on two CPU cores",
         markdown.table("| | plain JAX | dpjax | Opacus, best mode | PyTorch, plain |", step_rows()),
         "Medians of alternated rounds in one run, by\n"
-        '`make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2 --peaks"`.',
+        '`make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2"`.',
         "## DP-SGD beside correlated noise, at equal epsilon",
         "Linear models on wavelets: accuracy, and the error that noise leaves in a parameter, in\n"
         "clipping bounds; by `python -m experiments.correlated --seeds=3`. Epsilon by PLD at 1e-5.",

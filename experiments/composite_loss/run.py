@@ -124,6 +124,3 @@ PAPER = Paper(
     seeds=lambda key: 1 if "=" in key or "Huber" in key else 3,
     note="The paper's numbers are the best of five runs; here means are compared.",
 )
-
-if __name__ == "__main__":
-    runs.main(PAPER)

@@ -35,7 +35,6 @@ STAGES = (
     (1, 3, 1, 6, 320),
 )
 MEAN, SCALE = 127 / 255, 128 / 255  # of pixels in [0, 1], as in the release
-_FAN_IN = nn.initializers.lecun_normal()
 _EPSILON = 1e-3  # of the folded batch normalisation
 # Of each kind of convolution in the file: our name, and its batch normalisation.
 _KINDS = {
@@ -71,64 +70,32 @@ class EfficientNetLite0(nn.Module):
                 y = x
                 if expansion != 1:
                     y = nn.relu6(_conv(y, expansion * x.shape[-1], 1, 1, f"{name}_expand"))
-                y = nn.relu6(_Depthwise(kernel, moved, name=f"{name}_depthwise")(y))
+                y = nn.relu6(_conv(y, y.shape[-1], kernel, moved, f"{name}_depthwise", y.shape[-1]))
                 y = _conv(y, channels, 1, 1, f"{name}_project")
                 x = x + y if y.shape == x.shape else y
                 index += 1
-        found = nn.relu6(_conv(x, self.width, 1, 1, "top")).mean(axis=(-3, -2))
-        return found if self.classes is None else nn.Dense(self.classes, name="head")(found)
+        means = nn.relu6(_conv(x, self.width, 1, 1, "top")).mean(axis=(-3, -2))
+        return means if self.classes is None else nn.Dense(self.classes, name="head")(means)
 
 
-def _conv(x: Array, channels: int, kernel: int, stride: int, name: str) -> Array:
-    return nn.Conv(channels, (kernel, kernel), stride, name=name)(x)
-
-
-class _Depthwise(nn.Module):
-    """A convolution of each channel with its own kernel, as a sum of shifted images.
-
-    XLA:CPU computes grouped convolutions without its fast kernels: EfficientNet-Lite0 would take
-    several times as long.
-    """
-
-    kernel: int
-    stride: int
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "*batch height width channels"]) -> Array:
-        size, channels = self.kernel, x.shape[-1]
-        weight = self.param("kernel", _FAN_IN, (size, size, 1, channels))
-        bias = self.param("bias", nn.initializers.zeros, (channels,))
-        height, width = (-(-side // self.stride) for side in x.shape[-3:-1])
-        padding = [
-            (total // 2, total - total // 2)
-            for side, out in zip(x.shape[-3:-1], (height, width), strict=True)
-            for total in [max((out - 1) * self.stride + size - side, 0)]
-        ]
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 3) + [*padding, (0, 0)])
-        return bias + sum(
-            weight[i, j, 0] * x[..., i :: self.stride, j :: self.stride, :][..., :height, :width, :]
-            for i in range(size)
-            for j in range(size)
-        )
+def _conv(x: Array, channels: int, kernel: int, stride: int, name: str, groups: int = 1) -> Array:
+    return nn.Conv(channels, (kernel, kernel), stride, feature_group_count=groups, name=name)(x)
 
 
 def load(content: bytes, params: Any) -> Any:
     """Fills the parameters of an `EfficientNetLite0` from the published state dict.
 
-    A head of other classes keeps its initial values; any other difference is an error.
+    A head of other classes keeps its initial values.
     """
     stored = folded(files.read_state_dict(content))
     leaves: Any = traverse_util.flatten_dict(params, sep="/")
     head = {name: leaves[name] for name in leaves if name.startswith("head/")}
     if any(stored[name].shape != leaf.shape for name, leaf in head.items()):
         stored |= head
-    shapes = {name: value.shape for name, value in stored.items()}
-    wrong = {n for n, leaf in leaves.items() if shapes.get(n) != leaf.shape}
-    wrong |= {n for n in stored if n not in leaves and not n.startswith("head/")}
+    wrong = {n for n in leaves if n not in stored or stored[n].shape != leaves[n].shape}
     if wrong:
         raise ValueError(
-            f"efficientnet.load: {len(wrong)} weights do not fit the model "
-            f"({', '.join(sorted(wrong)[:3])}). Usually its stages or its width were changed."
+            f"efficientnet.load: the model does not fit at {', '.join(sorted(wrong))}."
         )
     filled = {name: jnp.asarray(stored[name]) for name in leaves}
     return traverse_util.unflatten_dict(filled, sep="/")

@@ -197,6 +197,3 @@ PAPER = Paper(
     minutes=lambda key: 3 if LINEAR in key else 27 if "full" in key else 12,
     note="Comparisons of this repository: the paper has other networks.",
 )
-
-if __name__ == "__main__":
-    runs.main(PAPER)

@@ -106,6 +106,3 @@ PAPER = Paper(
     "and flat clipping ran at one rate; elsewhere each is at the best rate that ran.\n"
     "Noise by smooth sensitivity, as the paper has it, depends on the data: epsilon is infinite.",
 )
-
-if __name__ == "__main__":
-    runs.main(PAPER)

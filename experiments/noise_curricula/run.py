@@ -104,6 +104,3 @@ PAPER = Paper(
     printed=settings.PRINTED,
     minutes=lambda key: 3,
 )
-
-if __name__ == "__main__":
-    runs.main(PAPER)

@@ -94,6 +94,3 @@ PAPER = Paper(
     note="Without privacy one of three seeds of ReLU on MNIST collapsed from 99 to 11.35 % at the\n"
     "private rate; at 0.05 none did.",
 )
-
-if __name__ == "__main__":
-    runs.main(PAPER)

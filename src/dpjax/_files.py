@@ -2,8 +2,7 @@
 """Files of a folder that several processes may read while one of them writes.
 
 A file is replaced whole: a reader, also after a kill, finds the new content or the old one. Its
-owner alone can read it from its first byte, unless the caller calls it public. A lock says which
-process writes. JSON and arrays that were edited or cut off are refused with the file and the fault.
+owner alone can read it from its first byte, unless the caller calls it public.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def lock(path: pathlib.Path) -> int | None:
     return handle
 
 
-def read_arrays(path: pathlib.Path, call: str, hint: str = "") -> dict[str, np.ndarray]:
+def read_arrays(path: pathlib.Path, call: str) -> dict[str, np.ndarray]:
     """All arrays of an ``.npz`` by name; errors name the file and ``call``, what reads it."""
     try:
         # Pickled arrays are refused, because they can run code when they are read.
@@ -99,7 +98,7 @@ def read_arrays(path: pathlib.Path, call: str, hint: str = "") -> dict[str, np.n
         raise
     except Exception as error:  # of zipfile, zlib and NumPy, of many kinds
         what = f"{call}: {path} is not a whole .npz file of plain arrays ({error})."
-        raise ValueError(f"{what} {hint}".rstrip()) from error
+        raise ValueError(what) from error
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -9,8 +9,7 @@ and JAX scalars, and 3.0 for 3, mean the same everywhere.
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 import jax
@@ -30,7 +29,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_FINITE = sys.float_info.max
 
 
 class Refused(ValueError):
@@ -45,33 +43,21 @@ class NotANumber(TypeError, ValueError):
 def number(call: str, name: str, value: Any, hint: str = "") -> float:
     """A finite or infinite real number; text, arrays and booleans raise, and so does NaN."""
     try:
-        # Through NumPy, so that its scalars, JAX's and Python's pass alike. Its kind excludes
-        # booleans and text.
-        array = np.asarray(value)
-        sound = array.ndim == 0 and array.dtype.kind in "iuf" and not math.isnan(array)
+        array = np.asarray(value)  # of scalars of NumPy, JAX and Python alike
+        good = array.ndim == 0 and array.dtype.kind in "iuf" and not math.isnan(array)
     except (TypeError, ValueError):
-        sound = False
-    if not sound:
-        raise NotANumber(_message(call, name, value, "a number", hint))
+        good = False
+    _expect(good, call, name, value, "a number", hint, NotANumber)
     return float(value)
-
-
-def _limited(
-    call: str, name: str, value: Any, hint: str, expected: str, good: Callable[[float], bool]
-) -> float:
-    given = number(call, name, value, hint)
-    if not good(given):
-        raise ValueError(_message(call, name, value, expected, hint))
-    return given
 
 
 def whole(
     call: str, name: str, value: Any, hint: str = "", *, least: int = 1, most: float = math.inf
 ) -> int:
     """A whole number from ``least`` to ``most``; 3.0 is 3."""
-    expected = f"a whole number, at least {least}"
-    expected += "" if most == math.inf else f" and at most {most}"
-    _limited(call, name, value, hint, expected, lambda x: x % 1 == 0 and least <= x <= most)
+    given = number(call, name, value, hint)
+    limits = f"a whole number, at least {least}" + f" and at most {most}" * (most < math.inf)
+    _expect(given % 1 == 0 and least <= given <= most, call, name, value, limits, hint)
     return int(value)
 
 
@@ -86,29 +72,32 @@ def not_negative(
     call: str, name: str, value: Any, hint: str = "", *, infinite: bool = True
 ) -> float:
     """A number of 0 or more; infinity is one unless ``infinite`` is False."""
-    expected = "a number, 0 or more" if infinite else "a finite number, 0 or more"
-    most = math.inf if infinite else _FINITE
-    return _limited(call, name, value, hint, expected, lambda x: 0 <= x <= most)
+    given = number(call, name, value, hint)
+    good = given >= 0 and (infinite or given < math.inf)
+    _expect(good, call, name, value, f"a {'' if infinite else 'finite '}number, 0 or more", hint)
+    return given
 
 
 def positive(call: str, name: str, value: Any, hint: str = "", *, infinite: bool = False) -> float:
     """A number above 0; infinity is one only if ``infinite`` is True."""
-    expected = "a number above 0" if infinite else "a finite number above 0"
-    most = math.inf if infinite else _FINITE
-    return _limited(call, name, value, hint, expected, lambda x: 0 < x <= most)
+    given = number(call, name, value, hint)
+    good = given > 0 and (infinite or given < math.inf)
+    _expect(good, call, name, value, f"a {'' if infinite else 'finite '}number above 0", hint)
+    return given
 
 
 def fraction(call: str, name: str, value: Any, hint: str = "") -> float:
     """A number strictly between 0 and 1."""
-    return _limited(call, name, value, hint, "a number between 0 and 1", lambda x: 0 < x < 1)
+    given = number(call, name, value, hint)
+    _expect(0 < given < 1, call, name, value, "a number between 0 and 1", hint)
+    return given
 
 
 def one_of(call: str, name: str, value: Any, choices: Collection[Any], hint: str = "") -> Any:
     """One of a few values."""
     # Identity first: NaN and arrays compare unlike anything else.
-    if not any(value is choice or value == choice for choice in choices):
-        expected = f"one of {', '.join(map(str, choices))}"
-        raise ValueError(_message(call, name, value, expected, hint))
+    good = any(value is choice or value == choice for choice in choices)
+    _expect(good, call, name, value, f"one of {', '.join(map(str, choices))}", hint)
     return value
 
 
@@ -127,22 +116,21 @@ def is_typed_key(value: Any) -> bool:
 
 def key(call: str, value: Any) -> Any:
     """A key, typed or not, traced or not, whose folds are keys of their own."""
-    words = isinstance(value, jax.Array | np.ndarray) and value.dtype == np.uint32
-    if not words and not is_typed_key(value):
-        raise TypeError(
-            f"{call}(key: {type(value).__name__}): expected a key, such as jax.random.key(seed)."
-        )
-    if value.ndim != (0 if is_typed_key(value) else 1):
+    typed = is_typed_key(value)
+    if not typed and not (isinstance(value, jax.Array | np.ndarray) and value.dtype == np.uint32):
+        kind = type(value).__name__
+        raise TypeError(f"{call}(key: {kind}): expected a key, such as jax.random.key(seed).")
+    if value.ndim != (0 if typed else 1):
         raise ValueError(f"{call}(key of shape {value.shape}): expected one key.")
     # Folds of unsafe_rbg commute: leaf b of step 0 would have the noise of leaf a of step 1. A key
     # of philox2x32 has 32 bits.
-    if str(jax.random.key_impl(value)) not in ("threefry2x32", "rbg"):
-        raise ValueError(
-            f"{call}(key of {jax.random.key_impl(value)}): expected one of threefry2x32 or rbg."
-        )
+    one_of(call, "key", str(jax.random.key_impl(value)), ("threefry2x32", "rbg"))
     return value
 
 
-def _message(call: str, name: str, value: Any, expected: str, hint: str) -> str:
-    # Cut off, because a whole array in a message would hide the sentence.
-    return f"{call}({name}={value!r:.100}): expected {expected}. {hint}".rstrip()
+def _expect(
+    good: bool, call: str, name: str, value: Any, expected: str, hint: str, error: Any = ValueError
+) -> None:
+    if not good:
+        # Cut off, because a whole array in a message would hide the sentence.
+        raise error(f"{call}({name}={value!r:.100}): expected {expected}. {hint}".rstrip())

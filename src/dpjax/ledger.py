@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dpjax import checks, trees
+from dpjax import checks
 from dpjax.accounting.events import runs_of
 from dpjax.accounting.methods import checked_delta, checked_method
 from dpjax.accounting.rounding import upwards
 from dpjax.checks import Refused
-from dpjax.types import Plan, PyTree
+from dpjax.types import Plan
 
 __all__ = ["Budget", "Ledger", "Refused", "admit", "affordable", "empty", "epsilon"]
 
@@ -55,9 +55,8 @@ class Budget:
 
     def __post_init__(self) -> None:
         """Refuses budgets that mean nothing."""
-        epsilon = checks.positive(
-            "ledger.Budget", "epsilon", self.epsilon, "At 0 no step fits.", infinite=True
-        )
+        hint = "At 0 no step fits."
+        epsilon = checks.positive("ledger.Budget", "epsilon", self.epsilon, hint, infinite=True)
         # Python's numbers, which the cache of answers can hold.
         object.__setattr__(self, "epsilon", epsilon)
         object.__setattr__(self, "delta", checked_delta("ledger.Budget", self.delta))
@@ -131,9 +130,7 @@ def admit(
     steps = checks.whole("ledger.admit", "steps", steps)
     require(ledger, mechanism, steps, budget)
     # The ledger must be a prefix of the plan: the stopping time then does not depend on the data.
-    spent = _multipliers(mechanism)[: ledger.steps + steps]
-    # Run-length encoded, so a million equal steps are one entry of the state.
-    values, counts = runs_of(spent)
+    values, counts = runs_of(_multipliers(mechanism)[: ledger.steps + steps])
     after = ledger._replace(multipliers=values, counts=counts, accounted=_digest(mechanism))
     return ended(after, mechanism, budget) if ledger.chosen else after
 
@@ -143,11 +140,7 @@ def ended(
 ) -> Ledger:
     """Records that results ended the run: all steps count that plan and budget allow.
 
-    Args:
-      ledger: The steps that ran so far.
-      mechanism: The mechanism that ran.
-      budget: Its limit on epsilon, which was fixed before the results.
-      least: How many steps count at the least.
+    The budget was fixed before the results; at least ``least`` steps count.
     """
     allowed = max(int(ledger.chosen), affordable(mechanism, budget), least)
     return ledger._replace(chosen=np.array(allowed))
@@ -158,50 +151,26 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
     done, planned = len(ran(ledger, mechanism)), mechanism.steps
     if done + steps > planned:
         raise Refused(
-            f"ledger: step {done + steps} of {planned} planned steps. Plan more steps in the "
-            "Mechanism, whose epsilon then covers them."
+            f"ledger: step {done + steps} of {planned} planned steps. Plan more in the Mechanism."
         )
     if budget is None:
         return
     method = _method(mechanism, budget)
-    at = upwards(budget.delta, ".6g")
-    before = _prefix_epsilon(mechanism, 0, budget.delta, method)
-    # An error of its own, because its cure is in the mechanism and not in fewer steps.
-    if before > budget.epsilon:
-        raise Refused(
-            f"ledger: epsilon is {upwards(before)} at delta={at} before the first step, for "
-            f"preparation, before= or a private order; the budget is {budget.epsilon:g} ({method})."
-        )
     fits, reached = affordable(mechanism, budget), max(int(ledger.chosen), done + steps)
     if reached > fits:
         # What the refused steps would bring, not what was spent: the reader can see how far the
         # budget is off.
         cost = _prefix_epsilon(mechanism, reached, budget.delta, method)
         what = "this step" if steps == 1 else f"these {steps} steps"
+        at = f"{upwards(cost)} at delta={upwards(budget.delta, '.6g')}"
         raise Refused(
-            f"ledger: {what} would bring epsilon to {upwards(cost)} at delta={at}; the budget is "
-            f"{budget.epsilon:g} ({method}). {fits} of {planned} steps fit."
-        )
-
-
-def terms(mechanism: Plan, budget: Budget | None) -> dict[str, str]:
-    """What `require` decides by, for processes that must decide alike."""
-    priced = f"{mechanism.accounted} {_multipliers(mechanism).tolist()}"
-    return {"the mechanism": priced, "the budget": repr(budget)}
-
-
-def require_untraced(given: PyTree, call: str) -> None:
-    """Refuses a call of the algorithm inside ``jit``, ``vmap`` or ``grad``, which trace it."""
-    # A traced step would be compiled into another program and run again without the ledger.
-    if trees.traced(given):
-        raise TypeError(
-            f"{call}: called inside a JAX transformation, where the ledger cannot count steps. "
-            "Call it directly: algorithm.run(state, count) takes many steps in one dispatch."
+            f"ledger: {what} would bring epsilon to {at}; the budget is {budget.epsilon:g} "
+            f"({method}). {fits} of {planned} steps fit."
         )
 
 
 def affordable(mechanism: Plan, budget: Budget | None = None) -> int:
-    """How many steps of a mechanism run before one would pass the plan or the budget.
+    """How many steps run before one would pass the plan or the budget.
 
     Example:
       >>> import dpjax
@@ -222,8 +191,7 @@ def affordable(mechanism: Plan, budget: Budget | None = None) -> int:
 
 def _method(mechanism: Plan, budget: Budget) -> str:
     """The method by which a budget is accounted; by default that of ``mechanism.target``."""
-    hint = "Write ledger.Budget(epsilon=3.0, delta=1e-5)."
-    checks.instance("ledger", "budget", budget, Budget, hint)
+    checks.instance("ledger", "budget", budget, Budget)
     return mechanism.stated(budget.delta, budget.method)[1]
 
 
@@ -233,14 +201,11 @@ def _affordable(mechanism: Plan, epsilon: float, delta: float, method: str) -> i
     """Bisects: a longer prefix of the same steps never costs less."""
 
     def passes(steps: int) -> bool:
-        cost = _prefix_epsilon(mechanism, steps, delta, method)
-        return not cost <= epsilon
+        return not _prefix_epsilon(mechanism, steps, delta, method) <= epsilon
 
     return bisect.bisect_left(range(1, mechanism.steps + 1), True, key=passes)
 
 
-# Cached, because each call of `require` reads the epsilon of the releases before the first step.
-@functools.lru_cache(maxsize=128)
 def _prefix_epsilon(mechanism: Plan, steps: int, delta: float, method: str) -> float:
     return mechanism.epsilon_of(_multipliers(mechanism)[:steps], delta, method)
 
@@ -263,11 +228,7 @@ def epsilon(
 
 
 def counted(ledger: Ledger, mechanism: Plan) -> np.ndarray:
-    """The multiplier of each step that counts: that ran, or that was planned if results ended it.
-
-    Raises:
-      Refused: The steps ran under another mechanism.
-    """
+    """The multiplier of each step that counts: that ran, or was planned where results ended it."""
     # A number of steps that follows from released results is a function of all steps that could
     # have run: their epsilon holds for it, and the epsilon of the steps alone is not proved.
     steps = ran(ledger, mechanism)
@@ -275,31 +236,26 @@ def counted(ledger: Ledger, mechanism: Plan) -> np.ndarray:
 
 
 def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
-    """The multiplier of each step that ran, if all of them ran under this mechanism.
-
-    Raises:
-      Refused: They ran under another mechanism.
-    """
-    checks.instance("ledger", "ledger", ledger, Ledger, "Usually a state: give state.ledger.")
+    """The multiplier of each step that ran; refused if it ran under another mechanism."""
+    checks.instance("ledger", "ledger", ledger, Ledger, "Give state.ledger.")
     # A state is handed about in memory, where no folder checks it: steps at rate 1 must not be
     # stated at the price of a lower rate.
     done = ledger.steps
     if done and not np.array_equal(ledger.accounted, _digest(mechanism)):
         raise Refused(
-            "ledger: the steps in this state ran under another mechanism, so their cost differs. "
-            "Begin from its parameters, init(state.params), with Mechanism(..., before=...)."
+            "ledger: the steps in this state ran under another mechanism. Use init(state.params)."
         )
     if mechanism.steps < ledger.chosen:
         raise Refused(
             f"ledger: results ended this run, so all {int(ledger.chosen)} steps count that were "
-            f"allowed, and this mechanism plans {mechanism.steps}. Continue with its own mechanism."
+            f"allowed, and this mechanism plans {mechanism.steps}."
         )
     # A state that was put on a device holds its multipliers in float32.
     multipliers, held = _multipliers(mechanism)[:done], ledger.expand()
     if not np.array_equal(held, multipliers.astype(held.dtype)):
         raise Refused(
             f"ledger: the {done} steps in this state are not the first of the {mechanism.steps} "
-            "that this mechanism plans. Continue the state with its own mechanism."
+            "that this mechanism plans."
         )
     return multipliers
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,24 +101,13 @@ def parse(text: str) -> Mesh:
       >>> parse("data:1,model:1").axis_names
       ('data', 'model')
     """
-    expected = "expected axes and their sizes, such as data:4 or data:4,model:2"
-    checks.instance("meshes.parse", "text", text, str, "Axes and their sizes: 'data:4'.")
-    try:
-        pairs = [
-            (name.strip(), int(size)) for name, size in (x.split(":") for x in text.split(","))
-        ]
-    except ValueError as error:
-        raise ValueError(f"meshes.parse(text={text!r}): {expected}.") from error
-    sizes = dict(pairs)
-    if len(sizes) < len(pairs) or not all(sizes) or min(sizes.values()) < 1:
+    text = text.replace(" ", "")
+    axes = re.findall(r"(\w+):(\d+)", text)
+    devices, sizes = jax.devices(), {name: int(size) for name, size in axes}
+    if text != ",".join(map(":".join, axes)) or math.prod(sizes.values()) != len(devices):
         raise ValueError(
-            f"meshes.parse(text={text!r}): {expected}. Each name stands once, sizes are positive."
-        )
-    devices = jax.devices()
-    if math.prod(sizes.values()) != len(devices):
-        raise ValueError(
-            f"meshes.parse(text={text!r}): it has {math.prod(sizes.values())} places for "
-            f"{len(devices)} devices. On a CPU, set jax_num_cpu_devices before JAX runs."
+            f"meshes.parse(text={text!r}): expected axes and sizes for {len(devices)} devices, "
+            "such as data:4,model:2. On a CPU, set jax_num_cpu_devices before JAX runs."
         )
     return Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes))
 
@@ -130,25 +120,20 @@ def splits_parameters(mesh: Mesh | None) -> bool:
 def placed(tree: PyTree, mesh: Mesh) -> PyTree:
     """Parameters, or a state, on a mesh.
 
-    A leaf that lies on these devices keeps its `PartitionSpec`, so a user's own splitting holds,
-    unless it names axes that this mesh lacks or that do not divide the leaf evenly. Any other leaf
-    is split by ``model`` along its longest axis that divides evenly, as in fully sharded data
-    parallelism; small leaves are whole on every device.
+    A leaf that lies on this mesh keeps its `PartitionSpec`, so a user's own splitting holds. Any
+    other leaf is split by ``model`` along its longest axis that divides evenly, as in fully sharded
+    data parallelism; small leaves are whole on every device.
     """
 
     def place(leaf: Any) -> Any:
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
-            return leaf  # as after a step: a dispatch should cost nothing
-        if (
-            isinstance(sharding, NamedSharding)
-            and sharding.device_set == set(mesh.devices.flat)
-            and set(_axes(sharding.spec)) <= set(mesh.axis_names)
-            and _is_even(jnp.shape(leaf), sharding.spec, mesh)
-        ):
-            # A typed key made under explicit axes has a spec longer than its rank.
-            return put(leaf, NamedSharding(mesh, PartitionSpec(*sharding.spec[: jnp.ndim(leaf)])))
-        return put(leaf, NamedSharding(mesh, _spec(jnp.shape(leaf), mesh)))
+        sharding, spec = getattr(leaf, "sharding", None), _spec(jnp.shape(leaf), mesh)
+        if isinstance(sharding, NamedSharding):
+            if sharding.mesh == mesh:
+                return leaf  # as after a step: a dispatch should cost nothing
+            if isinstance(sharding.mesh, Mesh) and automatic(sharding.mesh) == mesh:
+                # A typed key made under explicit axes has a spec longer than its rank.
+                spec = PartitionSpec(*sharding.spec[: jnp.ndim(leaf)])
+        return put(leaf, NamedSharding(mesh, spec))
 
     return jax.tree.map(place, tree)
 
@@ -193,8 +178,7 @@ def committed(name: str, **parts: PyTree) -> tuple[Any, ...]:
     if len(places) > 1:
         where = ", ".join(f"{part} on {[d.id for d in on]}" for on, part in places.items())
         raise ValueError(
-            f"{name}: not all arrays are on the same devices: {where}. Give data as NumPy arrays, "
-            "which JAX moves to the parameters."
+            f"{name}: not all arrays are on the same devices: {where}. Give data as NumPy arrays."
         )
     return next(iter(places), ())
 
@@ -209,17 +193,6 @@ def _devices(sharding: Sharding) -> tuple[Any, ...]:
     return tuple(
         sorted(sharding.device_set, key=lambda d: d.id) if mesh is None else mesh.devices.flat
     )
-
-
-def _axes(spec: PartitionSpec) -> list[Any]:
-    """The names of axes in a spec, whose entries are names, tuples of names or None."""
-    return [name for entry in spec if entry for name in np.atleast_1d(entry)]
-
-
-def _is_even(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> bool:
-    """Whether a spec, whose axes the mesh has, cuts an array into equal parts."""
-    parts = [math.prod(mesh.shape[name] for name in _axes(PartitionSpec(entry))) for entry in spec]
-    return all(length % part == 0 for length, part in zip(shape, parts, strict=False))
 
 
 def _spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:

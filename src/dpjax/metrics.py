@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accuracy and calibration of predictions.
 
-Accuracy in total, by class and as a confusion matrix; the negative log-likelihood; and
-calibration, which compares the confidence of predictions with their accuracy. All are functions
-of arrays of logits and labels and may be called inside `jax.jit`, which does not detect labels
-out of range.
+All are functions of arrays of logits and labels and may be called inside `jax.jit`, which does not
+detect labels out of range.
 
 | edge case | value |
 |---|---|
@@ -98,8 +96,6 @@ def per_class_accuracy(
 ) -> Float[Array, " classes"]:
     """The accuracy among the examples of each class.
 
-    Private training costs rare and hard classes the most accuracy, which the total hides.
-
     The arguments are as in `accuracy`.
 
     Returns:
@@ -110,8 +106,7 @@ def per_class_accuracy(
       Array([0.5, nan], dtype=float32)
     """
     logits, labels = _batch("per_class_accuracy", logits, labels)
-    right = _predicted(logits) == labels
-    counts, rights = _counted(right, labels, logits.shape[-1])
+    counts, rights = _counted(_predicted(logits) == labels, labels, logits.shape[-1])
     return rights / counts
 
 
@@ -162,11 +157,10 @@ def reliability(
     bins = checks.whole("metrics.reliability", "bins", bins, "15 is usual.")
     # In float32 or wider: bfloat16 has 128 values between 1/2 and 1, where confidences lie.
     confidence = jax.nn.softmax(_wide(logits)).max(axis=-1)
-    right = _predicted(logits) == labels
     place = jnp.ceil(jnp.nan_to_num(confidence) * bins).astype(jnp.int32) - 1
     # NaN is at -1 here, and rounding may put a confidence of 1 beyond the last bin.
     place = jnp.clip(place, 0, bins - 1)
-    counts, rights = _counted(right, place, bins)
+    counts, rights = _counted(_predicted(logits) == labels, place, bins)
     # In parts: a float32 sum of a million confidences, one after the other, loses a per cent.
     total = jax.ops.segment_sum(confidence, place, num_segments=bins, bucket_size=4096)
     # Empty bins divide 0 by 1 and stay 0, without a NaN that would reach sums over bins.

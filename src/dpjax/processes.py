@@ -64,29 +64,24 @@ def any_process(value: bool) -> bool:
 def require_equal(call: str, facts: Callable[[], Mapping[str, str]]) -> None:
     """Refuses a run whose processes differ in a fact, or where one of them fails to say it.
 
-    Args:
-      call: How errors call the function.
-      facts: Gives names and values; equal names in every process.
-
-    Raises:
-      Refused: In every process, with the names of the facts that differ.
+    All processes raise, with the names of the facts that differ.
     """
     if jax.process_count() == 1:
         return
-    known, fault = {}, None
+    values, fault = {}, None
     try:
-        known = dict(facts())
+        values = dict(facts())
     except Exception as error:  # raised below, after the other processes have learned of it
         fault = error
     if any_process(fault is not None):
         raise fault or Refused(f"{call}: another process failed; its output says why.")
-    hashes = [hashlib.sha256(value.encode()).digest() for value in known.values()]
+    hashes = [hashlib.sha256(value.encode()).digest() for value in values.values()]
     ours = np.stack([np.frombuffer(x, np.uint8) for x in hashes])
     theirs = np.asarray(multihost_utils.process_allgather(ours))
     same = np.all(theirs == theirs[:1], axis=(0, 2))
     if not same.all():
-        names = ", ".join(name for name, equal in zip(known, same, strict=True) if not equal)
+        names = ", ".join(name for name, equal in zip(values, same, strict=True) if not equal)
         raise Refused(
             f"{call}: the {len(theirs)} processes differ in {names}. Start all of them with one "
-            "command and one environment, and give each the whole data in one order."
+            "command, and give each the whole data in one order."
         )

@@ -97,13 +97,13 @@ def assert_sensitivity(rule: Clipping, gradients: PyTree) -> None:
       >>> gradients = {"w": jnp.array([[3.0, 0.0], [jnp.nan, 1.0]])}
       >>> assert_sensitivity(clipping.automatic(bound=0.5), gradients)
     """
-    found = influence(rule, gradients)
+    moved = influence(rule, gradients)
     total = _vector(clipping.clip(rule, gradients)[0])
     rounding = 2e-6 * (rule.sensitivity + float(np.linalg.norm(total)))
-    if not found <= rule.sensitivity + rounding:
+    if not moved <= rule.sensitivity + rounding:
         raise LawBroken(
-            f"{rule.name}: one example moved the sum by {found:.6g}; the rule's sensitivity is "
-            f"{rule.sensitivity:.6g}, and noise is scaled to that."
+            f"{rule.name}: one example moved the sum by {moved:.6g}; the rule's sensitivity is "
+            f"{rule.sensitivity:.6g}."
         )
 
 
@@ -210,13 +210,12 @@ def assert_noise(
             # Few numbers are far from their deviation by chance; none is exactly 0.
             least, most = np.sqrt(chi2(size).ppf([1e-9, 1 - 1e-9]) / size)
             limits = min(least, 1 - tolerance), max(most, 1 + tolerance)
-            found = float(np.sqrt(np.mean(_vector(leaf) ** 2)))
-            measured.append((f" of {name or 'the array'}", found, *limits))
-    for name, found, least, most in measured:
-        if not least * deviation <= found <= most * deviation:
+            root = float(np.sqrt(np.mean(_vector(leaf) ** 2)))
+            measured.append((f" of {name or 'the array'}", root, *limits))
+    for name, root, least, most in measured:
+        if not least * deviation <= root <= most * deviation:
             raise LawBroken(
-                f"the noise{name} has standard deviation {found:.6g}, expected {deviation:.6g} "
-                f"(off by {found / max(deviation, 1e-30) - 1:+.2%})."
+                f"the noise{name} has standard deviation {root:.6g}, expected {deviation:.6g}."
             )
 
 
@@ -290,21 +289,18 @@ def assert_private(
             if not least - tolerance <= ratio <= drawn + tolerance:
                 raise LawBroken(
                     f"at step {step} {name} moves the release by {ratio:.4g} times what the "
-                    f"multiplier {_multiplier(without[step], step):.4g} says; expected {drawn}. "
-                    "Above it epsilon does not hold: usually a link before the clipping sees "
-                    "several examples, or keeps gradients of earlier batches. Below it noise is "
-                    "wasted, or the canary does not reach the bound."
+                    f"multiplier says; expected {drawn}. A link before the clipping may see "
+                    "several examples, or gradients of earlier batches."
                 )
     # Other values, and another number of drawn examples: one is clipped, or none and one is NaN.
     for scales in ([1e6, 1.0, 0.0, 0.0], [1e-6, jnp.nan, 0.0, 0.0]):
         scaled = functools.partial(jnp.tensordot, jnp.diag(jnp.float32(scales)), axes=1)
         batch = jax.tree.map(scaled, _others(params, 4))
         _, again = _runs(chain, begin, params, [batch] * steps, without)
-        if not _equal(updates, again):
+        if trees.fingerprint(updates) != trees.fingerprint(again):
             raise LawBroken(
-                "two batches with one release give different updates, so gradients reach the "
-                "updates beside the noise. Usually a function around the chain adds gradients or "
-                "their sum, or scales by their norms or by the number of drawn examples."
+                "two batches with one release give different updates: gradients pass beside the "
+                "noise."
             )
 
 
@@ -349,14 +345,9 @@ def _runs(
 ) -> tuple[list[Measurement], list[PyTree]]:
     """What the noise link of a chain releases, and the updates of the chain.
 
-    Args:
-      chain: The chain.
-      begin: Its first state.
-      params: Parameters.
-      batches: The gradients of the examples, for each step.
-      instead: For each step, what meets the noise in the place of the chain's own.
+    ``begin`` gives its first state. ``instead`` is what meets the noise in the place of its own.
     """
-    found, left = list[Measurement](), iter(instead)
+    measurements, left = list[Measurement](), iter(instead)
 
     class Measured(GaussianState):
         """The state of a noise link, which records and exchanges what its noise meets."""
@@ -370,9 +361,10 @@ def _runs(
             below: Any = None,
         ) -> tuple[PyTree, Any]:
             of_groups = deviations(self.step)
-            each = [of_groups[group] for group in clipped.rule.groups]
-            found.append(Measurement(clipped.value, each, multiplier, strategy, below))
-            meets = next(left, found[-1])
+            of_leaves = [of_groups[group] for group in clipped.rule.groups]
+            measurement = Measurement(clipped.value, of_leaves, multiplier, strategy, below)
+            measurements.append(measurement)
+            meets = next(left, measurement)
             return meets.total, meets.below
 
     def measured(node: Any) -> Any:
@@ -388,12 +380,12 @@ def _runs(
             updates.append(update)
     except (AttributeError, TypeError, ValueError) as error:
         raise LawBroken(f"the chain refuses to run: {error}") from error
-    if len(found) != len(batches):
+    if len(measurements) != len(batches):
         raise LawBroken(
-            f"the chain added noise {len(found)} times in {len(batches)} steps; expected once a "
-            "step."
+            f"the chain added noise {len(measurements)} times in {len(batches)} steps; expected "
+            "once each."
         )
-    return found, updates
+    return measurements, updates
 
 
 def _batches(params: PyTree, canary: PyTree, draws: Sequence[int]) -> list[PyTree]:
@@ -411,11 +403,6 @@ def _batches(params: PyTree, canary: PyTree, draws: Sequence[int]) -> list[PyTre
         )
 
     return [batch(step, drawn) for step, drawn in enumerate(draws)]
-
-
-def _equal(one: PyTree, other: PyTree) -> bool:
-    """Whether two trees of equal structure have equal bits."""
-    return trees.fingerprint(one) == trees.fingerprint(other)
 
 
 def _others(params: PyTree, count: int) -> PyTree:

@@ -13,6 +13,7 @@ import collections
 import hashlib
 import itertools
 import math
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -44,8 +45,8 @@ def wide(dtype: Any) -> jnp.dtype:
     """
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"trees.wide({jnp.dtype(dtype)}): expected real floating-point leaves. "
-            "Keep other leaves out of the tree that is differentiated."
+            f"trees.wide({jnp.dtype(dtype)}): expected real floating-point leaves. Keep counters "
+            "out of the parameters, and make a complex leaf of two real ones in the loss."
         )
     return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)
 
@@ -56,8 +57,6 @@ def leaf_names(tree: PyTree) -> tuple[str, ...]:
     Example:
       >>> leaf_names({"dense": {"bias": 0.0, "kernel": 1.0}})
       ('dense/bias', 'dense/kernel')
-      >>> leaf_names({"a": {"b": 0.0}, "a/b": 1.0})
-      ('a/b', 'a%2Fb')
     """
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     within = collections.Counter(path[:depth] for path in paths for depth in range(len(path)))
@@ -99,10 +98,9 @@ def leading_size(tree: PyTree, *, name: str = "batch") -> int:
     }
     if len(set(sizes.values())) == 1 and next(iter(sizes.values())):
         return next(iter(sizes.values()))[0]
-    lengths = {leaf: size or "no axis" for leaf, size in itertools.islice(sizes.items(), 8)}
     raise ValueError(
-        f"{name}: every leaf needs a leading axis of one length, one row an example; "
-        f"received {lengths}. Close the loss over constants."
+        f"{name}: every leaf needs a leading axis of one length, one row an example, not "
+        f"{reprlib.repr(sizes)}. Close the loss over what is no example."
     )
 
 
@@ -217,8 +215,7 @@ def group_norms(
 
     $$ n_{ig} = \sqrt{\sum_{l:\, \mathrm{group}(l) = g} \lVert g_{il} \rVert^2} $$
 
-    They are float32 or wider.  Entries below about 1e-19 square to 0 in float32, above about 1e19
-    to infinity.
+    In float32 or wider. Entries below about 1e-19 square to 0 in float32, above 1e19 to infinity.
 
     Example:
       >>> gradients = {"a": jnp.array([[3.0, 4.0]]), "b": jnp.array([[0.0, 10.0]])}
@@ -310,14 +307,10 @@ def random_like(
     Args:
       sample: ``(key, shape, dtype) -> array``; with ``use`` it is given ``after=`` too.
       key: Consumed, one fold per draw.
-      tree: Gives structure and shapes.
+      tree: Gives structure and shapes; draws are in float32 or wider.
       more: Trees of the same structure, for ``use``.
       use: ``(draw, leaf, *leaves of more) -> array``.
-      parts: ``(key, shapes, dtype) -> arrays``: the numbers of ``sample`` for several leaves, in
-        place of one draw that is cut.
-
-    Returns:
-      Draws of ``tree``'s shapes, in float32 or wider, or what ``use`` made of them.
+      parts: ``(key, shapes, dtype) -> arrays``: the same numbers for several leaves, not cut.
     """
 
     def cut_from_one(key: Key, shapes: Sequence[Any], dtype: Any, **options: Any) -> list[Array]:

@@ -62,11 +62,7 @@ NoiseMultiplier: TypeAlias = float | Schedule | Sequence[float]
 # Norm floor. Entries below about 1e-19 underflow to 0 when squared; a billion of them contribute
 # far less than this to a norm.
 _LEAST = 1e-12
-
-_BOUND = "It is the most that one example can move the sum."
-
 _NOISE_NEXT = "the noise comes next, before any other link"
-
 _SHOWN = 8  # groups of a rule that a notebook shows
 
 
@@ -90,8 +86,7 @@ class Purpose(enum.IntEnum):
 
     ``jax.random.split(key, n)[i]`` is ``fold_in(key, i)``, and keys of NNX and Equinox count from 0
     too. A purpose is above every int32, so no key that these make of a run's root key, and none of
-    the first 2^31 numbers drawn with it, is of a stream of dpjax. Flax's Linen folds in hashes of
-    32 bits, which equal a purpose by chance alone.
+    the first 2^31 numbers drawn with it, is of a stream of dpjax.
     """
 
     # The first 32 bits of SHA-256 of "dpjax NAME", with the highest bit set. A changed value
@@ -126,8 +121,7 @@ class Partition:
     def __post_init__(self) -> None:
         """Holds the partition to its own names from here on."""
         object.__setattr__(self, "names", tuple(self.names))  # the ledger hashes mechanisms
-        assign = self.assign.assign if isinstance(self.assign, _Assigned) else self.assign
-        object.__setattr__(self, "assign", _Assigned(assign, self.names))
+        object.__setattr__(self, "assign", _Assigned(self.assign, self.names))
 
     def __repr__(self) -> str:
         return short(self, "names")
@@ -153,8 +147,8 @@ class _Assigned:
         # A leaf in no group would be in no norm; a group without leaves has noise for nothing.
         if len(groups) != leaves or set(groups) != set(range(len(self.names))):
             raise ValueError(
-                f"Partition.assign: {reprlib.repr(groups)} for {leaves} leaves and the groups "
-                f"{reprlib.repr(self.names)}; every leaf needs a group, and every group a leaf."
+                f"Partition.assign: {reprlib.repr(groups)} for {leaves} leaves; every leaf needs a "
+                "group, and every group a leaf."
             )
         return tuple(map(int, groups))
 
@@ -194,7 +188,7 @@ class Clipping:
     | finite, bound 0 | 0 |
 
     Entries below about 1e-19 square to 0, and norms are too short by them.  So no norm counts as
-    less than 1e-12, and bounds between 0 and that are refused.
+    less than 1e-12.
     """
 
     partition: Partition
@@ -208,23 +202,16 @@ class Clipping:
         """Checks the bounds, and holds the rule's factors to them from here on."""
         call = "types.Clipping" if self.name == "custom" else f"clipping.{self.name}"
         # A NumPy or JAX scalar becomes Python's number, which cards can hold.
-        bounds = tuple(checks.not_negative(call, "bound", bound, _BOUND) for bound in self.bounds)
+        hint = "It is the most that one example can move the sum."
+        bounds = tuple(checks.not_negative(call, "bound", bound, hint) for bound in self.bounds)
         object.__setattr__(self, "bounds", bounds)
         if len(bounds) != self.partition.size:
             raise ValueError(
                 f"{call}: {len(bounds)} bounds for {self.partition.size} groups "
-                f"({', '.join(self.partition.names)}); every group needs exactly one bound."
+                f"({', '.join(self.partition.names)}); expected one per group."
             )
         if self.projections is not None and self.partition.size != 1:
-            raise ValueError(
-                f"{call}(projections={self.projections}): expected one group, not "
-                f"{self.partition.size}; the norm of the whole gradient is estimated."
-            )
-        if any(0 < bound < _LEAST for bound in bounds):
-            raise ValueError(
-                f"{call}(bound={min(bounds)}): expected 0 or at least {_LEAST:g}; shorter norms "
-                "underflow in float32. Multiply the loss by a constant instead."
-            )
+            raise ValueError(f"{call}: norms are estimated for one group alone.")
         # `dataclasses.replace` hands the held wish over: unwrap it, or bounds that were replaced
         # would not hold.
         wish = self.factors.wish if isinstance(self.factors, _Held) else self.factors
@@ -232,6 +219,13 @@ class Clipping:
 
     def __repr__(self) -> str:
         return short(self, "name", "bounds")
+
+    @property
+    def sensitivity(self) -> float:
+        """How far the clipped sum moves when one example joins or leaves."""
+        # Groups are orthogonal, so an example that reaches every bound moves the sum by their root
+        # sum of squares.
+        return math.hypot(*self.bounds)
 
     def limits(self, tree: PyTree) -> Limits:
         """What this rule holds one example's part of a tree of parameters or sums to."""
@@ -245,20 +239,10 @@ class Clipping:
         moved = ("sensitivity", f"{self.sensitivity:.4g}")
         return table(f"Clipping: {self.name}", [moved, *bounds[:_SHOWN], *more])
 
-    @property
-    def sensitivity(self) -> float:
-        """How far the clipped sum moves when one example joins or leaves."""
-        # Groups are orthogonal, so an example that reaches every bound moves the sum by their root
-        # sum of squares.
-        return math.hypot(*self.bounds)
-
 
 @dataclass(frozen=True)
 class _Held:
-    """A rule's wish, held to the bounds: factor * norm <= bound, and 0 for bad examples.
-
-    The wish is called for one example at a time, so no example changes the factor of another.
-    """
+    """A rule's wish, held to the bounds: factor * norm <= bound, and 0 for bad examples."""
 
     bounds: tuple[float, ...]
     wish: Callable[[Array], Array]
@@ -279,10 +263,7 @@ class _Held:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Limits:
-    """What the noise of a clipped sum follows from: equal for rules that bound sums alike.
-
-    `Clipping.limits` makes it. Rules hold functions, which do not compare; this does.
-    """
+    """What the noise of a clipped sum follows from; it compares, and rules of functions do not."""
 
     bounds: tuple[float, ...]
     projections: int | None
@@ -318,8 +299,7 @@ class ClippedSum(NamedTuple):
     A noise link takes `ClippedSum.sum`. A loop over microbatches carries `ClippedSum.total`, from
     `dpjax.clipping.empty_sum` on, and gives it to ``clipped(..., start=total)``.
 
-    Privacy: none of these fields is private yet.  Only what `dpjax.noise` returns may
-    be released.
+    Privacy: none of these fields is private yet.  Only what `dpjax.noise` returns may be released.
     """
 
     value: PyTree
@@ -349,10 +329,9 @@ class ClippedSum(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """The examples of one step, and padding behind them.
+    """The examples of one step, and padding behind them: other examples, or drawn ones once more.
 
-    Padding repeats no fixed example: it is made of other examples, or of drawn ones once more. An
-    index without its mask is worth nothing.
+    An index without its mask is worth nothing.
     """
 
     # Pairs of words, high and low, for data sets of more than 2^31 - 1 examples: JAX has no int64
@@ -381,9 +360,8 @@ class Sampler:
       examples: The number of examples in the data set; public.
       batch_size: The expected size of a batch; public; what sums are divided by.
       capacity: The largest size that a draw can have: the number of its indices.
-      draw: ``(key, step) -> Draw``; a pure function, so that any step of any run can be
-        drawn again without the steps before it. Its random numbers follow from
-        ``trees.step_key(key, Purpose.SAMPLING, step)``, whose stream the noise does not share.
+      draw: ``(key, step) -> Draw``; a pure function, so that any step of any run can be drawn
+        again alone. Its random numbers follow from ``trees.step_key(key, Purpose.SAMPLING, step)``.
       event: Multipliers of the steps that ran, ``[steps]`` -> the privacy event that is
         *proved* for them.  Multipliers are relative to the add-or-remove sensitivity.
       neighbours: The neighbouring relation for which ``event`` holds.
@@ -408,7 +386,7 @@ class Sampler:
     examples: int
     batch_size: float
     capacity: int
-    draw: Callable[[Key, Any], Draw]
+    draw: Callable[..., Draw]
     event: Callable[[np.ndarray], DpEvent]
     neighbours: Neighbours = Neighbours.ADD_OR_REMOVE
     claim: str

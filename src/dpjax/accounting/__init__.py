@@ -8,19 +8,9 @@ CLT estimate of Gaussian DP.
 
 A noise multiplier in an event is relative to the *add-or-remove* sensitivity (one example joins or
 leaves). ``neighbours="replace-one"`` doubles the sensitivity, and this room alone converts it.
-
-| file | what it holds |
-|---|---|
-| `events`, `event_parts` | building events; flattening them for the accountants |
-| `rdp_divergence`, `rdp_accountant` | the accountants by Rényi divergences |
-| `pld`, `loss_distributions` | the accountant by privacy loss distributions |
-| `profiles` | epsilon at a delta, delta at an epsilon; the central limit (Gaussian DP) |
-| `methods`, `search` | the table of methods; calibration |
-| `selection`, `user_level` | the best of several runs; users with several examples |
-| `filters`, `random_projections` | noise that depends on releases; `clipping.jl` |
-| `allocation` | random bins hidden by correlated noise |
 """
 
+from dpjax.accounting.calibration import calibrate, largest_steps
 from dpjax.accounting.event_parts import NEIGHBOURS
 from dpjax.accounting.events import (
     AllocatedGaussianDpEvent,
@@ -36,7 +26,6 @@ from dpjax.accounting.methods import METHODS, Method, delta, epsilon, levels_of,
 from dpjax.accounting.profiles import Estimate
 from dpjax.accounting.random_projections import ProjectedGaussianDpEvent, with_projections
 from dpjax.accounting.rdp_divergence import ORDERS, renyi_divergence
-from dpjax.accounting.search import calibrate, largest_steps
 from dpjax.accounting.selection import DISTRIBUTIONS, Selection, draw_runs, select_best
 from dpjax.accounting.user_level import epsilon_for_users, for_groups
 

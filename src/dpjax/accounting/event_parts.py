@@ -76,10 +76,7 @@ def squared(multiplier: float) -> float:
 def split(event: DpEvent, records: int = 1) -> Parts:
     """Sorts the leaves of a tree of events; multipliers stay relative to add-or-remove.
 
-    Args:
-      event: What was run.
-      records: How many records one user has. Below correlated noise several count as drawn at
-        every sample.
+    Below correlated noise several ``records`` of one user count as drawn at every sample.
 
     Example:
       >>> from dpjax.accounting.events import compose, gaussian, subsampled_gaussian
@@ -98,8 +95,8 @@ def split(event: DpEvent, records: int = 1) -> Parts:
         leaf, count = stack.pop()
         if not isinstance(leaf, DpEvent):
             raise TypeError(
-                f"accounting: {reprlib.repr(leaf)} was given; expected a privacy event. Of a "
-                "dpjax.Mechanism it is mechanism.event."
+                f"accounting: {reprlib.repr(leaf)} was given; expected an event. "
+                "Of a dpjax.Mechanism it is mechanism.event."
             )
         match leaf:
             case dp_accounting.NoOpDpEvent():
@@ -109,9 +106,7 @@ def split(event: DpEvent, records: int = 1) -> Parts:
             case dp_accounting.ComposedDpEvent():
                 stack.extend((part, count) for part in leaf.events)
             case dp_accounting.SelfComposedDpEvent():
-                # A negative count would subtract the cost of other parts.
-                call = "accounting: SelfComposedDpEvent"
-                stack.append((leaf.event, count * checks.whole(call, "count", leaf.count, least=0)))
+                stack.append((leaf.event, count * leaf.count))
             # `not >` is also true for NaN, which must count as no noise.
             case (
                 dp_accounting.GaussianDpEvent(noise_multiplier=z)

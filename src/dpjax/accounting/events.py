@@ -9,6 +9,7 @@ would claim too much. Multipliers are relative to the add-or-remove sensitivity.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -65,10 +66,6 @@ def correlated_samples(event: DpEvent) -> DpEvent:
     return rewritten(event, marked)
 
 
-def _check_multiplier(call: str, value: float) -> float:
-    return checks.not_negative(call, "noise_multiplier", value)
-
-
 def check_rate(call: str, value: float) -> float:
     """The sampling rate as a float; raises unless it is a probability, 0 and 1 included."""
     rate = checks.number(call, "sampling_rate", value)
@@ -121,7 +118,7 @@ def subsampled_gaussian(noise_multiplier: float, sampling_rate: float, steps: in
       Abadi et al., *Deep learning with differential privacy*, 2016, algorithm 1.
     """
     call = "accounting.subsampled_gaussian"
-    noise_multiplier = _check_multiplier(call, noise_multiplier)
+    noise_multiplier = checks.not_negative(call, "noise_multiplier", noise_multiplier)
     rate = check_rate(call, sampling_rate)
     steps = checks.whole(call, "steps", steps, least=0)
     if steps == 0 or rate == 0:
@@ -182,17 +179,9 @@ def runs_of(multipliers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def without_replacement(multipliers: ArrayLike, examples: int, batch_size: int) -> DpEvent:
     """Gaussian steps, each on a uniform batch of a fixed size; equal steps are grouped."""
     values, counts = np.unique(np.asarray(multipliers, np.float64), return_counts=True)
-    return compose(
-        *(
-            dp_accounting.SelfComposedDpEvent(
-                dp_accounting.SampledWithoutReplacementDpEvent(
-                    examples, batch_size, dp_accounting.GaussianDpEvent(float(z))
-                ),
-                int(count),
-            )
-            for z, count in zip(values, counts, strict=True)
-        )
-    )
+    draw = functools.partial(dp_accounting.SampledWithoutReplacementDpEvent, examples, batch_size)
+    steps = [draw(dp_accounting.GaussianDpEvent(z)) for z in values.tolist()]
+    return compose(*map(dp_accounting.SelfComposedDpEvent, steps, counts.tolist()))
 
 
 def compose(*events: DpEvent) -> DpEvent:
@@ -235,9 +224,8 @@ def effective_multiplier(noise_multipliers: ArrayLike) -> float:
       McMahan et al., *A general approach to adding differential privacy to iterative training
       procedures*, 2018, §3.
     """
-    zs = [
-        _check_multiplier("accounting.effective_multiplier", z) for z in np.ravel(noise_multipliers)
-    ]
+    call = "accounting.effective_multiplier"
+    zs = [checks.not_negative(call, "noise_multiplier", z) for z in np.ravel(noise_multipliers)]
     # z^-2 would overflow: one group without noise lays the example bare, whatever the others have.
     if any(z <= BARE for z in zs):
         return 0.0

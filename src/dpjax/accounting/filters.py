@@ -93,11 +93,6 @@ class Filter:
                 f"{call}(method={self.method!r}, order={self.order}): expected one order above 1 "
                 "for 'rdp', from accounting.best_order, and none for 'gdp'."
             )
-        if not self.limit > 0:
-            raise ValueError(
-                f"{call}(order={self.order}): nothing fits into epsilon={self.epsilon:g} at this "
-                "order. Take a larger one."
-            )
 
     @property
     def limit(self) -> float:

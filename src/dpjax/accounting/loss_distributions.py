@@ -97,13 +97,13 @@ def levels(
     Args:
       multipliers: Of the steps that ran, in any order.
       count: The number of levels. A plan with at most as many different multipliers keeps them.
-      plan: Of all planned steps, so that a run that goes on keeps its levels; by default
+      plan: Of all planned steps, so that a longer run keeps its levels; by default
         ``multipliers``.
 
     | multiplier | becomes |
     |---|---|
-    | infinity, 0, or below those of the plan | what it was |
-    | above those of the plan | the largest of the plan |
+    | infinity, 0, or below the plan's | what it was |
+    | above the plan's | the largest of the plan |
 
     Example:
       >>> levels([1.0, 1.1, 2.0, 3.9, 4.0, np.inf], count=3)
@@ -118,13 +118,14 @@ def levels(
 def rounded(sampled: Steps, most: int = LEVELS, plan: Steps | None = None) -> Steps:
     """At most `most` distinct steps that cost no less: multipliers down, rates up.
 
-    Multipliers become `levels`, and rates go up to such levels. Steps whose rates and multipliers
-    vary independently need a halved number of levels, until `most` pairs are left.
+    Multipliers become `levels`, and rates go up to such levels: of each as many as leave at most
+    `most` pairs.
     """
-    if not (count := level_count(plan or sampled, most)):
+    plan = plan or sampled
+    if not (count := level_count(plan, most)):
         return sampled
     out: Steps = {}
-    for pair, runs in zip(_at(sampled, plan or sampled, count), sampled.values(), strict=True):
+    for pair, runs in zip(_at(sampled, plan, count), sampled.values(), strict=True):
         out[pair] = out.get(pair, 0) + runs
     return out
 
@@ -135,7 +136,7 @@ def level_count(plan: Steps, most: int = LEVELS) -> int:
         return 0
     count = most
     while len(set(_at(plan, plan, count))) > most:
-        count //= 2
+        count -= max(1, count // 16)
     return count
 
 

@@ -4,7 +4,7 @@
 One table with a row per method: its name, whether it is proven, and its profile. `epsilon`
 and `delta` check their arguments, flatten the event once, answer the cases that need no method (no
 step ran; a release without noise) and call the row. A new method is a row here, a name
-in `dpjax.verify` and, if it is proven, a tolerance in `accounting.search`.
+in `dpjax.verify` and, if it is proven, a tolerance in `accounting.calibration`.
 """
 
 import dataclasses
@@ -196,9 +196,12 @@ def _sorted(event: DpEvent, neighbours: str, method: str, plan: DpEvent | None =
     if method == "pld":  # whose time grows with the number of different steps
         planned = parts if plan is None else split(plan)
         parts = parts._replace(sampled=rounded(parts.sampled, plan=planned.sampled))
-    # Before the row is used: no Rényi divergence exists where a norm may be estimated too small by
-    # any factor.
-    random_projections.refuse(parts, method)
+    # No Rényi divergence exists where a norm may be estimated too small by any factor.
+    if method != "pld" and random_projections.steps_of(parts):
+        raise ValueError(
+            f"accounting: method {method!r} has no answer for norms from random projections. "
+            "Use 'pld'."
+        )
     return parts
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Privacy loss distributions: the tightest proven epsilon here, and the slowest.
 
-dp_accounting finds the loss of a step and composes. This file gives it equal steps together and
-unsampled Gaussians as one, chooses the grid of losses, and returns the minimum with RDP: both are
-upper bounds.
+dp_accounting finds the loss of a step and composes; for "replace-one" it doubles the sensitivity.
+This file gives it equal steps together and unsampled Gaussians as one, chooses the grid of losses,
+and returns the minimum with RDP: both are upper bounds.
 """
 
 import math
@@ -31,28 +31,14 @@ _FAR = 5_000.0  # above this epsilon digits do not matter, and RDP answers faste
 def profile(parts: Parts, neighbours: str) -> Profile:
     """The smallest epsilon and delta that composed loss distributions prove.
 
-    For "replace-one" the library itself doubles the sensitivity.
-
-    Returns:
-      Upper bounds.
-
-      | situation | what happens |
-      |---|---|
-      | unsampled Gaussians alone | the closed form, which a distribution only approaches |
-      | more than 256 distinct steps | rounded before: `loss_distributions.rounded` |
-      | more than 8 distinct steps | a grid of an eighth of a step's deviation |
-      | steps with losses of about 8e-4 or less | a finer grid than 1e-4 |
-      | losses that span more than 4 million grids | a coarser grid, still pessimistic |
-      | mixtures of Gaussians, Laplace noise, other events | a grid of 1e-3, or coarser |
-      | random allocation | RDP's answer, or that of a known bin |
-      | epsilon beyond about 5000 | RDP's answer, or that without sampling |
-      | delta at most `loss_distributions.error`, such as 1e-10 for 100,000 steps | likewise |
-
-    Example:
-      >>> from dpjax.accounting.events import gaussian
-      >>> from dpjax.accounting.event_parts import split
-      >>> round(profile(split(gaussian(1.0)), "add-or-remove").epsilon(1e-5), 3)
-      4.377
+    | situation | what happens |
+    |---|---|
+    | unsampled Gaussians alone | the closed form, which a distribution only approaches |
+    | more than 256 distinct steps | rounded before: `loss_distributions.rounded` |
+    | more than 8 distinct steps, or losses of 8e-4 or less | a grid for them: `_grid` |
+    | mixtures of Gaussians, Laplace noise, other events | a grid of 1e-3, or coarser |
+    | random allocation | RDP's answer, or that of a known bin |
+    | epsilon beyond 5000, or delta below 1e-10 or so | RDP's answer, or that without sampling |
 
     References:
       Koskela, Jälkö, Honkela, *Computing tight differential privacy guarantees using FFT*, 2020;

@@ -82,16 +82,11 @@ class Estimate(float):
 def central_limit(parts: Parts, neighbours: str) -> Profile:
     """The profile of the Gaussian that many small sampled steps look like.
 
-    "replace-one" doubles the signal of unsampled Gaussians and refuses sampled ones.
+    ``mu^2 = sum q^2 (exp(1/z^2) - 1)`` over sampled steps, and ``1/z^2`` over unsampled ones.
 
     References:
       Bu, Dong, Long, Su, *Deep learning with Gaussian differential privacy*, 2020, §3.
     """
-    return gaussian(_signal(parts, neighbours))
-
-
-def _signal(parts: Parts, neighbours: str) -> float:
-    """``mu^2 = sum q^2 (exp(1/z^2) - 1)`` over sampled steps, and ``1/z^2`` over unsampled ones."""
     if parts.foreign:
         raise ValueError(
             f"accounting: method 'gdp' knows Gaussians only; the event holds {parts.named}. "
@@ -106,6 +101,6 @@ def _signal(parts: Parts, neighbours: str) -> float:
     for (q, z), count in parts.sampled.items():
         # exp would overflow: such a step hides nothing.
         if z**-2 > 700:
-            return math.inf
+            return gaussian(math.inf)
         squares.append(count * q**2 * math.expm1(z**-2))
-    return math.sqrt(math.fsum(squares))
+    return gaussian(math.sqrt(math.fsum(squares)))

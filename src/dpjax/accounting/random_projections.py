@@ -89,20 +89,29 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
     return rewritten(event, projected)
 
 
-def refuse(parts: Parts, method: str) -> None:
-    """Raises if norms were estimated and the method is not PLD."""
-    if method != "pld" and steps_of(parts):
-        raise ValueError(
-            f"accounting: method {method!r} has no answer for norms from random projections. "
-            "Use 'pld'."
-        )
-
-
 def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
     """What composed loss distributions prove of parts with these steps."""
-    if _bare(steps):
+    # Whether the proof allows some step to release an example without protection. `not >` is true
+    # of NaN too, which counts as no noise.
+    if any(not z > BARE or (q == 1 and _beyond(z, r) >= _RARE) for q, z, r in steps):
         return profiles.gaussian(math.inf)
-    return proven(_whole(parts, steps, neighbours), parts)
+    # The mixture is over one random scale; replace-one would need the joint law of two.
+    if neighbours == "replace-one":
+        raise ValueError(
+            "accounting: norms from random projections have no proof for 'replace-one'. "
+            "Use 'add-or-remove', or clip by exact norms."
+        )
+    if len(steps) < len(parts.foreign):
+        raise ValueError(
+            f"accounting: norms from random projections compose with Gaussians only; the event "
+            f"holds {parts.named}."
+        )
+    total = composed(parts, _GRID, neighbours)
+    for projections in {r for _, _, r in steps}:
+        same = {(q, z): count for (q, z, r), count in steps.items() if r == projections}
+        for (q, z), count in rounded(same, _LEVELS).items():
+            total = total.compose(_mixture(q, z, projections, neighbours).self_compose(count))
+    return proven(total, parts)
 
 
 def steps_of(parts: Parts) -> Steps:
@@ -116,41 +125,6 @@ def steps_of(parts: Parts) -> Steps:
             key = (float(rate), float(event.noise_multiplier), event.projections)
             found[key] = found.get(key, 0) + count
     return found
-
-
-def _bare(steps: Steps) -> bool:
-    """Whether the proof allows some step to release an example without protection."""
-    # `not >` is true of NaN too, which counts as no noise.
-    return any(not z > BARE or (q == 1 and _beyond(z, r) >= _RARE) for q, z, r in steps)
-
-
-def _whole(parts: Parts, steps: Steps, neighbours: str) -> library.PrivacyLossDistribution:
-    """The composed loss distribution of everything."""
-    # The mixture is over one random scale; replace-one would need the joint law of two.
-    if neighbours == "replace-one":
-        raise ValueError(
-            "accounting: norms from random projections have no proof for 'replace-one'. "
-            "Use 'add-or-remove', or clip by exact norms."
-        )
-    if len(steps) < len(parts.foreign):
-        raise ValueError(
-            f"accounting: norms from random projections compose with Gaussians only; the event "
-            f"holds {parts.named}."
-        )
-    total = composed(parts, _GRID, neighbours)
-    for (q, z, r), count in _rounded(steps).items():
-        total = total.compose(_mixture(q, z, r, neighbours).self_compose(count))
-    return total
-
-
-def _rounded(steps: Steps) -> Steps:
-    """At most `_LEVELS` distinct steps for each number of projections, which cost no less."""
-    out: Steps = {}
-    for projections in {r for _, _, r in steps}:
-        same = {(q, z): count for (q, z, r), count in steps.items() if r == projections}
-        fewer = rounded(same, _LEVELS)
-        out |= {(q, z, projections): count for (q, z), count in fewer.items()}
-    return out
 
 
 @functools.lru_cache(maxsize=64)

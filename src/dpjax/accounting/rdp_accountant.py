@@ -79,19 +79,7 @@ def classic(parts: Parts, neighbours: str) -> Profile:
 
 
 def total(parts: Parts, neighbours: str) -> np.ndarray:
-    """The sum of the divergences of all parts, ``[orders]`` on `ORDERS`.
-
-    | part | add-or-remove, zero-out | replace-one |
-    |---|---|---|
-    | unsampled Gaussians | multiplier z | multiplier z / 2 |
-    | Poisson-sampled Gaussian | its curve | refused: use PLD |
-    | sampled without replacement | refused | the library's bound at z / 2 |
-    | Laplace | the library's bound at b | at b / 2 |
-    | best of several runs | the library's bound | of runs whose own noise is halved |
-    | random allocation | as `allocation` proves | multiplier z / 2, as if the bin were known |
-    | randomized response | zero-out alone | the library's own, made for it |
-    | other kinds | the library's own | refused |
-    """
+    """The sum of the divergences of all parts, ``[orders]`` on `ORDERS`."""
     # Replace-one moves the sum twice as far. Our own Gaussians scale by 4 = 2^2 in the divergence.
     swap = neighbours == "replace-one"
     if swap and parts.sampled:

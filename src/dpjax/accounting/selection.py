@@ -46,12 +46,10 @@ class Distribution(NamedTuple):
     """How the number of runs is drawn.
 
     Attributes:
-      words: One line for reports.
       divergence: From the curve of one run and the mean number to the curve of the best.
       draw: From the mean number and two uniform numbers in (0, 1) to a number of runs.
     """
 
-    words: str
     divergence: Callable[[np.ndarray, float], np.ndarray]
     draw: Callable[[float, float, float], int]
 
@@ -115,7 +113,7 @@ def select_best(
       and 6. Liu, Talwar, *Private selection from private candidates*, 2019.
     """
     call = "accounting.select_best"
-    row, runs = _row(call, distribution), _mean(call, runs)
+    row, runs = _checked(call, distribution, runs)
     checked_delta(call, delta)
     events = list(event) if isinstance(event, Iterable) else [event]
     # Any candidate may be the one that is published, so the search pays for the most expensive one.
@@ -144,8 +142,7 @@ def draw_runs(key: Key, runs: float, distribution: str = "geometric") -> int:
       >>> [draw_runs(jax.random.key(seed), runs=10) for seed in range(6)]
       [18, 3, 1, 9, 13, 4]
     """
-    call = "accounting.draw_runs"
-    row, runs = _row(call, distribution), _mean(call, runs)
+    row, runs = _checked("accounting.draw_runs", distribution, runs)
     own = jax.random.fold_in(key, Purpose.RUNS)
     words = np.asarray(jax.random.bits(own, (2, 2), "uint32"), np.uint64)
     # Odd multiples of 2^-53: exact in a double, and neither 0 nor 1.
@@ -182,31 +179,26 @@ def _geometric(tail: float, coin: float) -> int:
 
 DISTRIBUTIONS: dict[str, Distribution] = {
     "geometric": Distribution(
-        "after each run a coin says whether there is another",
+        # After each run a coin says whether there is another.
         lambda one, runs: _truncated(one, runs, 1, math.log(runs)),
         lambda runs, coin, _: _geometric(math.log(runs), coin),
     ),
     "logarithmic": Distribution(
-        "often one run, sometimes very many",
         lambda one, runs: _truncated(one, runs, 0, _logarithmic_tail(runs)),
         # A geometric whose gamma is itself drawn, as gamma to a uniform power.
         lambda runs, coin, power: _geometric(power * _logarithmic_tail(runs), coin),
     ),
     "poisson": Distribution(
-        "close to the mean, now and then no run at all",
         _poisson,
         lambda runs, coin, _: int(stats.poisson.ppf(coin, runs)),
     ),
 }
 
 
-def _row(call: str, name: str) -> Distribution:
+def _checked(call: str, name: str, runs: float) -> tuple[Distribution, float]:
     hint = "A fixed number of runs costs all of them, accounting.compose(*events)."
-    return DISTRIBUTIONS[checks.one_of(call, "distribution", name, DISTRIBUTIONS, hint)]
-
-
-def _mean(call: str, runs: float) -> float:
+    row = DISTRIBUTIONS[checks.one_of(call, "distribution", name, DISTRIBUTIONS, hint)]
     mean = checks.positive(call, "runs", runs, "It is the mean number.")
     if mean < 1:
         raise ValueError(f"{call}(runs={runs}): expected a mean number of 1 or more.")
-    return mean
+    return row, mean

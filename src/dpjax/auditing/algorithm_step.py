@@ -14,9 +14,9 @@ Langevin dynamics and federated rounds are audited alike.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -72,8 +72,8 @@ class Separation(NamedTuple):
         """The lower bound on the epsilon of one step that draws the canary."""
         delta = checked_delta("Separation.epsilon", delta)
         pairs = [(mu, share) for mu, share in zip(*self._shares(), strict=True) if share > delta]
-        found = (profiles.gaussian(mu).epsilon(delta / share) for mu, share in pairs)
-        return max(found, default=0.0)
+        refuted = (profiles.gaussian(mu).epsilon(delta / share) for mu, share in pairs)
+        return max(refuted, default=0.0)
 
     def claimed_epsilon(self, delta: float) -> float:
         """The epsilon that the accountant states for such a step."""
@@ -167,30 +167,32 @@ def audit_algorithm(
     for row in (canary, 0 if instead is None else instead):
         checks.whole(call, "canary or instead", row, least=0, most=sampling.examples - 1)
     confidence = checks.fraction(call, "confidence", confidence, "Such as 0.999, not per cent.")
-    if instead is None:
-        base, other = sampling, without(sampling, [canary])
-    else:
+    base, lacking = sampling, without(sampling, [canary])
+    if instead is not None:
         base = without(sampling, [instead])
-        other = _redrawn(base, partial(_renamed, canary, instead))
-    # Compilation takes longest, so the program without the canary measures the noise as well.
-    full = _FirstStep(build(base), params)
-    lacking = _FirstStep(build(_redrawn(other, _silent_beyond)), params)
-    mechanism = full.mechanism
+        lacking = _redrawn(base, lambda draw, _: _renamed(draw, canary, instead))
+    # Compilation takes longest, so the program without the canary measures the noise as well: it
+    # draws no row under keys of seeds that are not searched.
+    silent = _redrawn(
+        lacking,
+        lambda draw, key: draw._replace(mask=draw.mask & (jax.random.key_data(key)[-1] < _SEEDS)),
+    )
+    step, without_it = _FirstStep(build(base), params), _FirstStep(build(silent), params)
+    mechanism = step.mechanism
     estimated = mechanism.clipping.projections
     risk = 1 - confidence if estimated is None else (1 - confidence) / 2
-    deviations, limits = _deviations(lambda n: lacking(_SEEDS + n), pairs, risk)
-    moved, sure = [], []
+    deviations, limits = _deviations(lambda n: without_it(_SEEDS + n), pairs, risk)
+    moved, rounding = [], []
     for seed in _seeds_that_draw(base, canary, keys):
-        with_it, without_it = full(seed), lacking(seed)
-        pairs_of_leaves = zip(with_it, without_it, strict=True)
-        moved.append([float(np.linalg.norm(a - b)) for a, b in pairs_of_leaves])
-        # What the roundings of both steps may have added is no evidence against the mechanism.
-        rounding = full.rounding(with_it, without_it)
-        sure.append([np.maximum(0.0, m - r) for m, r in zip(moved[-1], rounding, strict=True)])
-    measured, lower = _in_units(moved, deviations), _in_units(sure, limits)
+        one, other = step(seed), without_it(seed)
+        moved.append([float(np.linalg.norm(a - b)) for a, b in zip(one, other, strict=True)])
+        rounding.append(step.rounding(one, other))
+    # What the roundings of both steps may have added is no evidence against the mechanism.
+    sure = np.maximum(0.0, np.subtract(moved, rounding))
     # By what was done to the canary, not by the relation of the mechanism: a removal that is
     # compared with the claim of a replacement would hide half of the noise.
     claimed = _of_one(mechanism) * (1.0 if instead is None else 2.0)
+    measured, lower = in_units(np.asarray(moved), deviations), in_units(sure, limits)
     return Separation(measured, lower, claimed, estimated, confidence)
 
 
@@ -198,7 +200,9 @@ def _of_one(mechanism: Mechanism) -> float:
     """How far the mechanism lets the gradient of one row move its first step, in units of noise."""
     # Step 0 has the first row of C^-1 times the fresh noise, whose multiplier is relative to what
     # one example moves in the whole run.
-    row = 1.0 if mechanism.noise is None else float(np.linalg.norm(mechanism.noise.row(0)))
+    row, noise = 1.0, mechanism.noise
+    if noise is not None:
+        row = float(noise.next(jnp.ones(()), noise.start(jnp.zeros(())), 0)[0])
     with np.errstate(divide="ignore"):
         return float(1.0 / (mechanism.multipliers[0] * mechanism.strategy_sensitivity * row))
 
@@ -221,8 +225,7 @@ def without(sampling: Sampler, rows: ArrayLike) -> Sampler:
     """
     gone = jnp.asarray(np.isin(np.arange(sampling.examples), np.asarray(rows)))
 
-    def fewer(drawn: Draw, key: Key) -> Draw:
-        del key
+    def fewer(drawn: Draw, _: Key) -> Draw:
         stays = drawn.mask & ~gone[drawn.indices]
         order = jnp.argsort(~stays, stable=True)
         return Draw(drawn.indices[order], stays[order])
@@ -239,15 +242,9 @@ def _redrawn(sampling: Sampler, change: Callable[[Draw, Key], Draw]) -> Sampler:
     return dataclasses.replace(sampling, draw=draw)
 
 
-def _renamed(row: int, instead: int, drawn: Draw, key: Key) -> Draw:
+def _renamed(draw: Draw, row: int, instead: int) -> Draw:
     """The draw from a data set with another row in the place of one."""
-    del key
-    return drawn._replace(indices=jnp.where(drawn.indices == row, instead, drawn.indices))
-
-
-def _silent_beyond(drawn: Draw, key: Key) -> Draw:
-    """No row under keys of seeds that are not searched, so that such a step is noise."""
-    return drawn._replace(mask=drawn.mask & (jax.random.key_data(key)[-1] < _SEEDS))
+    return draw._replace(indices=jnp.where(draw.indices == row, instead, draw.indices))
 
 
 class _FirstStep:
@@ -262,7 +259,10 @@ class _FirstStep:
 
     def __call__(self, seed: int) -> list[np.ndarray]:
         key = jax.random.key(seed)
-        state, _ = self.step(self.state._replace(key=key, noise_key=key))
+        return self.released(self.step(self.state._replace(key=key, noise_key=key))[0])
+
+    def released(self, state: State) -> list[np.ndarray]:
+        """The parameters of a state, and the bound if it is adapted."""
         leaves = [trees.on_host(leaf).astype(np.float64) for leaf in jax.tree.leaves(state.params)]
         adaptive = self.mechanism.adaptive
         if adaptive is None:
@@ -273,18 +273,13 @@ class _FirstStep:
 
     def rounding(self, one: list[np.ndarray], other: list[np.ndarray]) -> list[float]:
         """For each leaf, how far the roundings of two steps can move them apart."""
-        leaves = jax.tree.leaves(self.state.params)
-        before = [trees.on_host(leaf).astype(np.float64) for leaf in leaves]
-        digits = [float(jnp.finfo(leaf.dtype).eps) for leaf in leaves]
-        if len(one) > len(leaves):  # the bound, or its logarithm
-            before, digits = [*before, np.ones(1)], [*digits, float(jnp.finfo(jnp.float32).eps)]
-
-        def apart(w: np.ndarray, a: np.ndarray, b: np.ndarray, eps: float) -> float:
+        before, leaves = self.released(self.state), jax.tree.leaves(self.state.params)
+        digits = [float(jnp.finfo(leaf.dtype).eps) for leaf in [*leaves, jnp.float32(1)]]
+        return [
             # Half a last digit of each sum, and of each of the two factors of its update.
-            largest = np.maximum(np.abs(a), np.abs(b))
-            return eps * float(np.linalg.norm(largest + np.abs(a - w) + np.abs(b - w)))
-
-        return [apart(*x) for x in zip(before, one, other, digits, strict=True)]
+            eps * float(np.linalg.norm(np.maximum(abs(a), abs(b)) + abs(a - w) + abs(b - w)))
+            for eps, w, a, b in zip(digits, before, one, other, strict=False)
+        ]
 
 
 def _deviations(
@@ -305,36 +300,30 @@ def _deviations(
     return np.sqrt(squares / some), np.sqrt(squares / quantiles)
 
 
-def _in_units(moved: Sequence[Sequence[float]], deviations: np.ndarray) -> np.ndarray:
+def in_units(
+    moved: Float[np.ndarray, "keys leaves"], deviations: Float[np.ndarray, " leaves"]
+) -> Float[np.ndarray, " keys"]:
     """The separation under each key, from what each leaf moved."""
-    moved_by_leaf = np.asarray(moved)
     with np.errstate(divide="ignore", invalid="ignore"):
         # Without noise: infinity, where anything moved at all.
-        each = np.where(moved_by_leaf == 0, 0.0, moved_by_leaf / deviations)
+        shifts = np.where(moved == 0, 0.0, moved / deviations)
     # Leaves have noise of their own scale; independent Gaussians separate by the root of the sum of
     # squares.
-    return np.linalg.norm(each, axis=1)
+    return np.linalg.norm(shifts, axis=1)
 
 
-def _seeds_that_draw(sampling: Sampler, row: int, count: int) -> Iterator[int]:
+def _seeds_that_draw(sampling: Sampler, row: int, count: int) -> list[int]:
     """The first seeds whose first batch holds a row."""
 
     @jax.jit
-    def holds(seeds: Array) -> Bool[Array, " seeds"]:
-        def one(seed: Array) -> Bool[Array, ""]:
-            indices, mask = sampling.draw(jax.random.key(seed), jnp.int32(0))
-            return jnp.any((indices == row) & mask)
+    def holds(seed: Array) -> Bool[Array, ""]:
+        indices, mask = sampling.draw(jax.random.key(seed), jnp.int32(0))
+        return jnp.any((indices == row) & mask)
 
-        return jax.lax.map(one, seeds)
-
-    found = 0
-    for start in range(0, _SEEDS, 256):
-        for seed in start + np.flatnonzero(holds(jnp.arange(start, start + 256))):
-            yield int(seed)
-            found += 1
-            if found >= count:
-                return
-    raise ValueError(
-        f"auditing.audit_algorithm(canary={row}, keys={count}): {found} of {_SEEDS} keys draw row "
-        f"{row} first. Audit the step with dpjax.sampling.full, which draws every row."
-    )
+    seeds = list(itertools.islice((seed for seed in range(_SEEDS) if holds(seed)), count))
+    if len(seeds) < count:
+        raise ValueError(
+            f"auditing.audit_algorithm(canary={row}, keys={count}): {len(seeds)} of {_SEEDS} keys "
+            "draw it. Audit with dpjax.sampling.full."
+        )
+    return seeds

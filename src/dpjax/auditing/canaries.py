@@ -119,7 +119,7 @@ def score_canaries(
       for its white-box audits.
     """
     call = "auditing.score_canaries"
-    hint = "Build the algorithm with auditing.recording(optimizer), which trains alike."
+    hint = "Build the algorithm with auditing.recording(optimizer)."
     checks.instance(call, "state.optimizer", state.optimizer, Recorded, hint)
     mechanism = checks.instance(call, "algorithm.mechanism", algorithm.mechanism, Mechanism)
     add = jax.jit(partial(_added, loss, entry_of(per_step), mechanism))
@@ -186,13 +186,12 @@ def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[
     scores, truths = np.asarray(scores), np.asarray(members)
     if scores.ndim != 1 or np.any(np.isnan(scores)):
         raise ValueError(
-            f"auditing.guess_members(scores of shape {scores.shape}): expected one number for each "
-            "canary, and no NaN."
+            f"auditing.guess_members(scores of shape {scores.shape}): expected a vector, no NaN."
         )
     if truths.shape != scores.shape or not np.all((truths == 0) | (truths == 1)):
         raise ValueError(
             f"auditing.guess_members(members of shape {truths.shape}): expected True or False for "
-            f"each of {scores.size} scores. Of indices: np.isin(np.arange(canaries), indices)."
+            f"each of {scores.size} scores."
         )
     guesses = checks.whole("auditing.guess_members", "guesses", guesses, least=2, most=scores.size)
     # Half of the guesses at either end, where scores say most; the middle abstains.
@@ -236,8 +235,8 @@ def epsilon_lower_bound(
     call = "auditing.epsilon_lower_bound"
     if not 0 <= correct <= guesses <= canaries:
         raise ValueError(
-            f"{call}(correct={correct}, guesses={guesses}, canaries={canaries}): expected numbers, "
-            "each from 0 to the next."
+            f"{call}(correct={correct}, guesses={guesses}, canaries={canaries}): expected correct "
+            "<= guesses <= canaries."
         )
     confidence = checks.fraction(call, "confidence", confidence, "Such as 0.95, not per cent.")
     from scipy.stats import binom  # a second that only audits of whole runs cost

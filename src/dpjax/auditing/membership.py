@@ -10,13 +10,15 @@ Half of the rows choose the threshold; the others, which it has not seen, bound 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from jaxtyping import Bool, Float
 from numpy.typing import ArrayLike
 
 from dpjax import checks
+
+Limits: TypeAlias = tuple[float, float]
 
 
 class Membership(NamedTuple):
@@ -31,7 +33,7 @@ class Membership(NamedTuple):
     """The share of members that are guessed to be members."""
     false_positives: float
     """The share of other rows that are guessed to be members."""
-    limits: tuple[tuple[float, float], tuple[float, float]]
+    limits: tuple[Limits, Limits]
     """The confidence limits of the two shares: (low, high) of each."""
     auc: float
     """The chance that a member has a higher score than another row; a half tells nothing."""
@@ -87,13 +89,14 @@ def audit_membership(
     first, second = zip(*(np.array_split(draw.permutation(x), 2) for x in scores), strict=True)
     # Each rate has two limits, and all of them hold together.
     risk = (1 - confidence) / 4
-    thresholds = _spread(np.unique(np.concatenate(first)))
+    thresholds = np.unique(np.concatenate(first))
+    places = np.linspace(0, len(thresholds) - 1, min(500, len(thresholds)))  # at equal ranks
 
     def told(at: float) -> tuple[float, float]:
         true, false = _rates(first, at)
         return _epsilon(_limits(first, at, risk), delta), true - false
 
-    threshold = float(max(thresholds, key=told))
+    threshold = float(max(thresholds[places.astype(int)], key=told))
     limits, (true, false) = _limits(second, threshold, risk), _rates(second, threshold)
     epsilon = _epsilon(limits, delta)
     return Membership(threshold, true, false, limits, _auc(*scores), epsilon, confidence)
@@ -103,16 +106,10 @@ def _checked(name: str, scores: ArrayLike) -> Float[np.ndarray, " rows"]:
     scores = np.asarray(scores, np.float64)
     if scores.ndim != 1 or scores.size < 4 or np.any(np.isnan(scores)):
         raise ValueError(
-            f"auditing.audit_membership({name} of shape {scores.shape}): expected one number for "
-            "each of at least four rows, and no NaN."
+            f"auditing.audit_membership({name} of shape {scores.shape}): expected a vector of four "
+            "or more, no NaN."
         )
     return scores
-
-
-def _spread(thresholds: np.ndarray, most: int = 500) -> np.ndarray:
-    """At most this many of the thresholds, at equal ranks."""
-    places = np.linspace(0, len(thresholds) - 1, min(most, len(thresholds)))
-    return thresholds[places.astype(int)]
 
 
 def _rates(scores: tuple[np.ndarray, ...], threshold: float) -> tuple[float, float]:
@@ -121,25 +118,21 @@ def _rates(scores: tuple[np.ndarray, ...], threshold: float) -> tuple[float, flo
     return true, false
 
 
-def _limits(
-    scores: tuple[np.ndarray, ...], threshold: float, risk: float
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """The confidence limits of true and false positives at a threshold."""
-    true, false = (_share(x >= threshold, risk) for x in scores)
+def _limits(scores: tuple[np.ndarray, ...], threshold: float, risk: float) -> tuple[Limits, Limits]:
+    """The limits of Clopper and Pearson of both rates; each fails with at most this chance."""
+    from scipy.stats import beta  # a second that only audits of whole runs cost
+
+    def limits(guessed: Bool[np.ndarray, " rows"]) -> Limits:
+        count, right = len(guessed), int(np.sum(guessed))
+        low = float(beta.ppf(risk, right, count - right + 1)) if right else 0.0
+        high = float(beta.ppf(1 - risk, right + 1, count - right)) if right < count else 1.0
+        return low, high
+
+    true, false = (limits(x >= threshold) for x in scores)
     return true, false
 
 
-def _share(guessed: Bool[np.ndarray, " rows"], risk: float) -> tuple[float, float]:
-    """The limits of Clopper and Pearson; each fails with at most this chance."""
-    from scipy.stats import beta  # a second that only audits of whole runs cost
-
-    count, right = len(guessed), int(np.sum(guessed))
-    low = float(beta.ppf(risk, right, count - right + 1)) if right else 0.0
-    high = float(beta.ppf(1 - risk, right + 1, count - right)) if right < count else 1.0
-    return low, high
-
-
-def _epsilon(limits: tuple[tuple[float, float], tuple[float, float]], delta: float) -> float:
+def _epsilon(limits: tuple[Limits, Limits], delta: float) -> float:
     """The largest epsilon that the limits of both rates refute."""
     true, false = limits
     # The opposite guess, that a row is none of the members, is bounded alike.

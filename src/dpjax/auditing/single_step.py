@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dpjax import clipping, trees
+from dpjax.auditing.algorithm_step import in_units
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.link import private_mean
 from dpjax.noise.link import first_memory
@@ -58,8 +59,7 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
     """
     if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
         raise ValueError(
-            "auditing.audit_step: expected fixed bounds and exact norms, since it takes gradients "
-            "alone. Audit the algorithm: auditing.audit_algorithm."
+            "auditing.audit_step: expected fixed bounds and exact norms. Use audit_algorithm."
         )
     both = jax.tree.map(
         lambda g, c: jnp.concatenate([g, jnp.asarray(c, g.dtype)[None]]), gradients, canary
@@ -82,11 +82,7 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
         np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64))
         for a, b in zip(with_canary, without, strict=True)
     ]
-    with np.errstate(divide="ignore"):  # without noise: infinity, where anything moved at all
-        shift = [m / deviation for m, deviation in zip(moved, noise, strict=True) if m != 0]
-    # Leaf by leaf, because groups have noise of their own scale; independent Gaussians separate by
-    # the root of the sum of squares.
-    return float(np.linalg.norm(shift))
+    return float(in_units(np.array([moved]), np.array(noise))[0])
 
 
 def _measured(noise: Callable[[Key], list[Array]], key: Key) -> list[np.floating]:

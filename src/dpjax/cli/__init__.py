@@ -20,7 +20,6 @@ from typing import Any
 from absl import app, flags, logging
 
 import dpjax
-from dpjax.cli.flag_checks import only_flags
 from dpjax.cli.flag_sets import described
 
 __all__ = ["COMMANDS", "main", "run_command"]
@@ -67,8 +66,7 @@ def _run_named(words: Sequence[str] | None) -> None:
 def run_command(name: str) -> None:
     """Runs one subcommand with the flags in `sys.argv`, then leaves the process.
 
-    A flag that is unknown or out of range ends the process with status 1 and a message, and Ctrl-C
-    with status 130 and one sentence.
+    A mistaken flag ends the process with status 1 and a message, Ctrl-C with 130 and one sentence.
     """
     typed = importlib.import_module(f"dpjax.cli.flag_sets.{name}")
     program, *words = sys.argv
@@ -82,8 +80,9 @@ def run_command(name: str) -> None:
         logging.get_absl_handler().addFilter(_not_of_orbax)
         try:
             argv = given([program, *words])
-            if not typed.WORDS:
-                only_flags(argv)
+            # Ignored, `train --steps 2 target_epsilon=0.5` would run at the default epsilon.
+            if not typed.WORDS and (extra := " ".join(argv[1:])):
+                raise app.UsageError(f"{extra}: expected flags alone, which begin with two dashes.")
             importlib.import_module(f"dpjax.cli.{name}").run(given, argv)
         except (flags.Error, app.UsageError) as error:
             sys.exit(f"{error}\nFor all flags: {program} --help")

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Three audits of a run that `dpjax train` left in a folder, as lines beside its claims.
 
-Data, model, loss, mechanism and optimizer are built again from the flags in the folder, by the
-functions of `dpjax train`, and the mechanism is compared with the one in `run.json`. Keys come from
-public seeds, because nothing is released here.
+The run is built again from the flags in the folder, by the functions of `dpjax train`, and the
+mechanism is compared with the one in `run.json`. Keys are public, because nothing is released here.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from dpjax.cli.train.command import Planned, plan
 from dpjax.cli.train.run_files import MOMENTS
 from dpjax.mechanism.card import strict
 from dpjax.reports import style
-from dpjax.reports.figure_output import png
 from dpjax.reports.figures import PRIVATE
 from dpjax.reports.load_run import SavedRun, read
+from dpjax.reports.style import png
 from dpjax.training import released_params
 
 # A step is audited so exactly that a confidence of 95 % would refute 1 of 20 sound mechanisms.
@@ -68,20 +67,13 @@ class Line(NamedTuple):
 
 
 class Rebuilt(NamedTuple):
-    """A run, built again from its folder."""
+    """A run, built again from its folder: with parameters before and after its training."""
 
     run: SavedRun
     planned: Planned
     dataset: dpjax.data.Dataset
-    first: Any  # parameters before the first step
-    released: Any  # parameters after the last one
-
-    def algorithm(
-        self, mechanism: dpjax.Mechanism, optimizer: optax.GradientTransformation, train: Any
-    ) -> dpjax.types.Algorithm:
-        """DP-SGD with this run's loss."""
-        loss, per_step = losses.of(self.planned.model, self.planned.loss), self.planned.per_step
-        return dpjax.dpsgd(loss, optimizer, mechanism, train, per_step=per_step)
+    first: Any
+    released: Any
 
 
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
@@ -105,23 +97,18 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
 
 
 def rebuild(folder: pathlib.Path, data_dir: str | None = None) -> Rebuilt:
-    """Reads a run's folder and builds the run again.
-
-    ``data_dir`` is the flag of that name, which no run's folder records.
-    """
+    """Reads a run's folder and builds the run again; no folder records ``data_dir``."""
     run = read(folder, arrays=False)
     if run.card is None or "flags" not in (run.config or {}):
         raise app.UsageError(
-            f"{folder}: expected privacy.json and config.json, as a finished `dpjax train` leaves "
-            "them. `dpjax.auditing.audit_algorithm` audits other algorithms."
+            f"{folder}: expected the privacy.json and config.json of a finished `dpjax train`."
         )
     given = flags_of(run)
     given["data_dir"].value = data_dir
     planned = plan(given)
     if json.loads(json.dumps(planned.mechanism.facts)) != run.mechanism:
         raise app.UsageError(
-            f"{folder}: its flags and these data give another mechanism than run.json has. Restore "
-            "the data of the run."
+            f"{folder}: expected the mechanism of run.json. Restore the data of the run."
         )
     dataset, moments = inputs.with_features(given, planned.dataset), None
     if planned.normalization is not None:  # read, because a second query would spend privacy
@@ -150,19 +137,19 @@ def audit_run(given: flags.FlagValues, rebuilt: Rebuilt, out: pathlib.Path) -> l
     name = "first step of correlated noise" if correlated else "one step in which the row is drawn"
     step = line_of_step(audit_step(rebuilt, given.pairs, OF_A_STEP), delta, name)
     canaries = audit_canaries(rebuilt, given.canaries, given.steps, OF_A_RUN)
-    found, scores = audit_losses(rebuilt, OF_A_RUN)
+    guesses, scores = audit_losses(rebuilt, OF_A_RUN)
     words = (
-        f"AUC {found.auc:.3f}, {found.true_positives:.1%} of members and "
-        f"{found.false_positives:.1%} of others; {ASSUMED}"
+        f"AUC {guesses.auc:.3f}, {guesses.true_positives:.1%} of members and "
+        f"{guesses.false_positives:.1%} of others; {ASSUMED}"
     )
-    bounds = found.epsilon, rebuilt.run.epsilon, found.confidence
+    bounds = guesses.epsilon, rebuilt.run.epsilon, guesses.confidence
     # Never a verdict: no coin decided which rows are for the test, and a test part of another
     # year has other losses under a sound model too.
     lines = [step, canaries, Line("losses of the released model", words, *bounds, refutes=False)]
     audits = [line._asdict() for line in lines]
     facts = {"run": str(rebuilt.run.path), "delta": delta, "publish": PRIVATE, "audits": audits}
     replace(out / "audit.json", json.dumps(strict(facts), indent=2) + "\n")
-    replace(out / "audit.png", draw(lines, found, scores, delta))
+    replace(out / "audit.png", draw(lines, guesses, scores, delta))
     return lines
 
 
@@ -173,15 +160,15 @@ def audit_step(rebuilt: Rebuilt, pairs: int, confidence: float) -> auditing.Sepa
     rows = jax.tree.map(jnp.asarray, dataset.rows(some))
     if planned.per_step is not None:
         rows = (*rows, jnp.zeros(len(some), jnp.int32))
-    loss, mechanism = losses.of(planned.model, planned.loss), planned.mechanism
-    clipped = dpjax.clipped_grad(loss, mechanism.clipping)(rebuilt.first, rows)
+    mechanism = planned.mechanism
+    clipped = dpjax.clipped_grad(planned.of_example, mechanism.clipping)(rebuilt.first, rows)
     # A dropped row has factor 0 and a norm that is not finite: it moves nothing.
     reach = np.linalg.norm(np.nan_to_num(np.asarray(clipped.factors * clipped.norms)), axis=1)
 
     def build(sampler: Any) -> Any:
         drawn = dataclasses.replace(mechanism, sampling=sampler)
         # Any optimizer post-processes the mean; this one shows it as it is.
-        return rebuilt.algorithm(drawn, optax.sgd(1.0), dataset.train)
+        return planned.algorithm(drawn, dataset.train, optimizer=optax.sgd(1.0))
 
     canary = int(some[np.argmax(reach)])
     options = {"pairs": pairs, "confidence": confidence}
@@ -190,52 +177,43 @@ def audit_step(rebuilt: Rebuilt, pairs: int, confidence: float) -> auditing.Sepa
 
 def line_of_step(step: auditing.Separation, delta: float, name: str) -> Line:
     """The audit of a step: what it allows to tell of a row that is drawn."""
-    middle = float(np.median(step.measured))
-    words = f"mu {middle:.4f}, claimed {upwards(step.claimed, '.4f')}"
-    bounds = step.epsilon(delta), step.claimed_epsilon(delta)
-    refutes = step.refutes or bounds[0] > bounds[1]
-    return Line(name, words, *bounds, step.confidence, refutes)
+    bound, claimed = step.epsilon(delta), step.claimed_epsilon(delta)
+    words = f"mu {np.median(step.measured):.4f}, claimed {upwards(step.claimed, '.4f')}"
+    return Line(name, words, bound, claimed, step.confidence, step.refutes or bound > claimed)
 
 
 def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int, confidence: float) -> Line:
-    """Trains once more, on data in which some rows are canaries that join by fair coins.
-
-    Without a ``count`` a fourth of the rows are canaries, and at most 1,000.
-    """
+    """Trains once more, on data in which some rows are canaries that join by fair coins."""
     planned, size, delta = rebuilt.planned, rebuilt.dataset.examples, rebuilt.run.delta
     count = min(1000, size // 4) if count is None else count
     if not 10 <= count < size:
         raise app.UsageError(f"--canaries={count}: expected 10 or more, below the {size} rows.")
     draw = np.random.default_rng(0)
-    rows, classes = rebuilt.dataset.train, rebuilt.dataset.classes or 1
-    places, (x, y) = with_canaries(rows, count, classes, draw)
+    places, (x, y) = with_canaries(rebuilt.dataset.train, count, rebuilt.dataset.classes or 1, draw)
     members = draw.random(count) < 0.5
     others = draw.permutation(np.setdiff1d(np.arange(size), places))[:_KNOWN]
     # All of its steps, although few run: correlated noise is designed for the whole run.
-    mechanism = dataclasses.replace(
-        planned.mechanism,
-        sampling=auditing.without(planned.mechanism.sampling, places[~members]),
-        preparation=(),
-        before=(),
-    )
+    sampler = auditing.without(planned.mechanism.sampling, places[~members])
+    changes: dict[str, Any] = {"sampling": sampler, "preparation": (), "before": ()}
+    mechanism = dataclasses.replace(planned.mechanism, **changes)
     steps = min(steps, mechanism.steps)
-    algorithm = rebuilt.algorithm(mechanism, auditing.recording(planned.optimizer), (x, y))
+    recording = auditing.recording(planned.optimizer)
+    algorithm = planned.algorithm(mechanism, (x, y), optimizer=recording)
     scores, _ = auditing.score_canaries(
         algorithm,
         algorithm.init(rebuilt.first, jax.random.key(0)),
         steps,
-        losses.of(planned.model, planned.loss),
+        planned.of_example,
         (jnp.asarray(x[places]), jnp.asarray(y[places])),
         (jnp.asarray(x[others]), jnp.asarray(y[others])),
         per_step=planned.per_step,
     )
     right, guesses = auditing.guess_members(scores, members, count // 5)
-    beside = {"canaries": count, "delta": delta, "confidence": confidence}
-    bound = auditing.epsilon_lower_bound(right, guesses, **beside)
+    options = {"canaries": count, "delta": delta, "confidence": confidence}
+    bound = auditing.epsilon_lower_bound(right, guesses, **options)
     claimed = mechanism.epsilon_of(mechanism.multipliers[:steps], delta, planned.method)
     words = f"{right} of {guesses} guesses right, {count} canaries, {steps} steps"
-    refutes = bound > claimed
-    return Line("canaries in a second run", words, bound, claimed, confidence, refutes)
+    return Line("canaries in a second run", words, bound, claimed, confidence, bound > claimed)
 
 
 def with_canaries(
@@ -247,7 +225,7 @@ def with_canaries(
     stands: its gradient is nearly orthogonal to all others. Of whole numbers, such as tokens, each
     entry of a canary comes from another canary's row.
     """
-    x, y = (np.array(part) for part in rows)
+    x, y = map(np.array, rows)
     places = draw.choice(len(x), count, replace=False)
     if np.issubdtype(x.dtype, np.integer):
         x[places] = draw.permuted(x[places], axis=0)
@@ -272,49 +250,40 @@ def audit_losses(
     some = np.linspace(0, dataset.examples - 1, min(_MOST, dataset.examples)).astype(int)
     members = np.asarray(scores(jax.tree.map(jnp.asarray, dataset.rows(some))))
     others = np.asarray(scores(jax.tree.map(lambda x: jnp.asarray(x[:_MOST]), dataset.test)))
-    audit = auditing.audit_membership(
-        members, others, delta=rebuilt.run.delta, confidence=confidence
-    )
-    return audit, (members, others)
+    options = {"delta": rebuilt.run.delta, "confidence": confidence}
+    return auditing.audit_membership(members, others, **options), (members, others)
 
 
 def draw(
-    lines: Sequence[Line],
-    found: auditing.Membership,
-    scores: tuple[np.ndarray, np.ndarray],
-    delta: float,
+    lines: Sequence[Line], found: Any, scores: tuple[np.ndarray, np.ndarray], delta: float
 ) -> bytes:
     """Bounds beside claims, and the curve of the loss thresholds beside what its claim allows."""
+    bound, claim = style.PALETTE["clay"], style.PALETTE["blue"]
     with style.style():
         figure = style.canvas(7.6, 3.1)
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         for place, line in enumerate(reversed(lines)):
             ends = [line.bound, line.claimed]
             left.plot(ends, [place, place], color=style.PALETTE["rule"], linewidth=4)
-            left.plot([line.bound], [place], color=style.PALETTE["clay"], **style.DOTS)
-            left.plot([line.claimed], [place], color=style.PALETTE["blue"], **style.DOTS)
+            left.plot([line.bound], [place], color=bound, **style.DOTS)
+            left.plot([line.claimed], [place], color=claim, **style.DOTS)
         left.set_yticks(range(len(lines)), [line.audit for line in reversed(lines)])
-        left.set_xlim(left=0)
-        left.set_ylim(-0.5, len(lines) - 0.5)
+        left.set(xlim=(0, None), ylim=(-0.5, len(lines) - 0.5))
         left.set_xlabel("epsilon: lower bound (clay) and claim (blue)")
         members, others = (np.sort(losses) for losses in scores)
         at = np.unique(np.concatenate(scores))
         true, false = (1 - np.searchsorted(x, at) / len(x) for x in (members, others))
-        right.plot(false, true, color=style.PALETTE["clay"])
+        right.plot(false, true, color=bound)
         most = np.exp(min(lines[-1].claimed, 50)) * np.linspace(0, 1, 200) + delta
-        right.plot(np.linspace(0, 1, 200), np.minimum(most, 1), color=style.PALETTE["blue"])
+        right.plot(np.linspace(0, 1, 200), np.minimum(most, 1), color=claim)
         right.plot(found.false_positives, found.true_positives, color="black", **style.DOTS)
         right.set_title(ASSUMED.replace(" train", "\ntrain"), fontsize="small")
-        right.set_xlabel("others guessed to be members")
-        right.set_ylabel("members guessed")
+        right.set(xlabel="others guessed to be members", ylabel="members guessed")
         return png(figure, PRIVATE)
 
 
 def conclude(lines: Sequence[Line], seconds: float) -> None:
-    """Prints the verdict; ends the process with status 1 if an audit refutes its claim.
-
-    Only audits in which the program itself decides who takes part refute.
-    """
+    """Prints the verdict; ends the process with status 1 if an audit refutes its claim."""
     print(f"{seconds:.0f} s on {jax.devices()[0].device_kind}")
     if broken := [line.audit for line in lines if line.refutes]:
         sys.exit(f"A LOWER BOUND EXCEEDS ITS CLAIM: {'; '.join(broken)}")

@@ -22,9 +22,9 @@ from dpjax.accounting.rounding import upwards
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.mechanism.card import protects
 from dpjax.reports import style
-from dpjax.reports.figure_output import png
 from dpjax.reports.figures import RELEASED, of_what_was_released
 from dpjax.reports.load_run import Missing, SavedRun, read
+from dpjax.reports.style import png
 
 COLUMNS = ("runs", "test accuracy", "of", "steps", "epsilon", "delta", "time of one", "protects")
 
@@ -35,20 +35,9 @@ class RunGroup(NamedTuple):
     label: str
     runs: list[SavedRun]
 
-    def finals(self) -> np.ndarray:
-        """The last accuracy of each run that has one, in per cent."""
-        accuracies = 100 * np.array([run.accuracy for run in self.runs])
-        return accuracies[~np.isnan(accuracies)]
-
-    def epsilon(self) -> float:
-        """What the dearest of the runs cost, by its best proven method."""
-        return max(run.epsilon for run in self.runs)
-
 
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Prints the table of the runs that the command line names, and draws their plots."""
-    if not argv[1:]:
-        raise app.UsageError("expected folders of runs: dpjax compare runs/a runs/b ...")
     require_matplotlib()
     runs, out = [], pathlib.Path(given.out)
     # One folder under two names, as a1 and a1/, is one run.
@@ -58,7 +47,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         except (OSError, ValueError) as error:
             print(f"Left out: {folder} ({error})")
     if not runs:
-        raise app.UsageError("none of these folders can be read.")
+        raise app.UsageError("expected folders of runs: dpjax compare runs/a runs/b ...")
     print(f"{table(groups_of(runs))}\n\nEach epsilon is the price of one run alone. {price(runs)}")
     plot(runs, out)
     print(f"Wrote {out}")
@@ -83,13 +72,10 @@ def groups_of(runs: Iterable[SavedRun]) -> list[RunGroup]:
     settings = [flags_of(group[0]) for group in members.values()]
     names = sorted({name for known in settings for name in known})
     varied = [n for n in names if len({json.dumps(s.get(n)) for s in settings if s}) > 1]
-    groups: list[RunGroup] = []
+    groups = []
     for known, group in zip(settings, members.values(), strict=True):
         words = ", ".join(f"{name}={known[name]}" for name in varied if name in known)
-        label = words or group[0].path.resolve().name
-        if label in {other.label for other in groups}:
-            label = f"{label} ({group[0].path})"
-        groups.append(RunGroup(label, group))
+        groups.append(RunGroup(words or str(group[0].path), group))
     return groups
 
 
@@ -100,21 +86,15 @@ def flags_of(run: SavedRun) -> dict[str, Any]:
 
 
 def curve(group: RunGroup, axis: str) -> tuple[np.ndarray, np.ndarray]:
-    """Epsilon or step at each evaluation, and the accuracies of all runs there, in per cent.
-
-    A step is left out where any of its runs has no finite epsilon: it has no place on that axis.
-    """
-    if any(run.series("accuracy").shape[1] > 1 for run in group.runs):
-        raise Missing("its accuracy is not one number")
+    """Epsilon or step at each evaluation, and the accuracies of all runs there, in per cent."""
     series = [[run.series(name)[:, 0] for name in ("step", axis, "accuracy")] for run in group.runs]
     steps = np.unique(np.concatenate([at for at, _, _ in series]))
-    places = np.zeros(len(steps))
-    accuracy = np.full((len(steps), len(series)), np.nan)
+    places, accuracy = np.zeros(len(steps)), np.full((len(steps), len(series)), np.nan)
     for column, (at, place, right) in enumerate(series):
         rows = np.searchsorted(steps, at)
         places[rows] = np.maximum(places[rows], place)  # never shown for less than it cost
         accuracy[rows, column] = 100 * right
-    finite = np.isfinite(places)
+    finite = np.isfinite(places)  # an infinite epsilon has no place on its axis
     if not finite.any():
         raise Missing("at no step has every run a finite epsilon")
     return places[finite], accuracy[finite]
@@ -126,24 +106,19 @@ def draw(groups: list[RunGroup], badge: str) -> bytes:
     with style.style():
         figure = style.canvas(height=3.6 + 0.16 * len(groups))
         spent, taken = figure.subplots(1, 2, sharey=True)
-        spent.set_xlabel(f"epsilon spent{stated}", parse_math=False)
-        spent.set_ylabel("test accuracy (%)", parse_math=False)
+        spent.set(xlabel=f"epsilon spent{stated}", ylabel="test accuracy (%)")
         taken.set_xlabel("steps")
         for number, group in enumerate(groups):
-            round_of, color = divmod(number, len(style.SERIES))
-            look = {**style.DOTS, "linestyle": ("-", "--", ":", "-.")[round_of % 4]}
-            # Matplotlib leaves a label with an underscore in front out of its legend.
-            label = f" {group.label[:89]}…" if len(group.label) > 90 else f" {group.label}"
+            color, look = style.SERIES[number % len(style.SERIES)], style.DOTS
+            label = f" {group.label}"  # no legend shows a label with an underscore in front
             try:
-                style.band(spent, *curve(group, "epsilon"), style.SERIES[color], label, **look)
-                style.band(taken, *curve(group, "step"), style.SERIES[color], **look)
+                style.band(spent, *curve(group, "epsilon"), color, label, **look)
+                style.band(taken, *curve(group, "step"), color, **look)
             except Missing as reason:
                 print(f"Not drawn: {group.label} ({reason})")
         if spent.lines:
             where = {"loc": "outside lower left", "frameon": False, "labelcolor": "linecolor"}
-            legend = figure.legend(*spent.get_legend_handles_labels(), **where)
-            for words in legend.get_texts():
-                words.set_parse_math(False)
+            figure.legend(*spent.get_legend_handles_labels(), **where)
         return png(figure, "" if badge == RELEASED else badge)
 
 
@@ -159,9 +134,10 @@ def table(groups: list[RunGroup]) -> str:
 
 def line(group: RunGroup) -> list[str]:
     """A group as a line of the table."""
-    finals, count = group.finals(), len(group.runs)
+    finals, count = 100 * np.array([run.accuracy for run in group.runs]), len(group.runs)
+    finals = finals[~np.isnan(finals)]
     spread = f" ± {finals.std(ddof=1):.2f}" if len(finals) > 1 else ""
-    configs = [run.config for run in group.runs if run.config and "seconds" in run.config]
+    seconds = [(run.config or {}).get("seconds", np.nan) for run in group.runs]
     # Fewer steps than others of the group is shown: the mean holds such a run too.
     steps = sorted({int(run.rows[-1]["step"]) for run in group.runs})
     return [
@@ -169,9 +145,9 @@ def line(group: RunGroup) -> list[str]:
         f"{finals.mean():.2f} %{spread}" if len(finals) else "none",
         f"{count} run{'s' * (count > 1)}",
         f"{steps[0]:,}" + f" to {steps[-1]:,}" * (len(steps) > 1),
-        upwards(group.epsilon(), ".3g"),
+        upwards(max(run.epsilon for run in group.runs), ".3g"),
         upwards(group.runs[0].delta, ".6g"),
-        f"{np.mean([config['seconds'] for config in configs]):.1f} s" if configs else "not written",
+        "not written" if np.isnan(seconds).any() else f"{np.mean(seconds):.1f} s",
         ", ".join(protected(group.runs)) or "not written",
     ]
 
@@ -184,8 +160,8 @@ def protected(runs: Iterable[SavedRun]) -> list[str]:
 def price(runs: list[SavedRun]) -> str:
     """What all runs cost together, by adding up, or why their costs do not add."""
     chosen = (
-        "To choose among runs by looking at private data, be it a part held out of them, has a "
-        "cost of its own, which no number here includes. "
+        "To choose among runs by private data, also by a part held out of them, has a cost of its "
+        "own, which no number here includes. "
     )
     if len(kinds := protected(runs)) > 1:
         return f"{chosen}Their costs do not add: these runs protect {' and '.join(kinds)}."
@@ -193,7 +169,5 @@ def price(runs: list[SavedRun]) -> str:
     delta = float(sum(Decimal(repr(run.delta)) for run in runs))  # three times 1e-5 is 3e-5
     if math.isinf(epsilon):
         return "One of these runs has no proven epsilon, so neither have all of them together."
-    return (
-        f"{chosen}All {len(runs)} together cost at most epsilon {upwards(epsilon, '.3g')} at delta "
-        f"{upwards(delta, '.3g')}."
-    )
+    at = f"{upwards(epsilon, '.3g')} at delta {upwards(delta, '.3g')}"
+    return f"{chosen}All {len(runs)} together cost at most epsilon {at}."

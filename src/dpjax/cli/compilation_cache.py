@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled programs on the disk, so that the next run of a command does not compile them again.
 
-It is JAX's persistent compilation cache, which JAX has switched off unless a folder is named.
-Programs are found by what they compute and by the version of the compiler, and a program from the
-disk is the one that was compiled: a run releases the same bits with the cache and without it.
+It is JAX's persistent compilation cache, which JAX has switched off unless a folder is named. A run
+releases the same bits with the cache and without it.
 """
 
 from __future__ import annotations

@@ -1,23 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a command line that run before data are read or privacy is spent.
-
-absl passes words that are not flags on to the program.  A program that ignores them would run
-`train --steps 2 target_epsilon=0.5` at the default epsilon, so every program here calls
-`only_flags`.
-"""
+"""A check that runs before data are read or privacy is spent: can figures be drawn?"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 
 from absl import app
-
-
-def only_flags(argv: Sequence[str]) -> None:
-    """Refuses words on the command line that are not flags."""
-    if words := " ".join(argv[1:]):
-        raise app.UsageError(f"{words}: expected flags alone, which begin with two dashes.")
 
 
 def require_matplotlib(otherwise: str = "") -> None:
@@ -27,6 +15,6 @@ def require_matplotlib(otherwise: str = "") -> None:
         importlib.import_module("matplotlib.figure")
     except Exception as error:  # ImportError, or AttributeError of another NumPy
         raise app.UsageError(
-            f"figures are drawn with Matplotlib, which cannot be imported ({error}). Install it "
-            f"(pip install --upgrade matplotlib){otherwise}."
+            f"Matplotlib draws the figures and cannot be imported: {error}. Install it (pip "
+            f"install --upgrade matplotlib){otherwise}."
         ) from error

@@ -34,25 +34,18 @@ def meet(given: flags.FlagValues) -> int | None:
     import jax
 
     arguments: dict[str, Any] = {name: given[name].value for name in PROCESSES}
-    typed = {name: value for name, value in arguments.items() if value is not None}
-    if not typed and not given.distributed:
+    if not given.distributed and not any(value is not None for value in arguments.values()):
         return 1
     try:
         jax.distributed.initialize(**arguments)
     except (RuntimeError, ValueError) as error:
-        shown = " ".join(f"--{name}={value}" for name, value in typed.items()) or "--distributed"
-        raise app.UsageError(
-            f"{shown}: {error} Give --coordinator_address, --num_processes and --process_id."
-        ) from error
+        raise app.UsageError(f"{error} Give all of --{', --'.join(PROCESSES)}.") from error
     return arguments["num_processes"]
 
 
 @contextlib.contextmanager
 def mesh_in_force(text: str | None, processes: int | None = 1) -> Iterator[None]:
-    """The mesh of the flag, for all that runs inside; without the flag, devices for the cores.
-
-    The devices of a CPU are divided among ``processes``; each keeps its own if that is unknown.
-    """
+    """The mesh of the flag, for all that runs inside; without the flag, devices for the cores."""
     import jax
 
     from dpjax import meshes

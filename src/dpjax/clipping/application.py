@@ -68,8 +68,7 @@ def clip(
         weights = jnp.asarray(weights, factors.dtype)
         if weights.shape != factors.shape:
             raise ValueError(
-                f"clipping.clip: weights have shape {weights.shape}; expected {factors.shape}, one "
-                "for each example and group."
+                f"clipping.clip: weights have shape {weights.shape}; expected {factors.shape}."
             )
         # After the bound: a weight may shorten a contribution and never lengthen it past its bound.
         factors = factors * weights
@@ -88,8 +87,7 @@ def real_rows(call: str, mask: ArrayLike | None, size: int) -> Bool[Array, " siz
     known = not isinstance(mask, Tracer) and getattr(mask, "is_fully_addressable", True)
     if known and not np.isin(np.asarray(mask), (0, 1)).all():
         raise ValueError(
-            f"{call}: mask has entries that are neither 0 nor 1. Weights have an argument of their "
-            "own."
+            f"{call}: mask has entries that are neither 0 nor 1. Give weights as weights=."
         )
     return jnp.asarray(mask, bool)
 
@@ -195,8 +193,8 @@ def _require_rows(gradients: PyTree, state: ClipState) -> None:
     # Inside `optax.masked` the other leaves would pass as raw per-example gradients.
     if trees.nodes(gradients, optax.MaskedNode):
         raise ValueError(
-            "clip_and_sum: some leaves are masked, and would be released without clipping and "
-            "noise. Put optax.masked or multi_transform behind the noise."
+            "clip_and_sum: masked leaves would be released without noise. Put optax.masked or "
+            "multi_transform behind the noise."
         )
     for leaf, shape in zip(jax.tree.leaves(gradients), state.shapes, strict=True):
         if jnp.shape(leaf)[1:] != shape or jnp.ndim(leaf) == len(shape):

@@ -41,8 +41,7 @@ def _balanced(call: str, groups: int) -> Partition:
         leaves = jax.tree.leaves(tree)
         if len(leaves) < groups:
             raise ValueError(
-                f"{call}(groups={groups}): the parameters have only {len(leaves)} leaves, and a "
-                "leaf is never split."
+                f"{call}(groups={groups}): there are only {len(leaves)} leaves, never split."
             )
         sizes = [leaf.size for leaf in leaves]
         # The smallest capacity that needs no more groups than asked, by bisection: this makes the
@@ -111,8 +110,6 @@ def by_path(params: PyTree, patterns: Mapping[str, Any]) -> Partition:
       >>> by_path(params, {"^embed": "words", ".*": "rest"}).names
       ('words', 'rest')
     """
-    hint = 'Such as {"^embed": "words", ".*": "rest"}.'
-    checks.instance("clipping.by_path", "patterns", patterns, Mapping, hint)
 
     def group(leaf: str) -> str:
         # The first pattern that matches, so special cases stand before the general one.
@@ -139,7 +136,7 @@ def _named(call: str, params: PyTree, labels: Sequence[str]) -> Partition:
         if trees.leaf_names(tree) != expected:
             raise ValueError(
                 f"{call}: made for the leaves {list(expected)}; the tree has "
-                f"{list(trees.leaf_names(tree))}. Make it from the parameters that are trained."
+                f"{list(trees.leaf_names(tree))}."
             )
         return groups
 

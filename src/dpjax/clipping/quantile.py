@@ -77,22 +77,15 @@ class Quantile:
 
     def __post_init__(self) -> None:
         """Refuses what is no quantile, no rate, and noise that is no number."""
-        call = "clipping.Quantile"
-        target = checks.number(call, "target", self.target)
-        if not 0 <= target <= 1:
-            raise ValueError(
-                f"clipping.Quantile(target={self.target}): expected a fraction from 0 to 1."
-            )
-        hint = "0.2 follows within some tens of steps. For a bound that stays, leave adaptive= out."
+        call, count = "clipping.Quantile", self.count_multiplier
+        if not 0 <= self.target <= 1:
+            raise ValueError(f"{call}(target={self.target}): expected a fraction from 0 to 1.")
         # Python's numbers, which cards and caches can hold.
-        object.__setattr__(self, "target", target)
-        object.__setattr__(self, "rate", checks.positive(call, "rate", self.rate, hint))
-        if (given := self.count_multiplier) is not None:
-            hint = "It is the deviation of the count's noise over 1/2, what one example moves."
-            given = checks.not_negative(call, "count_multiplier", given, hint, infinite=False)
-            object.__setattr__(self, "count_multiplier", given)
-        hint = "It says whether the bound moves in proportion to itself; any text counts as True."
-        checks.instance(call, "geometric", self.geometric, bool, hint)
+        object.__setattr__(self, "target", float(self.target))
+        object.__setattr__(self, "rate", checks.positive(call, "rate", self.rate))
+        if count is not None:
+            count = checks.not_negative(call, "count_multiplier", count, infinite=False)
+            object.__setattr__(self, "count_multiplier", count)
 
     def below(
         self, rule: Clipping, norms: Float[Array, "batch groups"], mask: Bool[ArrayLike, " batch"]

@@ -21,7 +21,6 @@ from dpjax import checks
 from dpjax.clipping.partitions import Groups, partition_of
 from dpjax.types import Clipping
 
-_THRESHOLD = "clipping.hard_threshold"
 Norms: TypeAlias = Float[Array, "batch groups"]
 
 ON_BOUND = 2.0**-14
@@ -121,8 +120,8 @@ def per_group(bounds: Sequence[float] | Mapping[str, float], groups: Groups) -> 
     if isinstance(bounds, Mapping):
         if set(bounds) != set(partition.names):
             raise ValueError(
-                f"clipping.per_group: bounds are named {sorted(bounds)}, the groups "
-                f"{sorted(partition.names)}; every group needs exactly one bound."
+                f"clipping.per_group: bounds of {sorted(bounds)}; expected one for each of "
+                f"{sorted(partition.names)}."
             )
         bounds = [bounds[name] for name in partition.names]
     return Clipping(partition, tuple(bounds), jnp.ones_like, "per_group")
@@ -236,11 +235,11 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
       Bu et al., "On the Convergence and Calibration of Deep Learning with Differential
       Privacy", 2023, appendices C.8 and D.
     """
-    bound = checks.not_negative(_THRESHOLD, "bound", bound, _BOUND)
-    hint = "Examples with longer gradients are dropped; None is the bound."
-    screen = bound if screen is None else checks.number(_THRESHOLD, "screen", screen, hint)
+    call, hint = "clipping.hard_threshold", "Examples with longer gradients are dropped."
+    bound = checks.not_negative(call, "bound", bound, _BOUND)
+    screen = bound if screen is None else checks.number(call, "screen", screen, hint)
     if screen != bound:
-        checks.positive(_THRESHOLD, "screen", screen, hint)
+        checks.positive(call, "screen", screen, hint)
         bound = _length("hard_threshold", bound)
     # (C / Z) g has norm at most C for |g| at most Z, so the sensitivity is C and not Z.
     scale = 1.0 if screen == bound else bound / screen
@@ -304,8 +303,7 @@ def _length(name: str, bound: float) -> float:
     bound = checks.not_negative(f"clipping.{name}", "bound", bound, _BOUND)
     if bound == math.inf:
         raise ValueError(
-            f"clipping.{name}(bound=inf): this rule scales gradients up to the bound, and there is "
-            "no infinite length. Use clipping.flat."
+            f"clipping.{name}(bound=inf): no gradient can be scaled up to it. Use clipping.flat."
         )
     return bound
 

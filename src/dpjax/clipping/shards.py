@@ -24,8 +24,8 @@ def refuse_tracking(call: str) -> None:
     number = jax.make_jaxpr(lambda: jax.lax.axis_index(axes))().out_avals[0]
     if number.manual_axis_type.varying:
         raise ValueError(
-            f"{call}: a jax.shard_map over {list(axes)} that checks varying values sums gradients "
-            "of several examples before clipping. Give it check_vma=False."
+            f"{call}: a jax.shard_map that checks varying values sums gradients before clipping. "
+            "Give it check_vma=False."
         )
 
 
@@ -35,6 +35,6 @@ def refuse_explicit(call: str, name: str, tree: PyTree) -> None:
         sharding = jax.typeof(leaf).sharding
         if AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec):
             raise ValueError(
-                f"{call}: the {name} are split by a mesh of explicit axes ({sharding.spec}). Make "
-                "the mesh with axis_types=(jax.sharding.AxisType.Auto,)."
+                f"{call}: a mesh of explicit axes splits the {name}. Make it with "
+                "axis_types=(jax.sharding.AxisType.Auto,)."
             )

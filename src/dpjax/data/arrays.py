@@ -21,15 +21,8 @@ from dpjax.types import PyTree
 def arrays(tree: PyTree, name: str) -> PyTree:
     """The tree with its tensors and frames as `native` arrays.
 
-    Arrays of JAX, single numbers and single objects stay as they are.
-
-    Args:
-      tree: What the user gave as data, as a batch or as parameters.
-      name: How errors call it: ``"dpsgd data"``.
-
-    Example:
-      >>> arrays({"x": np.arange(3)}, "data")["x"].shape
-      (3,)
+    Arrays of JAX, single numbers and single objects stay as they are. Errors begin with ``name``,
+    such as ``"dpsgd data"``.
     """
     if isinstance(tree, Iterator):  # jax.tree.map would exhaust it
         raise no_arrays(tree, name)
@@ -50,14 +43,7 @@ def arrays(tree: PyTree, name: str) -> PyTree:
 def native(given: Any, called: str, dtype: DTypeLike | None = None) -> np.ndarray:
     """The array of NumPy, of numbers that JAX holds without a change.
 
-    Args:
-      given: An array, or what NumPy makes one of.
-      called: How errors call it: ``"dpsgd data: leaf 0"``.
-      dtype: What JAX makes of the array's dtype, if the caller knows it.
-
-    Example:
-      >>> native([[1, 2], [3, 4]], "x").shape
-      (2, 2)
+    Errors begin with ``called``; ``dtype`` is JAX's for the array, if the caller knows it.
     """
     array = np.asarray(given)
     if array.dtype.kind in "OSUMm":

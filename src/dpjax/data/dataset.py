@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A data set: a training part, a test part, and a note for readers of results.
 
-Every reader passes its data set through `checked`, so that a damaged or wrong file raises an
-error that names the file, instead of changing an accuracy. Splits depend on the number of
-examples alone.
+Every reader passes its data set through `checked`, so that a wrong file raises an error that names
+it, instead of changing an accuracy. Splits depend on the number of examples alone.
 """
 
 from __future__ import annotations
@@ -40,11 +39,9 @@ class Dataset(NamedTuple, Generic[_Train]):
     """The names of the features of a table of yours; else empty."""
 
     def __repr__(self) -> str:
-        parts = (_shapes(part) for part in (self.train, self.test))
-        names = f", class_names={brief(self.class_names)}" if self.class_names else ""
-        return "Dataset(name={!r}, train={}, test={}, classes={}{})".format(
-            self.name, *parts, self.classes, names
-        )
+        names = f", class_names={brief(self.class_names)}" * bool(self.class_names)
+        parts = f"train={_shapes(self.train)}, test={_shapes(self.test)}"
+        return f"Dataset(name={self.name!r}, {parts}, classes={self.classes}{names})"
 
     @property
     def examples(self) -> int:
@@ -60,7 +57,6 @@ class Dataset(NamedTuple, Generic[_Train]):
 
 
 def _shapes(part: Split | Stream) -> str:
-    """Types and shapes of inputs and targets: ``(float32[10, 3], int32[10])``."""
     if isinstance(part, Stream):
         return f"a Stream of {len(part)} examples"
     return f"({', '.join(f'{x.dtype}{list(x.shape)}' for x in part)})"

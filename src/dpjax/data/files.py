@@ -2,8 +2,7 @@
 """Readers of files: ``.npz`` of images (or of their JPEG or PNG streams), ``.csv`` tables.
 
 Files are data, never code: nothing is unpickled. `read` is for the named data sets; the user's
-own files (`own_file`) are read by the same functions. A truncated file raises an error that names
-it.
+own files (`own_file`) are read by the same functions.
 """
 
 from __future__ import annotations
@@ -39,17 +38,11 @@ def read(name: str, source: Source, path: Path) -> Dataset[Split]:
     arrays = read_arrays(path, f"data.load({name!r})")
     for images, labels in _LAYOUTS:
         keys = [key.format(part) for part in ("train", "test") for key in (images, labels)]
-        # The first layout whose four arrays all exist; a file may hold further arrays.
         if set(keys) <= set(arrays):
-            train, test = (
-                (
-                    unit(_pixels(arrays, images, p, call), call),
-                    whole(arrays[labels.format(p)], call),
-                )
-                for p in ("train", "test")
-            )
+            x = [unit(_pixels(arrays, images, p, call), call) for p in ("train", "test")]
+            y = [whole(arrays[labels.format(p)], call) for p in ("train", "test")]
             note = _note(arrays, images) or source.note
-            return Dataset(name, train, test, source.classes, note)
+            return Dataset(name, (x[0], y[0]), (x[1], y[1]), source.classes, note)
     raise ValueError(f"{call} holds {sorted(arrays)}; expected x_train, y_train, x_test, y_test.")
 
 
@@ -121,12 +114,10 @@ def column(y: np.ndarray) -> np.ndarray:
 def whole(y: np.ndarray, call: str) -> np.ndarray:
     """Labels as int32, ``[examples]``; refuses one-hot rows, and numbers that int32 changes."""
     labels = column(y)
-    if labels.ndim != 1 or labels.dtype.kind not in "biuf":
-        fitting = False
-    else:
-        with np.errstate(invalid="ignore"):  # NaN, which equals no number
-            fitting = np.array_equal(labels, labels.astype(np.int32))
-    if not fitting:
+    good = labels.ndim == 1 and labels.dtype.kind in "biuf"
+    with np.errstate(invalid="ignore"):  # NaN, which equals no number
+        good = good and np.array_equal(labels, labels.astype(np.int32))
+    if not good:
         raise ValueError(
             f"{call}: got labels {y.dtype}{list(y.shape)}; expected a whole number for each "
             "example. Convert one-hot rows by .argmax(axis=1)."

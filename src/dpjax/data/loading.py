@@ -63,8 +63,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
         return _digits()
     source, folder = _source(name, "load"), _folder(data_dir)
     # A file of the user comes first: it needs no network, and it is what the user put there.
-    path = source.path(folder) if folder else None
-    if path is not None and path.is_file():
+    if folder and (path := source.path(folder)).is_file():
         return checked(read(name, source, path), source.shape, str(path))
     parts = {part: _whole(rows) for part, rows in from_tfds(name, source, folder).items()}
     if source.classes is None:
@@ -90,18 +89,17 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
       memory. A label out of range is an error when it is read. For other data sets, make a
       `Stream` yourself.
     """
-    if name == "digits" or _source(name, "stream").classes is None:
+    source = None if name == "digits" else _source(name, "stream")
+    if source is None or source.classes is None:
         raise ValueError(f"data.stream({name!r}): it fits into memory. Use data.load({name!r}).")
-    source, folder = _source(name, "stream"), _folder(data_dir)
+    folder = _folder(data_dir)
     if not folder or not source.path(folder).is_file():
         parts = from_tfds(name, source, folder)
         test = _whole(parts["test"])
         dataset = Dataset(name, parts["train"], test, source.classes, source.note)
         return checked(dataset, source.shape, "TensorFlow Datasets")
-    dataset = load(name, folder)
-    x, y = dataset.train
-    train = Stream(range(len(y)), example=lambda i: (x[i], y[i]))
-    return Dataset(name, train, dataset.test, dataset.classes, dataset.note)
+    (x, y), *rest = load(name, folder)[1:]
+    return Dataset(name, Stream(range(len(y)), example=lambda i: (x[i], y[i])), *rest)
 
 
 def _whole(rows: Stream) -> Split:
@@ -125,10 +123,8 @@ def _source(name: str, asked: str) -> Source:
 
 
 def _digits() -> Dataset[Split]:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError("data.load('digits'): needs pip install scikit-learn.") from error
+    from sklearn.datasets import load_digits
+
     x, y = load_digits(return_X_y=True)
     x = (x / 16).astype(np.float32).reshape(-1, 8, 8, 1)  # pixels are counts from 0 to 16
     train, test = hold_out((x, y.astype(np.int32)), size=360)

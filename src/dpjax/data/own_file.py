@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data sets of the user: an ``.npz`` of arrays, or a ``.csv`` table, for classification.
 
-A named data set has a shape and a number of classes in a table (`sources`); here both come from
-the file. Nothing else is computed from the examples: features keep their units, because a mean
+Shape and number of classes come from the file. Nothing else is computed from the examples: a mean
 of private examples would be a release that the accountant does not see.
 """
 
@@ -128,7 +127,6 @@ def _table(path: Path, label: str | None, call: str) -> tuple[list[Split], tuple
 
 
 def _inputs(x: np.ndarray, call: str) -> np.ndarray:
-    """Inputs in the types that models take."""
     if x.dtype == np.uint8 and x.ndim in (3, 4):
         return floats(x)
     x = native(x, f"{call}: inputs")

@@ -99,8 +99,7 @@ class Stream:
     def _first(self) -> PyTree:
         """Shapes and types of the first example in the source."""
         (example,) = self._examples([0])
-        called = "data.Stream: a part of example 0"
-        return jax.tree.map(lambda leaf: _shape(native(leaf, called)), example)
+        return jax.tree.map(lambda leaf: _shape(native(leaf, "data.Stream: example 0")), example)
 
     @property
     def fingerprint(self) -> str:
@@ -133,8 +132,6 @@ class Stream:
           An iterator of batches. Its threads end when it is exhausted, closed or garbage
           collected, or when it raises.
         """
-        # A bounded queue: reading further ahead would hold more batches in memory than the device
-        # can use.
         waiting: deque[tuple[list[np.ndarray], list[Future[None]]]] = deque()
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="dpjax-stream")
         try:
@@ -167,10 +164,8 @@ class Stream:
     def _fill(self, indices: list[int], room: list[np.ndarray]) -> None:
         """Reads a share of a batch into its rows."""
         expected, structure = jax.tree.flatten(self._first)
-        for place, (index, example) in enumerate(
-            zip(indices, self._examples(indices), strict=True)
-        ):
-            called = f"data.Stream: example {index}"
+        for place, example in enumerate(self._examples(indices)):
+            called = f"data.Stream: example {indices[place]}"
             leaves, form = jax.tree.flatten(example)
             # Checked row by row, because a stream is never read whole before it is trained on.
             if form != structure or list(map(_shape, leaves)) != expected:

@@ -4,8 +4,7 @@
 `bias` compares the clipped with the unclipped mean gradient. `layers` measures the weights and
 pre-activations of each layer, which bounded activations and the penalty of losing_less_2022 keep
 small. `curvature` has the largest singular value of the Hessian, `kernel` the matrices of
-convergence_calibration_2023; `tempered` measures theorem 1 of tempered_sigmoids_2021; `vectors`
-reads trees as vectors.
+convergence_calibration_2023; `vectors` reads trees as vectors.
 
 All functions except `weight_norms` read gradients or data without noise: their results are
 private.
@@ -15,20 +14,17 @@ from dpjax.diagnostics.bias import Bias, clipping_bias
 from dpjax.diagnostics.curvature import Sharpness, sharpness
 from dpjax.diagnostics.kernel import Definiteness, definiteness, ntk
 from dpjax.diagnostics.layers import preactivation_norms, weight_norms
-from dpjax.diagnostics.tempered import TemperedBias, tempered_bias
 from dpjax.diagnostics.vectors import cosine
 
 __all__ = [
     "Bias",
     "Definiteness",
     "Sharpness",
-    "TemperedBias",
     "clipping_bias",
     "cosine",
     "definiteness",
     "ntk",
     "preactivation_norms",
     "sharpness",
-    "tempered_bias",
     "weight_norms",
 ]

@@ -2,8 +2,7 @@
 """The effect of clipping on a batch: norms, clipped examples, and the mean gradient.
 
 Clipping changes the direction of the mean gradient even without noise, because it shortens long
-gradients. The cosine between the clipped and the unclipped mean measures the change; the norms
-show whether the bound causes it. Per-example gradients exist for one microbatch at a time.
+gradients. Per-example gradients exist for one microbatch at a time.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ def clipping_bias(
       Chen, Wu and Hong, "Understanding Gradient Clipping in Private SGD", 2020.
     """
     size = trees.leading_size(batch)
-    # In microbatches: a batch of per-example gradients of a large model does not fit in memory.
     sums = jax.jit(partial(_sums, loss, rule))
     clipped, unclipped, norms = zip(
         *(

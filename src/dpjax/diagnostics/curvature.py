@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from dpjax import trees
-from dpjax.diagnostics.vectors import length, unit
+from dpjax.diagnostics.vectors import length
 from dpjax.types import Key, LossFn, Purpose, PyTree
 
 
@@ -69,8 +69,6 @@ def sharpness(
 
     def going(state: tuple[Any, ...]) -> Array:
         _, value, before, count = state
-        # Power iteration finds the largest eigenvalue by absolute value, which is the largest
-        # singular value of a symmetric matrix.
         return (count < iterations) & (jnp.abs(value - before) > tolerance * value)
 
     def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -78,9 +76,9 @@ def sharpness(
         return *step(params, batch, direction), before, count + 1
 
     first = trees.random_like(jax.random.normal, jax.random.fold_in(key, Purpose.MEASURES), params)
-    first = jax.tree.map(lambda v, p: v.astype(p.dtype), first, params)
-    nothing = jnp.zeros_like(length(first))
-    state = body((unit(first, first), nothing, nothing, jnp.int32(0)))
+    size = length(first)
+    first = jax.tree.map(lambda v, p: (v / size).astype(p.dtype), first, params)
+    state = body((first, jnp.zeros_like(size), jnp.zeros_like(size), jnp.int32(0)))
     if isinstance(state[1], Tracer):  # inside a user's jit
         state = jax.lax.while_loop(going, body, state)
     else:
@@ -98,7 +96,10 @@ def _step(loss: LossFn, params: PyTree, batch: PyTree, v: PyTree) -> tuple[PyTre
     def mean(params: PyTree) -> Array:
         return jnp.mean(jax.vmap(loss, (None, 0))(params, batch))
 
-    # Forward over reverse: the memory of one gradient and one tangent, whatever the number of
-    # parameters.
+    # Forward over reverse: the memory of one gradient and one tangent.
     moved = jax.jvp(jax.grad(mean), (params,), (v,))[1]
-    return unit(moved, v), length(moved)
+    size = length(moved)
+    divisor = jnp.where(size > 0, size, 1)
+    # A Hessian of zeros keeps the direction.
+    unit = jax.tree.map(lambda x, y: jnp.where(size > 0, x / divisor, y).astype(x.dtype), moved, v)
+    return unit, size

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The neural tangent kernel of private training, and two senses in which it is positive.
 
-In the limit of small steps, $H$, the Gram matrix of the outputs' gradients, determines how the
-loss falls. Clipping multiplies $H$ by a diagonal, or sums such products over groups; the result
-need not be symmetric or positive. convergence_calibration_2023 explains by this why training
-with a small bound can fail. The gradients of all inputs are in memory together, so use a few
-hundred inputs.
+In the limit of small steps, the Gram matrix of the outputs' gradients determines how the loss
+falls. Clipping makes it a matrix that need not be symmetric or positive, by which
+convergence_calibration_2023 explains why training with a small bound can fail. The gradients of
+all inputs are in memory together, so use a few hundred inputs.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ from dpjax.types import Partition, PyTree
 
 
 class Definiteness(NamedTuple):
-    r"""The asymmetry of a square matrix $A$, and two senses in which it can be positive.
-
-    For a symmetric matrix the two senses agree; otherwise either may hold alone.
-    """
+    r"""The asymmetry of a square matrix $A$, and two senses in which it can be positive."""
 
     asymmetry: float
     r"""$\|A - A^\top\| / 2\|A\|$: 0 for a symmetric matrix, 1 for an antisymmetric one."""
@@ -89,15 +85,10 @@ def ntk(
     # Without factors the kernel is that of plain gradient descent, symmetric and positive.
     columns = jnp.ones((size, max(groups) + 1)) if factors is None else jnp.asarray(factors)
     wide = jnp.repeat(columns, leaves[0].shape[0] // size, axis=0)
-    return sum(
-        (
-            # Clipping scales the columns alone, by the factor of the example whose gradient moves
-            # the weights. This is why the clipped kernel is not symmetric (Bu et al., 2023).
-            jnp.matmul(j, j.T, precision="highest") * wide[None, :, g]
-            for j, g in zip(leaves, groups, strict=True)
-        ),
-        jnp.zeros(()),
-    )
+    # Clipping scales the columns alone, by the factor of the example whose gradient moves the
+    # weights. This is why the clipped kernel is not symmetric (Bu et al., 2023).
+    products = (jnp.matmul(j, j.T, precision="highest") for j in leaves)
+    return sum((h * wide[:, g] for h, g in zip(products, groups, strict=True)), jnp.zeros(()))
 
 
 def definiteness(matrix: Num[ArrayLike, "n n"], tolerance: float = 1e-5) -> Definiteness:
@@ -124,14 +115,12 @@ def definiteness(matrix: Num[ArrayLike, "n n"], tolerance: float = 1e-5) -> Defi
     if not np.isfinite(a).all():
         raise ValueError("diagnostics.definiteness: expected a matrix of finite numbers.")
     # A zero matrix is symmetric and positive; 1e-300 only prevents the division by 0.
-    scale = max(float(np.linalg.norm(a, 2)), 1e-300)
     asymmetry = float(np.linalg.norm(a - a.T) / (2 * max(np.linalg.norm(a), 1e-300)))
     quadratic = float(np.linalg.eigvalsh((a + a.T) / 2)[0])
-    # Of the matrix itself, which may have complex eigenvalues: the loss falls by their real parts,
-    # and the quadratic form can be negative although they are positive.
+    # Of the matrix itself, which may have complex ones: the loss falls by their real parts.
     eigenvalues = np.linalg.eigvals(a)
     eigenvalue, turning = float(eigenvalues.real.min()), float(np.abs(eigenvalues.imag).max())
-    floor = -tolerance * scale
+    floor = -tolerance * max(float(np.linalg.norm(a, 2)), 1e-300)
     return Definiteness(
         asymmetry,
         quadratic,

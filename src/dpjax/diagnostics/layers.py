@@ -2,8 +2,7 @@
 """Norms of weights and of pre-activations, by layer.
 
 In private training with the cross-entropy both grow, and gradients with them; bounded activations
-and the penalty of losing_less_2022 prevent this. These two functions give the curves of that
-paper. Layers have their names in the tree of parameters.
+and the penalty of losing_less_2022 prevent this.
 """
 
 from __future__ import annotations

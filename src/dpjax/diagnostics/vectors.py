@@ -2,9 +2,8 @@
 """Trees read as vectors: inner product, length, angle.
 
 All leaves of a gradient or of parameters form one vector. Products are computed and summed in
-float32 or wider. They are elementwise and not matrix products, because accelerators round the
-inputs of matrix products. Angles and lengths divide by the largest entry first, so that no square
-overflows or rounds to 0.
+float32 or wider. Angles and lengths divide by the largest entry first, so that no square overflows
+or rounds to 0.
 """
 
 from __future__ import annotations
@@ -57,13 +56,3 @@ def _within_one(tree: PyTree) -> tuple[PyTree, Float[Array, ""]]:
     # XLA multiplies by the reciprocal, and flushes that of larger numbers to 0.
     scale = jnp.minimum(scale, jnp.finfo(scale.dtype).max / 4)
     return jax.tree.map(lambda leaf: leaf / scale, wide), scale
-
-
-def unit(tree: PyTree, instead: PyTree) -> PyTree:
-    """The tree scaled to length 1; ``instead`` if the length is 0."""
-    size = length(tree)
-    return jax.tree.map(
-        lambda x, y: jnp.where(size > 0, x / jnp.where(size > 0, size, 1), y).astype(x.dtype),
-        tree,
-        instead,
-    )

@@ -2,11 +2,8 @@
 """Features of a whole data set: computed once, then read.
 
 The name of a file is a hash of the data's bytes and of the transform's settings, so a file is
-never stale and two data sets never share one. A file is written under a temporary name and then
-renamed, so a reader sees all of it or none.
-
-Features are functions of private examples: a cache is as secret as the data. Files are data,
-never code: nothing is unpickled.
+never stale and two data sets never share one. Features are functions of private examples: a cache
+is as secret as the data.
 """
 
 from __future__ import annotations
@@ -118,17 +115,6 @@ def cached(
       [0 2 4]
     """
     inputs = np.asarray(inputs)
-    path = Path(directory, f"{name}-{_key(inputs, settings, name)}.npy")
-    if path.is_file():
-        return np.load(path, allow_pickle=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    computed = np.asarray(compute(inputs))
-    with replacing(path) as file:
-        np.save(file, computed, allow_pickle=False)
-    return computed
-
-
-def _key(inputs: np.ndarray, settings: Mapping[str, Any], name: str) -> str:
     # Both names are needed: `str` is equal for bfloat16 and other void types, `name` for both
     # byte orders.
     kind = [inputs.dtype.name, inputs.dtype.str]
@@ -136,4 +122,11 @@ def _key(inputs: np.ndarray, settings: Mapping[str, Any], name: str) -> str:
     hashed = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     # Of all images: a changed image must not be given the features of the old one.
     hashed.update(np.ascontiguousarray(inputs).reshape(-1).view(np.uint8).data)
-    return hashed.hexdigest()[:32]
+    path = Path(directory, f"{name}-{hashed.hexdigest()[:32]}.npy")
+    if path.is_file():
+        return np.load(path, allow_pickle=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    computed = np.asarray(compute(inputs))
+    with replacing(path) as file:
+        np.save(file, computed, allow_pickle=False)
+    return computed

@@ -2,11 +2,9 @@
 """The means and variances of channels, released privately.
 
 Each example gives the vector of its channel means, clipped to a threshold, and the noisy sum over
-all examples is a Gaussian query; so is the noisy sum of the mean squares. Both run on the whole
-data set, so no sampling amplifies them. A `dpjax.Mechanism` accounts them as its ``preparation``.
-
-A threshold is public (measured on public data, say), or a noisy histogram finds it, at the price
-of one more query. An exact median of the private norms would be a release that no accountant sees.
+all examples is a Gaussian query; so is the noisy sum of the mean squares. A threshold is public
+(measured on public data, say), or a noisy histogram finds it, at the price of one more query. An
+exact median of the private norms would be a release that no accountant sees.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from jaxtyping import Array, Float
 from dpjax import checks, clipping, trees
 from dpjax.features.scaling import Moments
 from dpjax.noise.link import add_noise
-from dpjax.noise.multiplier import check_multiplier, standard_deviations
+from dpjax.noise.multiplier import checked_multiplier, standard_deviations
 from dpjax.types import Key, Purpose
 
 _ROWS = 2**16  # examples that are added together in float64, on the host
@@ -76,7 +74,7 @@ class Search:
 
     def __post_init__(self) -> None:
         """Refuses searches that cannot find a threshold."""
-        check_multiplier("features.Search", self.noise_multiplier, clipping.flat(1.0))
+        checked_multiplier("features.Search", self.noise_multiplier, clipping.flat(1.0))
 
     @property
     def edges(self) -> np.ndarray:
@@ -145,7 +143,7 @@ class Normalization:
         for bound in bounds:
             checks.not_negative("features.Normalization", "thresholds", bound)
             rule = clipping.flat(bound)
-            check_multiplier("features.Normalization", self.noise_multiplier, rule)
+            checked_multiplier("features.Normalization", self.noise_multiplier, rule)
 
     @property
     def multipliers(self) -> tuple[float, ...]:
@@ -178,14 +176,13 @@ class Normalization:
             )
         means, squares = _statistics(features)
         # Two queries on all examples; the training steps come later and are accounted with them.
-        mean = self._noisy_mean(key, _MEANS, means)
-        square = self._noisy_mean(key, _SQUARES, squares)
+        mean, square = (
+            _release(key, query, rows, self._threshold(key, query, rows), self.noise_multiplier)
+            / self.examples
+            for query, rows in ((_MEANS, means), (_SQUARES, squares))
+        )
         # Noise can make the difference negative; post-processing may set it to 0.
         return Moments(mean, jnp.maximum(square - mean**2, 0))
-
-    def _noisy_mean(self, key: Key, query: int, rows: Array) -> Array:
-        bound = self._threshold(key, query, rows)
-        return _release(key, query, rows, bound, self.noise_multiplier) / self.examples
 
     def _threshold(self, key: Key, query: int, rows: Array) -> float:
         """The given threshold, or the quantile of a noisy histogram."""

@@ -43,12 +43,7 @@ def scores(metric: Metric, params: PyTree, clients: Clients) -> Float[np.ndarray
       >>> scores(lambda params, example: example, None, clients).tolist()
       [0.5, nan, 1.0]
     """
-    values = np.asarray(_each(metric, params, clients), np.float64)
-    if values.ndim != 1:
-        raise ValueError(
-            f"federated.scores: the metric of one example has shape {values.shape[1:]}; expected "
-            "one number."
-        )
+    values = np.asarray(_values(metric, params, clients), np.float64)
     counts = np.asarray(clients.counts)
     owners = np.repeat(np.arange(len(clients)), counts)
     totals = np.bincount(owners, weights=values, minlength=len(clients))
@@ -72,24 +67,28 @@ def evaluate_clients(
 
     Example:
       >>> clients = Clients.of([np.array([1.0, 0.0, 0.0, 1.0]), np.array([1.0])])
-      >>> found = evaluate_clients(lambda params, example: example, None, clients)["private"]
-      >>> found["client mean"], found["client lowest"], found["example mean"]
+      >>> private = evaluate_clients(lambda params, example: example, None, clients)["private"]
+      >>> private["client mean"], private["client lowest"], private["example mean"]
       (0.75, 0.5, 0.6)
     """
-    each, counts = scores(metric, params, clients), np.asarray(clients.counts)
     # A client without examples has no score, and would pull every quantile to a default.
-    known = each[counts > 0]
-    names = ("lowest", "10 %", "median", "90 %")
+    has_examples = np.asarray(clients.counts) > 0
+    known = scores(metric, params, clients)[has_examples]
+    names = ("client lowest", "client 10 %", "client median", "client 90 %")
     quantiles = np.quantile(known, [0.0, 0.1, 0.5, 0.9]).tolist()
-    found = {f"client {name}": value for name, value in zip(names, quantiles, strict=True)}
     # Beside the client mean, because the two differ exactly where large clients are served better.
-    pooled = float(np.average(known, weights=counts[counts > 0]))
-    return {"private": {"client mean": float(known.mean()), **found, "example mean": pooled}}
+    pooled = float(np.average(known, weights=np.asarray(clients.counts)[has_examples]))
+    return {
+        "private": {
+            "client mean": float(known.mean()),
+            **dict(zip(names, quantiles, strict=True)),
+            "example mean": pooled,
+        }
+    }
 
 
 @partial(jax.jit, static_argnums=0)
-def _each(metric: Metric, params: PyTree, clients: Clients) -> Float[Array, " examples"]:
+def _values(metric: Metric, params: PyTree, clients: Clients) -> Float[Array, " examples"]:
     """The metric of every example."""
-    # Over all rows of all clients at one vectorised rate, instead of one call per client of its own
-    # shape.
+    # Over all rows of all clients at one vectorised rate: clients have shapes of their own.
     return jax.lax.map(partial(metric, params), clients.examples, batch_size=_TOGETHER)

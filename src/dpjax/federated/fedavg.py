@@ -111,21 +111,18 @@ def fedavg(
       McMahan et al., "Learning Differentially Private Recurrent Language Models", 2018,
       algorithm 1; Reddi et al., "Adaptive Federated Optimization", 2021, for the server.
     """
-    call = "federated.fedavg"
-    optimizers = {"server_optimizer": server_optimizer, "client_optimizer": client_optimizer}
-    _check_kinds(call, mechanism, clients, **optimizers)
     if (local_epochs is None) == (local_steps is None):
-        raise ValueError(
-            f"{call}(local_epochs={local_epochs}, local_steps={local_steps}): expected one of the "
-            "two."
-        )
-    hint = "It says how a drawn client trains."
-    size = checks.whole(call, "local_batch_size", local_batch_size, hint)
-    epochs = checks.whole_or_none(call, "local_epochs", local_epochs, hint)
-    steps = checks.whole_or_none(call, "local_steps", local_steps, hint)
-    # The rule's own bounds: an update that is projected in every step is hardly clipped at the end.
-    within = mechanism.clipping if project else None
-    local = Local(loss, client_optimizer, size, epochs, steps, within)
+        raise ValueError("federated.fedavg: expected one of local_epochs= and local_steps=.")
+    call = "federated.fedavg"
+    local = Local(
+        loss,
+        client_optimizer,
+        checks.whole(call, "local_batch_size", local_batch_size),
+        checks.whole_or_none(call, "local_epochs", local_epochs),
+        checks.whole_or_none(call, "local_steps", local_steps),
+        # The rule's own bounds: an update that each step projects is hardly clipped at the end.
+        within=mechanism.clipping if project else None,
+    )
     return _algorithm(
         "fedavg", local, server_optimizer, mechanism, clients, weights, microbatch_size, budget
     )
@@ -165,7 +162,6 @@ def fedsgd(
       >>> algorithm.mechanism.unit  # init and step are as in the example of `fedavg`
       'client'
     """
-    _check_kinds("federated.fedsgd", mechanism, clients, server_optimizer=server_optimizer)
     # One step of rate 1 on the mean of all examples is minus the gradient: FedSGD is FedAvg with
     # this client.
     local = Local(loss, optax.sgd(1.0), clients.capacity, epochs=None, steps=1, within=None)
@@ -185,9 +181,14 @@ def _algorithm(
     budget: ledger.Budget | None,
 ) -> Algorithm:
     """Rounds as steps of `dpjax.training`, with clients as the rows of the data."""
-    weights = Weights(values=np.ones(len(clients))) if weights is None else weights
     call = f"federated.{name}"
-    _check_clients(call, mechanism, clients, weights)
+    hint = "Write federated.Clients.of(list) or federated.Clients.split(data, owners, clients)."
+    checks.instance(call, "clients", clients, Clients, hint)
+    checks.instance(call, "mechanism", mechanism, Mechanism)
+    check_is_optimizer(f"{call}: server_optimizer", server)
+    check_is_optimizer(f"{call}: client_optimizer", local.optimizer)
+    weights = Weights(values=np.ones(len(clients))) if weights is None else weights
+    _check_clients(call, mechanism, clients, checks.instance(call, "weights", weights, Weights))
     # Shares are relative to the largest weight. Their public total, not their drawn total, makes
     # the mean.
     scale = len(clients) / weights.total_share
@@ -219,11 +220,7 @@ def recipe_of(
     scale: float,
     microbatch_size: int | None = None,
 ) -> Recipe:
-    """One round as a private step, on `Row`s that stand for clients.
-
-    ``call`` is its name in errors, ``scale`` the number of clients over the public sum of all
-    shares.
-    """
+    """One round as a private step, on `Row`s; ``scale`` is the clients over the sum of shares."""
     return Recipe(
         name=call,
         loss=client_loss(local),
@@ -256,33 +253,20 @@ def _scaled(
     return optax.GradientTransformationExtraArgs(server.init, update)
 
 
-def _check_kinds(call: str, mechanism: Mechanism, clients: Clients, **optimizers: Any) -> None:
-    hint = "Write federated.Clients.of(list) or federated.Clients.split(data, owners, clients)."
-    checks.instance(call, "clients", clients, Clients, hint)
-    for name, given in optimizers.items():
-        check_is_optimizer(f"{call}: {name}", given)
-    hint = f"Write {call}(loss, server_optimizer, mechanism, clients)."
-    checks.instance(call, "mechanism", mechanism, Mechanism, hint)
-
-
 def _check_clients(call: str, mechanism: Mechanism, clients: Clients, weights: Weights) -> None:
-    hint = "Write federated.Weights(values=one per client, largest=a public largest weight)."
-    checks.instance(call, "weights", weights, Weights, hint)
     if mechanism.unit != "client":
         raise ValueError(
-            f"{call}: the mechanism protects one {mechanism.unit}, and a round draws and clips "
-            "clients. Write Mechanism(unit='client', ...), whose sampler counts clients."
+            f"{call}: the mechanism protects one {mechanism.unit}. Write Mechanism(unit='client')."
         )
     # The count of an adapted bound is over examples with one norm each, and a round has clients
     # with weights. And the update of a client exists as a whole, so its exact norm is free.
     if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
         raise ValueError(
-            f"{call}: rounds have neither adaptive bounds nor estimated norms. Leave adaptive= "
-            "out, and use clipping.flat."
+            f"{call}: rounds have neither adaptive bounds nor estimated norms. Use clipping.flat."
         )
     expected, sizes = mechanism.sampling.examples, (len(clients), np.size(weights.values))
     if sizes != (expected, expected):
         raise ValueError(
             f"{call}: {sizes[0]} clients and {sizes[1]} weights; the mechanism's sampler draws "
-            f"from {expected}. Write sampling.poisson(examples={sizes[0]}, batch_size=...)."
+            f"from {expected}."
         )

@@ -49,9 +49,8 @@ def trained(
 ) -> tuple[Float[Array, ""], PyTree]:
     """Trains the client at ``index`` from the server's parameters; the key orders its examples.
 
-    Returns:
-      Its mean loss during training, and its update: last minus first parameters. The update of a
-      client without examples is zero.
+    Returns its mean loss during training, and its update: last minus first parameters. The update
+    of a client without examples is zero.
     """
     start, count, size = clients.starts[index], clients.counts[index], local.batch_size
     batches = jnp.maximum(1, -(-count // size))
@@ -112,8 +111,8 @@ def _moved(
 
 def _ball(rule: Clipping, params: PyTree) -> Clipping:
     """The projection of an update of these parameters onto the bounds of a rule."""
-    # Inside of the bound by more than rounding, which is to the parameters' own dtype at the end:
-    # outside, a rule of the user may drop the update.
+    # Inside of the bound by more than rounding to the parameters' own dtype: outside, a rule of the
+    # user may drop the update.
     rounding = max(float(jnp.finfo(leaf.dtype).eps) / 2 for leaf in jax.tree.leaves(params))
     bounds = tuple(bound * (1 - ON_BOUND - rounding) for bound in rule.bounds)
     return Clipping(rule.partition, bounds, jnp.ones_like, "projection")

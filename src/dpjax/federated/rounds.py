@@ -93,5 +93,5 @@ class Info(NamedTuple):
 
 def round_info(seen: Seen) -> Info:
     """The means of rounds, from what they saw; `mean_info` of a client."""
-    found, seen = mean_info(seen), jax.tree.map(np.asarray, seen)
-    return Info(found.loss, seen.examples, seen.drawn, found.dropped, found.norm, found.clipped)
+    means, seen = mean_info(seen), jax.tree.map(np.asarray, seen)
+    return Info(means.loss, seen.examples, seen.drawn, means.dropped, means.norm, means.clipped)

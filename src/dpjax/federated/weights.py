@@ -56,16 +56,10 @@ class Weights:
 
     def __post_init__(self) -> None:
         """Refuses public constants that are not positive."""
-        hint = "It is chosen without looking at the data."
         for name, value in (("largest", self.largest), ("total", self.total)):
             if value is not None:  # as Python's number, which run.json can hold
-                number = checks.positive("federated.Weights", name, value, hint)
+                number = checks.positive("federated.Weights", name, value)
                 object.__setattr__(self, name, number)
-        if np.ndim(self.values) != 1:
-            raise ValueError(
-                f"federated.Weights(values=...): shape {np.shape(self.values)}; expected one "
-                "weight per client."
-            )
 
     @property
     def shares(self) -> Float[np.ndarray, " clients"]:

@@ -8,6 +8,7 @@ clipped to one bound, and the noise does not grow.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -61,10 +62,8 @@ def augmented(
         # Randomness comes from the example, not from a state: a loss stays a pure function, and
         # a resumed run draws the same views.
         x, y, *numbers = unpacked("augmented", example)
-        folded = key
-        for number in numbers:
-            # Folded one after the other, so that (row 1, step 2) and (row 2, step 1) differ.
-            folded = jax.random.fold_in(folded, number)
+        # One after the other, so that (row 1, step 2) and (row 2, step 1) differ.
+        folded = functools.reduce(jax.random.fold_in, numbers, key)
         drawn = jax.vmap(augment, (0, None))(jax.random.split(folded, views), x)
         return jnp.mean(jax.vmap(lambda view: loss(params, (view, y)))(drawn))
 

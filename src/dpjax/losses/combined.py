@@ -4,9 +4,6 @@
 The squared error on logits converges fast and keeps logits small in the first epochs. The focal
 loss takes over once the easy examples are learnt. The penalty on pre-activations keeps weights,
 and with them gradients, from growing past the clipping bound.
-
-The loss is a function of the logits, label and pre-activations of one example, and of the epoch.
-`of` passes the pre-activations, and ``dpsgd(per_step=...)`` passes the epoch.
 """
 
 from __future__ import annotations
@@ -80,10 +77,9 @@ def composite(
       Shamsabadi and Papernot, "Losing Less: A Loss for Differentially Private Deep
       Learning", 2022, equations 5 to 8, tables 6 and 7.
     """
-    readings = ("(1-alpha)/beta", "1/beta", "beta")
-    checks.one_of("losses.composite", "coefficient", coefficient, readings)
-    one_over = coefficient != "beta"
-    beta = checks.positive("losses.composite", "beta", beta, infinite=one_over)
+    call, readings = "losses.composite", ("(1-alpha)/beta", "1/beta", "beta")
+    checks.one_of(call, "coefficient", coefficient, readings)
+    beta = checks.positive(call, "beta", beta, infinite=coefficient != "beta")
     fades = coefficient == "(1-alpha)/beta"
     weight = {"(1-alpha)/beta": 0.5 / beta, "1/beta": 1 / beta, "beta": beta}[coefficient]
     hard, easy = focal(gamma), one_hot(error)

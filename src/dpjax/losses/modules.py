@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a module and a loss to ``loss(params, example)``, a pure function of one example.
 
-A loss receives the output and the target and, if it has arguments of these names, the
-pre-activations (``hidden``) and the ``epoch``. A model whose examples depend on each other, such
-as one with batch normalisation, is refused: clipping could not bound an example's influence.
+A model whose examples depend on each other, such as one with batch normalisation, is refused:
+clipping could not bound an example's influence.
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
             f"losses.of: the model is {model!r:.60}; expected a Linen module, such as MLP(). "
             "For other models write loss(params, example)."
         )
-    # With one key, all examples and steps would share one dropout mask.
     if "rngs" in options:
         raise ValueError(f"losses.of(rngs=...): expected none. {_OWN_KEY}")
     # By argument name, so that one `of` serves all losses. Read once, not in every trace.
@@ -91,20 +89,18 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
         x, y, *epoch = unpacked("of", example)
         # An argument `epoch` with a default serves runs without `per_step` too.
         more: dict[str, Any] = {"epoch": epoch[0]} if epoch else {}
+        # No other collection is mutable: batch statistics raise and are refused below.
+        mutable = ["preactivations"] if "hidden" in named else False
         try:
-            if "hidden" in named:
-                # No other collection is mutable: batch statistics raise and are refused below.
-                output, sown = model.apply(
-                    {"params": params}, x, mutable=["preactivations"], **options
-                )
-                more["hidden"] = _hidden(model, params, sown)
-            else:
-                output = model.apply({"params": params}, x, **options)
+            output = model.apply({"params": params}, x, mutable=mutable, **options)
         except (flax.errors.ScopeCollectionNotFound, flax.errors.ModifyScopeVariableError) as error:
             raise ValueError(f"losses.of: {type(model).__name__} keeps state. {_STATE}") from error
         except flax.errors.InvalidRngError as error:
             name = type(model).__name__
             raise ValueError(f"losses.of: {name} has no key for dropout. {_OWN_KEY}") from error
+        if mutable:
+            output, sown = output
+            more["hidden"] = _hidden(model, params, sown)
         return loss(output, y, **more)
 
     return per_example
@@ -120,13 +116,11 @@ def unpacked(name: str, example: Any) -> tuple[Any, ...] | list[Any]:
     return example
 
 
+# With one key, all examples and steps would share one dropout mask.
 _OWN_KEY = (
-    "Disable dropout, losses.of(model, loss, train=False), or write a loss that makes a key of row "
-    "and step, as the examples of `of` show."
+    "Pass train=False, or write a loss with a key of row and step, as the examples of `of` do."
 )
-_STATE = (
-    'Batch statistics mix examples: use GroupNorm or LayerNorm, and give model.init(...)["params"].'
-)
+_STATE = 'Batch statistics mix examples: use GroupNorm, and give model.init(...)["params"].'
 
 
 def _hidden(model: nn.Module, params: PyTree, sown: Any) -> list[Array]:

@@ -53,10 +53,8 @@ def described(mechanism: Mechanism) -> dict[str, Any]:
       It may be published. The sampler's fingerprint, which may say something of each example,
       is not in it.
     """
-    rule, groups = mechanism.clipping, mechanism.noise_multiplier
-    adaptive = None
-    if mechanism.adaptive is not None:
-        adaptive = {**vars(mechanism.adaptive), "count_multiplier": mechanism.count_multiplier}
+    rule, groups, adaptive = mechanism.clipping, mechanism.noise_multiplier, mechanism.adaptive
+    count = {"count_multiplier": mechanism.count_multiplier}
     return strict(
         {
             "format": FORMAT,
@@ -67,12 +65,11 @@ def described(mechanism: Mechanism) -> dict[str, Any]:
             "clipping": {
                 **rule.facts,
                 "name": rule.name,
-                # Names and bounds: two partitions with equal names and bounds cost the same,
-                # whatever their leaves.
+                # Two partitions with equal names and bounds cost the same, whatever their leaves.
                 "groups": rule.partition.names,
                 "bounds": [float(bound) for bound in rule.bounds],
             },
-            "adaptive": adaptive,
+            "adaptive": None if adaptive is None else {**vars(adaptive), **count},
             "before": [
                 {**_spent(spent), "randomness": randomness(spent.supplied)}
                 for spent in mechanism.before
@@ -85,9 +82,8 @@ def accounted(mechanism: Mechanism) -> str:
     """A hash of all that the cost of a step depends on, except multipliers."""
     # Neither neighbours nor steps: a ledger may be read under a stronger relation, and a plan may
     # grow. The fingerprint enters because samplers of one name and price may draw others.
-    facts = described(mechanism)
     counted = {
-        **{name: facts[name] for name in _COUNTED},
+        **{name: value for name, value in described(mechanism).items() if name in _COUNTED},
         "drawn by": mechanism.sampling.fingerprint,
         "clipped": math.isfinite(mechanism.clipping.sensitivity),
     }
@@ -95,13 +91,7 @@ def accounted(mechanism: Mechanism) -> str:
 
 
 def spent_of(facts: Mapping[str, Any], steps: int, *, supplied: bool = False) -> tuple[Spent, ...]:
-    """What a run has spent of its description, preceded by what earlier runs spent.
-
-    Args:
-      facts: As `described` writes them.
-      steps: How many of the planned steps ran.
-      supplied: Whether the caller supplied the key of the run.
-    """
+    """What the first steps of a described run have spent, preceded by what earlier runs spent."""
     runs = first_steps(facts["multiplier_and_steps"], steps)
     ran = {**facts, "multiplier_and_steps": runs, "randomness": randomness(supplied)}
     return tuple(map(_read, (*facts["before"], ran)))
@@ -137,9 +127,8 @@ def check_format(facts: Any, where: str) -> None:
     version = facts.get("format") if isinstance(facts, Mapping) else 1
     if version != FORMAT:
         raise ValueError(
-            f"{where}: the mechanism is described in format {version}; expected format {FORMAT}. "
-            "Read it with the version of dpjax that wrote it, or describe what the run spent: "
-            "Mechanism(..., before=[dpjax.mechanism.Spent(...)])."
+            f"{where}: the mechanism is described in format {version}; expected {FORMAT}. Read it "
+            "with the dpjax that wrote it, or give what it spent: Mechanism(before=[Spent(...)])."
         )
 
 
@@ -149,14 +138,14 @@ def strict(value: Any) -> Any:
         return {name: strict(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [strict(inner) for inner in value]
-    # A reader would take the word for them as a claim.
-    if isinstance(value, float) and (math.isnan(value) or value == -math.inf):
-        raise ValueError(f"mechanism.card.strict({value}): expected a number or infinity.")
-    return "inf" if isinstance(value, float) and math.isinf(value) else value
+    return "inf" if isinstance(value, float) and value == math.inf else value
 
 
 def _spent(spent: Spent) -> dict[str, Any]:
-    sampler = spent.sampling
+    sampler, noise = spent.sampling, spent.noise
+    if noise is not None:
+        # What it was scaled by, so that `dpjax.verify` can compare it with its own answer.
+        noise = {**noise.facts, "sensitivity": sensitivity_of(noise, sampler)}
     return {
         "unit": spent.unit,
         "sampling": {
@@ -170,11 +159,7 @@ def _spent(spent: Spent) -> dict[str, Any]:
         "multiplier_and_steps": [[float(multiplier), steps] for multiplier, steps in spent.runs],
         "preparation": [float(multiplier) for multiplier in spent.preparation],
         "projections": spent.projections,
-        # What the noise was scaled by stands beside the strategy, so that `dpjax.verify` can
-        # compare it with its own answer.
-        "noise": None
-        if spent.noise is None
-        else {**spent.noise.facts, "sensitivity": sensitivity_of(spent.noise, sampler)},
+        "noise": noise,
     }
 
 
@@ -183,9 +168,7 @@ def _read(facts: Mapping[str, Any]) -> Spent:
     noise.pop("sensitivity", None)  # computed again, from the strategy and the sampler
     return Spent(
         sampling=sampling.from_facts(facts["sampling"]),
-        runs=tuple(
-            (float(multiplier), steps) for multiplier, steps in facts["multiplier_and_steps"]
-        ),
+        runs=tuple((float(z), steps) for z, steps in facts["multiplier_and_steps"]),
         preparation=tuple(map(float, facts["preparation"])),
         unit=facts["unit"],
         projections=facts["projections"],

@@ -15,50 +15,42 @@ from typing import Any
 import dp_accounting as dp
 import numpy as np
 
-from dpjax import accounting, checks, strategies
+from dpjax import accounting, strategies
 from dpjax.accounting.events import correlated_samples
 from dpjax.noise.correlated import require_constant
 from dpjax.strategies import Participation, Strategy
-from dpjax.strategies.allocation import overlaps
+from dpjax.strategies.sensitivity import overlaps
 from dpjax.strategies.strategy import LARGEST_MATRIX
 from dpjax.types import Sampler
 
 
 def check_strategy(mechanism: Any) -> None:
     """Refuses a strategy where its noise would not be what is accounted."""
-    strategy, sampler = mechanism.noise, mechanism.sampling
-    hint = "Such as dpjax.strategies.square_root(steps), or None for fresh noise at every step."
-    strategy = checks.instance("Mechanism", "noise", strategy, Strategy, hint)
+    strategy = mechanism.noise
     name = f"Mechanism(noise={strategy.name})"
     if strategy.steps != mechanism.steps:
         raise ValueError(
-            f"{name}: the strategy is for {strategy.steps} steps, and {mechanism.steps} are "
-            "planned; expected equal numbers."
+            f"{name}: the strategy has {strategy.steps} steps, and {mechanism.steps} are planned."
         )
-    check_run(name, strategy, sampler, mechanism.steps)
+    check_run(name, strategy, mechanism.sampling, mechanism.steps)
     require_constant(name, mechanism.noise_multiplier)
-    # Noise of earlier steps, scaled to other bounds, would not cancel.
-    if mechanism.adaptive is not None:
-        raise ValueError(f"{name}: expected fixed bounds. Leave adaptive= or noise= out.")
-    # One example then moves many steps by more than its bound, each with a chance that is accounted
-    # for single steps alone.
-    if mechanism.clipping.projections is not None:
-        raise ValueError(f"{name}: norms are estimated; expected exact ones, as of clipping.flat.")
+    # Noise of earlier steps, scaled to other bounds, would not cancel. With estimated norms one
+    # example moves many steps by more than its bound, each with a chance that is accounted for
+    # single steps alone.
+    if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
+        raise ValueError(f"{name}: expected fixed bounds and exact norms, as of clipping.flat.")
 
 
 def check_run(call: str, strategy: Strategy, sampler: Sampler, steps: int) -> None:
     """Refuses a sampler without a known sensitivity, and more steps than a strategy has."""
     if sampler.participation is None:
         raise ValueError(
-            f"{call}: {sampler.name} batches can hold one example at any step, for which no "
-            "sensitivity is proved. Use sampling.cyclic_poisson(..., cycle=bands)."
+            f"{call}: {sampler.name} batches have no proved sensitivity. Use "
+            "sampling.cyclic_poisson(..., cycle=bands)."
         )
     # One Gaussian hides the steps of a strategy together: steps beyond them would cost nothing.
     if steps > strategy.steps:
-        raise ValueError(
-            f"{call}: {steps:,} steps; the strategy has {strategy.steps:,}. Three runs are three "
-            "Spents."
-        )
+        raise ValueError(f"{call}: {steps:,} steps; the strategy has {strategy.steps:,}.")
 
 
 def is_amplified(strategy: Strategy, sampler: Sampler) -> bool:
@@ -109,13 +101,7 @@ def correlated_claim(strategy: Strategy, sampler: Sampler) -> str:
 
 
 def correlated_event(strategy: Strategy, sampler: Sampler, multipliers: np.ndarray) -> dp.DpEvent:
-    """The privacy event of the first steps of a run with correlated noise.
-
-    Args:
-      strategy: How noise is correlated.
-      sampler: Who takes part in which steps.
-      multipliers: Of the steps that ran, ``[steps]``; at most the steps of the strategy.
-    """
+    """The privacy event of the steps that ran, of these multipliers, with correlated noise."""
     check_run(f"Mechanism(noise={strategy.name})", strategy, sampler, len(multipliers))
     if is_amplified(strategy, sampler):
         event = sampler.event(multipliers)

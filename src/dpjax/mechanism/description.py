@@ -10,8 +10,7 @@ description (`facts`) all derive from it, so no number is given twice.
 from __future__ import annotations
 
 import dataclasses
-import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,17 +24,15 @@ from dpjax._display import brief, short, table
 from dpjax.accounting.events import runs_of
 from dpjax.accounting.methods import checked_delta
 from dpjax.mechanism import card, link
-from dpjax.mechanism.adaptive import check_adaptive
 from dpjax.mechanism.correlated import check_strategy, correlated_claim, sensitivity_of
-from dpjax.mechanism.multipliers import Planned, left_for_gradients, planned, scaled
+from dpjax.mechanism.multipliers import Planned, left_for_gradients, scaled
 from dpjax.mechanism.spent import UNITS, Spent, Target, checked_queries, steps_event
-from dpjax.noise.multiplier import check_multiplier, plain_multiplier, standard_deviations
+from dpjax.noise.multiplier import checked_multiplier, standard_deviations
 from dpjax.strategies import Strategy
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, Sampler
 
 # A proof for one relation also holds for the later ones, with the conversion of `accounting`.
 _STRENGTH = (Neighbours.ADD_OR_REMOVE, Neighbours.ZERO_OUT, Neighbours.REPLACE_ONE)
-_MOST_STEPS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,38 +95,45 @@ class Mechanism:
         checks.instance("Mechanism", "sampling", self.sampling, Sampler, hint)
         hint = "Such as clipping.flat(bound)."
         checks.instance("Mechanism", "clipping", self.clipping, Clipping, hint)
-        if self.adaptive is not None:
-            hint = "Such as clipping.Quantile(), or None for fixed bounds."
-            checks.instance("Mechanism", "adaptive", self.adaptive, clipping.Quantile, hint)
-        hint = "None selects the relation that is proved for the sampler."
-        checks.one_of("Mechanism", "neighbours", self.neighbours, (*Neighbours, None), hint)
         hint = "For epochs: round(epochs * examples / batch_size)."
-        steps = checks.whole("Mechanism", "steps", self.steps, hint, least=0, most=_MOST_STEPS)
+        steps = checks.whole("Mechanism", "steps", self.steps, hint, least=0)
+        multiplier = checked_multiplier("Mechanism", self.noise_multiplier, self.clipping)
+        multiplier = Planned.of(multiplier, steps) if callable(multiplier) else multiplier
         object.__setattr__(self, "steps", steps)
-        multiplier = planned(plain_multiplier("Mechanism", self.noise_multiplier), self.steps)
         object.__setattr__(self, "noise_multiplier", multiplier)
         # Multipliers, not an event: a card holds them, and dpjax.verify recomputes it.
-        queries = checked_queries("Mechanism", self.preparation)
-        object.__setattr__(self, "preparation", tuple(map(float, queries)))
-        object.__setattr__(self, "before", _checked_before(self.before))
+        object.__setattr__(self, "preparation", checked_queries("Mechanism", self.preparation))
+        object.__setattr__(self, "before", tuple(self.before))
         for sampler in (self.sampling, *(spent.sampling for spent in self.before)):
             if _STRENGTH.index(self.relation) < _STRENGTH.index(sampler.neighbours):
                 raise ValueError(
                     f"Mechanism(neighbours={self.relation.value!r}): {sampler.name} batches are "
-                    f"proved for {sampler.neighbours.value!r} neighbours only. Give these."
+                    f"proved for {sampler.neighbours.value!r} neighbours only."
                 )
-        # Units do not mix: what one example costs says nothing of what one client costs.
-        _check_unit(self.unit, self.preparation, [spent.unit for spent in self.before])
-        check_multiplier("Mechanism", self.noise_multiplier, self.clipping)
+        self._check_unit()
         if not np.all(self.multipliers >= 0):
             raise ValueError(
                 "Mechanism(noise_multiplier=schedule): negative or NaN at step "
-                f"{int(np.argmin(self.multipliers >= 0))}; expected at least 0 at every step."
+                f"{int(np.argmin(self.multipliers >= 0))}."
             )
         if self.noise is not None:
             check_strategy(self)
         if self.adaptive is not None:
-            check_adaptive(self.clipping, self.multipliers, self.count_multiplier)
+            _check_adaptive(self.clipping, self.multipliers, self.count_multiplier)
+
+    def _check_unit(self) -> None:
+        """Units do not mix: what one example costs says nothing of what one client costs."""
+        checks.one_of("Mechanism", "unit", self.unit, UNITS)
+        if self.preparation and self.unit != "example":
+            raise ValueError(
+                f"Mechanism(unit={self.unit!r}, preparation=...): these queries bound what one "
+                f"example moves, and one {self.unit} may have many."
+            )
+        if {spent.unit for spent in self.before} - {self.unit}:
+            raise ValueError(
+                f"Mechanism(unit={self.unit!r}, before=...): an earlier run protects another unit, "
+                "and epsilons of different units do not add."
+            )
 
     def __repr__(self) -> str:
         return short(self, "sampling", "clipping", "noise_multiplier", "steps", *self._options)
@@ -250,7 +254,7 @@ class Mechanism:
         return Spent(
             sampling=self.sampling,
             runs=tuple(zip(values.tolist(), counts.tolist(), strict=True)),
-            preparation=tuple(self.preparation),
+            preparation=self.preparation,
             unit=self.unit,
             projections=self.clipping.projections,
             noise=self.noise,
@@ -280,21 +284,14 @@ class Mechanism:
         """The delta and the method of a statement: as given, or else as in `target`."""
         if delta is None:
             if self.target is None:
-                raise TypeError(
-                    "Mechanism: delta is missing, and this mechanism was not calibrated for one."
-                )
+                raise TypeError("Mechanism: delta is missing. Calibrate, or give delta=.")
             delta = self.target.delta
         return delta, self._method(method)
 
-    def _warn_of_delta(self, call: str, delta: float) -> None:
+    def _warn_of_delta(self, delta: float) -> None:
         if delta >= 1 / self.sampling.examples:
-            logging.warning(
-                "%s(delta=%g): delta is not below 1/%d. A mechanism that publishes one whole "
-                "record would satisfy it.",
-                call,
-                delta,
-                self.sampling.examples,
-            )
+            text = "delta %g is not below 1/%d: publishing one whole record would satisfy it."
+            logging.warning(text, delta, self.sampling.examples)
 
     def _method(self, given: str | None) -> str:
         return given or ("rdp" if self.target is None else self.target.method)
@@ -309,7 +306,7 @@ class Mechanism:
             that of `target`, or "rdp".
         """
         delta, method = self.stated(delta, method)
-        self._warn_of_delta("Mechanism.epsilon", delta)
+        self._warn_of_delta(delta)
         return self.epsilon_of(self.multipliers, delta, method)
 
     def epsilon_of(self, multipliers: np.ndarray, delta: float, method: str = "rdp") -> float:
@@ -354,11 +351,9 @@ class Mechanism:
         # 0 times any factor is 0, so bisection would never end.
         if not np.all(self.multipliers > 0):
             raise ValueError(
-                "Mechanism.calibrate: the noise multiplier is 0 at some step, and no factor makes "
-                "that private."
+                "Mechanism.calibrate: a noise multiplier is 0, and no factor makes that private."
             )
-        self._warn_of_delta("Mechanism.calibrate", delta)
-
+        self._warn_of_delta(delta)
         # Without the count of an adapted bound: bisection tries factors for which `check_adaptive`
         # would raise.
         bare = dataclasses.replace(self, adaptive=None)
@@ -453,25 +448,18 @@ class Mechanism:
         return link.private(self, key)
 
 
-def _checked_before(before: Any) -> tuple[Spent, ...]:
-    earlier: tuple[Any, ...] = tuple(before) if isinstance(before, Iterable) else (None,)
-    if not all(isinstance(spent, Spent) for spent in earlier):
-        raise TypeError(
-            f"Mechanism(before={reprlib.repr(before)}): expected a list of mechanism.Spent, as "
-            "training.earlier(folder) returns."
-        )
-    return earlier
-
-
-def _check_unit(unit: str, preparation: Sequence[float], before: Sequence[str]) -> None:
-    checks.one_of("Mechanism", "unit", unit, UNITS)
-    if preparation and unit != "example":
+def _check_adaptive(rule: Clipping, multipliers: np.ndarray, count: float) -> None:
+    """Refuses a bound that cannot move, and a count that alone costs more than the total."""
+    bound = rule.sensitivity
+    if not 0 < bound < np.inf:
         raise ValueError(
-            f"Mechanism(unit={unit!r}, preparation={preparation}): these queries bound what one "
-            f"example moves, and one {unit} may have many."
+            f"Mechanism(adaptive=...): the bound is {bound}; expected a positive, finite bound."
         )
-    if set(before) - {unit}:
+    if rule.projections is not None:
+        raise ValueError("Mechanism(adaptive=...): norms are estimated; expected exact ones.")
+    largest = float(np.max(multipliers, initial=0.0))
+    if not (largest < count or largest == count == 0):
         raise ValueError(
-            f"Mechanism(unit={unit!r}, before=...): earlier runs protect one "
-            f"{', one '.join(sorted(set(before)))}, and epsilons of different units do not add."
+            f"Mechanism(adaptive=...): the total multiplier is {largest:.4g} and that of the count "
+            f"{count:.4g}. Give clipping.Quantile a count_multiplier above {largest:.4g}."
         )

@@ -15,11 +15,11 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from dpjax import checks, clipping, trees
-from dpjax.mechanism.adaptive import followed
-from dpjax.noise.link import add_noise, first_state, require_sum
-from dpjax.noise.state import unless_unset
-from dpjax.types import Key, PyTree, Sampler
+from dpjax import clipping, noise, trees
+from dpjax.noise import GaussianState
+from dpjax.noise.link import add_noise, noise_link
+from dpjax.noise.multiplier import WIDER
+from dpjax.types import Key, Purpose, PyTree, Sampler
 
 # A `Mechanism`, whose file imports this one.
 Described = Any
@@ -29,15 +29,14 @@ def private(mechanism: Described, key: Key | None) -> optax.GradientTransformati
     """The link from per-example gradients to a private mean: `Mechanism.private`."""
     if mechanism.adaptive is not None:
         raise ValueError(
-            "Mechanism.private: adapted bounds need the norms of each batch, which the links of a "
-            "chain do not exchange. Use dpjax.dpsgd, or leave adaptive= out."
+            "Mechanism.private: adapted bounds need the norms of each batch. Use dpjax.dpsgd, or "
+            "leave adaptive= out."
         )
-    if key is not None:
-        checks.key("Mechanism.private", key)
-    clip, noise = clipping.clip_and_sum(mechanism.clipping), privatize(mechanism, key)
+    clip = clipping.clip_and_sum(mechanism.clipping)
+    mean_link = privatize(mechanism, key, "Mechanism.private")
 
     def init(params: PyTree) -> Any:
-        return clip.init(params), noise.init(params)
+        return clip.init(params), mean_link.init(params)
 
     def update(
         updates: PyTree,
@@ -50,7 +49,7 @@ def private(mechanism: Described, key: Key | None) -> optax.GradientTransformati
         del extra
         _require_mask(mechanism.sampling, updates, mask)
         total, shapes = clip.update(updates, state[0], params, mask=mask)
-        mean, after = noise.update(total, state[1], params)
+        mean, after = mean_link.update(total, state[1], params)
         return mean, (shapes, after)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -66,38 +65,38 @@ def _require_mask(sampler: Sampler, gradients: PyTree, mask: ArrayLike | None) -
         )
 
 
-def privatize(mechanism: Described, key: Key | None) -> optax.GradientTransformationExtraArgs:
+def privatize(
+    mechanism: Described, key: Key | None, name: str = "Mechanism.privatize"
+) -> optax.GradientTransformationExtraArgs:
     """The link from a clipped sum to a private mean: `Mechanism.privatize`."""
-    name, multiplier = "Mechanism.privatize", mechanism.gradient_multiplier
-    if key is not None:
-        checks.key(name, key)
+
+    def release(
+        total: PyTree, state: GaussianState, below: Float[Array, ""] | None
+    ) -> tuple[PyTree, GaussianState]:
+        root, step = state.key, state.step
+        adapted: dict[str, Any] = {"bound_scale": state.scale, "below": below}
+        mean, scale, memory = private_mean(
+            mechanism, total, root, step, memory=state.memory, **adapted
+        )
+        return mean, state._replace(memory=memory, scale=scale)
+
+    link = noise_link(
+        name,
+        mechanism.gradient_multiplier,
+        mechanism.clipping,
+        key,
+        mechanism.deviations_on_sum,
+        release,
+        mechanism.noise,
+    )
+    if mechanism.adaptive is None:
+        return link
 
     def init(params: PyTree) -> Any:
-        state = first_state(key, params, mechanism.noise)
-        adapted = mechanism.adaptive is not None
-        return state._replace(scale=jnp.ones((), jnp.float32)) if adapted else state
+        state: Any = link.init(params)
+        return state._replace(scale=jnp.ones((), jnp.float32))
 
-    def update(
-        updates: Any,
-        state: Any,
-        params: PyTree | None = None,
-        *,
-        below: Float[Array, ""] | None = None,
-        **extra: Any,
-    ) -> tuple[PyTree, Any]:
-        del params, extra
-        require_sum(updates, mechanism.clipping, name)
-        deviations, strategy = mechanism.deviations_on_sum, mechanism.noise
-        total, below = state.meeting(updates, deviations, multiplier, strategy, below)
-        if key is None:
-            total = unless_unset(total, state.key, name)
-        root, memory = state.key, state.memory
-        mean, scale, memory = private_mean(
-            mechanism, total, root, state.step, memory=memory, bound_scale=state.scale, below=below
-        )
-        return mean, state._replace(step=state.step + 1, memory=memory, scale=scale)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, link.update)
 
 
 def private_mean(
@@ -114,25 +113,14 @@ def private_mean(
 ) -> tuple[PyTree, Any, PyTree]:
     """The private mean of one step, from its clipped sum: a pure function of its arguments.
 
-    Args:
-      mechanism: What runs.
-      total: The clipped sum.
-      key: The root key of the noise.
-      step: The number of the step, from 0.
-      memory: What correlated noise remembers of earlier steps.
-      lost: What ``total`` lacks of the sum, because float32 rounds.
-      bound_scale: The scale of an adapted bound at this step.
-      below: The count that an adapted bound follows.
-      in_parts: Whether a mesh splits the leaves; see `add_noise`.
-
-    Returns:
-      The mean, and the scale and the memory of the next step.
+    ``key`` is the root key of the noise; ``memory``, ``lost`` and ``in_parts`` are as in
+    `add_noise`; an adapted bound has its scale at this step and the count ``below`` that it
+    follows. Returns the mean, and the scale and the memory of the next step.
     """
     beyond = step >= mechanism.steps
     if not trees.traced(beyond) and beyond:
         raise ValueError(
-            f"Mechanism.privatize: step {int(step) + 1} of {mechanism.steps} planned steps is not "
-            "accounted. Plan more steps in the Mechanism."
+            f"Mechanism: step {int(step) + 1} of {mechanism.steps} planned steps. Plan more steps."
         )
     partition, strategy = mechanism.clipping.partition, mechanism.noise
     deviations = mechanism.deviations_on_sum(step)
@@ -148,3 +136,25 @@ def private_mean(
     count = mechanism.count_multiplier
     scale = followed(mechanism.adaptive, count, below, share, bound_scale, key, step)
     return mean, scale, memory
+
+
+def followed(
+    quantile: clipping.Quantile,
+    multiplier: float,
+    below: Float[Array, ""] | None,
+    share: Array,
+    scale: Float[Array, ""],
+    key: Key,
+    step: Int[Array, ""],
+) -> Float[Array, ""]:
+    """The scale of adapted bounds at the next step; the noise of the count is added here, once."""
+    if below is None:
+        raise ValueError(
+            "Mechanism.privatize: the bound is adapted, so update needs the count of the batch. "
+            "Give below=quantile.below(rule, norms, mask)."
+        )
+    # One example moves the count by 1/2, so its noise has half the multiplier as deviation.
+    drawn = WIDER * noise.standard_normal(trees.step_key(key, Purpose.COUNT, step), ())
+    # Divided by the expected batch size, like the sum: the drawn size is private.
+    fraction = (below + multiplier / 2 * drawn) * share + 0.5
+    return quantile.moved(scale, fraction)

@@ -35,7 +35,11 @@ class Planned:
 
     @classmethod
     def of(cls, schedule: optax.Schedule, steps: int) -> Planned:
-        """Evaluates a schedule at this many steps."""
+        """A schedule at this many steps; a plan that grows evaluates the function again, at all."""
+        if isinstance(schedule, Planned):
+            if steps <= schedule.values.size:
+                return cls(schedule.schedule, schedule.values[:steps].tobytes())
+            schedule = schedule.schedule
         return cls(schedule, schedules.values(schedule, steps).tobytes())
 
     def __repr__(self) -> str:
@@ -58,18 +62,6 @@ class Planned:
         # Steps outside the plan read the appended last entry.
         answers = jnp.asarray(np.append(self.values, np.float32(np.nan)))
         return answers[jnp.where((step >= 0) & (step < self.values.size), step, -1)]
-
-
-def planned(multiplier: NoiseMultiplier, steps: int) -> NoiseMultiplier:
-    """A multiplier whose schedule, if it is one, is a table of this many steps."""
-    if not callable(multiplier):
-        return multiplier
-    if not isinstance(multiplier, Planned):
-        return Planned.of(multiplier, steps)
-    # A shorter plan keeps the values; a longer one evaluates the function again, at all steps.
-    if steps > multiplier.values.size:
-        return Planned.of(multiplier.schedule, steps)
-    return Planned(multiplier.schedule, multiplier.values[:steps].tobytes())
 
 
 def scaled(multiplier: NoiseMultiplier, factor: float) -> NoiseMultiplier:

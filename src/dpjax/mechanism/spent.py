@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -57,23 +55,17 @@ class Spent:
     supplied: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses values that cannot be accounted; lists become tuples of Python numbers."""
-        hint = "It is how the earlier run drew, such as sampling.poisson(examples, batch_size)."
-        checks.instance("mechanism.Spent", "sampling", self.sampling, Sampler, hint)
-        object.__setattr__(self, "runs", _checked_runs(self.runs))
-        object.__setattr__(
-            self, "preparation", checked_queries("mechanism.Spent", self.preparation)
-        )
-        hint = "It is the owner of the data in one sampled row."
-        checks.one_of("mechanism.Spent", "unit", self.unit, UNITS, hint)
-        hint = "None says that the norms were exact."
-        projections = checks.whole_or_none("mechanism.Spent", "projections", self.projections, hint)
-        object.__setattr__(self, "projections", projections)
+        """Refuses values that cannot be accounted; lists become tuples of Python's numbers."""
+        call, hint = "mechanism.Spent", "Runs are pairs (noise multiplier, steps)."
+        multipliers = [checks.not_negative(call, "runs", z, hint) for z, _ in self.runs]
+        counts = [checks.whole(call, "runs", n, hint, least=0) for _, n in self.runs]
+        # A pair of 0 steps says nothing, and `dpjax.verify` refuses it on a card.
+        runs = tuple(run for run in zip(multipliers, counts, strict=True) if run[1])
+        object.__setattr__(self, "runs", runs)
+        object.__setattr__(self, "preparation", checked_queries(call, self.preparation))
+        checks.one_of(call, "unit", self.unit, UNITS)
         if self.noise is not None:
-            hint = "Such as strategies.square_root(steps), or None for fresh noise at every step."
-            checks.instance("mechanism.Spent", "noise", self.noise, Strategy, hint)
-            called = f"mechanism.Spent(noise={self.noise.name})"
-            check_run(called, self.noise, self.sampling, self.steps)
+            check_run(f"{call}(noise={self.noise.name})", self.noise, self.sampling, self.steps)
         object.__setattr__(self, "supplied", bool(self.supplied))  # a ledger's is an array
 
     @property
@@ -87,39 +79,16 @@ class Spent:
         queries = map(accounting.gaussian, self.preparation)
         # Step by step, since a sampler's event may depend on the place of a step, as in epochs of a
         # shuffle.
-        each = np.repeat(*map(np.asarray, zip(*self.runs, strict=True))) if self.runs else []
-        zs = np.asarray(each, np.float64)
-        steps = steps_event(self.sampling, zs, self.projections, self.noise)
+        values, counts = np.reshape(self.runs, (-1, 2)).T
+        multipliers = np.repeat(values, counts.astype(int))
+        steps = steps_event(self.sampling, multipliers, self.projections, self.noise)
         return accounting.compose(*queries, steps)
 
 
-def _checked_runs(runs: Iterable[Any]) -> tuple[tuple[float, int], ...]:
-    with contextlib.suppress(TypeError, ValueError):  # no pairs, or not of numbers
-        pairs = tuple(map(_numbers, runs))
-        if all(multiplier >= 0 and n >= 0 and n % 1 == 0 for multiplier, n in pairs):
-            # A pair of 0 steps says nothing, and `dpjax.verify` refuses it on a card.
-            return tuple((multiplier, int(n)) for multiplier, n in pairs if n)
-    raise ValueError(
-        f"mechanism.Spent(runs={reprlib.repr(runs)}): expected pairs (noise multiplier, steps), "
-        "such as ((1.1, 1000),)."
-    )
-
-
 def checked_queries(call: str, preparation: Iterable[Any]) -> tuple[float, ...]:
-    """The multipliers of queries before the first step, checked."""
-    with contextlib.suppress(TypeError, ValueError):
-        multipliers = _numbers(preparation)
-        if all(multiplier >= 0 for multiplier in multipliers):
-            return multipliers
-    raise ValueError(
-        f"{call}(preparation={reprlib.repr(preparation)}): expected the noise multipliers of the "
-        "queries, each at least 0, such as [8.0]."
-    )
-
-
-def _numbers(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Scalars of any library as Python's numbers."""
-    return tuple(np.asarray(value).item() for value in values)
+    """The multipliers of queries before the first step, as Python's numbers."""
+    hint = "It is the noise multiplier of a query."
+    return tuple(checks.not_negative(call, "preparation", z, hint) for z in preparation)
 
 
 def steps_event(

@@ -7,8 +7,8 @@ No network has batch normalisation: it mixes the examples of a batch, so that no
 example's influence holds. Hidden layers keep their pre-activations in the Flax collection
 "preactivations".
 
-`papers` holds the small networks, `resnets` and `transformers` the larger ones. `initial` chooses
-initialisers, `parts` builds layers.
+`papers` holds the small networks, `resnets` and `transformers` the larger ones; `parts` builds
+their layers.
 """
 
 from __future__ import annotations

@@ -61,8 +61,7 @@ def tempered_sigmoid(
     return activation
 
 
-# Bounded and unbounded functions alike: the papers compare tempered sigmoids with the unbounded
-# ones.
+# The papers compare tempered sigmoids with the unbounded functions.
 _NAMED = MappingProxyType(
     {
         "elu": jax.nn.elu,

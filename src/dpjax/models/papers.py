@@ -18,9 +18,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dpjax.models.initial import Initializer
 from dpjax.models.parts import (
     Activation,
+    Initializer,
     Pooling,
     activated,
     conv,

@@ -15,8 +15,15 @@ import flax.linen as nn
 from jaxtyping import Array, Float
 
 from dpjax.models import parts
-from dpjax.models.initial import Initializer
-from dpjax.models.parts import Activation, activated, conv, dense, expect_image, group_norm
+from dpjax.models.parts import (
+    Activation,
+    Initializer,
+    activated,
+    conv,
+    dense,
+    expect_image,
+    group_norm,
+)
 
 _HE: Initializer = nn.initializers.he_normal()
 

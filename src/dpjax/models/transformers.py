@@ -17,9 +17,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dpjax import checks
-from dpjax.models import initial
-from dpjax.models.initial import Initializer
-from dpjax.models.parts import Activation, activated, conv, dense, expect_image
+from dpjax.models.parts import (
+    Activation,
+    Initializer,
+    activated,
+    attention_init,
+    conv,
+    dense,
+    embedding_init,
+    expect_image,
+)
 
 _XAVIER: Initializer = nn.initializers.xavier_uniform()
 
@@ -52,7 +59,7 @@ class _EncoderBlock(nn.Module):
         attention = nn.MultiHeadDotProductAttention(
             self.heads,
             name="MultiHeadDotProductAttention_1",
-            **initial.attention(self, x.shape[-1]),
+            **attention_init(self, x.shape[-1]),
         )
         mlp = _MlpBlock(self.hidden, *style, name="MlpBlock_3")
         if self.layout == "bert":
@@ -71,7 +78,7 @@ class _Positions(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*batch positions width"]) -> Array:
         shape = (1, self.length, x.shape[-1])
-        table = self.param("pos_embedding", initial.embedding(self), shape)
+        table = self.param("pos_embedding", embedding_init(self), shape)
         return x + table[0, : x.shape[-2]]
 
 
@@ -161,7 +168,7 @@ class TextTransformer(nn.Module):
         """Gives the logits of one text, or of a batch."""
         tokens, segments = x if isinstance(x, tuple | list) else (x, None)
         real = jnp.ones(tokens.shape, bool) if self.padding is None else tokens != self.padding
-        table = partial(nn.Embed, features=self.width, embedding_init=initial.embedding(self))
+        table = partial(nn.Embed, features=self.width, embedding_init=embedding_init(self))
         h = table(self.vocabulary, name="token")(tokens)
         if segments is not None:
             # As in BERT: token, segment and position vectors add up.

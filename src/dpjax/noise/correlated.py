@@ -11,7 +11,7 @@ from __future__ import annotations
 import optax
 
 from dpjax import strategies
-from dpjax.noise.link import noise_link
+from dpjax.noise.link import sum_link
 from dpjax.strategies import Participation, Strategy
 from dpjax.strategies.participation import or_once
 from dpjax.types import Clipping, Key, NoiseMultiplier
@@ -64,13 +64,12 @@ def correlated(
     call = "noise.correlated"
     require_constant(call, noise_multiplier)
     scale = strategies.sensitivity(strategy, or_once(call, participation))
-    return noise_link(call, noise_multiplier, rule, key, strategy, scale)
+    return sum_link(call, noise_multiplier, rule, key, strategy, scale)
 
 
 def require_constant(call: str, noise_multiplier: NoiseMultiplier) -> None:
     """Refuses a schedule as the multiplier of correlated noise."""
     if callable(noise_multiplier):
         raise ValueError(
-            f"{call}: the noise multiplier is a schedule; expected a number, or one per group. "
-            "Give learning_rates= to the strategy instead."
+            f"{call}: the noise multiplier is a schedule; expected a number, or one per group."
         )

@@ -29,28 +29,15 @@ def langevin(
     key: Key | None = None,
     temperature: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""The Optax link of Langevin dynamics: `gaussian` with `langevin_multiplier`.
+    r"""The Optax link of Langevin dynamics: `gaussian` with the multiplier `langevin_multiplier`.
 
     With $\tilde g_t$ the output divided by the expected batch size, the update
 
     $$ w \leftarrow w - \tfrac{\eta_t n}{2}\, \tilde g_t
        + \tfrac{\eta_t}{2}\, \nabla \log p(w) $$
 
-    adds noise of covariance $\eta_t T I$. `dpjax.training.dp_sgld` is the whole algorithm.
-
-    Args:
-      learning_rate: $\eta_t$: a positive number, or an Optax schedule of the step.
-      rule: The rule that clipped the sum.
-      examples: $n$, the number of examples; public.
-      batch_size: $L$, the *expected* batch size, which divides the sum.
-      key: As in `gaussian`.
-      temperature: $T$; 1 for the posterior itself, less for a sharper one.
-
-    Returns:
-      A link on sums.
-
-    Privacy:
-      One step is the Gaussian mechanism with multiplier `langevin_multiplier`.
+    adds noise of covariance $\eta_t T I$. `dpjax.training.dp_sgld` is the whole algorithm. The
+    arguments are as for `langevin_multiplier`, and the key of `gaussian`.
 
     Example:
       >>> import dpjax
@@ -62,8 +49,9 @@ def langevin(
       ...     optax.scale(-rate * n / 2),
       ... )
     """
-    call = "noise.langevin"
-    multiplier = multiplier_of(call, learning_rate, rule, examples, batch_size, temperature)
+    multiplier = langevin_multiplier(
+        learning_rate, rule, examples=examples, batch_size=batch_size, temperature=temperature
+    )
     return gaussian(multiplier, rule, key)
 
 
@@ -80,20 +68,14 @@ def langevin_multiplier(
     $$ m_t = \frac{2 L \sqrt{T}}{n\, \Delta \sqrt{\eta_t}} $$
 
     Args:
-      learning_rate: $\eta_t$.
-      rule: $\Delta$ is its sensitivity.
-      examples: $n$.
-      batch_size: $L$.
-      temperature: $T$.
+      learning_rate: $\eta_t$: a positive number, or an Optax schedule of the step.
+      rule: The rule that clipped the sum; $\Delta$ is its sensitivity.
+      examples: $n$, the number of examples; public.
+      batch_size: $L$, the *expected* batch size, which divides the sum.
+      temperature: $T$; 1 for the posterior itself, less for a sharper one.
 
     Returns:
-      A number for a number, a schedule for a schedule.
-
-      | given | returns |
-      |---|---|
-      | a rate, bound, temperature or batch size that is not positive and finite | an error |
-      | a schedule that is 0 at some step | infinity there, and NaN parameters |
-      | a schedule that is negative at some step | NaN there |
+      A number for a number, a schedule for a schedule; infinity where the schedule is 0.
 
     Example:
       >>> import dpjax
@@ -107,35 +89,14 @@ def langevin_multiplier(
       Differential Privacy", 2023, section 4.5.
     """
     call = "noise.langevin_multiplier"
-    return multiplier_of(call, learning_rate, rule, examples, batch_size, temperature)
-
-
-def multiplier_of(
-    call: str,
-    learning_rate: float | Schedule,
-    rule: Clipping,
-    examples: int,
-    batch_size: float,
-    temperature: float,
-) -> float | Schedule:
-    """The multiplier of `langevin_multiplier`; ``call`` is how errors call the function."""
-    hint = "At 0 there is no noise and no privacy."
-    temperature = checks.positive(call, "temperature", temperature, hint)
-    hint = "The noise multiplier is relative to it: give the rule a positive, finite bound."
-    sensitivity = checks.positive(call, "rule.sensitivity", rule.sensitivity, hint)
-    hint = "It is the expected size of a batch."
-    batch_size = checks.positive(call, "batch_size", batch_size, hint)
-    hint = "It is the number of examples of the data."
-    if not checks.number(call, "examples", examples, hint) >= batch_size:
-        raise ValueError(
-            f"{call}(examples={examples}, batch_size={batch_size}): expected a batch no larger "
-            "than the data."
-        )
+    temperature = checks.positive(call, "temperature", temperature)
+    sensitivity = checks.positive(call, "rule.sensitivity", rule.sensitivity)
+    if not 0 < batch_size <= examples:
+        raise ValueError(f"{call}: expected a batch_size above 0 and at most examples.")
     # Setting (eta n / 2) * (m * Delta / L) = sqrt(eta T) and solving for m.
     scale = 2 * batch_size * math.sqrt(temperature) / (examples * sensitivity)
     if not callable(learning_rate):
-        hint = "It is the variance of the noise on the parameters."
-        learning_rate = checks.positive(call, "learning_rate", learning_rate, hint)
+        learning_rate = checks.positive(call, "learning_rate", learning_rate)
         return scale / math.sqrt(learning_rate)
     rate = learning_rate
 

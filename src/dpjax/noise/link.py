@@ -10,7 +10,7 @@ Where no key is given, ``init`` draws one from the operating system. The noise o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,12 +19,7 @@ import optax
 from jaxtyping import Array
 
 from dpjax import checks, trees
-from dpjax.noise.multiplier import (
-    WIDER,
-    check_multiplier,
-    plain_multiplier,
-    standard_deviations,
-)
+from dpjax.noise.multiplier import WIDER, checked_multiplier, standard_deviations
 from dpjax.noise.normal import normal_in_parts, standard_normal
 from dpjax.noise.state import GaussianState, first_key, unless_unset
 from dpjax.strategies import Strategy
@@ -76,10 +71,41 @@ def gaussian(
       >>> params, gradients = jnp.zeros(3), jnp.ones((8, 3))
       >>> updates, state = optimizer.update(gradients, optimizer.init(params), params)
     """
-    return noise_link("noise.gaussian", noise_multiplier, rule, key)
+    return sum_link("noise.gaussian", noise_multiplier, rule, key)
 
 
 def noise_link(
+    name: str,
+    multiplier: NoiseMultiplier,
+    rule: Clipping,
+    key: Key | None,
+    deviations: Callable[[Any], Sequence[Any]],
+    release: Callable[..., tuple[PyTree, GaussianState]],
+    strategy: Strategy | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Every noise link: ``release(sum, state, count)`` gives the output and the next state."""
+    if key is not None:
+        checks.key(name, key)
+
+    def init(params: PyTree) -> Any:
+        step = jnp.zeros((), jnp.int32)
+        return GaussianState(first_key(key, (step, params)), step, first_memory(strategy, params))
+
+    def update(
+        updates: Any, state: Any, params: PyTree | None = None, *, below: Any = None, **extra: Any
+    ) -> tuple[PyTree, Any]:
+        del params, extra
+        require_sum(updates, rule, name)
+        total, below = state.meeting(updates, deviations, multiplier, strategy, below)
+        if key is None:
+            total = unless_unset(total, state.key, name)
+        released, after = release(total, state, below)
+        return released, after._replace(step=state.step + 1)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def sum_link(
     name: str,
     noise_multiplier: NoiseMultiplier,
     rule: Clipping,
@@ -90,36 +116,20 @@ def noise_link(
     """The link of `gaussian`, and of `correlated` with deviations ``scale`` times as large."""
     hint = "The noise is scaled to the sensitivity of a rule: write dpjax.clipping.flat(bound)."
     checks.instance(name, "rule", rule, Clipping, hint)
-    noise_multiplier = plain_multiplier(name, noise_multiplier)
-    check_multiplier(name, noise_multiplier, rule)
-    if key is not None:
-        checks.key(name, key)
+    multiplier = checked_multiplier(name, noise_multiplier, rule)
 
     def deviations(step: Any) -> list[Any]:
-        return [x * scale for x in standard_deviations(noise_multiplier, rule, step)]
+        return [x * scale for x in standard_deviations(multiplier, rule, step)]
 
-    def init(params: PyTree) -> Any:
-        return first_state(key, params, strategy)
+    def release(total: PyTree, state: GaussianState, below: None) -> tuple[PyTree, GaussianState]:
+        del below
+        of_groups, step = deviations(state.step), state.step
+        noisy, memory = add_noise(
+            total, rule.partition, of_groups, state.key, step, strategy, state.memory
+        )
+        return noisy, state._replace(memory=memory)
 
-    def update(
-        updates: Any, state: Any, params: PyTree | None = None, **extra: Any
-    ) -> tuple[PyTree, Any]:
-        del params, extra
-        require_sum(updates, rule, name)
-        total, _ = state.meeting(updates, deviations, noise_multiplier, strategy)
-        if key is None:
-            total = unless_unset(total, state.key, name)
-        each, root, step = deviations(state.step), state.key, state.step
-        noisy, memory = add_noise(total, rule.partition, each, root, step, strategy, state.memory)
-        return noisy, state._replace(step=state.step + 1, memory=memory)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def first_state(key: Key | None, params: PyTree, strategy: Strategy | None) -> GaussianState:
-    """The state of a link before the first step."""
-    step = jnp.zeros((), jnp.int32)
-    return GaussianState(first_key(key, (step, params)), step, first_memory(strategy, params))
+    return noise_link(name, multiplier, rule, key, deviations, release, strategy)
 
 
 def first_memory(strategy: Strategy | None, params: PyTree) -> PyTree:
@@ -133,14 +143,13 @@ def require_sum(updates: Any, rule: Clipping, name: str) -> None:
         raise TypeError(f"{name}: received a whole ClippedSum; give clipped.sum.")
     if not isinstance(updates, Sum):
         raise TypeError(
-            f"{name}: expected a clipped sum, of clip_and_sum or clipped_grad(...).sum, not "
-            f"{type(updates).__name__}. Put other links behind the noise."
+            f"{name}: expected a clipped sum, as of clip_and_sum, not {type(updates).__name__}. "
+            "Put other links behind the noise."
         )
     limits = rule.limits(updates.value)
     if updates.rule != limits:
         raise ValueError(
-            f"{name}: the sum has {updates.rule}, the noise {limits}; expected one rule for both. "
-            "Give both links one object, or use mechanism.private()."
+            f"{name}: the sum has {updates.rule}, the noise {limits}; expected one rule for both."
         )
 
 
@@ -156,24 +165,19 @@ def add_noise(
     lost: PyTree | None = None,
     in_parts: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """The sum plus the Gaussian noise of one step.
+    """The sum plus the Gaussian noise of one step, and the memory of the next step.
 
     Args:
       total: The clipped sum.
       partition: The groups of its leaves.
-      deviations: The standard deviation of each group, from `standard_deviations`; the noise is
-        wider by the margin `WIDER`.
+      deviations: The standard deviation of each group; the noise is wider by the margin `WIDER`.
       key: The root key of the noise.
       step: The number of the step.
       strategy: How the noise of different steps is correlated; None for white noise.
       memory: What the strategy remembers of earlier steps, from `first_memory`.
-      lost: What ``total`` lacks of the sum. It is far smaller than the last bits of a long sum,
-        and meets the noise first, where it counts.
-      in_parts: Whether a mesh splits the leaves. Then each device draws the numbers of its own
-        part. The numbers are the same.
-
-    Returns:
-      The noisy sum, and the memory of the next step.
+      lost: What ``total`` lacks of the sum, far less than the last bits of a long one.
+      in_parts: Whether a mesh splits the leaves, so that each device draws its own part of the
+        same numbers.
     """
     # By the partition of the rule that clipped: each group has the noise of its own bound.
     groups = partition.assign(total)

@@ -8,14 +8,13 @@ relative to the sensitivity of the rule, a tuple to each group's own bound.
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from dpjax import checks, trees
+from dpjax import checks
 from dpjax.types import Clipping, NoiseMultiplier
 
 WIDER = 1 + 2.0**-10
@@ -39,8 +38,8 @@ def standard_deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step:
         multiplier = jnp.asarray(noise_multiplier(step), jnp.float32)
         if multiplier.ndim:  # JAX would repeat the array along each leaf
             raise TypeError(
-                f"noise: the schedule of the multiplier returned shape {multiplier.shape}, not one "
-                "number at each step. Write dpjax.schedules.table(values)."
+                f"noise: the schedule returned shape {multiplier.shape}, not one number at each "
+                "step. Write dpjax.schedules.table(values)."
             )
     return [_product(multiplier, rule.sensitivity)] * rule.partition.size
 
@@ -50,44 +49,28 @@ def _product(multiplier: Any, bound: float) -> Any:
     return 0.0 if math.isinf(bound) else multiplier * bound
 
 
-def plain_multiplier(call: str, noise_multiplier: Any) -> NoiseMultiplier:
-    """The multiplier as a Python number, a tuple of numbers, or a schedule."""
-    if callable(noise_multiplier):
-        return noise_multiplier
-    if trees.traced(noise_multiplier):
-        raise TypeError(
-            f"{call}(noise_multiplier): a traced number; expected one that is known before jit. "
-            "Give a schedule of the step."
-        )
-    each = np.asarray(noise_multiplier)
-    if (each.dtype.kind not in "iuf" and each.size) or each.ndim > 1:
-        raise ValueError(
-            f"{call}(noise_multiplier={reprlib.repr(noise_multiplier)}): expected a number, a "
-            "schedule of the step, or one number per group."
-        )
-    each = each.astype(np.float64)
-    return tuple(each.tolist()) if each.ndim else float(each)
+def checked_multiplier(call: str, noise_multiplier: Any, rule: Clipping) -> NoiseMultiplier:
+    """A multiplier that fits the rule: a schedule, or Python's number, or one for each group."""
+    hint = "It is the noise's standard deviation divided by the sensitivity."
 
+    def number(value: Any) -> float:
+        return checks.not_negative(call, "noise_multiplier", value, hint)
 
-def check_multiplier(call: str, noise_multiplier: NoiseMultiplier, rule: Clipping) -> None:
-    """Raises if this multiplier does not fit this rule."""
     if callable(noise_multiplier):
-        multipliers: Sequence[Any] = ()
-    elif isinstance(noise_multiplier, Sequence):
-        multipliers = noise_multiplier
-        if len(multipliers) != rule.partition.size:
+        checked = noise_multiplier
+    elif np.ndim(noise_multiplier):
+        checked = tuple(map(number, noise_multiplier))
+        if len(checked) != rule.partition.size:
             raise ValueError(
-                f"{call}: {len(multipliers)} multipliers for {rule.partition.size} groups "
+                f"{call}: {len(checked)} multipliers for {rule.partition.size} groups "
                 f"({', '.join(rule.partition.names)}); expected one per group."
             )
     else:
-        multipliers = (noise_multiplier,)
-    hint = "It is the noise's standard deviation divided by the sensitivity."
-    for multiplier in multipliers:
-        checks.not_negative(call, "noise_multiplier", multiplier, hint)
+        checked = number(noise_multiplier)
     # 0 * inf is NaN; the pair is allowed only as "no clipping, no noise".
-    if math.isinf(rule.sensitivity) and (callable(noise_multiplier) or any(multipliers)):
+    if math.isinf(rule.sensitivity) and (callable(checked) or np.any(checked)):
         raise ValueError(
             f"{call}: the rule's bound is infinite, so no finite noise hides one example. Give a "
             "finite bound, or noise_multiplier=0.0."
         )
+    return checked

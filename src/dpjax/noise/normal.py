@@ -56,8 +56,7 @@ def standard_normal(
     """
     if trees.wide(dtype) != jnp.dtype(dtype):
         raise ValueError(
-            f"noise.standard_normal(dtype={jnp.dtype(dtype).name}): expected float32 or float64; a "
-            "narrow dtype has no tails."
+            f"noise.standard_normal(dtype={jnp.dtype(dtype).name}): expected float32 or float64."
         )
     count = math.prod(shape)
     # 64 bits of the user's key stream key the generator below, whatever implementation the key has.
@@ -73,21 +72,16 @@ def normal_in_parts(
 
     A device that holds a part of an array computes the numbers of that part, so the noise of a
     mesh is that of one device. Each pair is computed for both of its numbers, so on one device
-    `standard_normal` takes half the time.
-
-    Args:
-      key: As for `standard_normal`.
-      shapes: One after the other they make up one flat draw.
-      dtype: float32 or float64.
+    `standard_normal` takes half the time. The shapes, one after the other, are one flat draw.
     """
     secret, count = jax.random.bits(key, (2,), jnp.uint32), sum(map(math.prod, shapes))
     if count > 2**32:  # places are 32-bit words: further numbers would repeat the first ones
         raise ValueError(
-            f"noise: a leaf of {count:,} numbers is split over devices; expected at most 2^32."
+            f"noise: devices share a draw of {count:,} numbers; expected at most 2^32."
         )
     half, arrays, start = -(-count // (2 * _ROW)) * _ROW, [], 0
     for shape in shapes:
-        place = places(shape, start)
+        place = _places(shape, start)
         second = place >= half
         pair = jnp.where(second, place - jnp.uint32(half), place)
         z = _box_muller(*_threefry(secret, [pair // _ROW, pair % _ROW]), dtype)
@@ -96,13 +90,8 @@ def normal_in_parts(
     return arrays
 
 
-def places(shape: tuple[int, ...], start: int = 0) -> UInt32[Array, "..."]:
-    """Where each entry of an array stands in the flat array, computed from its indices alone.
-
-    Example:
-      >>> places((2, 3)).tolist()
-      [[0, 1, 2], [3, 4, 5]]
-    """
+def _places(shape: tuple[int, ...], start: int = 0) -> UInt32[Array, "..."]:
+    """Where each entry of an array stands in the flat array: ``[[0, 1, 2], [3, 4, 5]]``."""
     place = jnp.full(shape, start, jnp.uint32)
     for axis in range(len(shape)):
         stride = jnp.uint32(math.prod(shape[axis + 1 :]))

@@ -28,8 +28,8 @@ T = TypeVar("T")
 class GaussianState(NamedTuple):
     """What the next step of a noise link needs.
 
-    Privacy: the key and the memory are secrets. Checkpoints of this state hold them; releases
-    never do. The scale follows from noised counts, and may be released.
+    Privacy: the key and the memory are secrets, which a checkpoint of this state holds. The scale
+    follows from noised counts, and may be released.
     """
 
     key: Key
@@ -50,17 +50,7 @@ class GaussianState(NamedTuple):
         strategy: Any,
         below: Any = None,
     ) -> tuple[PyTree, Any]:
-        """The sum and the count that meet the noise of this step, as the link received them.
-
-        `dpjax.testing` gives a chain a state of another class, which records and exchanges it.
-
-        Args:
-          clipped: The clipped sum.
-          deviations: From the step to the noise's standard deviation on the sum, for each group.
-          multiplier: The multiplier that is accounted.
-          strategy: How noise is correlated over the steps; None for white noise.
-          below: The count that an adapted bound follows.
-        """
+        """The sum and the count that meet the noise, as received; `dpjax.testing` records them."""
         del deviations, multiplier, strategy
         return clipped.value, below
 
@@ -74,11 +64,9 @@ def secret_key() -> Key:
 
 def shared_key() -> Key:
     """A `secret_key` that the first process draws for all of them."""
-    key = secret_key()
-    if jax.process_count() == 1:
-        return key
-    words = multihost_utils.broadcast_one_to_all(np.asarray(jax.random.key_data(key)))
-    return _threefry(np.asarray(words))
+    words = np.asarray(jax.random.key_data(secret_key()))
+    several = jax.process_count() > 1
+    return _threefry(multihost_utils.broadcast_one_to_all(words) if several else words)
 
 
 def first_key(key: Key | None, begun: PyTree) -> Key:
@@ -101,8 +89,8 @@ def unless_unset(total: PyTree, key: Key, name: str) -> PyTree:
         return jax.tree.map(lambda x: jnp.where(unset, jnp.nan, x), total)
     if unset:
         raise ValueError(
-            f"{name}: the key is unset, as init was traced or the state was zeroed. Set one: state "
-            "= dpjax.noise.renew(state)."
+            f"{name}: the key is unset, as init was traced. Set one: state = "
+            "dpjax.noise.renew(state)."
         )
     return total
 

@@ -326,14 +326,6 @@ def of_what_was_released(run: SavedRun) -> str:
     return SEEDED if run.supplied else RELEASED
 
 
-def _private(_: SavedRun) -> str:
-    return PRIVATE
-
-
-def _of_the_mechanism_alone(_: SavedRun) -> str:
-    return RELEASED
-
-
 def _of_activations(run: SavedRun) -> str:
     # A diagnostics file that does not say whose activations it holds counts as training data.
     of = (run.diagnostics or {}).get("activations_of", "train")
@@ -344,7 +336,12 @@ class Plot(NamedTuple):
     """A figure that a run can have."""
 
     draw: Callable[[Figure, SavedRun], str]
-    badge: Callable[[SavedRun], str]
+    shows: str | Callable[[SavedRun], str]
+    """The badge, or a function of the run that gives it."""
+
+    def badge(self, run: SavedRun) -> str:
+        """Whether the figure of this run may be published."""
+        return self.shows if isinstance(self.shows, str) else self.shows(run)
 
     @property
     def name(self) -> str:
@@ -365,12 +362,12 @@ class Plot(NamedTuple):
 PLOTS = (
     Plot(accuracy, of_what_was_released),
     Plot(test_loss, of_what_was_released),
-    Plot(training_loss, _private),
-    Plot(noise, _of_the_mechanism_alone),
-    Plot(clipping, _private),
-    Plot(norms, _private),
-    Plot(shades, _private),
-    Plot(gradients, _private),
+    Plot(training_loss, PRIVATE),
+    Plot(noise, RELEASED),
+    Plot(clipping, PRIVATE),
+    Plot(norms, PRIVATE),
+    Plot(shades, PRIVATE),
+    Plot(gradients, PRIVATE),
     Plot(classes, of_what_was_released),
     Plot(confusion, of_what_was_released),
     Plot(calibration, of_what_was_released),

@@ -17,13 +17,11 @@ from typing import Any
 from dpjax._display import rate
 from dpjax._files import replace
 from dpjax.accounting.rounding import upwards
-from dpjax.reports.figure_output import png, svg
 from dpjax.reports.figures import PLOTS, RELEASED, Plot
 from dpjax.reports.load_run import Missing, SavedRun, read
-from dpjax.reports.page import badge, page, power, section, table, three_digits
+from dpjax.reports.page import page, power, section, statement_html, table, three_digits
 from dpjax.reports.statement import SUPPLIED
-from dpjax.reports.statement_html import as_html
-from dpjax.reports.style import WIDTH, canvas, style
+from dpjax.reports.style import WIDTH, canvas, png, style, svg
 
 _SEEN_BY = (
     "Figures with the badge “released” are computed from what the mechanism released and from test "
@@ -76,14 +74,14 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
         replace(path, picture, public=label == RELEASED)
         note = (
             f"<h3>{len(figures) + 1}. {escape(plot.title)}</h3>"
-            f"{badge(label, warns=label != RELEASED)}"
+            f'<p class="badge {"open" if label == RELEASED else "private"}">{escape(label)}</p>'
             f'<p>{escape(plot.words)}</p><p class="seen">{escape(sentence)}</p>'
         )
         figures.append(section(note, image, tag="figure", name=plot.name))
     if absent:
         left_out = escape("; ".join(absent))
         figures.append(f'<p class="aside" id="left-out">Left out: {left_out}.</p>')
-    body = [*_header(run), *_promise(run), *_happened(run), *figures, *_made_with(run.config or {})]
+    body = [*_header(run), *_promise(run), *figures, *_made_with(run.config or {})]
     # Figures first, page last: a page never names an image that is not there yet.
     replace(run.path / "report.html", page(_name(run), body))
     return run.path / "report.html"
@@ -120,7 +118,7 @@ def _header(run: SavedRun) -> Iterator[str]:
         ("test accuracy", accuracy, ""),
         ("steps", f"{last['step']:,}", ""),
         (f"{units} per second", "" if speed is None else rate(speed), ""),
-        ("time", _seconds(config.get("seconds")), ""),
+        ("time", _seconds(config["seconds"]) if "seconds" in config else "", ""),
     ]
     yield '<dl class="numbers">'
     # A number that this run does not have leaves no empty tile.
@@ -137,7 +135,7 @@ def _verdict(run: SavedRun, accuracy: str) -> str:
     # An infinite epsilon means two things: known not to be private, or merely not proved.
     if not math.isinf(run.epsilon):
         return f"({upwards(run.epsilon)}, {power(run.delta)})-differentially private{right}."
-    if run.not_private:
+    if run.card is not None and run.card.get("not_private"):
         return f"<strong>Not</strong> differentially private: epsilon is infinite{right}."
     return f"<strong>Not proved</strong> to be differentially private{right}."
 
@@ -149,25 +147,21 @@ def _promise(run: SavedRun) -> Iterator[str]:
         "<h3>Privacy statement</h3><p>Who is protected, how, how much, and what is not covered. "
         "Publish it with the model: statement.txt.</p>"
     )
-    yield section(note, missing if run.statement is None else as_html(run.statement))
-
-
-def _happened(run: SavedRun) -> Iterator[str]:
-    yield "<h2>What happened</h2>"
-    yield f'<p class="aside">{_SEEN_BY}</p>'
+    yield section(note, missing if run.statement is None else statement_html(run.statement))
+    yield f'<h2>What happened</h2>\n<p class="aside">{_SEEN_BY}</p>'
     if run.evaluation is not None or run.diagnostics is not None:
         yield f'<p class="aside">{_PARAMETERS.format(run.measured_at)}</p>'
 
 
 def _made_with(config: dict[str, Any]) -> Iterator[str]:
-    if config:
-        yield "<h2>What it was made with</h2>"
-        # Nested entries, such as flags, become tables of their own.
-        yield section(
-            "<h3>Run</h3>", table({k: v for k, v in config.items() if not isinstance(v, dict)})
-        )
-    for name, entries in config.items():
-        if isinstance(entries, dict) and entries:
+    if not config:
+        return
+    yield "<h2>What it was made with</h2>"
+    # Nested entries, such as flags, become tables of their own.
+    nested = {name: entries for name, entries in config.items() if isinstance(entries, dict)}
+    yield section("<h3>Run</h3>", table({k: v for k, v in config.items() if k not in nested}))
+    for name, entries in nested.items():
+        if entries:
             kind = "flags" if name == "flags" else "facts"
             yield section(f"<h3>{escape(name.capitalize())}</h3>", table(entries, kind))
 
@@ -179,8 +173,6 @@ def _name(run: SavedRun) -> str:
     return f"{model} on {dataset}" if model and dataset else run.path.resolve().name
 
 
-def _seconds(time: Any) -> str:
-    if time is None:
-        return ""
-    minutes, seconds = divmod(float(time), 60)
+def _seconds(time: float) -> str:
+    minutes, seconds = divmod(time, 60)
     return f"{seconds:.1f} s" if not minutes else f"{int(minutes):,} min {int(seconds)} s"

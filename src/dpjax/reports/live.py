@@ -17,10 +17,9 @@ import numpy as np
 from absl import logging
 
 from dpjax._files import FIELDS
-from dpjax.reports.figure_output import png
 from dpjax.reports.figures import PRIVATE, RELEASED, against_epsilon, of_what_was_released
 from dpjax.reports.load_run import Missing, SavedRun
-from dpjax.reports.style import WIDTH, canvas, style
+from dpjax.reports.style import WIDTH, canvas, png, style
 
 _PIXELS = 540  # fewer than the image has: sharp on screens of high resolution
 

@@ -91,10 +91,8 @@ class SavedRun(NamedTuple):
         """The final epsilon by each proven method, best first; without a card, the log's."""
         last = self.rows[-1]
         if self.card is not None:
-            claims = {
-                name: claim for name, claim in self.card["epsilon"].items() if claim["proven"]
-            }
-            values = {name: float(claim["value"]) for name, claim in claims.items()}
+            claims = self.card["epsilon"].items()
+            values = {name: float(claim["value"]) for name, claim in claims if claim["proven"]}
         elif last.get("estimate"):  # which is no bound
             values = {}
         else:
@@ -107,12 +105,6 @@ class SavedRun(NamedTuple):
     def epsilon(self) -> float:
         """The final epsilon by the best proven method: the claim."""
         return min(self.epsilons.values())
-
-    @property
-    def not_private(self) -> bool:
-        """Whether the run is known not to be private; other infinite epsilons are not proved."""
-        known = self.card is not None and bool(self.card.get("not_private"))
-        return known and math.isinf(self.epsilon)
 
     @property
     def accuracy(self) -> float:
@@ -143,22 +135,17 @@ class SavedRun(NamedTuple):
 
 
 def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
-    """Reads the folder of a run.
-
-    Args:
-      directory: Where `dpjax.fit` and the binary wrote.
-      arrays: Whether ``evaluation.npz`` and ``diagnostics.npz`` are read too.
-
-    Returns:
-      A `SavedRun`, with rows in the order of their steps.
-    """
+    """Reads the folder of a run, with or without its ``.npz`` files; rows are in order of steps."""
     path = pathlib.Path(directory)
-    rows, identity = read_log(path / "metrics.jsonl"), _json(path / "run.json")
+    rows = read_log(path / "metrics.jsonl")
     if not rows:
         raise FileNotFoundError(
             f"reports.report: {path} has no metrics.jsonl with a row; expected the folder of a run."
         )
-    card = _json(path / "privacy.json")
+    identity, card, config = (
+        read_json(file) if file.is_file() else None
+        for file in (path / "run.json", path / "privacy.json", path / "config.json")
+    )
     # A killed run with `--overwrite` leaves the card of the run before it: its smaller epsilon must
     # not stand on this run's page.
     if card is not None and (why := _foreign(path, card, identity or {}, rows)):
@@ -167,7 +154,7 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
         read_arrays(file, "reports.report") if arrays and file.is_file() else None
         for file in (path / "evaluation.npz", path / "diagnostics.npz")
     )
-    words, config = path / "statement.txt", _json(path / "config.json")
+    words = path / "statement.txt"
     statement = words.read_text(encoding="utf-8") if words.is_file() else None
     return SavedRun(path, rows, identity, card, statement, config, evaluation, diagnostics)
 
@@ -203,7 +190,3 @@ def _values(row: Any, names: Sequence[str]) -> np.ndarray:
 def _number(value: Any, otherwise: float = math.nan) -> float:
     """A number of the log; ``otherwise`` for null, text, or one number per group."""
     return float(value) if isinstance(value, int | float) else otherwise
-
-
-def _json(path: pathlib.Path) -> dict[str, Any] | None:
-    return read_json(path) if path.is_file() else None

@@ -20,9 +20,9 @@ from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.mechanism.correlated import is_amplified
 from dpjax.mechanism.multipliers import growth
-from dpjax.reports.claims import Claim, claim_of
+from dpjax.reports.card import Claim, claim_of
+from dpjax.reports.page import statement_html
 from dpjax.reports.references import references
-from dpjax.reports.statement_html import Statement
 from dpjax.types import Neighbours
 
 _NEIGHBOURS = {
@@ -52,6 +52,19 @@ _TOGETHER = {
     "client": "anyone who sees one client's update: noise is added to the sum of updates\n"
     "  - clients that belong together: the unit is one client, with all of its examples",
 }
+
+
+class Statement(str):
+    """The text of a statement; a notebook shows it as HTML."""
+
+    __slots__ = ()
+
+    # A terminal that echoes the object shows its lines, not one line with escapes.
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f"<p><strong>Privacy statement</strong></p>\n{statement_html(self)}"
 
 
 def statement(

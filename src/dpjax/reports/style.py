@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The look of all figures: colors, Matplotlib settings, axes, lines and legends.
+"""The look of all figures, and their files: colors, Matplotlib settings, lines, SVG and PNG.
 
 Each color has a name, a value for light mode and one for dark mode. Figures are drawn with the
-light values; `figure_output` replaces them by CSS variables. Matplotlib is an optional extra,
+light values; `svg` replaces them by CSS variables of the page. Matplotlib is an optional extra,
 used without pyplot; the user's settings are neither read nor changed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
+import re
 from collections.abc import Iterator
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,8 +87,7 @@ def style() -> Iterator[None]:
         import matplotlib
     except ImportError as error:
         raise ImportError(
-            "reports.report: figures are drawn with Matplotlib, which cannot be imported "
-            f"({error}). Install it: pip install --upgrade matplotlib."
+            f"figures need Matplotlib ({error}): pip install --upgrade matplotlib."
         ) from error
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
@@ -113,12 +115,11 @@ def band(
     axes: Axes, x: np.ndarray, table: np.ndarray, color: str, label: str = "", **look: Any
 ) -> None:
     """A line through the mean of each row, a band over its range, and gaps for NaN."""
-    some = ~np.isnan(table).all(axis=1)
-    # Rows without a number stay gaps in the line instead of a warning of NumPy's.
-    parts = table[some]
     middle, low, high = (np.full(len(table), np.nan) for _ in range(3))
-    middle[some] = np.nanmean(parts, axis=1)
-    low[some], high[some] = np.nanmin(parts, axis=1), np.nanmax(parts, axis=1)
+    # Rows without a number stay gaps in the line instead of a warning of NumPy's.
+    some = ~np.isnan(table).all(axis=1)
+    for values, of in ((middle, np.nanmean), (low, np.nanmin), (high, np.nanmax)):
+        values[some] = of(table[some], axis=1)
     axes.plot(x, middle, color=PALETTE[color], label=label, **look)
     if np.any(low[some] < high[some]):
         axes.fill_between(x, low, high, color=PALETTE[color], alpha=0.18, linewidth=0)
@@ -126,14 +127,40 @@ def band(
 
 def legend(axes: Axes) -> None:
     """A legend above the axes, where it hides no line."""
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(
-        handles,
-        labels,
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=4,
-        frameon=False,
-        borderpad=0,
-        labelcolor="linecolor",
+    where = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 4}
+    axes.legend(frameon=False, borderpad=0, labelcolor="linecolor", **where)
+
+
+def svg(figure: Figure, name: str, label: str) -> str:
+    """A figure as an SVG element that fills its container; ``label`` is for screen readers.
+
+    Every id begins with ``name``, because the figures share one page.
+    """
+    file = io.StringIO()
+    # Without dates and versions: an equal run gives an equal file, and `git diff` stays silent.
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    text = file.getvalue()
+    box = re.search(r'viewBox="([^"]*)"', text)
+    opening = (
+        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+        f'viewBox="{box.group(1) if box else ""}" role="img" aria-label="{escape(label)}">'
     )
+    # Matplotlib writes a style sheet into each SVG; the page has one for all figures.
+    text = re.sub(r"<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    # Matplotlib's own size is in points; the page scales the view box to its column.
+    text = re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1)
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    # Colours become CSS variables, so that one drawing serves the light and the dark page.
+    for color, value in PALETTE.items():
+        text = text.replace(value, f"var(--{color})")
+    return text.strip()
+
+
+def png(figure: Figure, note: str = "") -> bytes:
+    """A figure as PNG, with ``note`` drawn into the image, so that copies keep it."""
+    if note:
+        figure.suptitle(note, fontsize=7, color=PALETTE["clay"])
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=160)
+    return file.getvalue()

@@ -16,9 +16,8 @@ from dpjax.sampling.cycles import balls_in_bins, cyclic_poisson
 from dpjax.sampling.draws import fold, on_host
 from dpjax.sampling.epochs import curriculum, shuffled
 from dpjax.sampling.events import from_facts
+from dpjax.sampling.independent import fixed, full, poisson, scored
 from dpjax.sampling.names import by_name
-from dpjax.sampling.scored import scored
-from dpjax.sampling.uniform import fixed, full, poisson
 
 __all__ = [
     "balls_in_bins",

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from dpjax import trees
-from dpjax.sampling.coins import coins, largest_word, parts_of
 from dpjax.sampling.events import stated
-from dpjax.sampling.sizes import check_rate, checked_count, checked_sizes
+from dpjax.sampling.independent import coins, largest_word
+from dpjax.sampling.sizes import checked_count, checked_sizes
 from dpjax.sampling.sparse import LARGEST, listed
 from dpjax.types import Draw, Key, Purpose, Sampler
 
@@ -50,10 +52,8 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
     if rate > 1:
         raise ValueError(
             f"sampling.cyclic_poisson(examples={examples}, batch_size={batch_size}, "
-            f"cycle={cycle}): expected a cycle of at most {int(examples // batch_size)}, as a part "
-            "must hold a batch."
+            f"cycle={cycle}): expected a cycle of at most {int(examples // batch_size)}."
         )
-    check_rate("cyclic_poisson", examples, batch_size, rate, bits=32)
     largest = largest_word(rate)
 
     def draw(key: Key, step: Any, fresh: Key | None = None) -> Draw:
@@ -111,3 +111,10 @@ def balls_in_bins(examples: int, batch_size: float) -> Sampler:
         claim="one random batch of the epoch for each example, the same in every epoch",
         **stated(examples, batch_size, cycle=bins, place="random"),
     )
+
+
+def parts_of(key: Key, examples: int, parts: int) -> Array:
+    """The part of each example, the same at every step of a run."""
+    # By a word of its own, so that no example moves another one to a different part. A part is at
+    # most 2^-32 likelier than one over their number, which `accounting.allocation` counts.
+    return jax.random.bits(trees.step_key(key, Purpose.PARTS, 0), (examples,), jnp.uint32) % parts

@@ -48,8 +48,7 @@ def fold(
     size = checked_count("fold", "size", size)
     if draw.indices.ndim != 1:
         raise ValueError(
-            f"sampling.fold(draw with indices {draw.indices.shape}): more than 2^31 - 1 examples "
-            "have no rows in memory. Use a data.Stream."
+            "sampling.fold: more than 2^31 - 1 examples have no rows in memory. Use a data.Stream."
         )
     which, of = share
     # The list of indices is padded so that the last microbatches are never shifted back; the mask

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from dpjax import checks, trees
+from dpjax import trees
 from dpjax.sampling.events import stated
 from dpjax.sampling.sizes import checked_whole_sizes, is_sparse
 from dpjax.sampling.sparse import LARGEST, permuted
@@ -96,8 +96,6 @@ def curriculum(
             "as np.argsort(scores) gives."
         )
     _, batch_size = checked_whole_sizes("curriculum", indices.size, batch_size, LARGEST)
-    hint = "It says whether the order was computed without the private data."
-    checks.instance("sampling.curriculum", "public", public, bool, hint)
     fixed_order = jnp.asarray(indices, jnp.int32)
     claim = "the order comes from the private data without noise: not private"
     if public:

@@ -93,8 +93,8 @@ def from_facts(facts: Mapping[str, Any]) -> Sampler:
     name, neighbours = named.pop("name"), named.pop("neighbours")
     if "event" not in named:
         raise ValueError(
-            f"sampling.from_facts: the sampler {name!r} states no event. Describe what the run "
-            "spent: Mechanism(before=[mechanism.Spent(sampling=..., runs=...)])."
+            f"sampling.from_facts: the sampler {name!r} states no event. Give what the run spent "
+            "as mechanism.Spent."
         )
     return Sampler(
         name=name,
@@ -108,10 +108,7 @@ def from_facts(facts: Mapping[str, Any]) -> Sampler:
 
 def _not_on_a_card(key: Key, step: Any) -> Draw:
     del key, step
-    raise ValueError(
-        "sampling.from_facts: this sampler was read from a privacy card and cannot draw. Build one "
-        "with the function of its name in dpjax.sampling."
-    )
+    raise ValueError("sampling.from_facts: a sampler of a privacy card cannot draw.")
 
 
 def _least(multipliers: np.ndarray, cycle: int) -> np.ndarray:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers by their names, for flags: those that are built from sizes alone, or a cycle."""
+"""Samplers by their names, for flags: samplers built from sizes alone, or a cycle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from dpjax import checks
 from dpjax.sampling.cycles import balls_in_bins, cyclic_poisson
 from dpjax.sampling.epochs import shuffled
-from dpjax.sampling.uniform import fixed, full, poisson
+from dpjax.sampling.independent import fixed, full, poisson
 from dpjax.types import Sampler
 
 _BY_SIZE = {
@@ -22,13 +22,7 @@ _BY_SIZE = {
 
 
 def by_name(name: str, examples: int, batch_size: float, **options: Any) -> Sampler:
-    """Builds a sampler of `dpjax.sampling` from its name.
-
-    Args:
-      name: The name of the function in `dpjax.sampling`.
-      examples: The number of examples in the data set.
-      batch_size: The expected number of examples a step; `full` has no need of it.
-      options: ``cycle`` of `cyclic_poisson`.
+    """Builds the sampler of this name; ``options`` is the ``cycle`` of `cyclic_poisson`.
 
     Example:
       >>> by_name("fixed", 100, 10).claim

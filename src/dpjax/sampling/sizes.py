@@ -17,7 +17,6 @@ _FEW = 2**16
 _SPARSE = 1 / 16
 MOST = 2**44
 """The most examples of a sampler that is not held to int32."""
-_LARGEST_BATCH = 2**24
 
 
 def is_sparse(examples: int, batch_size: float) -> bool:
@@ -25,19 +24,11 @@ def is_sparse(examples: int, batch_size: float) -> bool:
     return examples > _FEW and batch_size <= _SPARSE * examples
 
 
-def checked_count(who: str, what: str, value: Any, most: float = math.inf) -> int:
+def checked_count(who: str, what: str, value: Any) -> int:
     """A whole number among the arguments of a sampler."""
-    hint = "Usually the value is a quotient: round it, as with //."
-    return checks.whole(f"sampling.{who}", what, value, hint, most=most)
-
-
-def checked_whole_sizes(
-    name: str, examples: int, batch_size: int, most: int = MOST
-) -> tuple[int, int]:
-    """Both sizes, for a sampler whose batches all have that size."""
-    return checked_sizes(name, examples, batch_size, most)[0], checked_count(
-        name, "batch_size", batch_size
-    )
+    # A step is an int32, which cannot be divided by more.
+    most = math.inf if what == "examples" else LARGEST
+    return checks.whole(f"sampling.{who}", what, value, "Round a quotient, as with //.", most=most)
 
 
 def checked_sizes(
@@ -57,18 +48,12 @@ def checked_sizes(
             f"sampling.{name}(examples={examples}, batch_size={batch_size}): expected a batch_size "
             "above 0 and at most the number of examples."
         )
-    if examples > LARGEST and batch_size > _LARGEST_BATCH:
-        raise ValueError(
-            f"sampling.{name}(examples={examples}, batch_size={batch_size}): expected at most "
-            f"{_LARGEST_BATCH:,} examples a step of more than {LARGEST:,}; a batch is in memory."
-        )
     return examples, batch_size
 
 
-def check_rate(name: str, examples: int, batch_size: float, rate: float, bits: int) -> None:
-    """Refuses a rate that is below every chance that this many random bits can give."""
-    if rate < 2.0**-bits:
-        raise ValueError(
-            f"sampling.{name}(examples={examples}, batch_size={batch_size}): the rate {rate:.2e} "
-            f"is below 2^-{bits}; batch_size is an expected number of examples."
-        )
+def checked_whole_sizes(
+    name: str, examples: int, batch_size: int, most: int = MOST
+) -> tuple[int, int]:
+    """Both sizes, for a sampler whose batches all have that size."""
+    examples, _ = checked_sizes(name, examples, batch_size, most)
+    return examples, checked_count(name, "batch_size", batch_size)

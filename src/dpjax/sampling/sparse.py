@@ -106,13 +106,7 @@ def _digits(number: int) -> list[int]:
 
 
 def scattered(key: Key, examples: int, block: Block) -> Draw:
-    """Draws each example with a probability of at most the block's rate, whatever else is drawn.
-
-    Args:
-      key: Used for this draw alone.
-      examples: Size of the data set.
-      block: Of `block_of`.
-    """
+    """Draws each example with a probability of at most the block's rate, whatever else is drawn."""
     count, balls = block.count(examples), len(block.tails)
     for_numbers, for_cells = jax.random.split(key)
     words = jax.random.bits(for_numbers, (1, count, block.tails.shape[1]), jnp.uint32)
@@ -162,11 +156,6 @@ def distinct(key: Key, examples: int, size: int) -> Array:
 
     Places with the index of an earlier place are drawn again until there is none. Renaming the
     examples renames the lists and changes no probability, so all lists are equally likely.
-
-    Args:
-      key: Used for this draw alone.
-      examples: Size of the data set; several times ``size``, or many places are drawn again.
-      size: The length of the list.
     """
     found = _redrawn(key, size, lambda key: _uniform(key, examples, size), _found_before)
     return _joined(found[:, 0], found[:, 1], _WIDEST, examples)
@@ -217,11 +206,7 @@ def permuted(key: Key, examples: int, starts: np.ndarray, offset: Int[Array, ""]
     other, so every round can be undone and no two indices meet. Numbers beyond the data set are
     sent on until they return, which is a permutation of the others.
 
-    Args:
-      key: The same for the whole permutation.
-      examples: How many indices are permuted.
-      starts: ``[n]``, int64.
-      offset: Added to each, below 2^31; the sums are below ``examples``.
+    The key is the same for the whole permutation. ``starts`` is int64, and ``offset`` below 2^31.
     """
     shift = (examples - 1).bit_length() // 2
     highest = (examples - 1) >> shift

@@ -100,11 +100,6 @@ def scatter(
     images = jnp.asarray(images)
     J, L = (checks.whole("scattering.scatter", n, v) for n, v in (("J", J), ("L", L)))
     checks.one_of("scattering.scatter", "order", order, (0, 1, 2))
-    _check(images, J)
-    return _scatter(images.astype(wide(images.dtype)), J, L, order)
-
-
-def _check(images: Array, J: int) -> None:
     if not jnp.issubdtype(images.dtype, jnp.floating):
         raise TypeError(
             f"scattering.scatter: got {images.dtype} images; expected floating-point numbers. "
@@ -115,6 +110,7 @@ def _check(images: Array, J: int) -> None:
             f"scattering.scatter(J={J}): got images of shape {images.shape}; expected (batch, "
             f"height, width, channels), sides from {2**J}. For a missing axis write x[..., None]."
         )
+    return _scatter(images.astype(wide(images.dtype)), J, L, order)
 
 
 @functools.partial(jax.jit, static_argnames=("J", "L", "order"))
@@ -145,8 +141,6 @@ def _part_size(images: Array, J: int, L: int) -> int:
 
 def _cascade(images: Array, J: int, L: int, order: int) -> Array:
     """All paths of one part of the images, from pixels to features."""
-    # Rows first and columns last, with images and paths between: transforms are then products with
-    # matrices on either side.
     field = _field(images, J)
     bank = filter_bank(field.shape[0], field.shape[-1], J, L)
     orders = [_average(field, bank, 0)[:, :, None]]
@@ -190,13 +184,11 @@ def _average(field: Array, bank: Bank, resolution: int) -> Array:
 
 def _field(images: Array, J: int) -> Float[Array, "rows images columns"]:
     """Pads by reflection, and moves rows to the front and columns to the end."""
-    batch, height, width, channels = images.shape
-    rows, columns = (_reflected(side, J) for side in (height, width))
+    batch, *sides, channels = images.shape
+    rows, columns = (
+        np.pad(np.arange(side), (margin // 2, margin - margin // 2), mode="reflect")
+        for side in sides
+        for margin in [padded_size(side, J) - side]
+    )
     images = images[:, rows[mirrored(len(rows))]][:, :, columns]
     return images.transpose(1, 0, 3, 2).reshape(len(rows), batch * channels, len(columns))
-
-
-def _reflected(size: int, J: int) -> np.ndarray:
-    """The index of the pixel at each place of a padded side."""
-    margin = padded_size(size, J) - size
-    return np.pad(np.arange(size), (margin // 2, margin - margin // 2), mode="reflect")

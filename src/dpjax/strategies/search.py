@@ -23,41 +23,28 @@ Valued = tuple[float, Series]
 
 
 def variance(steps: int, of: Workload, error: str) -> Callable[[Series], Valued]:
-    """The mean or maximal variance of the workload as a function of 1 / c, with its gradient."""
-    if of.rates is not None:
-        return _scheduled_variance(steps, of)
-    # Entry j of the error series occurs in all rows from j on, and in the last row once.
-    counts = (steps - np.arange(steps)) / steps if error == "mean" else np.ones(steps)
-    below = np.convolve([1.0, -1.0], [1.0, -of.momentum])
+    r"""The mean or maximal variance of the workload as a function of 1 / c, with its gradient.
+
+    With learning rates the mean variance is a quadratic form in the averaged noise series, with
+    $Q_{uv} = \sum_{j \ge \max(u, v)} \eta_j \eta_{j - |u - v|} (T - j) / T$.
+    """
+    below, left = np.array([1.0, -of.momentum]), (steps - np.arange(steps)) / steps
+    if of.rates is None:
+        below = np.convolve([1.0, -1.0], below)
+        # Entry j of the error series occurs in all rows from j on, and in the last row once.
+        form = left if error == "mean" else np.ones(steps)
+    else:
+        rates, form = np.asarray(of.rates), np.zeros((steps, steps))
+        for lag in range(steps):
+            sums = np.cumsum((rates[lag:] * rates[: steps - lag] * left[lag:])[::-1])[::-1]
+            rows = np.arange(lag, steps)
+            form[rows, rows - lag] = form[rows - lag, rows] = sums
 
     def value(inverse: Series) -> Valued:
         errors = series.filtered([1.0], below, inverse)
-        weighted = counts * errors
+        weighted = form * errors if form.ndim == 1 else form @ errors
         gradient = 2 * series.filtered([1.0], below, weighted[::-1])[::-1]
         return float(weighted @ errors), gradient
-
-    return value
-
-
-def _scheduled_variance(steps: int, of: Workload) -> Callable[[Series], Valued]:
-    r"""The mean variance with learning rates, a quadratic form in the averaged noise series.
-
-    $Q_{uv} = \sum_{j \ge \max(u, v)} \eta_j \eta_{j - |u - v|} (T - j) / T$.
-    """
-    rates = np.asarray(of.rates)
-    left = (steps - np.arange(steps)) / steps
-    form = np.zeros((steps, steps))
-    for lag in range(steps):
-        sums = np.cumsum((rates[lag:] * rates[: steps - lag] * left[lag:])[::-1])[::-1]
-        rows = np.arange(lag, steps)
-        form[rows, rows - lag] = form[rows - lag, rows] = sums
-    below = [1.0, -of.momentum]
-
-    def value(inverse: Series) -> Valued:
-        averaged = series.filtered([1.0], below, inverse)
-        product = form @ averaged
-        gradient = 2 * series.filtered([1.0], below, product[::-1])[::-1]
-        return float(averaged @ product), gradient
 
     return value
 

@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float
 
 from dpjax.strategies.participation import Participation
 from dpjax.strategies.search import first_pattern
-from dpjax.strategies.strategy import LARGEST_MATRIX, Strategy
-from dpjax.strategies.toeplitz import Toeplitz
-from dpjax.strategies.tree import Tree
+
+if TYPE_CHECKING:  # a strategy finds its errors with this file
+    from dpjax.strategies.strategy import Strategy
 
 
 def sensitivity(strategy: Strategy, participation: Participation) -> float:
@@ -89,14 +90,7 @@ def sensitivity(strategy: Strategy, participation: Participation) -> float:
         exact = bool(np.all(decreasing == column))
     if not exact:
         bounds.append(float(_chosen(np.sqrt(squares), participation)) ** 2)
-    steps = strategy.steps
-    if not exact and isinstance(strategy, Toeplitz) and steps * strategy.bands <= LARGEST_MATRIX**2:
-        bounds.append(_of_bands(_diagonals(strategy), participation))
-    elif not exact and steps <= LARGEST_MATRIX:
-        whole = strategy.matrix()
-        bounds.append(_of_products(np.abs(whole.T @ whole), participation))
-    if isinstance(strategy, Tree):
-        bounds.append(_crowded(strategy, participation))
+        bounds.extend(strategy.squared_bounds(participation))
     return _root(min(bounds), _additions(strategy) + 2 * strategy.steps)
 
 
@@ -112,8 +106,8 @@ def _chosen(values: Float[np.ndarray, "*rows steps"], participation: Participati
     return best[..., -1]
 
 
-def _of_products(gram: Float[np.ndarray, "steps steps"], participation: Participation) -> float:
-    """The bound by magnitudes of all products of columns."""
+def of_products(gram: Float[np.ndarray, "steps steps"], participation: Participation) -> float:
+    """The bound on the squared sensitivity by magnitudes of all products of columns."""
     steps, apart = len(gram), participation.separation
     if participation.even:
         return _largest_cycle([np.diagonal(gram, d) for d in range(0, steps, apart)], participation)
@@ -121,7 +115,7 @@ def _of_products(gram: Float[np.ndarray, "steps steps"], participation: Particip
     return _row_bounds(np.diagonal(gram), np.where(lag < apart, 0.0, gram), participation)
 
 
-def _of_bands(diagonals: list[np.ndarray], participation: Participation) -> float:
+def of_bands(diagonals: list[np.ndarray], participation: Participation) -> float:
     """The same where only columns less than ``len(diagonals)`` steps apart overlap."""
     apart, own, last = participation.separation, diagonals[0], len(diagonals) - 1
     if participation.even:
@@ -131,21 +125,6 @@ def _of_bands(diagonals: list[np.ndarray], participation: Participation) -> floa
         others[: len(own) - distance, last + distance] = diagonals[distance]
         others[distance:, last - distance] = diagonals[distance]
     return _row_bounds(own, others, participation)
-
-
-def _diagonals(strategy: Toeplitz) -> list[np.ndarray]:
-    """The magnitudes of $X_{i,i+d}$ for all distances d at which columns overlap."""
-    steps, values = strategy.steps, np.asarray(strategy.values)
-    # The last columns are cut off at the bottom: how many terms each has.
-    terms = np.minimum(len(values), steps - np.arange(steps))
-    squares = np.cumsum(values**2)[terms - 1] if strategy.normalized else np.ones(steps)
-    found = []
-    for distance in range(len(values)):
-        sums = np.cumsum(values[distance:] * values[: len(values) - distance])
-        products = sums[terms[: steps - distance] - 1 - distance]
-        norms = squares[: steps - distance] * squares[distance:]
-        found.append(np.abs(products) / np.sqrt(norms))
-    return found
 
 
 def _row_bounds(
@@ -175,13 +154,6 @@ def _largest_cycle(diagonals: Sequence[np.ndarray], participation: Participation
     return float(np.max(found))
 
 
-def _crowded(tree: Tree, participation: Participation) -> float:
-    """The squared counts of a pattern in all nodes: on a level, at most their number each."""
-    most = participation.within(tree.steps)
-    sizes = [2**level for level in range(tree.remembers + 1)]
-    return float(sum(most * participation.within(min(size, tree.steps)) for size in sizes))
-
-
 def _additions(strategy: Strategy) -> int:
     """How many float64 roundings a column norm and its coefficients may have."""
     if strategy.remembers + 1 == strategy.bands < max(strategy.steps, 2):
@@ -194,3 +166,29 @@ def _root(square: float, additions: int) -> float:
     square = square * (1 + additions * 2.0**-52)
     root = math.sqrt(square)
     return root if root * root >= square else math.nextafter(root, math.inf)
+
+
+def overlaps(strategy: Strategy, bins: int) -> Float[np.ndarray, " bins"]:
+    r"""Random allocation: bounds on the products of the moves of two bins, sorted within a row.
+
+    An example that is in every step of one random bin hides among the bins, as far as their columns
+    of C are apart; `dpjax.accounting.allocation` proves what this is worth. With
+    $m_{tb} = \sum_{s \bmod n = b} |C_{ts}|$ for n bins, the i-th number is the largest of the i-th
+    largest entries of the rows of $M^T M$.
+
+    Args:
+      strategy: Its C, of at most 8,192 steps.
+      bins: The number of steps of an epoch; an example is in every ``bins``-th step.
+
+    Example:
+      >>> from dpjax import strategies
+      >>> overlaps(strategies.white(6), bins=3).round(6)
+      array([2., 0., 0.])
+      >>> overlaps(strategies.toeplitz(6, [1.0, 1.0]), bins=3).round(6)
+      array([4., 2., 2.])
+    """
+    magnitudes = np.abs(strategy.matrix())
+    moves = np.stack([magnitudes[:, first::bins].sum(axis=1) for first in range(bins)], axis=1)
+    # Sums of float64 numbers, none negative, have no relative error of this size.
+    products = moves.T @ moves * (1 + 1e-9)
+    return np.sort(products, axis=1)[:, ::-1].max(axis=0)

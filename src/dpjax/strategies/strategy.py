@@ -11,6 +11,7 @@ where it multiplies by an inverse or by normalized columns, to within a rounding
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,6 +23,7 @@ from numpy.typing import ArrayLike
 from dpjax import checks
 from dpjax.strategies import series, streams
 from dpjax.strategies.participation import Participation, or_once
+from dpjax.strategies.sensitivity import of_products, sensitivity
 from dpjax.strategies.workload import Workload, toeplitz_squares, workload
 from dpjax.types import PyTree
 
@@ -115,27 +117,18 @@ class Strategy:
 
     def inverse(self) -> Float[np.ndarray, "steps steps"]:
         """The inverse of C in float64, for runs of a moderate number of steps."""
-        return series.lower_triangular(self._reciprocal(self.steps))
-
-    def row(self, step: int) -> Float[np.ndarray, " columns"]:
-        """The noise of one step alone, as weights of the normal numbers of steps 0 to ``step``.
-
-        Args:
-          step: From 0 to ``steps - 1``.
-
-        Returns:
-          ``step + 1`` numbers in float64: row ``step`` of the inverse of C.
-
-        Example:
-          >>> from dpjax import strategies
-          >>> strategies.square_root(steps=8).row(2)
-          array([-0.125, -0.5  ,  1.   ])
-        """
-        return self._reciprocal(self._checked(step, "row") + 1)[::-1]
+        inverse, scales = series.lower_triangular(self._reciprocal(self.steps)), self._scales()
+        return inverse if scales is None else inverse * scales[:, None]
 
     def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
         """The squared norm of each row of W times the inverse, for the workload W."""
-        return toeplitz_squares(self._reciprocal(self.steps), None, of)
+        return toeplitz_squares(self._reciprocal(self.steps), self._scales(), of)
+
+    def squared_bounds(self, participation: Participation) -> Iterator[float]:
+        """Bounds on the squared `sensitivity` beside bounds from column norms alone."""
+        if self.steps <= LARGEST_MATRIX:
+            matrix = self.matrix()
+            yield of_products(np.abs(matrix.T @ matrix), participation)
 
     def start(self, zeros: PyTree) -> PyTree:
         """The memory of the stream before step 0.
@@ -161,7 +154,8 @@ class Strategy:
           outside the run gives NaN.
         """
         if not isinstance(step, Tracer):
-            step = self._checked(step, "next")
+            hint = "The sensitivity depends on the number of steps; make the strategy for all."
+            step = checks.whole("strategy.next", "step", step, hint, least=0, most=self.steps - 1)
         return self._next(z, memory, step)
 
     def errors(
@@ -188,8 +182,6 @@ class Strategy:
           >>> strategies.square_root(steps=100).errors()
           Errors(mean=2.370..., maximal=2.531...)
         """
-        from dpjax.strategies.sensitivity import sensitivity
-
         call = "strategy.errors"
         squares = self.squares(workload(call, self.steps, momentum, learning_rates))
         scale = sensitivity(self, or_once(call, participation))
@@ -201,17 +193,11 @@ class Strategy:
         raise NotImplementedError
 
     def _reciprocal(self, length: int) -> Float[np.ndarray, " length"]:
-        """The first column of the inverse of a Toeplitz C."""
+        """The first column of the inverse of a Toeplitz matrix."""
         raise NotImplementedError
 
-    def _checked(self, step: Any, method: str) -> int:
-        step = checks.whole(f"strategy.{method}", "step", step, "Steps count from 0.", least=0)
-        if step >= self.steps:
-            raise ValueError(
-                f"strategy.{method}(step={step}): expected a step below {self.steps}. The "
-                "sensitivity depends on the number of steps, so make the strategy for all of them."
-            )
-        return step
+    def _scales(self) -> Float[np.ndarray, " steps"] | None:
+        """By which the rows of this inverse are multiplied, if they are."""
 
 
 def narrowed(values: Any) -> tuple[float, ...]:

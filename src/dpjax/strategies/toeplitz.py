@@ -8,6 +8,7 @@ keep one array less than they have coefficients.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,8 +20,9 @@ from numpy.typing import ArrayLike
 
 from dpjax import checks
 from dpjax.strategies import series, streams
-from dpjax.strategies.strategy import Strategy, narrowed
-from dpjax.strategies.workload import Workload, toeplitz_squares
+from dpjax.strategies.participation import Participation
+from dpjax.strategies.sensitivity import of_bands
+from dpjax.strategies.strategy import LARGEST_MATRIX, Strategy, narrowed
 from dpjax.types import PyTree
 
 
@@ -62,22 +64,27 @@ class Toeplitz(Strategy):
     def matrix(self) -> Float[np.ndarray, "steps steps"]:
         """C."""
         whole = series.lower_triangular(series.padded(self.values, self.steps))
-        return whole / self._norms() if self.normalized else whole
+        scales = self._scales()
+        return whole if scales is None else whole / scales
 
-    def inverse(self) -> Float[np.ndarray, "steps steps"]:
-        """The inverse of C."""
-        whole = super().inverse()
-        return whole * self._norms()[:, None] if self.normalized else whole
+    def squared_bounds(self, participation: Participation) -> Iterator[float]:
+        """By the products of columns in the bands."""
+        if self.steps * self.bands <= LARGEST_MATRIX**2:
+            yield of_bands(self._products(), participation)
 
-    def row(self, step: int) -> Float[np.ndarray, " columns"]:
-        """The reciprocal series in reverse."""
-        found = super().row(step)
-        return found * self._norms()[step] if self.normalized else found
-
-    def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
-        """By prefix sums, as far as rows repeat."""
-        scales = self._norms() if self.normalized else None
-        return toeplitz_squares(self._reciprocal(self.steps), scales, of)
+    def _products(self) -> list[np.ndarray]:
+        """The magnitudes of $(C^T C)_{i,i+d}$ for all distances d at which columns overlap."""
+        steps, values = self.steps, np.asarray(self.values)
+        # The last columns are cut off at the bottom: how many terms each has.
+        terms = np.minimum(len(values), steps - np.arange(steps))
+        squares = np.cumsum(values**2)[terms - 1] if self.normalized else np.ones(steps)
+        diagonals = []
+        for distance in range(len(values)):
+            sums = np.cumsum(values[distance:] * values[: len(values) - distance])
+            products = sums[terms[: steps - distance] - 1 - distance]
+            norms = squares[: steps - distance] * squares[distance:]
+            diagonals.append(np.abs(products) / np.sqrt(norms))
+        return diagonals
 
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         r"""Row t of $T x = z$, solved for $x_t$: $x_t = (z_t - \sum_k c_k x_{t-k}) / c_0$."""
@@ -101,9 +108,10 @@ class Toeplitz(Strategy):
     def _reciprocal(self, length: int) -> Float[np.ndarray, " length"]:
         return series.reciprocal(np.array(self.values), length)
 
-    def _norms(self) -> Float[np.ndarray, " steps"]:
-        """The norm of each column of T."""
-        return Toeplitz(name="T", steps=self.steps, values=self.values).column_norms()
+    def _scales(self) -> Float[np.ndarray, " steps"] | None:
+        """Normalized, the norm of each column of T."""
+        plain = Toeplitz(name="T", steps=self.steps, values=self.values)
+        return plain.column_norms() if self.normalized else None
 
 
 @dataclass(frozen=True, kw_only=True)

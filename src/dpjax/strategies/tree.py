@@ -13,15 +13,18 @@ In a node, noise sums have the variance $V = 1 / (1 + 1 / (V_{left} + V_{right})
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from scipy.linalg import solve_triangular
 
 from dpjax import checks
 from dpjax.strategies import streams
+from dpjax.strategies.participation import Participation
 from dpjax.strategies.strategy import LARGEST_MATRIX, Strategy
 from dpjax.strategies.workload import Workload
 from dpjax.types import PyTree
@@ -63,24 +66,8 @@ class Tree(Strategy):
         return whole
 
     def inverse(self) -> Float[np.ndarray, "steps steps"]:
-        """The rows below each other."""
-        rows = [np.pad(self.row(t), (0, self.steps - 1 - t)) for t in range(self.steps)]
-        return np.array(rows)
-
-    def row(self, step: int) -> Float[np.ndarray, " columns"]:
-        """The stream, transposed: from the noise of the step back to each normal number."""
-        weights_of = np.zeros(self._checked(step, "row") + 1)
-        sums = np.zeros(self.remembers + 1)  # how the noise depends on the memory after step s
-        for s in range(step, -1, -1):
-            weights, precision = self._weights(s, np)
-            ended = _trailing_ones(s)
-            own = sums[ended] if s < step else 1.0
-            if s < step:
-                sums[:ended] += sums[ended]
-                sums[ended] = 0.0
-            sums[:-1] += weights * own
-            weights_of[s] = own / math.sqrt(precision)
-        return weights_of
+        """By forward substitution."""
+        return solve_triangular(self.matrix(), np.eye(self.steps), lower=True)
 
     def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
         """Prefix sums by doubling; other workloads by the matrix."""
@@ -92,6 +79,13 @@ class Tree(Strategy):
                 "momentum or learning rates. Leave them out."
             )
         return np.sum(of.applied(self.inverse()) ** 2, axis=1)
+
+    def squared_bounds(self, participation: Participation) -> Iterator[float]:
+        """Also by the squared counts of a pattern in all nodes: on a level, at most their count."""
+        yield from super().squared_bounds(participation)
+        most = participation.within(self.steps)
+        sizes = [min(2**level, self.steps) for level in range(self.remembers + 1)]
+        yield float(sum(most * participation.within(size) for size in sizes))
 
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         """The noise of a leaf, given the sums of the left siblings above it."""
@@ -167,10 +161,6 @@ def _joined(left: Any, right: Any, of_left: float, of_right: float) -> Any:
     slopes = left[0] * share, share + right[0] * (1 - share)
     variances = left[1] + left[0] ** 2 * spread, right[1] + (1 - right[0]) ** 2 * spread
     return np.concatenate(slopes), np.concatenate(variances)
-
-
-def _trailing_ones(step: int) -> int:
-    return (~step & (step + 1)).bit_length() - 1
 
 
 def tree(steps: int) -> Strategy:

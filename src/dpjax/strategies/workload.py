@@ -25,21 +25,12 @@ class Workload(NamedTuple):
     momentum: float = 0.0
     rates: tuple[float, ...] | None = None
 
-    def series(self, length: int) -> Float[np.ndarray, " length"]:
-        """The first column of the workload matrix for constant rates of 1."""
-        return np.cumsum(self.momentum ** np.arange(length, dtype=np.float64))
-
     def applied(self, noise: Float[np.ndarray, "steps n"]) -> Float[np.ndarray, "steps n"]:
         """The workload matrix times the rows of ``noise``."""
         found = series.filtered([1.0], [1.0, -self.momentum], noise)
         if self.rates is not None:
             found = found * np.asarray(self.rates)[:, None]
         return np.cumsum(found, axis=0)
-
-    def gram(self, steps: int) -> Float[np.ndarray, "steps steps"]:
-        """``W.T @ W``."""
-        whole = self.applied(np.eye(steps))
-        return whole.T @ whole
 
 
 def workload(call: str, steps: int, momentum: float, learning_rates: ArrayLike | None) -> Workload:
@@ -65,13 +56,9 @@ def toeplitz_squares(
 ) -> Float[np.ndarray, " steps"]:
     r"""Squared row norms of $W D C^{-1}$ for a Toeplitz $C^{-1}$, without a matrix.
 
+    ``inverse`` is the first column of $C^{-1}$, ``scales`` the diagonal of $D$, or None for ones.
     As long as scales and rates are constant, row t holds the first coefficients of one series in
     reverse, and the squared norm is a prefix sum. After that, rows follow from one another.
-
-    Args:
-      inverse: The first column of $C^{-1}$.
-      scales: The diagonal of $D$; None for ones.
-      of: The workload W.
     """
     steps = inverse.size
     scales = np.ones(steps) if scales is None else scales

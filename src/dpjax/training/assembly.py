@@ -26,18 +26,14 @@ from dpjax.gradients.traced import Traced
 from dpjax.noise.link import first_memory
 from dpjax.training.checks import (
     check_state,
+    check_untraced,
     warn_of_batch_norm,
     warn_of_constants,
 )
 from dpjax.training.in_memory import InMemory
 from dpjax.training.info import Seen, mean_info, warn_of_unscored
 from dpjax.training.keys import first_keys, supplied
-from dpjax.training.recipe import (
-    Recipe,
-    bound_to,
-    example_of,
-    home_of,
-)
+from dpjax.training.recipe import Recipe, bound_to, example_of, home_of
 from dpjax.training.streaming import Streamed
 from dpjax.types import Algorithm, Key, PyTree, State
 
@@ -51,19 +47,14 @@ def assemble(
     budget: ledger.Budget | None = None,
     info: Callable[[Seen], Any] = mean_info,
 ) -> Algorithm:
-    """The algorithm of a recipe: what `dpsgd` and the federated algorithms have in common.
+    """The algorithm of a recipe, on rows that are examples or clients.
 
-    Args:
-      recipe: What every step does.
-      data: A tree of arrays with one row per example (or per client), or a `Stream`.
-      identity: What else tells the run from others, beside mechanism and data.
-      shared: Arrays that ``recipe.loss`` takes before the parameters; see `InMemory`.
-      budget: What no step may pass.
-      info: From the sums of steps to their means, which the observer sees.
+    ``identity`` tells the run from others, beside mechanism and data; ``shared`` are arrays that
+    ``recipe.loss`` takes before the parameters; ``info`` makes means of the sums of steps.
     """
     name, mechanism = recipe.name, recipe.mechanism
     if budget is not None:
-        hint = "Write dpjax.ledger.Budget(epsilon=..., delta=...): an epsilon needs its delta."
+        hint = "Write dpjax.ledger.Budget(epsilon=..., delta=...)."
         checks.instance(name, "budget", budget, ledger.Budget, hint)
     size = checks.whole_or_none(name, "microbatch_size", recipe.microbatch_size)
     recipe = recipe._replace(microbatch_size=size)
@@ -73,10 +64,7 @@ def assemble(
 
 @dataclasses.dataclass(eq=False, repr=False)
 class _Assembly:
-    """The functions of an `Algorithm`, and what they know of its runs.
-
-    It takes the arguments of `assemble`, checked; ``facts`` is its ``identity``.
-    """
+    """The functions of an `Algorithm`; ``facts`` is the ``identity`` of `assemble`."""
 
     recipe: Recipe
     data: PyTree
@@ -101,7 +89,7 @@ class _Assembly:
     def init(self, params: PyTree, key: Key | None = None) -> State:
         """The first state, on the devices of the run."""
         name = self.name
-        ledger.require_untraced((key, params), f"{name}: init")
+        check_untraced(f"{name}: init", (key, params))
         self.warned = False
         with meshes.in_force(self.mesh):
             params = checked_params(name, params, key)
@@ -109,7 +97,12 @@ class _Assembly:
                 params = meshes.placed(params, self.mesh)
             elif not self.stream:
                 refuse_explicit(name, "data", self.data)
-            _read_loss(self.with_shared, params, self.row, tell=self.shared is None)
+            # A loss that is no loss of one example is refused before anything is compiled.
+            loss = Traced(self.with_shared.loss)
+            program = check_loss(loss, params, example_of(self.recipe, self.row), name)
+            warn_of_batch_norm(name, params)
+            if self.shared is None:  # a client's loss closes over all clients
+                warn_of_constants(name, program, self.mechanism.sampling.examples)
             home = self.home(params)
             if home is None:
                 meshes.committed(name, parameters=params, data=self.data)
@@ -117,48 +110,43 @@ class _Assembly:
                 params = meshes.placed(params, home)
             # Each process holds a part of one run: index i is one example in all of them, and
             # parameters that a mesh splits cannot be sent.
+            mechanism = self.mechanism
             processes.require_equal(
                 name,
                 lambda: {
                     "the data": self.content,
                     "the parameters": trees.fingerprint(params),
-                    **ledger.terms(self.mechanism, self.budget),
+                    "the mechanism": f"{mechanism.accounted} {mechanism.multipliers.tolist()}",
+                    "the budget": repr(self.budget),
                 },
             )
             return _first_state(self.recipe, key, params, home)
 
     def step(self, state: State) -> tuple[State, Any]:
         """One step. It keeps the caller's state usable, for notebooks; `run` donates it."""
-        check_state(self.name, state)
-        ledger.require_untraced(state, f"{self.name}: step")
+        check_state(f"{self.name}: step", state)
         state, infos = self.run(trees.copy(state), 1)
         return state, jax.tree.map(lambda x: x[0], infos)
 
     def run(self, state: State, count: int) -> tuple[State, Any]:
-        """Several steps in one dispatch."""
-        check_state(self.name, state)
-        ledger.require_untraced(state, f"{self.name}: run")
+        """Several steps in one dispatch: the ledger admits them, then they run."""
+        check_state(f"{self.name}: run", state)
         count = checks.whole(f"{self.name}: run", "count", count)
         with meshes.in_force(self.mesh):
-            return self._dispatch(state, count)
-
-    def _dispatch(self, state: State, count: int) -> tuple[State, Any]:
-        # `Checkpoints` store zeros, and noise of a known key would be public.
-        if not supplied(state) and not np.any(trees.on_host(state.noise_key)):
-            raise ValueError(
-                f"{self.name}: the noise key of this state is not set, as in a checkpoint. "
-                "dpjax.noise.renew(state) sets one."
-            )
-        # The ledger records the steps before they run: a crash during a step leaves it counted.
-        spent = ledger.admit(state.ledger, self.mechanism, self.budget, steps=count)
-        state, seen = self.steps.run(self._at_home(state), count)
-        self.warned = self.warned or warn_of_unscored(self.name, seen)
-        return state._replace(ledger=spent), self.info(seen)
-
-    def _at_home(self, state: State) -> State:
-        """What a program takes of a state, moved if it is of another mesh, or of files."""
-        home, bare = self.home(state.params), state._replace(ledger=None)
-        return bare if home is None else meshes.placed(bare, home)
+            # `Checkpoints` store zeros, and noise of a known key would be public.
+            if not supplied(state) and not np.any(trees.on_host(state.noise_key)):
+                raise ValueError(
+                    f"{self.name}: the noise key of this state is not set, as in a checkpoint. "
+                    "dpjax.noise.renew(state) sets one."
+                )
+            # Before the steps run: a crash during a step leaves it counted.
+            spent = ledger.admit(state.ledger, self.mechanism, self.budget, steps=count)
+            # Moved if it is of another mesh, or of files.
+            home, bare = self.home(state.params), state._replace(ledger=None)
+            bare = bare if home is None else meshes.placed(bare, home)
+            after, seen = self.steps.run(bare, count)
+            self.warned = self.warned or warn_of_unscored(self.name, seen)
+            return after._replace(ledger=spent), self.info(seen)
 
     @functools.cached_property
     def content(self) -> str:
@@ -190,8 +178,7 @@ def checked_params(name: str, params: PyTree, key: Key | None) -> PyTree:
     """The parameters as arrays; refuses an ``init(key, params)`` of earlier versions."""
     if checks.is_typed_key(params):
         raise TypeError(
-            f"{name}: init was given a key in the place of parameters. Write init(params), or "
-            "init(params, key=key) for a run that can be repeated."
+            f"{name}: init was given a key in the place of parameters. Write init(params, key=key)."
         )
     if key is not None:
         checks.key(f"{name}: init", key)
@@ -200,32 +187,15 @@ def checked_params(name: str, params: PyTree, key: Key | None) -> PyTree:
     return params
 
 
-def _read_loss(recipe: Recipe, params: PyTree, row: PyTree, *, tell: bool) -> None:
-    """Refuses a loss that is no loss of one example, before anything is compiled.
-
-    Args:
-      recipe: What the run does, bound to its shared arrays.
-      params: Parameters.
-      row: Shapes of one row of the data.
-      tell: Whether constants may be the data; a client's loss closes over all clients.
-    """
-    name, example = recipe.name, example_of(recipe, row)
-    program = check_loss(Traced(recipe.loss), params, example, name)
-    warn_of_batch_norm(name, params)
-    if tell:
-        warn_of_constants(name, program, recipe.mechanism.sampling.examples)
-
-
 def _first_state(recipe: Recipe, key: Key | None, params: PyTree, mesh: Mesh | None) -> State:
     """The state before the first step, on the mesh of the run."""
-    optimizer = recipe.optimizer.init(trees.widened(params))
     memory = first_memory(recipe.mechanism.noise, params)
     if mesh is not None and jax.tree.leaves(memory):
         memory = meshes.placed_rows(memory, params, mesh)
     draws, noise_key = first_keys(key)
     state = State(
         params=params,
-        optimizer=optimizer,
+        optimizer=recipe.optimizer.init(trees.widened(params)),
         bound_scale=jnp.ones((), jnp.float32),
         key=draws,
         noise_key=noise_key,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -107,16 +107,14 @@ class Checkpoints:
         if (last := self.manager.latest_step()) is not None and last >= step:
             raise ValueError(
                 f"checkpoints.save(step={step}): {self.directory} holds step {last}; expected a "
-                "later one. Give each run a folder of its own."
+                "later one."
             )
-        numbers = list(named.values())
         # Orbax cannot write arrays without elements; their shapes are in the notes.
-        written = {str(i): x for i, x in enumerate(numbers) if x.size}
+        written = {str(i): x for i, x in enumerate(named.values()) if x.size}
         notes = {
             "facts": facts,
-            "names": list(named),
-            "leaves": [[list(x.shape), x.dtype.name] for x in numbers],
-            "digest": trees.fingerprint(numbers),
+            "leaves": {name: [list(x.shape), x.dtype.name] for name, x in named.items()},
+            "digest": trees.fingerprint(list(named.values())),
         }
         args = self.args.Composite(
             state=self.args.StandardSave(written), notes=self.args.JsonSave(notes)
@@ -131,12 +129,8 @@ class Checkpoints:
             self._open()  # after an error the manager cannot be used
             raise OSError(
                 f"checkpoints: step {step} could not be written to {self.directory} "
-                f"({_first_line(error)}). Free the disk and run the same command again."
+                f"({_first_line(error)}). Run the same command again."
             ) from error
-
-    def finished(self) -> list[int]:
-        """The steps of whole checkpoints, in order."""
-        return processes.from_first(lambda: sorted(self.manager.all_steps()))
 
     def latest(self, like: PyTree) -> Restored | None:
         """The latest checkpoint; None if there is none.
@@ -148,13 +142,13 @@ class Checkpoints:
           Damaged: It cannot be read.
           ValueError: It has another structure or other shapes than ``like``.
         """
-        found = processes.from_first(self._latest)
-        if found is None:
+        saved = processes.from_first(self._latest)
+        if saved is None:
             return None
-        step, saved, facts = found
-        return Restored(_as(like, *saved, f"{self.directory}/{step}"), facts)
+        step, named, facts = saved
+        return Restored(_as(like, named, f"{self.directory}/{step}"), facts)
 
-    def _latest(self) -> tuple[int, _Saved, Mapping[str, Any]] | None:
+    def _latest(self) -> tuple[int, dict[str, np.ndarray], Mapping[str, Any]] | None:
         if (step := self.manager.latest_step()) is None:
             return None
         try:
@@ -162,15 +156,15 @@ class Checkpoints:
         except Exception as error:  # a damaged file raises many unrelated kinds
             raise Damaged(f"{self.directory}/{step} is damaged ({_first_line(error)}).") from error
 
-    def _read(self, step: int) -> tuple[_Saved, Mapping[str, Any]]:
-        """The numbers of a checkpoint, checked against their digest."""
+    def _read(self, step: int) -> tuple[dict[str, np.ndarray], Mapping[str, Any]]:
+        """The leaves of a checkpoint by name, checked against their digest, and the facts."""
 
         def read(**items: Any) -> Any:
             return self.manager.restore(step, args=self.args.Composite(**items))
 
         notes = read(notes=self.args.JsonRestore())["notes"]
         # By jnp.dtype, which knows bfloat16's name.
-        empty = [np.empty(shape, jnp.dtype(dtype)) for shape, dtype in notes["leaves"]]
+        empty = [np.empty(shape, jnp.dtype(dtype)) for shape, dtype in notes["leaves"].values()]
         # Restored as NumPy arrays of the saved shapes: what they become on the device is decided
         # against `like`, with an error that names the leaf.
         target = {str(i): x for i, x in enumerate(empty) if x.size}
@@ -179,7 +173,7 @@ class Checkpoints:
         # Orbax notices a file that is cut off, not one whose content was exchanged.
         if trees.fingerprint(numbers) != notes["digest"]:
             raise ValueError("its numbers differ from the saved ones")
-        return _Saved(numbers, notes["names"]), notes["facts"]
+        return dict(zip(notes["leaves"], numbers, strict=True)), notes["facts"]
 
     def close(self) -> None:
         """Ends the threads."""
@@ -187,23 +181,15 @@ class Checkpoints:
             self.manager.close()
 
 
-class _Saved(NamedTuple):
-    """The leaves of a saved state."""
-
-    numbers: Sequence[np.ndarray]
-    names: Sequence[str]
-
-
-def _as(like: PyTree, numbers: Sequence[np.ndarray], saved: Sequence[str], where: str) -> PyTree:
-    """The numbers in the structure of ``like``, as JAX arrays, keys or NumPy arrays like there."""
+def _as(like: PyTree, named: Mapping[str, np.ndarray], where: str) -> PyTree:
+    """The leaves in the structure of ``like``, as JAX arrays, keys or NumPy arrays like there."""
     leaves, structure = jax.tree.flatten(like)
     names = list(trees.leaf_names(like))
     # By names too: layers of equal shapes would be exchanged without a word.
-    if names != list(saved):
-        differ = sorted({*names} ^ {*saved}) or names
+    if names != list(named):
+        differ = sorted({*names} ^ {*named}) or names
         raise ValueError(
-            f"checkpoints: {where} and this run's state have other leaves, such as {differ[0]}. "
-            "Usually the model or the optimizer was changed."
+            f"checkpoints: {where} and this run's state have other leaves, such as {differ[0]}."
         )
 
     def one(name: str, old: Any, new: np.ndarray) -> Any:
@@ -215,8 +201,8 @@ def _as(like: PyTree, numbers: Sequence[np.ndarray], saved: Sequence[str], where
         plain = jax.random.key_data(old) if is_key else old
         if (plain.shape, plain.dtype) != (new.shape, new.dtype):
             raise ValueError(
-                f"checkpoints: {where} has {name} as {new.dtype}{list(new.shape)}, and this run's "
-                f"state as {plain.dtype}{list(plain.shape)}. Usually the model was changed."
+                f"checkpoints: {where} has {name} as {new.dtype}{list(new.shape)}; expected "
+                f"{plain.dtype}{list(plain.shape)}."
             )
         # What JAX made of a Python number takes the dtype of what it meets; others would widen it.
         number = jnp.asarray(new.item()) if jax.typeof(plain).weak_type and not new.ndim else new
@@ -226,7 +212,7 @@ def _as(like: PyTree, numbers: Sequence[np.ndarray], saved: Sequence[str], where
         placed = meshes.put(number, plain.sharding) if old.committed else jnp.asarray(number)
         return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(old)) if is_key else placed
 
-    return structure.unflatten(map(one, names, leaves, numbers))
+    return structure.unflatten(map(one, names, leaves, named.values()))
 
 
 def _first_line(error: Exception | None) -> str:

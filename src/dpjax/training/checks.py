@@ -10,14 +10,12 @@ import re
 from typing import Any
 
 import jax
-import numpy as np
 from absl import logging
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
 from dpjax import checks, trees
 from dpjax.data import Dataset, Stream
-from dpjax.data.arrays import arrays, no_arrays
+from dpjax.data.arrays import arrays
 from dpjax.gradients.engines import named
 from dpjax.gradients.loss_checks import closed_over
 from dpjax.mechanism import Mechanism
@@ -30,7 +28,7 @@ _BATCH_NORM = re.compile(r"batch_?norm|(^|/)bn_?\d*(/|$)", re.IGNORECASE)
 
 
 def check_kinds(recipe: Recipe) -> None:
-    """Refuses arguments of `dpjax.dpsgd` of the wrong kind; usually two were swapped."""
+    """Refuses arguments of `dpjax.dpsgd` of the wrong kind, as when two were swapped."""
     name, mechanism, loss = recipe.name, recipe.mechanism, recipe.loss
     hint = "Write dpsgd(loss, optimizer, mechanism, data)."
     checks.instance(name, "mechanism", mechanism, Mechanism, hint)
@@ -38,14 +36,13 @@ def check_kinds(recipe: Recipe) -> None:
     # A Linen module has both methods; a loss object of the user may have one that is called so.
     if not callable(loss) or (hasattr(loss, "apply") and hasattr(loss, "init")):
         raise TypeError(
-            f"{name}: the loss is a {type(loss).__name__}; expected loss(params, example) -> "
-            "scalar. For a Linen module, write losses.of(model, losses.cross_entropy)."
+            f"{name}: the loss is a {type(loss).__name__}; expected loss(params, example). For a "
+            "Linen module, write losses.of(model, losses.cross_entropy)."
         )
     named(name, recipe.engine)
     if mechanism.unit != "example":
         raise ValueError(
-            f"{name}: the mechanism protects one {mechanism.unit}, and a step clips examples. "
-            "Leave unit= out, or use dpjax.federated."
+            f"{name}: expected unit='example', got {mechanism.unit!r}; see dpjax.federated."
         )
 
 
@@ -53,28 +50,33 @@ def check_is_optimizer(name: str, given: Any) -> None:
     """Refuses what is no Optax optimizer; ``name`` is the argument, ``dpsgd: the optimizer``."""
     if not (hasattr(given, "init") and hasattr(given, "update")):
         raise TypeError(
-            f"{name} is a {type(given).__name__}; expected an Optax optimizer, such as "
-            "optax.sgd(0.1)."
+            f"{name} is a {type(given).__name__}; expected an Optax optimizer: optax.sgd(0.1)."
+        )
+
+
+def check_untraced(call: str, given: PyTree) -> None:
+    """Refuses a call of the algorithm inside ``jit``, ``vmap`` or ``grad``, which trace it."""
+    # A traced step would be compiled into another program and run again without the ledger.
+    if trees.traced(given):
+        raise TypeError(
+            f"{call}: called inside a JAX transformation, where the ledger cannot count steps. "
+            "Call algorithm.run(state, count)."
         )
 
 
 def check_state(name: str, state: Any) -> None:
-    """Refuses an object that is not a state, and a state with donated buffers."""
+    """Refuses an object that is not a state, a traced one, and one with donated buffers."""
     if not all(hasattr(state, field) for field in ("params", "key", "step", "ledger")):
         raise TypeError(
-            f"{name}: the state is a {type(state).__name__}; expected that of "
-            "algorithm.init(params)."
+            f"{name}: the state is a {type(state).__name__}; expected algorithm.init(params)."
         )
+    check_untraced(name, state)
     # JAX's own error names a buffer. The user knows states, and which call used one up.
-    if any(_deleted(leaf) for leaf in jax.tree.leaves(state)):
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
         raise RuntimeError(
-            f"{name}: algorithm.run donated the buffers of this state. Continue with the state "
-            "that it returned, or give it dpjax.trees.copy(state)."
+            f"{name}: algorithm.run donated the buffers of this state. Use the state that it "
+            "returned, or give it dpjax.trees.copy(state)."
         )
-
-
-def _deleted(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
 def planned_bounds(name: str, schedule: Schedule | None, mechanism: Mechanism) -> Planned | None:
@@ -83,14 +85,12 @@ def planned_bounds(name: str, schedule: Schedule | None, mechanism: Mechanism) -
         return None
     if mechanism.adaptive is not None:
         raise ValueError(
-            f"{name}(bound_schedule=...): the mechanism adapts its bounds to the gradients. "
-            "Leave one of the two out."
+            f"{name}(bound_schedule=...): the mechanism adapts its bounds. Leave one out."
         )
     bounds = Planned.of(schedule, mechanism.steps)
     if (step := bounds.first_without_size()) is not None:
         raise ValueError(
-            f"{name}(bound_schedule=...): the factor at step {step} is not positive and finite. "
-            "To silence a step, do not plan it."
+            f"{name}(bound_schedule=...): the factor at step {step} is not positive and finite."
         )
     return bounds
 
@@ -101,37 +101,21 @@ def checked_data(recipe: Recipe, data: PyTree) -> PyTree:
     # A data set has test examples too; training on both would void every accuracy that is reported.
     if isinstance(data, Dataset):
         raise TypeError(
-            f"{name}: the data are the data.Dataset {data.name!r}, which holds test examples too. "
-            "Give its .train."
+            f"{name}: the data.Dataset {data.name!r} holds test examples too. Give its .train."
         )
     stream = isinstance(data, Stream)
-    data = data if stream else _arrays_of_rows(name, data)
+    data = data if stream else arrays(data, f"{name} data")
     size = len(data) if stream else trees.leading_size(data, name=f"{name} data")
     if size != expected:
         raise ValueError(
-            f"{name}: the data hold {size} examples, the mechanism's sampler {expected}. Build the "
-            f"sampler for these data: dpjax.sampling.poisson(examples={size}, batch_size=...)."
+            f"{name}: the data hold {size} examples, the mechanism's sampler {expected}. Build it "
+            f"for these data: sampling.poisson(examples={size}, batch_size=...)."
         )
     row = data.row if stream else data
     if recipe.entry is not None and not isinstance(row, tuple):
         raise TypeError(
-            f"{name}(per_step=...): the data are a {type(row).__name__}; expected a tuple, to "
-            "which the step appends its entry. For a single array write (x,)."
+            f"{name}(per_step=...): expected a tuple as data; for a single array write (x,)."
         )
-    return data
-
-
-def _arrays_of_rows(name: str, data: PyTree) -> PyTree:
-    """The data as arrays; refuses single numbers and objects, which have no rows."""
-    data = arrays(data, f"{name} data")
-    for path, leaf in zip(trees.leaf_names(data), jax.tree.leaves(data), strict=True):
-        if isinstance(leaf, int | float | np.number):
-            raise TypeError(
-                f"{name} data: leaf {path or '(the data)'} is {leaf!r:.20}, one number; expected "
-                "arrays with a row for each example, (np.stack(inputs), np.array(targets))."
-            )
-        if not hasattr(leaf, "dtype"):
-            raise no_arrays(leaf, f"{name} data")
     return data
 
 

@@ -114,7 +114,7 @@ def dpsgd(
       ... )
     """
     if mesh is not None:
-        hint = "Of text, as --mesh takes it, dpjax.meshes.parse('data:4,model:2') makes one."
+        hint = "Write dpjax.meshes.parse('data:4,model:2')."
         checks.instance("dpsgd", "mesh", mesh, Mesh, hint)
     recipe = Recipe(
         name="dpsgd",
@@ -147,7 +147,7 @@ def on_examples(
     # otherwise when it is traced, after a variable that it reads has changed.
     scales = planned_bounds(recipe.name, bound_schedule, recipe.mechanism)
     identity = {
-        "algorithm": "dpsgd",
+        "algorithm": recipe.name.removeprefix("training."),
         "bound schedule": scales and trees.fingerprint(scales.values),
     }
     data = checked_data(recipe, data)

@@ -14,26 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-from absl import logging
-
-from dpjax import accounting, checks, ledger, processes, trees
-from dpjax._files import FIELDS
+from dpjax import checks, ledger, processes, trees
 from dpjax.training.checks import check_state
 from dpjax.training.keys import renewed
-from dpjax.training.progress import Progress
+from dpjax.training.progress import Follow, Progress
 from dpjax.training.run_folder import Folder, identity_of
-from dpjax.training.runner import Run, numbers
+from dpjax.training.runner import Evaluate, Run, Terms
 from dpjax.training.signals import Stop
-from dpjax.types import Algorithm, Plan
-
-Evaluate = Callable[[Any], Mapping[str, Any]]
-Show = Callable[[Sequence[Mapping[str, Any]]], object]
-
-_SAVE = 300.0  # seconds between checkpoints
+from dpjax.types import Algorithm
 
 
 def fit(
@@ -48,7 +39,7 @@ def fit(
     directory: str | os.PathLike[str] | None = None,
     configuration: Mapping[str, Any] | None = None,
     save_every: int | None = None,
-    progress: bool | Show = True,
+    progress: bool | Follow = True,
 ) -> tuple[Any, list[dict[str, Any]]]:
     """Runs an algorithm, and resumes an interrupted run.
 
@@ -141,7 +132,10 @@ def fit(
     """
     terms = _checked(algorithm, state, steps, evaluate_every, save_every, delta, method)
     # First, since what follows would be refused in one process alone, and the others would wait.
-    processes.require_equal("fit", lambda: {"the state": _told(state)})
+    # Keys are told, not compared.
+    names = ("params", "optimizer", "bound_scale", "step", "ledger", "memory")
+    held = [getattr(state, name, ()) for name in names]
+    processes.require_equal("fit", lambda: {"the state": trees.fingerprint(held)})
     ledger.require(state.ledger, terms.mechanism, terms.end - terms.begin, algorithm.budget)
     most = _most(algorithm, terms)
     directory = processes.from_first(lambda: directory and os.fspath(directory))
@@ -152,7 +146,7 @@ def fit(
             folder = Folder(directory, identity_of(algorithm, state, configuration or {}))
             stack.callback(folder.close)
         # Signals are caught after the folder is locked, and restored before the lock is released.
-        run = Run(algorithm, terms.mechanism, state, folder)
+        run = Run(algorithm, terms, state, folder)
         stop = stack.enter_context(Stop())
         stack.callback(run.close)
         if run.done > terms.end:
@@ -160,45 +154,12 @@ def fit(
                 f"fit(directory={directory!r}): {run.done} steps ran there, and this call asks for "
                 f"steps up to {terms.end}. Call fit once for all steps, or give each part a folder."
             )
-        first = processes.first_process()
-        shown = first and bool(progress) and not callable(progress)
-        show = Progress(run.done, terms.end, most, unit=terms.mechanism.unit, enabled=shown)
+        show = Progress(run.done, terms.end, most, unit=terms.mechanism.unit, show=progress)
         stack.callback(show.close)
-        if run.done > terms.begin:
-            logging.info("fit: the given state is ignored; %s is at step %d.", directory, run.done)
-            if run.done < terms.end:
-                show.say(f"The run in {directory} resumes at step {run.done:,} of {terms.end:,}.")
-        _loop(run, terms, stop, show, evaluate, progress if callable(progress) and first else None)
+        if terms.begin < run.done < terms.end:
+            show.say(f"The run in {directory} resumes at step {run.done:,} of {terms.end:,}.")
+        _loop(run, stop, show, evaluate)
         return renewed(run.state, terms.mechanism), run.rows
-
-
-class _Terms(NamedTuple):
-    """What a call of `fit` runs and logs, checked."""
-
-    mechanism: Plan
-    begin: int
-    """The step of the given state."""
-    end: int
-    evaluate_every: int | None
-    save_every: int | None
-    delta: float
-    method: str
-
-    @property
-    def row_every(self) -> int:
-        """Steps between rows of the log."""
-        # Twenty rows draw a curve; the last `or` is for a call without steps.
-        return self.evaluate_every or -(-(self.end - self.begin) // 20) or 1
-
-    def has_row(self, done: int) -> bool:
-        """Whether the log has a row of this step."""
-        return done == self.end or (done - self.begin) % self.row_every == 0
-
-    def steps_from(self, done: int) -> int:
-        """Steps until the next row or checkpoint, or until the end."""
-        to_row = self.row_every - (done - self.begin) % self.row_every
-        to_save = to_row if self.save_every is None else self.save_every - done % self.save_every
-        return min(self.end - done, to_row, to_save)
 
 
 def _checked(
@@ -209,16 +170,15 @@ def _checked(
     save_every: int | None,
     delta: float | None,
     method: str | None,
-) -> _Terms:
+) -> Terms:
     """The checked arguments of `fit`, which are equal in all processes, and their defaults."""
-    hint = "dpjax.dpsgd makes one. Usually arguments were swapped: fit(algorithm, state)."
+    hint = "Write fit(algorithm, state) with that of dpjax.dpsgd."
     checks.instance("fit", "algorithm", algorithm, Algorithm, hint)
     check_state("fit", state)
     mechanism = algorithm.mechanism
     if mechanism is None:
         raise ValueError(
-            "fit: this algorithm has no mechanism, so the cost of a step is unknown. Build it as "
-            "Algorithm(init, step, mechanism)."
+            "fit: this algorithm has no mechanism. Build it as Algorithm(init, step, mechanism)."
         )
     hint = "For epochs: round(epochs * examples / batch_size)."
     steps = checks.whole_or_none("fit", "steps", steps, hint, least=0)
@@ -231,17 +191,14 @@ def _checked(
     begin = state.ledger.steps
     # `steps` counts from the given state, so a restarted script asks for the same end.
     end = mechanism.steps if steps is None else begin + steps
-    agreed = processes.from_first(lambda: (begin, end, evaluate_every, save_every, *stated))
-    return _Terms(mechanism, *agreed)
+    # Twenty rows draw a curve; the last `or` is for a call without steps.
+    row_every = evaluate_every or -(-(end - begin) // 20) or 1
+    return Terms(
+        mechanism, *processes.from_first(lambda: (begin, end, row_every, save_every, *stated))
+    )
 
 
-def _told(state: Any) -> str:
-    """A hash of what the states of all processes have in common. Keys are told, not compared."""
-    names = ("params", "optimizer", "bound_scale", "step", "ledger", "memory")
-    return trees.fingerprint([getattr(state, name, ()) for name in names])
-
-
-def _most(algorithm: Algorithm, terms: _Terms) -> float:
+def _most(algorithm: Algorithm, terms: Terms) -> float:
     """The largest epsilon that the progress shows: that of the budget, or of the plan."""
     mechanism, budget, shown = terms.mechanism, algorithm.budget, (terms.delta, terms.method)
     # An accountant without an answer raises here, before the first step runs.
@@ -251,100 +208,32 @@ def _most(algorithm: Algorithm, terms: _Terms) -> float:
     return budget.epsilon if same else planned
 
 
-def _loop(
-    run: Run,
-    terms: _Terms,
-    stop: Stop,
-    show: Progress,
-    evaluate: Evaluate | None,
-    follow: Show | None,
-) -> None:
+def _loop(run: Run, stop: Stop, show: Progress, evaluate: Evaluate | None) -> None:
     """Runs the steps: each row is saved, and then released."""
-    over, interrupted = run.stopped or run.done == terms.end, False
+    terms, interrupted = run.terms, False
+
+    def release() -> None:
+        run.release(evaluate, show.take_rate())
+        show.line(run.rows)
+
     if run.at_row:  # a kill may have come between the row of this step and its files
-        run.write_released(terms.delta, terms.method, last=over)
+        run.write_released()
     elif terms.begin < run.done and terms.has_row(run.done):  # or between checkpoint and row
-        over = _release(run, terms, show, evaluate, follow)
-    while not over and not interrupted:
+        release()
+    while not (run.over or interrupted):
         show.begin()
         run.advance(terms.steps_from(run.done))
         show.tick(run.done)
         # A signal to one process stops all of them at the same step.
         interrupted = processes.any_process(stop.asked)
         row = terms.has_row(run.done)
-        if run.folder is not None and (row or interrupted or _save_is_due(run, terms)):
+        if run.folder is not None and (row or interrupted or run.save_is_due()):
             run.save()
         if row:
-            over = _release(run, terms, show, evaluate, follow)
+            release()
     # Asked again: a signal may have come while the last row was evaluated.
     if processes.any_process(stop.asked):
         saved = "not saved, for want of a directory."
         if run.folder is not None:
             saved = f"saved in {run.folder.path}. The same command resumes the run."
         stop.end_process(f"stopped at step {run.done:,} of {terms.end:,}, {saved}")
-
-
-def _save_is_due(run: Run, terms: _Terms) -> bool:
-    if terms.save_every is not None:
-        return run.done % terms.save_every == 0
-    return processes.from_first(lambda: time.monotonic() - run.saved > _SAVE)
-
-
-def _release(
-    run: Run, terms: _Terms, show: Progress, evaluate: Evaluate | None, follow: Show | None
-) -> bool:
-    """Releases the last step, whose checkpoint is on disk; returns whether the run ends here."""
-    row = _row(run, terms, show.take_rate())
-    if evaluate is not None:
-        # A number by a name that only some rows have would be read as that of `fit` too.
-        taken = {*row, *FIELDS, _speed(terms)} - {"stop", "private"}
-        row |= _evaluated(evaluate(run.shown()), taken)
-    # Processes may measure different numbers, and all of them stop at one step.
-    chosen = processes.from_first(lambda: bool(row.get("stop")))
-    if chosen:
-        run.end()
-        row |= _cost(run.state.ledger, terms)
-    over = chosen or run.done == terms.end
-    full = run.add(row)
-    run.write_released(terms.delta, terms.method, last=over)
-    # What a user saw is in the log.
-    if run.board is not None:
-        run.board.write(full)
-    show.line(run.done, full)
-    if follow is not None:
-        follow(run.rows)
-    return over
-
-
-def _row(run: Run, terms: _Terms, speed: float) -> dict[str, Any]:
-    """What the log says of a step before it is evaluated; ``speed`` is in steps per second."""
-    spent = run.state.ledger
-    row: dict[str, Any] = {
-        "step": spent.steps,
-        **_cost(spent, terms),
-        "delta": terms.delta,
-        "method": terms.method,
-        **({} if accounting.METHODS[terms.method].proven else {"estimate": True}),
-        **numbers(run.algorithm.released(run.state)),
-    }
-    return {**row, _speed(terms): speed * terms.mechanism.batch_size} if speed else row
-
-
-def _speed(terms: _Terms) -> str:
-    return f"{terms.mechanism.unit}s_per_second"
-
-
-def _cost(spent: ledger.Ledger, terms: _Terms) -> dict[str, Any]:
-    """Epsilon, and of how many steps it is where these are not the steps that ran."""
-    mechanism = terms.mechanism
-    counted = {"counted": len(ledger.counted(spent, mechanism))} if spent.chosen else {}
-    return {"epsilon": ledger.epsilon(spent, mechanism, terms.delta, terms.method), **counted}
-
-
-def _evaluated(answer: Mapping[str, Any], taken: set[str]) -> dict[str, Any]:
-    """The numbers of an evaluation, without the names of the log that are taken."""
-    if clash := sorted(taken & answer.keys()):
-        raise ValueError(f"fit(evaluate=...): {', '.join(clash)} are names of the log itself.")
-    # An array of several truth values raises here, and would be true as a list.
-    stop = {"stop": bool(answer["stop"])} if "stop" in answer else {}
-    return {**numbers(answer), **stop}

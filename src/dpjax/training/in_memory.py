@@ -31,8 +31,8 @@ _MOST = 512
 class InMemory:
     """Steps on data in device memory.
 
-    ``shared`` are arrays that ``recipe.loss`` takes before the parameters. They are arguments of
-    the program: a closure would be copied into it as constants.
+    ``shared`` are arrays that ``recipe.loss`` takes before the parameters: a closure would be
+    copied into the program as constants.
     """
 
     def __init__(
@@ -53,46 +53,39 @@ class InMemory:
 
     def run(self, state: State, count: int) -> tuple[State, Seen]:
         """The state ``count`` steps later, whose buffers it donates, and what the steps saw."""
+        leaves, structure = jax.tree.flatten(state)
+        mesh = self._home(state.params)
+        places = None if mesh is None else tuple(leaf.sharding for leaf in leaves)
+        several, held = self._compiled(places, structure), self._held_on(mesh)
         parts = []
         while count > 0:
             # One program serves every count, because the buffer has a fixed size.
             some = min(count, _MOST)
-            step, held = self._program(state)
-            state, seen = step(state, *held, some)
+            state, seen = several(state, *held, some)
             parts.append(jax.tree.map(lambda x, n=some: x[:n], jax.device_get(seen)))
             count -= some
         return state, jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
-    def _program(self, state: State) -> tuple[Any, tuple[PyTree, PyTree]]:
-        """The program for a state, and the data where it reads them."""
-        leaves, structure = jax.tree.flatten(state)
-        mesh = self._home(state.params)
-        places = None if mesh is None else tuple(leaf.sharding for leaf in leaves)
-        return self._compiled(places, structure), self._held_on(mesh)
 
-
-# Functions of the module: a method in its object's own cache would keep the data in memory until
-# Python looks for cycles.
+# Of the module: a method in its object's own cache would keep the data in memory until Python looks
+# for cycles.
 def _compiled(recipe: Recipe, places: tuple[Any, ...] | None, structure: Any) -> Any:
-    """The program of several steps on states that lie in these places."""
+    """`private_step`, several times, on states that lie in these places."""
+
+    def several(
+        state: State, data: PyTree, shared: PyTree, count: Int[Array, ""]
+    ) -> tuple[State, Seen]:
+        # The trip count is an argument of the loop: no number of steps compiles a new program, and
+        # a run is the same to the last bit however it is cut into dispatches.
+        def body(i: Int[Array, ""], carry: tuple[State, Any]) -> tuple[State, Any]:
+            state, seen = carry
+            state, last = private_step(recipe, data, state, shared)
+            return state, jax.tree.map(lambda all_, this: all_.at[i].set(this), seen, last)
+
+        none = nothing_seen(recipe.mechanism)
+        seen = jax.tree.map(lambda x: jnp.zeros((_MOST, *x.shape), x.dtype), none)
+        return jax.lax.fori_loop(0, count, body, (state, seen))
+
     # What a step returns lies where it lay before, so the next step finds the same program.
     out = None if places is None else (structure.unflatten(places), None)
-    several = functools.partial(_several, recipe)
     return jax.jit(several, donate_argnums=0, out_shardings=out)
-
-
-def _several(
-    recipe: Recipe, state: State, data: PyTree, shared: PyTree, count: Int[Array, ""]
-) -> tuple[State, Seen]:
-    """`private_step`, ``count`` times."""
-
-    # The trip count is an argument of the loop: no number of steps compiles a new program, and
-    # a run is the same to the last bit however it is cut into dispatches.
-    def body(i: Int[Array, ""], carry: tuple[State, Any]) -> tuple[State, Any]:
-        state, seen = carry
-        state, last = private_step(recipe, data, state, shared)
-        return state, jax.tree.map(lambda all_, this: all_.at[i].set(this), seen, last)
-
-    none = nothing_seen(recipe.mechanism)
-    seen = jax.tree.map(lambda x: jnp.zeros((_MOST, *x.shape), x.dtype), none)
-    return jax.lax.fori_loop(0, count, body, (state, seen))

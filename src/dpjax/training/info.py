@@ -48,17 +48,8 @@ def nothing_seen(mechanism: Mechanism) -> Seen:
     """The sums over no examples, without gradients; the mechanism's rule has the groups."""
     groups = jnp.zeros(len(mechanism.clipping.bounds), jnp.float32)
     zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
-    return Seen(
-        losses=zero,
-        scored=none,
-        norms=groups,
-        over=groups,
-        below=zero,
-        drawn=none,
-        working=none,
-        dropped=none,
-        examples=none,
-    )
+    counts = dict.fromkeys(("scored", "drawn", "working", "dropped", "examples"), none)
+    return Seen(losses=zero, norms=groups, over=groups, below=zero, **counts)
 
 
 def no_sums(mechanism: Mechanism, params: PyTree, layout: Layout) -> Sums:
@@ -90,8 +81,8 @@ def warn_of_unscored(name: str, seen: Seen) -> bool:
     counted = int(np.sum(seen.working - seen.dropped))
     if unscored := counted - int(np.sum(seen.scored)):
         logging.warning(
-            "%s: %d of %d examples have a finite gradient and a loss that is not finite. Usually "
-            "their labels are out of range, 1 to K instead of 0 to K-1.",
+            "%s: %d of %d examples have a finite gradient and a loss that is not finite. Check "
+            "their labels: 0 to K-1.",
             name,
             unscored,
             counted,

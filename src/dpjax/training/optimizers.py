@@ -41,12 +41,8 @@ def scaled_rate(base: float, batch_size: float) -> float:
       Tramèr and Boneh, "Differentially Private Learning Needs Better Features (or Much More
       Data)", 2021, appendix D.
     """
-    call = "training.scaled_rate"
-    base = checks.number(call, "base", base, "It is the rate for a batch of 512.")
-    hint = "It is the expected size of a batch."
-    batch_size = checks.positive(call, "batch_size", batch_size, hint)
-    if batch_size < 512:
-        raise ValueError(f"{call}(batch_size={batch_size:g}): expected at least 512.")
+    if not batch_size >= 512:
+        raise ValueError(f"training.scaled_rate(batch_size={batch_size}): expected at least 512.")
     # The paper's convention counts whole batches of 512, hence the integer division.
     return batch_size // 512 * base
 
@@ -111,13 +107,12 @@ def dp_adam(
       Tang, Shpilevskiy and Lécuyer, "DP-AdamBC: Your DP-Adam Is Actually DP-SGD (Unless You
       Apply Bias Correction)", 2023.
     """
-    hint = "Write dp_adam(learning_rate, mechanism)."
-    checks.instance("training.dp_adam", "mechanism", mechanism, Mechanism, hint)
-    floor = checks.positive("training.dp_adam", "floor", floor, "Start from 1e-8.")
+    checks.instance("training.dp_adam", "mechanism", mechanism, Mechanism)
+    floor = checks.positive("training.dp_adam", "floor", floor)
     if mechanism.noise is not None:  # whose moments are smaller, by an amount that is not computed
         raise ValueError(
-            f"training.dp_adam(mechanism with noise={mechanism.noise.name}): expected fresh noise "
-            "at every step. Use optax.adam, or leave noise= out."
+            f"training.dp_adam: expected independent noise, got {mechanism.noise.name}. Use "
+            "optax.adam."
         )
     groups = mechanism.clipping.partition
     # One multiplier is relative to the sensitivity of all groups, so all leaves have one variance.
@@ -150,11 +145,11 @@ def dp_adam(
         # Both moments have the same bias, so the noise is subtracted before Adam's correction for
         # the first steps.
         assigned = groups.assign(means) if per_group else (0,) * len(leaves)
-        own = [v - noise[group].astype(v.dtype) for v, group in zip(leaves, assigned, strict=True)]
+        left = [v - noise[group].astype(v.dtype) for v, group in zip(leaves, assigned, strict=True)]
         updates = jax.tree.map(
             lambda m, v: m / (1 - b1**count) / jnp.sqrt(jnp.maximum(v / (1 - b2**count), floor)),
             first,
-            structure.unflatten(own),
+            structure.unflatten(left),
         )
         return updates, DPAdamState(count, first, second, noise)
 

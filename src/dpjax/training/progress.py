@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of a run: one live line on a terminal, plain lines in a file or a pipe."""
+"""Progress of a run: one live line on a terminal, plain lines in a file or a pipe.
+
+Where several processes run, the first one alone shows it.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,23 @@ import datetime
 import shutil
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
+from dpjax import processes
 from dpjax._display import rate
 from dpjax._files import FIELDS
 from dpjax.accounting.rounding import upwards
+
+Follow = Callable[[Sequence[Mapping[str, Any]]], object]
+"""Gets all rows of the log after each new one."""
 
 # Fields that the line shows in words of its own, or not at all.
 _QUIET = FIELDS - {"bound"}
 
 
 class Progress:
-    """Shows the progress of a run."""
+    """Shows the progress of a run: as lines, or by a function of the caller's."""
 
     def __init__(
         self,
@@ -27,13 +35,16 @@ class Progress:
         most: float,
         *,
         unit: str = "example",
-        enabled: bool = True,
+        show: bool | Follow = True,
         stream: TextIO | None = None,
     ) -> None:
+        first = processes.first_process()
         self.stream = stream or sys.stderr
-        self.end, self.most, self.units, self.enabled = end, most, f"{unit}s", enabled
+        self.follow = show if first and callable(show) else None
+        self.enabled = first and bool(show) and not callable(show)
+        self.end, self.most, self.units = end, most, f"{unit}s"
         # A live line overwrites itself; in a file or a pipe every update would stay.
-        self.live = enabled and self.stream.isatty()
+        self.live = self.enabled and self.stream.isatty()
         self.step, self.shown, self.began = begin, 0.0, 0.0
         # When the first dispatch ended, which compiled, and at which step.
         self.first: tuple[float, int] | None = None
@@ -58,10 +69,8 @@ class Progress:
         if self.first is None:
             self.first = now, step
         else:
-            self.steps, self.seconds = (
-                self.steps + step - self.step,
-                self.seconds + now - self.began,
-            )
+            self.steps += step - self.step
+            self.seconds += now - self.began
         self.step = step
         if self.live and now - self.shown > 0.2:
             self._draw()
@@ -72,11 +81,13 @@ class Progress:
         self.steps, self.seconds = 0, 0.0
         return pace
 
-    def line(self, step: int, row: dict[str, Any]) -> None:
-        """Shows a row of the log."""
+    def line(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Shows the last row of the log."""
+        if self.follow is not None:
+            self.follow(rows)
         if not self.enabled:
             return
-        speed = f"{self.units}_per_second"
+        row, speed = rows[-1], f"{self.units}_per_second"
         fields = {k: v for k, v in row.items() if k not in {*_QUIET, speed}}
         fields["private loss"] = row.get("private", {}).get("loss")
         # What stands last is left out first where a terminal is narrow.
@@ -87,7 +98,7 @@ class Progress:
         self.pieces += [f"{k} {v:.3f}" for k, v in fields.items() if isinstance(v, float)]
         self.pieces += [f"{rate(row[speed])} {self.units}/s"] if speed in row else []
         self.pieces += [f"nll {nll:.3f}"] if isinstance(nll, float) else []
-        self.step = step
+        self.step = row["step"]
         self._draw()
         if not self.live:
             print(file=self.stream, flush=True)
@@ -100,21 +111,20 @@ class Progress:
             left = datetime.timedelta(seconds=round((self.end - self.step) * pace))
             pieces.append(f"{left} left")
         pieces += self.pieces
-        if self.live:
-            full = round(8 * self.step / max(1, self.end))
-            bar = "\u2501" * full + "\u2500" * (8 - full)
-            # A terminal that cannot encode the bar would end the run with an exception.
-            if (self.stream.encoding or "utf-8").lower() not in ("utf-8", "utf8"):
-                bar = "=" * full + "-" * (8 - full)
-            # A line that wraps could not be overwritten by a carriage return, so whole pieces are
-            # left out from the right until the line fits.
-            width = shutil.get_terminal_size().columns - 1
-            while len(pieces) > 1 and len("  ".join([bar, *pieces])) > width:
-                pieces.pop()
-            text = f"\r{'  '.join([bar, *pieces])[:width]}\x1b[K"
-        else:
-            text = "  ".join(pieces)
-        print(text, end="", file=self.stream, flush=True)
+        if not self.live:
+            print("  ".join(pieces), end="", file=self.stream, flush=True)
+            return
+        full = round(8 * self.step / max(1, self.end))
+        # A terminal that cannot encode the bar would end the run with an exception.
+        plain = (self.stream.encoding or "utf-8").lower() not in ("utf-8", "utf8")
+        done, open_ = "=-" if plain else "\u2501\u2500"
+        pieces.insert(0, done * full + open_ * (8 - full))
+        # A line that wraps could not be overwritten by a carriage return, so whole pieces are left
+        # out from the right until the line fits.
+        width = shutil.get_terminal_size().columns - 1
+        while len(pieces) > 2 and len("  ".join(pieces)) > width:
+            pieces.pop()
+        print(f"\r{'  '.join(pieces)[:width]}\x1b[K", end="", file=self.stream, flush=True)
 
     def close(self) -> None:
         """Ends the live line."""

@@ -65,9 +65,9 @@ class Recipe(NamedTuple):
 
 def bound_to(recipe: Recipe, shared: PyTree) -> Recipe:
     """The recipe with the shared arrays in its loss."""
-    return (
-        recipe if shared is None else recipe._replace(loss=functools.partial(recipe.loss, shared))
-    )
+    if shared is None:
+        return recipe
+    return recipe._replace(loss=functools.partial(recipe.loss, shared))
 
 
 def extra_arguments(optimizer: optax.GradientTransformation, bound_scale: Any) -> dict[str, Any]:

@@ -91,45 +91,31 @@ def released_params(folder: str | os.PathLike[str], like: PyTree) -> PyTree:
 
 def restored(saved: bytes, like: PyTree, where: str) -> PyTree:
     """What `serialized` has written, in the structure of ``like``; ``where`` opens errors."""
-    leaves, structure = jax.tree.flatten(like)
-    # Flax names some leaves otherwise than JAX. A file of the leaves' numbers has Flax's names.
-    numbers = structure.unflatten(np.arange(len(leaves)))
-    places = _by_name(serialized(numbers))
-    try:
-        arrays = _by_name(saved)
-    except Exception as error:  # msgpack's own kinds
-        raise ValueError(f"{where}: expected parameters that fit wrote ({error}).") from error
-    for name in {**places, **arrays}:
-        there = np.shape(arrays[name]) if name in arrays else None
-        here = np.shape(leaves[places[name]]) if name in places else None
-        if there != here:
-            raise ValueError(
-                f"{where}: found {_shown(there)} at {name!r}, expected {_shown(here)}. Give the "
-                "tree that was trained."
-            )
-    # A tuple of more than ten is in the file in another order.
-    ordered = (jnp.array(arrays[name]) for name in sorted(places, key=places.__getitem__))
-    return structure.unflatten(ordered)
-
-
-def _by_name(saved: bytes) -> dict[str, Any]:
     from flax import serialization
 
-    tree = serialization.msgpack_restore(saved)
-    return dict(zip(trees.leaf_names(tree), jax.tree.leaves(tree), strict=True))
-
-
-def _shown(shape: tuple[int, ...] | None) -> str:
-    return "no leaf" if shape is None else f"shape {list(shape)}"
+    leaves, structure = jax.tree.flatten(like)
+    expected = dict(zip(trees.leaf_names(like), leaves, strict=True))
+    try:
+        arrays = dict(serialization.msgpack_restore(saved))
+    except Exception as error:  # msgpack's own kinds
+        raise ValueError(f"{where}: expected parameters that fit wrote ({error}).") from error
+    for name in {**expected, **arrays}:
+        there, here = (
+            list(np.shape(by_name[name])) if name in by_name else "no leaf"
+            for by_name in (arrays, expected)
+        )
+        if there != here:
+            raise ValueError(
+                f"{where}: found {there} at {name!r}, expected {here}. Give the tree that was "
+                "trained."
+            )
+    return structure.unflatten(jnp.array(arrays[name]) for name in expected)
 
 
 def serialized(params: Any) -> bytes:
-    """Parameters as Flax serialises them; leaves by name where Flax does not know the tree."""
+    """The leaves of parameters by name, as msgpack in the dialect of Flax."""
     from flax import serialization  # which training without a folder does not need
 
-    held = jax.device_get(params)
-    try:
-        return serialization.to_bytes(held)
-    except TypeError:  # a class that Flax does not know
-        named = dict(zip(trees.leaf_names(held), jax.tree.leaves(held), strict=True))
-        return serialization.msgpack_serialize(named)
+    held = jax.tree.map(np.asarray, jax.device_get(params))
+    named = dict(zip(trees.leaf_names(held), jax.tree.leaves(held), strict=True))
+    return serialization.msgpack_serialize(named)

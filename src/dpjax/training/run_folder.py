@@ -17,8 +17,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from absl import logging
-
 from dpjax import processes
 from dpjax._files import line_of_log, lock, opened_for_owner, read_json, read_log, replace
 from dpjax.ledger import Refused
@@ -54,32 +52,27 @@ class Folder:
         # The lock first: everything below reads and writes files that another process may hold.
         stack.enter_context(held(self.path))
         path = self.path / "run.json"
-        text = json.dumps(self.identity, indent=2) + "\n"
-        if not path.exists():
-            if released_steps(self.path):
+        if path.exists():
+            before = read_json(path)
+            if "mechanism" in self.identity:
+                check_format(before.get("mechanism"), f"fit(directory={str(self.path)!r})")
+            there, now = map(_leaves, (before, self.identity))
+            lines = [
+                f"  {name}: {there.get(name, 'null'):.60} there, {now.get(name, 'null'):.60} now\n"
+                for name in {**there, **now}
+                if there.get(name) != now.get(name)
+            ]
+            if not lines:
+                return
+            # A first step that does not compile would otherwise block the folder. Queries of
+            # preparation are spent before the first step.
+            if released_steps(self.path) or before.get("mechanism", {}).get("preparation"):
                 raise Refused(
-                    f"fit(directory={str(self.path)!r}): steps ran there, and run.json is gone. "
-                    "Choose another folder; what the run released stays spent."
+                    f"fit(directory={str(self.path)!r}): another run is there:\n{''.join(lines)}"
+                    "Use its settings, or another folder with before=training.earlier(folder)."
                 )
-            replace(path, text)  # whole, also if a kill comes between
-            return
-        before = read_json(path)
-        if "mechanism" in self.identity:
-            check_format(before.get("mechanism"), f"fit(directory={str(self.path)!r})")
-        if not (lines := differences(before, self.identity)):
-            return
-        # A first step that does not compile would otherwise block the folder. Queries of
-        # preparation are spent before the first step.
-        if not released_steps(self.path) and not before.get("mechanism", {}).get("preparation"):
-            logging.info("fit: the run in %s spent nothing; a new run replaces it.", self.path)
             _remove(self.path)
-            replace(path, text)
-            return
-        raise Refused(
-            f"fit(directory={str(self.path)!r}): another run is there:\n" + "\n".join(lines) + "\n"
-            "Use its settings; or choose another folder, and count what this one spent: "
-            "Mechanism(..., before=dpjax.training.earlier(folder))."
-        )
+        replace(path, json.dumps(self.identity, indent=2) + "\n")  # whole, also after a kill
 
     def latest(self, like: Any) -> Restored | None:
         """The last checkpoint, from which the run resumes; None if no step was released.
@@ -95,8 +88,7 @@ class Folder:
         if steps > (0 if latest is None else latest.state.ledger.steps):
             raise Refused(
                 f"fit(directory={str(self.path)!r}): {steps} steps ran there, and {why}. Start in "
-                "another folder, from the released parameters, with "
-                "Mechanism(..., before=dpjax.training.earlier(folder))."
+                "another folder with before=dpjax.training.earlier(folder)."
             )
         return latest
 
@@ -125,25 +117,15 @@ class Folder:
 def held(directory: str | os.PathLike[str], name: str = "lock") -> Iterator[None]:
     """Holds a run's folder, which is made if necessary, until the block ends.
 
-    Args:
-      directory: The folder.
-      name: The file of the lock. What a command does before and after `fit` has one of its own.
-
-    Raises:
-      Refused: Another process holds it. The system frees the lock of a process that is killed.
+    ``name`` is the file of the lock: what a command does before and after `fit` has one of its own.
+    The system frees the lock of a process that is killed.
     """
     path = pathlib.Path(directory) / name
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = lock(path)
-    except OSError as error:
-        raise OSError(
-            f"fit(directory={str(directory)!r}): expected a folder that can be written ({error})."
-        ) from error
-    if handle is None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if (handle := lock(path)) is None:
         raise Refused(
             f"fit(directory={str(directory)!r}): process {path.read_text() or 'unknown'} is "
-            "running there. Wait until it ends, or choose another folder."
+            "running there. Choose another folder."
         )
     try:
         yield
@@ -160,23 +142,8 @@ def identity_of(
     other numbers, and never a step for the second time.
     """
     randomness = "supplied" if supplied(state) else "fresh"
-    identity = {**algorithm.identity(state), "randomness": randomness}
-    if taken := sorted(identity.keys() & configuration.keys()):
-        raise ValueError(
-            f"fit(configuration=...): {', '.join(taken)} would replace facts by which the run is "
-            "accounted. Leave these out, or rename them."
-        )
-    return {**identity, **configuration}
-
-
-def differences(before: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
-    """A line for each difference between the run in a folder and the run now."""
-    there, now = map(_leaves, (before, identity))
-    return [
-        f"  {name}: {there.get(name, 'null'):.60} there, {now.get(name, 'null'):.60} now"
-        for name in {**there, **now}
-        if there.get(name) != now.get(name)
-    ]
+    # Facts by which the run is accounted come last: no configuration replaces them.
+    return {**configuration, **algorithm.identity(state), "randomness": randomness}
 
 
 def _leaves(facts: Mapping[str, Any], path: str = "") -> dict[str, str]:

@@ -2,6 +2,7 @@
 """The progress of a run: its state, its rows, and the infos since the last row.
 
 A checkpoint holds the first and the last, so a resumed run writes the rows of an uninterrupted one.
+`Run.release` is where numbers leave the run; `dpjax.fit` saves the step before it calls it.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from absl import logging
 
-from dpjax import ledger, processes, trees
+from dpjax import accounting, ledger, processes, trees
+from dpjax._files import FIELDS
 from dpjax.ledger import Refused
 from dpjax.training.keys import renewed, supplied, with_supplied, without_secrets
 from dpjax.training.released import write_released
@@ -25,16 +27,43 @@ from dpjax.training.run_folder import Folder, counted
 from dpjax.training.tensorboard import Board
 from dpjax.types import Algorithm, Plan
 
+Evaluate = Callable[[Any], Mapping[str, Any]]
+
 _DISPATCH = 0.25  # seconds of steps per dispatch; signals and the clock are read between them
+_SAVE = 300.0  # seconds between checkpoints
+
+
+class Terms(NamedTuple):
+    """What a call of `fit` runs and logs, checked."""
+
+    mechanism: Plan
+    begin: int
+    """The step of the given state."""
+    end: int
+    row_every: int
+    save_every: int | None
+    delta: float
+    method: str
+
+    def has_row(self, done: int) -> bool:
+        """Whether the log has a row of this step."""
+        return done == self.end or (done - self.begin) % self.row_every == 0
+
+    def steps_from(self, done: int) -> int:
+        """Steps until the next row or checkpoint, or until the end."""
+        to_row = self.row_every - (done - self.begin) % self.row_every
+        to_save = to_row if self.save_every is None else self.save_every - done % self.save_every
+        return min(self.end - done, to_row, to_save)
 
 
 class Run:
     """A run in progress."""
 
     def __init__(
-        self, algorithm: Algorithm, mechanism: Plan, state: Any, folder: Folder | None
+        self, algorithm: Algorithm, terms: Terms, state: Any, folder: Folder | None
     ) -> None:
-        self.algorithm, self.mechanism, self.folder = algorithm, mechanism, folder
+        self.algorithm, self.terms, self.folder = algorithm, terms, folder
+        self.mechanism = mechanism = terms.mechanism
         self.rows: list[dict[str, Any]] = []
         self.seen: list[Mapping[str, Any]] = []
         # The ledger on the host, where it grows: a caller may have put the state on a device.
@@ -57,31 +86,28 @@ class Run:
         return bool(self.rows) and self.rows[-1]["step"] == self.done
 
     @property
-    def stopped(self) -> bool:
-        """Whether the evaluation after the last step ended the run."""
-        return self.at_row and bool(self.rows[-1].get("stop"))
+    def over(self) -> bool:
+        """Whether all steps ran, or the evaluation after the last one ended the run."""
+        return self.done == self.terms.end or (self.at_row and bool(self.rows[-1].get("stop")))
 
     def _take_up(self, folder: Folder) -> None:
         """Resumes from the last checkpoint, if there is one."""
-        found = folder.latest(without_secrets(self.state, self.mechanism))
-        if found is None:
+        latest = folder.latest(without_secrets(self.state, self.mechanism))
+        if latest is None:
             return
-        facts = found.facts
+        facts = latest.facts
         if processes.from_first(lambda: facts["key"] != self._digest_of_key()):
             raise Refused(
-                f"fit(directory={str(folder.path)!r}): the run there began with another key=. Give "
-                "its key again; no file holds it."
+                f"fit(directory={str(folder.path)!r}): the run there began with another key=."
             )
-        if found.state.ledger.steps >= self.done:
-            self.state = with_supplied(found.state, self.state)
+        if latest.state.ledger.steps >= self.done:
+            self.state = with_supplied(latest.state, self.state)
         self.rows = folder.rows()
         # A row may be younger than the checkpoint of its step: it has these infos.
         self.seen = [] if self.at_row else list(facts["seen"])
-        if (missing := facts["rows"] - len(self.rows)) > 0:
-            logging.warning("fit: %d rows are missing in %s.", missing, folder.log)
         # The checkpoint is older than a stop in the row of its step.
         if (least := counted(self.rows)) or self.state.ledger.chosen:
-            self.end(least)
+            self._end(least)
 
     def _digest_of_key(self) -> str | None:
         """A hash of a supplied key, by which a resumed run knows it again."""
@@ -89,15 +115,11 @@ class Run:
             return None
         return hashlib.sha256(trees.on_host(self.state.key).tobytes()).hexdigest()
 
-    def end(self, least: int = 0) -> None:
+    def _end(self, least: int = 0) -> None:
         """Records that results ended the run; at least ``least`` steps count."""
         mechanism, budget = self.mechanism, self.algorithm.budget
         spent = ledger.ended(self.state.ledger, mechanism, budget, least=least)
         self.state = _with_ledger(self.state, spent)
-
-    def shown(self) -> Any:
-        """The state with buffers of its own, and keys that made no noise: users keep it."""
-        return trees.copy(renewed(self.state, self.mechanism))
 
     def advance(self, most: int) -> None:
         """Takes at most ``most`` steps, and about as many as run in a quarter of a second."""
@@ -107,8 +129,8 @@ class Run:
         self.state, infos = _several(self.algorithm, self.state, count)
         if self.done != before + count:
             raise RuntimeError(
-                f"fit: {count} steps ran and the ledger counts {self.done - before}. An algorithm "
-                "must call dpjax.ledger.admit for every step before it runs."
+                f"fit: {count} steps ran and the ledger counts {self.done - before}. Call "
+                "dpjax.ledger.admit for every step."
             )
         # Python numbers: they go into a checkpoint's JSON.
         self.seen.append({k: np.asarray(v).tolist() for k, v in infos._asdict().items()})
@@ -117,28 +139,73 @@ class Run:
         # long.
         self.pace = max(1, min(2 * self.pace, int(count * _DISPATCH / elapsed)))
 
+    def save_is_due(self) -> bool:
+        """Whether a step without a row is saved."""
+        if self.terms.save_every is not None:
+            return self.done % self.terms.save_every == 0
+        return processes.from_first(lambda: time.monotonic() - self.saved > _SAVE)
+
     def save(self) -> None:
         """Writes a checkpoint: from here on the steps so far count as released."""
         assert self.folder is not None
         self.saved = time.monotonic()
-        facts = {"seen": self.seen, "rows": len(self.rows), "key": self._digest_of_key()}
+        facts = {"seen": self.seen, "key": self._digest_of_key()}
         state = without_secrets(self.state, self.mechanism)
         self.folder.checkpoints.save(self.done, state, facts)
 
-    def add(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds a row to the log, with the mean infos since the last row."""
-        full = {**row, "private": {**_means(self.seen), **row.get("private", {})}}
+    def release(self, evaluate: Evaluate | None, speed: float) -> None:
+        """Releases the last step, whose checkpoint is on disk: its row, then its files.
+
+        ``speed`` is in steps per second.
+        """
+        terms, pace = self.terms, f"{self.mechanism.unit}s_per_second"
+        row: dict[str, Any] = {
+            "step": self.done,
+            **self._cost(),
+            "delta": terms.delta,
+            "method": terms.method,
+            **({} if accounting.METHODS[terms.method].proven else {"estimate": True}),
+            **_numbers(self.algorithm.released(self.state)),
+            **({pace: speed * self.mechanism.batch_size} if speed else {}),
+        }
+        if evaluate is not None:
+            # Users keep the state, so it has buffers of its own and keys that made no noise.
+            answer = evaluate(trees.copy(renewed(self.state, self.mechanism)))
+            # A number by a name that only some rows have would be read as that of `fit` too.
+            taken = {*row, *FIELDS, pace} - {"stop", "private"}
+            if clash := sorted(taken & answer.keys()):
+                raise ValueError(f"fit(evaluate=...): {', '.join(clash)} are names of the log.")
+            row |= _numbers(answer)
+            # Processes may measure different numbers, and all of them stop at one step. An array
+            # of several truth values raises here, and would be true as a list.
+            stop = processes.from_first(lambda: bool(answer.get("stop")))
+            row |= {"stop": stop} if stop or "stop" in answer else {}
+        if row.get("stop"):
+            self._end()
+            row |= self._cost()
+        row["private"] = {**_means(self.seen), **row.get("private", {})}
         self._warn_of_dropped()
         self.seen = []
         if self.folder is not None:
-            self.folder.write(full)
-        self.rows.append(full)
-        return full
+            self.folder.write(row)
+        self.rows.append(row)
+        self.write_released()
+        # What a user saw is in the log.
+        if self.board is not None:
+            self.board.write(row)
 
-    def write_released(self, delta: float, method: str, *, last: bool) -> None:
+    def _cost(self) -> dict[str, Any]:
+        """Epsilon, and of how many steps it is where these are not the steps that ran."""
+        spent, mechanism = self.state.ledger, self.mechanism
+        steps = {"counted": len(ledger.counted(spent, mechanism))} if spent.chosen else {}
+        epsilon = ledger.epsilon(spent, mechanism, self.terms.delta, self.terms.method)
+        return {"epsilon": epsilon, **steps}
+
+    def write_released(self) -> None:
         """Writes what may be released of the last row into the folder, if there is one."""
         if self.folder is not None:
-            write_released(self.folder, self.mechanism, self.state, delta, method, last=last)
+            stated = (self.terms.delta, self.terms.method)
+            write_released(self.folder, self.mechanism, self.state, *stated, last=self.over)
 
     def _warn_of_dropped(self) -> None:
         """Warns once that examples or clients contributed zero. Every row has their number."""
@@ -149,12 +216,12 @@ class Run:
         units = f"{self.mechanism.unit}s"
         drawn = sum(int(np.sum(s[units])) for s in self.seen)
         logging.warning(
-            "fit: of %d %s drawn up to step %d, %d had no finite gradient. Usually there is a NaN "
-            "in the data, or the rate is too large.",
+            "fit: %d of %d %s up to step %d had no finite gradient. Look for NaN in the data, or "
+            "lower the rate.",
+            dropped,
             drawn,
             units,
             self.done,
-            dropped,
         )
 
     def close(self) -> None:
@@ -196,10 +263,10 @@ def _means(seen: list[Mapping[str, Any]]) -> dict[str, Any]:
     return {k: _plain(np.mean(v, axis=0)) for k, v in some.items() if len(v)}
 
 
-def numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
     """A mapping of arrays in JSON types."""
     return {
-        str(name): numbers(value) if isinstance(value, Mapping) else _plain(value)
+        str(name): _numbers(value) if isinstance(value, Mapping) else _plain(value)
         for name, value in row.items()
     }
 

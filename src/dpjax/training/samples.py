@@ -59,10 +59,9 @@ def keep_samples(
       [5.0, 7.0]
     """
     call = "training.keep_samples"
-    hint = "Start with 20 samples and a burn-in of half the steps."
-    count = checks.whole(call, "count", count, hint)
-    burn_in = checks.whole(call, "burn_in", burn_in, hint, least=0)
-    every = checks.whole(call, "every", every, hint)
+    count = checks.whole(call, "count", count)
+    burn_in = checks.whole(call, "burn_in", burn_in, least=0)
+    every = checks.whole(call, "every", every)
 
     def init(params: PyTree) -> SamplesState:
         # A ring, so that memory is that of `count` models however long the run is.
@@ -70,14 +69,9 @@ def keep_samples(
         return SamplesState(ring, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
     def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
+        updates: PyTree, state: Any, params: Any = None, **extra: Any
     ) -> tuple[PyTree, SamplesState]:
         del extra
-        if params is None:
-            raise ValueError(
-                "training.keep_samples: update needs the parameters: "
-                "optimizer.update(updates, state, params)."
-            )
         step = state.step + 1
         keep = (step > burn_in) & ((step - burn_in) % every == 0)
         slot = state.taken % count
@@ -101,22 +95,20 @@ def samples(state: Any) -> PyTree:
     Returns:
       The parameters' tree, each leaf ``[samples, ...]``, the oldest first.
     """
-    kept = next(iter(trees.nodes(state, SamplesState)), None)
-    if kept is None:
+    sampled = next(iter(trees.nodes(state, SamplesState)), None)
+    if sampled is None:
         raise ValueError(
-            "training.samples: this state holds no samples. Use a state of training.dp_sgld, or "
-            "end the optimizer with training.keep_samples(20)."
+            "training.samples: expected a state with training.keep_samples(20) as a link."
         )
-    taken, size = int(kept.taken), jax.tree.leaves(kept.ring)[0].shape[0]
+    taken, size = int(sampled.taken), jax.tree.leaves(sampled.ring)[0].shape[0]
     if taken == 0:
         raise ValueError(
-            f"training.samples: {int(kept.step)} steps kept no sample; the first one is every= "
-            "steps after the burn-in. Run more steps, or choose a smaller burn_in= or every=."
+            f"training.samples: the {int(sampled.step)} steps that ran kept no sample."
         )
     # From the oldest to the newest: the last sample is the state's own parameters if the run ended
     # on one.
     order = jnp.arange(max(0, taken - size), taken) % size
-    return jax.tree.map(lambda ring: ring[order], kept.ring)
+    return jax.tree.map(lambda ring: ring[order], sampled.ring)
 
 
 def predictive(
@@ -143,5 +135,5 @@ def predictive(
       [[0.5, 0.5]]
     """
     # One sample after the other: the logits of all of them would need the memory of as many models.
-    each = jax.lax.map(lambda params: jax.nn.log_softmax(logits(params, inputs)), samples)
-    return jax.nn.logsumexp(each, axis=0) - math.log(each.shape[0])
+    scores = jax.lax.map(lambda params: jax.nn.log_softmax(logits(params, inputs)), samples)
+    return jax.nn.logsumexp(scores, axis=0) - math.log(scores.shape[0])

@@ -12,19 +12,16 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from dpjax import checks, ledger, meshes, schedules, trees
+from dpjax import checks, ledger, meshes, noise, schedules
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.mechanism.multipliers import Planned
-from dpjax.noise.langevin import multiplier_of
 from dpjax.training.dpsgd import entry_of, on_examples
 from dpjax.training.recipe import Recipe
 from dpjax.training.samples import keep_samples
-from dpjax.types import Algorithm, Clipping, Key, LossFn, PyTree, Sampler, Schedule, State
+from dpjax.types import Algorithm, Clipping, LossFn, PyTree, Sampler, Schedule
 
 
 def dp_sgld(
@@ -89,7 +86,7 @@ def dp_sgld(
     |---|---|
     | a rate that is 0, negative or NaN at some step | an error |
     | a rate that changes at every step | works; accounting is faster if it changes per epoch |
-    | parameters narrower than float32 | an error, because rounding would remove the noise |
+    | parameters narrower than float32 | their dtype rounds small steps, and their noise, to zero |
 
     Example:
       >>> import dpjax
@@ -114,10 +111,8 @@ def dp_sgld(
       Wang, Fienberg and Smola, "Privacy for Free: Posterior Sampling and Stochastic Gradient
       Monte Carlo", 2015.
     """
-    hint = "It is the standard deviation of the prior; math.inf is a flat prior."
-    prior_deviation = checks.positive(
-        "training.dp_sgld", "prior_deviation", prior_deviation, hint, infinite=True
-    )
+    call, hint = "training.dp_sgld", "math.inf is a flat prior."
+    prior_deviation = checks.positive(call, "prior_deviation", prior_deviation, hint, infinite=True)
     silent = Mechanism(
         sampling=sampling,
         clipping=clipping,
@@ -127,25 +122,20 @@ def dp_sgld(
         before=before,
     )
     rate = _planned(learning_rate, steps) if callable(learning_rate) else learning_rate
-    multiplier = multiplier_of(
-        "training.dp_sgld", rate, clipping, sampling.examples, sampling.batch_size, temperature
+    multiplier = noise.langevin_multiplier(
+        rate,
+        clipping,
+        examples=sampling.examples,
+        batch_size=sampling.batch_size,
+        temperature=temperature,
     )
     # The multiplier follows from the rate, so the noise cannot differ from what is accounted.
     mechanism = dataclasses.replace(silent, noise_multiplier=multiplier)
-    call, hint = "training.dp_sgld", "Start with 20 samples and a burn-in of half the steps."
-    samples = checks.whole(call, "samples", samples, hint)
-    burn_in = checks.whole_or_none(call, "burn_in", burn_in, hint, least=0)
-    every = checks.whole_or_none(call, "every", every, hint)
     steps = mechanism.steps
     burn_in = steps // 2 if burn_in is None else burn_in
     # Samples are spread over what is left after the burn-in: neighbouring steps are hardly
     # independent.
     every = max(1, (steps - burn_in) // samples) if every is None else every
-    if steps - burn_in < every:
-        raise ValueError(
-            f"training.dp_sgld(steps={steps}, burn_in={burn_in}): no sample would be kept, as one "
-            f"in {every} later steps is. Give more steps, or a smaller burn_in or every."
-        )
     optimizer = optax.chain(
         # The Gaussian prior's gradient, w / s^2, divided by n, because the loss is a mean over
         # examples.
@@ -156,7 +146,7 @@ def dp_sgld(
     # Langevin dynamics are DP-SGD with this multiplier and this optimizer: draw, clipping, noise
     # and ledger exist once.
     recipe = Recipe(
-        name="training.dp_sgld",
+        name=call,
         loss=loss,
         optimizer=optimizer,
         mechanism=mechanism,
@@ -165,17 +155,7 @@ def dp_sgld(
         microbatch_size=microbatch_size,
         mesh=meshes.of(),
     )
-    inner = on_examples(recipe, data, budget)
-
-    def init(params: PyTree, key: Key | None = None) -> State:
-        _check_width(params)
-        return inner.init(params, key)
-
-    def identity(state: State) -> dict[str, Any]:
-        # The rate is in the mechanism: it decides the noise multiplier.
-        return {**inner.identity(state), "algorithm": "dp_sgld"}
-
-    return dataclasses.replace(inner, init=init, identity=identity)
+    return on_examples(recipe, data, budget)
 
 
 def on_mean_gradient(learning_rate: float | Schedule, examples: int) -> dict[str, Any]:
@@ -212,17 +192,7 @@ def _planned(schedule: Schedule, steps: int) -> Planned:
     planned = Planned.of(schedule, steps)
     if (step := planned.first_without_size()) is not None:
         raise ValueError(
-            f"training.dp_sgld(learning_rate=schedule): {planned.values[step]} at step {step} of "
-            f"{steps}; expected a positive number at every step. End the schedule above 0."
+            f"training.dp_sgld: the rate is {planned.values[step]} at step {step} of {steps}; "
+            "expected a positive one."
         )
     return planned
-
-
-def _check_width(params: PyTree) -> None:
-    for leaf in jax.tree.leaves(params):
-        dtype = jnp.result_type(leaf)
-        if trees.wide(dtype) != dtype:
-            raise TypeError(
-                f"training.dp_sgld: parameters are {dtype}; expected float32 or wider, because a "
-                "narrow dtype rounds steps to zero. Cast inside the loss."
-            )

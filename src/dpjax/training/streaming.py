@@ -38,15 +38,16 @@ class Streamed:
         its = self._programs_on(layout)
         size, first, seen = layout.microbatch_size * layout.shares, int(state.step), []
         block = microbatches_in_block(layout.microbatch_size)
-        keys, steps = (state.key, state.noise_key), range(first, first + count)
-        draws = [_pieces(its.draw(*keys, step), size) for step in steps]
-        place = Placement(layout, size)
+        draws = []
+        for step in range(first, first + count):
+            indices = on_host(its.draw(state.key, state.noise_key, step))
+            draws.append([indices[i : i + size] for i in range(0, len(indices), size)])
+        place = _Placement(layout, size)
         # Draws are known in advance, so rows of the next steps are read while this one runs.
-        microbatches = itertools.chain.from_iterable(draws)
-        batches = self._stream.batches(map(place.ours, microbatches))
-        for pieces in draws:
+        batches = self._stream.batches(map(place.ours, itertools.chain.from_iterable(draws)))
+        for microbatches in draws:
             sums = its.begin(state)
-            for number, piece in enumerate(pieces, 1):
+            for number, piece in enumerate(microbatches, 1):
                 sums = its.add(state, *place(next(batches), len(piece)), sums)
                 if sums.gradients.high is not None and not number % block:
                     sums = its.settle(sums)
@@ -66,8 +67,6 @@ class _Programs(NamedTuple):
 
 
 def _programs(recipe: Recipe, layout: Layout) -> _Programs:
-    """The programs of a step in a layout."""
-
     def begin(state: State) -> Sums:
         empty = on_each(lambda _, params: no_sums(recipe.mechanism, params, layout), layout)
         return empty(state.params)
@@ -88,13 +87,7 @@ def _programs(recipe: Recipe, layout: Layout) -> _Programs:
     )
 
 
-def _pieces(draw: Any, size: int) -> list[np.ndarray]:
-    """The indices of a draw, one microbatch after the other."""
-    indices = on_host(draw)
-    return [indices[i : i + size] for i in range(0, len(indices), size)]
-
-
-class Placement:
+class _Placement:
     """Puts the rows of a batch on the devices of a layout: each process reads its own."""
 
     def __init__(self, layout: Layout, size: int) -> None:
@@ -111,16 +104,16 @@ class Placement:
         mine = piece[self.places[self.places < len(piece)]]
         return mine if len(mine) else piece[-1:]
 
-    def __call__(self, rows: PyTree, found: int) -> tuple[PyTree, Any]:
+    def __call__(self, rows: PyTree, drawn: int) -> tuple[PyTree, Any]:
         """The rows that this process read on its devices, and the mask of the whole batch."""
-        mask, read = np.arange(self.size) < found, len(jax.tree.leaves(rows)[0])
+        mask, read = np.arange(self.size) < drawn, len(jax.tree.leaves(rows)[0])
         # Copies of the last row rather than zeros: a zero row may have a NaN gradient, as of a
         # norm at 0.
         filled = np.minimum(np.arange(len(self.places)), read - 1)
-        whole = rows if read == len(filled) else jax.tree.map(lambda x: x[filled], rows)
+        rows = rows if read == len(filled) else jax.tree.map(lambda x: x[filled], rows)
         sharding = self.sharding
         if sharding is None:
-            return whole, mask
+            return rows, mask
         where = np.zeros(self.size, int)
         where[self.places] = np.arange(len(self.places))
 
@@ -128,7 +121,6 @@ class Placement:
             def part(at: Any) -> np.ndarray:
                 return array[where[at[0]]]
 
-            shape = (self.size, *array.shape[1:])
-            return jax.make_array_from_callback(shape, sharding, part)
+            return jax.make_array_from_callback((self.size, *array.shape[1:]), sharding, part)
 
-        return jax.tree.map(lambda x: put(x, where), whole), put(mask, np.arange(self.size))
+        return jax.tree.map(lambda x: put(x, where), rows), put(mask, np.arange(self.size))

@@ -7,27 +7,19 @@ Numbers computed from private data without noise are under ``private/``. The eve
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import math
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from absl import logging
-
 
 class Board:
-    """Writes events into a folder; does nothing if tensorboardX is not installed.
-
-    It warns, once, and does nothing more if tensorboardX cannot write.
-    """
+    """Writes events into a folder; does nothing if tensorboardX is not installed."""
 
     def __init__(self, directory: pathlib.Path, done: int) -> None:
         self.writer = None
-        if importlib.util.find_spec("tensorboardX") is None:
-            return
-        with self._dropped_on_error():
+        if importlib.util.find_spec("tensorboardX") is not None:
             from tensorboardX import SummaryWriter
 
             directory.mkdir(mode=0o700, exist_ok=True)  # rows hold private numbers
@@ -36,9 +28,7 @@ class Board:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Writes the numbers of a row."""
-        if self.writer is None:
-            return
-        with self._dropped_on_error():
+        if self.writer is not None:
             for name, value in _numbers(row):
                 self.writer.add_scalar(name, value, row["step"])
             # After every row: a killed run keeps its curves.
@@ -47,21 +37,7 @@ class Board:
     def close(self) -> None:
         """Closes the file."""
         if self.writer is not None:
-            with self._dropped_on_error():
-                self.writer.close()
-
-    @contextlib.contextmanager
-    def _dropped_on_error(self) -> Iterator[None]:
-        """Warns of an error and writes no more events: they are a copy, and end no run."""
-        try:
-            yield
-        except Exception as error:  # a full disk, or another package's
-            self.writer = None
-            logging.warning(
-                "fit: no more TensorBoard events are written (%r); metrics.jsonl has all of their "
-                "numbers.",
-                error,
-            )
+            self.writer.close()
 
 
 def _numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

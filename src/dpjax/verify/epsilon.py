@@ -31,7 +31,6 @@ RELATION = {
 WHOLE = np.array([*range(2, 64), 72, 80, 96, 128, 192, 256, 384, 512, 768, 1024])
 ORDERS = np.concatenate([1 + np.arange(2, 10) / 100, 1 + np.arange(1, 100) / 10, WHOLE[9:]])
 POINTS = 10_000_000  # losses of a step, which dp-accounting keeps in a dictionary, in memory
-LARGEST = 1e7  # multiplier: dp-accounting takes the logarithm of 0 from 1e8 on
 
 
 def by_rdp(card: Card, steps: Counter[Step]) -> dict[str, float]:
@@ -39,7 +38,7 @@ def by_rdp(card: Card, steps: Counter[Step]) -> dict[str, float]:
     divergences, exchange = 0 * ORDERS, card.mechanism.neighbours == "replace-one"
     for step, count in steps.items():
         # A replacement moves a sum twice as far.
-        multiplier = min(step.multiplier, LARGEST) / (2 if exchange else 1)
+        multiplier = step.multiplier / (2 if exchange else 1)
         if not step.is_sampled:
             divergences = divergences + count * ORDERS / (2 * multiplier**2)
         elif step.subset is None and not exchange:
@@ -105,10 +104,10 @@ def by_losses(card: Card, steps: Counter[Step]) -> float:
     accountant = dp.pld.PLDAccountant(RELATION[card.mechanism.neighbours], width)
     plain = math.fsum(n / s.multiplier**2 for s, n in steps.items() if not s.is_sampled)
     if plain:
-        accountant.compose(dp.GaussianDpEvent(min(plain**-0.5, LARGEST)))
+        accountant.compose(dp.GaussianDpEvent(plain**-0.5))
     with contextlib.suppress(dp.UnsupportedEventError):  # subsets
         for step in sampled:
-            noise = dp.GaussianDpEvent(min(step.multiplier, LARGEST))
+            noise = dp.GaussianDpEvent(step.multiplier)
             event = dp.PoissonSampledDpEvent(step.rate, noise)
             if step.subset is not None:
                 event = dp.SampledWithoutReplacementDpEvent(*step.subset, noise)
@@ -149,7 +148,7 @@ def rounding_error(steps: Counter[Step]) -> float:
 
 
 def grid(steps: Counter[Step], exchange: int) -> float | None:
-    """The distance between losses: an eighth of a step's deviation, if half a million span all.
+    """The distance between losses: a fifth of a step's deviation, if half a million span all.
 
     None if one step loses so much that no distribution fits the memory.
     """
@@ -164,6 +163,7 @@ def grid(steps: Counter[Step], exchange: int) -> float | None:
         return None
     losses = 2 * max(total / 2 + 6 * math.sqrt(total), one)
     step = math.sqrt(variance(1) / sum(n for *_, n in sampled))
-    finest = max(step / 8, losses / 500_000, 1e-4 / 1024)
+    # Claims are made with an eighth, which costs 0.2 % less and takes 1.6 times as long.
+    finest = max(step / 5, losses / 500_000, 1e-4 / 1024)
     # With few distinct steps a fine grid takes no time.
     return finest if len(sampled) > 8 else min(finest, 1e-4)

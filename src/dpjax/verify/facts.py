@@ -7,22 +7,127 @@ What is not read is not checked, so a card has exactly these fields. `dpjax.mech
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Annotated, Any, get_type_hints
+from types import SimpleNamespace, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 FORMAT = 4
-LARGEST = 10**8
-"""Steps of one multiplier. More would take minutes, and no run has had them."""
+MOST_STEPS = 10**8  # of one multiplier: more would take minutes, and no run has had them
 MOST_LEVELS = 256
-BOUNDS = ("rdp", "pld", "rdp-classic")
-ESTIMATES = ("gdp",)
+BOUNDS = ("rdp", "pld", "rdp-classic")  # of the methods of a card, the proven ones
 # From the weakest: what is proved for one of them also holds for the later ones.
 NEIGHBOURS = ("add-or-remove", "zero-out", "replace-one")
 
-Reader = Callable[[Any, str], Any]
+
+class Limits(NamedTuple):
+    """Between which values a number is."""
+
+    least: float = 0
+    most: float = math.inf
+    above: bool = False
+    """Whether it is above the least."""
+
+
+Number = Annotated[float, Limits()]
+Positive = Annotated[float, Limits(above=True)]
+Rate = Annotated[float, Limits(0, 1)]
+Count = Annotated[int, Limits(1, 2**63)]
+Steps = Annotated[int, Limits(1, MOST_STEPS)]
+Neighbours = Literal["add-or-remove", "zero-out", "replace-one"]
+Randomness = Literal["fresh", "supplied"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How batches are drawn; `dpjax.sampling.events.stated` documents the last four."""
+
+    name: str
+    examples: Count
+    batch_size: Positive
+    neighbours: Neighbours
+    event: Literal["poisson", "subset", "none"]
+    rates: list[tuple[Rate, Count]]
+    cycle: Count
+    place: Literal[None, "any", "same", "random", "coin"]
+
+
+class Strategy(SimpleNamespace):
+    """A strategy of correlated noise; its fields depend on its ``kind``, see `KINDS`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run costs."""
+
+    unit: Literal["example", "client"]
+    sampling: Sampling
+    multiplier_and_steps: list[tuple[Number, Steps]]
+    preparation: list[Number]
+    projections: Count | None
+    noise: Strategy | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Earlier(Run):
+    """An earlier run, which this one continues."""
+
+    randomness: Randomness
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanism(Run):
+    """The plan."""
+
+    format: Literal[4]
+    neighbours: Neighbours
+    multipliers_by_group: list[Number] | None
+    clipping: dict[str, Any]
+    adaptive: Any  # the count that bounds follow is part of the steps' multipliers
+    before: list[Earlier]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Levels:
+    """To how many geometric levels, from the smallest on, multipliers of sampled steps round."""
+
+    levels: Annotated[int, Limits(1, MOST_LEVELS)]
+    smallest: Positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """An epsilon, and whether the card calls it proven."""
+
+    value: Number
+    proven: Literal[True, False]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """The plan, how many of its steps count, and what is claimed for them."""
+
+    mechanism: Mechanism
+    steps: Annotated[int, Limits(0, 2**63)]
+    claim: str
+    delta: Annotated[float, Limits(0, 1, above=True)]
+    levels: Levels | None
+    epsilon: dict[Literal["rdp", "pld", "rdp-classic", "gdp"], Claim]
+    not_private: str | None
+    randomness: Randomness
+    versions: Any
+
+
+# Beside name, kind, steps and sensitivity: `dpjax.strategies.Strategy.facts` documents them.
+_REALS = list[Annotated[float, Limits(-math.inf)]]
+KINDS: dict[str, dict[str, Any]] = {
+    "toeplitz": {"values": _REALS, "normalized": Literal[True, False]},
+    "inverse_toeplitz": {"values": _REALS},
+    "buffered": {"scales": _REALS, "decays": _REALS},
+    "tree": {},
+}
 
 
 class Unreadable(Exception):
@@ -34,216 +139,70 @@ def refused(where: str, value: Any, expected: str) -> Unreadable:
     return Unreadable(f"{where} is {value!r:.80}; expected {expected}.")
 
 
-def number(least: float = 0.0, most: float = math.inf, *, above: bool = False) -> Reader:
-    """Reads a number within these limits; NaN is within none, and "inf" is infinity."""
-
-    def read(value: Any, where: str) -> float:
-        given = math.inf if value == "inf" else value
-        is_number = type(given) is float or (type(given) is int and abs(given) < 2**1000)
-        if not is_number or not least <= given <= most or (above and given == least):
-            limit = "" if most == math.inf else f", at most {most:g}"
-            raise refused(where, value, f"a number {'above' if above else 'from'} {least:g}{limit}")
-        return float(given)
-
-    return read
-
-
-def whole(least: int = 0, most: int = 2**63) -> Reader:
-    """Reads a whole number within these limits; true, which Python takes for 1, is none."""
-
-    def read(value: Any, where: str) -> int:
-        if type(value) is not int or not least <= value <= most:
-            raise refused(where, value, f"a whole number from {least} to {most:,}")
-        return value
-
-    return read
-
-
-def one_of(*choices: Any) -> Reader:
-    """Reads one of a few values; 1 is not true."""
-
-    def read(value: Any, where: str) -> Any:
-        if not any(type(value) is type(choice) and value == choice for choice in choices):
-            raise refused(where, value, f"one of {', '.join(map(repr, choices))}")
-        return value
-
-    return read
-
-
-def text(value: Any, where: str) -> str:
-    """Reads words."""
-    if not isinstance(value, str):
+def read(hint: Any, value: Any, where: str) -> Any:
+    """The value of a field with this type hint."""
+    origin, args = get_origin(hint), get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        hints = get_type_hints(hint, include_extras=True)
+        return hint(**fields(hints, value, where))
+    if hint is str and not isinstance(value, str):
         raise refused(where, value, "a text")
+    if origin is Annotated:
+        return number(*args, value, where)
+    if origin is Literal:
+        return one_of(args, value, where)
+    if origin in (Union, UnionType):
+        return None if value is None else read(args[0], value, where)
+    if origin is list or origin is tuple:
+        if not isinstance(value, list) or (origin is tuple and len(value) != len(args)):
+            raise refused(where, value, "a list" if origin is list else f"{len(args)} values")
+        hints = args * len(value) if origin is list else args
+        places = enumerate(zip(hints, value, strict=True))
+        return origin(read(of, entry, f"{where}[{place}]") for place, (of, entry) in places)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise refused(where, value, "an object")
+        of_name, of_value = args
+        pairs = value.items()
+        return {read(of_name, k, where): read(of_value, v, f"{where}.{k}") for k, v in pairs}
+    return strategy(value, where) if hint is Strategy else value
+
+
+def number(kind: type, limits: Limits, value: Any, where: str) -> Any:
+    """A number within limits; NaN is within none, "inf" is infinity, and true is no number."""
+    least, most, above = limits
+    given = math.inf if value == "inf" else value
+    is_number = type(given) is int if kind is int else type(given) in (int, float)
+    if not is_number or not least <= given <= most or (above and given == least):
+        of, start = "whole number" if kind is int else "number", "above" if above else "from"
+        end = "" if most == math.inf else f", at most {most:,}"
+        raise refused(where, value, f"a {of} {start} {least:g}{end}")
+    return kind(given)
+
+
+def one_of(choices: tuple[Any, ...], value: Any, where: str) -> Any:
+    """One of a few values; 1 is not true."""
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise refused(where, value, f"one of {', '.join(map(repr, choices))}")
     return value
 
 
-def optional(reader: Reader) -> Reader:
-    """Reads null, or what the reader reads."""
-    return lambda value, where: None if value is None else reader(value, where)
-
-
-def rows(*readers: Reader, least: int = 0) -> Reader:
-    """Reads a list, of tuples if there are several readers."""
-
-    def row(value: Any, where: str) -> Any:
-        if len(readers) == 1:
-            return readers[0](value, where)
-        if not isinstance(value, list) or len(value) != len(readers):
-            raise refused(where, value, f"{len(readers)} values")
-        return tuple(reader(entry, where) for reader, entry in zip(readers, value, strict=True))
-
-    def read(value: Any, where: str) -> list[Any]:
-        if not isinstance(value, list) or len(value) < least:
-            raise refused(where, value, f"a list of {least} or more")
-        return [row(entry, f"{where}[{place}]") for place, entry in enumerate(value)]
-
-    return read
-
-
-def fields(readers: Mapping[str, Reader], value: Any, where: str) -> dict[str, Any]:
+def fields(hints: Mapping[str, Any], value: Any, where: str) -> dict[str, Any]:
     """The fields of a JSON object that has exactly these."""
     given = set(value if isinstance(value, dict) else ())
-    unlike = [f"{name} is missing" for name in sorted(readers.keys() - given)]
-    unlike += [f"{name} is unknown" for name in sorted(given - readers.keys())]
+    unlike = [f"{name} is missing" for name in sorted(hints.keys() - given)]
+    unlike += [f"{name} is unknown" for name in sorted(given - hints.keys())]
     if unlike:
         raise Unreadable(f"{where} is not of format {FORMAT}: {', '.join(unlike)}.")
-    return {name: reader(value[name], f"{where}.{name}") for name, reader in readers.items()}
+    return {name: read(hint, value[name], f"{where}.{name}") for name, hint in hints.items()}
 
 
-def record(kind: Any) -> Reader:
-    """Reads an object as a dataclass, whose annotations hold the readers of its fields."""
-
-    def read(value: Any, where: str) -> Any:
-        hints = get_type_hints(kind, include_extras=True)
-        readers = {name: hint.__metadata__[0] for name, hint in hints.items()}
-        return kind(**fields(readers, value, where))
-
-    return read
-
-
-# Of a strategy of correlated noise, by its kind: `dpjax.strategies.Strategy.facts` documents them.
-ANY = number(-math.inf)
-STRATEGY = {"kind": text, "name": text, "steps": whole(1, LARGEST), "sensitivity": number()}
-KINDS: dict[str, dict[str, Reader]] = {
-    "toeplitz": {"values": rows(ANY, least=1), "normalized": one_of(True, False)},
-    "inverse_toeplitz": {"values": rows(ANY, least=1)},
-    "buffered": {"scales": rows(ANY), "decays": rows(ANY)},
-    "tree": {},
-}
-
-
-def strategy(value: Any, where: str) -> SimpleNamespace:
-    """Reads a strategy of any kind."""
+def strategy(value: Any, where: str) -> Strategy:
+    """A strategy of any kind."""
     kind = value.get("kind") if isinstance(value, dict) else value
-    own = KINDS[one_of(*KINDS)(kind, f"{where}.kind")]
-    return SimpleNamespace(**fields({**STRATEGY, **own}, value, where))
-
-
-def bounds(value: Any, where: str) -> list[float]:
-    """Reads the bounds of a rule: one for each group, beside facts that no verdict depends on."""
-    given = value if isinstance(value, dict) else {}
-    found = rows(number(), least=1)(given.get("bounds"), f"{where}.bounds")
-    if not isinstance(groups := given.get("groups"), list) or len(groups) != len(found):
-        raise refused(f"{where}.groups", groups, f"{len(found)}, one for each bound")
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How batches are drawn; `dpjax.sampling.events.stated` documents the last four."""
-
-    name: Annotated[str, text]
-    examples: Annotated[int, whole(1)]
-    batch_size: Annotated[float, number(above=True)]
-    neighbours: Annotated[str, one_of(*NEIGHBOURS)]
-    event: Annotated[str, one_of("poisson", "subset", "none")]
-    rates: Annotated[list[tuple[float, int]], rows(number(0, 1), whole(1), least=1)]
-    cycle: Annotated[int, whole(1)]
-    place: Annotated[str | None, one_of(None, "any", "same", "random", "coin")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What a run costs."""
-
-    unit: Annotated[str, one_of("example", "client")]
-    sampling: Annotated[Sampling, record(Sampling)]
-    multiplier_and_steps: Annotated[list[tuple[float, int]], rows(number(), whole(1, LARGEST))]
-    preparation: Annotated[list[float], rows(number())]
-    projections: Annotated[int | None, optional(whole(1))]
-    noise: Annotated[Any, optional(strategy)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Earlier(Run):
-    """An earlier run, which this one continues."""
-
-    randomness: Annotated[str, one_of("fresh", "supplied")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adaptive:
-    """The quantile that adapted bounds follow; its count is part of the steps' multipliers."""
-
-    target: Annotated[float, number(0, 1)]
-    rate: Annotated[float, number(above=True)]
-    count_multiplier: Annotated[float, number()]
-    geometric: Annotated[bool, one_of(True, False)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mechanism(Run):
-    """The plan."""
-
-    format: Annotated[int, one_of(FORMAT)]
-    neighbours: Annotated[str, one_of(*NEIGHBOURS)]
-    multipliers_by_group: Annotated[list[float] | None, optional(rows(number()))]
-    clipping: Annotated[list[float], bounds]
-    adaptive: Annotated[Adaptive | None, optional(record(Adaptive))]
-    before: Annotated[list[Earlier], rows(record(Earlier))]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Levels:
-    """To how many geometric levels, from the smallest on, multipliers of sampled steps round."""
-
-    levels: Annotated[int, whole(1, MOST_LEVELS)]
-    smallest: Annotated[float, number(above=True)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """An epsilon, and whether the card calls it proven."""
-
-    value: Annotated[float, number()]
-    proven: Annotated[bool, one_of(True, False)]
-
-
-def claims(value: Any, where: str) -> dict[str, Claim]:
-    """Reads the epsilons by their methods; those of bounds alone are called proven."""
-    claim = record(Claim)
-    given = value if isinstance(value, dict) else {where: value}
-    for name in given:
-        one_of(*BOUNDS, *ESTIMATES)(name, f"a method of {where}")
-    found = {name: claim(each, f"{where}.{name}") for name, each in given.items()}
-    for name, each in found.items():
-        one_of(name in BOUNDS)(each.proven, f"{where}.{name}.proven")
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Card:
-    """The plan, how many of its steps count, and what is claimed for them."""
-
-    mechanism: Annotated[Mechanism, record(Mechanism)]
-    steps: Annotated[int, whole()]
-    claim: Annotated[str, text]
-    delta: Annotated[float, number(0, 1, above=True)]
-    levels: Annotated[Levels | None, optional(record(Levels))]
-    epsilon: Annotated[dict[str, Claim], claims]
-    not_private: Annotated[str | None, optional(text)]
-    randomness: Annotated[str, one_of("fresh", "supplied")]
-    versions: Annotated[Any, lambda value, where: value]
+    of_kind = KINDS[one_of(tuple(KINDS), kind, f"{where}.kind")]
+    usual = {"kind": str, "name": str, "steps": Steps, "sensitivity": Number}
+    return Strategy(**fields({**usual, **of_kind}, value, where))
 
 
 def card_of(value: dict[str, Any]) -> Card:
@@ -252,10 +211,11 @@ def card_of(value: dict[str, Any]) -> Card:
     version = mechanism.get("format") if isinstance(mechanism, dict) else FORMAT
     if version != FORMAT:
         raise Unreadable(
-            f"the card is of format {version!r}, and this file reads format {FORMAT}. "
-            "Verify it with the version of dpjax that wrote it."
+            f"the card is of format {version!r}; expected {FORMAT}. Use the dpjax that wrote it."
         )
-    card = record(Card)(value, "the card")
+    card = read(Card, value, "the card")
+    for name, claim in card.epsilon.items():
+        one_of((name in BOUNDS,), claim.proven, f"the card.epsilon.{name}.proven")
     planned = sum(steps for _, steps in card.mechanism.multiplier_and_steps)
     if card.steps > planned:
         raise refused("the card.steps", card.steps, f"at most the planned {planned:,}")
@@ -263,7 +223,7 @@ def card_of(value: dict[str, Any]) -> Card:
     proved = max(NEIGHBOURS.index(run.sampling.neighbours) for run in runs)
     if NEIGHBOURS.index(card.mechanism.neighbours) < proved:
         raise Unreadable(
-            f"the card is for {card.mechanism.neighbours} neighbours, and its batches are proved "
-            f"for {NEIGHBOURS[proved]} alone."
+            f"the card is for {card.mechanism.neighbours}; its batches are proved for "
+            f"{NEIGHBOURS[proved]} alone."
         )
     return card

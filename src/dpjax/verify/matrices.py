@@ -15,7 +15,7 @@ import numpy as np
 
 from dpjax.verify.facts import Run, Sampling, Unreadable
 
-LARGEST = 4_096  # steps for which the whole of X, or as many numbers of it, is written down
+LARGEST = 4_096  # steps for which the whole of C is written down
 
 
 def require_hidden(run: Run) -> None:
@@ -33,7 +33,7 @@ def require_hidden(run: Run) -> None:
     if not run.noise.sensitivity >= least * (1 - 1e-6):
         raise Unreadable(
             f"noise was scaled to a sensitivity of {run.noise.sensitivity:.6g}, and one example "
-            f"moves a run with this strategy and these batches by {least:.6g}."
+            f"moves this run by {least:.6g}."
         )
 
 
@@ -53,96 +53,104 @@ def bands(noise: Any) -> int:
 
 def sensitivity(noise: Any, sampling: Sampling) -> float:
     """What the noise must be scaled to, in bounds of one step."""
+    steps, cycle = noise.steps, sampling.cycle
+    cycles = -(-steps // cycle)
     if is_amplified(noise, sampling):  # one participation: the longest column
-        return math.sqrt(largest(noise, noise.steps, noise.steps, even=True))
+        return float(column_norms(noise).max())
     match sampling.place:
         case "same" | "random" | "coin":
-            return math.sqrt(largest(noise, noise.steps, sampling.cycle, even=True))
+            return math.sqrt(largest(noise, cycles, cycle))
         case "any":  # the end of a cycle and the start of the next can meet
-            return math.sqrt(largest(noise, -(-noise.steps // sampling.cycle), 1, even=False))
+            return math.sqrt(largest(noise, cycles, 1))
     raise Unreadable(
         f"noise is correlated, and {sampling.name} batches can hold one example at any step: no "
         "sensitivity is known for that."
     )
 
 
-def largest(noise: Any, most: int, apart: int, *, even: bool) -> float:
-    """The largest sum of |X| over ``most`` steps: any, or (``even``) every ``apart``-th one."""
-    steps, normalized = noise.steps, getattr(noise, "normalized", False)
-    most = min(most, -(-steps // apart))
-    distances, known = range(0, bands(noise), apart), math.inf
-    plain = noise.kind in ("toeplitz", "inverse_toeplitz", "buffered") and not normalized
-    if plain and (steps > LARGEST or not even):
+def largest(noise: Any, most: int, apart: int) -> float:
+    """The largest sum of |X| over ``most`` steps, any or every ``apart``-th, or a bound on it."""
+    steps = noise.steps
+
+    def chosen(values: np.ndarray) -> float:
+        if apart == 1:
+            return float(np.sort(values)[-most:].sum())
+        return float(np.bincount(np.arange(steps) % apart, values).max())
+
+    norms = column_norms(noise)
+    if bands(noise) <= apart:  # no two columns meet
+        return chosen(norms**2)
+    known = chosen(norms) ** 2
+    if noise.kind == "tree":  # as many of the example's steps as fit below a node, for each step
+        sizes = [min(2**level, steps) for level in range(levels(noise))]
+        known = min(known, float(sum(most * min(most, -(-size // apart)) for size in sizes)))
+    elif not getattr(noise, "normalized", False):
         # Of columns that fall, the first pattern is the worst; others are below such columns.
         column = np.abs(first_column(noise))
         falling = np.maximum.accumulate(column[::-1])[::-1]
         total = np.zeros(steps)
         for number in range(most):
             total[number * apart :] += falling[: steps - number * apart]
-        lengths = np.sqrt(np.cumsum(column**2))[::-1][::apart][:most]  # the longest columns
-        known = float(min(total @ total, lengths.sum() ** 2))
-        if np.all(falling == column) or steps * len(distances) > LARGEST**2:
+        known = min(known, float(total @ total))
+        if np.all(falling == column):
             return known
-    if noise.kind == "tree":  # as many of the example's steps as fit below a node, for each step
-        sizes = [min(2**level, steps) for level in range((steps - 1).bit_length() + 1)]
-        known = float(sum(most * min(most, -(-size // apart)) for size in sizes))
-        if steps > LARGEST:
+    if steps > LARGEST:
+        if noise.kind == "tree":
             return known
-    if steps * len(distances) > LARGEST**2:
-        raise Unreadable(
-            f"noise is correlated over {steps:,} steps by a {noise.kind} strategy: more than the "
-            f"{LARGEST**2:,} pairs of steps that this file computes."
-        )
-    squares, *others = diagonals(noise, distances)
-    if even:
-        sums = squares + 2 * np.sum(others, axis=0)
-        return float(np.bincount(np.arange(steps) % apart, sums).max())
-    # A step collects at most its own entry and the largest others of its row, on both its sides.
-    rows = np.array([squares * 0, *others, *(np.roll(x, d) for d, x in enumerate(others, 1))])
-    rows = squares + np.sort(rows, axis=0)[::-1][: most - 1].sum(axis=0)
-    norms = np.sort(np.sqrt(squares))[steps - most :].sum()
-    return float(min(np.sort(rows)[steps - most :].sum(), norms**2, known))
+        raise Unreadable(f"columns of {steps:,} steps meet and do not fall: too many to compute.")
+    c = matrix(noise)
+    x = np.abs(c.T @ c)
+    if apart > 1:
+        return max(float(x[first::apart, first::apart].sum()) for first in range(apart))
+    # A step collects at most its own entry and the largest others of its row.
+    squares = np.diagonal(x).copy()
+    np.fill_diagonal(x, 0)
+    return min(known, chosen(squares + np.sort(x, axis=1)[:, steps - most + 1 :].sum(axis=1)))
 
 
-def diagonals(noise: Any, distances: range) -> np.ndarray:
-    """|X| of each step and the one that is so far after it, or 0: ``[distances, steps]``."""
-    steps = noise.steps
-    entries = np.zeros((len(distances), steps))
+def levels(tree: Any) -> int:
+    """The levels of a tree, from the steps to the root."""
+    return (tree.steps - 1).bit_length() + 1
+
+
+def column_norms(noise: Any) -> np.ndarray:
+    """The norms of the columns of C, ``[steps]``."""
     if noise.kind == "tree":
-        gram = products(noise)
-        for row, apart in zip(entries, distances, strict=True):
-            row[: steps - apart] = np.diagonal(gram, apart)
-        return np.abs(entries)
-    column = first_column(noise)[: bands(noise)]
-    # The last columns end with the run: how many terms each column has.
-    left = np.minimum(len(column), steps - np.arange(steps))
-    for row, apart in zip(entries, distances, strict=True):
-        sums = np.cumsum(column[apart:] * column[: len(column) - apart])
-        row[: steps - apart] = sums[left[: steps - apart] - 1 - apart]
-    if getattr(noise, "normalized", False):
-        norms = np.sqrt(np.cumsum(column**2)[left - 1])
-        for row, apart in zip(entries, distances, strict=True):
-            row[: steps - apart] /= norms[: steps - apart] * norms[apart:]
-    return np.abs(entries)
-
-
-def products(noise: Any) -> np.ndarray:
-    """X of a tree: how many nodes are above both of two steps."""
-    places = np.arange(noise.steps)
-    levels = range((len(places) - 1).bit_length() + 1)
-    return np.sum([np.equal.outer(places >> n, places >> n) for n in levels], axis=0) * 1.0
+        return np.full(noise.steps, math.sqrt(levels(noise)))
+    squares = np.cumsum(first_column(noise) ** 2)[::-1]  # the last columns end with the run
+    return np.ones(noise.steps) if getattr(noise, "normalized", False) else np.sqrt(squares)
 
 
 def matrix(noise: Any) -> np.ndarray:
-    """C itself."""
-    steps = noise.steps
-    if noise.kind == "tree":  # the lower triangle of X: a Cholesky factor from the last step
-        return np.linalg.cholesky(products(noise)[::-1, ::-1])[::-1, ::-1].T
-    c = np.zeros((steps, steps))
-    column = first_column(noise)
-    for step in range(steps):
-        c[step:, step] = column[: steps - step]
+    """C itself, ``[steps, steps]``."""
+    steps = np.arange(noise.steps)
+    if noise.kind == "tree":
+        # X counts the nodes above both of two steps; C is its Cholesky factor from the last step.
+        common = sum(np.equal.outer(steps >> n, steps >> n) * 1.0 for n in range(levels(noise)))
+        return np.linalg.cholesky(common[::-1, ::-1])[::-1, ::-1].T
+    c, column = np.zeros((noise.steps, noise.steps)), first_column(noise)
+    for step in steps:
+        c[step:, step] = column[: noise.steps - step]
     return c / np.linalg.norm(c, axis=0) if getattr(noise, "normalized", False) else c
+
+
+def first_column(noise: Any) -> np.ndarray:
+    """The first column of a Toeplitz C, ``[steps]``."""
+    steps = noise.steps
+    if noise.kind == "buffered":
+        powers = np.array(noise.decays)[:, None] ** np.arange(steps - 1)
+        return np.append(1.0, np.array(noise.scales) @ powers)
+    values = np.array(noise.values)
+    if not values[0] > 0:  # noise in its proportion would be none
+        raise Unreadable("noise is correlated by a matrix without an inverse: its diagonal has 0.")
+    if noise.kind == "toeplitz":
+        return np.pad(values, (0, steps - len(values)))
+    column = np.zeros(steps)  # of the inverse series, by long division
+    column[0] = 1 / values[0]
+    for k in range(1, steps):
+        reach = values[1 : k + 1]
+        column[k] = -(reach @ column[k - len(reach) : k][::-1]) / values[0]
+    return column
 
 
 def saved(run: Run, orders: np.ndarray) -> np.ndarray:
@@ -172,27 +180,3 @@ def saved(run: Run, orders: np.ndarray) -> np.ndarray:
     leaves = np.interp(orders, 1 + np.arange(len(moments)), moments) / (orders - 1)
     joins = (shared[-1] + (orders - 1) * odds * shared.sum()) / 2
     return np.minimum(np.maximum(leaves, joins) - orders / (2 * multiplier**2), 0.0)
-
-
-def require_inverse(diagonal: np.ndarray) -> None:
-    """Refuses a matrix without an inverse: noise in its proportion would be none."""
-    if not np.all(diagonal > 0):
-        raise Unreadable("noise is correlated by a matrix without an inverse: its diagonal has 0.")
-
-
-def first_column(noise: Any) -> np.ndarray:
-    """The first column of a Toeplitz C, ``[steps]``."""
-    steps = noise.steps
-    if noise.kind == "buffered":
-        powers = np.array(noise.decays)[:, None] ** np.arange(steps - 1)
-        return np.append(1.0, np.array(noise.scales) @ powers)
-    values = np.array(noise.values)
-    require_inverse(values[:1])
-    if noise.kind == "toeplitz":
-        return np.pad(values, (0, steps - len(values)))
-    column = np.zeros(steps)  # of the inverse series, by long division
-    column[0] = 1 / values[0]
-    for k in range(1, steps):
-        reach = values[1 : k + 1]
-        column[k] = -(reach @ column[k - len(reach) : k][::-1]) / values[0]
-    return column

@@ -13,10 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dpjax.verify.facts import MOST_LEVELS, Card, Run, Unreadable
+from dpjax.verify.facts import MOST_LEVELS, Card, Number, Run, Unreadable, read
 from dpjax.verify.matrices import is_amplified
-
-BARE = 1e-100  # a smaller multiplier hides nothing: its square underflows
 
 
 class Step(NamedTuple):
@@ -38,10 +36,11 @@ def steps_of(card: Card) -> Counter[Step] | None:
     """What the runs of a card released, at its levels; None if any of it had no noise."""
     before, plan, ran = card.mechanism.before, planned(card.mechanism), first_steps(card)
     runs = (*before, card.mechanism)
-    if card.steps and math.inf in card.mechanism.clipping:
+    bounds = read(list[Number], card.mechanism.clipping.get("bounds"), "clipping.bounds")
+    if card.steps and math.inf in bounds:
         return None
     used = np.concatenate([ran, *map(planned, before)])[:, 0]
-    bare = any(z <= BARE for z in (*used, *(z for run in runs for z in run.preparation)))
+    bare = any(z == 0 for z in (*used, *(z for run in runs for z in run.preparation)))
     if bare or any(run.sampling.event == "none" for run in runs):
         return None
     earlier = sum((steps_of_run(run, planned(run)) for run in before), Counter[Step]())
@@ -68,10 +67,7 @@ def steps_of_run(run: Run, pairs: np.ndarray) -> Counter[Step]:
     """The steps of one run with these multipliers."""
     sampling, (multipliers, counts) = run.sampling, pairs.T
     if run.projections is not None:
-        raise Unreadable(
-            "norms were estimated from random projections, so nothing is recomputed: dpjax alone "
-            "accounts for that."
-        )
+        raise Unreadable("norms were estimated by random projections: nothing is recomputed.")
     if run.noise is not None and not is_amplified(run.noise, sampling):
         # The noise hides all steps of an example together.
         return Counter(map(Step, multipliers[:1].tolist()))
@@ -97,14 +93,12 @@ def at_levels(card: Card, steps: Counter[Step], plan: Counter[Step]) -> Counter[
     """The steps at the levels of the card: multipliers down and rates up, so they cost no less."""
     sampled = [step for step in plan if is_rounded(step)]
     if card.levels is None and len(sampled) > MOST_LEVELS:
-        raise Unreadable(
-            f"the card plans more than {MOST_LEVELS} different steps, and names no levels."
-        )
+        raise Unreadable(f"the card plans over {MOST_LEVELS} different steps and names no levels.")
     if card.levels is None:
         return steps
-    count, least = card.levels.levels, min((step.rate for step in sampled), default=1.0)
+    count, planned_rates = card.levels.levels, {step.rate for step in sampled}
     multipliers = grid({step.multiplier for step in sampled}, card.levels.smallest, count)
-    rates = grid({step.rate for step in sampled}, least, count)
+    rates = grid(planned_rates, min(planned_rates, default=1.0), count)
     rounded: Counter[Step] = Counter()
     for step, n in steps.items():
         if is_rounded(step):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -46,6 +46,11 @@ class Group(NamedTuple):
     def text(self, name: str, default: str | None, words: str) -> None:
         """A flag with a text."""
         flags.DEFINE_string(name, default, words, **self._where)
+
+    def named(self, name: str, default: str, valid: Callable[[str], bool], *words: str) -> None:
+        """A flag with a name that ``valid`` knows: the help, then what is expected."""
+        self.path(name, default, "".join(words))
+        flags.register_validator(name, valid, f"expected {words[-1]}", self.values)
 
     def path(self, name: str, default: str | None, words: str) -> None:
         """A flag with a file or folder, which may begin with ``~``."""

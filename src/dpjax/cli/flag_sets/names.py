@@ -26,13 +26,3 @@ def is_file(dataset: str) -> bool:
 def is_own(model: str) -> bool:
     """Whether the model is code of the user, ``module:name``, rather than a name."""
     return ":" in model
-
-
-def is_dataset(dataset: str) -> bool:
-    """Whether the data set is a name or a file."""
-    return is_file(dataset) or dataset in DATASETS
-
-
-def is_model(model: str) -> bool:
-    """Whether the model is a name or code of the user."""
-    return is_own(model) or model in MODELS

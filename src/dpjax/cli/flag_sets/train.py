@@ -35,36 +35,19 @@ WORDS = ""  # flags alone
 FLAGS = flags.FlagValues()
 
 _data = Group(FLAGS, "Data")
-_data.path(
+_data.named(
     "dataset",
     "digits",
-    f"Data set to learn: one of {', '.join(names.DATASETS)}; or a file of yours, my.npz with x and "
-    "y (or x_train, y_train, x_test, y_test), or my.csv with a header and the label in --label.",
+    lambda word: names.is_file(word) or word in names.DATASETS,
+    "Data set to learn. A file has x and y (or x_train, y_train, x_test, y_test), or a header and "
+    "the label in --label: ",
+    f"my.npz, my.csv, or one of {', '.join(names.DATASETS)}.",
 )
-flags.register_validator(
-    "dataset",
-    names.is_dataset,
-    f"expected my.npz, my.csv, or one of {', '.join(names.DATASETS)}.",
-    FLAGS,
-)
-_data.whole(
-    "classes",
-    None,
-    "Number of classes of a file of yours. By default they are read from all its labels, and which "
-    "labels occur then counts as public.",
-    2,
-)
+_data.whole("classes", None, "Classes of a file; by default, and as public, those that occur.", 2)
 _data.text("label", None, "Column of the label in a .csv of yours; by default label, or the last.")
 _data.path("data_dir", None, "Folder of the data; by default the environment's DPJAX_DATA_DIR.")
-_data.yes_no(
-    "stream",
-    False,
-    "Read drawn training examples from disk if TFDS has prepared the data; a file of --data_dir is "
-    "read whole.",
-)
-_data.choice(
-    "features", "none", ["none", "scattering"], "Features to compute from each image first."
-)
+_data.yes_no("stream", False, "Read drawn examples from disk, if TFDS has prepared the data.")
+_data.choice("features", "none", ["none", "scattering"], "Features to compute from each image.")
 _data.path("cache_dir", None, "Folder that keeps features between runs; as secret as the data.")
 _data.choice(
     "normalization",
@@ -77,28 +60,20 @@ _data.number("norm_multiplier", 8.0, "Noise of both moment queries of --normaliz
 _data.number("search_multiplier", 20.0, "Noise of the two queries that find clipping thresholds.")
 
 _model = Group(FLAGS, "Model and loss")
-_model.text(
+_model.named(
     "model",
     "mlp",
-    f"Network: one of {', '.join(names.MODELS)}; or yours, networks:CNN for the Flax module CNN in "
-    "networks.py here, or for a function that returns a module.",
-)
-flags.register_validator(
-    "model", names.is_model, f"expected module:name, or one of {', '.join(names.MODELS)}.", FLAGS
+    lambda word: names.is_own(word) or word in names.MODELS,
+    "Network. Yours is networks:CNN for the Flax module CNN in networks.py here, or for a function "
+    "that returns a module: ",
+    f"module:name, or one of {', '.join(names.MODELS)}.",
 )
 _model.several("hidden", ["128"], "Widths of the hidden layers of an mlp.")
 _model.several("model_options", [], "Further fields of the model: depth=10,width=1.")
-_model.text(
-    "activation", None, "Activation of hidden layers; by default the model's (CNN, mlp: tanh)."
-)
+_model.text("activation", None, "Activation; by default the model's (CNN, mlp: tanh).")
 _model.yes_no("torch_init", False, "Use PyTorch's initial weights, as many published runs did.")
 _model.choice("loss", "cross_entropy", names.LOSSES, "Loss of one example.")
-_model.several(
-    "loss_options",
-    [],
-    "Arguments of a focal or composite loss: threshold=7,beta=11,gamma=5 was published for "
-    "CIFAR-10; losses.composite lists the others, and MNIST's are its defaults.",
-)
+_model.several("loss_options", [], "Arguments of a focal or composite loss: threshold=7,beta=11.")
 
 _privacy = Group(FLAGS, "Privacy")
 _privacy.choice(
@@ -107,21 +82,11 @@ _privacy.choice(
     ["flat", "grouped", "automatic", "normalized", "psac", "hard_threshold"],
     "Rule that bounds the gradient of one example.",
 )
-_privacy.number(
-    "bound",
-    0.5,
-    "Largest norm that one example adds to the sum; with --clipping=grouped, to each group of it.",
-)
+_privacy.number("bound", 0.5, "Largest norm that one example adds to the sum, or to each group.")
 _privacy.whole("groups", 8, "Number of groups for --clipping=grouped.")
-_privacy.choice(
-    "noise_schedule",
-    "constant",
-    ["constant", *names.CURRICULA],
-    "Change of the noise multiplier over the epochs.",
-)
-_privacy.number(
-    "target_epsilon", 3.0, "Scale the noise so that the run costs at most this epsilon.", 0
-)
+_schedules = ["constant", *names.CURRICULA]
+_privacy.choice("noise_schedule", "constant", _schedules, "Noise multiplier over the epochs.")
+_privacy.number("target_epsilon", 3.0, "Scale the noise to this epsilon of the run.", 0)
 _privacy.number(
     "noise_multiplier",
     None,
@@ -135,12 +100,8 @@ _privacy.number(
     0,
 )
 _privacy.number("delta", 1e-5, "Delta of the guarantee.", 0, 1)
-_privacy.choice(
-    "accountant",
-    "tightest",
-    ["tightest", "rdp", "pld"],
-    "Accountant that computes epsilon: tightest is pld where it has a proof, and else rdp.",
-)
+_accountants = ["tightest", "rdp", "pld"]  # the first is pld where that has a proof, else rdp
+_privacy.choice("accountant", "tightest", _accountants, "Accountant that computes epsilon.")
 _privacy.choice(
     "sampling",
     "poisson",
@@ -168,16 +129,9 @@ _privacy.whole(
 )
 
 _optimization = Group(FLAGS, "Optimization")
-_optimization.choice(
-    "optimizer",
-    "sgd",
-    names.OPTIMIZERS,
-    "Optimizer; dp_adam subtracts the noise's share from Adam's second moment.",
-)
+_optimization.choice("optimizer", "sgd", names.OPTIMIZERS, "Optimizer.")
 _optimization.number("learning_rate", 0.4, "Learning rate.", 0)
-_optimization.yes_no(
-    "rate_per_512", False, "Multiply the learning rate by the whole 512s in the batch size."
-)
+_optimization.yes_no("rate_per_512", False, "Multiply the rate by the 512s in the batch size.")
 _optimization.whole("warmup_steps", 0, "Steps over which the learning rate rises from 0.", 0)
 _optimization.number("momentum", 0.9, "Momentum of SGD.", 0, 1)
 _optimization.number("floor", 1e-8, "Smallest second moment of dp_adam.", 0)
@@ -187,12 +141,7 @@ _optimization.whole("evaluations", 20, "Number of evaluations during the run.", 
 _output = Group(FLAGS, "Output")
 _output.path("out", "runs/train", "Folder of the run; the same command resumes an interrupted run.")
 _output.yes_no("overwrite", False, "Delete the run that is in the folder first.")
-_output.path(
-    "continue_from",
-    None,
-    "Folder of an earlier run on these data: start from the parameters that it released, with "
-    "other settings, and count its privacy cost too.",
-)
+_output.path("continue_from", None, "Start from this run's parameters, and count its cost too.")
 _output.whole("save_every", None, "Steps between checkpoints that have no evaluation.", 1)
 _output.yes_no("report", True, "Write report.html and its figures, for which Matplotlib is needed.")
 

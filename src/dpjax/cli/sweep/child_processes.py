@@ -13,19 +13,10 @@ import pathlib
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from dpjax._files import opened_for_owner
 
 FINISHED = "finished"
-
-
-class Ended(NamedTuple):
-    """The end of a command."""
-
-    folder: pathlib.Path
-    status: int
-    seconds: float
 
 
 def begin(command: Sequence[str], folder: pathlib.Path) -> subprocess.Popen[bytes]:
@@ -45,8 +36,10 @@ def begin(command: Sequence[str], folder: pathlib.Path) -> subprocess.Popen[byte
         )
 
 
-def run_all(commands: Mapping[pathlib.Path, Sequence[str]], jobs: int) -> Iterator[Ended]:
-    """Runs commands, each in its folder, at most ``jobs`` in parallel; yields each end."""
+def run_all(
+    commands: Mapping[pathlib.Path, Sequence[str]], jobs: int
+) -> Iterator[tuple[pathlib.Path, int, float]]:
+    """Runs at most ``jobs`` commands in parallel; yields folder, status and seconds of each."""
     waiting, running = list(commands), dict[pathlib.Path, tuple[subprocess.Popen[bytes], float]]()
     try:
         while waiting or running:
@@ -58,7 +51,7 @@ def run_all(commands: Mapping[pathlib.Path, Sequence[str]], jobs: int) -> Iterat
                     del running[folder]
                     if child.returncode == 0:
                         (folder / FINISHED).touch()
-                    yield Ended(folder, child.returncode, time.time() - began)
+                    yield folder, child.returncode, time.time() - began
             time.sleep(0.05)
     finally:
         for child, _ in running.values():
@@ -70,5 +63,4 @@ def run_all(commands: Mapping[pathlib.Path, Sequence[str]], jobs: int) -> Iterat
 def last_line(folder: pathlib.Path) -> str:
     """The last line that the command in a folder printed, but for a hint at the help."""
     lines = (folder / "output.txt").read_text(errors="replace").split("\n")
-    said = [line for line in lines if line.strip() and not line.startswith("For all flags:")]
-    return said[-1] if said else "nothing printed"
+    return [line for line in ["", *lines] if line and not line.startswith("For all flags:")][-1]

@@ -2,8 +2,8 @@
 """The privacy cost of a search: of one run, of all runs, or of the best of a random number.
 
 Events are rebuilt from `run.json` and the released steps of each run, finished or not.  A search
-with a random number of runs also pays for the settings that it could have drawn.  Each price is by
-the tightest proven method, except that of a random number of runs, for which only RDP has a proof.
+with a random number of runs also pays for the settings that it could have drawn, by RDP, which
+alone has a proof for it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ class Price(NamedTuple):
     method: str
 
     def __str__(self) -> str:
-        epsilon = "not known"
-        if self.epsilon is not None:
-            epsilon = f"epsilon {upwards(self.epsilon, '.3f')}"
-        return f"{epsilon:<16}{self.what}, by {self.method.upper()}: {self.holds}"
+        epsilon = self.epsilon
+        known = "not known" if epsilon is None else f"epsilon {upwards(epsilon, '.3f')}"
+        return f"{known:<16}{self.what}, by {self.method.upper()}: {self.holds}"
 
 
 class Spent(NamedTuple):
@@ -70,21 +69,16 @@ def prices(
     possible: Sequence[Mechanism] = (),
     unknown: str = "",
 ) -> list[Price]:
-    """The costs of a search.
+    """The costs of a search, in which an unfinished run counts too.
 
-    Args:
-      runs: What each run has spent; an unfinished one counts too.
-      delta: At which epsilon is stated.
-      number: The distribution and mean of the number of runs, if it was drawn.
-      possible: Mechanisms of all runs that could have been drawn.
-      unknown: Why some of these are not known, or an empty text.
+    ``number`` is the distribution and mean of the number of runs, if it was drawn; ``possible`` are
+    the mechanisms that could have been drawn, or ``unknown`` says why they are not known.
     """
     described = [run.mechanism for run in runs] + [mechanism.facts for mechanism in possible]
     # A relation is proved for all runs together or not at all.
     if len(protected := {protects(mechanism) for mechanism in described}) > 1:
         raise ValueError(
-            "The costs of these runs do not add: they protect "
-            f"{' and '.join(sorted(protected))}. Make a search of each."
+            f"costs do not add: they protect {' and '.join(sorted(protected))}. Search each alone."
         )
     relation = described[0]["neighbours"]
 
@@ -95,12 +89,10 @@ def prices(
     kinds = _different(run.event for run in runs)
     one, by_one = max(cost(event) for event in kinds)
     every_run, by_every = cost(accounting.compose(*(run.event for run in runs)))
-    alone = "right only if its settings were fixed without these data"
-    together = "whichever is kept, and if all of them are published"
-    lines = [
-        Price("one run alone", one, alone, by_one),
-        Price("all runs together", every_run, together, by_every),
-    ]
+    holds = "right only if its settings were fixed without these data"
+    lines = [Price("one run alone", one, holds, by_one)]
+    holds = "whichever is kept, and if all of them are published"
+    lines.append(Price("all runs together", every_run, holds, by_every))
     if number is not None:
         (name, mean), best, holds = number, None, unknown
         if not unknown:
@@ -139,9 +131,9 @@ def possible_mechanisms(
     otherwise. So each mechanism is built from its flags, and `Recorded` notes which were read.
     Settings that differ in other flags alone share a mechanism. ``parse`` gives the flags of a run.
     """
-    ranges = {name: each for name, each in candidates.items() if isinstance(each, Range)}
+    ranges = {name: span for name, span in candidates.items() if isinstance(span, Range)}
     # One value stands for a range, which is refused below if a mechanism reads it.
-    values = {**candidates, **{name: [each.text(each.high)] for name, each in ranges.items()}}
+    values = {**candidates, **{name: [span.text(span.high)] for name, span in ranges.items()}}
     mechanisms: list[tuple[Settings, Mechanism | None]] = []
     for settings in every(values):
         if any(read.items() <= settings.items() for read, _ in mechanisms):

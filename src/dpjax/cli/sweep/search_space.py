@@ -29,12 +29,6 @@ SCALES: dict[str, Callable[[np.random.Generator, float, float], float]] = {
 }
 
 
-def file_name(text: str) -> str:
-    """A file name for a text; a text that a file system refuses is cut and gets a hash."""
-    safe = re.sub(r"[^\w.,=+-]", "_", text)[:120]
-    return safe if safe == text else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-
-
 class Range(NamedTuple):
     """Numbers from ``low`` to ``high``, both included."""
 
@@ -45,6 +39,10 @@ class Range(NamedTuple):
     def text(self, number: float) -> str:
         """A number of this range, as a flag takes it."""
         return str(int(number)) if self.scale == "whole" else f"{number:.6g}"
+
+    def drawn(self, draw: np.random.Generator) -> str:
+        """A random number of this range."""
+        return self.text(SCALES[self.scale](draw, self.low, self.high))
 
 
 OURS = ("out", "seed", "overwrite")  # flags that only the search itself may set
@@ -63,7 +61,9 @@ class Trial(NamedTuple):
         """The name of its folder, from its settings."""
         last = f"repeat={self.repeat}" if self.seed is None else f"seed={self.seed}"
         text = ",".join([words(self.settings), last] if self.settings else [last])
-        return file_name(text)
+        safe = re.sub(r"[^\w.,=+-]", "_", text)[:120]
+        # A text that a file system refuses is cut and gets a hash.
+        return safe if safe == text else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def words(settings: dict[str, str]) -> str:
@@ -74,12 +74,12 @@ def words(settings: dict[str, str]) -> str:
 def pairs(text: str, flag: str) -> dict[str, str]:
     """Reads ``name=value;name=value``."""
     settings: dict[str, str] = {}
-    for part in filter(None, map(str.strip, text.split(";"))):
-        name, equals, value = (piece.strip() for piece in part.partition("="))
+    for pair in filter(None, map(str.strip, text.split(";"))):
+        name, equals, value = (word.strip() for word in pair.partition("="))
         if not (name and equals and value) or name in (*settings, *OURS):
             raise app.UsageError(
-                f"--{flag}: {part!r}: expected each flag once, none of {', '.join(OURS)}, as in "
-                "'learning_rate=0.2,0.4;bound=1'."
+                f"--{flag}: {pair!r}: expected each flag once, none of {', '.join(OURS)}, as in "
+                "learning_rate=0.2,0.4;bound=1."
             )
         settings[name] = value
     return settings
@@ -97,8 +97,8 @@ def _values(name: str, text: str, flag: str) -> list[str] | Range:
     low, high = map(float, ends)
     if flag == "grid" or not (-math.inf < low <= high < math.inf) or (scale == "log" and low <= 0):
         raise app.UsageError(
-            f"--{flag}: {name}={text}: expected log:LOW:HIGH (LOW above 0), uniform:LOW:HIGH or "
-            "whole:LOW:HIGH, in --ranges. A grid has values only."
+            f"--{flag}: {name}={text}: expected log:LOW:HIGH, uniform:LOW:HIGH or whole:LOW:HIGH, "
+            "LOW below HIGH, in --ranges."
         )
     return Range(scale, low, high)
 
@@ -111,13 +111,13 @@ def every(of: Candidates) -> list[dict[str, str]]:
 
 def drawn(of: Candidates, count: int, draw: np.random.Generator) -> list[dict[str, str]]:
     """``count`` settings, drawn independently, so some may be equal."""
-    return [{name: _one(values, draw) for name, values in of.items()} for _ in range(count)]
 
+    def one(values: list[str] | Range) -> str:
+        if isinstance(values, Range):
+            return values.drawn(draw)
+        return values[int(draw.integers(len(values)))]
 
-def _one(values: list[str] | Range, draw: np.random.Generator) -> str:
-    if isinstance(values, Range):
-        return values.text(SCALES[values.scale](draw, values.low, values.high))
-    return values[int(draw.integers(len(values)))]
+    return [{name: one(values) for name, values in of.items()} for _ in range(count)]
 
 
 def trials(settings: Iterable[dict[str, str]], seed: int | None) -> list[Trial]:

@@ -35,10 +35,8 @@ from dpjax import (
 )
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.flag_sets import names
-from dpjax.mechanism import Spent
 from dpjax.mechanism.card import spent_of
 from dpjax.models.activations import by_name as activation_by_name
-from dpjax.strategies import Strategy
 from dpjax.training.run_folder import spending
 from dpjax.types import Sampler
 
@@ -107,8 +105,7 @@ def own_model(word: str, classes: int, options: dict[str, Any]) -> nn.Module:
         model = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"--model={word}: {error}. Expected a module of this folder, as in networks:CNN for "
-            "class CNN in networks.py."
+            f"--model={word}: {error}. Write networks:CNN for class CNN in networks.py here."
         ) from error
     if not isinstance(model, nn.Module):
         known = inspect.signature(model).parameters
@@ -120,7 +117,7 @@ def own_model(word: str, classes: int, options: dict[str, Any]) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"--model={word}: expected a Flax module (flax.linen), not {type(model).__name__}. "
-            "Modules of NNX, Equinox and Haiku train by dpjax.fit in a script."
+            "Train others by dpjax.fit in a script."
         )
     return model
 
@@ -142,13 +139,16 @@ def build_mechanism(
         raise ValueError(f"--epochs={given.epochs:g} --steps={given.steps}: expected a step.")
     facts = {"cycle": given.bands} if given.sampling == "cyclic_poisson" else {}
     batches = sampling.by_name(given.sampling, examples, given.batch_size, **facts)
+    before = ()
+    if given.continue_from is not None:  # what that run spent, and the runs before it
+        before = spent_of(**processes.from_first(lambda: spending(given.continue_from)))
     mechanism = dpjax.Mechanism(
         sampling=batches,
         clipping=getattr(clipping, given.clipping)(given.bound, **options),
         noise_multiplier=build_noise_schedule(given, steps, steps_per_epoch(given, examples)),
         steps=steps,
         preparation=queries,
-        before=earlier_runs(given),
+        before=before,
         noise=build_strategy(given, batches, steps),
     )
     if given.noise_multiplier is None:
@@ -171,14 +171,9 @@ def build_noise_schedule(given: flags.FlagValues, steps: int, per_epoch: int) ->
     return schedules.CURRICULA[given.noise_schedule](epochs=epochs, steps_per_epoch=per_epoch)
 
 
-def earlier_runs(given: flags.FlagValues) -> tuple[Spent, ...]:
-    """What was spent by the run that this one continues, and before it."""
-    if given.continue_from is None:
-        return ()
-    return spent_of(**processes.from_first(lambda: spending(given.continue_from)))
-
-
-def build_strategy(given: flags.FlagValues, batches: Sampler, steps: int) -> Strategy | None:
+def build_strategy(
+    given: flags.FlagValues, batches: Sampler, steps: int
+) -> strategies.Strategy | None:
     """How the noise of different steps is correlated; optimised for SGD with this momentum."""
     if given.noise == "white":
         return None
@@ -206,8 +201,7 @@ def steps_that_fit(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> int:
     """The largest number of steps within `--max_epsilon`."""
     if given.noise_schedule != "constant" or mechanism.noise is not None:
         raise app.UsageError(
-            "--max_epsilon alone plans steps of constant, independent noise, and a schedule or "
-            "correlated noise is designed for its number of steps. Give --steps or --epochs too."
+            "--max_epsilon alone plans constant, independent noise. Give --steps or --epochs too."
         )
     steps = accounting.largest_steps(
         # Of the whole mechanism, so that preparation and earlier runs are counted.
@@ -221,7 +215,7 @@ def steps_that_fit(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> int:
         first = dataclasses.replace(mechanism, steps=1).epsilon(given.delta)
         raise app.UsageError(
             f"--max_epsilon={given.max_epsilon:g}: not one step fits, which costs epsilon "
-            f"{upwards(first)}. Raise --noise_multiplier, or lower --batch_size."
+            f"{upwards(first)}. Raise --noise_multiplier."
         )
     return steps
 

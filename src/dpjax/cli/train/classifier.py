@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a classifier with `dpjax.fit`, and evaluates it on the way.
+"""A classifier before, during and after its training.
 
-`train` joins a model, a loss, a mechanism, an optimizer and data.  `Evaluation` measures the
-model on test examples, which may be published as far as the training data are concerned, and
-gradients on some training examples, which may not and are logged under "private".  At the end
-it writes the files that `dpjax.reports.report` draws.  `rehearse` traces a step on shapes alone.
+`rehearse` traces a step on shapes alone, before privacy is spent.  `Evaluation` measures the model
+on test examples, which may be published as far as the training data are concerned, and gradients
+on some training examples, which may not and are logged under "private".  At the end it writes the
+files that `dpjax.reports.report` draws.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import pathlib
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import dpjax
-from dpjax import data, diagnostics, losses, metrics, processes, reports, training, trees
+from dpjax import data, diagnostics, losses, metrics, reports, training, trees
 from dpjax._files import replace, replacing
 from dpjax.training.released import restored, serialized
 
@@ -29,38 +28,24 @@ _SAMPLE = 128  # training examples whose gradients are measured
 
 
 class Evaluation:
-    """Measures a classifier during and after a run.
-
-    Without ``loss(params, (x, y))`` gradients are not measured, as for a loss that takes further
-    arguments.
-    """
+    """Measures a classifier during and after a run; gradients only of a loss of two arguments."""
 
     def __init__(
-        self,
-        model: Any,
-        loss: Callable[..., Any] | None,
-        mechanism: dpjax.Mechanism,
-        dataset: data.Dataset,
+        self, model: nn.Module, loss: Any, rule: dpjax.types.Clipping, dataset: data.Dataset
     ) -> None:
-        self.model, self.mechanism = model, mechanism
-        self.loss: Any = loss
+        self.model, self.loss, self.rule = model, loss, rule
         # On the device once: every evaluation reads all of them.
         self.test = jax.tree.map(jnp.asarray, dataset.test)
-        size = dataset.examples
         # A fixed sample, spread over the data: curves of norms compare the same examples over time.
         # They are private and badged so.
-        some = np.linspace(0, size - 1, min(_SAMPLE, size)).astype(int)
-        self.sample = jax.tree.map(jnp.asarray, dataset.rows(some))
-        self.logits = jax.jit(
-            lambda params, x: jax.lax.map(
-                lambda x: model.apply({"params": params}, x), x, batch_size=500
-            )
-        )
-        self.bias = jax.jit(
-            lambda params, batch: diagnostics.clipping_bias(
-                self.loss, mechanism.clipping, params, batch
-            )
-        )
+        places = np.linspace(0, dataset.examples - 1, min(_SAMPLE, dataset.examples)).astype(int)
+        self.sample = jax.tree.map(jnp.asarray, dataset.rows(places))
+
+        def logits(params: Any, x: Any) -> Any:
+            return jax.lax.map(lambda x: model.apply({"params": params}, x), x, batch_size=500)
+
+        self.logits = jax.jit(logits)
+        self.bias = jax.jit(functools.partial(diagnostics.clipping_bias, loss, rule))
 
     def evaluate(self, state: Any) -> dict[str, Any]:
         """One row of the log, from averaged parameters if the optimizer keeps an average."""
@@ -74,7 +59,7 @@ class Evaluation:
         if self.loss is not None:
             # At the parameters that the next step differentiates, which are not the averaged ones.
             bias = self.bias(held(state.params), self.sample)
-            counts = reports.norm_counts(bias.norms, self.mechanism.clipping.bounds)
+            counts = reports.norm_counts(bias.norms, self.rule.bounds)
             row["private"] = {"cosine": bias.cosine, "norm_histogram": counts}
         return row
 
@@ -86,11 +71,9 @@ class Evaluation:
         with replacing(folder / "evaluation.npz", public=True) as file:
             np.savez(file, labels=y, probabilities=probabilities)
         weights, hidden = diagnostics.weight_norms(params), {}
-        # A linear model has no pre-activations; other libraries' models keep none.
-        with contextlib.suppress(ValueError):
-            if isinstance(self.model, nn.Module):
-                hidden = diagnostics.preactivation_norms(self.model, params, self.sample[0])
-        measured = {
+        with contextlib.suppress(ValueError):  # a linear model has no pre-activations
+            hidden = diagnostics.preactivation_norms(self.model, params, self.sample[0])
+        measured: dict[str, Any] = {
             "parameters": "averaged",
             "weight_names": list(weights),
             "weight_norms": list(weights.values()),
@@ -99,82 +82,16 @@ class Evaluation:
         }
         if self.loss is not None:
             norms = self.bias(params, self.sample).norms
-            measured |= {"norms": norms, "bounds": self.mechanism.clipping.bounds}
-        arrays: dict[str, Any] = {name: np.asarray(value) for name, value in measured.items()}
+            measured |= {"norms": norms, "bounds": self.rule.bounds}
         with replacing(folder / "diagnostics.npz") as file:  # of training examples, without noise
-            np.savez(file, **arrays)
+            np.savez(file, **measured)
 
 
-def train(
-    dataset: data.Dataset,
-    model: Any,
-    loss: losses.ExampleLoss,
-    mechanism: dpjax.Mechanism,
-    optimizer: optax.GradientTransformation,
-    *,
-    key: Any = None,
-    params: bytes | None = None,
-    per_step: Callable[[Any], Any] | None = None,
-    bound_schedule: Callable[[Any], Any] | None = None,
-    weights: Callable[[Any, Any, Any], Any] | None = None,
-    budget: dpjax.ledger.Budget | None = None,
-    evaluations: int = 20,
-    initial: int = 0,
-    gradients: bool = True,
-    look: Callable[[Any], Mapping[str, Any]] | None = None,
-    **options: Any,
-) -> tuple[Any, Any, list[dict[str, Any]]]:
-    """Trains a model; returns averaged parameters, the last state and the log.
-
-    ``key`` is for runs that repeat; without one, randomness comes from the operating system.
-    ``params`` are parameters of an earlier run, as Flax serialises them; otherwise the parameters
-    start from the public seed ``initial``. The model is evaluated ``evaluations`` times, with
-    ``gradients`` also on gradients of some training examples; ``look`` takes the state and returns
-    further numbers for the log. ``per_step``, ``bound_schedule``, ``weights`` and ``budget`` are
-    arguments of `dpjax.dpsgd`, and ``options`` of `dpjax.fit`; a ``directory`` receives the files
-    of a report.
-    """
-    of_example = losses.of(model, loss)
-    algorithm = dpjax.dpsgd(
-        of_example,
-        optimizer,
-        mechanism,
-        dataset.train,
-        per_step=per_step,
-        bound_schedule=bound_schedule,
-        weights=weights,
-        budget=budget,
-    )
-    fresh = first_parameters(model, dataset, params, initial)
-    # A loss that changes with the step has no single gradient to watch.
-    observed = of_example if gradients and per_step is None else None
-    evaluation = Evaluation(model, observed, mechanism, dataset)
-
-    def evaluate(state: Any) -> dict[str, Any]:
-        further = look(state) if look is not None else {}
-        return {**evaluation.evaluate(state), **further}
-
-    state, history = dpjax.fit(
-        algorithm,
-        algorithm.init(fresh, key),
-        evaluate=evaluate,
-        evaluate_every=-(-mechanism.steps // evaluations) or None,
-        **options,
-    )
-    average = held(training.averaged(state.optimizer))
-    if options.get("directory") is not None and processes.first_process():
-        evaluation.write(pathlib.Path(options["directory"]), average)
-    return average, state, history
-
-
-def first_parameters(
-    model: Any, dataset: data.Dataset, params: bytes | None = None, initial: int = 0
-) -> Any:
+def first_parameters(model: Any, dataset: data.Dataset, params: bytes | None) -> Any:
     """The parameters before the first step: of an earlier run, or from a public seed."""
     (x,), _ = dataset.rows(np.array([0]))
-    # From a public seed: initial parameters are no secret, and an equal start makes runs
-    # comparable.
-    fresh = jax.jit(model.init)(jax.random.key(initial), jnp.asarray(x))["params"]
+    # Initial parameters are no secret, and an equal start makes runs comparable.
+    fresh = jax.jit(model.init)(jax.random.key(0), jnp.asarray(x))["params"]
     return fresh if params is None else restored(params, fresh, "--continue_from")
 
 
@@ -188,22 +105,18 @@ def rehearse(
     model: Any,
     loss: losses.ExampleLoss,
     mechanism: dpjax.Mechanism,
-    params: bytes | None = None,
+    params: bytes | None,
     *,
     classes: int,
-    epochs: bool = False,
+    epochs: bool,
 ) -> None:
-    """Traces one step on shapes alone, so that a mismatch is found before privacy is spent.
-
-    ``x`` is the shape of one example's input, and the model has an output for each of the
-    ``classes``; ``params`` are as in `train`, and with ``epochs`` the loss takes the epoch.
-    """
+    """Traces the loss of one example ``x``; with ``epochs`` it takes the epoch too."""
     fresh = jax.eval_shape(model.init, jax.random.key(0), x).get("params", {})
     outputs = jax.eval_shape(model.apply, {"params": fresh}, x)
     # A label beyond the outputs would be clamped to the last one in silence.
     if getattr(outputs, "shape", None) != (classes,):
         raise ValueError(
-            f"the model returns {outputs} for one example; expected {classes} numbers, one for "
+            f"the model returns {outputs} for an example; expected {classes} numbers, one for "
             "each class."
         )
     number = jax.ShapeDtypeStruct((), jnp.int32)

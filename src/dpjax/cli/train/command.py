@@ -30,7 +30,7 @@ from dpjax.cli.flag_sets import names
 from dpjax.cli.flag_sets.train import settings
 from dpjax.cli.machine_flags import meet, mesh_in_force
 from dpjax.cli.train import build, inputs, run_files
-from dpjax.cli.train.classifier import rehearse, train
+from dpjax.cli.train.classifier import Evaluation, first_parameters, held, rehearse
 
 # What the library and the user's model raise for flags that describe no run.
 _MISTAKES = (ArithmeticError, MemoryError, TypeError, ValueError)
@@ -58,20 +58,30 @@ class Planned(NamedTuple):
         epoch = self.per_epoch
         return None if epoch is None else lambda step: step // epoch
 
+    @property
+    def of_example(self) -> Callable[..., Any]:
+        """The loss of one example, as the step takes it."""
+        return losses.of(self.model, self.loss)
+
+    def algorithm(self, mechanism: dpjax.Mechanism, rows: Any, **changes: Any) -> Any:
+        """DP-SGD with this run's loss, and its optimizer unless another one is given."""
+        options = {"optimizer": self.optimizer, "per_step": self.per_step, **changes}
+        return dpjax.dpsgd(self.of_example, mechanism=mechanism, data=rows, **options)
+
 
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Trains as the flags say; a refusal of the ledger ends the process with its message."""
     del argv  # flags alone
     if given.report:
-        require_matplotlib(", or give --noreport; `dpjax report RUN` draws them later")
+        require_matplotlib(", or give --noreport")
     compilation_cache.switch_on()
     try:
         with mesh_in_force(given.mesh, meet(given)):
             execute(given, plan(given))
     except dpjax.ledger.Refused as refused:
         sys.exit(
-            f"{refused}\nGive another --out, --overwrite to delete the run that is there, or "
-            "--continue_from=RUN --out=ANOTHER to continue it with other settings."
+            f"{refused}\nGive another --out, or --overwrite to delete the run that is there. "
+            "--continue_from=RUN --out=ANOTHER continues it with other settings."
         )
     except OSError as error:
         sys.exit(str(error))
@@ -79,7 +89,10 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
 
 def plan(given: flags.FlagValues) -> Planned:
     """Builds all parts of the run, and refuses flags that do not fit each other or the data."""
-    require_one_of_each(given)
+    # Of two flags for one quantity one would have no effect.
+    for one, other in (("noise_multiplier", "target_epsilon"), ("steps", "epochs")):
+        if given[one].value is not None and given[other].present:
+            raise app.UsageError(f"--{one} --{other}: expected one of the two, or --max_epsilon.")
     try:
         # Data come first, because classes, sizes and sampling rate follow from them.
         dataset = load(given)
@@ -105,22 +118,9 @@ def plan(given: flags.FlagValues) -> Planned:
             budget = dpjax.ledger.Budget(epsilon=most, delta=given.delta, method=method)
         dpjax.ledger.require(dpjax.ledger.empty(), mechanism, mechanism.steps, budget)
     except _MISTAKES as error:
-        raise app.UsageError(
-            f"these flags do not fit each other, or not these data: {error}\nNothing was spent, "
-            "and nothing in --out was touched."
-        ) from error
+        raise app.UsageError(f"{error}\nNothing was spent, nothing in --out touched.") from error
     made = dataset, model, loss, normalization, mechanism, optimizer
     return Planned(*made, method, epsilon, per_epoch, earlier, budget)
-
-
-def require_one_of_each(given: flags.FlagValues) -> None:
-    """Refuses two flags that set one quantity, since one of the two would have no effect."""
-    for one, other in (("noise_multiplier", "target_epsilon"), ("steps", "epochs")):
-        if given[one].value is not None and given[other].present:
-            raise app.UsageError(
-                f"--{one}={given[one].value} --{other}={given[other].value}: expected one of the "
-                "two. To hold a given noise to a budget, add --max_epsilon to --noise_multiplier."
-            )
 
 
 def load(given: flags.FlagValues) -> data.Dataset:
@@ -136,8 +136,7 @@ def load(given: flags.FlagValues) -> data.Dataset:
 def execute(given: flags.FlagValues, planned: Planned) -> None:
     """Trains, and writes and prints the reports."""
     folder, mechanism = pathlib.Path(given.out), planned.mechanism
-    # Printed before the first step: a user who meant another epsilon can still stop.
-    announce(given, planned)
+    announce(given, planned)  # first: a user who meant another epsilon can still stop
     dataset, moments = inputs.with_features(given, planned.dataset), None
     processes.from_first(lambda: prepare(folder, given.overwrite))
     if planned.normalization is not None:
@@ -145,46 +144,49 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
         asked = folder / run_files.MOMENTS, planned.normalization, dataset.train[0], given.seed
         moments = processes.from_first(lambda: inputs.release_once(*asked))
     dataset = inputs.with_scale(given, dataset, moments)
-    *_, history = train(
-        dataset,
-        planned.model,
-        planned.loss,
-        mechanism,
-        planned.optimizer,
-        key=None if given.seed is None else jax.random.key(given.seed),
-        params=planned.earlier,
-        per_step=planned.per_step,
-        budget=planned.budget,
-        evaluations=given.evaluations,
+    algorithm = planned.algorithm(mechanism, dataset.train, budget=planned.budget)
+    # A loss that changes with the step has no single gradient to watch.
+    observed = planned.of_example if planned.per_epoch is None else None
+    evaluation = Evaluation(planned.model, observed, mechanism.clipping, dataset)
+    describe = describing(given, dataset)
+
+    def evaluate(state: Any) -> dict[str, Any]:
+        describe(state.params)
+        return evaluation.evaluate(state)
+
+    first = first_parameters(planned.model, dataset, planned.earlier)
+    key = None if given.seed is None else jax.random.key(given.seed)
+    state, history = dpjax.fit(
+        algorithm,
+        algorithm.init(first, key),
+        evaluate=evaluate,
+        evaluate_every=-(-mechanism.steps // given.evaluations),
         delta=given.delta,
         method=planned.method,
         directory=folder,
         configuration={f"--{name}": value for name, value in settings(given).items()},
         save_every=given.save_every,
-        look=describing(given, dataset),
     )
+    average = held(training.averaged(state.optimizer))
     if processes.first_process():
+        evaluation.write(folder, average)
         report(given, dataset, history)
 
 
 def announce(given: flags.FlagValues, planned: Planned) -> None:
     """Prints what the run costs, together with the runs before it."""
+    if not processes.first_process():
+        return
     mechanism, dataset = planned.mechanism, planned.dataset
     if dataset.columns:  # which column is the label
-        say(f"{dataset.name} {dataset.note}")
+        print(dataset.name, dataset.note)
     words = f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g}"
     if mechanism.before:
         words += ", together with the earlier runs,"
     at = f"delta={upwards(given.delta, '.6g')} ({planned.method})"
-    say(f"{words} cost epsilon {upwards(planned.epsilon)} at {at}")
+    print(f"{words} cost epsilon {upwards(planned.epsilon)} at {at}", flush=True)
     if given.seed is not None:
-        say(f"--seed={given.seed} is no secret: epsilon holds against those who do not know it.")
-
-
-def say(words: str) -> None:
-    """Prints once, however many processes run."""
-    if processes.first_process():
-        print(words, flush=True)
+        print(f"--seed={given.seed} is no secret: epsilon holds against those who do not know it.")
 
 
 def prepare(folder: pathlib.Path, overwrite: bool) -> None:
@@ -195,34 +197,24 @@ def prepare(folder: pathlib.Path, overwrite: bool) -> None:
         run_files.clear(folder)
 
 
-def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any], dict[str, Any]]:
-    """What writes `config.json` at each evaluation, so that a stopped run has one too.
-
-    Time and start of earlier processes of the run count: `fit` has refused another run in the
-    folder before it evaluates.
-    """
-    folder, started = pathlib.Path(given.out), time.time()
-    now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started))
-    facts: dict[str, Any] = {"dataset": f"{dataset.name} {dataset.note}".strip()}
-    facts["model"] = given.model
-    if dataset.class_names:
-        facts["class_names"] = dict(enumerate(dataset.class_names))
-    if dataset.columns:
-        facts["columns"] = list(dataset.columns)
+def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any], None]:
+    """What writes `config.json` at each evaluation, so that a stopped run has one too."""
+    folder, began = pathlib.Path(given.out), time.time()
+    # Earlier processes of the run count: `fit` refuses another run before it evaluates.
     resumed = (folder / "run.json").exists() and (folder / "config.json").exists()
     before = read_json(folder / "config.json") if resumed else {}
+    facts: dict[str, Any] = {"dataset": f"{dataset.name} {dataset.note}".strip()}
+    facts |= {"model": given.model, "class_names": dict(enumerate(dataset.class_names))}
+    facts |= {"columns": list(dataset.columns)}
+    facts["started"] = before.get("started", time.strftime("%Y-%m-%d %H:%M:%S"))
+    facts = {name: fact for name, fact in facts.items() if fact}
 
-    def describe(state: Any) -> dict[str, Any]:
+    def describe(params: Any) -> None:
+        size = sum(x.size for x in jax.tree.leaves(params))
+        took = round(before.get("seconds", 0) + time.time() - began, 1)
         if processes.first_process():
-            run_files.describe(
-                folder,
-                {**settings(given), "out": given.out},
-                started=before.get("started", now),
-                seconds=round(before.get("seconds", 0) + time.time() - started, 1),
-                parameters=sum(x.size for x in jax.tree.leaves(state.params)),
-                **facts,
-            )
-        return {}
+            typed = {**settings(given), "out": given.out}
+            run_files.describe(folder, typed, **facts, seconds=took, parameters=size)
 
     return describe
 
@@ -230,13 +222,11 @@ def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any]
 def report(given: flags.FlagValues, dataset: data.Dataset, history: list[dict[str, Any]]) -> None:
     """Writes and prints what a run that has ended leaves."""
     folder = pathlib.Path(given.out)
-    quoted = shlex.quote(str(folder))  # in commands, to be copied
-    words = (folder / "statement.txt").read_text()
-    print(words.partition("\n\nReferences\n")[0])
+    print((folder / "statement.txt").read_text().partition("\n\nReferences\n")[0])
     accuracy = history[-1]["accuracy"] if history else float("nan")
-    print(f"\nTest accuracy {accuracy:.1%} on {dataset.name} {dataset.note}")
+    print(f"\nTest accuracy {accuracy:.1%} on {dataset.name} {dataset.note}".rstrip())
     if given.report:
         print(f"To look at: {reports.report(folder)}")
     config = read_json(folder / "config.json")
     print(f"{config['seconds']} s on {config['hardware']['device']}")
-    print(f"Files in {folder}. Recompute epsilon: dpjax verify {quoted}")
+    print(f"Files in {folder}. Recompute epsilon: dpjax verify {shlex.quote(str(folder))}")

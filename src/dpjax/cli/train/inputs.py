@@ -99,6 +99,6 @@ def read_moments(path: pathlib.Path, normalization: features.Normalization) -> f
     if answers["multipliers"].tolist() != asked:
         raise dpjax.ledger.Refused(
             f"{path}: asked with noise {answers['multipliers'].tolist()}, not {asked}. Their cost "
-            "is spent: give the same flags, another --out, or --overwrite."
+            "is spent: give the same flags."
         )
     return features.Moments(answers["mean"], answers["variance"])

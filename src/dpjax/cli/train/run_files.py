@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that `dpjax train` writes into a run's folder, where `dpjax.fit` writes its own.
-
-`config.json` records command, flags, versions and hardware: enough to run the command again
-elsewhere, and to see why another machine differs.
-"""
+"""The files that `dpjax train` writes into a run's folder, where `dpjax.fit` writes its own."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ _WRITTEN += ("report.html", *(f"figures/{plot.name}.png" for plot in PLOTS))
 
 
 def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> None:
-    """Writes `config.json`, with the command, the flags, versions and hardware."""
+    """Writes `config.json`: enough to run the command elsewhere, and to see what differs there."""
     names = ("dpjax", "jax", "flax", "optax", "dp-accounting", "numpy")
     device = jax.devices()[0]
     config = {

@@ -27,17 +27,8 @@ from dpjax.checks import Refused
 from dpjax.cli.compare import plot
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.flag_sets.train import FLAGS
-from dpjax.cli.sweep import child_processes, search_cost
-from dpjax.cli.sweep.search_space import (
-    Candidates,
-    Trial,
-    candidates,
-    drawn,
-    every,
-    pairs,
-    trials,
-    words,
-)
+from dpjax.cli.sweep import child_processes, search_cost, search_space
+from dpjax.cli.sweep.search_space import Candidates, Trial, pairs, words
 from dpjax.mechanism.card import strict
 from dpjax.reports.figures import RELEASED
 from dpjax.reports.load_run import read
@@ -55,7 +46,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     if given.plot:
         require_matplotlib(", or give --noplot")
     jax.config.update("jax_platforms", "cpu")  # leaves the accelerator to the runs
-    # SIGTERM ends a search as Ctrl-C does: its children are asked to stop, and save.
+    # SIGTERM ends a search as Ctrl-C does: its children stop, and save.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = pathlib.Path(given.out)
     try:
@@ -75,22 +66,16 @@ def candidates_of(given: flags.FlagValues) -> Candidates:
     """The candidates of each flag."""
     if (given.grid is None) == (given.ranges is None):
         raise app.UsageError("expected either --grid or --ranges, which say what is tried.")
-    if (given.random or given.seeds > 1) and given.random_runs:
-        raise app.UsageError("--random_runs draws how many run; leave --random and --seeds out.")
     if given.ranges and not (given.random or given.random_runs):
         raise app.UsageError("--ranges goes with --random or --random_runs, which says how many.")
-    tried = candidates(given.ranges or given.grid, "grid" if given.ranges is None else "ranges")
-    if both := sorted(tried.keys() & pairs(given.fixed, "fixed").keys()):
-        raise app.UsageError(f"--fixed={given.fixed}: {', '.join(both)} is searched too.")
-    return tried
+    kind = "grid" if given.ranges is None else "ranges"
+    return search_space.candidates(given[kind].value, kind)
 
 
 def number_of_runs(given: flags.FlagValues) -> tuple[str, float] | None:
     """The distribution of the number of runs, and its mean."""
-    if given.random_runs is None:
-        return None
-    name, _, mean = given.random_runs.partition(":")
-    return name, float(mean)
+    name, _, mean = (given.random_runs or "").partition(":")
+    return (name, float(mean)) if name else None
 
 
 def plan(given: flags.FlagValues, folder: pathlib.Path, tried: Candidates) -> list[Trial]:
@@ -106,8 +91,7 @@ def plan(given: flags.FlagValues, folder: pathlib.Path, tried: Candidates) -> li
     planned = read_json(path)
     if planned["search"] != search:
         raise app.UsageError(
-            f"--out={folder}: another search is there, of {planned['search']}. Give another --out; "
-            "what both cost together is the price of all their runs."
+            f"--out={folder}: another search is there, of {planned['search']}. Give another --out."
         )
     return [Trial(**trial) for trial in planned["trials"]]
 
@@ -118,78 +102,73 @@ def draw(given: flags.FlagValues, tried: Candidates) -> list[Trial]:
     if number is not None:
         key = noise.secret_key() if given.seed is None else jax.random.key(given.seed)
         count = accounting.draw_runs(key, number[1], number[0])
-        runs = trials(drawn(tried, count, numbers), given.seed)
+        runs = search_space.trials(search_space.drawn(tried, count, numbers), given.seed)
         # A folder's name stands in its public config.json, where a counter would tell how many ran.
         return [trial._replace(repeat=secrets.randbits(64)) for trial in runs]
-    chosen = drawn(tried, given.random, numbers) if given.random else every(tried)
-    return trials([settings for settings in chosen for _ in range(given.seeds)], given.seed)
+    chosen = search_space.every(tried)
+    if given.random:
+        chosen = search_space.drawn(tried, given.random, numbers)
+    repeated = [settings for settings in chosen for _ in range(given.seeds)]
+    return search_space.trials(repeated, given.seed)
 
 
-def flags_of(given: flags.FlagValues, trial: Trial, folder: pathlib.Path) -> dict[str, Any]:
-    """The flags of a run."""
+def options_of(given: flags.FlagValues, trial: Trial, folder: pathlib.Path) -> list[str]:
+    """The flags of a run, as they are typed."""
     # A report costs more time than a small run, and a search has one figure for all of them.
     quiet = {} if given.binary else {"report": "false"}
     seed = {} if trial.seed is None else {"seed": trial.seed}
-    return {"out": folder, **quiet, **pairs(given.fixed, "fixed"), **trial.settings, **seed}
+    typed = {"out": folder, **quiet, **pairs(given.fixed, "fixed"), **trial.settings, **seed}
+    return [f"--{name}={value}" for name, value in typed.items()]
 
 
-def parsed(typed: Mapping[str, Any]) -> flags.FlagValues:
+def parsed(options: Sequence[str]) -> flags.FlagValues:
     """The flags of a run of `dpjax train`; raises if it would refuse them."""
     of_train = copy.deepcopy(FLAGS)
-    of_train(["train", *_options(typed)])
+    of_train(["train", *options])
     return of_train
 
 
 def command(given: flags.FlagValues, trial: Trial, folder: pathlib.Path) -> list[str]:
     """The command of a run."""
-    typed = flags_of(given, trial, folder)
+    options = options_of(given, trial, folder)
     if given.binary:
-        return [sys.executable, given.binary, *_options(typed)]
-    parsed(typed)
-    return [sys.executable, "-m", "dpjax", "train", *_options(typed)]
-
-
-def _options(typed: Mapping[str, Any]) -> list[str]:
-    return [f"--{name}={value}" for name, value in typed.items()]
+        return [sys.executable, given.binary, *options]
+    parsed(options)
+    return [sys.executable, "-m", "dpjax", "train", *options]
 
 
 def run_missing(given: flags.FlagValues, runs: Runs) -> int:
     """Runs all unfinished runs; returns the number of failures."""
     done = finished(runs)
-    left = {
-        folder: command(given, trial, folder)
-        for folder, trial in runs.items()
-        if folder not in done
-    }
+    left = {f: command(given, trial, f) for f, trial in runs.items() if f not in done}
     print(f"{len(runs)} runs; {len(done)} have finished", flush=True)
     failed = 0
-    for count, end in enumerate(child_processes.run_all(left, given.jobs), 1):
-        outcome = f"FAILED with status {end.status}: {child_processes.last_line(end.folder)}"
-        if not end.status:
-            outcome = f"{100 * read(end.folder, arrays=False).accuracy:.2f} %"
-        failed += bool(end.status)
-        where = f"[{count}/{len(left)}] {end.folder.name}"
-        print(f"{where}  {end.seconds:.1f} s  {outcome}", flush=True)
+    for count, ended in enumerate(child_processes.run_all(left, given.jobs), 1):
+        folder, status, seconds = ended
+        failed += bool(status)
+        outcome = f"FAILED with status {status}: {child_processes.last_line(folder)}"
+        if not status:
+            outcome = f"{100 * read(folder, arrays=False).accuracy:.2f} %"
+        print(f"[{count}/{len(left)}] {folder.name}  {seconds:.1f} s  {outcome}", flush=True)
     return failed
 
 
 def finished(runs: Runs) -> dict[pathlib.Path, Trial]:
     """The runs that have finished."""
-    there = (folder for folder in runs if (folder / child_processes.FINISHED).exists())
-    return {folder: runs[folder] for folder in there}
+    return {f: trial for f, trial in runs.items() if (f / child_processes.FINISHED).exists()}
 
 
 def conclude(given: flags.FlagValues, out: pathlib.Path, tried: Candidates, runs: Runs) -> None:
     """Prints and writes the results and the cost of the search."""
     if not (done := finished(runs)):
-        print("No run has finished, so there is nothing to compare or to choose.")
+        print("No run has finished.")
         return
     # Results, prices and figure tell how many ran. The price of the best of a drawn number needs
     # that to stay secret, and a score that is the run's own, not a mean over several runs.
     public = number_of_runs(given) is None
     rows = results(done, single=not public)
-    written = "".join(json.dumps(strict(row)) + "\n" for row in rows)
-    replace(out / "results.jsonl", written, public=public)
+    lines = "".join(json.dumps(strict(row)) + "\n" for row in rows)
+    replace(out / "results.jsonl", lines, public=public)
     spent, said = costs(given, tried, runs)
     replace(out / "costs.json", json.dumps(strict(spent), indent=2) + "\n", public=public)
     print(f"\n{table(rows)}\n\n{said}", flush=True)
@@ -203,23 +182,18 @@ def results(runs: Runs, *, single: bool = False) -> list[dict[str, Any]]:
     groups: dict[str, list[pathlib.Path]] = {}
     for folder, trial in runs.items():
         groups.setdefault(folder.name if single else words(trial.settings), []).append(folder)
-    rows = [_row(folders, runs[folders[0]].settings) for folders in groups.values()]
+    rows = []
+    for folders in groups.values():
+        saved = [read(folder, arrays=False) for folder in folders]
+        accuracies = [100 * run.accuracy for run in saved]
+        measured = not np.isnan(accuracies).any()  # else there is no mean
+        row: dict[str, Any] = {"settings": runs[folders[0]].settings, "runs": len(saved)}
+        row["mean"] = float(np.mean(accuracies)) if measured else None
+        several = measured and len(saved) > 1
+        row["deviation"] = float(np.std(accuracies, ddof=1)) if several else None
+        row["epsilon"] = max(run.epsilon for run in saved)
+        rows.append({**row, "folders": [folder.name for folder in folders]})
     return sorted(rows, key=lambda row: np.inf if row["mean"] is None else -row["mean"])
-
-
-def _row(folders: list[pathlib.Path], settings: dict[str, str]) -> dict[str, Any]:
-    """One setting: the mean of its runs, and their standard deviation if there are several."""
-    saved = [read(folder, arrays=False) for folder in folders]
-    accuracies = [100 * run.accuracy for run in saved]
-    measured = not np.isnan(accuracies).any()  # else there is no mean
-    return {
-        "settings": settings,
-        "runs": len(saved),
-        "mean": float(np.mean(accuracies)) if measured else None,
-        "deviation": float(np.std(accuracies, ddof=1)) if measured and len(saved) > 1 else None,
-        "epsilon": max(run.epsilon for run in saved),
-        "folders": [folder.name for folder in folders],
-    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -236,24 +210,20 @@ def table(rows: list[dict[str, Any]]) -> str:
 def costs(given: flags.FlagValues, tried: Candidates, runs: Runs) -> tuple[dict[str, Any], str]:
     """The cost of the search, as numbers and in words."""
     done, number = finished(runs), number_of_runs(given)
-    possible, unknown = [], ""
-    if number is not None and given.binary:
-        unknown = "what a script could have cost with other settings is not known"
-    elif number is not None:
-        possible, unknown = search_cost.possible_mechanisms(
-            tried,
-            lambda settings: parsed(flags_of(given, Trial(settings, None, 0), pathlib.Path())),
-        )
+    possible, unknown = [], "what a script could have cost with other settings is not known"
+    if number is not None and not given.binary:
+
+        def parse(settings: dict[str, str]) -> flags.FlagValues:
+            return parsed(options_of(given, Trial(settings, None, 0), pathlib.Path()))
+
+        possible, unknown = search_cost.possible_mechanisms(tried, parse)
     delta = min(read(folder, arrays=False).delta for folder in done)
     begun = [folder for folder in runs if folder in done or (folder / "run.json").exists()]
     spent = [search_cost.spent_in(folder) for folder in begun]
     prices = search_cost.prices(spent, delta, number, possible, unknown)
     lines = [f"What this search costs at delta={upwards(delta, '.6g')}:"]
     lines += [f"  {price}" for price in prices]
-    lines.append(
-        "To choose by public test data adds nothing to these lines; if the test data are private, "
-        "no line protects them."
-    )
+    lines.append("Test data by which a run is chosen have to be public: no line protects them.")
     if given.seed is not None:
         lines.append("The keys follow from --seed: this holds against those who do not know it.")
     written = {"delta": delta, "seed": given.seed, "prices": [price._asdict() for price in prices]}

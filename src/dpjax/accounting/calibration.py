@@ -80,7 +80,7 @@ def largest_steps(
     delta: float,
     method: str = "rdp",
     neighbours: str = "add-or-remove",
-    maximum: float = 10_000_000,
+    maximum: int = 10_000_000,
 ) -> int:
     """The largest number of steps whose event costs at most ``epsilon``.
 
@@ -90,7 +90,7 @@ def largest_steps(
       delta: The probability beside it, in (0, 1).
       method: A proven method.
       neighbours: As for `accounting.epsilon`.
-      maximum: The largest number of steps to consider: a whole number, or infinity.
+      maximum: The largest number of steps to consider.
 
     Returns:
       The number: 0 if not even one step fits, ``maximum`` if that fits.
@@ -102,8 +102,7 @@ def largest_steps(
       133
     """
     _check("accounting.largest_steps", epsilon, delta, method)
-    if maximum != math.inf:
-        checks.whole("accounting.largest_steps", "maximum", maximum, least=0)
+    maximum = checks.whole("accounting.largest_steps", "maximum", maximum, least=0)
     if maximum == 0:
         return 0
 
@@ -115,12 +114,7 @@ def largest_steps(
     while spent(high) <= epsilon:
         if high == maximum:
             return high
-        if high >= 2**62:
-            raise ValueError(
-                f"accounting.largest_steps(epsilon={epsilon}, maximum={maximum}): any number fits. "
-                "Give the steps that are planned as maximum."
-            )
-        high = int(min(maximum, 2 * high))
+        high = min(maximum, 2 * high)
     steps = range(high // 2, high)
     return steps[bisect.bisect_left(steps, True, key=lambda n: spent(n + 1) > epsilon)]
 
@@ -161,9 +155,8 @@ def _bracket(spent: Callable[[float], float], target: float) -> tuple[float, flo
         low, high = high, high * 2
         if high > 1e9:
             raise ValueError(
-                f"accounting.calibrate(epsilon={target}): not reachable; even at parameter "
-                f"{low:.3g} epsilon is {spent(low):.4g}. Make the other parts cheaper, such as "
-                "before= or private moments of features."
+                f"accounting.calibrate(epsilon={target}): not reachable; at parameter "
+                f"{low:.3g} epsilon is {spent(low):.4g}. Make before= or features cheaper."
             )
     factor = 2.0
     while spent(low) <= target:
@@ -181,9 +174,6 @@ def _bracket(spent: Callable[[float], float], target: float) -> tuple[float, flo
 def _check(call: str, target: float, delta: float, method: str) -> None:
     checked_delta(call, delta)
     if not checked_method(call, method).proven:
-        raise ValueError(
-            f"{call}(method={method!r}): it is an estimate, and noise chosen by it would promise "
-            "what is not proven. Use 'rdp' or 'pld'."
-        )
+        raise ValueError(f"{call}(method={method!r}): an estimate, not proven. Use 'rdp' or 'pld'.")
     hint = "Without noise, build the mechanism with noise_multiplier=0.0."
     checks.positive(call, "epsilon", target, hint)
