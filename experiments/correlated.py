@@ -18,6 +18,7 @@ accountant (PLD) for one neighbouring relation.
 from __future__ import annotations
 
 import functools
+import itertools
 import pathlib
 from collections.abc import Mapping
 from functools import partial
@@ -101,28 +102,17 @@ def run(
 def main(argv: list[str]) -> None:
     runs.only_flags(argv)
     logging.set_verbosity(logging.ERROR)
-    smoke = runs.SMOKE.value
-    names = ["digits"] if smoke else ["mnist", "fashion_mnist", "cifar10"]
-    results, lines = runs.results(), []
-    for dataset in names:
+    smoke, results = runs.SMOKE.value, runs.results()
+    for dataset in ["digits"] if smoke else ["mnist", "fashion_mnist", "cifar10"]:
         examples = runs.loaded(dataset).examples
-        for epsilon in EPSILONS[2:3] if smoke else EPSILONS:
-            for method in METHODS:
-                name = f"{dataset} {method} at epsilon {epsilon:g}"
-                if not runs.named(name):
-                    continue
-                batch = 128 if smoke else BATCH
-                mechanism = mechanism_of(method, examples, epsilon, batch)
-                seeds = runs.seeds()
+        for epsilon, method in itertools.product(EPSILONS[2:3] if smoke else EPSILONS, METHODS):
+            name = f"{dataset} {method} at epsilon {epsilon:g}"
+            if runs.named(name):
+                mechanism = mechanism_of(method, examples, epsilon, 128 if smoke else BATCH)
                 one = partial(run, dataset, mechanism)
-                found = [results.of(name, seed, one) for seed in seeds]
-                accuracy = runs.spread([each["accuracy"] for each in found])
-                figures = ("noise_multiplier", "sensitivity", "error")
-                shown = [f"{found[0][figure]:.4g}" for figure in figures]
-                lines.append([name, accuracy, *shown])
-                print(*lines[-1], sep="  ", flush=True)
-    head = ["row", "test accuracy", "multiplier", "sensitivity", "error"]
-    print(runs.table(head, lines))
+                done = [results.of(name, seed, one) for seed in runs.seeds()]
+                accuracy = runs.spread([row["accuracy"] for row in done])
+                print(name, accuracy, f"error {done[0]['error']:.4g}", sep="  ", flush=True)
 
 
 if __name__ == "__main__":

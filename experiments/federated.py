@@ -31,7 +31,6 @@ _CONCENTRATION = flags.DEFINE_float(
 _LARGEST = flags.DEFINE_float(
     "largest_weight", None, "Weight clients by their examples, up to this; by default alike."
 )
-_PROJECT = flags.DEFINE_bool("project", False, "Project onto the bound after each local batch.")
 CLIENTS, ROUNDS = 1000, 50
 SMALL = 20, 5  # clients and rounds of a smoke run
 
@@ -66,7 +65,6 @@ def train(
         client_optimizer=optax.sgd(0.05),
         local_batch_size=10,
         local_epochs=5,
-        project=_PROJECT.value,
         weights=weights,
     )
 

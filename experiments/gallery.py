@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws every figure of the five papers from the results that are committed, without training.
+"""The page with every figure of the five papers, drawn from the committed results.
 
-``python -m experiments.gallery --folder=runs/figures`` writes a PNG file for each figure that has
-rows, in 20 seconds.
+`docs/generated_pages.py` builds it. ``--figure=3 --plot=FILE`` of a paper draws one figure.
 """
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from absl import app, flags
-
-from experiments.common import pictures, runs, tables
+from experiments.common import pictures, tables
 from experiments.common.claims import Judged
 from experiments.common.figures import Figure
 from experiments.common.paper import Paper
@@ -22,11 +18,9 @@ SHOWN = 6  # a caption names the first of the rows that were not run
 PAGE = """\
 # Gallery
 
-The figures of the five papers, drawn by `python -m experiments.gallery` from the JSON files in
-`experiments/results` when this page is built. A line is the median of its seeds, a band runs from
-the smallest to the largest, and epsilon is that of what ran here. Verdicts come from
-[the results](results.md)."""
-_FOLDER = flags.DEFINE_string("folder", "runs/figures", "Folder of the PNG files.")
+The figures of the five papers, drawn from the JSON files in `experiments/results` when this page
+is built. A line is the median of its seeds, a band runs from the smallest to the largest, and
+epsilon is that of what ran here. Verdicts come from [the results](results.md)."""
 
 
 class Drawn(NamedTuple):
@@ -109,15 +103,3 @@ def gallery() -> tuple[str, dict[str, bytes]]:
                 parts.append(f"![{figure.figure.shows}](gallery/{figure.file})")
             parts.append(figure.caption(judged))
     return "\n\n".join(parts) + "\n", files
-
-
-def main(argv: list[str]) -> None:
-    runs.only_flags(argv)
-    folder = pathlib.Path(_FOLDER.value)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, picture in gallery()[1].items():
-        (folder / name).write_bytes(picture)
-
-
-if __name__ == "__main__":
-    app.run(main)

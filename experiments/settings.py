@@ -274,7 +274,7 @@ def table(found: list[Line]) -> str:
             mean = {k: statistics.mean(run[k] for run in line.runs) for k in ("loss", "clipped")}
             cells[3:3] = [f"{mean['loss']:.2f}", f"{mean['clipped']:.0f} %"]
         rows.append(cells)
-    return "\n".join(markdown.line(*cells) for cells in (head, ["---"] * len(head), *rows))
+    return runs.table(head, rows)
 
 
 def tables() -> dict[str, str]:

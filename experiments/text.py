@@ -120,13 +120,13 @@ MODEL = models.TextTransformer(vocabulary=WORDS, length=LENGTH, width=32, depth=
 
 def adapters(flat: Mapping[str, Any], key: Any) -> dict[str, Any]:
     """Thin factors for the kernels of queries and values; their product starts at zero."""
-    found = {}
+    factors = {}
     for number, name in enumerate(k for k in flat if re.search("(query|value)/kernel", k)):
         inputs = flat[name].shape[0]
         draw = jax.random.normal(jax.random.fold_in(key, number), (inputs, RANK))
-        found[f"lora/{name}/a"] = draw / math.sqrt(inputs)
-        found[f"lora/{name}/b"] = jnp.zeros((RANK, flat[name].size // inputs))
-    return found
+        factors[f"lora/{name}/a"] = draw / math.sqrt(inputs)
+        factors[f"lora/{name}/b"] = jnp.zeros((RANK, flat[name].size // inputs))
+    return factors
 
 
 def assembled(frozen: Mapping[str, Any], trained: Mapping[str, Any]) -> Any:
@@ -231,18 +231,9 @@ def line(name: str, secret: int) -> np.ndarray:
     return characters(f"\nThe number of {name} is {secret:0{DIGITS}}.")
 
 
-def in_window(codes: np.ndarray) -> np.ndarray:
-    """A line, filled to a window with ends of lines."""
-    return np.pad(codes, (0, WINDOW + 1 - len(codes)))
-
-
-def predicted(params: Any, x: Any) -> Any:
-    return Characters().apply({"params": params}, x)
-
-
 def character_loss(params: Any, window: Any) -> Any:
     """The mean loss of the characters of one window."""
-    logits = predicted(params, window[:-1])
+    logits: Any = Characters().apply({"params": params}, window[:-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, window[1:]).mean()
 
 
@@ -252,27 +243,23 @@ def memorised(row: tuple[float, float], seed: int, folder: Any) -> Mapping[str, 
     epsilon, rate = row
     draw = np.random.default_rng(seed)
     secrets = {n: int(draw.integers(10**DIGITS)) for names in PLANTED.values() for n in names}
-    planted = [
-        in_window(line(name, secrets[name]))
-        for times, names in PLANTED.items()
-        for name in names
-        for _ in range(times)
-    ]
     private, public = play()
-    data = np.concatenate([private, np.stack(planted)])
+    planted = [private]
+    for times, names in PLANTED.items():
+        for codes in (line(name, secrets[name]) for name in names):
+            planted += [np.pad(codes, (0, WINDOW + 1 - len(codes)))[None]] * times
+    data = np.concatenate(planted)
     mechanism = mechanism_of(len(data), min(256, len(data) // 2), 10, epsilon)
-    params = jax.jit(Characters().init)(jax.random.key(seed), jnp.zeros(WINDOW, jnp.int32))[
-        "params"
-    ]
-    last = train(character_loss, rate, mechanism, data, params, seed)
+    variables = jax.jit(Characters().init)(jax.random.key(seed), jnp.zeros(WINDOW, jnp.int32))
+    last = train(character_loss, rate, mechanism, data, variables["params"], seed)
 
     @jax.jit
     def loss_of(windows: Any) -> Any:
         return jax.lax.map(partial(character_loss, last), windows, batch_size=200)
 
     def exposure(name: str) -> float:
-        found = loss_of(np.stack([line(name, secret) for secret in range(10**DIGITS)]))
-        rank = int(jnp.sum(found <= found[secrets[name]]))
+        candidates = loss_of(np.stack([line(name, secret) for secret in range(10**DIGITS)]))
+        rank = int(jnp.sum(candidates <= candidates[secrets[name]]))
         return DIGITS * math.log2(10) - math.log2(rank)  # ties count against the secret
 
     return {
@@ -401,8 +388,8 @@ def main(argv: list[str]) -> None:
     made |= {name: (memorised, row) for name, row in PLAY.items()}
     for name, (one, row) in made.items():
         if runs.named(name):
-            found = [results.of(name, seed, partial(one, row)) for seed in seeds]
-            print(name, *found, sep="\n  ", flush=True)
+            done = [results.of(name, seed, partial(one, row)) for seed in seeds]
+            print(name, *done, sep="\n  ", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,7 @@ SHAPED = ("clipping/", "gradients/", "mechanism/", "noise/", "sampling", "traini
 # Raised in processes that a test starts, which load dpjax without switches; so is all of `cli`.
 ELSEWHERE = {
     ("gradients/nan_isolation.py", "not sharding.is_fully_replicated"),
-    ("training/checks.py", "len(places) > 1"),
-    ("training/fit.py", "(now or due) and (not run.save(wait=now)) and now"),
+    ("meshes.py", "len(places) > 1"),
 }
 reached, killed = set(), set()
 off = None

@@ -69,7 +69,7 @@ SHOWN = {
             unit="client",
             before=[Spent(sampling=sampling.poisson(1000, 10), runs=((1.0, 5),), unit="client")],
         ),
-        ["1000 of 1,000 clients", "before(Spent", "noiseTree"],
+        ["1000 of 1,000 clients", "before(Spent", "name='tree', steps=5"],
     ),
     "sampler": (lambda: sampling.poisson(1000, 10), ["Sampler: poisson", "examples1,000"]),
     "rule": (lambda: clipping.grouped(0.5, 9), ["sensitivity1.5", "group 70.5", "1 more groups"]),

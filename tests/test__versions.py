@@ -4,16 +4,9 @@
 import json
 from importlib import metadata
 
-import numpy as np
-
 import dpjax
 from dpjax import cli
-from dpjax._versions import version
 from dpjax.cli.train import run_files
-
-
-def test_an_installed_package_has_its_version():
-    assert version("numpy") == np.__version__
 
 
 def test_a_run_from_sources_says_that_it_has_no_version(tmp_path, monkeypatch, capsys):

@@ -208,12 +208,6 @@ def test_curriculum_pld(name):
         agrees(curriculum(name, 0.5), 1e-5, "pld", clipped)
 
 
-@kills(
-    "accounting/events.py",
-    "np.bincount(which.ravel(), lengths)",
-    "np.bincount(which.ravel())",
-    slow=True,
-)
 def test_equal_steps_are_counted_wherever_they_stand():
     """Steps in a row are counted without a sort, which takes seconds for a million of them."""
     event = accounting.scheduled_gaussian([2.0, 2.0, np.inf, 1.0, 2.0, np.inf, np.inf], 0.1)
@@ -266,8 +260,6 @@ def test_our_divergences_are_those_of_the_library(name):
 
 @pytest.mark.sample(8)
 @kills("accounting/rdp_accountant.py", "(4 if swap else 1)", "(1 if swap else 1)")
-@kills("accounting/pld.py", "* (2 if neighbours", "* (1 if neighbours", slow=True)
-@kills("accounting/rdp_accountant.py", "min(z / 2, 1e7)", "z", slow=True)
 @pytest.mark.parametrize(
     ("event", "method", "neighbours", "expected"),
     [
@@ -298,8 +290,6 @@ def test_neighbours(event, method, neighbours, expected):
         (without_replacement(1_000, 10, 1.0, 10), "pld", "replace-one"),
         (without_replacement(1_000, 10, 1.0, 10), "rdp", "add-or-remove"),
         (dp_accounting.UnsupportedDpEvent(), "pld", "add-or-remove"),
-        (dp_accounting.ZCDpEvent(0.1), "rdp", "replace-one"),
-        (best_of(steps((0.01, 1.0, 10)), 10.0), "rdp", "replace-one"),
         (best_of(accounting.gaussian(2.0), 10.0), "pld", "add-or-remove"),
     ],
 )
@@ -381,32 +371,26 @@ def calibrated(make, target, delta, method, expected, tolerance):
     assert accounting.epsilon(make(z * (1 - slack)), delta, method) > target
 
 
+@pytest.mark.parametrize("method", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("run", "target", "rdp", "pld"), CALIBRATED)
-def test_calibrate_rdp(run, target, rdp, pld):
-    q, n = RUNS[run]
-    calibrated(lambda z: steps((q, z, n)), target, 1e-5, "rdp", rdp, 1e-3)
+def test_calibrate(run, target, rdp, pld, method):
+    (q, n), (figure, tolerance) = RUNS[run], {"rdp": (rdp, 1e-3), "pld": (pld, 3e-3)}[method]
+    calibrated(lambda z: steps((q, z, n)), target, 1e-5, method, figure, tolerance)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("run", "target", "rdp", "pld"), CALIBRATED)
-def test_calibrate_pld(run, target, rdp, pld):
-    q, n = RUNS[run]
-    calibrated(lambda z: steps((q, z, n)), target, 1e-5, "pld", pld, 3e-3)
-
-
-SCHEDULED = [  # the factor that spends a target: by rdp, by pld
-    ("linear-down", 1, 1.1690, 1.0019),
-    ("linear-down", 2, 0.8600, 0.7639),
-    ("linear-down", 3, 0.7334, 0.6685),
-    ("exponential-down", 1, 1.8500, None),
-    ("exponential-down", 2, 1.1512, 1.0885),
-    ("quadratic-up", 2, 0.9286, 0.8495),
+SCHEDULED = [  # the factor that spends a target, by rdp
+    ("linear-down", 1, 1.1690),
+    ("linear-down", 2, 0.8600),
+    ("linear-down", 3, 0.7334),
+    ("exponential-down", 2, 1.1512),
+    ("quadratic-up", 2, 0.9286),
 ]
 
 
-@pytest.mark.parametrize(("name", "target", "rdp", "pld"), SCHEDULED)
-def test_calibrate_a_schedule(name, target, rdp, pld):
-    calibrated(lambda c: curriculum(name, c), target, 1e-5, "rdp", rdp, 1e-3)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("name", "target", "factor"), SCHEDULED)
+def test_calibrate_a_schedule(name, target, factor):
+    calibrated(lambda c: curriculum(name, c), target, 1e-5, "rdp", factor, 1e-3)
 
 
 @pytest.mark.sample(3)
@@ -415,7 +399,6 @@ def test_calibrate_a_schedule(name, target, rdp, pld):
     [
         (MNIST, 1.1, 1e-5, 2.0, "rdp", 8_642),
         (MNIST, 1.1, 1e-5, 2.0, "pld", 10_206),
-        (0.1, 3.0, 1e-6, 2.0, "pld", 155),
         (MNIST, 1.1, 1e-5, 2.85, "rdp-classic", 12_646),
     ],
 )
@@ -500,14 +483,7 @@ def test_closed_form_without_sampling(z, n, delta):
     ".self_compose(1)",
     case="add-or-remove",
 )
-@kills(
-    "accounting/loss_distributions.py",
-    "sampling_prob=rate",
-    "sampling_prob=rate**2",
-    case="replace-one",
-    slow=True,
-)
-@pytest.mark.parametrize("neighbours", ["add-or-remove", "zero-out", "replace-one"])
+@pytest.mark.parametrize("neighbours", ["add-or-remove", "replace-one"])
 def test_losses_of_one_step_compose_as_the_accountant_composes_events(neighbours):
     mixed = accounting.compose(
         accounting.subsampled_gaussian(1.5, 0.01, 50),
@@ -569,14 +545,22 @@ def test_levels_are_those_of_the_plan():
     assert accounting.levels(plan[:256]).tolist() == plan[:256].tolist(), "few are kept"
 
 
-def test_few_levels_cost_little(monkeypatch):
-    event = accounting.scheduled_gaussian(np.linspace(20.0, 5.0, 400), 0.05)
-    cost = {}
-    for levels in (16, 64, 1_024):
-        monkeypatch.setattr(rounded, "__defaults__", (levels, None))
-        cost[levels] = accounting.epsilon(event, 1e-5, "pld")
-    assert cost[1_024] < cost[64] < 1.02 * cost[1_024]
-    assert cost[64] < cost[16] < 1.06 * cost[1_024]
+@pytest.mark.parametrize(
+    ("rates", "multipliers", "more"),
+    [
+        (np.full(2_000, 0.01), np.linspace(5.0, 1.0, 2_000), 0.007),
+        (np.linspace(0.005, 0.02, 2_000), np.linspace(3.0, 1.0, 2_000), 0.014),
+        (np.repeat(np.arange(1, 6) / 500, 400), np.linspace(3.0, 1.0, 2_000), 0.006),
+    ],
+    ids=["one rate", "both rise", "few rates"],
+)
+def test_levels_cost_little(rates, multipliers, more):
+    plan = dict.fromkeys(zip(rates.tolist(), multipliers.tolist(), strict=True), 1)
+    exact, bound = (
+        epsilon_of(steps(*((q, z, n) for (q, z), n in some.items())))
+        for some in (plan, rounded(plan))
+    )
+    assert exact < bound < (1 + more) * exact
 
 
 @pytest.mark.slow
@@ -626,14 +610,6 @@ TINY = [
     "float(epsilon(given))",
     case="43224",
 )
-@kills(
-    "accounting/loss_distributions.py",
-    "float(delta(given)) + off",
-    "float(delta(given))",
-    case="43224",
-    slow=True,
-)
-@kills("accounting/loss_distributions.py", "(2 * sum([", "(2e-5 * sum([", case="43224", slow=True)
 @pytest.mark.parametrize(("rate", "multiplier", "n", "delta"), TINY, ids=[str(t[2]) for t in TINY])
 def test_floating_point_takes_nothing_from_a_small_delta(rate, multiplier, n, delta):
     event = accounting.subsampled_gaussian(multiplier, rate, n)
@@ -653,26 +629,19 @@ def test_floating_point_takes_nothing_from_a_small_delta(rate, multiplier, n, de
 # --- edges ---
 
 
-@kills("accounting/event_parts.py", " if not below.private:", " if False:", slow=True)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("event", "expected"),
     [
         (steps((0.1, 1.0, 0)), 0.0),
         (steps((0.0, 1.0, 10)), 0.0),
-        (steps((0.0, 0.0, 10)), 0.0),
-        (steps((0.1, 0.0, 0)), 0.0),
         (steps((0.1, math.inf, 10)), 0.0),
-        (dp_accounting.NoOpDpEvent(), 0.0),
         (accounting.compose(), 0.0),
         (steps((0.1, 0.0, 1)), math.inf),
         (accounting.gaussian(0.0), math.inf),
         (dp_accounting.NonPrivateDpEvent(), math.inf),
         (dp_accounting.LaplaceDpEvent(0.0), math.inf),
-        (best_of(accounting.gaussian(0.0), 10.0), math.inf),
         (best_of(steps((1.0, 0.0, 1), (0.1, 1.0, 1)), 10.0), math.inf),
-        (best_of(dp_accounting.NoOpDpEvent(), 10.0), 0.0),
-        (dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(0.0), 0), 0.0),
         (dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.NonPrivateDpEvent()), math.inf),
         (accounting.compose(steps((0.1, 1.0, 3)), dp_accounting.NonPrivateDpEvent()), math.inf),
         (accounting.gaussian(1e-200), math.inf),
@@ -709,21 +678,16 @@ def beside_one(z):
     [
         (lambda: accounting.epsilon(ONE, 1.5), r"epsilon\(delta=1.5\)"),
         (lambda: accounting.epsilon(ONE, 1e-5, "rpd"), "one of rdp, pld"),
-        (lambda: accounting.epsilon(ONE, 1e-5, neighbours="x"), "replace-one"),
         (lambda: accounting.epsilon("ONE", 1e-5), r"mechanism\.event"),
         (lambda: accounting.delta(ONE, -1.0), "0 or more"),
         (lambda: accounting.gaussian(-1.0), r"gaussian\(noise_multiplier=-1.0\): .*0 or more"),
-        (lambda: accounting.gaussian(math.nan), "expected a number"),
         (lambda: accounting.subsampled_gaussian(1.0, 256, 10), "batch size"),
         (lambda: accounting.subsampled_gaussian(1.0, 0.1, -1), "whole number"),
-        (lambda: accounting.renyi_divergence(1.0, 0.1, [1.0]), "above 1"),
         (lambda: accounting.calibrate(accounting.gaussian, 1.0, 1e-5, "gdp"), "not proven"),
-        (lambda: accounting.calibrate(accounting.gaussian, 0.0, 1e-5), "above 0"),
         (lambda: accounting.calibrate(beside_one, 1.0, 1e-5), "not reachable"),
         (lambda: accounting.calibrate(lambda z: ONE, 9.0, 1e-5), "nothing to calibrate"),
         (lambda: epsilon_of(sampled(256.0)), "batch size"),
         (lambda: epsilon_of(best_of(ONE, 3.0), "pld"), "Try 'rdp'"),
-        (lambda: epsilon_of(without_replacement(100, 10, 1.0, 1), "pld"), "Try 'rdp'"),
     ],
 )
 def test_errors_teach(call, words):

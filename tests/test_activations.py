@@ -43,12 +43,6 @@ def test_the_dtype_is_kept():
         assert made(jnp.zeros(3, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("name", ["scale", "inverse_temperature"])
-def test_impossible_parameters_are_refused(name):
-    with pytest.raises(ValueError, match=rf"\({name}=-1.0\): expected a finite number above 0"):
-        activations.tempered_sigmoid(**{name: -1.0})
-
-
 def test_names():
     half = {
         "tanh": np.tanh(0.5),
@@ -75,8 +69,3 @@ def test_every_name_is_differentiable_everywhere_and_keeps_the_dtype():
         slopes = jax.vmap(jax.grad(activations.by_name(name)))(jnp.asarray(POINTS, jnp.float32))
         assert jnp.isfinite(slopes).all(), name
         assert activations.by_name(name)(jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
-
-
-def test_an_unknown_name_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'tahn'.*relu.*tanh"):
-        activations.by_name("tahn")

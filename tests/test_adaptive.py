@@ -312,7 +312,7 @@ TEACHES = [
     (lambda: Quantile(count_multiplier=math.inf), "expected a finite number, 0 or more"),
     (lambda: described(adaptive=Quantile(count_multiplier=1.0)), "count_multiplier above 1"),
     (lambda: described(**UNBOUNDED), "expected a positive, finite bound"),
-    (lambda: make(X, bound_schedule=lambda step: 1.0), "Leave one of the two out"),
+    (lambda: make(X, bound_schedule=lambda step: 1.0), "Leave one out"),
     (uncounted, "update needs the count of the batch"),
 ]
 

@@ -23,13 +23,9 @@ def test_steps_run_and_say_which_peers_are_missing():
 
 
 @pytest.mark.slow
-def test_accountants_run_without_peers(tmp_path):
+def test_accountants_agree(tmp_path):
     out = tmp_path / "accounting.json"
-    absent = tmp_path / "no-such-python"
-    some = ["--seconds=10", f"--peers_python={absent}", "--out", out]
-    outcome = run("experiments.benchmarks.accounting", "--smoke", *some)
-    assert "peers: not run; `make bench-peers`" in outcome.stdout
-    assert "opacus" not in outcome.stdout
+    run("experiments.benchmarks.accounting", "--smoke", "--out", out)
     for rows in json.loads(out.read_text())["questions"].values():
         ours, theirs = (rows[f"{who} rdp"]["answer"] for who in ("dpjax", "dp-accounting"))
         assert ours == pytest.approx(theirs, rel=1e-4)
@@ -38,7 +34,7 @@ def test_accountants_run_without_peers(tmp_path):
 def test_a_worker_that_takes_too_long_is_stopped():
     from experiments.benchmarks import workers
 
-    worker = workers.Worker(sys.executable, "accounting", "dpjax", "rdp")
+    worker = workers.Worker(sys.executable, "compilation", "linear", "plain")
     assert worker.ask({}, seconds=0.01) == {"refused": "> 0.01 s", "late": True}
     worker.close()
 
@@ -87,7 +83,8 @@ def test_optimizers_run_or_say_why_not(tmp_path):
     run("experiments.benchmarks.optimizers", "--smoke", "--out", path)
     found = json.loads(path.read_text())["rows"]
     ran = {name for name, row in found.items() if set(row.values()) == {"runs"}}
-    assert ran == {"adam", "contrib.sam", "training.dp_adam"}
+    assert ran == {"adam", "training.dp_adam"}
+    assert found["contrib.sam"]["dpsgd"] == "runs"
     refused = found["lbfgs"]
     assert refused["dpsgd"].startswith("TypeError: dpsgd: the optimizer does not run on gradients")
     assert refused["chain"].startswith("LawBroken: the chain refuses to run")
@@ -113,11 +110,11 @@ def test_what_stops_an_optimizer_is_its_first_sentence():
 
 
 def test_what_runs_in_optax_runs_on_private_means():
-    """All but `optax.monitor`, whose state grows in its first update."""
+    """All but `optax.monitor`, whose state grows, and `sam` in a chain, which takes no mask."""
     rows = json.loads((EXPERIMENTS / "results" / "optimizers.json").read_text())["rows"]
     honest = {name for name, row in rows.items() if row["optax"] == "runs"}
     stopped = {name for name in honest if set(rows[name].values()) != {"runs"}}
-    assert stopped == {"chain(monitor, adam)"}
+    assert stopped == {"chain(monitor, adam)", "contrib.sam"}
     assert len(honest) > 100
 
 

@@ -183,13 +183,6 @@ def queries(x, normalization, monkeypatch):
     case="10000.0",
     slow=True,
 )
-@kills(
-    "features/normalization.py",
-    "return _release(key, query, rows, bound, self.noise_multiplier)",
-    "return _release(key, query, rows, bound, self.noise_multiplier / 2)",
-    case="1.0",
-    slow=True,
-)
 @pytest.mark.parametrize("scale", [0.01, 1.0, 1e4, math.nan])
 def test_one_example_moves_a_query_by_no_more_than_its_threshold(monkeypatch, scale):
     x = some().at[7].multiply(scale)
@@ -208,13 +201,6 @@ def test_one_example_moves_a_query_by_no_more_than_its_threshold(monkeypatch, sc
                 assert moved == pytest.approx(threshold, rel=1e-4)
 
 
-@kills(
-    "features/normalization.py",
-    "counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier)",
-    "counts = votes.sum(axis=0)",
-    case="1.0",
-    slow=True,
-)
 @kills(
     "features/normalization.py",
     "counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier)",
@@ -240,7 +226,6 @@ def test_one_example_moves_a_histogram_by_no_more_than_one(monkeypatch, scale):
         assert with_[query][2] == 8.0
 
 
-@kills("features/normalization.py", "multiplier, rule,", "min(multiplier, 1.0), rule,", slow=True)
 def test_the_noise_of_each_query_has_its_scale():
     """With zero features the release is noise alone: threshold x multiplier / examples."""
     nothing = jnp.zeros((2, 1, 1, 300_000))
@@ -302,12 +287,6 @@ def test_thresholds_are_found():
 # --- privacy cost -----------------------------------------------------------------------------
 
 
-@kills(
-    "features/normalization.py",
-    "queries = (float(self.noise_multiplier),) * 2",
-    "queries = (float(self.noise_multiplier),)",
-    case="8.0-0.8639-0.6948-0.634",
-)
 @pytest.mark.parametrize(
     ("multiplier", "classic", "rdp", "pld"),
     [(8.0, 0.8639, 0.6948, 0.6340)],

@@ -2,7 +2,6 @@
 """Users with several records: recomputed figures, one step by quadrature, and the laws between."""
 
 import math
-from typing import Any
 
 import dp_accounting
 import pytest
@@ -99,7 +98,6 @@ def test_a_mixture_that_the_accountant_cannot_bound_has_no_guarantee():
         accounting.epsilon_for_users(event, 2.0, 50)
 
 
-@kills("accounting/user_level.py", "if parts.foreign:", "if False:", slow=True)
 def test_what_has_no_proof_is_refused():
     fixed = mechanism_with(sampling=sampling.fixed(100, 10), steps=5)
     with pytest.raises(ValueError, match=r"Sample with sampling\.poisson"):
@@ -108,7 +106,3 @@ def test_what_has_no_proof_is_refused():
         accounting.epsilon_for_users(STEP, 1e-5, 2, "replace-one")
     with pytest.raises(ValueError, match="method='pld' has one"):
         accounting.epsilon(accounting.for_groups(STEP, 2), 1e-5, "rdp")
-    wrong: list[Any] = [0, 1.5, True, math.nan, math.inf]
-    for records in wrong:
-        with pytest.raises((TypeError, ValueError), match=r"expected a (whole )?number"):
-            accounting.for_groups(STEP, records)

@@ -362,12 +362,13 @@ def test_arrays_that_explicit_axes_split_are_refused_by_the_call():
     w = jax.device_put(np.zeros(3, np.float32), split)
     clipped = dpjax.clipped_grad(lambda w, x: jnp.sum((w - x) ** 2), clipping.flat(1.0))
     calls = {
-        "dpsgd: the data": lambda: small_run(data=rows),
-        "clipped_grad: the data": lambda: clipped(jnp.zeros(3), rows),
-        "clipped_grad: the parameters": lambda: clipped(w, np.ones((50, 3))),
+        ("dpsgd", "data"): lambda: small_run(data=rows),
+        ("clipped_grad", "data"): lambda: clipped(jnp.zeros(3), rows),
+        ("clipped_grad", "parameters"): lambda: clipped(w, np.ones((50, 3))),
     }
-    for call, run in calls.items():
-        with pytest.raises(ValueError, match=rf"^{call} are split by a mesh of explicit"):
+    for (call, name), run in calls.items():
+        words = f"^{call}: a mesh of explicit axes splits the {name}"
+        with pytest.raises(ValueError, match=words):
             run()
 
 

@@ -167,28 +167,12 @@ def test_torch_init_is_uniform_in_one_over_the_root_of_the_fan_in():
         assert 0 < np.abs(bias).max() <= limit
 
 
-@pytest.mark.slow
-def test_torch_init_of_a_transformer():
-    model = models.TextTransformer(vocabulary=50, length=8, width=32, depth=1, torch_init=True)
-    params = jax.jit(model.init)(KEY, jnp.zeros(8, int))["params"]
-    assert np.std(params["token"]["embedding"]) == pytest.approx(1, rel=0.1)
-    attention = params["Transformer"]["encoderblock_0"]["MultiHeadDotProductAttention_1"]
-    for name, limit in {"query": math.sqrt(6 / 128), "out": 1 / math.sqrt(32)}.items():
-        assert 0.9 * limit < np.abs(attention[name]["kernel"]).max() <= limit
-        assert not attention[name]["bias"].any()
-
-
 def test_every_name_makes_its_model():
     for name in models.NAMES:
         model = models.by_name(name, 7, torch_init=True)
         assert (model.classes, model.torch_init) == (7, True)
         assert models.by_name(name, 7, activation=jax.nn.elu).activation is jax.nn.elu
     assert models.by_name("regression_mlp", 1).activation is nn.relu
-
-
-def test_an_unknown_name_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'resnet'.*mlp.*tempered_cnn"):
-        models.by_name("resnet", 10)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,6 @@ def test_the_statement_says_all_that_a_reader_must_know():
 
 
 @kills("accounting/rounding.py", "form, ROUND_CEILING)", 'form, "ROUND_HALF_EVEN")')
-@kills("accounting/rounding.py", "form, ROUND_FLOOR)", 'form, "ROUND_HALF_EVEN")', slow=True)
 @pytest.mark.parametrize(
     ("value", "form", "printed"),
     [
@@ -72,10 +71,8 @@ def test_a_claim_is_rounded_up(value, form, printed):
     assert downwards(-value, form) == f"-{printed}"
 
 
-@kills("reports/statement.py", 'pair = f"({upwards(best)}, ', 'pair = f"({best:.4g}, ', slow=True)
-@pytest.mark.parametrize("noise", [1.0, 1.02])
-def test_no_verdict_claims_less_than_is_proved(noise):
-    mechanism = make(sampling=sampling.poisson(1000, 10), noise_multiplier=noise, steps=100)
+def test_no_verdict_claims_less_than_is_proved():
+    mechanism = make(sampling=sampling.poisson(1000, 10), noise_multiplier=1.02, steps=100)
     verdict = dpjax.statement(mechanism, 1e-5).splitlines()[2]
     claimed = float(verdict.strip(" (").split(",")[0])
     proved = mechanism.epsilon(1e-5, "pld")
@@ -205,7 +202,6 @@ def test_what_scales_the_noise_beside_the_mechanism_is_said_of_its_run_alone():
     ) in words
 
 
-@kills("reports/statement.py", "if len(ran) < mechanism.steps:", "if False:", slow=True)
 def test_the_statement_of_a_run_that_stopped_early_says_what_a_choice_costs():
     mechanism = make(steps=10)
     chosen = "if results chose where to stop, all planned steps count"
@@ -259,19 +255,7 @@ def test_each_group_has_its_own_noise_in_the_statement():
     assert "0.1407" not in words, "the deviation of no group"
 
 
-def test_groups_with_an_adapted_bound_have_the_noise_that_the_count_leaves():
-    adaptive = clipping.Quantile(count_multiplier=2.0)
-    words = dpjax.statement(of_groups(1.0, 10.0, adaptive=adaptive), 1e-5)
-    # Squared, the joint multiplier is 1 / (1 + 1 / 100) and that of the count is 4.
-    growth = (1 - (100 / 101) / 4) ** -0.5
-    assert "multiplier 0.995 in all: 1.147 on the sum, 2 on the count" in words
-    assert f"by group: multiplier {growth:.4g}, {10 * growth:.4g} x the group's own" in words
-    assert "1.147 is what these are worth together" in words
-    assert f"deviation {growth / 10:.4g}, {growth:.4g} by group, on the mean, at first" in words
-
-
 @pytest.mark.slow
-@kills("reports/statement.py", 'sampling.name == "scored"', "False", slow=True)
 def test_the_rate_that_is_counted_is_the_one_stated():
     def words(steps, rates):
         sampler = sampling.scored(np.arange(1000) % 2, rates, steps_per_row=4, batch_size=20)

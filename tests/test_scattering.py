@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dpjax import data, scattering
-from dpjax.scattering import fourier, transform
+from dpjax.scattering import transform
 from dpjax.scattering.filters import coarsen, filter_bank, mirrored, padded_size
 
 RNG = np.random.default_rng(0)
@@ -100,24 +100,6 @@ def test_any_scales_angles_and_sides_follow_the_definition(shape, J, L):
     want = definition(image, J, L)
     assert features.shape[1:] == (shape[0] // 2**J, shape[1] // 2**J, len(scattering.paths(J, L)))
     np.testing.assert_allclose(features[0], want, atol=1e-6)
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(6, 8), (12, 20)])
-@pytest.mark.slow
-def test_the_products_are_fourier_transforms(rows, columns):
-    field = RNG.normal(size=(rows, 3, columns)).astype(np.float32)
-    spectrum = fourier.spectrum_of(jnp.asarray(field[mirrored(rows)]), 2)
-    parts = np.asarray(spectrum).reshape(rows, 3, 2, 2, columns // 2).swapaxes(2, 3)
-    want = np.fft.fft2(field, axes=(0, 2))
-    np.testing.assert_allclose(parts[:, :, 0].reshape(field.shape), want.real, atol=1e-4)
-    np.testing.assert_allclose(parts[:, :, 1].reshape(field.shape), want.imag, atol=1e-4)
-    # Filters that pass everything, followed by every second pixel.
-    for step in (1, 2):
-        passed = fourier.filtered(spectrum, np.ones((2, rows, columns)), step, 2)
-        found = fourier.moduli(passed, 2 // step)
-        kept = np.abs(field[::step, :, ::step])[mirrored(rows // step)]
-        for angle in (0, 1):
-            np.testing.assert_allclose(found[:, :, angle], kept, atol=1e-5)
 
 
 def test_lower_orders_are_the_first_paths():

@@ -21,7 +21,6 @@ ALL = pytest.mark.parametrize("distribution", SHAPES)
 
 
 @kills("accounting/selection.py", "(1 - 1 / second) * r + tail / second", "(1 - 1 / second) * r")
-@kills("accounting/selection.py", "least + math.log(runs) / (ORDERS - 1)", "least", slow=True)
 @pytest.mark.parametrize(("runs", "best"), [(10, 5.0490), (50, 6.0113)])
 def test_published_figures_of_the_reference_run(runs, best):
     found = select_best(MNIST, 1e-5, runs=runs)
@@ -136,7 +135,6 @@ def masses(distribution, runs):
 
 @pytest.mark.slow
 @kills("accounting/selection.py", "(math.log(runs), coin)", "(math.log(2 * runs), coin)", slow=True)
-@kills("accounting/selection.py", "power * _logarithmic_tail", "_logarithmic_tail", slow=True)
 @pytest.mark.parametrize("runs", [1.3, 6])
 @ALL
 def test_numbers_are_drawn_from_the_distribution_that_is_accounted(distribution, runs):

@@ -20,7 +20,7 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import clipping, ledger, sampling, training, trees
+from dpjax import clipping, ledger, sampling, strategies, training, trees
 from dpjax.data import Dataset, Stream
 from dpjax.training.progress import Progress
 
@@ -766,8 +766,28 @@ class TestAveraging:
         want = np.dot(weights, seen) / weights.sum()
         assert float(training.averaged(state)) == pytest.approx(want)
 
-    def test_errors_teach(self):
-        with pytest.raises(ValueError, match=r"in \[0, 1\)"):
-            training.average_parameters(1.0)
-        with pytest.raises(ValueError, match="as a link"):
-            training.averaged(optax.sgd(0.1).init(jnp.zeros(3)))
+
+BANDED = {"sampling": sampling.cyclic_poisson(50, 5, cycle=2), "noise": strategies.banded(8, 2)}
+TRACKED = optax.sgd(0.1).init(jnp.zeros(3))
+VALUES = {
+    "expected at least 512": lambda: training.scaled_rate(0.1, 256),
+    "expected independent noise": lambda: training.dp_adam(0.1, mechanism_with(steps=8, **BANDED)),
+    r"expected a number in \[0, 1\)": lambda: training.average_parameters(1.0),
+    r"with training\.average_parameters": lambda: training.averaged(TRACKED),
+    r"with training\.keep_samples": lambda: training.samples(TRACKED),
+    "adapts its bounds": lambda: algorithm_with(
+        mechanism_with(adaptive=clipping.Quantile(count_multiplier=10.0)),
+        bound_schedule=lambda step: 1.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("words", VALUES)
+def test_values_without_a_meaning_are_refused(words):
+    with pytest.raises(ValueError, match=words):
+        VALUES[words]()
+
+
+def test_what_is_no_state_is_refused():
+    with pytest.raises(TypeError, match=r"the state is a dict; expected algorithm\.init"):
+        make().step({})

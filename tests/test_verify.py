@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import dp_accounting as dp
 import jax.numpy as jnp
@@ -109,6 +110,8 @@ def test_the_formula_of_sampled_gaussians_is_that_of_the_accounting_library():
     whole = np.isin(epsilon.ORDERS, epsilon.WHOLE)
     np.testing.assert_allclose(ratio[whole], 1, rtol=1e-6)
     assert np.all(ratio >= 1 - 1e-6)
+    ran = Counter({steps.Step(1.2, 0.02): 40})
+    assert epsilon.rounding_error(ran) == loss_distributions.error(split(mechanism().event))
 
 
 def levelled(sampler, multipliers, steps, methods=("rdp",)):

@@ -74,17 +74,9 @@ class Transformer(nn.Module):
         return nn.Dense(CLASSES)(h.mean(0))
 
 
-def linear() -> tuple[Any, Any, Any]:
-    """Hardly a model: what is left is the cost of draw, sums and noise."""
-
-    def loss(params: Any, example: Any) -> Any:
-        return losses.cross_entropy(example[0] @ params, example[1])
-
-    return loss, jnp.zeros((WIDTH, CLASSES)), jnp.zeros((EXAMPLES, WIDTH))
-
-
 MODELS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
-    "linear": linear,
+    # Hardly a model: what is left is the cost of draw, sums and noise.
+    "linear": lambda: of_module(nn.Dense(CLASSES), WIDTH),
     "CNN": lambda: of_module(models.by_name("tempered_cnn", CLASSES), 28, 28, 1),
     "1 block": lambda: of_module(Transformer(1), TOKENS, WIDTH),
     "4 blocks": lambda: of_module(Transformer(4), TOKENS, WIDTH),

@@ -233,7 +233,7 @@ def main(asked: Any) -> None:
     earlier = json.loads(out.read_text())["models"] if out.is_file() else {}
     report |= {"kind": jax.devices()[0].device_kind, "models": earlier}
     for name in asked.models or (["W4"] if asked.smoke else list(MODELS)):
-        size = 8 if asked.smoke else asked.batch_size or MODELS[name].batch_size
+        size = 8 if asked.smoke else MODELS[name].batch_size
         rounds = 2 if asked.smoke else asked.rounds
         chosen = reporting.chosen("steps", [*STEPS, *OTHERS], asked.steps, always=("plain",))
         python = asked.peers_python
@@ -248,7 +248,6 @@ if __name__ == "__main__":
     flags.DEFINE_list("models", None, "Which; by default all, in a smoke run W4.")
     flags.DEFINE_list("steps", None, "Which; by default all, plain always.")
     flags.DEFINE_float("seconds", 30.0, "After so long a step rests.", lower_bound=0.1)
-    flags.DEFINE_integer("batch_size", None, "Of every model; by default its own.", 1)
     flags.DEFINE_string("peers_python", str(workers.PEERS), "Interpreter with PyTorch and Opacus.")
     reporting.run(
         main,

@@ -2,7 +2,8 @@
 """Every optimizer of Optax on private means: which run, which are refused, and why.
 
 claim     what runs in Optax on gradients, state and parameters alone runs on private means
-verdict   all but `optax.monitor`, whose state grows in its first update, of 118
+verdict   of 118 all but `optax.monitor`, whose state grows in its first update, and in a chain
+          `contrib.sam`, whose update takes no ``mask=``
 hardware  any; no figure depends on it
 command   make bench BENCH=optimizers ARGS="--out experiments/results/optimizers.json"
 

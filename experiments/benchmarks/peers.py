@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One contestant's training step, in a process and perhaps an environment of its own.
 
-  command   python -m experiments.benchmarks.peers CONTESTANT
-
-Started by `steps`, which asks in lines of JSON: first ``{"prepare": task}``, where the task
-says workload, sizes, bound and noise, and then ``{"steps": 3}`` as often as it likes.
-PyTorch and Opacus run eagerly, as their users run them, on all cores or on CUDA, with the
-batch in place as tensors; Opacus' modes are set up as its privacy engine does, without the
-accountant.  jax_privacy gets the network, the loss and the compiled SGD of dpjax's own
-contestants, at the best microbatch of a short list, which is said.
-
-``peak_bytes`` is how far the memory of PyTorch's process (on a GPU: of PyTorch) rose above what it
-held before its first step. Peers are imported where they are used.
+Started by `steps` as ``python -m experiments.benchmarks.peers CONTESTANT`` and asked in lines of
+JSON: first ``{"prepare": task}``, then ``{"steps": 3}`` as often as it likes. PyTorch and Opacus
+run eagerly, as their users run them, on all cores or on CUDA, with the batch in place as tensors;
+Opacus' modes are set up as its privacy engine does, without the accountant. jax_privacy gets
+dpjax's network, loss and compiled SGD, at the best microbatch of a short list, which is said.
+Peers are imported where they are used.
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ MICROBATCHES = (None, 64, 16)  # of jax_privacy; None is the whole batch in one
 
 def with_jax_privacy(task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """jax_privacy's clipped gradient and noise, each microbatch size tried for one warm step."""
-    package = versions("jax_privacy", "jax")  # first, for it says what is missing
+    version = importlib.metadata.version("jax_privacy")  # first, for it says what is missing
     import jax
 
     from experiments.benchmarks import contestants, workloads
@@ -52,7 +47,7 @@ def with_jax_privacy(task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         "note": f"microbatch {best or batch_size}",
         "first_s": first,
         "microbatches_ms": {str(size or batch_size): 1e3 * t for size, (t, *_) in tried.items()},
-        "versions": package,
+        "versions": {"jax_privacy": version},
     }
 
     def take(steps: int) -> dict[str, Any]:
@@ -63,7 +58,8 @@ def with_jax_privacy(task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def with_torch(mode: str | None, task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A PyTorch training step; `mode` is Opacus' way to per-example gradients, or None."""
-    found = versions("torch", *(["opacus"] if mode else []))
+    packages = ("torch", "opacus") if mode else ("torch",)
+    versions = {name: importlib.metadata.version(name) for name in packages}
     import torch
 
     from experiments.benchmarks import torch_models
@@ -104,7 +100,7 @@ def with_torch(mode: str | None, task: dict[str, Any]) -> tuple[Any, dict[str, A
     facts = {
         "parameters": held,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "versions": found,
+        "versions": versions,
     }
     return take, facts
 
@@ -132,10 +128,6 @@ def trained_by(mode: str | None, network: Any, task: dict[str, Any]) -> tuple[An
     else:
         module = grad_sample.GradSampleModule(network, force_functorch=mode == "functorch")
     return module, optimizers.DPOptimizer(sgd, **options), loss
-
-
-def versions(*packages: str) -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in packages}
 
 
 CONTESTANTS = {

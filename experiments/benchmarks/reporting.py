@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings, machine and results of a benchmark, printed and kept in a JSON file.
 
-A report is a dictionary.  It starts with the settings, the machine and the versions.  `keep`
-writes the file after every finished part, so an interrupted run keeps its results.
+`keep` writes the file after every finished part, so an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -18,32 +17,26 @@ from typing import Any
 import jax
 from absl import app, flags, logging
 
-__all__ = ["begin", "chosen", "keep", "run"]
-
 
 def run(
     main: Callable[[Any], None],
-    smoke: str | None,
+    smoke: str,
     rounds: int | None = None,
-    out: str | None = "JSON file for the figures, rewritten after each part.",
+    out: str = "JSON file for the figures, rewritten after each part.",
 ) -> None:
     """Runs a benchmark with its flags, and first defines the flags that most benchmarks have.
 
-    A file calls it under ``__main__``: two imported benchmarks would both define --out.
-
     Args:
       main: Takes the values of the flags.
-      smoke: What --smoke makes small; None if there is no such flag.
+      smoke: What --smoke makes small.
       rounds: The default of --rounds; None if there is no such flag.
-      out: What --out is; None if there is no such flag.
+      out: What --out is.
     """
     flags.disclaim_key_flags()  # so that --help of the benchmark shows them
-    if smoke:
-        flags.DEFINE_bool("smoke", False, f"{smoke}: does it run?")
+    flags.DEFINE_bool("smoke", False, f"{smoke}: does it run?")
+    flags.DEFINE_string("out", None, out)
     if rounds:
         flags.DEFINE_integer("rounds", rounds, "How many turns each contestant takes.", 1)
-    if out:
-        flags.DEFINE_string("out", None, out)
 
     def started(argv: list[str]) -> None:
         if argv[1:]:

@@ -141,17 +141,13 @@ def cell(number: float | None, form: str) -> str:
     return format("-", ">" + form.split(".")[0]) if number is None else format(number, form)
 
 
-def configure(smoke: bool, host_devices: int) -> None:
+def main(asked: Any) -> None:
     # Before JAX looks for devices: peers on the same GPU need memory as well.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    jax.config.update("jax_num_cpu_devices", host_devices)
+    jax.config.update("jax_num_cpu_devices", asked.host_devices)
     jax.config.update("jax_enable_compilation_cache", False)  # or a first step is no first step
-    if smoke:
+    if asked.smoke:
         jax.config.update("jax_disable_most_optimizations", True)  # compiling is all its time
-
-
-def main(asked: Any) -> None:
-    configure(asked.smoke, asked.host_devices)
     names = asked.workloads or (["W4"] if asked.smoke else list(WORKLOADS))
     if unknown := set(names) - set(WORKLOADS):
         raise app.UsageError(f"--workloads: {sorted(unknown)}; there are {', '.join(WORKLOADS)}.")

@@ -10,6 +10,7 @@ not an error.  Only the standard library is needed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -51,7 +52,13 @@ class Worker:
         timer = threading.Timer(seconds or threading.TIMEOUT_MAX, stop)
         timer.daemon = True
         timer.start()
-        answer = self._exchange(json.dumps(question))
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            stdin.write(json.dumps(question) + "\n")
+            stdin.flush()
+        answer = stdout.readline()
         timer.cancel()
         if late.is_set():
             return {"refused": f"> {seconds:g} s", "late": True}
@@ -63,16 +70,6 @@ class Worker:
         """Ends the process."""
         self._process.kill()
         self._process.communicate()
-
-    def _exchange(self, line: str) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return ""
-        return self._process.stdout.readline()
 
 
 def serve(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

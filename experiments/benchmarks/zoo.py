@@ -29,6 +29,7 @@ from experiments.benchmarks import reporting
 from experiments.benchmarks.zoo_models import MODELS, Case
 
 Run = Callable[[Any, Any], Any]
+SMOKE = ["weight decay", "graph network"]
 
 
 def private(case: Case, bound: float, engine: str = "auto") -> Run:
@@ -48,11 +49,6 @@ def plain(case: Case) -> Run:
         return jnp.mean(jax.vmap(case.loss, (None, 0))(params, batch))
 
     return jax.jit(jax.grad(mean))
-
-
-def norms_of(case: Case) -> jax.Array:
-    """Each example's norm, by the definition."""
-    return private(case, 1.0, "vmap")(case.params, case.batch)[1]
 
 
 def disagreement(case: Case, bound: float) -> float:
@@ -76,8 +72,8 @@ def cpu_seconds(run: Run, case: Case, times: int) -> float:
 
 def measure(case: Case, rounds: int, seconds: float) -> dict[str, float]:
     """The figures of one model."""
-    # Half of the examples are clipped.
-    bound = float(jnp.median(norms_of(case)))
+    _, norms = private(case, 1.0, "vmap")(case.params, case.batch)
+    bound = float(jnp.median(norms))  # half of the examples are clipped
     contestants = {"plain": plain(case), "private": private(case, bound)}
     first = {}
     for who, run in contestants.items():
@@ -100,7 +96,8 @@ def measure(case: Case, rounds: int, seconds: float) -> dict[str, float]:
 
 
 def main(asked: Any) -> None:
-    names = reporting.chosen("models", list(MODELS), asked.models)
+    some = asked.models or (SMOKE if asked.smoke else None)
+    names = reporting.chosen("models", list(MODELS), some)
     rounds = 1 if asked.smoke else asked.rounds
     report = reporting.begin(("jax", "jaxlib", "flax"), smoke=asked.smoke, rounds=rounds)
     report["models"] = {}
@@ -122,4 +119,4 @@ def main(asked: Any) -> None:
 if __name__ == "__main__":
     flags.DEFINE_list("models", None, "Names or how they begin; by default all.")
     flags.DEFINE_float("seconds", 3.0, "CPU seconds for the rounds of a model.", lower_bound=0.01)
-    reporting.run(main, smoke="Batches of 4, one round", rounds=11)
+    reporting.run(main, smoke="A few models, batches of 4, one round", rounds=11)

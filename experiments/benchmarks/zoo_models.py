@@ -141,17 +141,6 @@ class LowRank(nn.Module):
         return x[:, :10].mean(0)
 
 
-class Equalised(nn.Module):
-    """A perceptron whose kernels are scaled by constants at run time."""
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        for i, width in enumerate((256, 256, 10)):
-            kernel = self.param(f"kernel{i}", normal(1.0), (256, width))
-            x = (nn.relu(x) if i else x) @ (kernel * np.float32(np.sqrt(2 / 256)))
-        return x
-
-
 # Images ---------------------------------------------------------------------------------
 
 
@@ -219,31 +208,14 @@ class ViT(nn.Module):
         return nn.Dense(10)(nn.LayerNorm()(x)[0])
 
 
-def mixed(h: Array, hidden: int) -> Array:
-    """A block of a mixer: a perceptron over places, and one over channels."""
-    h = h + nn.Dense(h.shape[0])(nn.gelu(nn.Dense(hidden)(nn.LayerNorm()(h).T))).T
-    return h + nn.Dense(64)(nn.gelu(nn.Dense(128)(nn.LayerNorm()(h))))
-
-
 class Mixer(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         x = nn.Conv(64, (4, 4), strides=4)(x).reshape(-1, 64)
         for _ in range(3):
-            x = mixed(x, 64)
+            x = x + nn.Dense(64)(nn.gelu(nn.Dense(64)(nn.LayerNorm()(x).T))).T
+            x = x + nn.Dense(64)(nn.gelu(nn.Dense(128)(nn.LayerNorm()(x))))
         return nn.Dense(10)(x.mean(0))
-
-
-class ScoreMixer(nn.Module):
-    @nn.compact
-    def __call__(self, x: Array, t: Array) -> Array:
-        time = jnp.broadcast_to(t, (*x.shape[:2], 1))
-        h = nn.Conv(64, (4, 4), strides=4)(jnp.concatenate([x, time], axis=-1))
-        side, h = h.shape[0], h.reshape(-1, 64)
-        for _ in range(3):
-            h = mixed(h, 128)
-        h = nn.LayerNorm()(h).reshape(side, side, 64)
-        return nn.ConvTranspose(x.shape[-1], (4, 4), strides=(4, 4))(h)
 
 
 class ResBlock(nn.Module):
@@ -288,26 +260,6 @@ def denoiser(module: nn.Module, *shape: int) -> Callable[[int], Case]:
 
 
 # Sequences ------------------------------------------------------------------------------
-
-
-class StandardSequence(nn.Module):
-    """Standardised convolutions over a sequence."""
-
-    @nn.compact
-    def __call__(self, tokens: Array) -> Array:
-        x = nn.Embed(64, 64)(tokens)
-        for i in range(3):
-            w = self.param(f"kernel_{i}", he_normal(), (5, 64, 64))
-            w = (w - w.mean((0, 1))) / jnp.sqrt(w.var((0, 1)) * 320 + 1e-4)
-            y = nn.relu(nn.GroupNorm(8)(x))
-            numbers = ("NWC", "WIO", "NWC")
-            x = x + lax.conv_general_dilated(y[None], w, (1,), "SAME", dimension_numbers=numbers)[0]
-        return nn.Dense(10)(x.mean(0))
-
-
-def standardised_sequence_model(size: int) -> Case:
-    draw = Draw()
-    return of_module(StandardSequence(), (draw.below(64, size, 64), draw.below(10, size)))
 
 
 class ConformerBlock(nn.Module):
@@ -572,9 +524,7 @@ MODELS: dict[str, tuple[int, Callable[[int], Case]]] = {
     "weight normalisation": (128, classifier(Perceptron(normalised=True), 256)),
     "weight normalised cnn": (64, classifier(WeightNormCNN(), 32, 32, 3)),
     "standardised resnet": (32, classifier(BiT(), 32, 32, 3)),
-    "standardised sequence model": (32, standardised_sequence_model),
     "low rank adapters": (64, classifier(LowRank(), 16, 256)),
-    "equalised learning rate": (128, classifier(Equalised(), 256)),
     "conformer": (16, classifier(Conformer(), 64, 40)),
     "lru": (16, classifier(Residual(LRU), 128, 8)),
     "s4d": (16, classifier(Residual(S4D), 128, 8)),
@@ -582,7 +532,6 @@ MODELS: dict[str, tuple[int, Callable[[int], Case]]] = {
     "lstm": (32, classifier(Recurrent(nn.OptimizedLSTMCell), 32, 16)),
     "gru": (32, classifier(Recurrent(nn.GRUCell), 32, 16)),
     "diffusion unet": (16, denoiser(UNet(), 16, 16, 3)),
-    "score mixer": (32, denoiser(ScoreMixer(), 28, 28, 1)),
     "resnet": (32, classifier(ResNet(), 32, 32, 3)),
     "vit": (32, classifier(ViT(), 32, 32, 3)),
     "mlp mixer": (32, classifier(Mixer(), 32, 32, 3)),

@@ -55,12 +55,6 @@ def _output(params: Any, x: Any) -> Any:
     return MODEL.apply({"params": params}, x)[0]
 
 
-def _gradients(params: Any, batch: Any) -> tuple[Any, Any]:
-    """Losses and gradients of each example."""
-    each = jax.value_and_grad(lambda p, x, y: (_output(p, x) - y) ** 2)
-    return jax.vmap(each, (None, 0, 0))(params, *batch)
-
-
 @partial(jax.jit, static_argnames=("layerwise", "steps"))
 @partial(jax.vmap, in_axes=(None, None, None, None, 0))
 def _descend(layerwise: bool, steps: int, bound: Any, batch: Any, key: Any) -> tuple[Any, Any]:
@@ -72,7 +66,8 @@ def _descend(layerwise: bool, steps: int, bound: Any, batch: Any, key: Any) -> t
     rule = clipping.grouped(bound=1.0, groups=clipping.by_layer(params) if layerwise else 1)
 
     def clipped(params: Any) -> Any:
-        each, gradients = _gradients(params, examples)
+        squares = jax.value_and_grad(lambda p, x, y: (_output(p, x) - y) ** 2)
+        each, gradients = jax.vmap(squares, (None, 0, 0))(params, *examples)
         # Divided by the bound and clipped to 1, so that one program serves all bounds.
         scaled = jax.tree.map(lambda g: g / bound, gradients)
         total, _, factors = clipping.clip(rule, scaled)

@@ -141,8 +141,5 @@ def _sentences() -> data.Dataset:
 
 def _given(path: flags.FlagHolder) -> str:
     if path.value is None:
-        raise ValueError(
-            f"--{path.name} is missing: this task needs a file that dpjax neither has nor "
-            f"downloads. {path.name} is: {flags.FLAGS[path.name].help} --smoke needs none."
-        )
+        raise ValueError(f"--{path.name} is missing. --smoke needs none.")
     return path.value

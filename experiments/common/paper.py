@@ -26,8 +26,6 @@ class Paper(NamedTuple):
       figures: Its figures, by name.
       small: A few rows for ``--smoke``.
       printed: Published accuracies of rows.
-      minutes: Of one core, for one run of a row.
-      seeds: How many seeds of a row the results should have.
       note: A sentence below its table of claims.
     """
 
@@ -42,6 +40,4 @@ class Paper(NamedTuple):
     figures: Mapping[str, Any]
     small: Mapping[str, Any]
     printed: Mapping[str, float]
-    minutes: Callable[[str], float] = lambda key: 5
-    seeds: Callable[[str], int] = lambda key: 3
     note: str = ""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import pathlib
 import statistics
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,18 +40,14 @@ class Panel(NamedTuple):
     measured: bool = True  # by runs, and not a formula
 
 
-def draw(path: str | pathlib.Path, drawn: Sequence[Panel], columns: int = 3) -> None:
-    """Draws panels to a PNG file."""
-    pathlib.Path(path).write_bytes(image(drawn, columns))
-
-
 def image(drawn: Sequence[Panel], columns: int = 3) -> bytes:
     """Panels as the bytes of a PNG file."""
     looks = looks_of(name for panel in drawn for name in panel.lines)
     rows, columns = -(-len(drawn) // columns), min(columns, len(drawn))
     with style.style():
         width = max(4.2, 2.8 * columns)
-        in_a_row = _names_in_a_row(looks, width)
+        longest = max(map(len, looks), default=1)
+        in_a_row = max(1, int(width / (0.06 * longest + 0.5)))  # names of 7 points
         figure = style.canvas(width, 2.7 * rows + 0.2 * math.ceil(len(looks) / in_a_row))
         places = figure.subplots(rows, columns, squeeze=False).ravel()
         for axes, panel in itertools.zip_longest(places, drawn):
@@ -78,12 +73,7 @@ def looks_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """The dash and the color of each line; an error if there are more lines than looks."""
     names = list(dict.fromkeys(names))
     if len(names) > len(LOOKS):
-        raise ValueError(
-            f"multi_panel_figure.draw: {len(names)} lines; a figure has at most {len(LOOKS)}, "
-            f"which is how many pairs of dash and color a reader can tell apart. Usually the rows "
-            f"of several sweeps were drawn together: draw fewer rows, or one line for a sweep. "
-            f"The lines are {', '.join(names)}."
-        )
+        raise ValueError(f"pictures.draw: {len(names)} lines; at most {len(LOOKS)} have a look.")
     return dict(zip(names, LOOKS, strict=False))
 
 
@@ -105,12 +95,6 @@ def padded(values: Any) -> np.ndarray:
     for place, row in zip(table, rows, strict=True):
         place[: row.size] = row
     return table
-
-
-def _names_in_a_row(names: Iterable[str], width: float) -> int:
-    """How many names of a legend fit beside each other, at 7 points."""
-    longest = max(map(len, names), default=1)
-    return max(1, int(width / (0.06 * longest + 0.5)))
 
 
 def _ticks(axes: Any) -> None:

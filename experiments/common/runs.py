@@ -29,7 +29,7 @@ from absl import app, flags, logging
 import dpjax
 from dpjax import accounting, data, losses, metrics
 from dpjax.accounting.rounding import upwards
-from experiments.common import pictures
+from experiments.common import markdown, pictures
 from experiments.common.paper import Paper
 
 SEEDS = flags.DEFINE_integer("seeds", 5, "Runs of each row; seeds count from 0.", 1)
@@ -235,15 +235,8 @@ def epsilons(
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows as Markdown, in columns."""
-    lines = [head, ["---"] * len(head), *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    return "\n".join(
-        "| "
-        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        + " |"
-        for line in lines
-    )
+    """Rows as Markdown."""
+    return "\n".join(markdown.line(*cells) for cells in (head, ["---"] * len(head), *rows))
 
 
 def named(row: str) -> bool:
@@ -272,19 +265,14 @@ def chosen(paper: Paper) -> list[str]:
 HEAD = ("row", "here", "ECE %", "paper", "epsilon, paper's", "rdp", "pld")
 
 
-def measured(seen: Sequence[Mapping[str, Any]]) -> list[str]:
+def measured(done: Sequence[Mapping[str, Any]]) -> list[str]:
     """Accuracy, or the squared error of a regression; and calibration where it was measured."""
-    measure = next((name for name in ("accuracy", "mse") if name in seen[0]), "")
-    errors = [100 * run["ece"] for run in seen if "ece" in run]
+    measure = next((name for name in ("accuracy", "mse") if name in done[0]), "")
+    errors = [100 * run["ece"] for run in done if "ece" in run]
     return [
-        spread([run[measure] for run in seen]) if measure else str(dict(seen[0])),
+        spread([run[measure] for run in done]) if measure else str(dict(done[0])),
         spread(errors) if errors else "",
     ]
-
-
-def printed(paper: Paper, key: str) -> str:
-    """The published accuracy of a row."""
-    return f"{paper.printed[key]:g}" if key in paper.printed else ""
 
 
 def cost(paper: Paper, row: Any, run: Mapping[str, Any]) -> list[str]:
@@ -305,11 +293,13 @@ def show(paper: Paper) -> str:
     file, lines = results(), []
     for key in chosen(paper):
         row = (paper.small if SMOKE.value else paper.rows)[key]
-        seen = [file.of(key, seed, partial(paper.train, row)) for seed in seeds()]
-        lines.append([key, *measured(seen), printed(paper, key), *cost(paper, row, seen[0])])
+        done = [file.of(key, seed, partial(paper.train, row)) for seed in seeds()]
+        printed = f"{paper.printed[key]:g}" if key in paper.printed else ""
+        lines.append([key, *measured(done), printed, *cost(paper, row, done[0])])
         print(*lines[-1], sep="  ", flush=True)
     if FIGURE.value and PLOT.value:
-        pictures.draw(PLOT.value, paper.figures[FIGURE.value].panels(file.content["rows"]))
+        panels = paper.figures[FIGURE.value].panels(file.content["rows"])
+        pathlib.Path(PLOT.value).write_bytes(pictures.image(panels))
     return table(HEAD, lines)
 
 

@@ -49,7 +49,6 @@ The published epsilon is by the paper's accounting for what it says that it ran;
 what ran here, at delta 1e-5 except for the regressions. Where the two sides of a comparison cost
 differently, both epsilons are given. ECE and MCE are calibration errors, in per cent."""
 VERDICTS = (HOLDS, BETTER, FAILS, OPEN, NOT_RUN)
-FAMILY = 10  # rows that differ in numbers alone are one row from this many on
 WORKLOADS = {
     "W1": "MNIST CNN, batch 256",
     "W2": "CIFAR CNN of 550,570 parameters, batch 256",
@@ -145,33 +144,15 @@ def verdicts() -> str:
 
 
 def rows_of(paper: str) -> Iterator[str]:
-    """The rows of one paper's table; sweeps, whose rows differ in numbers alone, are one row."""
-    families: dict[str, dict[str, Any]] = {}
+    """The rows of one paper's table."""
     for name, seeds in sorted(load(paper)["rows"].items()):
-        if measure(seeds):
-            families.setdefault(re.sub(r"\d+(\.\d+)?", "#", name), {})[name] = seeds
-    for family, rows in families.items():
-        if len(rows) >= FAMILY:
-            yield swept(family, rows)
-            continue
-        for name, seeds in rows.items():
-            yield f"| {name} | {summary(seeds, measure(seeds))} |"
+        if of := measure(seeds):
+            yield f"| {name} | {summary(seeds, of)} |"
 
 
 def measure(seeds: Mapping[str, Any]) -> str:
     """The number that all runs of a row have; empty if they have none."""
     return next((of for of in ("accuracy", "mse") if all(of in s for s in seeds.values())), "")
-
-
-def swept(family: str, rows: Mapping[str, Any]) -> str:
-    """A sweep as one row: the range of its means, and the best row."""
-    means = {
-        name: statistics.mean(number(run[measure(seeds)]) for run in seeds.values())
-        for name, seeds in rows.items()
-    }
-    best = max(means, key=lambda name: means[name])
-    low, high, seeds = min(means.values()), max(means.values()), max(map(len, rows.values()))
-    return f"| {family}: {len(rows)} rows, the best {best} | {low:.4g} to {high:.4g} | {seeds} |"
 
 
 def step_rows() -> Iterator[str]:
@@ -288,7 +269,7 @@ def page() -> str:
     for paper in papers():
         note = [paper.note] if paper.note else []
         parts += [f"### {paper.title}", *note, markdown.table(head, claim_rows(paper))]
-    parts += ["## All rows", "Of a sweep, whose rows differ in numbers alone, the best row."]
+    parts.append("## All rows")
     for paper in papers():
         rows = markdown.table("| row | mean (range) | seeds |", rows_of(paper.name))
         parts += [f"### {paper.title}: rows", rows]

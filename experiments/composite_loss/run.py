@@ -120,7 +120,5 @@ PAPER = Paper(
     figures=figures.FIGURES,
     small=settings.SMALL,
     printed=settings.PRINTED,
-    minutes=lambda key: next((m for of, m in settings.MINUTES.items() if of in key), 3.5),
-    seeds=lambda key: 1 if "=" in key or "Huber" in key else 3,
     note="The paper's numbers are the best of five runs; here means are compared.",
 )

@@ -91,7 +91,6 @@ TABLES = {
     "as printed": [key_of(network, loss, True) for network in WAVELETS for loss in BOTH],
 }
 PRINTED = {key_of(*row): end for row, (end, _) in ACCURACIES.items() if end is not None}
-MINUTES = {"cifar wavelets cnn": 16, "cifar pixels cnn": 48}
 
 
 def _claims() -> list[Claim]:

@@ -22,6 +22,7 @@ import numpy as np
 from flax import traverse_util
 from jaxtyping import Array, Float
 
+from dpjax import features
 from experiments.finetuning import files
 
 # Of each stage: blocks, kernel, stride of the first block, expansion, channels.
@@ -123,14 +124,7 @@ def folded(stored: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def features_of(images: np.ndarray, side: int, folder: str | None, directory: str) -> np.ndarray:
-    """The 1,280 features of each image, kept in a cache that is as secret as the images.
-
-    Args:
-      images: Pixels in [0, 1], ``[examples, height, width, 3]``.
-      side: To which images are resized.
-      folder: Where the package with the weights is.
-      directory: The folder of the cache.
-    """
+    """The 1,280 features of each image, kept in a cache that is as secret as the images."""
     content = files.checked(files.EFFICIENTNET, folder).read_bytes()
 
     def compute(images: np.ndarray) -> np.ndarray:
@@ -143,10 +137,10 @@ def features_of(images: np.ndarray, side: int, folder: str | None, directory: st
             return model.apply({"params": params}, (resized - MEAN) / SCALE)
 
         # Ten images: their activations stay in the cache of a core.
-        together = jax.jit(lambda part: jax.lax.map(of_image, part, batch_size=10))
-        parts = [images[i : i + 1000] for i in range(0, len(images), 1000)]
-        return np.concatenate([np.asarray(together(part)) for part in parts])
+        together = jax.jit(lambda images: jax.lax.map(of_image, images, batch_size=10))
+        return np.asarray(together(images))
 
     settings = {"side": side, "weights": files.EFFICIENTNET.sha256}
-    options: Any = {"settings": settings, "directory": directory, "name": "efficientnet"}
-    return files.cached_in_parts(compute, images, **options)
+    return features.cached(
+        compute, images, settings=settings, directory=directory, name="efficientnet"
+    )

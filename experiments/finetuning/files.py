@@ -29,8 +29,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from absl import flags
 
-from dpjax import features
-
 WEIGHTS = flags.DEFINE_string(
     "weights",
     os.environ.get("DPJAX_WEIGHTS_DIR"),
@@ -56,13 +54,6 @@ MINILM = Published(
     "all_minilm_l6_v2/model.zip",
     "0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
 )
-
-
-def cached_in_parts(compute: Any, rows: np.ndarray, **options: Any) -> np.ndarray:
-    """`dpjax.features.cached` in files of 10,000 rows, so that an interrupted pass resumes."""
-    starts = range(0, len(rows), 10_000)
-    parts = (features.cached(compute, rows[i : i + 10_000], **options) for i in starts)
-    return np.concatenate([*parts])
 
 
 def checked(published: Published, folder: str | None) -> pathlib.Path:

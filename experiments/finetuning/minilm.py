@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from dpjax import models
+from dpjax import features, models
 from experiments.finetuning import files, transformers
 
 PADDING, UNKNOWN, START, END = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
@@ -177,13 +177,7 @@ def published(folder: str | None) -> pathlib.Path:
 
 
 def features_of(tokens: np.ndarray, folder: str | None, directory: str) -> np.ndarray:
-    """The mean over tokens of each text, kept in a cache that is as secret as the texts.
-
-    Args:
-      tokens: ``[texts, positions]``.
-      folder: Where the package with the weights is.
-      directory: The folder of the cache.
-    """
+    """The mean over tokens of each text, kept in a cache that is as secret as the texts."""
     archive = published(folder)
 
     def compute(tokens: np.ndarray) -> np.ndarray:
@@ -193,16 +187,12 @@ def features_of(tokens: np.ndarray, folder: str | None, directory: str) -> np.nd
         # The features are the logits of a head that copies its input.
         params["head"] = {"kernel": jnp.eye(network.width), "bias": jnp.zeros(network.width)}
         copying = network.clone(classes=network.width)
-        of_texts = jax.jit(lambda part: copying.apply({"params": params}, part))
-        found = np.zeros((len(tokens), network.width), np.float32)
-        used = (tokens != network.padding).sum(axis=1)
-        for length in (8, 16, 32, tokens.shape[1]):  # most texts are short
-            rows = np.flatnonzero((used <= length) & ~found.any(axis=1))
-            for start in range(0, len(rows), 64):
-                some = np.resize(rows[start : start + 64], 64)  # one shape: one compilation
-                found[some] = of_texts(tokens[some, :length])
-        return found
+
+        def of_text(row: Array) -> Any:
+            return copying.apply({"params": params}, row)
+
+        together = jax.jit(lambda rows: jax.lax.map(of_text, rows, batch_size=64))
+        return np.asarray(together(tokens))
 
     settings = {"weights": files.MINILM.sha256}
-    options: Any = {"settings": settings, "directory": directory, "name": "minilm"}
-    return files.cached_in_parts(compute, tokens, **options)
+    return features.cached(compute, tokens, settings=settings, directory=directory, name="minilm")

@@ -194,6 +194,5 @@ PAPER = Paper(
     figures={},
     small=settings.SMALL,
     printed={},
-    minutes=lambda key: 3 if LINEAR in key else 27 if "full" in key else 12,
     note="Comparisons of this repository: the paper has other networks.",
 )

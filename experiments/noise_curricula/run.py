@@ -102,5 +102,4 @@ PAPER = Paper(
     figures=figures.FIGURES,
     small=settings.SMALL,
     printed=settings.PRINTED,
-    minutes=lambda key: 3,
 )

@@ -102,5 +102,4 @@ PAPER = Paper(
     figures={},
     small=settings.SMALL,
     printed=settings.PRINTED,
-    minutes=lambda key: settings.MINUTES.get(key, 8),
 )

@@ -43,7 +43,6 @@ SMALL = {
 }
 PRINTED = dict(zip(ROWS, (98.1, 98.7, 98.7, 86.0, 89.7, 89.0, 59.2, 67.0, 69.3), strict=True))
 EXAMPLES = {"mnist": 60_000, "fashion_mnist": 60_000, "cifar10": 50_000, "digits": 1_437}
-MINUTES = {"cifar wavelets cnn": 16, "cifar pixels cnn": 46}
 BOUND = 0.1
 MOMENTS, SEARCH = 8.0, 20.0  # noise of the two queries for moments, and of two for thresholds
 

@@ -125,7 +125,7 @@ def admit(
       3
       >>> admit(spent, mechanism, steps=18)
       Traceback (most recent call last):
-      dpjax.checks.Refused: ledger: step 21 of 20 planned steps; ...
+      dpjax.checks.Refused: ledger: step 21 of 20 planned steps. ...
     """
     steps = checks.whole("ledger.admit", "steps", steps)
     require(ledger, mechanism, steps, budget)

@@ -41,10 +41,8 @@ def of(mesh: Mesh | None = None) -> Mesh | None:
     """The mesh of a run: the given one, else that of `jax.set_mesh`, else none.
 
     Where several processes run, all of their devices are the default: without a mesh each process
-    would run the whole computation. They compare a given mesh, so all of them must call this.
-
-    Returns:
-      The mesh with automatic axes, or None for a run that `dpjax.gradients.layout` places.
+    would run the whole computation. They compare a given mesh, so all of them must call this. None
+    is a run that `dpjax.gradients.layout` places.
     """
     if mesh is None and not jax.sharding.get_abstract_mesh().empty:
         mesh = jax.sharding.get_mesh()

@@ -250,8 +250,10 @@ def audit_losses(
     some = np.linspace(0, dataset.examples - 1, min(_MOST, dataset.examples)).astype(int)
     members = np.asarray(scores(jax.tree.map(jnp.asarray, dataset.rows(some))))
     others = np.asarray(scores(jax.tree.map(lambda x: jnp.asarray(x[:_MOST]), dataset.test)))
-    options = {"delta": rebuilt.run.delta, "confidence": confidence}
-    return auditing.audit_membership(members, others, **options), (members, others)
+    guesses = auditing.audit_membership(
+        members, others, delta=rebuilt.run.delta, confidence=confidence
+    )
+    return guesses, (members, others)
 
 
 def draw(

@@ -65,13 +65,8 @@ def clip(
     factors = rule.factors(norms)
     norms, factors = jnp.where(real, norms, 0), jnp.where(real, factors, 0)
     if weights is not None:
-        weights = jnp.asarray(weights, factors.dtype)
-        if weights.shape != factors.shape:
-            raise ValueError(
-                f"clipping.clip: weights have shape {weights.shape}; expected {factors.shape}."
-            )
         # After the bound: a weight may shorten a contribution and never lengthen it past its bound.
-        factors = factors * weights
+        factors *= jnp.broadcast_to(jnp.asarray(weights, factors.dtype), factors.shape)
     return trees.scaled_sum(gradients, factors, groups), norms, factors
 
 

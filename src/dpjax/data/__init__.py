@@ -7,10 +7,9 @@ channels last; labels are int32; tables are float32 in their own units. `hold_ou
 validation part. `load_file` reads an ``.npz`` or ``.csv`` of your own. `stream` leaves the training
 part on the disk; `Stream` reads any source by index.
 
-`sources` is the table of names. `own_file`, `files`, `tfds` and `streaming` read, and `dataset`
-checks the result; `arrays` makes arrays of what a user passes to an algorithm. No statistic of the
-data is computed here: a mean or a scale of private examples would be a release that the accountant
-does not see.
+`sources` is the table of names, and `arrays` makes arrays of what a user passes to an algorithm. No
+statistic of the data is computed here: a mean or a scale of private examples would be a release
+that the accountant does not see.
 """
 
 from dpjax.data.dataset import Dataset, Split, hold_out, standardize

@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a name to a data set: a file in a folder first, then TensorFlow Datasets.
+"""From a name to a data set: a file in a folder first, then TensorFlow Datasets (TFDS).
 
-The digits come with scikit-learn and need neither. Every data set is checked before it is
-returned.
+The digits come with scikit-learn and need neither. Of TFDS, formats that allow random access are
+read without TensorFlow, whole or as a `Stream`; it needs TensorFlow to download, and to open the
+wine table.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dpjax import checks
 from dpjax.data.dataset import Dataset, Split, checked, hold_out
-from dpjax.data.files import read, table
+from dpjax.data.files import read, table, unit
 from dpjax.data.sources import SOURCES, Source
 from dpjax.data.streaming import Stream
-from dpjax.data.tfds import from_tfds
 
 NAMES: tuple[str, ...] = ("digits", *SOURCES)
 """The names that `load` knows."""
@@ -65,7 +69,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
     # A file of the user comes first: it needs no network, and it is what the user put there.
     if folder and (path := source.path(folder)).is_file():
         return checked(read(name, source, path), source.shape, str(path))
-    parts = {part: _whole(rows) for part, rows in from_tfds(name, source, folder).items()}
+    parts = {part: _whole(rows) for part, rows in _from_tfds(name, source, folder).items()}
     if source.classes is None:
         dataset = table(name, source, *parts["train"])
     else:
@@ -94,12 +98,14 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
         raise ValueError(f"data.stream({name!r}): it fits into memory. Use data.load({name!r}).")
     folder = _folder(data_dir)
     if not folder or not source.path(folder).is_file():
-        parts = from_tfds(name, source, folder)
+        parts = _from_tfds(name, source, folder)
         test = _whole(parts["test"])
         dataset = Dataset(name, parts["train"], test, source.classes, source.note)
         return checked(dataset, source.shape, "TensorFlow Datasets")
-    (x, y), *rest = load(name, folder)[1:]
-    return Dataset(name, Stream(range(len(y)), example=lambda i: (x[i], y[i])), *rest)
+    dataset = load(name, folder)
+    x, y = dataset.train
+    train = Stream(range(len(y)), example=lambda i: (x[i], y[i]))
+    return Dataset(name, train, dataset.test, dataset.classes, dataset.note)
 
 
 def _whole(rows: Stream) -> Split:
@@ -129,3 +135,50 @@ def _digits() -> Dataset[Split]:
     x = (x / 16).astype(np.float32).reshape(-1, 8, 8, 1)  # pixels are counts from 0 to 16
     train, test = hold_out((x, y.astype(np.int32)), size=360)
     return Dataset("digits", train, test, classes=10)
+
+
+def _from_tfds(
+    name: str, source: Source, folder: str | os.PathLike[str] | None
+) -> dict[str, Stream]:
+    """The parts of a data set of TensorFlow Datasets; without a folder, from its default one."""
+    fault, place = "it has no such data set", None if folder is None else os.fspath(folder)
+    if source.tfds is not None:
+        try:
+            tfds = importlib.import_module("tensorflow_datasets")
+            builder = tfds.builder(source.tfds, data_dir=place)
+            if not builder.is_prepared():
+                # TFDS's default format is written and read by TensorFlow only.
+                builder = tfds.builder(source.tfds, data_dir=place, file_format="array_record")
+                builder.download_and_prepare()
+            image = functools.partial(_image, classes=source.classes)
+            parts, example = builder.as_data_source(), _wine if source.classes is None else image
+            return {part: Stream(records, example) for part, records in parts.items()}
+        except NotImplementedError:
+            fault = "it is prepared in a format without random access; array_record has it"
+        except Exception as error:  # TFDS and its storage layers raise many unrelated kinds
+            fault = f"{type(error).__name__}: {error}"
+    raise FileNotFoundError(
+        f"data.load({name!r}): found no {source.path(folder or '')}, and TensorFlow Datasets does "
+        f"not help ({fault}). Name the folder of {source.file} by data_dir= or DPJAX_DATA_DIR."
+    )
+
+
+def _image(record: Mapping[str, Any], *, classes: int | None) -> Split:
+    """One example; its label is checked here, because a stream is never read whole."""
+    label = int(record["label"])
+    if classes is not None and not 0 <= label < classes:
+        raise ValueError(f"its label is {label}; expected 0 to {classes - 1}")
+    image = unit(np.asarray(record["image"])[None], "TensorFlow Datasets")[0]
+    return image, np.asarray(label, np.int32)
+
+
+def _wine(record: Mapping[str, Any]) -> Split:
+    columns = record["features"]
+    return np.stack([columns[column] for column in _WINE]), np.asarray(record["quality"])
+
+
+# In the order of the file `wine_quality_red.csv`.
+_WINE = (
+    *("fixed acidity", "volatile acidity", "citric acid", "residual sugar", "chlorides"),
+    *("free sulfur dioxide", "total sulfur dioxide", "density", "pH", "sulphates", "alcohol"),
+)

@@ -5,8 +5,8 @@ A figure is a function ``(figure, run) -> sentence``. It draws from a `load_run.
 returns what is to be seen, or raises `load_run.Missing`. The first line of its docstring is its
 title on the page, and the rest its caption.
 
-A badge says whether a figure may be published. It stands in the table `PLOTS` alone, so no
-function that draws can decide that private data may be shown.
+The badge, which says whether a figure may be published, stands in the table `PLOTS` alone, so no
+function that draws can decide it.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def shades(figure: Figure, run: SavedRun) -> str:
     # Columns are shares of their own evaluation, because draws of different sizes lie between
     # evaluations.
     share = counts[rows] / np.maximum(counts[rows].sum(axis=1, keepdims=True), 1)
-    steps, edges = np.concatenate([[0], run.steps[rows]]), _edges(counts.shape[1])
+    steps = np.concatenate([[0], run.steps[rows]])
+    edges = np.geomspace(1e-2, 1e2, counts.shape[1] + 1)  # as in `norm_counts`
     axes = panel(figure, "step", "gradient norm, in bounds")
     _cells(axes, steps, edges, share / (share.max() or 1))
     bins = np.flatnonzero(share.sum(axis=0))
@@ -184,8 +185,7 @@ def gradients(figure: Figure, run: SavedRun) -> str:
     norms = norms.reshape(len(norms), -1).astype(float)
     bounds = np.atleast_1d(run.array("diagnostics", "bounds")).astype(float)
     shown = min(norms.shape[1], _GROUPS)
-    # Three histograms side by side are the most that a column of text can hold.
-    columns = min(shown, 3)
+    columns = min(shown, 3)  # more do not fit into the column of the page
     rows = -(-shown // columns)
     figure.set_size_inches(WIDTH, 2.9 if rows == 1 else 1.6 * rows)
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
@@ -319,8 +319,6 @@ SEEDED = "its key was supplied: do not publish it to those who know the key"
 
 def of_what_was_released(run: SavedRun) -> str:
     """The badge of a figure that is computed from the trained model, protected by its noise."""
-    # Without a finite proven epsilon the parameters protect no one, and neither does a figure of
-    # them.
     if math.isinf(run.epsilon):
         return PRIVATE
     return SEEDED if run.supplied else RELEASED
@@ -345,7 +343,7 @@ class Plot(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its file and its place on the page."""
+        """The name of its file and its id on the page."""
         return getattr(self.draw, "__name__", "")
 
     @property
@@ -394,7 +392,8 @@ def norm_counts(
       >>> norm_counts([[0.5], [3.0], [1e9]], bounds=[1.0], bins=4).tolist()
       [0, 1, 1, 1]
     """
-    edges, finite = _edges(bins), np.isfinite(bounds) & (np.asarray(bounds) > 0)
+    edges = np.geomspace(1e-2, 1e2, bins + 1)
+    finite = np.isfinite(bounds) & (np.asarray(bounds) > 0)
     relative = np.asarray(norms)[:, finite] / np.asarray(bounds)[finite]
     relative = relative[np.isfinite(relative)]
     return np.histogram(np.clip(relative, edges[0], edges[-1]), edges)[0]
@@ -409,10 +408,6 @@ def against_epsilon(axes: Axes, run: SavedRun, y: np.ndarray, name: str, color: 
     axes.set_xlabel(label, parse_math=False)
     axes.set_ylabel(name, parse_math=False)
     band(axes, x, y, color, **DOTS)
-
-
-def _edges(bins: int) -> np.ndarray:
-    return np.geomspace(1e-2, 1e2, bins + 1)
 
 
 def _cells(axes: Axes, x: np.ndarray, y: np.ndarray, shade: np.ndarray) -> None:

@@ -84,10 +84,6 @@ def _figure(rows: list[dict[str, Any]], names: Sequence[str]) -> bytes:
 
 def _evaluated(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The names of all rows, in their order; a number that is not finite is null."""
-    names = dict.fromkeys(
-        name
-        for row in rows
-        for name, value in row.items()
-        if isinstance(value, float | list | None)
-    )
+    items = [item for row in rows for item in row.items()]
+    names = dict.fromkeys(name for name, value in items if isinstance(value, float | list | None))
     return [name for name in names if name not in FIELDS and not name.endswith("_per_second")]

@@ -49,7 +49,7 @@ class SavedRun(NamedTuple):
         """The value of each row under these nested names: a number, or one per group, or NaN."""
         values = [_values(row, names) for row in self.rows]
         # Rows of another width become NaN: an older version may have written them.
-        width = max((len(value) for value in values), default=1)
+        width = max(map(len, values))
         table = np.full((len(values), width), np.nan)
         for line, value in zip(table, values, strict=True):
             line[:] = value if len(value) in (1, width) else np.nan

@@ -32,7 +32,6 @@ _NEIGHBOURS = {
 }
 
 _FEW = 8  # groups that are listed one by one
-
 _NOT_COVERED = """\
   - the choice of this run among several, also by public data: see accounting.select_best
   - choosing hyper-parameters or a checkpoint by looking at the private data
@@ -150,7 +149,6 @@ def _verdict(claim: Claim) -> Iterator[str]:
 
 
 def _why_unproved(mechanism: Mechanism, proven: list[float]) -> str:
-    """Why no epsilon is finite although everything had noise."""
     if not proven:
         return "No method proves a number for the whole: each method refuses a part of it."
     if any(run.projections is not None for run in (mechanism.clipping, *mechanism.before)):
@@ -206,7 +204,6 @@ def _clipping(mechanism: Mechanism) -> Iterator[str]:
 
 
 def _before(spent: Spent) -> Iterator[str]:
-    """What an earlier run on the same data has spent."""
     noise = _range(np.array([multiplier for multiplier, _ in spent.runs]))
     noise += ", correlated over the steps" * (spent.noise is not None)
     if spent.projections is not None:
@@ -223,7 +220,6 @@ def _before(spent: Spent) -> Iterator[str]:
 
 
 def _sampler(mechanism: Mechanism, steps: int) -> Iterator[str]:
-    """The expected batch, its sampling rate, and what is proved for it."""
     sampling, unit, size = mechanism.sampling, mechanism.unit, mechanism.batch_size
     rows, cycle = sampling.facts.get("rates", ()), sampling.facts.get("cycle", 1)
     if sampling.random_bins:  # sums are divided by batch_size, and bins can be larger
@@ -261,8 +257,13 @@ def _noise(mechanism: Mechanism, ran: np.ndarray, scaled_by: str | None) -> Iter
             f"  noise         multiplier {_range(ran)} in all: {_range(on_sum)} on the sum, "
             f"{mechanism.count_multiplier:.4g} on the count"
         )
-    if mechanism.noise is not None:
-        yield f"                correlated over the steps: {_words(mechanism)}"
+    if (strategy := mechanism.noise) is not None:
+        amplified = is_amplified(strategy, mechanism.sampling)
+        covers = "each participation" if amplified else "the whole run"
+        yield (
+            f"                correlated over the steps: {strategy.name}, "
+            f"x {mechanism.strategy_sensitivity:.4g} for {covers} of one {mechanism.unit}"
+        )
     if by_group:
         yield f"                by group: multiplier {_listed(groups)} x the group's own bound;"
         yield f"                {_range(on_sum)} is what these are worth together"
@@ -276,14 +277,6 @@ def _noise(mechanism: Mechanism, ran: np.ndarray, scaled_by: str | None) -> Iter
         yield f"                = standard deviation {each} on the mean{start}{fresh}"
         if scaled_by is not None:
             yield f"                before {scaled_by}, which scales sum and noise alike"
-
-
-def _words(mechanism: Mechanism) -> str:
-    """What one multiplier of correlated noise covers."""
-    strategy, moved = mechanism.noise, mechanism.strategy_sensitivity
-    assert strategy is not None
-    covers = "each participation" if is_amplified(strategy, mechanism.sampling) else "the whole run"
-    return f"{strategy.name}, x {moved:.4g} for {covers} of one {mechanism.unit}"
 
 
 def _figures(claim: Claim) -> Iterator[str]:
@@ -306,7 +299,6 @@ def _figures(claim: Claim) -> Iterator[str]:
 
 
 def _each(values: Sequence[float]) -> str:
-    """All numbers."""
     return ", ".join(f"{value:.4g}" for value in values)
 
 

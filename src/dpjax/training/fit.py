@@ -19,9 +19,9 @@ from typing import Any
 
 from dpjax import checks, ledger, processes, trees
 from dpjax.training.checks import check_state
-from dpjax.training.keys import renewed
+from dpjax.training.keys import renewed, supplied
 from dpjax.training.progress import Follow, Progress
-from dpjax.training.run_folder import Folder, identity_of
+from dpjax.training.run_folder import Folder
 from dpjax.training.runner import Evaluate, Run, Terms
 from dpjax.training.signals import Stop
 from dpjax.types import Algorithm
@@ -143,7 +143,13 @@ def fit(
     with contextlib.ExitStack() as stack:
         folder = None
         if directory is not None:
-            folder = Folder(directory, identity_of(algorithm, state, configuration or {}))
+            # Facts by which the run is accounted come last: no configuration replaces them.
+            identity = {
+                **(configuration or {}),
+                **algorithm.identity(state),
+                "randomness": "supplied" if supplied(state) else "fresh",
+            }
+            folder = Folder(directory, identity)
             stack.callback(folder.close)
         # Signals are caught after the folder is locked, and restored before the lock is released.
         run = Run(algorithm, terms, state, folder)

@@ -3,7 +3,8 @@
 
 `run.json` says what the run is. A later process with another identity is refused with the
 differences; with an equal one it resumes from the last checkpoint. A step is released only after
-its checkpoint is on disk, so no released step ever runs again.
+its checkpoint is on disk, so no released step ever runs again. Loss, optimizer, versions and
+devices are not part of the identity: with others a resumed run releases no step twice either.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
 from dpjax.mechanism.card import check_format, spent_of
 from dpjax.training.checkpoints import Checkpoints, Damaged, Restored
-from dpjax.training.keys import supplied
-from dpjax.types import Algorithm
 
 # The files and folders of a run.
 PRIVATE = ("run.json", "metrics.jsonl", "lock", "command.lock", "checkpoints", "tensorboard")
@@ -131,19 +130,6 @@ def held(directory: str | os.PathLike[str], name: str = "lock") -> Iterator[None
         yield
     finally:
         os.close(handle)
-
-
-def identity_of(
-    algorithm: Algorithm, state: Any, configuration: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What a run is, in JSON types: its mechanism, the shapes of its data, the configuration.
-
-    Loss, optimizer, versions and devices are not part of it: with them a resumed run releases
-    other numbers, and never a step for the second time.
-    """
-    randomness = "supplied" if supplied(state) else "fresh"
-    # Facts by which the run is accounted come last: no configuration replaces them.
-    return {**configuration, **algorithm.identity(state), "randomness": randomness}
 
 
 def _leaves(facts: Mapping[str, Any], path: str = "") -> dict[str, str]:

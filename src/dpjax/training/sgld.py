@@ -89,7 +89,7 @@ def dp_sgld(
     | parameters narrower than float32 | their dtype rounds small steps, and their noise, to zero |
 
     Example:
-      >>> import dpjax
+      >>> import dpjax, jax.numpy as jnp
       >>> algorithm = dp_sgld(
       ...     lambda w, x: 0.5 * jnp.sum((w - x) ** 2),
       ...     learning_rate=1e-4,

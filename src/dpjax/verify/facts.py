@@ -142,13 +142,14 @@ def refused(where: str, value: Any, expected: str) -> Unreadable:
 def read(hint: Any, value: Any, where: str) -> Any:
     """The value of a field with this type hint."""
     origin, args = get_origin(hint), get_args(hint)
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         hints = get_type_hints(hint, include_extras=True)
         return hint(**fields(hints, value, where))
     if hint is str and not isinstance(value, str):
         raise refused(where, value, "a text")
     if origin is Annotated:
-        return number(*args, value, where)
+        kind, limits = args
+        return number(kind, limits, value, where)
     if origin is Literal:
         return one_of(args, value, where)
     if origin in (Union, UnionType):

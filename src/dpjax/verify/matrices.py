@@ -126,7 +126,8 @@ def matrix(noise: Any) -> np.ndarray:
     steps = np.arange(noise.steps)
     if noise.kind == "tree":
         # X counts the nodes above both of two steps; C is its Cholesky factor from the last step.
-        common = sum(np.equal.outer(steps >> n, steps >> n) * 1.0 for n in range(levels(noise)))
+        above = [np.equal.outer(steps >> level, steps >> level) for level in range(levels(noise))]
+        common = np.sum(above, axis=0) * 1.0
         return np.linalg.cholesky(common[::-1, ::-1])[::-1, ::-1].T
     c, column = np.zeros((noise.steps, noise.steps)), first_column(noise)
     for step in steps:
@@ -161,7 +162,8 @@ def saved(run: Run, orders: np.ndarray) -> np.ndarray:
     none is at most $\prod_j \max_a E_b e^{j K_{ab}}$ for a whole order (Hölder), and that of none
     against the mixture is at most a Gaussian's (Jensen).
     """
-    noise, bins, multiplier = run.noise, run.sampling.cycle, min(run.multiplier_and_steps)[0]
+    noise: Any = run.noise
+    bins, multiplier = run.sampling.cycle, min(run.multiplier_and_steps)[0]
     if run.sampling.place != "random" or noise.steps > LARGEST or multiplier <= 0:
         return 0 * orders
     sizes = np.abs(matrix(noise))

@@ -68,8 +68,8 @@ def candidates_of(given: flags.FlagValues) -> Candidates:
         raise app.UsageError("expected either --grid or --ranges, which say what is tried.")
     if given.ranges and not (given.random or given.random_runs):
         raise app.UsageError("--ranges goes with --random or --random_runs, which says how many.")
-    kind = "grid" if given.ranges is None else "ranges"
-    return search_space.candidates(given[kind].value, kind)
+    kind, text = ("grid", given.grid) if given.ranges is None else ("ranges", given.ranges)
+    return search_space.candidates(str(text), kind)
 
 
 def number_of_runs(given: flags.FlagValues) -> tuple[str, float] | None:
