@@ -435,7 +435,7 @@ def test_ghost_is_the_definition(names):
     assert_is_the_definition(names)
 
 
-@pytest.mark.parametrize("names", [FEW, *GROUPS])
+@pytest.mark.parametrize("names", [["embedding", "conv strided"], *GROUPS])
 def test_the_forms_of_accelerators_are_the_definition(names):
     with platforms.traced_for(platforms.ACCELERATOR):
         assert_is_the_definition(names, tolerance=5e-4)
@@ -461,6 +461,7 @@ def test_what_follows_a_cast_sees_rounded_numbers():
     np.testing.assert_allclose(ghost, definition, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_sum_in_bfloat16_is_rounded():
     """Outside of jit, as above: in float32 the sum is 153.5, and in bfloat16 154."""
 
@@ -847,7 +848,7 @@ def shifts(back):
     return shifted
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @kills(
     "gradients/nan_isolation.py",
     "            return alone(loss, rule, params, rows, start)\n        together",

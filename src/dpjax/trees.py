@@ -37,12 +37,7 @@ _TOGETHER = 2**22
 
 
 def wide(dtype: Any) -> jnp.dtype:
-    """The dtype in which numbers of ``dtype`` are summed: float32, or wider.
-
-    Example:
-      >>> wide(jnp.bfloat16), wide(jnp.float32)
-      (dtype('float32'), dtype('float32'))
-    """
+    """The dtype in which numbers of ``dtype`` are summed: float32, or wider."""
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
             f"trees.wide({jnp.dtype(dtype)}): expected real floating-point leaves. Keep counters "
@@ -75,23 +70,13 @@ def leaf_names(tree: PyTree) -> tuple[str, ...]:
 
 
 def nodes(tree: PyTree, kind: type[T] | tuple[type[T], ...]) -> list[T]:
-    """The nodes of a type, or of several, wherever they stand in a tree.
-
-    Example:
-      >>> nodes([1, {"a": (2, 3)}], tuple)
-      [(2, 3)]
-    """
+    """The nodes of a type, or of several, wherever they stand in a tree."""
     found = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
     return [node for node in found if isinstance(node, kind)]
 
 
 def leading_size(tree: PyTree, *, name: str = "batch") -> int:
-    """The length of the leading axis that all leaves share.
-
-    Example:
-      >>> leading_size({"image": jnp.zeros((8, 28, 28)), "label": jnp.zeros(8)})
-      8
-    """
+    """The length of the leading axis that all leaves share."""
     sizes = {
         leaf: jnp.shape(value)[:1]
         for leaf, value in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
@@ -141,12 +126,7 @@ def expand(rows: Shaped[Array, " batch"], like: Array) -> Array:
 
 
 def fingerprint(tree: PyTree) -> str:
-    """A hash of all names, shapes, types and numbers of a tree: equal for equal trees alone.
-
-    Example:
-      >>> fingerprint({"x": np.arange(3)}) == fingerprint({"x": np.arange(3).astype(np.int8)})
-      False
-    """
+    """A hash of all names, shapes, types and numbers of a tree: equal for equal trees alone."""
     digest = hashlib.sha256()
     for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
         array = np.ascontiguousarray(_readable(leaf))
