@@ -2,7 +2,6 @@
 """What the first process tells the others, and what all of them compare."""
 
 import json
-import types
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,9 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import processes, trees
 from dpjax.checks import Refused
-from dpjax.cli.train import build
+from dpjax.mechanism.card import spent_of
 from dpjax.training.keys import first_keys
+from dpjax.training.run_folder import spending
 
 
 def require_refused(outcomes, words, count=2):
@@ -79,9 +79,8 @@ def test_processes_learn_what_an_earlier_run_spent(monkeypatch, tmp_path):
     mechanism = mechanism_with(50, 10, noise_multiplier=2.0, steps=9)
     (tmp_path / "run.json").write_text(json.dumps(mechanism.identity))
     (tmp_path / "metrics.jsonl").write_text('{"step": 3}')
-    given = types.SimpleNamespace(continue_from=str(tmp_path))
-    answers = in_threads(monkeypatch, lambda _: [build.earlier_runs(given)])
-    assert [spent.runs for (each,) in answers for spent in each] == 2 * [((2.0, 3),)]
+    answers = in_threads(monkeypatch, lambda _: processes.from_first(lambda: spending(tmp_path)))
+    assert [spent_of(**told)[0].runs for told in answers] == 2 * [((2.0, 3),)]
 
 
 @kills("training/keys.py", "processes.from_first(lambda: trees.on_host(key))", "trees.on_host(key)")
