@@ -16,8 +16,6 @@ from absl import flags
 
 from dpjax.cli.flag_sets import Group
 
-__all__ = ["FLAGS", "WORDS"]
-
 WORDS = "RUN"
 FLAGS = flags.FlagValues()
 _audit = Group(FLAGS, "Audit")

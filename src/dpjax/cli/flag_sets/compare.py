@@ -13,8 +13,6 @@ from absl import flags
 
 from dpjax.cli.flag_sets import Group
 
-__all__ = ["FLAGS", "WORDS"]
-
 WORDS = "RUN RUN ..."
 FLAGS = flags.FlagValues()
 Group(FLAGS, "Output").path("out", "comparison.png", "The plots.")

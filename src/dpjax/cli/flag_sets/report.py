@@ -10,7 +10,5 @@ that needs a file which is not there is left out, and the page says which.
 
 from absl import flags
 
-__all__ = ["FLAGS", "WORDS"]
-
 WORDS = "RUN ..."
 FLAGS = flags.FlagValues()

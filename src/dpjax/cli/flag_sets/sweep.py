@@ -19,8 +19,6 @@ from absl import flags
 
 from dpjax.cli.flag_sets import LARGEST_SEED, Group
 
-__all__ = ["FLAGS", "WORDS"]
-
 WORDS = ""  # flags alone
 FLAGS = flags.FlagValues()
 

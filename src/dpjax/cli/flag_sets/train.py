@@ -31,8 +31,6 @@ from absl import flags
 from dpjax.cli import machine_flags
 from dpjax.cli.flag_sets import LARGEST_SEED, Group, names
 
-__all__ = ["FLAGS", "WORDS", "settings"]
-
 WORDS = ""  # flags alone
 FLAGS = flags.FlagValues()
 
