@@ -97,13 +97,13 @@ def levels(
     Args:
       multipliers: Of the steps that ran, in any order.
       count: The number of levels. A plan with at most as many different multipliers keeps them.
-      plan: Of all planned steps, so that a run that goes on keeps its levels; by default
+      plan: Of all planned steps, so that a longer run keeps its levels; by default
         ``multipliers``.
 
     | multiplier | becomes |
     |---|---|
-    | infinity, 0, or below those of the plan | what it was |
-    | above those of the plan | the largest of the plan |
+    | infinity, 0, or below the plan's | what it was |
+    | above the plan's | the largest of the plan |
 
     Example:
       >>> levels([1.0, 1.1, 2.0, 3.9, 4.0, np.inf], count=3)
