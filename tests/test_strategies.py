@@ -205,14 +205,6 @@ def test_errors_are_those_of_the_matrices(maker):
             np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("maker", ["tree", "banded", "inverse", "buffered"])
-def test_the_covariance_of_the_noise(maker):
-    strategy = MAKERS[maker](5)
-    z = np.asarray(jax.random.normal(jax.random.key(3), (5, 100_000)))
-    inverse = strategy.inverse()
-    np.testing.assert_allclose(np.cov(streamed(strategy, z)), inverse @ inverse.T, atol=0.05)
-
-
 def test_a_tree_has_a_node_count_for_each_pair_of_steps():
     for steps in (1, 4, 6, 11, 16):
         matrix = strategies.tree(steps).matrix()

@@ -77,12 +77,6 @@ def split(event: DpEvent, records: int = 1) -> Parts:
     """Sorts the leaves of a tree of events; multipliers stay relative to add-or-remove.
 
     Below correlated noise several ``records`` of one user count as drawn at every sample.
-
-    Example:
-      >>> from dpjax.accounting.events import compose, gaussian, subsampled_gaussian
-      >>> parts = split(compose(*[subsampled_gaussian(1.0, 0.1, 1)] * 3, gaussian(2.0, steps=4)))
-      >>> parts.sampled, parts.unsampled_multiplier
-      ({(0.1, 1.0): 3}, 1.0)
     """
     sampled: dict[tuple[float, float], int] = {}
     precisions: list[float] = []

@@ -206,5 +206,5 @@ def _sorted(event: DpEvent, neighbours: str, method: str, plan: DpEvent | None =
 
 
 def _as(row: Method, value: float) -> float:
-    # The type says what the number is: an estimate prints as one wherever it goes.
+    # An estimate prints as one wherever it goes.
     return float(value) if row.proven else profiles.Estimate(value)

@@ -20,12 +20,7 @@ from dpjax.accounting.event_parts import Parts
 
 
 class Profile(NamedTuple):
-    """What a run costs.
-
-    Attributes:
-      epsilon: At a delta in (0, 1).
-      delta: At a finite epsilon, 0 or more.
-    """
+    """What a run costs: epsilon at a delta in (0, 1), and delta at a finite epsilon."""
 
     epsilon: Callable[[float], float]
     delta: Callable[[float], float]
@@ -35,11 +30,6 @@ def gaussian(mu: float) -> Profile:
     """The profile of a Gaussian whose neighbours are ``mu`` standard deviations apart.
 
     ``delta(epsilon) = Phi(-epsilon/mu + mu/2) - e^epsilon Phi(-epsilon/mu - mu/2)``.
-
-    Example:
-      >>> exact = gaussian(1.0)
-      >>> round(exact.epsilon(1e-5), 3), round(exact.delta(1.0), 5)
-      (4.377, 0.12694)
 
     References:
       Balle, Wang, *Improving the Gaussian mechanism for differential privacy*, 2018, theorem 8.

@@ -43,14 +43,11 @@ class Selection(NamedTuple):
 
 
 class Distribution(NamedTuple):
-    """How the number of runs is drawn.
+    """How the number of runs is drawn."""
 
-    Attributes:
-      divergence: From the curve of one run and the mean number to the curve of the best.
-      draw: From the mean number and two uniform numbers in (0, 1) to a number of runs.
-    """
-
+    # From the curve of one run and the mean number to the curve of the best.
     divergence: Callable[[np.ndarray, float], np.ndarray]
+    # From the mean number and two uniform numbers in (0, 1) to a number of runs.
     draw: Callable[[float, float, float], int]
 
 
