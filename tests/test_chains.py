@@ -381,7 +381,15 @@ def test_a_forgotten_mask_moves_no_example_by_more_than_its_bound(name):
 # The whole chain, measured -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["adafactor", "adamw", "lamb", "sm3"])
+QUICK = ["adafactor", "adamw", "lamb", "sm3"]
+OTHERS = (
+    "adabelief adadelta adagrad adam adamax adamaxw adan amsgrad fromage lars lion nadam nadamw "
+    "novograd radam rmsprop rprop sgd sign_sgd yogi"
+)
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS.split()]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
 def test_any_optimizer_behind_the_noise_is_as_private_as_its_multiplier(name):
     optimizer = getattr(optax, name)
     made = optimizer() if name == "adafactor" else optimizer(learning_rate=0.1)
