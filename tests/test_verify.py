@@ -133,7 +133,7 @@ def test_schedules_are_rounded_to_the_levels_of_the_card_and_cost_no_less():
         np.zeros(1000, int), np.arange(1, 7)[:, None] / 50, steps_per_row=100, batch_size=20
     )
     plan, card = levelled(opened, jnp.linspace(3.0, 1.0, 600), 300)
-    assert card["levels"] == {"levels": 128, "smallest": 1.0}
+    assert card["levels"] == {"levels": 240, "smallest": 1.0}
     assert verdicts(card)[0], verdicts(card)
     whole, ran = split(plan.event).sampled, split(plan.event_of(plan.multipliers[:300])).sampled
     rounded = {(s.rate, s.multiplier): n for s, n in steps.steps_of(facts.card_of(card)).items()}
