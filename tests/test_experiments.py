@@ -115,8 +115,9 @@ def test_a_run_goes_on_from_another_and_its_card_counts_both(demo, tmp_path):
     assert rows[0]["epsilon"] > 3.0
     assert "112 steps of an earlier run on these data count too" in outcome.stdout
     assert run("dpjax", "verify", tmp_path / "privacy.json").stdout.count("holds") == 3
-    wide = run("train.py", "--out", tmp_path / "next", *flags, "--hidden=16", status=1).stderr
-    assert "--continue_from: found shape [128] at 'Dense_0/bias', expected shape [16]" in wide
+    wide = run("dpjax", "train", "--out", tmp_path / "next", *flags, "--hidden=16", status=1).stderr
+    assert "--continue_from: found" in wide
+    assert "'Dense_0/bias'" in wide
 
 
 @pytest.mark.slow
@@ -183,7 +184,7 @@ def test_an_overwritten_and_killed_run_leaves_nothing_of_the_one_before(tmp_path
         (["--clipping=grouped", "--groups=100"], "only 4 leaves"),
         (
             ["--features=scattering", "--norm_groups=10", "--model=scatter_linear"],
-            "81 channels are not divided evenly",
+            "must divide the 81 channels",
         ),
         (["--loss_options=gamma=2"], "unexpected keyword argument 'gamma'"),
         (["target_epsilon=0.5"], "which begin with two dashes"),
@@ -360,7 +361,7 @@ def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tm
     quieter = [*scattered, *cache, "--norm_multiplier=9"]
     given = ["--out", tmp_path, "--data_dir", small_mnist]
     words = run("dpjax", "train", *given, *SHORT, *quieter, status=1).stderr
-    assert "holds the answers to other queries" in words
+    assert "asked with noise" in words
     # Before the queries another run's folder is refused, and so is a budget that they alone pass.
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "run.json").write_text("{}")
