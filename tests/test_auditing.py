@@ -26,12 +26,6 @@ def test_the_audit_sees_a_step_that_is_not_as_stated():
         assert separation == pytest.approx(1 / multiplier, rel=0.02)
 
 
-@kills(
-    "auditing/canaries.py",
-    "np.lexsort((ties, scores))",
-    "np.argsort(scores, stable=True)",
-    slow=True,
-)
 def test_equal_scores_say_nothing():
     members = np.arange(100) >= 50
     right, made = auditing.guess_members(np.zeros(100), members, guesses=100)
@@ -89,7 +83,6 @@ def test_delta_is_paid_for_every_canary():
     assert sum(chance[9:]) + 2 * 20 * 1e-3 * slack == pytest.approx(0.05, rel=1e-4)
 
 
-@kills("auditing/single_step.py", "if 0 < leaf.size < _ENOUGH]", "if 0 > leaf.size]", slow=True)
 @pytest.mark.slow
 def test_leaves_of_a_few_numbers_raise_no_alarm():
     """The noise of a bias of one number is measured too, over many draws."""
@@ -153,13 +146,6 @@ STEPS = {
 
 @pytest.mark.slow
 @kills("auditing/algorithm_step.py", "None else 2.0)", "None else 1.0)", case="replaced", slow=True)
-@kills(
-    "auditing/algorithm_step.py",
-    "return [*leaves, np.log(bound) if adaptive.geometric else bound]",
-    "return leaves",
-    case="adapted",
-    slow=True,
-)
 @kills("auditing/algorithm_step.py", "* mechanism.strategy_sensitivity", "", case="tree", slow=True)
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_separates_as_its_mechanism_allows(name):
@@ -175,7 +161,6 @@ def test_a_step_separates_as_its_mechanism_allows(name):
     assert 0 < found.epsilon(1e-5) < found.claimed_epsilon(1e-5)
 
 
-@kills("auditing/algorithm_step.py", "1.0 if instead is None else 2.0", "2.0", slow=True)
 @pytest.mark.slow
 def test_half_of_the_noise_is_found_for_replace_one_neighbours():
     """A program that runs with a multiplier of 1.01, and claims 2."""
@@ -268,12 +253,6 @@ def test_estimated_norms_separate_as_their_accountant_allows():
     assert not found.refutes
 
 
-@kills(
-    "auditing/algorithm_step.py",
-    "np.arange(keys) / keys - slack",
-    "np.arange(keys) / keys",
-    slow=True,
-)
 @kills("auditing/algorithm_step.py", "self.projections * scales**2", "self.projections * scales")
 def test_chance_alone_refutes_no_estimated_norms():
     """Separations drawn from the law that is accounted; and from that of fewer projections."""
@@ -318,7 +297,6 @@ SAMPLERS = {
 }
 
 
-@kills("auditing/algorithm_step.py", "drawn.mask & ~gone", "drawn.mask | ~gone", slow=True)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_without_some_rows_all_others_are_drawn(name):
     lacking = auditing.without(SAMPLERS[name], [0, 5])
@@ -372,7 +350,6 @@ def with_canaries(multiplier, *, per_step=None, canaries=300):
 
 
 @pytest.mark.slow
-@kills("auditing/canaries.py", "(m - (share * o", "(m + (share * o", slow=True)
 def test_every_release_scores_the_canaries():
     found, claimed, scores = with_canaries(2.0, per_step=lambda step: step)
     assert 0.5 < found <= claimed
@@ -433,7 +410,6 @@ def test_losses_of_randomized_response_refute_less_than_its_epsilon():
     assert auditing.audit_membership(*scores, delta=0.9).epsilon == 0.0
 
 
-@kills("auditing/membership.py", "right, count - right + 1", "right + 1, count - right", slow=True)
 def test_no_error_at_all_is_bounded_by_the_number_of_rows():
     found = auditing.audit_membership(np.ones(200), np.zeros(200), delta=0.0, confidence=0.95)
     none = 1 - (0.05 / 4) ** (1 / 100)  # Clopper and Pearson, for none of 100

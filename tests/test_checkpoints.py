@@ -62,12 +62,6 @@ def test_a_step_that_is_there_is_an_error(kept):
             kept.save(step, {"x": jnp.float32(2)}, {})
 
 
-@kills(
-    "training/checkpoints.py",
-    "number = number if number.dtype == new.dtype else new",
-    "number = new",
-    slow=True,
-)
 @pytest.mark.promotes
 def test_numbers_of_python_still_take_the_dtype_of_what_they_meet(kept):
     """The next step would otherwise round as no step did before."""
@@ -99,7 +93,6 @@ def test_a_damaged_one_is_said_and_no_earlier_one_is_read(kept):
         kept.latest({"x": jnp.float32(0)})
 
 
-@kills("training/checkpoints.py", " if old.committed else jnp.asarray(number)", "", slow=True)
 def test_an_array_that_jax_may_move_comes_back_as_one(kept):
     kept.save(1, {"x": jnp.ones(2)}, {})
     found = kept.latest({"x": jnp.zeros(2)}).state

@@ -406,7 +406,6 @@ NOISES = {
 
 
 @pytest.mark.slow
-@kills("cli/audit.py", "multipliers[:steps]", "multipliers", case="white", slow=True)
 @pytest.mark.parametrize("name", NOISES)
 def test_a_run_is_audited_beside_its_claims(name, workshop, tmp_path):
     """By default 200 steps of it: a strategy is for all of them."""

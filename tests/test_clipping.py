@@ -292,7 +292,6 @@ UNBATCHED = {
 }
 
 
-@kills("clipping/application.py", "        _require_rows(updates, state)\n", "", slow=True)
 @pytest.mark.parametrize("name", UNBATCHED)
 def test_clip_and_sum_refuses_what_are_no_rows(name):
     link = dpjax.clip_and_sum(clipping.flat(1.0))

@@ -347,7 +347,6 @@ class TestDescription:
         assert all(good for good, _ in verify.findings(card))
 
 
-@kills("testing.py", "float(one.strategy.column_norms()[step])", "1.0", slow=True)
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.sample(1)
 def test_a_users_chain_is_measured_over_the_run(name, monkeypatch):

@@ -246,12 +246,6 @@ def test_each_client_and_round_has_an_order_of_its_own():
 
 
 @pytest.mark.slow
-@kills(
-    "federated/local.py",
-    "clipping.clip(_ball(local.within, params), rows)[0]",
-    "carry.update + clipping.clip(_ball(local.within, params), change[None])[0]",
-    slow=True,
-)
 def test_a_projected_client_never_leaves_the_bound_however_long_it_trains():
     """It goes out far and comes back: projected on the way it ends elsewhere."""
     way = np.array([[100.0, 0, 0]], np.float32)
@@ -358,7 +352,6 @@ def test_the_noise_of_the_whole_round_has_its_scale_whatever_the_microbatches(si
     assert np.std(change) * 15 == pytest.approx(1.1 * 2.0, rel=0.005)
 
 
-@kills("federated/fedavg.py", "**extra_arguments(server, scale)", "**{}", case="10.0", slow=True)
 @pytest.mark.parametrize("total", [10.0])
 @pytest.mark.slow
 def test_adam_at_the_server_takes_away_the_noise_that_a_total_of_weights_makes(total):
@@ -417,12 +410,6 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path):
 
 
 @pytest.mark.slow
-@kills(
-    "reports/statement.py",
-    'yield f"  unit          one {unit}"',
-    'yield "  unit          one example"',
-    slow=True,
-)
 def test_the_statement_and_the_card_say_one_client():
     plan = mechanism(1000, sampler=sampling.poisson(1000, 100), multiplier=1.0, steps=100)
     words = dpjax.statement(plan, 1e-5)

@@ -34,13 +34,6 @@ def test_at_the_best_order_it_lets_as_much_through_as_the_ledger(epsilon, order,
     assert budget.room(1.1, RATE) == fits == steps
 
 
-@kills(
-    "accounting/filters.py",
-    "after = self._after(self.cost(noise_multiplier, sampling_rate), steps)",
-    "after = self._after(self.cost(noise_multiplier, sampling_rate), steps - 1)",
-    case="rdp",
-    slow=True,
-)
 @pytest.mark.parametrize(
     "budget",
     [Filter(epsilon=1.0, delta=1e-5, order=12.0), Filter(epsilon=1.0, delta=1e-5, method="gdp")],

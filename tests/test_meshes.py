@@ -74,12 +74,6 @@ def test_no_order_of_devices_changes_a_bit_of_the_sum(parts):
     np.testing.assert_allclose(np.sum(found, axis=0, dtype=np.float64), exact, rtol=0, atol=error)
 
 
-@kills(
-    "training/recipe.py",
-    "2 * recipe.mechanism.sampling.usual_size",
-    "recipe.mechanism.sampling.usual_size",
-    slow=True,
-)
 def test_the_reach_of_a_leaf_is_that_of_its_own_group():
     """Twice a usual draw, each example at the bound of the group, in one coordinate."""
     rule = dataclasses.replace(clipping.grouped(1.0, 2), bounds=(0.25, 8.0))
@@ -271,12 +265,6 @@ def test_committed_arrays_and_states_of_other_meshes_run():
 
 
 @pytest.mark.slow
-@kills(
-    "training/assembly.py",
-    "bare if home is None else meshes.placed(bare, home)",
-    "bare",
-    slow=True,
-)
 def test_a_state_with_numpy_leaves_runs_on_a_mesh():
     """As `jax.device_get` makes them."""
     algorithm, state = small_run(mesh=Mesh(np.array(jax.devices()[:1]), ("data",)))
@@ -286,7 +274,6 @@ def test_a_state_with_numpy_leaves_runs_on_a_mesh():
     np.testing.assert_array_equal(found.params, expected.params)
 
 
-@kills("gradients/layout.py", '"conv_general_dilated", "fft"', '"conv_general_dilated"', slow=True)
 def test_an_fft_in_the_loss_splits_the_batch_over_all_devices():
     """XLA fails on some FFTs that it partitions."""
     mesh = jax.sharding.AbstractMesh((2, 2), ("data", "model"))
@@ -335,12 +322,6 @@ def test_processes_agree_on_the_mesh_before_they_use_it(monkeypatch, given, word
 
 
 @pytest.mark.slow
-@kills(
-    "meshes.py",
-    "with jax.set_mesh(Mesh(np.empty((), object), ()) if mesh is None else mesh):",
-    "with contextlib.nullcontext():",
-    slow=True,
-)
 @pytest.mark.parametrize("when", ["before dpsgd", "after dpsgd"])
 def test_explicit_axes_in_force_change_nothing(when):
     """`jax.make_mesh` makes them by default. Before `dpsgd`, they are the mesh of the run."""

@@ -26,7 +26,6 @@ def run(link, tree, steps=1, rule=RULE):
 
 
 @pytest.mark.slow
-@kills("noise/normal.py", "(low.astype(dtype) + 0.5) * 2.0**-8", "0.5", slow=True)
 def test_the_support_reaches_beyond_seven_on_both_sides():
     """The transform itself, at the extreme words that a generator can give."""
     word = lambda *values: jnp.array(values, jnp.uint32)  # noqa: E731

@@ -190,13 +190,6 @@ TREES = {
 }
 
 
-@kills(
-    "training/released.py",
-    "for name in expected)",
-    "for name in sorted(expected))",
-    case="nnx",
-    slow=True,
-)
 @pytest.mark.parametrize("name", TREES)
 def test_parameters_of_any_tree_are_left_and_read_again(name, tmp_path):
     """Leaves without a number of their own come back where they were."""

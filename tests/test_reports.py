@@ -238,12 +238,6 @@ def of_groups(*multipliers, **options):
     return mechanism_with(1000, 10, **facts, **options)
 
 
-@kills(
-    "reports/statement.py",
-    'each = f"{_listed(mechanism.deviations_on_mean(0))} by group," if by_group else on_mean',
-    "each = on_mean",
-    slow=True,
-)
 def test_each_group_has_its_own_noise_in_the_statement():
     mechanism = of_groups(1.0, 10.0)
     words = dpjax.statement(mechanism, 1e-5)

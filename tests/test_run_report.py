@@ -218,7 +218,6 @@ def test_numbers_of_the_header_and_the_flags(whole):
 FIXED_BEFORE = Spent(sampling=sampling.fixed(1000, 10), runs=((1.0, 5),))
 
 
-@kills("reports/html_report.py", "{upwards(run.epsilon)},", "{run.epsilon:.4g},", slow=True)
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [
@@ -245,7 +244,6 @@ def test_the_report_distinguishes_no_noise_from_no_proof(changes, verdict, tmp_p
     assert ("NOT differentially" in words) == ("Not differentially" in head)
 
 
-@kills("reports/load_run.py", 'if card.get("steps") != steps:', "if False:", slow=True)
 def test_a_card_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch):
     """The new run was killed, so the card next to its log is of the run that it overwrote."""
     monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:1])
@@ -499,7 +497,6 @@ def test_each_group_has_its_histogram(tmp_path):
     assert "The first 12 of 14 groups are drawn." in seen
 
 
-@kills("reports/page.py", 'upwards(number, ".3g")', 'format(number, ".3g")', slow=True)
 def test_small_numbers_are_powers_and_claims_are_rounded_up():
     assert page.power(1e-5) == "10<sup>\N{MINUS SIGN}5</sup>"
     assert page.power(2.5e-6) == "2.5 × 10<sup>\N{MINUS SIGN}6</sup>"
@@ -543,7 +540,6 @@ def pictures(notebook, monkeypatch):
 
 
 @kills("reports/live.py", "PRIVATE if hidden else", "RELEASED if hidden else", case="named")
-@kills("reports/live.py", "else of_what_was_released(run)", "else RELEASED", case="bare", slow=True)
 @pytest.mark.parametrize(
     ("names", "changes", "labels", "note"),
     [

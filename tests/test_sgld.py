@@ -174,7 +174,6 @@ def test_a_rate_that_decays_is_paid_for_step_by_step():
     assert spent == pytest.approx(accounting.epsilon(event, 1e-3))
 
 
-@kills("training/sgld.py", "        preparation=preparation,\n", "", slow=True)
 def test_what_came_before_the_first_step_is_paid_for():
     plain, settings = chain(rule=clipping.flat(1.0)), {"rule": clipping.flat(1.0)}
     spent = plain.mechanism.spent(plain.mechanism.multipliers)
@@ -218,13 +217,6 @@ def test_a_killed_run_ends_the_same_to_the_last_bit(tmp_path):
     np.testing.assert_array_equal(training.samples(resumed)[-1], resumed.params)
 
 
-@kills(
-    "training/samples.py",
-    "max(0, taken - size), taken) % size",
-    "min(taken, size))",
-    case="23-1-0",
-    slow=True,
-)
 @pytest.mark.parametrize(("steps", "every", "burn_in"), [(23, 1, 0), (23, 4, 3), (5, 4, 3)])
 def test_the_ring_holds_the_last_ones_in_order(burn_in, every, steps):
     link = training.keep_samples(3, burn_in=burn_in, every=every)

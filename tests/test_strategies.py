@@ -240,12 +240,6 @@ def test_memory_is_at_most_the_bands_or_buffers():
         assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, memory)
 
 
-@kills(
-    "strategies/streams.py",
-    "(step >= 0) & (step < steps), 1.0, jnp.nan",
-    "(step >= 0) & (step < steps), 1.0, 1.0",
-    slow=True,
-)
 def test_a_step_after_the_run_has_no_noise():
     z = np.ones((1, 2), np.float32)
     for maker in ("banded", "inverse", "buffered", "tree", "white"):

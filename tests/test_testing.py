@@ -78,7 +78,6 @@ def wrong_in(leaf, factor):
     return optax.chain(LINK, optax.stateless(scaled))
 
 
-@kills("testing.py", "if size := np.size(leaf):", "if size := 0:", case="b-0.0", slow=True)
 @pytest.mark.parametrize(("leaf", "factor"), [("b", 0.0), ("c", 0.8), ("c", 1.25)])
 def test_wrong_noise_of_one_leaf_is_caught(leaf, factor):
     """A leaf without noise is lost among all others, and released as it is."""
@@ -107,9 +106,6 @@ FULL = mechanism_with(sampling=sampling.full(4), clipping=RULE, steps=3)
 PARAMS = {"a": jnp.zeros(3), "b": jnp.zeros((2, 2))}
 
 
-@kills(
-    "testing.py", "accounting.effective_multiplier(given", "np.max(given", case="groups", slow=True
-)
 @pytest.mark.parametrize("name", ["groups", "schedule", "a padded sampler"])
 def test_multipliers_of_all_kinds_are_measured(name):
     rule, multiplier = RULE, 1.3

@@ -424,7 +424,6 @@ class TestAdam:
         for name, part in zip("ab", want, strict=True):
             np.testing.assert_allclose(updates[name], -1 / np.sqrt(1 - part), rtol=1e-5)
 
-    @kills("training/optimizers.py", "pair(bound_scale).update(", "pair(1.0).update(", slow=True)
     def test_lookahead_passes_the_scale_of_the_bounds_to_it(self):
         mechanism = self.mechanism(1.0)
         optimizer = training.lookahead(training.dp_adam(0.1, mechanism, b2=0.5), 5, 0.5)
@@ -685,12 +684,6 @@ class TestPerStep:
         np.testing.assert_allclose(seen, [0, 0, 1, 1, 2, 2], atol=1e-5)
 
     @pytest.mark.slow
-    @kills(
-        "training/recipe.py",
-        "    return (*rows, jax",
-        "    return (*jax.tree.map(lambda x: jnp.roll(x, 1, -1), rows), jax",
-        slow=True,
-    )
     def test_it_is_as_if_each_example_brought_it(self):
         """The same examples, the same noise: only where the entry comes from differs."""
         x = jnp.arange(150.0).reshape(50, 3)
@@ -728,12 +721,6 @@ class TestWeights:
         return moved
 
     @pytest.mark.sample(1)
-    @kills(
-        "training/recipe.py",
-        "return each(weight, examples)",
-        "return jnp.roll(each(weight, examples), 1)",
-        slow=True,
-    )
     @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
     @pytest.mark.parametrize("microbatch_size", [None, 2])
     def test_examples_count_as_their_weights_of_the_step(self, engine, microbatch_size):
