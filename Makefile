@@ -5,7 +5,7 @@
 # A choice of interpreter: `make test PYTHON=/path/to/python3.12`.
 PYTHON ?=
 ARGS ?=
-# Which of experiments/benchmarks: steps, accounting, compilation, devices, draws, layouts,
+# Which of experiments/benchmarks: steps, accounting, compilation, devices, draws,
 # optimizers, strategies or zoo.
 BENCH ?= steps
 # Versions as the lock has them. Newer ones: `make test VENV=.venv-newest LOCK= PYTHON=...`.
