@@ -369,7 +369,7 @@ def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tm
     assert not (tmp_path / "other" / "moments.npz").exists()
     given = ["--out", tmp_path / "poor", "--data_dir", small_mnist, "--max_epsilon=0.1"]
     words = run("dpjax", "train", *given, *SHORT, *scattered, *cache, status=1).stderr
-    assert "before the first step" in words
+    assert "0 of 2 steps fit" in words
     assert not (tmp_path / "poor").exists()
 
 

@@ -86,6 +86,8 @@ def release_once(
     """
     with held(path.parent, "moments.lock"):
         if not path.exists():
+            if (path.parent / "run.json").exists():
+                raise dpjax.ledger.Refused(f"{path.parent}: another run is there.")
             key = noise.secret_key() if seed is None else jax.random.key(seed)
             answers = normalization.release(key, x)._asdict()
             with replacing(path) as file:  # closed to others, and whole or not there
