@@ -144,9 +144,9 @@ def test_a_missing_matplotlib_is_found_before_the_work(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # found, and not importable
     with pytest.raises(app.UsageError, match="or give --noreport"):
         command.run(parsed(), ["train"])
-    with pytest.raises(app.UsageError, match=r"cannot be imported \(.*--upgrade matplotlib\)\.$"):
+    with pytest.raises(app.UsageError, match=r"cannot be imported: .*--upgrade matplotlib\)\.$"):
         audit.run(AUDIT_FLAGS, ["audit", "run"])
-    with pytest.raises(app.UsageError, match=r"cannot be imported \(.*--upgrade matplotlib\)\.$"):
+    with pytest.raises(app.UsageError, match=r"cannot be imported: .*--upgrade matplotlib\)\.$"):
         compare.run(None, ["compare", "run"])
 
 
@@ -447,7 +447,7 @@ def test_canaries_are_noise_or_known_tokens():
     assert {*labels} <= {0, 1, 2}
 
 
-@kills("cli/audit.py", "refutes=False", "refutes=found.epsilon > rebuilt.run.epsilon")
+@kills("cli/audit.py", "refutes=False", "refutes=True")
 def test_losses_of_another_distribution_are_no_verdict(tmp_path, monkeypatch, capsys):
     """A sound run whose test rows are of another kind than its train rows."""
     far = np.arange(4000) / 4000

@@ -46,7 +46,7 @@ def left(folder):
     return card, dpjax.training.released_params(folder, {"w": jnp.zeros(1)})
 
 
-@kills("training/released.py", "    replace(path / _FILE", "    _ = (path / _FILE")
+@kills("training/released.py", "    replace(path / _FILE", "    (lambda *_, **__: 0)(path / _FILE")
 def test_every_row_leaves_card_statement_and_parameters(tmp_path):
     run, seen = algorithm(), []
 
