@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a recipe to an `Algorithm`: the ledger admits, then the steps run.
-
-`dpjax.dpsgd` and the federated algorithms have this in common. Where several processes hold parts
-of one run, `init` gives all of them the keys of the first, and compares what cannot be sent.
-"""
+"""From a recipe to an `Algorithm`: the ledger admits, then the steps run."""
 
 from __future__ import annotations
 
@@ -47,10 +43,10 @@ def assemble(
     budget: ledger.Budget | None = None,
     info: Callable[[Seen], Any] = mean_info,
 ) -> Algorithm:
-    """The algorithm of a recipe, on rows that are examples or clients.
+    """The algorithm of a recipe; ``identity`` tells the run from others, beside mechanism and data.
 
-    ``identity`` tells the run from others, beside mechanism and data; ``shared`` are arrays that
-    ``recipe.loss`` takes before the parameters; ``info`` makes means of the sums of steps.
+    ``shared`` are arrays that ``recipe.loss`` takes before the parameters: in a closure they would
+    be copied into the program as constants. ``info`` makes means of the sums of steps.
     """
     name, mechanism = recipe.name, recipe.mechanism
     if budget is not None:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before a run and before a step: arguments, data, state.
-
-They read shapes and public numbers, never the values of examples.
-"""
+"""Checks before a run and before a step, of shapes and public numbers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DP-SGD, for any loss and any Optax optimizer.
-
-`dpsgd` makes a `Recipe` of its arguments and checks it, and `training.assembly` turns it into an
-`Algorithm`. What a step does stands in `training.step`.
-"""
+"""DP-SGD, for any loss and any Optax optimizer; what a step does stands in `training.step`."""
 
 from __future__ import annotations
 
@@ -143,8 +139,7 @@ def on_examples(
 ) -> Algorithm:
     """The algorithm of a recipe whose rows are examples, checked."""
     check_kinds(recipe)
-    # One table is checked, run, and compared with that of a resumed run: the function could answer
-    # otherwise when it is traced, after a variable that it reads has changed.
+    # One table is checked, run and compared: the function could answer otherwise when it is traced.
     scales = planned_bounds(recipe.name, bound_schedule, recipe.mechanism)
     identity = {
         "algorithm": recipe.name.removeprefix("training."),

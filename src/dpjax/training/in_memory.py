@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps on data in device memory: one compiled program, several steps per dispatch.
 
-The program runs `private_step` several times before it returns, so the host works once in many
-steps. A draw of any size takes as many microbatches as it needs: neither the size of
-a draw nor the number of steps compiles a second program.
+Neither the size of a draw nor the number of steps compiles a second program.
 """
 
 from __future__ import annotations
@@ -29,11 +27,7 @@ _MOST = 512
 
 
 class InMemory:
-    """Steps on data in device memory.
-
-    ``shared`` are arrays that ``recipe.loss`` takes before the parameters: a closure would be
-    copied into the program as constants.
-    """
+    """Steps on data in device memory; ``shared`` as for `assemble`."""
 
     def __init__(
         self,
