@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FedAvg and FedSGD: DP-SGD on clients.
+"""FedAvg and FedSGD: recipes of `dpjax.training` whose rows are clients.
 
-Both hand a recipe to `dpjax.training`: the rows of the data are clients, and the gradient of a
-client's loss is minus its update. The server's optimizer is any of Optax; it receives the private
-mean of minus the updates, so ``optax.sgd(1.0)`` is FedAvg, with momentum FedAvgM, and
-``optax.adam`` FedAdam.
+The gradient of a client's loss is minus its update.
 """
 
 from __future__ import annotations
@@ -55,7 +52,8 @@ def fedavg(
 
     Args:
       loss: ``loss(params, example) -> scalar`` for one example.
-      server_optimizer: Any Optax optimizer; ``optax.sgd(1.0)`` is plain averaging.
+      server_optimizer: Any Optax optimizer; ``optax.sgd(1.0)`` is plain averaging, with momentum
+        FedAvgM, and ``optax.adam`` FedAdam.
       mechanism: The mechanism that runs and is accounted, with ``unit="client"``: its sampler
         draws clients, its rule clips whole updates.
       clients: The examples, of ``mechanism.sampling.examples`` clients.
@@ -77,11 +75,8 @@ def fedavg(
       clients train: their updates are clipped to the rule's bounds, weighted by at most 1, and
       divided by a public constant, never by the size of the draw.
 
-    | a client | its contribution |
-    |---|---|
-    | has no examples | exactly 0 |
-    | ends with NaN or infinity anywhere | exactly 0, and ``info.dropped`` counts it |
-    | has any number of examples | at most the rule's sensitivity |
+      A client without examples contributes exactly 0, and so does one that ends with NaN or
+      infinity anywhere, which ``info.dropped`` counts.
 
     Example:
       >>> import dpjax
@@ -189,8 +184,7 @@ def _algorithm(
     check_is_optimizer(f"{call}: client_optimizer", local.optimizer)
     weights = Weights(values=np.ones(len(clients))) if weights is None else weights
     _check_clients(call, mechanism, clients, checks.instance(call, "weights", weights, Weights))
-    # Shares are relative to the largest weight. Their public total, not their drawn total, makes
-    # the mean.
+    # Their public total, not their drawn total, makes the mean.
     scale = len(clients) / weights.total_share
     recipe = recipe_of(
         call, local, server, mechanism, clients, scale=scale, microbatch_size=microbatch_size
@@ -205,8 +199,7 @@ def _algorithm(
         check_loss(Traced(local.loss), params, trees.one_row(clients.examples), call)
         return algorithm.init(params, key)
 
-    # The recipe's sampler orders clients by size, which changes no event: users see their
-    # mechanism.
+    # The recipe's sampler orders clients by size, which changes no event: users see their own.
     return replace(algorithm, init=init, mechanism=mechanism)
 
 

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop around any `Algorithm`: steps, checkpoints, evaluation, a log, released files.
 
-The ledger checks that all steps fit before the first runs, so the budget never cuts a run short.
-`fit` writes two kinds of numbers and keeps them apart: released ones (parameters, and what follows
-from them and public data) and, under ``"private"``, those computed from private data without noise.
-
 With a folder, a step is saved before it is released: first its checkpoint, then `evaluate`, the
-row of the log, card and parameters, and the progress. A killed run resumes at its last checkpoint,
-so no released step ever runs again, whatever changed in between.
+row of the log, card and parameters, and the progress. So no released step ever runs again.
 """
 
 from __future__ import annotations
@@ -80,7 +75,6 @@ def fit(
 
     | the folder | what happens |
     |---|---|
-    | is empty | the run begins |
     | holds this run, stopped or killed | resumes at the last checkpoint |
     | ... with another loss, optimizer, rate, version or device | resumes with these |
     | holds a run of another mechanism, row shape or configuration | refused |
@@ -132,7 +126,6 @@ def fit(
     """
     terms = _checked(algorithm, state, steps, evaluate_every, save_every, delta, method)
     # First, since what follows would be refused in one process alone, and the others would wait.
-    # Keys are told, not compared.
     names = ("params", "optimizer", "bound_scale", "step", "ledger", "memory")
     held = [getattr(state, name, ()) for name in names]
     processes.require_equal("fit", lambda: {"the state": trees.fingerprint(held)})
@@ -151,7 +144,6 @@ def fit(
             }
             folder = Folder(directory, identity)
             stack.callback(folder.close)
-        # Signals are caught after the folder is locked, and restored before the lock is released.
         run = Run(algorithm, terms, state, folder)
         stop = stack.enter_context(Stop())
         stack.callback(run.close)
@@ -197,7 +189,7 @@ def _checked(
     begin = state.ledger.steps
     # `steps` counts from the given state, so a restarted script asks for the same end.
     end = mechanism.steps if steps is None else begin + steps
-    # Twenty rows draw a curve; the last `or` is for a call without steps.
+    # The last `or` is for a call without steps.
     row_every = evaluate_every or -(-(end - begin) // 20) or 1
     return Terms(
         mechanism, *processes.from_first(lambda: (begin, end, row_every, save_every, *stated))
@@ -205,7 +197,7 @@ def _checked(
 
 
 def _most(algorithm: Algorithm, terms: Terms) -> float:
-    """The largest epsilon that the progress shows: that of the budget, or of the plan."""
+    """The largest epsilon that the progress shows: of the budget, or of the plan."""
     mechanism, budget, shown = terms.mechanism, algorithm.budget, (terms.delta, terms.method)
     # An accountant without an answer raises here, before the first step runs.
     planned = mechanism.epsilon_of(mechanism.multipliers[: terms.end], *shown)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of a run: one live line on a terminal, plain lines in a file or a pipe.
-
-Where several processes run, the first one alone shows it.
-"""
+"""Progress of a run: one live line on a terminal, plain lines in a file or a pipe."""
 
 from __future__ import annotations
 
@@ -119,8 +116,7 @@ class Progress:
         plain = (self.stream.encoding or "utf-8").lower() not in ("utf-8", "utf8")
         done, open_ = "=-" if plain else "\u2501\u2500"
         pieces.insert(0, done * full + open_ * (8 - full))
-        # A line that wraps could not be overwritten by a carriage return, so whole pieces are left
-        # out from the right until the line fits.
+        # A carriage return cannot overwrite a line that wraps, so pieces are left out.
         width = shutil.get_terminal_size().columns - 1
         while len(pieces) > 2 and len("  ".join(pieces)) > width:
             pieces.pop()
