@@ -51,7 +51,7 @@ def fedavg(
     with the shares $s_k$ and the constants $W$ and $w_{\max}$ of `Weights`.
 
     Args:
-      loss: ``loss(params, example) -> scalar`` for one example.
+      loss: As for `dpjax.dpsgd`.
       server_optimizer: Any Optax optimizer; ``optax.sgd(1.0)`` is plain averaging, with momentum
         FedAvgM, and ``optax.adam`` FedAdam.
       mechanism: The mechanism that runs and is accounted, with ``unit="client"``: its sampler
@@ -238,7 +238,6 @@ def _scaled(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, Any]:
-        del extra
         # A public constant: dividing by the drawn clients or weights would reveal them.
         mean = jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), updates)
         return server.update(mean, state, params, **extra_arguments(server, scale))

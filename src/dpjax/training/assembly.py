@@ -93,7 +93,6 @@ class _Assembly:
                 params = meshes.placed(params, self.mesh)
             elif not self.stream:
                 refuse_explicit(name, "data", self.data)
-            # A loss that is no loss of one example is refused before anything is compiled.
             loss = Traced(self.with_shared.loss)
             program = check_loss(loss, params, example_of(self.recipe, self.row), name)
             warn_of_batch_norm(name, params)
@@ -104,8 +103,7 @@ class _Assembly:
                 meshes.committed(name, parameters=params, data=self.data)
             else:
                 params = meshes.placed(params, home)
-            # Each process holds a part of one run: index i is one example in all of them, and
-            # parameters that a mesh splits cannot be sent.
+            # Index i is one example in all processes, and split parameters cannot be sent.
             mechanism = self.mechanism
             processes.require_equal(
                 name,

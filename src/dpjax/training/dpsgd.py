@@ -66,8 +66,8 @@ def dpsgd(
       ``state.params`` after n steps are private with ``ledger.epsilon`` of these steps.
       ``per_step`` costs nothing: it reads the number of the step, which is public, and clipping
       bounds each example's gradient whatever the loss computes from it.
-      ``bound_schedule`` costs nothing: multipliers are relative to the bound. Correlated noise of
-      earlier steps, scaled to other bounds, then cancels less; the guarantee is the same.
+      ``bound_schedule`` costs nothing: multipliers are relative to the bound. Correlated noise
+      then cancels less.
       ``weights`` cost nothing: a weight follows from its own example and from released
       parameters, and shortens a clipped gradient; the divisor of the sum stays the same.
       An adapted bound costs its count, which is part of the mechanism's noise multiplier.

@@ -43,22 +43,20 @@ def fit(
       state: From ``algorithm.init``, or from an earlier `fit`; `fit` copies it.
       steps: How many more steps; by default all that are planned.
       evaluate: ``state -> {name: number}``, for example the accuracy on test data; an array is
-        logged as a list. Numbers that depend on private data go under ``{"private": {name:
-        number}}``. The state is a copy, which you may keep. With ``"stop": True`` among the
-        numbers the run ends after this row. After a kill it may see the same parameters twice.
+        logged as a list. Numbers that depend on private data go under ``"private"``, a mapping
+        too. The state is a copy, which you may keep. With ``"stop": True`` among the numbers the
+        run ends after this row. After a kill it may see the same parameters twice.
       evaluate_every: Steps between evaluations; by default a twentieth of the run. With a folder
         each waits for a checkpoint.
       delta: The delta at which epsilon is shown; by default that of the budget, or of
         ``mechanism.target``, or 1e-5.
-      method: The `dpjax.accounting` method that computes epsilon; by default that of the budget,
-        or of ``mechanism.target``, or "rdp".
+      method: The `dpjax.accounting` method; by default of the budget or the target, or "rdp".
       directory: The folder of this run alone. Each row leaves ``privacy.json`` (the card),
         ``statement.txt`` and ``params.msgpack`` (`released_params` reads it), which may be
         released, and ``metrics.jsonl``, ``run.json`` (the identity of the run), ``checkpoints``
         and, if that extra is installed, TensorBoard's events in ``tensorboard``, which their owner
         alone can read.
-      configuration: What else identifies the run (flags, a name, ...), in JSON types. The folder
-        refuses another one.
+      configuration: What else identifies the run (flags, a name, ...), in JSON types.
       save_every: Steps between checkpoints that have no row; by default about five minutes.
       progress: Whether to show a live line; or a function that gets the rows of the log after each
         evaluation instead, as `dpjax.reports.live_plot` makes one.
@@ -95,11 +93,10 @@ def fit(
 
       Card and statement count the steps that ran, so a run that stops early costs less if the time
       to stop was fixed without its results. If `evaluate` chose it (``"stop": True``) by what was
-      released, such as the parameters and their accuracy on data that no step draws, the epsilon of
-      all planned steps holds: the ledger of the state, and so row, card, statement and
-      `dpjax.training.earlier`, count them all, also after further steps. A choice by the training
-      data themselves, such as their loss or ``info``, is a release without noise, which no epsilon
-      covers.
+      released, such as the accuracy on data that no step draws, ledger, row, card, statement and
+      `dpjax.training.earlier` count all planned steps, also after further steps. A choice by the
+      training data themselves, such as their loss or ``info``, is a release without noise, which
+      no epsilon covers.
 
     Example:
       Stops when the accuracy has not improved in five evaluations. A resumed run begins with an

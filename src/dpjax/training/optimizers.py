@@ -126,7 +126,6 @@ def dp_adam(
         bound_scale: Any = 1.0,
         **extra: Any,
     ) -> tuple[PyTree, DPAdamState]:
-        del params, extra
         variances = jnp.square(jnp.stack(mechanism.deviations_on_mean(state.step)) * bound_scale)
         first = optax.tree_utils.tree_update_moment(updates, state.first, b1, 1)
         second = optax.tree_utils.tree_update_moment(updates, state.second, b2, 2)
@@ -215,7 +214,6 @@ def lookahead(
         bound_scale: Any = 1.0,
         **extra: Any,
     ) -> tuple[PyTree, LookaheadState]:
-        del extra
         # With no parameters Optax itself raises, as every optimizer that needs them.
         fast: Any = params
         moved: Any

@@ -43,7 +43,6 @@ class Folder:
             self.close = stack.pop_all().close
 
     def _open(self, stack: contextlib.ExitStack) -> None:
-        # The lock first: everything below reads and writes files that another process may hold.
         stack.enter_context(held(self.path))
         path = self.path / "run.json"
         if path.exists():
@@ -192,7 +191,7 @@ def _remove(folder: pathlib.Path) -> None:
         # Of a link to a folder, as on another disk, what is in it.
         for path in (folder / name).glob("*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    # In this order: the run exists as long as run.json does.
+    # The run exists as long as run.json does.
     for name in ("metrics.jsonl", *RELEASED, "run.json"):
         (folder / name).unlink(missing_ok=True)
 

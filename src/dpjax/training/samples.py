@@ -67,7 +67,6 @@ def keep_samples(
     def update(
         updates: PyTree, state: Any, params: Any = None, **extra: Any
     ) -> tuple[PyTree, SamplesState]:
-        del extra
         step = state.step + 1
         keep = (step > burn_in) & ((step - burn_in) % every == 0)
         slot = state.taken % count

@@ -64,11 +64,10 @@ def dp_sgld(
       samples: How many of the last samples to keep; each takes the memory of the parameters.
       burn_in: Steps before the first sample; by default half of them.
       every: Steps between samples; by default such that ``samples`` fill the rest of the run.
-      preparation: Queries before the first step, as for `dpjax.Mechanism`.
-      before: What earlier runs on these data have spent, as for `dpjax.Mechanism`; for example if
-        the chain starts at parameters that one of them released.
+      preparation: As for `dpjax.Mechanism`.
+      before: As for `dpjax.Mechanism`.
       engine: As for `dpjax.dpsgd`.
-      budget: A `dpjax.ledger.Budget` that no step may pass.
+      budget: As for `dpjax.dpsgd`.
       per_step: As for `dpjax.dpsgd`.
       microbatch_size: As for `dpjax.dpsgd`.
 

@@ -39,7 +39,6 @@ class Stop:
         return self.signal is not None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        del frame
         if self.signal is not None:
             self.end_process("a second signal ended the run within a step.")
         # A second signal ends the process immediately, for a step that hangs.

@@ -56,7 +56,7 @@ class Streamed:
 
 
 class _Programs(NamedTuple):
-    """The programs of a step, which the host runs one after the other."""
+    """The programs of a step."""
 
     draw: Any
     begin: Any
