@@ -231,8 +231,7 @@ def counted(ledger: Ledger, mechanism: Plan) -> np.ndarray:
 def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
     """The multiplier of each step that ran; refused if it ran under another mechanism."""
     checks.instance("ledger", "ledger", ledger, Ledger, "Give state.ledger.")
-    # A state is handed about in memory, where no folder checks it: steps at rate 1 must not be
-    # stated at the price of a lower rate.
+    # In memory no folder checks a state: steps at rate 1 must not have the price of a lower rate.
     done = ledger.steps
     if done and not np.array_equal(ledger.accounted, _digest(mechanism)):
         raise Refused(

@@ -197,7 +197,6 @@ def put(leaf: Any, sharding: Sharding) -> Any:
     ours = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
     if ours and not sharding.is_fully_addressable:
         # Each process has the whole array and keeps what its devices hold.
-        # `processes.require_equal` compares them once a run.
         array = np.asarray(leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf))
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
     return jax.device_put(leaf, sharding)

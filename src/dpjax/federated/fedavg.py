@@ -157,8 +157,7 @@ def fedsgd(
       >>> algorithm.mechanism.unit  # init and step are as in the example of `fedavg`
       'client'
     """
-    # One step of rate 1 on the mean of all examples is minus the gradient: FedSGD is FedAvg with
-    # this client.
+    # One step of rate 1 on the mean of all examples is minus the gradient.
     local = Local(loss, optax.sgd(1.0), clients.capacity, epochs=None, steps=1, within=None)
     return _algorithm(
         "fedsgd", local, server_optimizer, mechanism, clients, weights, microbatch_size, budget
@@ -250,8 +249,7 @@ def _check_clients(call: str, mechanism: Mechanism, clients: Clients, weights: W
         raise ValueError(
             f"{call}: the mechanism protects one {mechanism.unit}. Write Mechanism(unit='client')."
         )
-    # The count of an adapted bound is over examples with one norm each, and a round has clients
-    # with weights. And the update of a client exists as a whole, so its exact norm is free.
+    # An adapted bound counts examples without weights; and a client's exact norm is free.
     if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
         raise ValueError(
             f"{call}: rounds have neither adaptive bounds nor estimated norms. Use clipping.flat."

@@ -111,7 +111,6 @@ def _ball(rule: Clipping, params: PyTree) -> Clipping:
 
 def _shuffled(key: Key, count: Int[Array, ""], capacity: int) -> Int[Array, " capacity"]:
     """The numbers below ``count`` in random order, followed by the rest."""
-    # A key for each place and a sort: the number of a client's rows is traced, and
-    # jax.random.permutation needs it as a constant.
+    # The number of a client's rows is traced, and jax.random.permutation needs it as a constant.
     places = jax.random.uniform(key, (capacity,))
     return jnp.argsort(jnp.where(jnp.arange(capacity) < count, places, 2.0))

@@ -37,8 +37,7 @@ class InMemory:
         shared: PyTree = None,
     ) -> None:
         self._home = home
-        # Whole on every device: a draw takes rows from everywhere. `dpjax.data.Stream` is for data
-        # that do not fit.
+        # Whole on every device: a draw takes rows from everywhere.
         held = meshes.whole((data, shared), recipe.mesh)
         # The layout's mesh is known with the parameters. Left where they are, arrays that are
         # committed to one device would be refused by JAX, and others copied in every dispatch.
@@ -61,8 +60,7 @@ class InMemory:
         return state, jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
-# Of the module: a method in its object's own cache would keep the data in memory until Python looks
-# for cycles.
+# Of the module: a method in its object's own cache would keep the data in memory.
 def _compiled(recipe: Recipe, places: tuple[Any, ...] | None, structure: Any) -> Any:
     """`private_step`, several times, on states that lie in these places."""
 

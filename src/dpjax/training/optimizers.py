@@ -192,8 +192,7 @@ def lookahead(
     """
 
     def pair(bound_scale: Any) -> optax.GradientTransformation:
-        # Optax gives the fast optimizer no extra arguments, and without the scale `dp_adam` would
-        # subtract the variance of other noise.
+        # Optax gives the fast optimizer no extra arguments, and `dp_adam` needs the scale.
         extra = extra_arguments(fast_optimizer, bound_scale)
         update = partial(fast_optimizer.update, **extra)
         fast = optax.GradientTransformation(fast_optimizer.init, update)

@@ -49,6 +49,5 @@ class Stop:
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt(words)
         logging.warning("%s", words)
-        # Also where a signal reached another process of the run.
         # Not 0: a scheduler should see that the run is not finished.
         raise SystemExit(128 + signal.SIGTERM)
