@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ledger: what was spent, what one more step would cost, and refusal.
 
-A `Ledger` is part of a run's state. It holds the multiplier of every step that ran, run-length
-encoded in order. `admit` is called before a step: it refuses, *before any gradient is computed*, a
-step beyond the plan and a step that would pass the budget, and otherwise records the step. A run
-that stopped early therefore reports what it spent and not what it planned.
-
 The multipliers are fixed in advance, so ordinary composition is enough where the stopping time does
 not depend on the data. Where results chose it (`ended`), all planned steps count.
-`dpjax.accounting.Filter` is for noise that depends on releases. The ledger stays on the host, so
-reading it never waits for the device.
+`dpjax.accounting.Filter` is for noise that depends on releases.
 """
 
 from __future__ import annotations
@@ -138,9 +132,9 @@ def admit(
 def ended(
     ledger: Ledger, mechanism: Plan, budget: Budget | None = None, *, least: int = 0
 ) -> Ledger:
-    """Records that results ended the run: all steps count that plan and budget allow.
+    """Records that results ended the run: all steps that plan and budget allow, at least ``least``.
 
-    The budget was fixed before the results; at least ``least`` steps count.
+    The budget was fixed before the results.
     """
     allowed = max(int(ledger.chosen), affordable(mechanism, budget), least)
     return ledger._replace(chosen=np.array(allowed))
@@ -158,8 +152,7 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
     method = _method(mechanism, budget)
     fits, reached = affordable(mechanism, budget), max(int(ledger.chosen), done + steps)
     if reached > fits:
-        # What the refused steps would bring, not what was spent: the reader can see how far the
-        # budget is off.
+        # What the refused steps would bring: the reader can see how far the budget is off.
         cost = _prefix_epsilon(mechanism, reached, budget.delta, method)
         what = "this step" if steps == 1 else f"these {steps} steps"
         at = f"{upwards(cost)} at delta={upwards(budget.delta, '.6g')}"
@@ -230,7 +223,7 @@ def epsilon(
 def counted(ledger: Ledger, mechanism: Plan) -> np.ndarray:
     """The multiplier of each step that counts: that ran, or was planned where results ended it."""
     # A number of steps that follows from released results is a function of all steps that could
-    # have run: their epsilon holds for it, and the epsilon of the steps alone is not proved.
+    # have run: their epsilon holds for it.
     steps = ran(ledger, mechanism)
     return _multipliers(mechanism)[: max(int(ledger.chosen), len(steps))]
 
@@ -238,8 +231,7 @@ def counted(ledger: Ledger, mechanism: Plan) -> np.ndarray:
 def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
     """The multiplier of each step that ran; refused if it ran under another mechanism."""
     checks.instance("ledger", "ledger", ledger, Ledger, "Give state.ledger.")
-    # A state is handed about in memory, where no folder checks it: steps at rate 1 must not be
-    # stated at the price of a lower rate.
+    # In memory no folder checks a state: steps at rate 1 must not have the price of a lower rate.
     done = ledger.steps
     if done and not np.array_equal(ledger.accounted, _digest(mechanism)):
         raise Refused(

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes: which devices share a run, and what lies on each.
 
-The axis ``model`` of a mesh splits parameters, the optimizer's state and the noise. All other axes
-split the batch. JAX does the rest: per-example gradients run inside `jax.shard_map`, one program
-for each part of the batch, and XLA partitions that program over ``model``. A loss with convolutions
-or FFTs is an exception, because XLA partitions them wrongly or fails: there ``model`` splits the
-batch as well, and each device gathers all parameters for a step.
-
-Everything here is about speed and memory. A mesh changes no result but by last bits.
+The axis ``model`` of a mesh splits parameters, the optimizer's state and the noise; all other axes
+split the batch. XLA partitions convolutions and FFTs wrongly or fails: for a loss that has one,
+``model`` splits the batch as well. A mesh changes no result but by last bits.
 """
 
 from __future__ import annotations
@@ -67,11 +63,8 @@ def automatic(mesh: Mesh) -> Mesh:
 
 @contextlib.contextmanager
 def in_force(mesh: Mesh | None) -> Iterator[None]:
-    """Puts the mesh of a run in force; None puts the caller's out of force.
-
-    A context, or a decorator. Under the caller's own mesh, with the explicit axes that
-    `jax.make_mesh` makes by default, JAX refuses every operation on arrays of the run's mesh.
-    """
+    """Puts the mesh of a run in force; None puts the caller's out of force."""
+    # Under a caller's explicit axes JAX refuses every operation on arrays of the run's mesh.
     with jax.set_mesh(Mesh(np.empty((), object), ()) if mesh is None else mesh):
         yield
 
@@ -82,10 +75,7 @@ def of_host(devices: int) -> Mesh | None:
 
 
 def host_devices() -> int:
-    """How many devices a run on this machine's CPU should have: its cores, and at most four.
-
-    Several devices run microbatches in parallel, and each holds all data.
-    """
+    """How many devices a run on this machine's CPU should have; each holds all data."""
     return min(4, os.cpu_count() or 1)
 
 
@@ -164,10 +154,7 @@ def gathered(tree: PyTree, mesh: Mesh) -> PyTree:
 
 
 def committed(name: str, **parts: PyTree) -> tuple[Any, ...]:
-    """The devices to which arrays are committed, if any; refuses arrays on different ones.
-
-    JAX moves all other arrays to them. A traced array is on no device yet.
-    """
+    """The devices to which arrays are committed, if any; refuses arrays on different ones."""
     places: dict[tuple[Any, ...], str] = {}
     for part, tree in parts.items():
         for leaf in jax.tree.leaves(tree):
@@ -210,7 +197,6 @@ def put(leaf: Any, sharding: Sharding) -> Any:
     ours = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
     if ours and not sharding.is_fully_addressable:
         # Each process has the whole array and keeps what its devices hold.
-        # `processes.require_equal` compares them once a run.
         array = np.asarray(leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf))
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
     return jax.device_put(leaf, sharding)

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes: what the first process of a run tells the others, and what they compare once.
 
-Each process holds a part of one run. With other keys or steps, their parts would be of different
-runs, and the noise none that was accounted. So keys, counts, and what depends on a clock or a file
-come from the first process by `from_first`. What is too large to send, such as the data, is
-compared once by `require_equal`. Checkpoints and logs are written by the first process alone.
-
-Nothing here knows of meshes; `dpjax.meshes` says which devices share a run.
+Each process holds a part of one run. Keys, counts, and what depends on a clock or a file come from
+the first process; what is too large to send, such as the data, is compared once.
 """
 
 from __future__ import annotations
@@ -33,10 +29,7 @@ def first_process() -> bool:
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """What the function returns in the first process, in all of them; its exceptions too.
-
-    Files are read and written by the first process alone, so the others need no access to them.
-    """
+    """What the function returns in the first process, in all of them; its exceptions too."""
     if jax.process_count() == 1:
         return make()
     answer = b""
@@ -62,10 +55,7 @@ def any_process(value: bool) -> bool:
 
 
 def require_equal(call: str, facts: Callable[[], Mapping[str, str]]) -> None:
-    """Refuses a run whose processes differ in a fact, or where one of them fails to say it.
-
-    All processes raise, with the names of the facts that differ.
-    """
+    """Refuses, in all processes, a run where they differ in a fact or one fails to say it."""
     if jax.process_count() == 1:
         return
     values, fault = {}, None

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples of all clients, one client after the other, and where each client begins.
 
-Clients differ in size, and shapes may not. Padding every client to the largest one would cost its
-memory for all, so rows are stored without padding and a client's batch is gathered by index. Only
-batches are padded, with rows of the same client and a mask.
+Padding every client to the largest one would cost its memory for all, so only batches are padded,
+with rows of the same client and a mask.
 """
 
 from __future__ import annotations
@@ -87,8 +86,6 @@ class Clients:
 
     @classmethod
     def _joined(cls, examples: PyTree, counts: np.ndarray) -> Clients:
-        # Clients lie one after the other without padding: one large client would otherwise size the
-        # memory of all.
         starts = np.cumsum(counts) - counts
         on_device = jax.tree.map(jnp.asarray, (examples, starts, counts))
         return cls(*on_device, capacity=int(counts.max()))

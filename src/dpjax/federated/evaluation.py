@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics per client: an average over examples hides clients for whom the model fails.
 
-These functions read the examples of clients and add no noise. Their results are private and are
-returned under ``"private"``, where `dpjax.fit` keeps such numbers.
+These functions add no noise: their results are private.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def evaluate_clients(
     known = scores(metric, params, clients)[has_examples]
     names = ("client lowest", "client 10 %", "client median", "client 90 %")
     quantiles = np.quantile(known, [0.0, 0.1, 0.5, 0.9]).tolist()
-    # Beside the client mean, because the two differ exactly where large clients are served better.
+    # It differs from the client mean where large clients are served better.
     pooled = float(np.average(known, weights=np.asarray(clients.counts)[has_examples]))
     return {
         "private": {
@@ -90,5 +89,4 @@ def evaluate_clients(
 @partial(jax.jit, static_argnums=0)
 def _values(metric: Metric, params: PyTree, clients: Clients) -> Float[Array, " examples"]:
     """The metric of every example."""
-    # Over all rows of all clients at one vectorised rate: clients have shapes of their own.
     return jax.lax.map(partial(metric, params), clients.examples, batch_size=_TOGETHER)

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FedAvg and FedSGD: DP-SGD on clients.
+"""FedAvg and FedSGD: recipes of `dpjax.training` whose rows are clients.
 
-Both hand a recipe to `dpjax.training`: the rows of the data are clients, and the gradient of a
-client's loss is minus its update. The server's optimizer is any of Optax; it receives the private
-mean of minus the updates, so ``optax.sgd(1.0)`` is FedAvg, with momentum FedAvgM, and
-``optax.adam`` FedAdam.
+The gradient of a client's loss is minus its update.
 """
 
 from __future__ import annotations
@@ -54,8 +51,9 @@ def fedavg(
     with the shares $s_k$ and the constants $W$ and $w_{\max}$ of `Weights`.
 
     Args:
-      loss: ``loss(params, example) -> scalar`` for one example.
-      server_optimizer: Any Optax optimizer; ``optax.sgd(1.0)`` is plain averaging.
+      loss: As for `dpjax.dpsgd`.
+      server_optimizer: Any Optax optimizer; ``optax.sgd(1.0)`` is plain averaging, with momentum
+        FedAvgM, and ``optax.adam`` FedAdam.
       mechanism: The mechanism that runs and is accounted, with ``unit="client"``: its sampler
         draws clients, its rule clips whole updates.
       clients: The examples, of ``mechanism.sampling.examples`` clients.
@@ -77,11 +75,8 @@ def fedavg(
       clients train: their updates are clipped to the rule's bounds, weighted by at most 1, and
       divided by a public constant, never by the size of the draw.
 
-    | a client | its contribution |
-    |---|---|
-    | has no examples | exactly 0 |
-    | ends with NaN or infinity anywhere | exactly 0, and ``info.dropped`` counts it |
-    | has any number of examples | at most the rule's sensitivity |
+      A client without examples contributes exactly 0, and so does one that ends with NaN or
+      infinity anywhere, which ``info.dropped`` counts.
 
     Example:
       >>> import dpjax
@@ -162,8 +157,7 @@ def fedsgd(
       >>> algorithm.mechanism.unit  # init and step are as in the example of `fedavg`
       'client'
     """
-    # One step of rate 1 on the mean of all examples is minus the gradient: FedSGD is FedAvg with
-    # this client.
+    # One step of rate 1 on the mean of all examples is minus the gradient.
     local = Local(loss, optax.sgd(1.0), clients.capacity, epochs=None, steps=1, within=None)
     return _algorithm(
         "fedsgd", local, server_optimizer, mechanism, clients, weights, microbatch_size, budget
@@ -189,8 +183,7 @@ def _algorithm(
     check_is_optimizer(f"{call}: client_optimizer", local.optimizer)
     weights = Weights(values=np.ones(len(clients))) if weights is None else weights
     _check_clients(call, mechanism, clients, checks.instance(call, "weights", weights, Weights))
-    # Shares are relative to the largest weight. Their public total, not their drawn total, makes
-    # the mean.
+    # Their public total, not their drawn total, makes the mean.
     scale = len(clients) / weights.total_share
     recipe = recipe_of(
         call, local, server, mechanism, clients, scale=scale, microbatch_size=microbatch_size
@@ -205,8 +198,7 @@ def _algorithm(
         check_loss(Traced(local.loss), params, trees.one_row(clients.examples), call)
         return algorithm.init(params, key)
 
-    # The recipe's sampler orders clients by size, which changes no event: users see their
-    # mechanism.
+    # The recipe's sampler orders clients by size, which changes no event: users see their own.
     return replace(algorithm, init=init, mechanism=mechanism)
 
 
@@ -245,7 +237,6 @@ def _scaled(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, Any]:
-        del extra
         # A public constant: dividing by the drawn clients or weights would reveal them.
         mean = jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), updates)
         return server.update(mean, state, params, **extra_arguments(server, scale))
@@ -258,8 +249,7 @@ def _check_clients(call: str, mechanism: Mechanism, clients: Clients, weights: W
         raise ValueError(
             f"{call}: the mechanism protects one {mechanism.unit}. Write Mechanism(unit='client')."
         )
-    # The count of an adapted bound is over examples with one norm each, and a round has clients
-    # with weights. And the update of a client exists as a whole, so its exact norm is free.
+    # An adapted bound counts examples without weights; and a client's exact norm is free.
     if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
         raise ValueError(
             f"{call}: rounds have neither adaptive bounds nor estimated norms. Use clipping.flat."

@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local training: one client trains from the server's parameters and returns its update.
 
-It makes epochs over its own examples in its own random order, with a padded last
-batch. A client with more examples takes more steps; under `jax.vmap` the others wait. The carry is
-the *update*, in float32 or wider, so that small steps are not lost in large parameters.
-
-On a CPU the clients of a convolutional network train one after the other, with the fast gradients
-of the engine (``gradients/layout.py``, ``gradients/_xla_cpu``).
-
-The optimizer of a client starts from its initial state each round. Nothing here is private, and
-need not be: the update is clipped.
+Under `jax.vmap` all clients wait for the largest one; on a CPU the clients of a convolutional
+network train one after the other (``gradients/layout.py``). Nothing here is private, and need not
+be: the update is clipped.
 """
 
 from __future__ import annotations
@@ -47,10 +41,9 @@ class Local(NamedTuple):
 def trained(
     local: Local, params: PyTree, clients: Clients, index: Int[Array, ""], key: Key
 ) -> tuple[Float[Array, ""], PyTree]:
-    """Trains the client at ``index`` from the server's parameters; the key orders its examples.
+    """The mean loss of a client during training, and its update: last minus first parameters.
 
-    Returns its mean loss during training, and its update: last minus first parameters. The update
-    of a client without examples is zero.
+    The key orders its examples. The update of a client without examples is zero.
     """
     start, count, size = clients.starts[index], clients.counts[index], local.batch_size
     batches = jnp.maximum(1, -(-count // size))
@@ -58,8 +51,7 @@ def trained(
     # A fresh optimizer in every round: its state would carry one client's data into the next draw
     # of the client, outside the accounting.
     optimizer = local.optimizer.init(trees.widened(params))
-    # The update is carried rather than the parameters: a small step on a large bfloat16 parameter
-    # would be rounded away.
+    # The update is carried: a small step on a large bfloat16 parameter would be rounded away.
     carry = _State(jnp.zeros(()), trees.zeros_wide(params), optimizer)
 
     def epoch(number: Int[Array, ""], carry: _State) -> _State:
@@ -111,8 +103,7 @@ def _moved(
 
 def _ball(rule: Clipping, params: PyTree) -> Clipping:
     """The projection of an update of these parameters onto the bounds of a rule."""
-    # Inside of the bound by more than rounding to the parameters' own dtype: outside, a rule of the
-    # user may drop the update.
+    # Inside by more than rounding to the parameters' dtype: outside, a user's rule may drop it.
     rounding = max(float(jnp.finfo(leaf.dtype).eps) / 2 for leaf in jax.tree.leaves(params))
     bounds = tuple(bound * (1 - ON_BOUND - rounding) for bound in rule.bounds)
     return Clipping(rule.partition, bounds, jnp.ones_like, "projection")
@@ -120,7 +111,6 @@ def _ball(rule: Clipping, params: PyTree) -> Clipping:
 
 def _shuffled(key: Key, count: Int[Array, ""], capacity: int) -> Int[Array, " capacity"]:
     """The numbers below ``count`` in random order, followed by the rest."""
-    # A key for each place and a sort: the number of a client's rows is traced, and
-    # jax.random.permutation needs it as a constant.
+    # The number of a client's rows is traced, and jax.random.permutation needs it as a constant.
     places = jax.random.uniform(key, (capacity,))
     return jnp.argsort(jnp.where(jnp.arange(capacity) < count, places, 2.0))

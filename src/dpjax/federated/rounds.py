@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client as a loss, and what an observer sees of a round.
-
-The gradient of a client's loss is minus the client's update. `dpjax.training` does the rest:
-clipping rules, weights, masks and the isolation of non-finite updates.
-"""
+"""A client as a loss, whose gradient is minus its update, and what an observer sees of a round."""
 
 from __future__ import annotations
 
@@ -32,10 +28,7 @@ class Row(NamedTuple):
 
 
 def client_loss(local: Local) -> LossFn:
-    """``loss(clients, params, (client, share, size, key))``, with minus the update as gradient.
-
-    Its value is the mean loss of the client during its training.
-    """
+    """``loss(clients, params, (client, share, size, key))``, with minus the update as gradient."""
 
     def loss(
         clients: Clients, params: PyTree, example: tuple[Array, Array, Array, Key]
@@ -55,10 +48,7 @@ def client_loss(local: Local) -> LossFn:
 
 
 def by_size(sampler: Sampler, clients: Clients) -> Sampler:
-    """The sampler, with the clients of each draw ordered by their number of examples.
-
-    Under `jax.vmap` all clients of a microbatch wait for its largest one.
-    """
+    """The sampler, with drawn clients in order of size: a microbatch waits for its largest."""
     inner = sampler.draw
 
     def draw(key: Key, step: Int[Array, ""], *coins: Key) -> Draw:
@@ -71,10 +61,7 @@ def by_size(sampler: Sampler, clients: Clients) -> Sampler:
 
 
 class Info(NamedTuple):
-    """Measurements of a round, **before** any noise.
-
-    Privacy: computed from private data without noise. Look at it, do not publish it.
-    """
+    """Measurements of a round, **before** any noise: look at it, do not publish it."""
 
     loss: Float[Array, ""]
     """Mean loss of clients during their training, over the clients that counted and have a

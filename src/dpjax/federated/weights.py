@@ -2,9 +2,7 @@
 """Weights of clients, held to [0, 1] so that they do not change the sensitivity.
 
 A sum of weighted updates moves by ``w_max R`` when a client joins, so noise of ``sigma R`` is worth
-a multiplier of only ``sigma / w_max``. Papers weight by the number of examples; a client with 100
-of them then gets a hundredth of the stated noise. Here weights are divided by a public largest
-weight and held to it, so the sensitivity is that of the rule.
+a multiplier of only ``sigma / w_max``. Papers often weight by the number of examples.
 """
 
 from __future__ import annotations
@@ -64,8 +62,6 @@ class Weights:
     @property
     def shares(self) -> Float[np.ndarray, " clients"]:
         """The weights that the step uses, from 0 to 1."""
-        # Relative to the largest weight that counts, so that a client moves the sum by at most the
-        # bound. NaN and negative weights become 0.
         shares = np.asarray(self.values, np.float64) / self.largest
         return np.where(shares > 0, np.minimum(shares, 1.0), 0.0).astype(np.float32)
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a recipe to an `Algorithm`: the ledger admits, then the steps run.
-
-`dpjax.dpsgd` and the federated algorithms have this in common. Where several processes hold parts
-of one run, `init` gives all of them the keys of the first, and compares what cannot be sent.
-"""
+"""From a recipe to an `Algorithm`: the ledger admits, then the steps run."""
 
 from __future__ import annotations
 
@@ -47,10 +43,10 @@ def assemble(
     budget: ledger.Budget | None = None,
     info: Callable[[Seen], Any] = mean_info,
 ) -> Algorithm:
-    """The algorithm of a recipe, on rows that are examples or clients.
+    """The algorithm of a recipe; ``identity`` tells the run from others, beside mechanism and data.
 
-    ``identity`` tells the run from others, beside mechanism and data; ``shared`` are arrays that
-    ``recipe.loss`` takes before the parameters; ``info`` makes means of the sums of steps.
+    ``shared`` are arrays that ``recipe.loss`` takes before the parameters: in a closure they would
+    be copied into the program as constants. ``info`` makes means of the sums of steps.
     """
     name, mechanism = recipe.name, recipe.mechanism
     if budget is not None:
@@ -97,7 +93,6 @@ class _Assembly:
                 params = meshes.placed(params, self.mesh)
             elif not self.stream:
                 refuse_explicit(name, "data", self.data)
-            # A loss that is no loss of one example is refused before anything is compiled.
             loss = Traced(self.with_shared.loss)
             program = check_loss(loss, params, example_of(self.recipe, self.row), name)
             warn_of_batch_norm(name, params)
@@ -108,8 +103,7 @@ class _Assembly:
                 meshes.committed(name, parameters=params, data=self.data)
             else:
                 params = meshes.placed(params, home)
-            # Each process holds a part of one run: index i is one example in all of them, and
-            # parameters that a mesh splits cannot be sent.
+            # Index i is one example in all processes, and split parameters cannot be sent.
             mechanism = self.mechanism
             processes.require_equal(
                 name,

@@ -2,7 +2,6 @@
 """A running average of the parameters, as the last link of an Optax chain.
 
 Noise moves parameters around the optimum, and their average over the last steps lies closer to it.
-The average is computed from parameters that are already private, so it costs nothing.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
         return AverageState(trees.zeros_wide(params), jnp.zeros(()))
 
     def update(updates: PyTree, state: Any, params: Any = None) -> tuple[PyTree, AverageState]:
-        # The link stands last, so these are the parameters that the step releases: their average is
-        # post-processing and free.
+        # The link stands last, so these are the parameters that the step releases.
         after = optax.apply_updates(params, updates)
         # Numerator and weight are kept apart, so the first steps are not biased towards zero.
         total = jax.tree.map(lambda s, p: decay * s + p, state.total, trees.widened(after))
@@ -85,7 +83,6 @@ def averaged(optimizer_state: Any) -> PyTree:
       >>> print(round(float(averaged(state)), 3))  # (0.5 x 2 + 1) / (0.5 + 1)
       1.333
     """
-    # Found by its type wherever it stands, so the optimizer around it may have any shape.
     average = next(iter(trees.nodes(optimizer_state, AverageState)), None)
     if average is None:
         raise ValueError(

@@ -1,13 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: saves any state atomically, and restores it to the last bit.
 
-Orbax writes one folder a step, which gets its name only when it is whole. A digest of all numbers
-is saved with them, so that a truncated or altered checkpoint is never read. (Orbax itself detects
-truncation only.)
-
-A state is a tree of arrays. JAX arrays are restored with the shape they had; NumPy arrays, such
-as a ledger's, may have grown.
-
 Privacy: `dpjax.fit` saves states without their noise keys, but a checkpoint holds means without
 noise and, with correlated noise, its memory. So other users cannot read the folder, and it must not
 be released.
@@ -165,8 +158,6 @@ class Checkpoints:
         notes = read(notes=self.args.JsonRestore())["notes"]
         # By jnp.dtype, which knows bfloat16's name.
         empty = [np.empty(shape, jnp.dtype(dtype)) for shape, dtype in notes["leaves"].values()]
-        # Restored as NumPy arrays of the saved shapes: what they become on the device is decided
-        # against `like`, with an error that names the leaf.
         target = {str(i): x for i, x in enumerate(empty) if x.size}
         arrays = read(state=self.args.StandardRestore(target))["state"]
         numbers = [np.asarray(arrays.get(str(i), x)) for i, x in enumerate(empty)]
@@ -208,7 +199,6 @@ def _as(like: PyTree, named: Mapping[str, np.ndarray], where: str) -> PyTree:
         number = jnp.asarray(new.item()) if jax.typeof(plain).weak_type and not new.ndim else new
         number = number if number.dtype == new.dtype else new
         # An uncommitted array stays uncommitted: JAX may then move it to the run's devices.
-        # A mesh other than the saved one is no matter: the numbers are whole here.
         placed = meshes.put(number, plain.sharding) if old.committed else jnp.asarray(number)
         return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(old)) if is_key else placed
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before a run and before a step: arguments, data, state.
-
-They read shapes and public numbers, never the values of examples.
-"""
+"""Checks before a run and before a step, of shapes and public numbers."""
 
 from __future__ import annotations
 
@@ -56,7 +53,6 @@ def check_is_optimizer(name: str, given: Any) -> None:
 
 def check_untraced(call: str, given: PyTree) -> None:
     """Refuses a call of the algorithm inside ``jit``, ``vmap`` or ``grad``, which trace it."""
-    # A traced step would be compiled into another program and run again without the ledger.
     if trees.traced(given):
         raise TypeError(
             f"{call}: called inside a JAX transformation, where the ledger cannot count steps. "
@@ -71,7 +67,6 @@ def check_state(name: str, state: Any) -> None:
             f"{name}: the state is a {type(state).__name__}; expected algorithm.init(params)."
         )
     check_untraced(name, state)
-    # JAX's own error names a buffer. The user knows states, and which call used one up.
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
         raise RuntimeError(
             f"{name}: algorithm.run donated the buffers of this state. Use the state that it "

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DP-SGD, for any loss and any Optax optimizer.
-
-`dpsgd` makes a `Recipe` of its arguments and checks it, and `training.assembly` turns it into an
-`Algorithm`. What a step does stands in `training.step`.
-"""
+"""DP-SGD, for any loss and any Optax optimizer; what a step does stands in `training.step`."""
 
 from __future__ import annotations
 
@@ -70,8 +66,8 @@ def dpsgd(
       ``state.params`` after n steps are private with ``ledger.epsilon`` of these steps.
       ``per_step`` costs nothing: it reads the number of the step, which is public, and clipping
       bounds each example's gradient whatever the loss computes from it.
-      ``bound_schedule`` costs nothing: multipliers are relative to the bound. Correlated noise of
-      earlier steps, scaled to other bounds, then cancels less; the guarantee is the same.
+      ``bound_schedule`` costs nothing: multipliers are relative to the bound. Correlated noise
+      then cancels less.
       ``weights`` cost nothing: a weight follows from its own example and from released
       parameters, and shortens a clipped gradient; the divisor of the sum stays the same.
       An adapted bound costs its count, which is part of the mechanism's noise multiplier.
@@ -143,8 +139,7 @@ def on_examples(
 ) -> Algorithm:
     """The algorithm of a recipe whose rows are examples, checked."""
     check_kinds(recipe)
-    # One table is checked, run, and compared with that of a resumed run: the function could answer
-    # otherwise when it is traced, after a variable that it reads has changed.
+    # One table is checked, run and compared: the function could answer otherwise when it is traced.
     scales = planned_bounds(recipe.name, bound_schedule, recipe.mechanism)
     identity = {
         "algorithm": recipe.name.removeprefix("training."),

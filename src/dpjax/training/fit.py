@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop around any `Algorithm`: steps, checkpoints, evaluation, a log, released files.
 
-The ledger checks that all steps fit before the first runs, so the budget never cuts a run short.
-`fit` writes two kinds of numbers and keeps them apart: released ones (parameters, and what follows
-from them and public data) and, under ``"private"``, those computed from private data without noise.
-
 With a folder, a step is saved before it is released: first its checkpoint, then `evaluate`, the
-row of the log, card and parameters, and the progress. A killed run resumes at its last checkpoint,
-so no released step ever runs again, whatever changed in between.
+row of the log, card and parameters, and the progress. So no released step ever runs again.
 """
 
 from __future__ import annotations
@@ -48,22 +43,20 @@ def fit(
       state: From ``algorithm.init``, or from an earlier `fit`; `fit` copies it.
       steps: How many more steps; by default all that are planned.
       evaluate: ``state -> {name: number}``, for example the accuracy on test data; an array is
-        logged as a list. Numbers that depend on private data go under ``{"private": {name:
-        number}}``. The state is a copy, which you may keep. With ``"stop": True`` among the
-        numbers the run ends after this row. After a kill it may see the same parameters twice.
+        logged as a list. Numbers that depend on private data go under ``"private"``, a mapping
+        too. The state is a copy, which you may keep. With ``"stop": True`` among the numbers the
+        run ends after this row. After a kill it may see the same parameters twice.
       evaluate_every: Steps between evaluations; by default a twentieth of the run. With a folder
         each waits for a checkpoint.
       delta: The delta at which epsilon is shown; by default that of the budget, or of
         ``mechanism.target``, or 1e-5.
-      method: The `dpjax.accounting` method that computes epsilon; by default that of the budget,
-        or of ``mechanism.target``, or "rdp".
+      method: The `dpjax.accounting` method; by default of the budget or the target, or "rdp".
       directory: The folder of this run alone. Each row leaves ``privacy.json`` (the card),
         ``statement.txt`` and ``params.msgpack`` (`released_params` reads it), which may be
         released, and ``metrics.jsonl``, ``run.json`` (the identity of the run), ``checkpoints``
         and, if that extra is installed, TensorBoard's events in ``tensorboard``, which their owner
         alone can read.
-      configuration: What else identifies the run (flags, a name, ...), in JSON types. The folder
-        refuses another one.
+      configuration: What else identifies the run (flags, a name, ...), in JSON types.
       save_every: Steps between checkpoints that have no row; by default about five minutes.
       progress: Whether to show a live line; or a function that gets the rows of the log after each
         evaluation instead, as `dpjax.reports.live_plot` makes one.
@@ -80,7 +73,6 @@ def fit(
 
     | the folder | what happens |
     |---|---|
-    | is empty | the run begins |
     | holds this run, stopped or killed | resumes at the last checkpoint |
     | ... with another loss, optimizer, rate, version or device | resumes with these |
     | holds a run of another mechanism, row shape or configuration | refused |
@@ -101,11 +93,10 @@ def fit(
 
       Card and statement count the steps that ran, so a run that stops early costs less if the time
       to stop was fixed without its results. If `evaluate` chose it (``"stop": True``) by what was
-      released, such as the parameters and their accuracy on data that no step draws, the epsilon of
-      all planned steps holds: the ledger of the state, and so row, card, statement and
-      `dpjax.training.earlier`, count them all, also after further steps. A choice by the training
-      data themselves, such as their loss or ``info``, is a release without noise, which no epsilon
-      covers.
+      released, such as the accuracy on data that no step draws, ledger, row, card, statement and
+      `dpjax.training.earlier` count all planned steps, also after further steps. A choice by the
+      training data themselves, such as their loss or ``info``, is a release without noise, which
+      no epsilon covers.
 
     Example:
       Stops when the accuracy has not improved in five evaluations. A resumed run begins with an
@@ -132,7 +123,6 @@ def fit(
     """
     terms = _checked(algorithm, state, steps, evaluate_every, save_every, delta, method)
     # First, since what follows would be refused in one process alone, and the others would wait.
-    # Keys are told, not compared.
     names = ("params", "optimizer", "bound_scale", "step", "ledger", "memory")
     held = [getattr(state, name, ()) for name in names]
     processes.require_equal("fit", lambda: {"the state": trees.fingerprint(held)})
@@ -151,7 +141,6 @@ def fit(
             }
             folder = Folder(directory, identity)
             stack.callback(folder.close)
-        # Signals are caught after the folder is locked, and restored before the lock is released.
         run = Run(algorithm, terms, state, folder)
         stop = stack.enter_context(Stop())
         stack.callback(run.close)
@@ -197,7 +186,7 @@ def _checked(
     begin = state.ledger.steps
     # `steps` counts from the given state, so a restarted script asks for the same end.
     end = mechanism.steps if steps is None else begin + steps
-    # Twenty rows draw a curve; the last `or` is for a call without steps.
+    # The last `or` is for a call without steps.
     row_every = evaluate_every or -(-(end - begin) // 20) or 1
     return Terms(
         mechanism, *processes.from_first(lambda: (begin, end, row_every, save_every, *stated))
@@ -205,7 +194,7 @@ def _checked(
 
 
 def _most(algorithm: Algorithm, terms: Terms) -> float:
-    """The largest epsilon that the progress shows: that of the budget, or of the plan."""
+    """The largest epsilon that the progress shows: of the budget, or of the plan."""
     mechanism, budget, shown = terms.mechanism, algorithm.budget, (terms.delta, terms.method)
     # An accountant without an answer raises here, before the first step runs.
     planned = mechanism.epsilon_of(mechanism.multipliers[: terms.end], *shown)

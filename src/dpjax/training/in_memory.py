@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps on data in device memory: one compiled program, several steps per dispatch.
 
-The program runs `private_step` several times before it returns, so the host works once in many
-steps. A draw of any size takes as many microbatches as it needs: neither the size of
-a draw nor the number of steps compiles a second program.
+Neither the size of a draw nor the number of steps compiles a second program.
 """
 
 from __future__ import annotations
@@ -29,11 +27,7 @@ _MOST = 512
 
 
 class InMemory:
-    """Steps on data in device memory.
-
-    ``shared`` are arrays that ``recipe.loss`` takes before the parameters: a closure would be
-    copied into the program as constants.
-    """
+    """Steps on data in device memory; ``shared`` as for `assemble`."""
 
     def __init__(
         self,
@@ -43,8 +37,7 @@ class InMemory:
         shared: PyTree = None,
     ) -> None:
         self._home = home
-        # Whole on every device: a draw takes rows from everywhere. `dpjax.data.Stream` is for data
-        # that do not fit.
+        # Whole on every device: a draw takes rows from everywhere.
         held = meshes.whole((data, shared), recipe.mesh)
         # The layout's mesh is known with the parameters. Left where they are, arrays that are
         # committed to one device would be refused by JAX, and others copied in every dispatch.
@@ -67,8 +60,7 @@ class InMemory:
         return state, jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
-# Of the module: a method in its object's own cache would keep the data in memory until Python looks
-# for cycles.
+# Of the module: a method in its object's own cache would keep the data in memory.
 def _compiled(recipe: Recipe, places: tuple[Any, ...] | None, structure: Any) -> Any:
     """`private_step`, several times, on states that lie in these places."""
 

@@ -59,10 +59,7 @@ def no_sums(mechanism: Mechanism, params: PyTree, layout: Layout) -> Sums:
 
 
 class Info(NamedTuple):
-    """What a step saw, **before** any noise.
-
-    Privacy: computed from private data without noise. Look at it, do not publish it.
-    """
+    """What a step saw, **before** any noise: look at it, do not publish it."""
 
     loss: Float[Array, ""]
     """Mean loss of the drawn examples that counted and have a finite loss; NaN if none."""
@@ -91,11 +88,8 @@ def warn_of_unscored(name: str, seen: Seen) -> bool:
 
 
 def mean_info(seen: Seen) -> Info:
-    """The means of steps, ``[steps, ...]``, from what they saw.
-
-    NumPy computes the means on the host: an empty draw is lawful and has none, and
-    ``jax_debug_nans`` would end the run there.
-    """
+    """The means of steps, ``[steps, ...]``, from what they saw."""
+    # By NumPy: an empty draw is lawful and has none, and `jax_debug_nans` would end the run.
     seen = jax.tree.map(np.asarray, seen)
     # Dropped examples contributed zero to the sum, so the means leave them out too.
     counted = seen.working - seen.dropped

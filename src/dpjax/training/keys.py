@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keys of a run: what each start renews, and what checkpoints hold.
 
-A noise key that `init` drew is renewed at each start of `fit` and never leaves memory. So a forked
-state, a copied folder, a second `fit` from one state, or a resume with another loss have other
-noise: honest releases, whose difference is never free of noise. The key for draws is renewed too
-where steps draw independently. Otherwise it is kept: an example must not be in two batches of an
-epoch, nor change its part of a cycle.
-
-A key that the caller supplied is never renewed, and no file holds it: the caller gives it again.
+A noise key that `init` drew is renewed at each start of `fit` and never leaves memory, so the
+difference of what a state and its copy release is never free of noise. The key for draws is renewed
+where steps draw independently: an example must not be in two batches of an epoch, nor change its
+part of a cycle. A supplied key is never renewed, and no file holds it.
 """
 
 from __future__ import annotations
@@ -23,10 +20,7 @@ from dpjax.types import Key, State
 
 
 def first_keys(key: Key | None) -> tuple[Key, Key]:
-    """The keys for draws and for noise of a new run: two secret ones, or the given one twice.
-
-    All processes get the keys of the first one.
-    """
+    """The keys for draws and for noise: two secret ones, or the first process's given one twice."""
     if key is None:
         return shared_key(), shared_key()
     words = jnp.asarray(processes.from_first(lambda: trees.on_host(key)))

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three additions to Optax for private training.
+"""Three additions to Optax for private training: `dp_adam`, `lookahead` and `scaled_rate`.
 
-Any Optax optimizer takes private means: it computes from released numbers and costs nothing. Adam
-divides by the root of a second moment that is mostly noise: `dp_adam` subtracts the noise, whose
-variance is known. `lookahead` keeps its slow parameters in the optimizer's state. Published rates
-belong to a batch size: `scaled_rate` converts them.
+Any Optax optimizer takes private means: it computes from released numbers and costs nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +40,6 @@ def scaled_rate(base: float, batch_size: float) -> float:
     """
     if not batch_size >= 512:
         raise ValueError(f"training.scaled_rate(batch_size={batch_size}): expected at least 512.")
-    # The paper's convention counts whole batches of 512, hence the integer division.
     return batch_size // 512 * base
 
 
@@ -130,21 +126,14 @@ def dp_adam(
         bound_scale: Any = 1.0,
         **extra: Any,
     ) -> tuple[PyTree, DPAdamState]:
-        del params, extra
-        means = updates
-        # The variance of the noise on the mean: what Adam's second moment would mistake for
-        # curvature.
         variances = jnp.square(jnp.stack(mechanism.deviations_on_mean(state.step)) * bound_scale)
-        first = optax.tree_utils.tree_update_moment(means, state.first, b1, 1)
-        second = optax.tree_utils.tree_update_moment(means, state.second, b2, 2)
-        # The variance comes from the mechanism, so schedules, groups and moving bounds are
-        # followed.
+        first = optax.tree_utils.tree_update_moment(updates, state.first, b1, 1)
+        second = optax.tree_utils.tree_update_moment(updates, state.second, b2, 2)
         noise = b2 * state.noise + (1 - b2) * variances.astype(state.noise.dtype)
         count = state.step + 1
         leaves, structure = jax.tree.flatten(second)
-        # Both moments have the same bias, so the noise is subtracted before Adam's correction for
-        # the first steps.
-        assigned = groups.assign(means) if per_group else (0,) * len(leaves)
+        # Both moments have the same bias, so the noise is subtracted before it is corrected.
+        assigned = groups.assign(updates) if per_group else (0,) * len(leaves)
         left = [v - noise[group].astype(v.dtype) for v, group in zip(leaves, assigned, strict=True)]
         updates = jax.tree.map(
             lambda m, v: m / (1 - b1**count) / jnp.sqrt(jnp.maximum(v / (1 - b2**count), floor)),
@@ -203,8 +192,7 @@ def lookahead(
     """
 
     def pair(bound_scale: Any) -> optax.GradientTransformation:
-        # Optax gives the fast optimizer no extra arguments, and without the scale `dp_adam` would
-        # subtract the variance of other noise.
+        # Optax gives the fast optimizer no extra arguments, and `dp_adam` needs the scale.
         extra = extra_arguments(fast_optimizer, bound_scale)
         update = partial(fast_optimizer.update, **extra)
         fast = optax.GradientTransformation(fast_optimizer.init, update)
@@ -225,7 +213,6 @@ def lookahead(
         bound_scale: Any = 1.0,
         **extra: Any,
     ) -> tuple[PyTree, LookaheadState]:
-        del extra
         # With no parameters Optax itself raises, as every optimizer that needs them.
         fast: Any = params
         moved: Any

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of a run: one live line on a terminal, plain lines in a file or a pipe.
-
-Where several processes run, the first one alone shows it.
-"""
+"""Progress of a run: one live line on a terminal, plain lines in a file or a pipe."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ class Progress:
         # A live line overwrites itself; in a file or a pipe every update would stay.
         self.live = self.enabled and self.stream.isatty()
         self.step, self.shown, self.began = begin, 0.0, 0.0
-        # When the first dispatch ended, which compiled, and at which step.
+        # When the first dispatch, which compiled, ended, and at which step.
         self.first: tuple[float, int] | None = None
         # Since the last row, in dispatches alone: neither compilation nor evaluations.
         self.steps, self.seconds = 0, 0.0
@@ -90,7 +87,6 @@ class Progress:
         row, speed = rows[-1], f"{self.units}_per_second"
         fields = {k: v for k, v in row.items() if k not in {*_QUIET, speed}}
         fields["private loss"] = row.get("private", {}).get("loss")
-        # What stands last is left out first where a terminal is narrow.
         nll = fields.pop("nll", None)
         # Rounded up, like every claim: the terminal must not show less than was spent.
         form = ".2f" if self.most >= 0.1 else ".2g"  # 0.0001 is not 0.01
@@ -119,8 +115,7 @@ class Progress:
         plain = (self.stream.encoding or "utf-8").lower() not in ("utf-8", "utf8")
         done, open_ = "=-" if plain else "\u2501\u2500"
         pieces.insert(0, done * full + open_ * (8 - full))
-        # A line that wraps could not be overwritten by a carriage return, so whole pieces are left
-        # out from the right until the line fits.
+        # A carriage return cannot overwrite a line that wraps, so pieces are left out.
         width = shutil.get_terminal_size().columns - 1
         while len(pieces) > 2 and len("  ".join(pieces)) > width:
             pieces.pop()

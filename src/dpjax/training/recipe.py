@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every step of a run does, and what follows from it by shapes alone.
-
-A `Recipe` holds the arguments of `dpjax.dpsgd`. The functions below turn a row of the data into the
-example that the loss receives, weigh it, and choose the microbatch.
-"""
+"""What every step of a run does, and what follows from it by shapes alone."""
 
 from __future__ import annotations
 
@@ -92,10 +88,7 @@ def layout_of(recipe: Recipe, params: PyTree, row: PyTree) -> Layout:
 
 
 def home_of(recipe: Recipe, row: PyTree) -> Callable[[PyTree], Mesh | None]:
-    """From parameters to the mesh on which all arrays of their run lie, their *home*.
-
-    It is None if JAX places the arrays on one device, and equal for parameters of equal shapes.
-    """
+    """From parameters to the mesh of their run; None if JAX places it on one device."""
 
     @functools.cache
     def of_shapes(structure: Any, kinds: tuple[Any, ...]) -> Mesh | None:
@@ -130,7 +123,6 @@ def with_entry(
     """Rows, with the entry of the step appended to each if there is one."""
     if entry is None:
         return rows
-    # The entry is one more leaf of the example, so engines, masks and devices need no second path.
     # It depends on the step alone (and on the root key for clients), so it costs no privacy.
     added = jax.tree.map(jnp.asarray, entry(key, step))
     return (*rows, jax.tree.map(lambda x: jnp.broadcast_to(x, (*size, *x.shape)), added))
@@ -145,8 +137,7 @@ def weights_of(recipe: Recipe, state: State, examples: PyTree) -> Float[Array, "
     def weight(example: PyTree) -> Array:
         return weigh(state.step, state.params, example)
 
-    # `each` maps over examples, so a weight cannot see another example: a weight that took a mean
-    # over the batch would move everyone's contribution when one example leaves.
+    # A weight that took a mean over the batch would move all contributions when one example leaves.
     program = jax.make_jaxpr(weight)(trees.one_row(examples)).jaxpr
     require_one_example(program, f"{recipe.name}: weights")
     return each(weight, examples)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run may publish, in the files of its folder: card, statement and parameters.
 
-They are written with each row of the log, for every model and every algorithm, so a run that was
-stopped leaves them too. All three are of the same step, or a kill left a card that counts more.
-`released_params` reads the parameters again.
+All three are of the same step, or a kill left a card that counts more.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of one run: one process at a time, one identity, one log, its checkpoints.
 
-`run.json` says what the run is. A later process with another identity is refused with the
-differences; with an equal one it resumes from the last checkpoint. A step is released only after
-its checkpoint is on disk, so no released step ever runs again. Loss, optimizer, versions and
-devices are not part of the identity: with others a resumed run releases no step twice either.
+`run.json` says what the run is; a process with another identity is refused. Loss, optimizer,
+versions and devices are not part of it: with others a resumed run releases no step twice either.
 """
 
 from __future__ import annotations
@@ -31,10 +29,7 @@ RELEASED = ("privacy.json", "statement.txt", "params.msgpack")  # by `training.r
 
 
 class Folder:
-    """The folder of one run, held by this process until `close`.
-
-    Where several processes run, the first one alone reads and writes files.
-    """
+    """The folder of one run, held until `close`; the first process alone reads and writes files."""
 
     def __init__(self, directory: str | os.PathLike[str], identity: Mapping[str, Any]) -> None:
         # Absolute: an `evaluate` may change the working folder.
@@ -48,7 +43,6 @@ class Folder:
             self.close = stack.pop_all().close
 
     def _open(self, stack: contextlib.ExitStack) -> None:
-        # The lock first: everything below reads and writes files that another process may hold.
         stack.enter_context(held(self.path))
         path = self.path / "run.json"
         if path.exists():
@@ -74,10 +68,9 @@ class Folder:
         replace(path, json.dumps(self.identity, indent=2) + "\n")  # whole, also after a kill
 
     def latest(self, like: Any) -> Restored | None:
-        """The last checkpoint, from which the run resumes; None if no step was released.
+        """The last checkpoint; None if no step was released.
 
-        Raises:
-          Refused: Released steps have no checkpoint that can be read, and must not run again.
+        Refused where released steps have no checkpoint that can be read: they must not run again.
         """
         try:
             latest, why = self.checkpoints.latest(like), "no checkpoint is as late"
@@ -114,10 +107,9 @@ class Folder:
 
 @contextlib.contextmanager
 def held(directory: str | os.PathLike[str], name: str = "lock") -> Iterator[None]:
-    """Holds a run's folder, which is made if necessary, until the block ends.
+    """Holds a run's folder, which is made if necessary; the system frees a killed process's lock.
 
     ``name`` is the file of the lock: what a command does before and after `fit` has one of its own.
-    The system frees the lock of a process that is killed.
     """
     path = pathlib.Path(directory) / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,7 +191,7 @@ def _remove(folder: pathlib.Path) -> None:
         # Of a link to a folder, as on another disk, what is in it.
         for path in (folder / name).glob("*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    # In this order: the run exists as long as run.json does.
+    # The run exists as long as run.json does.
     for name in ("metrics.jsonl", *RELEASED, "run.json"):
         (folder / name).unlink(missing_ok=True)
 

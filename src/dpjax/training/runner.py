@@ -2,7 +2,6 @@
 """The progress of a run: its state, its rows, and the infos since the last row.
 
 A checkpoint holds the first and the last, so a resumed run writes the rows of an uninterrupted one.
-`Run.release` is where numbers leave the run; `dpjax.fit` saves the step before it calls it.
 """
 
 from __future__ import annotations
@@ -135,8 +134,7 @@ class Run:
         # Python numbers: they go into a checkpoint's JSON.
         self.seen.append({k: np.asarray(v).tolist() for k, v in infos._asdict().items()})
         elapsed = max(1e-9, time.monotonic() - started)
-        # At most twice the last count: a first dispatch without compilation would otherwise be too
-        # long.
+        # At most twice the last count: a first dispatch may not have compiled.
         self.pace = max(1, min(2 * self.pace, int(count * _DISPATCH / elapsed)))
 
     def save_is_due(self) -> bool:
@@ -154,10 +152,7 @@ class Run:
         self.folder.checkpoints.save(self.done, state, facts)
 
     def release(self, evaluate: Evaluate | None, speed: float) -> None:
-        """Releases the last step, whose checkpoint is on disk: its row, then its files.
-
-        ``speed`` is in steps per second.
-        """
+        """Releases the last step, whose checkpoint is on disk: its row, then its files."""
         terms, pace = self.terms, f"{self.mechanism.unit}s_per_second"
         row: dict[str, Any] = {
             "step": self.done,
@@ -249,13 +244,9 @@ def _several(algorithm: Algorithm, state: Any, count: int) -> tuple[Any, Any]:
 
 
 def _means(seen: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean of each field of the infos since the last row.
-
-    An empty draw has a size and no loss or norm, so only its finite fields count.
-    """
+    """The mean of each field of the infos; of an empty draw, only the finite fields count."""
     if not seen:
         return {}
-    # Each dispatch holds several steps; a row of the log is their mean.
     joined = {k: np.concatenate([np.asarray(s[k], float) for s in seen]) for k in seen[0]}
     drawn = joined.get("examples", np.ones(len(next(iter(joined.values()))))) > 0
     known = {k: np.isfinite(v.reshape(len(v), -1)).all(axis=1) for k, v in joined.items()}

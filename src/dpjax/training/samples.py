@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Posterior samples: parameters kept during a run, and predictions averaged over them.
 
-Where the steps of a run are a Markov chain, its parameters are samples. An Optax link at the end
-of the chain keeps the last few in a ring of fixed size, so the step compiles once and checkpoints
-hold the ring. The guarantee covers all parameters of a run together: releasing many samples costs
-no more than releasing the last.
-
-Predictions average *probabilities*: where samples disagree, the prediction becomes uncertain.
+The guarantee covers all parameters of a run together: releasing many samples costs no more than
+releasing the last.
 """
 
 from __future__ import annotations
@@ -71,7 +67,6 @@ def keep_samples(
     def update(
         updates: PyTree, state: Any, params: Any = None, **extra: Any
     ) -> tuple[PyTree, SamplesState]:
-        del extra
         step = state.step + 1
         keep = (step > burn_in) & ((step - burn_in) % every == 0)
         slot = state.taken % count
@@ -105,8 +100,6 @@ def samples(state: Any) -> PyTree:
         raise ValueError(
             f"training.samples: the {int(sampled.step)} steps that ran kept no sample."
         )
-    # From the oldest to the newest: the last sample is the state's own parameters if the run ended
-    # on one.
     order = jnp.arange(max(0, taken - size), taken) % size
     return jax.tree.map(lambda ring: ring[order], sampled.ring)
 
@@ -134,6 +127,6 @@ def predictive(
       >>> jnp.exp(predictive(lambda params, _: params, sure_of_either, None)).tolist()
       [[0.5, 0.5]]
     """
-    # One sample after the other: the logits of all of them would need the memory of as many models.
+    # One after the other: the logits of all would need the memory of as many models.
     scores = jax.lax.map(lambda params: jax.nn.log_softmax(logits(params, inputs)), samples)
     return jax.nn.logsumexp(scores, axis=0) - math.log(scores.shape[0])

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""DP-SGLD: samples from a posterior, private by the noise that Langevin dynamics adds.
 
-The step size determines the noise and therefore the cost of a step, the prior is weight decay, and
-the composition of the steps covers the parameters after every step. This file computes a noise
-multiplier, an optimizer and a `Mechanism`. It shares all checks and steps with `dpsgd`.
+The step size determines the noise and therefore the cost of a step, and the prior is weight decay.
+Draw, clipping, noise and ledger are the same as in `dpsgd`.
 """
 
 from __future__ import annotations
@@ -65,11 +64,10 @@ def dp_sgld(
       samples: How many of the last samples to keep; each takes the memory of the parameters.
       burn_in: Steps before the first sample; by default half of them.
       every: Steps between samples; by default such that ``samples`` fill the rest of the run.
-      preparation: Queries before the first step, as for `dpjax.Mechanism`.
-      before: What earlier runs on these data have spent, as for `dpjax.Mechanism`; for example if
-        the chain starts at parameters that one of them released.
+      preparation: As for `dpjax.Mechanism`.
+      before: As for `dpjax.Mechanism`.
       engine: As for `dpjax.dpsgd`.
-      budget: A `dpjax.ledger.Budget` that no step may pass.
+      budget: As for `dpjax.dpsgd`.
       per_step: As for `dpjax.dpsgd`.
       microbatch_size: As for `dpjax.dpsgd`.
 
@@ -84,7 +82,6 @@ def dp_sgld(
 
     | given | what happens |
     |---|---|
-    | a rate that is 0, negative or NaN at some step | an error |
     | a rate that changes at every step | works; accounting is faster if it changes per epoch |
     | parameters narrower than float32 | their dtype rounds small steps, and their noise, to zero |
 
@@ -133,18 +130,13 @@ def dp_sgld(
     mechanism = dataclasses.replace(silent, noise_multiplier=multiplier)
     steps = mechanism.steps
     burn_in = steps // 2 if burn_in is None else burn_in
-    # Samples are spread over what is left after the burn-in: neighbouring steps are hardly
-    # independent.
     every = max(1, (steps - burn_in) // samples) if every is None else every
     optimizer = optax.chain(
-        # The Gaussian prior's gradient, w / s^2, divided by n, because the loss is a mean over
-        # examples.
+        # The Gaussian prior's gradient, w / s^2, over n, because the loss is a mean.
         optax.add_decayed_weights(1 / (sampling.examples * prior_deviation**2)),
         optax.scale_by_learning_rate(schedules.times(rate, sampling.examples / 2)),
         keep_samples(samples, burn_in=burn_in, every=every),
     )
-    # Langevin dynamics are DP-SGD with this multiplier and this optimizer: draw, clipping, noise
-    # and ledger exist once.
     recipe = Recipe(
         name=call,
         loss=loss,

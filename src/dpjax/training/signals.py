@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signals: SIGTERM and Ctrl-C end a run after the current step, with a checkpoint.
 
-Schedulers send SIGTERM before they take a machine away. The loop reads a `Stop` between steps,
-saves, and ends the process as the signal would have. A second signal ends it immediately.
+Schedulers send SIGTERM before they take a machine away.
 """
 
 from __future__ import annotations
@@ -40,11 +39,9 @@ class Stop:
         return self.signal is not None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        del frame
         if self.signal is not None:
             self.end_process("a second signal ended the run within a step.")
-        # Noted only: the run saves after the current step. A second signal ends the process
-        # immediately, for a step that hangs.
+        # A second signal ends the process immediately, for a step that hangs.
         self.signal = number
 
     def end_process(self, words: str) -> None:
@@ -52,6 +49,5 @@ class Stop:
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt(words)
         logging.warning("%s", words)
-        # Also where a signal reached another process of the run.
         # Not 0: a scheduler should see that the run is not finished.
         raise SystemExit(128 + signal.SIGTERM)

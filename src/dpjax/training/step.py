@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One private step, on one page: draw, clip, sum | noise, mean, update.
 
-`private_step` is Algorithm 1 of Abadi et al. (2016), line by line, for DP-SGD, Langevin dynamics
-and federated rounds alike; a stream on disk runs the same three parts with the host between them.
-Everything in `Sums` is secret. `release` is the one function that turns a sum into parameters.
+`private_step` is Algorithm 1 of Abadi et al. (2016), line by line; a stream on disk runs the same
+three parts with the host between them. `release` alone turns a sum into parameters.
 """
 
 from __future__ import annotations
@@ -35,19 +34,9 @@ from dpjax.types import Purpose, PyTree, State
 def private_step(
     recipe: Recipe, data: PyTree, state: State, shared: PyTree = None
 ) -> tuple[State, Seen]:
-    """One step of Algorithm 1 on data that lie on the device.
+    """One step on rows that lie on the device; ``shared`` as for `assemble`.
 
-    Args:
-      recipe: What the run does.
-      data: Arrays with one row per example (or per client).
-      state: The state before the step.
-      shared: What the loss takes before the parameters, if it needs arrays that are no rows.
-
-    Returns:
-      The state after the step, and what it saw.
-
-    Privacy:
-      ``state.params`` may be released. What the step saw may not.
+    ``state.params`` of the result may be released. What the step saw may not.
     """
     sampling = recipe.mechanism.sampling
     draw = sampling.drawn(state.key, state.noise_key, state.step)  # line 3: sample
@@ -91,8 +80,7 @@ def add_clipped(
     start = sums.gradients.block
     part = clipped_sum(recipe.name, scaled, rule, recipe.engine, *microbatch, start=start)
     finite = jnp.all(jnp.isfinite(part.norms), axis=1)
-    # A non-finite example contributed zero to the sum. It is counted here and left out of the
-    # means.
+    # A non-finite example contributed zero to the sum: it is left out of the means.
     scored = real & finite & jnp.isfinite(part.losses)
     losses, norms = jnp.where(scored, part.losses, 0), jnp.where(finite[:, None], part.norms, 0)
     over = part.norms > jnp.asarray([rule.bounds])
@@ -120,17 +108,7 @@ def end_block(sums: Sums) -> Sums:
 def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[State, Seen]:
     """Turns the sums of a step into the next state: noise once, the mean, the optimizer.
 
-    Args:
-      recipe: What the run does.
-      layout: The devices.
-      state: The state before the step.
-      sums: One entry per share of the batch, stacked.
-
-    Returns:
-      The state after the step, and what all shares saw.
-
-    Privacy:
-      The parameters that come out are private. What the shares saw is not.
+    ``sums`` has one entry per share of the batch. What the shares saw is secret.
     """
     # Two parts, until the noise is added: one array would round the sum of a million examples by
     # more than a twentieth of a bound.

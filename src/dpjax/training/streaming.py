@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps on data that stay on disk: the host reads the rows of each draw.
 
-The draw, the microbatches and the noise are the same as in `private_step`; the host only hands the
-rows over. It reads the next microbatches while the device works, and sums a draw that is larger
-than memory microbatch by microbatch before the noise is added.
+The draw, the microbatches and the noise are the same as in `private_step`. The host reads the next
+microbatches while the device works.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Streamed:
 
 
 class _Programs(NamedTuple):
-    """The programs of a step, which the host runs one after the other."""
+    """The programs of a step."""
 
     draw: Any
     begin: Any
@@ -107,8 +106,7 @@ class _Placement:
     def __call__(self, rows: PyTree, drawn: int) -> tuple[PyTree, Any]:
         """The rows that this process read on its devices, and the mask of the whole batch."""
         mask, read = np.arange(self.size) < drawn, len(jax.tree.leaves(rows)[0])
-        # Copies of the last row rather than zeros: a zero row may have a NaN gradient, as of a
-        # norm at 0.
+        # Copies of the last row: a zero row may have a NaN gradient, as of a norm at 0.
         filled = np.minimum(np.arange(len(self.places)), read - 1)
         rows = rows if read == len(filled) else jax.tree.map(lambda x: x[filled], rows)
         sharding = self.sharding

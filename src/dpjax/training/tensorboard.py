@@ -41,10 +41,9 @@ class Board:
 
 
 def _numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of a row with its name.
+    """The numbers of a row with their names, without lists, and without infinity.
 
-    Lists are histograms or groups and are left out. So is infinity, the epsilon of a run without
-    noise: TensorBoard cannot draw it and warns at every row.
+    TensorBoard cannot draw infinity, the epsilon of a run without noise, and warns at every row.
     """
     for name, value in row.items():
         if isinstance(value, Mapping):
