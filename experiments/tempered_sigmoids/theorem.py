@@ -53,30 +53,13 @@ def tempered_bias(
     once with plain gradients. The step is $4 / (T \max_i \|z_i\|)^2$, the inverse of the largest
     curvature, so that both runs converge.
 
-    | edge case | value |
-    |---|---|
-    | ``bound`` at least $T \max_i \|z_i\|$ | both limits hold, excess 0 |
-    | ``bound`` infinite | the same |
-    | all inputs 0 | both limits and the excess 0 |
-    | separable examples | both optima are on the ball; the radius decides the excess |
-
-    Args:
-      inputs: One row for each example.
-      labels: 1 or -1 for each example.
-      temperature: The inverse temperature T, above 0.
-      bound: The clipping bound C.
-      radius: Of the ball around 0 that holds the parameters; its diameter enters theorem 1.
-      steps: Steps of each of the two runs.
+    ``labels`` are 1 or -1, and ``radius`` is that of the ball; its diameter enters theorem 1.
 
     Example:
       >>> z, y = jnp.array([[1.0], [1.0], [1.0]]), jnp.array([1.0, 1.0, -1.0])
       >>> bias = tempered_bias(z, y, temperature=4.0, bound=1.0)
       >>> bool(0 < bias.excess < bias.excess_limit), float(bias.excess_limit)
       (True, 12.0)
-
-    References:
-      Papernot et al., "Tempered Sigmoid Activations for Deep Learning with Differential
-      Privacy", 2021, equation 4 and theorem 1.
     """
     z, y = jnp.asarray(inputs, jnp.float32), jnp.asarray(labels, jnp.float32)
     rule = clipping.flat(bound)
