@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds events in the grammar of dp_accounting.
+"""Builds events in the grammar of dp_accounting; multipliers as `dpjax.accounting` says.
 
-DP-SGD is one sentence: ``steps`` times, a Poisson sample of the data, then a Gaussian on its
-clipped sum. A noise schedule has a multiplier for every step; equal ones are merged, because the
-total does not depend on their order. Grouped clipping is several Gaussians on *one* sample: their
-multipliers are joined by `effective_multiplier` before the sampling is applied. The other order
-would claim too much. Multipliers are relative to the add-or-remove sensitivity.
+Grouped clipping is several Gaussians on *one* sample: `effective_multiplier` joins their
+multipliers before the sampling is applied. The other order would claim too much.
 """
 
 import dataclasses
@@ -40,8 +37,7 @@ class AllocatedGaussianDpEvent(DpEvent):
 class CorrelatedSampledDpEvent(dp_accounting.PoissonSampledDpEvent):
     """A Poisson-sampled Gaussian below noise that is correlated over several samples.
 
-    Samples of one record are separate releases, as its moves do not overlap. Moves of two records
-    do, so `dpjax.accounting.for_groups` counts these samples as if all records were drawn.
+    Moves of two records overlap: `for_groups` counts these samples as if all records were drawn.
     """
 
 
@@ -124,7 +120,6 @@ def subsampled_gaussian(noise_multiplier: float, sampling_rate: float, steps: in
     if steps == 0 or rate == 0:
         return dp_accounting.NoOpDpEvent()
     event: DpEvent = dp_accounting.GaussianDpEvent(noise_multiplier)
-    # A sampled event at rate 1 would lose the closed form of unsampled Gaussians.
     if rate < 1:
         event = dp_accounting.PoissonSampledDpEvent(rate, event)
     return event if steps == 1 else dp_accounting.SelfComposedDpEvent(event, steps)
@@ -152,8 +147,7 @@ def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEv
     )
     # Steps in a row first: sorting ten million equal steps would take a quarter of a minute.
     rows, lengths = runs_of(np.stack([rates.ravel(), zs.ravel()], axis=-1))
-    # Composition does not depend on the order of steps, so equal steps are counted: an accountant's
-    # time grows with distinct steps.
+    # An accountant's time grows with distinct steps.
     pairs, which = np.unique(rows, axis=0, return_inverse=True)
     counts = np.bincount(which.ravel(), lengths)
     return compose(
@@ -162,12 +156,7 @@ def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEv
 
 
 def runs_of(multipliers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Run-length encoded, in order: the numbers or rows, and how often in a row each stands.
-
-    Example:
-      >>> runs_of(np.array([2.0, 2.0, 1.0, 2.0]))
-      (array([2., 1., 2.]), array([2, 1, 1]))
-    """
+    """Run-length encoded, in order: the numbers or rows, and how often in a row each stands."""
     # Compared, not subtracted: infinity minus infinity is NaN.
     changes = np.any(
         (multipliers[1:] != multipliers[:-1]).T, axis=tuple(range(multipliers.ndim - 1))
@@ -197,8 +186,7 @@ def compose(*events: DpEvent) -> DpEvent:
       >>> compose(gaussian(8.0), subsampled_gaussian(1.0, 0.0, 10))
       GaussianDpEvent(noise_multiplier=8.0)
     """
-    # An empty part is legal everywhere, and a lone part needs no wrapper: the text of the event
-    # stays short in errors and on cards.
+    # No wrapper of a lone part: the event stays short in errors and on cards.
     parts = [event for event in events if not isinstance(event, dp_accounting.NoOpDpEvent)]
     if not parts:
         return dp_accounting.NoOpDpEvent()

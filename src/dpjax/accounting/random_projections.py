@@ -10,8 +10,7 @@ this Gaussian, mixed over ``s``. This covers one example more or fewer. For repl
 examples have an ``s``, and nothing is proved.
 
 The probability of a large ``s`` falls like a power, and Rényi divergences weigh it by the
-exponential of a square: they are infinite at every order, and a central limit does not exist. Every
-method but PLD refuses such events.
+exponential of a square: they are infinite at every order. Every method but PLD refuses.
 """
 
 import dataclasses
@@ -46,12 +45,7 @@ Steps: TypeAlias = dict[tuple[float, float, int], int]
 
 @dataclasses.dataclass(frozen=True)
 class ProjectedGaussianDpEvent(DpEvent):
-    """The Gaussian mechanism on a sum that was clipped by norms from random projections.
-
-    Attributes:
-      noise_multiplier: Standard deviation over the bound.
-      projections: How many there are, ``r``.
-    """
+    """The Gaussian mechanism on a sum that was clipped by norms from random projections."""
 
     noise_multiplier: float
     projections: int
@@ -72,8 +66,6 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
     projections = checks.whole("accounting.with_projections", "projections", projections)
 
     def projected(part: DpEvent) -> DpEvent:
-        # The kinds that samplers make are rewritten; every other kind is refused below, because the
-        # proof is of the Gaussian on a clipped sum alone.
         match part:
             case dp_accounting.GaussianDpEvent(noise_multiplier=z):
                 return ProjectedGaussianDpEvent(z, projections)
@@ -91,8 +83,7 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
 
 def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
     """What composed loss distributions prove of parts with these steps."""
-    # Whether the proof allows some step to release an example without protection. `not >` is true
-    # of NaN too, which counts as no noise.
+    # `not >` is true of NaN too, which counts as no noise.
     if any(not z > BARE or (q == 1 and _beyond(z, r) >= _RARE) for q, z, r in steps):
         return profiles.gaussian(math.inf)
     # The mixture is over one random scale; replace-one would need the joint law of two.
@@ -137,13 +128,11 @@ def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLoss
     )
     if beyond >= _RARE:
         return total
-    # Levels of the chance, not of s: each level holds a known probability, and rounding s up to the
-    # end of its level never lowers the loss.
+    # Levels of the chance hold a known probability; rounding s up never lowers the loss.
     bulk = np.linspace(1.0, _RARE, _BULK, endpoint=False)
     chances = np.concatenate([bulk, np.geomspace(_RARE, beyond, _TAIL)])
     values, weight = np.sqrt(r / stats.chi2(r).ppf(chances)), beyond
-    # From the rarest scale to the most likely: mixing two distributions rescales the weights of
-    # what was mixed before.
+    # Mixing two distributions rescales the weights of what was mixed before.
     for s, share in zip(values[:0:-1], -np.diff(chances)[::-1], strict=True):
         one = one_step(q, z / float(s), _GRID, neighbours)
         total = total.compute_mixture(one, weight / (weight + float(share)))

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of a search: several private runs, and only the best one is published.
 
-Choosing the best run is a query of its own even if its scores come from public data, because the
-winner depends on what all runs learnt. A *fixed* number of runs costs their composition. A *random*
-number costs far less, because an observer cannot tell how many runs the winner has beaten:
-`select_best` accounts for it from the Rényi curve of one run, and `draw_runs` draws the number.
+The winner depends on what all runs learnt, even if scores come from public data. A *fixed* number
+of runs costs their composition. A *random* number, from `draw_runs`, costs far less, because an
+observer cannot tell how many runs the winner has beaten.
 """
 
 import math
@@ -92,12 +91,6 @@ def select_best(
       3. The score is a function of what the run releases and of public data. A score on private
          data that is not paid for in ``event`` has no epsilon.
       4. The best run alone is published; with no run (Poisson), nothing or a constant.
-
-      | given | epsilon_best |
-      |---|---|
-      | ``runs == 1``, not Poisson | ``epsilon_one``: there is one run |
-      | something released bare | infinity |
-      | an event that RDP cannot account | an error |
 
     Example:
       >>> from dpjax import accounting
