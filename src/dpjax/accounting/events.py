@@ -176,11 +176,9 @@ def without_replacement(multipliers: ArrayLike, examples: int, batch_size: int) 
 def compose(*events: DpEvent) -> DpEvent:
     """All of ``events``, one after the other; each may depend on what the ones before it released.
 
-    Args:
-      *events: any number of events; events without cost are left out.
-
     Returns:
-      No operation for none, the event itself for one, their composition for more.
+      No operation for none, the event itself for one, their composition for more. Events without
+      cost are left out.
 
     Example:
       >>> compose(gaussian(8.0), subsampled_gaussian(1.0, 0.0, 10))
@@ -199,10 +197,8 @@ def effective_multiplier(noise_multipliers: ArrayLike) -> float:
     Args:
       noise_multipliers: One a group, each relative to that group's own bound.
 
-    | given | returns |
-    |---|---|
-    | any multiplier 0, or below 1e-100 | 0.0: that group is released bare |
-    | no multipliers, or all infinite | infinity |
+    Returns:
+      0.0 if any multiplier is 0 or below 1e-100: that group is released bare.
 
     Example:
       >>> round(effective_multiplier([2.0, 1.5]), 12)

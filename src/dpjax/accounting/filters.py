@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Filters: a budget that holds although the noise depends on what was released before.
 
-Ordinary composition needs multipliers that were fixed in advance. If the noise, the sampling rate
-or the existence of a step depends on earlier releases, adding up is sound only for a measure that
-bounds every step *given* the past, against a limit fixed before the first step. Rényi divergence
-at one fixed order is such a measure, and so is the squared signal of unsampled Gaussians. A
-`Filter` holds the limit and the amount spent, and refuses a step before it runs.
-
-The order is chosen first: the theorem does not cover taking the best of several orders afterwards.
+Adding up is then sound only for a measure that bounds every step *given* the past, against a limit
+fixed before the first step. Rényi divergence at one fixed order is such a measure, but not at the
+best of several orders afterwards; so is the squared signal of unsampled Gaussians.
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ Steps: TypeAlias = dict[tuple[float, float], int]  # {(rate, multiplier): count}
 _UNIT = 2.0**-52  # the distance of floats above 1
 
 
-# Finding the loss of one step takes nearly all the time of an answer. Other questions about a run
-# (another delta, more steps, the epsilon of a row) are about the same steps.
+# The loss of one step takes nearly all the time, and other questions are about the same steps.
 @functools.lru_cache(maxsize=300)
 def one_step(
     rate: float, multiplier: float, grid: float, neighbours: str

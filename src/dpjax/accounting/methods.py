@@ -24,8 +24,7 @@ class Method:
 
     Attributes:
       name: What users type.
-      proven: Whether its answer is an upper bound; if not, it may be shown but nothing may rest
-        on it.
+      proven: Whether its answer is an upper bound; if not, nothing may rest on it.
       words: One line for reports.
       profile: ``(parts, neighbours) -> Profile``: epsilon at a delta, and delta at an epsilon.
     """

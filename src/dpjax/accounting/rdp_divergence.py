@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import gammaln
 
-# The accounting library's default orders, and more where those are sparse: nothing it finds is
-# missed.
+# The accounting library's default orders, and more where those are sparse.
 _TENTHS = 1 + np.arange(1, 100) / 10
 ORDERS: np.ndarray = np.concatenate(
     [
@@ -52,13 +51,8 @@ def renyi_divergence(
 
     Returns:
       The divergence, ``[..., orders]``, for one example more or fewer.
-
-      | given | returns |
-      |---|---|
-      | ``sampling_rate == 0`` or ``noise_multiplier == inf`` | 0 |
-      | ``noise_multiplier == 0``, or order infinity | infinity |
-      | ``sampling_rate == 1`` | ``alpha / (2 z^2)`` |
-      | multiplier below 0.02, fractional order | an upper bound: that of the next whole order |
+      With a multiplier below 0.02 and a fractional order, that of the next whole order, an upper
+      bound.
 
     Example:
       >>> renyi_divergence(2.5, 0.01, [5, 50]) * 50

@@ -47,10 +47,8 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
 
       | part | becomes |
       |---|---|
-      | any, ``records == 1`` | what it was |
       | Gaussians without sampling | one Gaussian with multiplier ``z / k`` |
-      | Poisson-sampled Gaussian | a mixture of Gaussians |
-      | the same below banded noise, of several cycles | one Gaussian: nothing is amplified |
+      | Poisson-sampled below banded noise, of several cycles | likewise: nothing is amplified |
       | sampled in another way | refused |
 
     Privacy:

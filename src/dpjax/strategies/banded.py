@@ -54,7 +54,7 @@ def banded_inverse_square_root(steps: int, bands: int) -> Strategy:
     $$ C^{-1} = \text{the first bands of } (1 - x)^{1/2} = 1 - x/2 - x^2/8 - x^3/16 - \dots $$
 
     Args:
-      steps: The number of steps T of the run.
+      steps: As for `square_root`.
       bands: The number of bands of the inverse.
 
     Example:
@@ -90,8 +90,8 @@ def banded(
       participation: Which steps one example may have; by default `once`. With at least ``bands``
         steps between them the sensitivity is exact for any coefficients. Otherwise coefficients
         must decrease.
-      momentum: The decay of SGD with momentum, which the error weights.
-      learning_rates: One for each step, at most 4,096 steps.
+      momentum: As for `Strategy.errors`.
+      learning_rates: As for `Strategy.errors`; at most 4,096 steps.
       error: "mean" or "maximal", as in `Errors`.
       normalized: Whether the last columns are scaled to the norm of the others, which lowers the
         mean error a little. By default where the participation allows it.

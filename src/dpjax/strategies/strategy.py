@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""`Strategy`: a lower-triangular matrix $C$ of correlated noise, with its stream.
 
-A family of matrices is a subclass, such as `Toeplitz` or `Tree`, with its own way to multiply by
-$C^{-1}$ in a stream. What is here holds for all of them; matrices, columns and errors hold for
-Toeplitz matrices, and `Tree` has others. Coefficients are rounded to float32 when a strategy is
-made. The stream multiplies by these numbers, so the matrix that is accounted is the one that runs;
-where it multiplies by an inverse or by normalized columns, to within a rounding of float32.
+Matrices, columns and errors here hold for Toeplitz matrices; `Tree` has others. Coefficients are
+rounded to float32 when a strategy is made, so the matrix that is accounted is the one that runs;
+for an inverse and for normalized columns, to within a rounding of float32.
 """
 
 from __future__ import annotations
@@ -102,7 +100,6 @@ class Strategy:
     def column_squares(self) -> Float[np.ndarray, " steps"]:
         """The squared norm of each column of C."""
         assert self.coefficients is not None
-        # A column has as many terms as there are rows from the diagonal down.
         sums = np.cumsum(np.square(self.coefficients))
         return sums[np.minimum(np.arange(self.steps, 0, -1), sums.size) - 1]
 

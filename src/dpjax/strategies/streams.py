@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams: memory of earlier arrays on each leaf, read by a weighted sum over a leading axis.
 
-All of it is elementwise in the axes of a leaf, so leaves that a mesh splits need no communication.
-Nothing is shifted: a ring overwrites its oldest row in place, and the weights rotate instead.
+Elementwise in the axes of a leaf: leaves that a mesh splits need no communication. A ring
+overwrites its oldest row in place, and the weights rotate instead.
 """
 
 from __future__ import annotations

@@ -28,11 +28,7 @@ from dpjax.types import PyTree
 
 @dataclass(frozen=True, kw_only=True)
 class Toeplitz(Strategy):
-    r"""$C_{ij} = c_{i-j}$; normalized, each column is divided by its norm.
-
-    The last columns of a banded matrix are cut off at the bottom, so their norms are smaller.
-    Normalized, $C = T D^{-1}$ with $D$ the norms of the columns of $T$, and $C^{-1} = D T^{-1}$.
-    """
+    r"""$C = T$ with $T_{ij} = c_{i-j}$; normalized, $T D^{-1}$ with $D$ the norms of columns."""
 
     values: tuple[float, ...]
     normalized: bool = False
