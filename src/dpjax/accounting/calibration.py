@@ -78,18 +78,10 @@ def largest_steps(
     neighbours: str = "add-or-remove",
     maximum: int = 10_000_000,
 ) -> int:
-    """The largest number of steps whose event costs at most ``epsilon``.
+    """The largest number of steps, up to ``maximum``, whose event costs at most ``epsilon``.
 
-    Args:
-      make_event: From a number of steps to an event that costs more the larger the number is.
-      epsilon: As for `calibrate`.
-      delta: As for `calibrate`.
-      method: As for `calibrate`.
-      neighbours: As for `calibrate`.
-      maximum: The largest number of steps to consider.
-
-    Returns:
-      The number: 0 if not even one step fits, ``maximum`` if that fits.
+    ``make_event`` makes an event of a number of steps, which costs more the larger the number is.
+    The other arguments are as for `calibrate`. The answer is 0 if not even one step fits.
 
     Example:
       >>> from dpjax import accounting

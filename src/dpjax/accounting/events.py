@@ -26,8 +26,7 @@ class AllocatedGaussianDpEvent(DpEvent):
 
     Attributes:
       noise_multiplier: Relative to the most that an example moves the run, whichever its bin.
-      overlaps: One number for each bin, which bound how much the moves of two bins have in common;
-        `dpjax.accounting.allocation` says how.
+      overlaps: One number for each bin, as `dpjax.accounting.allocation` says.
     """
 
     noise_multiplier: float
@@ -76,12 +75,7 @@ def check_rate(call: str, value: float) -> float:
 def gaussian(noise_multiplier: float, steps: int = 1) -> DpEvent:
     """The Gaussian mechanism on the whole data set, ``steps`` times: nothing is amplified.
 
-    Args:
-      noise_multiplier: Noise standard deviation over add-or-remove sensitivity.
-      steps: How often it runs.
-
-    Returns:
-      The event; ``steps`` runs cost as much as one with ``noise_multiplier / sqrt(steps)``.
+    They cost as much as one with ``noise_multiplier / sqrt(steps)``.
 
     Example:
       >>> gaussian(2.0, steps=4)
@@ -128,14 +122,8 @@ def subsampled_gaussian(noise_multiplier: float, sampling_rate: float, steps: in
 def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEvent:
     """DP-SGD whose noise multiplier, and if need be sampling rate, changes with the step.
 
-    Args:
-      multipliers: ``[steps]``, the multiplier of every step, chosen before training and not from
-        the data.
-      sampling_rate: One rate, or one for every step.
-
-    Returns:
-      The composition with equal steps gathered. Order does not matter: a schedule and its reverse
-      cost the same.
+    There is a multiplier for every step, chosen before training and not from the data, and one rate
+    or one for every step. Equal steps are gathered: a schedule and its reverse cost the same.
 
     Example:
       >>> event = scheduled_gaussian([2.0] * 50 + [1.0] * 50, sampling_rate=0.02)
@@ -176,9 +164,7 @@ def without_replacement(multipliers: ArrayLike, examples: int, batch_size: int) 
 def compose(*events: DpEvent) -> DpEvent:
     """All of ``events``, one after the other; each may depend on what the ones before it released.
 
-    Returns:
-      No operation for none, the event itself for one, their composition for more. Events without
-      cost are left out.
+    No operation for none, the event itself for one. Events without cost are left out.
 
     Example:
       >>> compose(gaussian(8.0), subsampled_gaussian(1.0, 0.0, 10))
@@ -194,11 +180,8 @@ def compose(*events: DpEvent) -> DpEvent:
 def effective_multiplier(noise_multipliers: ArrayLike) -> float:
     """The one multiplier that costs as much as several on one sample: ``(sum_g m_g^-2)^-1/2``.
 
-    Args:
-      noise_multipliers: One a group, each relative to that group's own bound.
-
-    Returns:
-      0.0 if any multiplier is 0 or below 1e-100: that group is released bare.
+    There is one for each group, relative to that group's own bound. The answer is 0.0 if one is 0
+    or below 1e-100: that group is released bare.
 
     Example:
       >>> round(effective_multiplier([2.0, 1.5]), 12)

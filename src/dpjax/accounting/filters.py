@@ -146,13 +146,8 @@ class Filter:
 def best_order(event: DpEvent, epsilon: float, delta: float) -> float:
     """The order at which a budget admits most of the expected steps; choose it in advance.
 
-    Args:
-      event: The expected steps: one of them, or a whole plan. Their number does not matter.
-      epsilon: The budget.
-      delta: The delta of the budget.
-
-    Returns:
-      One of `ORDERS`. If other steps run, the filter still holds, and admits fewer of them.
+    ``event`` is one of the steps, or a whole plan: their number does not matter. The answer is one
+    of `ORDERS`. If other steps run, the filter still holds, and admits fewer of them.
 
     Example:
       >>> from dpjax import accounting

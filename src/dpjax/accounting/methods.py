@@ -119,10 +119,7 @@ def delta(
 ) -> float:
     """The delta that ``event`` costs at this epsilon, zero or more: the inverse of `epsilon`.
 
-    The other arguments are as in `epsilon`.
-
-    Returns:
-      Delta in [0, 1]; an `Estimate` if the method is not proven.
+    The other arguments are as for `epsilon`, and the answer too is an `Estimate` if not proven.
 
     Example:
       >>> from dpjax import accounting
@@ -162,8 +159,7 @@ def tightest(event: DpEvent, neighbours: str = "add-or-remove") -> str:
 def levels_of(plan: DpEvent) -> dict[str, float] | None:
     """How "pld" rounds the steps of a plan, for its card; None where it keeps all of them.
 
-    Returns:
-      The number of `levels`, and the ``smallest`` multiplier, which is the first level.
+    The ``smallest`` multiplier is the first of the `levels`.
 
     Example:
       >>> from dpjax import accounting

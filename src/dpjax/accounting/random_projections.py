@@ -32,7 +32,6 @@ from dpjax.accounting.events import BARE, rewritten
 from dpjax.accounting.loss_distributions import MIXED, composed, one_step, proven, rounded
 from dpjax.accounting.profiles import Profile
 
-_GRID = MIXED
 _BULK, _TAIL = 80, 140  # how many values `s` is rounded up to, where it is likely and where not
 _RARE = 0.05
 _LEAST = 0.13  # below this multiplier, and beyond the chance below, all is taken for lost
@@ -52,11 +51,7 @@ class ProjectedGaussianDpEvent(DpEvent):
 
 
 def with_projections(event: DpEvent, projections: int) -> DpEvent:
-    """The event, with every Gaussian on a sum clipped by estimated norms.
-
-    Args:
-      event: Steps that were described as if norms were exact.
-      projections: How many there are.
+    """The event of a run with exact norms, as it is with norms from random projections.
 
     Example:
       >>> from dpjax.accounting.events import gaussian
@@ -97,7 +92,7 @@ def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
             f"accounting: norms from random projections compose with Gaussians only; the event "
             f"holds {parts.named}."
         )
-    total = composed(parts, _GRID, neighbours)
+    total = composed(parts, MIXED, neighbours)
     for projections in {r for _, _, r in steps}:
         same = {(q, z): count for (q, z, r), count in steps.items() if r == projections}
         for (q, z), count in rounded(same, _LEVELS).items():
@@ -124,7 +119,7 @@ def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLoss
     beyond = _beyond(z, r)
     # An example that counts as unprotected costs its whole sampling probability as delta.
     total = library.from_privacy_parameters(
-        common.DifferentialPrivacyParameters(0.0, q), value_discretization_interval=_GRID
+        common.DifferentialPrivacyParameters(0.0, q), value_discretization_interval=MIXED
     )
     if beyond >= _RARE:
         return total
@@ -134,7 +129,7 @@ def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLoss
     values, weight = np.sqrt(r / stats.chi2(r).ppf(chances)), beyond
     # Mixing two distributions rescales the weights of what was mixed before.
     for s, share in zip(values[:0:-1], -np.diff(chances)[::-1], strict=True):
-        one = one_step(q, z / float(s), _GRID, neighbours)
+        one = one_step(q, z / float(s), MIXED, neighbours)
         total = total.compute_mixture(one, weight / (weight + float(share)))
         weight += float(share)
     return total

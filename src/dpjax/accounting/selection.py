@@ -120,13 +120,8 @@ def select_best(
 def draw_runs(key: Key, runs: float, distribution: str = "geometric") -> int:
     """Draws how many runs a search makes, from the distribution that `select_best` accounts.
 
-    Args:
-      key: From ``noise.secret_key()``, because the key reveals the number; consumed.
-      runs: The mean, 1 or more.
-      distribution: As for `select_best`.
-
-    Returns:
-      The number; 0 is possible with "poisson" alone. Probabilities are right to ``2^-53``.
+    ``key`` is from ``noise.secret_key()``, because it reveals the number, and is consumed. 0 is
+    possible with "poisson" alone. Probabilities are right to ``2^-53``.
 
     Example:
       >>> [draw_runs(jax.random.key(seed), runs=10) for seed in range(6)]

@@ -88,15 +88,9 @@ def epsilon_for_users(
 ) -> float:
     """The epsilon that holds for users with up to ``records`` examples each, by PLD.
 
-    Args:
-      event: What was run, such as ``mechanism.event``.
-      delta: The probability beside epsilon, below one over the number of *users*.
-      records: As for `for_groups`.
-      neighbours: "add-or-remove" or "zero-out", of a user; see `Mechanism.relation`.
-
-    Returns:
-      Epsilon, for users; with ``records == 1`` that of examples. Infinite where the accountant
-      finds no finite bound, which happens beyond 100: there is no guarantee to speak of.
+    It is `epsilon` of `for_groups`, with ``delta`` below one over the number of *users*, and
+    ``neighbours`` "add-or-remove" or "zero-out", of a user; see `Mechanism.relation`. It is
+    infinite where the accountant finds no finite bound, which happens beyond 100 records.
 
     Example:
       >>> from dpjax import accounting

@@ -79,15 +79,9 @@ def buffered(
     $$ c_0 = 1, \qquad c_k = \sum_{i=1}^{d} a_i \lambda_i^{k-1} $$
 
     Poles $\lambda$ and zeros $\theta$ interlace, $1 > \lambda_1 > \theta_1 > \lambda_2 > \dots$, so
-    that the coefficients are positive and decrease, and the sensitivity is exact.
-
-    Args:
-      steps: As for `banded`.
-      buffers: d, which is also the memory in copies of the parameters. More than about 6 hardly
-        lower the error.
-      participation: Which steps one example may have; by default `once`.
-      momentum: As for `banded`.
-      error: As for `banded`.
+    that the coefficients are positive and decrease, and the sensitivity is exact. ``buffers`` is d,
+    which is also the memory in copies of the parameters; more than about 6 hardly lower the error.
+    The other arguments are as for `banded`, and results are cached too.
 
     Example:
       >>> strategy = buffered(steps=100, buffers=2)

@@ -13,9 +13,7 @@ Valued = tuple[float, np.ndarray]
 _STEPS, _PAIRS = 1_000, 20
 
 
-def minimum(
-    objective: Callable[[np.ndarray], Valued], x: np.ndarray, *, tolerance: float = 1e-10
-) -> np.ndarray:
+def minimum(objective: Callable[[np.ndarray], Valued], x: np.ndarray) -> np.ndarray:
     """The minimum of a value with a gradient; the value is infinite outside the domain.
 
     SciPy's threaded BLAS costs more than the objectives here.
@@ -25,7 +23,7 @@ def minimum(
     for _ in range(_STEPS):
         direction = -_scaled(gradient, pairs)
         slope = float(gradient @ direction)
-        if -slope <= tolerance:
+        if -slope <= 1e-10:
             break
         length = 1.0 if pairs else min(1.0, 0.1 / float(np.max(np.abs(direction))))
         while True:

@@ -54,11 +54,7 @@ def once() -> Participation:
 
 
 def apart(separation: int, most: int | None = None) -> Participation:
-    """Any two steps of one example are at least ``separation`` apart.
-
-    Args:
-      separation: As for `Participation`.
-      most: As for `Participation`.
+    """Any two steps of one example are at least ``separation`` apart; it has ``most`` at most.
 
     Example:
       >>> apart(100, most=10).within(steps=250)
@@ -68,11 +64,7 @@ def apart(separation: int, most: int | None = None) -> Participation:
 
 
 def cycles(separation: int, most: int | None = None) -> Participation:
-    """One example takes part in every ``separation``-th step: epochs in one fixed order.
-
-    Args:
-      separation: The number of steps in an epoch.
-      most: The number of epochs; None: as many as fit.
+    """One example takes part in every ``separation``-th step: ``most`` epochs in one fixed order.
 
     Example:
       >>> cycles(100, most=10).within(steps=1_000)

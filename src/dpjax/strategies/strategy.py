@@ -130,11 +130,8 @@ class Strategy:
     def start(self, zeros: PyTree) -> PyTree:
         """The memory of the stream before step 0.
 
-        Args:
-          zeros: A tree of the parameters' structure, shapes and placement; values are not read.
-
-        Returns:
-          A tree of the same structure. Each leaf has a leading axis of ``remembers`` rows.
+        ``zeros`` is a tree of the parameters' structure, shapes and placement; values are not read.
+        Each leaf of the answer has a leading axis of ``remembers`` rows.
         """
         return streams.stacked(zeros, self.remembers)
 
@@ -203,10 +200,7 @@ def narrowed(values: Any) -> tuple[float, ...]:
 
 
 def from_facts(facts: dict[str, Any]) -> Strategy:
-    """The strategy that these facts describe.
-
-    Args:
-      facts: ``strategy.facts``, or what JSON made of them.
+    """The strategy that ``strategy.facts``, or what JSON made of them, describe.
 
     Example:
       >>> from dpjax import strategies

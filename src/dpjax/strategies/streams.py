@@ -56,9 +56,6 @@ def sound(step: Any, steps: int) -> Any:
 def mapped(function: Any, z: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
     """``(noise, memory)`` of ``function(leaf of z, its rows)`` on each leaf."""
     leaves, structure = jax.tree.flatten(z)
-    pairs = [
-        function(leaf, rows)
-        for leaf, rows in zip(leaves, structure.flatten_up_to(memory), strict=True)
-    ]
+    pairs = list(map(function, leaves, structure.flatten_up_to(memory)))
     noise, rows = zip(*pairs, strict=True) if pairs else ((), ())
     return structure.unflatten(noise), structure.unflatten(rows)

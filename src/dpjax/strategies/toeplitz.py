@@ -198,10 +198,7 @@ def toeplitz(
 
 
 def white(steps: int) -> Strategy:
-    """Independent noise at each step, as DP-SGD adds: C is the identity.
-
-    Args:
-      steps: The number of steps of the run.
+    """Independent noise at each of the run's ``steps``, as DP-SGD adds: C is the identity.
 
     Example:
       >>> white(3).matrix()

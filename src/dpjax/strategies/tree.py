@@ -159,11 +159,8 @@ def tree(steps: int) -> Strategy:
 
     Each node of a binary tree over the steps has noise of its own, and the estimate of a prefix sum
     combines all nodes with the least variance (the online estimator uses only nodes that have
-    ended). This noise is $C^{-1} Z$ of a lower-triangular C.
-
-    Args:
-      steps: The number of steps T of the run. The sensitivity to an example that takes part once
-        is $\sqrt{1 + \lceil \log_2 T \rceil}$.
+    ended). This noise is $C^{-1} Z$ of a lower-triangular C. The sensitivity to an example that
+    takes part once in T steps is $\sqrt{1 + \lceil \log_2 T \rceil}$.
 
     Example:
       >>> strategy = tree(steps=8)
