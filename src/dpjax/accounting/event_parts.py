@@ -103,6 +103,7 @@ def split(event: DpEvent, records: int = 1) -> Parts:
                 together = records > 1 and isinstance(leaf, CorrelatedSampledDpEvent)
                 below = split(inner)
                 if rate == 1 or (rate > 0 and together):
+                    # Nothing is amplified, so the inner events compose exactly.
                     stack.append((inner, count))
                 elif rate > 0 and (below.sampled or below.foreign):
                     # Amplification has a closed form for a bare Gaussian alone. Anything else stays

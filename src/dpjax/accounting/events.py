@@ -114,6 +114,7 @@ def subsampled_gaussian(noise_multiplier: float, sampling_rate: float, steps: in
     if steps == 0 or rate == 0:
         return dp_accounting.NoOpDpEvent()
     event: DpEvent = dp_accounting.GaussianDpEvent(noise_multiplier)
+    # A sampled event at rate 1 would lose the closed form of unsampled Gaussians.
     if rate < 1:
         event = dp_accounting.PoissonSampledDpEvent(rate, event)
     return event if steps == 1 else dp_accounting.SelfComposedDpEvent(event, steps)
@@ -122,8 +123,9 @@ def subsampled_gaussian(noise_multiplier: float, sampling_rate: float, steps: in
 def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEvent:
     """DP-SGD whose noise multiplier, and if need be sampling rate, changes with the step.
 
-    There is a multiplier for every step, chosen before training and not from the data, and one rate
-    or one for every step. Equal steps are gathered: a schedule and its reverse cost the same.
+    ``multipliers`` has one for every step, chosen before training and not from the data;
+    ``sampling_rate`` has one, or one for every step. Equal steps are gathered: a schedule and its
+    reverse cost the same.
 
     Example:
       >>> event = scheduled_gaussian([2.0] * 50 + [1.0] * 50, sampling_rate=0.02)

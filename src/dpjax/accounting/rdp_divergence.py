@@ -77,7 +77,7 @@ def renyi_divergence(
     for start in range(0, z.size, _CHUNK):
         rows = slice(start, start + _CHUNK)
         out[rows, finite] = _divergences(z[rows], q[rows], orders[finite])
-    out[:, ~finite] = np.inf
+    out[:, ~finite] = np.inf  # a sampled Gaussian has unbounded loss
     out[(q == 0) | np.isinf(z)] = 0.0
     return out.reshape(*shape, orders.size)
 

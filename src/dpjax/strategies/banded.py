@@ -26,9 +26,9 @@ def square_root(steps: int, bands: int | None = None) -> Strategy:
 
     $$ c_k = \binom{2k}{k} / 4^k, \qquad \sum_k c_k x^k = (1 - x)^{-1/2} $$
 
-    It has ``bands`` coefficients, by default one for each of the run's T ``steps``: then its maximal
-    error for one participation is within a constant of the least, and the stream remembers T - 1
-    arrays.
+    It has ``bands`` coefficients, by default one for each of the run's T ``steps``. Then its
+    maximal error for one participation is within a constant of the least, and the stream remembers
+    T - 1 arrays.
 
     Example:
       >>> square_root(steps=5).coefficients
