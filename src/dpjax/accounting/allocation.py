@@ -68,7 +68,7 @@ def divergence(event: AllocatedGaussianDpEvent, orders: np.ndarray) -> np.ndarra
 
 @functools.lru_cache(maxsize=64)
 def curve(event: AllocatedGaussianDpEvent) -> np.ndarray:
-    """The divergence on `ORDERS`, which a ledger needs again at every step."""
+    """On `ORDERS`, which a ledger needs again at every step."""
     return divergence(event, ORDERS)
 
 

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accounting backwards: the least noise, or the most steps, that a budget allows.
 
-Both are the root of a monotone function. `calibrate` finds the smallest parameter (a noise
-multiplier, or the scale of a schedule) whose epsilon does not exceed the target; `largest_steps`
-the largest number of steps. Both return the end of the bracket that *keeps* the promise, checked
-by the same call that a report makes. PLD starts from the answer of the central limit.
-
-Only proven methods are inverted: noise chosen by an estimate would promise too much.
+Both return the end of the bracket that *keeps* the promise, checked by the call that a report
+makes. Only proven methods are inverted: noise chosen by an estimate would promise too much.
 """
 
 import bisect
@@ -82,18 +78,10 @@ def largest_steps(
     neighbours: str = "add-or-remove",
     maximum: int = 10_000_000,
 ) -> int:
-    """The largest number of steps whose event costs at most ``epsilon``.
+    """The largest number of steps, up to ``maximum``, whose event costs at most ``epsilon``.
 
-    Args:
-      make_event: From a number of steps to an event that costs more the larger the number is.
-      epsilon: The target, above 0.
-      delta: The probability beside it, in (0, 1).
-      method: A proven method.
-      neighbours: As for `accounting.epsilon`.
-      maximum: The largest number of steps to consider.
-
-    Returns:
-      The number: 0 if not even one step fits, ``maximum`` if that fits.
+    ``make_event`` makes an event of a number of steps, which costs more the larger the number is.
+    The other arguments are as for `calibrate`. The answer is 0 if not even one step fits.
 
     Example:
       >>> from dpjax import accounting
@@ -130,8 +118,7 @@ def _least(spent: Callable[[float], float], target: float, tight: float) -> floa
 
 def _from_near(spent: Callable[[float], float], target: float, value: float) -> float | None:
     """A parameter whose PLD is just below the target, by the secant method, or None."""
-    # Epsilon is nearly a power of the parameter, so its logarithm is nearly linear in that of the
-    # parameter. Epsilons of sampled steps fall with about the power 3/2.
+    # Epsilon is nearly a power of the parameter, for sampled steps of about -3/2.
     tight = _TIGHTNESS["pld"]
     slope, before, aim = -1.5, None, math.log(target) - tight / 2
     for _ in range(8):

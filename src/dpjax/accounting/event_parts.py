@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flattens an event: a tree of events becomes a short list of parts that cost privacy.
 
-Every accountant needs sampled Gaussians with equal (rate, multiplier) counted together, and all
-unsampled Gaussians joined into one, because ``1/z^2`` adds up. Several Gaussians under one sample
-are joined *before* the sampling is applied. Other kinds of event (Laplace, sampling without
-replacement, mixtures) are passed to dp_accounting unchanged.
+Sampled Gaussians of equal (rate, multiplier) are counted, and unsampled ones joined into one, since
+``1/z^2`` adds up; several under one sample *before* the sampling is applied. Other kinds of event
+(Laplace, sampling without replacement, mixtures) are passed to dp_accounting unchanged.
 """
 
 import math
@@ -32,19 +31,12 @@ NEIGHBOURS: dict[str, NeighboringRelation] = {
 
 
 class Parts(NamedTuple):
-    """The parts of an event that cost privacy.
+    """The parts of an event that cost privacy."""
 
-    Attributes:
-      sampled: ``{(sampling_rate, noise_multiplier): count}``, rates strictly between 0 and 1.
-      precision: The sum of ``1/z^2`` over all unsampled Gaussians; 0 where there are none.
-      foreign: ``(event, count)`` of kinds of event that are not Gaussian steps.
-      private: False if something is released bare, so that no finite epsilon exists.
-    """
-
-    sampled: dict[tuple[float, float], int]
-    precision: float
-    foreign: tuple[tuple[DpEvent, int], ...]
-    private: bool
+    sampled: dict[tuple[float, float], int]  # {(rate, multiplier): count}, rates inside (0, 1)
+    precision: float  # the sum of 1/z^2 over all unsampled Gaussians
+    foreign: tuple[tuple[DpEvent, int], ...]  # (event, count) of all other kinds
+    private: bool  # False if something is released bare: no finite epsilon exists
 
     @property
     def empty(self) -> bool:
@@ -63,7 +55,7 @@ class Parts(NamedTuple):
 
 
 def relation(neighbours: str) -> NeighboringRelation:
-    """The library's name of a neighbouring relation, or an error that lists ours."""
+    """The library's name of a neighbouring relation."""
     return NEIGHBOURS[checks.one_of("accounting", "neighbours", neighbours, NEIGHBOURS)]
 
 
@@ -74,16 +66,12 @@ def squared(multiplier: float) -> float:
 
 
 def split(event: DpEvent, records: int = 1) -> Parts:
-    """Sorts the leaves of a tree of events; multipliers stay relative to add-or-remove.
-
-    Below correlated noise several ``records`` of one user count as drawn at every sample.
-    """
+    """The parts; below correlated noise several ``records`` of one user count as always drawn."""
     sampled: dict[tuple[float, float], int] = {}
     precisions: list[float] = []
     foreign: list[tuple[DpEvent, int]] = []
     bare = 0  # how often something is released without noise
-    # A stack instead of recursion: a schedule composes thousands of events, and Python's own stack
-    # ends at about 1,000.
+    # A stack, since Python's own ends at about 1,000 and a schedule composes thousands of events.
     stack = [(event, 1)]
     while stack:
         leaf, count = stack.pop()
@@ -109,15 +97,13 @@ def split(event: DpEvent, records: int = 1) -> Parts:
             ) if not z > BARE:
                 bare += count
             case dp_accounting.GaussianDpEvent(noise_multiplier=z):
-                # They compose exactly: their precisions add up to the precision of one Gaussian.
                 precisions.append(count / squared(z))
             case dp_accounting.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
                 rate = check_rate("accounting: PoissonSampledDpEvent", rate)
                 together = records > 1 and isinstance(leaf, CorrelatedSampledDpEvent)
                 below = split(inner)
                 if rate == 1 or (rate > 0 and together):
-                    # Rate 1 draws every example, so nothing is amplified and the inner events
-                    # compose exactly.
+                    # Nothing is amplified, so the inner events compose exactly.
                     stack.append((inner, count))
                 elif rate > 0 and (below.sampled or below.foreign):
                     # Amplification has a closed form for a bare Gaussian alone. Anything else stays
@@ -126,8 +112,6 @@ def split(event: DpEvent, records: int = 1) -> Parts:
                 elif rate > 0 and not below.private:
                     bare += count
                 elif rate > 0 and below.precision and count:
-                    # Several Gaussians on one sample are one Gaussian, so they share the
-                    # amplification.
                     key = (rate, below.unsampled_multiplier)
                     sampled[key] = sampled.get(key, 0) + count
             case (

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds events in the grammar of dp_accounting.
+"""Builds events in the grammar of dp_accounting; multipliers as `dpjax.accounting` says.
 
-DP-SGD is one sentence: ``steps`` times, a Poisson sample of the data, then a Gaussian on its
-clipped sum. A noise schedule has a multiplier for every step; equal ones are merged, because the
-total does not depend on their order. Grouped clipping is several Gaussians on *one* sample: their
-multipliers are joined by `effective_multiplier` before the sampling is applied. The other order
-would claim too much. Multipliers are relative to the add-or-remove sensitivity.
+Grouped clipping is several Gaussians on *one* sample: `effective_multiplier` joins their
+multipliers before the sampling is applied. The other order would claim too much.
 """
 
 import dataclasses
@@ -29,8 +26,7 @@ class AllocatedGaussianDpEvent(DpEvent):
 
     Attributes:
       noise_multiplier: Relative to the most that an example moves the run, whichever its bin.
-      overlaps: One number for each bin, which bound how much the moves of two bins have in common;
-        `dpjax.accounting.allocation` says how.
+      overlaps: One number for each bin, as `dpjax.accounting.allocation` says.
     """
 
     noise_multiplier: float
@@ -40,8 +36,7 @@ class AllocatedGaussianDpEvent(DpEvent):
 class CorrelatedSampledDpEvent(dp_accounting.PoissonSampledDpEvent):
     """A Poisson-sampled Gaussian below noise that is correlated over several samples.
 
-    Samples of one record are separate releases, as its moves do not overlap. Moves of two records
-    do, so `dpjax.accounting.for_groups` counts these samples as if all records were drawn.
+    Moves of two records overlap: `for_groups` counts these samples as if all records were drawn.
     """
 
 
@@ -80,12 +75,7 @@ def check_rate(call: str, value: float) -> float:
 def gaussian(noise_multiplier: float, steps: int = 1) -> DpEvent:
     """The Gaussian mechanism on the whole data set, ``steps`` times: nothing is amplified.
 
-    Args:
-      noise_multiplier: Noise standard deviation over add-or-remove sensitivity.
-      steps: How often it runs.
-
-    Returns:
-      The event; ``steps`` runs cost as much as one with ``noise_multiplier / sqrt(steps)``.
+    They cost as much as one with ``noise_multiplier / sqrt(steps)``.
 
     Example:
       >>> gaussian(2.0, steps=4)
@@ -133,14 +123,9 @@ def subsampled_gaussian(noise_multiplier: float, sampling_rate: float, steps: in
 def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEvent:
     """DP-SGD whose noise multiplier, and if need be sampling rate, changes with the step.
 
-    Args:
-      multipliers: ``[steps]``, the multiplier of every step, chosen before training and not from
-        the data.
-      sampling_rate: One rate, or one for every step.
-
-    Returns:
-      The composition with equal steps gathered. Order does not matter: a schedule and its reverse
-      cost the same.
+    ``multipliers`` has one for every step, chosen before training and not from the data;
+    ``sampling_rate`` has one, or one for every step. Equal steps are gathered: a schedule and its
+    reverse cost the same.
 
     Example:
       >>> event = scheduled_gaussian([2.0] * 50 + [1.0] * 50, sampling_rate=0.02)
@@ -152,8 +137,7 @@ def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEv
     )
     # Steps in a row first: sorting ten million equal steps would take a quarter of a minute.
     rows, lengths = runs_of(np.stack([rates.ravel(), zs.ravel()], axis=-1))
-    # Composition does not depend on the order of steps, so equal steps are counted: an accountant's
-    # time grows with distinct steps.
+    # An accountant's time grows with distinct steps.
     pairs, which = np.unique(rows, axis=0, return_inverse=True)
     counts = np.bincount(which.ravel(), lengths)
     return compose(
@@ -162,12 +146,7 @@ def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEv
 
 
 def runs_of(multipliers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Run-length encoded, in order: the numbers or rows, and how often in a row each stands.
-
-    Example:
-      >>> runs_of(np.array([2.0, 2.0, 1.0, 2.0]))
-      (array([2., 1., 2.]), array([2, 1, 1]))
-    """
+    """Run-length encoded, in order: the numbers or rows, and how often in a row each stands."""
     # Compared, not subtracted: infinity minus infinity is NaN.
     changes = np.any(
         (multipliers[1:] != multipliers[:-1]).T, axis=tuple(range(multipliers.ndim - 1))
@@ -187,18 +166,13 @@ def without_replacement(multipliers: ArrayLike, examples: int, batch_size: int) 
 def compose(*events: DpEvent) -> DpEvent:
     """All of ``events``, one after the other; each may depend on what the ones before it released.
 
-    Args:
-      *events: any number of events; events without cost are left out.
-
-    Returns:
-      No operation for none, the event itself for one, their composition for more.
+    No operation for none, the event itself for one. Events without cost are left out.
 
     Example:
       >>> compose(gaussian(8.0), subsampled_gaussian(1.0, 0.0, 10))
       GaussianDpEvent(noise_multiplier=8.0)
     """
-    # An empty part is legal everywhere, and a lone part needs no wrapper: the text of the event
-    # stays short in errors and on cards.
+    # No wrapper of a lone part: the event stays short in errors and on cards.
     parts = [event for event in events if not isinstance(event, dp_accounting.NoOpDpEvent)]
     if not parts:
         return dp_accounting.NoOpDpEvent()
@@ -208,13 +182,8 @@ def compose(*events: DpEvent) -> DpEvent:
 def effective_multiplier(noise_multipliers: ArrayLike) -> float:
     """The one multiplier that costs as much as several on one sample: ``(sum_g m_g^-2)^-1/2``.
 
-    Args:
-      noise_multipliers: One a group, each relative to that group's own bound.
-
-    | given | returns |
-    |---|---|
-    | any multiplier 0, or below 1e-100 | 0.0: that group is released bare |
-    | no multipliers, or all infinite | infinity |
+    There is one for each group, relative to that group's own bound. The answer is 0.0 if one is 0
+    or below 1e-100: that group is released bare.
 
     Example:
       >>> round(effective_multiplier([2.0, 1.5]), 12)

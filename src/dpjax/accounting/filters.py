@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Filters: a budget that holds although the noise depends on what was released before.
 
-Ordinary composition needs multipliers that were fixed in advance. If the noise, the sampling rate
-or the existence of a step depends on earlier releases, adding up is sound only for a measure that
-bounds every step *given* the past, against a limit fixed before the first step. Rényi divergence
-at one fixed order is such a measure, and so is the squared signal of unsampled Gaussians. A
-`Filter` holds the limit and the amount spent, and refuses a step before it runs.
-
-The order is chosen first: the theorem does not cover taking the best of several orders afterwards.
+Adding up is then sound only for a measure that bounds every step *given* the past, against a limit
+fixed before the first step. Rényi divergence at one fixed order is such a measure, but not at the
+best of several orders afterwards; so is the squared signal of unsampled Gaussians.
 """
 
 from __future__ import annotations
@@ -44,7 +40,8 @@ class Filter:
       epsilon: The most that all steps together may cost, however they were chosen.
       delta: The delta of the budget.
       order: ``a``, fixed before the first step; `best_order` finds a good one for expected steps.
-      method: "rdp"; or "gdp" for Gaussians without sampling: no order, and exact.
+      method: "rdp"; or "gdp" for Gaussians without sampling: ``sum 1/z^2 <= mu^2``, no order, and
+        exact. Not "pld", whose numerical composition is proved for fixed multipliers alone.
       spent: The sum over the admitted steps, in the method's own unit.
       steps: The number of admitted steps.
 
@@ -54,12 +51,6 @@ class Filter:
       earlier releases and public things only: a loss, a norm or an accuracy of training data
       *before* its noise is neither.
       The bound of clipping may be chosen so too, and is free: multipliers are relative to it.
-
-    | method | answer |
-    |---|---|
-    | "rdp" | any multipliers and rates; as many equal steps as the ledger lets, at the best order |
-    | "gdp" | rate 1 only; ``sum 1/z^2 <= mu^2``, which is all that (epsilon, delta) can hold |
-    | "pld" | none: its numerical composition is proved for multipliers fixed in advance alone |
 
     Example:
       >>> budget = Filter(epsilon=3.0, delta=1e-5, order=7.3)
@@ -117,8 +108,7 @@ class Filter:
 
     def room(self, noise_multiplier: float, sampling_rate: float) -> int:
         """How many more steps with this noise would be admitted now; at most a billion."""
-        # Bisection on the rounded-up sum that `admit` compares, so that `room` and `admit` never
-        # disagree.
+        # On the rounded-up sum that `admit` compares, so that the two never disagree.
         cost, limit = self.cost(noise_multiplier, sampling_rate), self.limit
         steps = range(1, 10**9 + 1)
         return bisect.bisect_left(steps, True, key=lambda n: not self._after(cost, n) <= limit)
@@ -127,8 +117,8 @@ class Filter:
         """Records the next steps, or refuses all of them: call it *before* they run.
 
         Args:
-          noise_multiplier: Noise standard deviation over add-or-remove sensitivity.
-          sampling_rate: The probability with which each example joins.
+          noise_multiplier: As for `subsampled_gaussian`.
+          sampling_rate: As for `subsampled_gaussian`.
           steps: How many such steps.
 
         Returns:
@@ -145,8 +135,7 @@ class Filter:
                 f"{self.room(noise_multiplier, sampling_rate)} such steps fit after the "
                 f"{self.steps} that ran."
             )
-        # A new value: a caller that drops it after a refused step has lost nothing, and a filter
-        # can be a field of a state.
+        # A new value, so that a filter can be a field of a state.
         return dataclasses.replace(self, spent=after, steps=self.steps + steps)
 
     def _after(self, cost: float, steps: int) -> float:
@@ -157,13 +146,8 @@ class Filter:
 def best_order(event: DpEvent, epsilon: float, delta: float) -> float:
     """The order at which a budget admits most of the expected steps; choose it in advance.
 
-    Args:
-      event: The expected steps: one of them, or a whole plan. Their number does not matter.
-      epsilon: The budget.
-      delta: The delta of the budget.
-
-    Returns:
-      One of `ORDERS`. If other steps run, the filter still holds, and admits fewer of them.
+    ``event`` is one of the steps, or a whole plan: their number does not matter. The answer is one
+    of `ORDERS`. If other steps run, the filter still holds, and admits fewer of them.
 
     Example:
       >>> from dpjax import accounting
@@ -173,8 +157,6 @@ def best_order(event: DpEvent, epsilon: float, delta: float) -> float:
     """
     checks.positive("accounting.best_order", "epsilon", epsilon)
     checked_delta("accounting.best_order", delta)
-    # Of what is expected to run: the order is a guess in advance, and a bad guess costs steps, not
-    # privacy.
     divergences = total(split(event), "add-or-remove")
     left = limits(epsilon, delta, ORDERS)
     usable = (left > 0) & (divergences > 0) & np.isfinite(divergences)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What composed privacy loss distributions share, whatever their steps are.
 
-The loss of one step is a random variable. Losses of steps add, so their distributions convolve;
-dp_accounting does that on a grid with pessimistic rounding. What floating point can take from the
-answer of a distribution is added to it (`error`). Many distinct steps are rounded to few
-(`levels`): multipliers *down* and rates *up*, which is again an upper bound.
+Losses of steps add, so their distributions convolve; dp_accounting does that on a grid with
+pessimistic rounding. What floating point can take from the answer is added to it (`error`). Many
+distinct steps are rounded to few (`levels`), which is again an upper bound.
 """
 
 import functools
@@ -25,8 +24,7 @@ Steps: TypeAlias = dict[tuple[float, float], int]  # {(rate, multiplier): count}
 _UNIT = 2.0**-52  # the distance of floats above 1
 
 
-# Finding the loss of one step takes nearly all the time of an answer. Other questions about a run
-# (another delta, more steps, the epsilon of a row) are about the same steps.
+# The loss of one step takes nearly all the time, and other questions are about the same steps.
 @functools.lru_cache(maxsize=300)
 def one_step(
     rate: float, multiplier: float, grid: float, neighbours: str
@@ -43,7 +41,6 @@ def one_step(
 def composed(parts: Parts, grid: float, neighbours: str) -> PrivacyLossDistribution:
     """The loss of all parts together that are not foreign."""
     total = privacy_loss_distribution.identity(value_discretization_interval=grid)
-    # All unsampled Gaussians are one Gaussian, whose privacy loss has a closed form.
     if parts.precision:
         total = total.compose(one_step(1.0, parts.unsampled_multiplier, grid, neighbours))
     for (q, z), count in parts.sampled.items():
@@ -66,17 +63,15 @@ def proven(loss: PrivacyLossDistribution | PLDAccountant, parts: Parts) -> Profi
 def error(parts: Parts) -> float:
     r"""By how much floating point can move the delta of a composed distribution, either way.
 
-    Let $u = 2^{-52}$. A distribution of one step stands for its deltas, differences of
-    probabilities, each off by up to $u$. In a composition of $n$ steps, exchange the computed
-    steps for exact ones, one after the other: each exchange moves delta by the mean of such an
-    error over the loss of the other steps, so all of them by at most $n u$.
+    Let $u = 2^{-52}$. The deltas of one step are differences of probabilities, each off by up to
+    $u$. Exchange the computed steps of a composition of $n$ for exact ones, one after the other:
+    each moves delta by the mean of such an error over the loss of the others, all by at most $n u$.
 
     The Fourier transform of a step is off as if its probabilities were: by independent errors of
     about $u$ times their root sum of squares, at most $u$. Its n-th power multiplies these by $n$.
     The inverse transform, and each product of two transforms, adds errors of about $u$ times the
     root of the number of losses within ten standard deviations, over the root of their spread,
-    and cut tails add $10^{-15}$: $16 u$ together, for each distinct step. So 100,000 equal steps
-    are off by at most $4.4 \cdot 10^{-11}$.
+    and cut tails add $10^{-15}$: $16 u$ together, for each distinct step.
     """
     counts = [count for _, count in parts.foreign] + [1] * (parts.precision > 0)
     distinct = len(counts) + len(parts.sampled)
@@ -92,18 +87,14 @@ def levels(
 
     $$ \ell_k = a\, (b / a)^{k / (count - 1)}, \qquad k = 0, \dots, count - 1. $$
 
-    A multiplier becomes the largest level that is not above it.
+    A multiplier becomes the largest level that is not above it; infinity, 0, and what is below the
+    plan's stay.
 
     Args:
       multipliers: Of the steps that ran, in any order.
       count: The number of levels. A plan with at most as many different multipliers keeps them.
       plan: Of all planned steps, so that a longer run keeps its levels; by default
         ``multipliers``.
-
-    | multiplier | becomes |
-    |---|---|
-    | infinity, 0, or below the plan's | what it was |
-    | above the plan's | the largest of the plan |
 
     Example:
       >>> levels([1.0, 1.1, 2.0, 3.9, 4.0, np.inf], count=3)
@@ -116,11 +107,7 @@ def levels(
 
 
 def rounded(sampled: Steps, most: int = LEVELS, plan: Steps | None = None) -> Steps:
-    """At most `most` distinct steps that cost no less: multipliers down, rates up.
-
-    Multipliers become `levels`, and rates go up to such levels: of each as many as leave at most
-    `most` pairs.
-    """
+    """At most `most` distinct steps that cost no less: multipliers down to `levels`, rates up."""
     plan = plan or sampled
     if not (count := level_count(plan, most)):
         return sampled

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Epsilon and delta of an event, by a named method.
 
-One table with a row per method: its name, whether it is proven, and its profile. `epsilon`
-and `delta` check their arguments, flatten the event once, answer the cases that need no method (no
-step ran; a release without noise) and call the row. A new method is a row here, a name
-in `dpjax.verify` and, if it is proven, a tolerance in `accounting.calibration`.
+A new method is a row here, a name in `dpjax.verify` and, if it is proven, a tolerance in
+`accounting.calibration`.
 """
 
 import dataclasses
@@ -26,8 +24,7 @@ class Method:
 
     Attributes:
       name: What users type.
-      proven: Whether its answer is an upper bound; if not, it may be shown but nothing may rest
-        on it.
+      proven: Whether its answer is an upper bound; if not, nothing may rest on it.
       words: One line for reports.
       profile: ``(parts, neighbours) -> Profile``: epsilon at a delta, and delta at an epsilon.
     """
@@ -80,7 +77,7 @@ def epsilon(
     """The epsilon that ``event`` costs at this delta.
 
     Args:
-      event: What was run; multipliers relative to the add-or-remove sensitivity.
+      event: What was run.
       delta: The probability beside epsilon, in (0, 1); below one over the number of examples.
       method: "rdp", "pld", "rdp-classic", or "gdp" (an estimate).
       neighbours: "add-or-remove", "zero-out" (same arithmetic), or "replace-one" (sensitivity
@@ -122,10 +119,7 @@ def delta(
 ) -> float:
     """The delta that ``event`` costs at this epsilon, zero or more: the inverse of `epsilon`.
 
-    The other arguments are as in `epsilon`.
-
-    Returns:
-      Delta in [0, 1]; an `Estimate` if the method is not proven.
+    The other arguments are as for `epsilon`, and the answer too is an `Estimate` if not proven.
 
     Example:
       >>> from dpjax import accounting
@@ -137,7 +131,7 @@ def delta(
     row, parts = checked_method("accounting.delta", method), _sorted(event, neighbours, method)
     if not parts.private or parts.empty:
         return _as(row, 0.0 if parts.private else 1.0)
-    # An infinite epsilon allows everything, and conversions would compute inf - inf.
+    # Conversions of an infinite epsilon would compute inf - inf.
     return _as(row, 0.0 if math.isinf(epsilon) else row.profile(parts, neighbours).delta(epsilon))
 
 
@@ -165,8 +159,7 @@ def tightest(event: DpEvent, neighbours: str = "add-or-remove") -> str:
 def levels_of(plan: DpEvent) -> dict[str, float] | None:
     """How "pld" rounds the steps of a plan, for its card; None where it keeps all of them.
 
-    Returns:
-      The number of `levels`, and the ``smallest`` multiplier, which is the first level.
+    The ``smallest`` multiplier is the first of the `levels`.
 
     Example:
       >>> from dpjax import accounting
@@ -180,13 +173,13 @@ def levels_of(plan: DpEvent) -> dict[str, float] | None:
 
 
 def checked_delta(call: str, delta: float) -> float:
-    """Delta, or an error that names the call in which it was given."""
+    """Delta, inside (0, 1)."""
     hint = "Choose it well below one over the number of examples."
     return checks.fraction(call, "delta", delta, hint)
 
 
 def checked_method(call: str, name: str) -> Method:
-    """The row of `METHODS`, or an error that lists all rows."""
+    """The row of `METHODS`."""
     return METHODS[checks.one_of(call, "method", name, METHODS)]
 
 
@@ -206,5 +199,4 @@ def _sorted(event: DpEvent, neighbours: str, method: str, plan: DpEvent | None =
 
 
 def _as(row: Method, value: float) -> float:
-    # An estimate prints as one wherever it goes.
     return float(value) if row.proven else profiles.Estimate(value)

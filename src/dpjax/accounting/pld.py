@@ -2,8 +2,7 @@
 """Privacy loss distributions: the tightest proven epsilon here, and the slowest.
 
 dp_accounting finds the loss of a step and composes; for "replace-one" it doubles the sensitivity.
-This file gives it equal steps together and unsampled Gaussians as one, chooses the grid of losses,
-and returns the minimum with RDP: both are upper bounds.
+This file chooses the grid of losses, and returns the minimum with RDP: both are upper bounds.
 """
 
 import math
@@ -31,19 +30,9 @@ _FAR = 5_000.0  # above this epsilon digits do not matter, and RDP answers faste
 def profile(parts: Parts, neighbours: str) -> Profile:
     """The smallest epsilon and delta that composed loss distributions prove.
 
-    | situation | what happens |
-    |---|---|
-    | unsampled Gaussians alone | the closed form, which a distribution only approaches |
-    | more than 256 distinct steps | rounded before: `loss_distributions.rounded` |
-    | more than 8 distinct steps, or losses of 8e-4 or less | a grid for them: `_grid` |
-    | mixtures of Gaussians, Laplace noise, other events | a grid of 1e-3, or coarser |
-    | random allocation | RDP's answer, or that of a known bin |
-    | epsilon beyond 5000, or delta below 1e-10 or so | RDP's answer, or that without sampling |
-
-    References:
-      Koskela, Jälkö, Honkela, *Computing tight differential privacy guarantees using FFT*, 2020;
-      Doroshenko et al., *Connect the dots: tighter discrete approximations of privacy loss
-      distributions*, 2022.
+    Koskela, Jälkö, Honkela, *Computing tight differential privacy guarantees using FFT*, 2020;
+    Doroshenko et al., *Connect the dots: tighter discrete approximations of privacy loss
+    distributions*, 2022.
     """
     bounds = list(_bounds(parts, neighbours))
     return Profile(
@@ -81,7 +70,6 @@ def _unsampled(parts: Parts, neighbours: str) -> Profile:
 
 
 def _by_rdp(parts: Parts, neighbours: str) -> list[Profile]:
-    """RDP's bound, where RDP has one."""
     try:
         return [rdp_accountant.improved(parts, neighbours)]
     except ValueError:
@@ -138,15 +126,12 @@ def _grid(parts: Parts, neighbours: str) -> float:
 
 
 def _spread(event: MixtureOfGaussiansDpEvent, count: int) -> float:
-    """A rough upper bound on the losses of mixtures, in one step and in all steps.
-
-    By Jensen the moment of a mixture is at most the mixture of the moments.
-    """
+    """A rough upper bound on the losses of mixtures, in one step and in all steps."""
     odds = np.array(event.sampling_probs)
     signals = np.array(event.sensitivities) / event.standard_deviation
     largest = signals[odds > 1e-25].max()  # others fall to the library's truncation
-    # A Chernoff bound over a few orders: the moment of the composed loss is at most the sum of
-    # moments.
+    # A Chernoff bound over a few orders. By Jensen the moment of a mixture is at most the mixture
+    # of the moments; moments of steps add.
     orders = 1 + np.geomspace(1e-3, 10, 50)
     exponents = np.outer(orders * (orders - 1) / 2, signals**2)
     with np.errstate(all="ignore"):  # the sum of exponentials overflows on its way to a logarithm

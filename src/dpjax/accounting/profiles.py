@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Privacy profiles: delta as a function of epsilon, and epsilon as a function of delta.
 
-An accountant turns the parts of an event into a profile. That of one Gaussian has a closed form,
-which is exact. Many small sampled steps look, in the limit, like one Gaussian, and papers print
-epsilons from that limit (Gaussian DP). For finitely many steps its error has no known sign, and at
-small multipliers it is far too small. So every such number is an `Estimate`, and calibration and
-budgets refuse the method.
+Many small sampled steps look, in the limit, like one Gaussian, and papers print epsilons from that
+limit (Gaussian DP). For finitely many steps its error has no known sign, and at small multipliers
+it is far too small. So it is an `Estimate`, which calibration and budgets refuse.
 """
 
 import math
@@ -29,10 +27,8 @@ class Profile(NamedTuple):
 def gaussian(mu: float) -> Profile:
     """The profile of a Gaussian whose neighbours are ``mu`` standard deviations apart.
 
-    ``delta(epsilon) = Phi(-epsilon/mu + mu/2) - e^epsilon Phi(-epsilon/mu - mu/2)``.
-
-    References:
-      Balle, Wang, *Improving the Gaussian mechanism for differential privacy*, 2018, theorem 8.
+    ``delta(epsilon) = Phi(-epsilon/mu + mu/2) - e^epsilon Phi(-epsilon/mu - mu/2)``: Balle, Wang,
+    *Improving the Gaussian mechanism for differential privacy*, 2018, theorem 8.
     """
     if mu == 0:
         return Profile(lambda delta: 0.0, lambda epsilon: 0.0)
@@ -44,8 +40,7 @@ def gaussian(mu: float) -> Profile:
             return float(dp_accounting.get_epsilon_gaussian(1 / mu, delta))
 
     def delta_at(epsilon: float) -> float:
-        # In logarithms: for large epsilon both terms underflow, and their difference loses all
-        # digits.
+        # In logarithms: for large epsilon both terms underflow.
         upper = log_ndtr(mu / 2 - epsilon / mu)
         lower = epsilon + log_ndtr(-mu / 2 - epsilon / mu)
         return -math.exp(upper) * math.expm1(lower - upper)
@@ -72,10 +67,8 @@ class Estimate(float):
 def central_limit(parts: Parts, neighbours: str) -> Profile:
     """The profile of the Gaussian that many small sampled steps look like.
 
-    ``mu^2 = sum q^2 (exp(1/z^2) - 1)`` over sampled steps, and ``1/z^2`` over unsampled ones.
-
-    References:
-      Bu, Dong, Long, Su, *Deep learning with Gaussian differential privacy*, 2020, §3.
+    ``mu^2 = sum q^2 (exp(1/z^2) - 1)`` over sampled steps, and ``1/z^2`` over unsampled ones: Bu,
+    Dong, Long, Su, *Deep learning with Gaussian differential privacy*, 2020, §3.
     """
     if parts.foreign:
         raise ValueError(

@@ -10,8 +10,7 @@ this Gaussian, mixed over ``s``. This covers one example more or fewer. For repl
 examples have an ``s``, and nothing is proved.
 
 The probability of a large ``s`` falls like a power, and Rényi divergences weigh it by the
-exponential of a square: they are infinite at every order, and a central limit does not exist. Every
-method but PLD refuses such events.
+exponential of a square: they are infinite at every order. Every method but PLD refuses.
 """
 
 import dataclasses
@@ -33,7 +32,6 @@ from dpjax.accounting.events import BARE, rewritten
 from dpjax.accounting.loss_distributions import MIXED, composed, one_step, proven, rounded
 from dpjax.accounting.profiles import Profile
 
-_GRID = MIXED
 _BULK, _TAIL = 80, 140  # how many values `s` is rounded up to, where it is likely and where not
 _RARE = 0.05
 _LEAST = 0.13  # below this multiplier, and beyond the chance below, all is taken for lost
@@ -46,23 +44,14 @@ Steps: TypeAlias = dict[tuple[float, float, int], int]
 
 @dataclasses.dataclass(frozen=True)
 class ProjectedGaussianDpEvent(DpEvent):
-    """The Gaussian mechanism on a sum that was clipped by norms from random projections.
-
-    Attributes:
-      noise_multiplier: Standard deviation over the bound.
-      projections: How many there are, ``r``.
-    """
+    """The Gaussian mechanism on a sum that was clipped by norms from random projections."""
 
     noise_multiplier: float
     projections: int
 
 
 def with_projections(event: DpEvent, projections: int) -> DpEvent:
-    """The event, with every Gaussian on a sum clipped by estimated norms.
-
-    Args:
-      event: Steps that were described as if norms were exact.
-      projections: How many there are.
+    """The event of a run with exact norms, as it is with norms from random projections.
 
     Example:
       >>> from dpjax.accounting.events import gaussian
@@ -72,8 +61,6 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
     projections = checks.whole("accounting.with_projections", "projections", projections)
 
     def projected(part: DpEvent) -> DpEvent:
-        # The kinds that samplers make are rewritten; every other kind is refused below, because the
-        # proof is of the Gaussian on a clipped sum alone.
         match part:
             case dp_accounting.GaussianDpEvent(noise_multiplier=z):
                 return ProjectedGaussianDpEvent(z, projections)
@@ -91,8 +78,7 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
 
 def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
     """What composed loss distributions prove of parts with these steps."""
-    # Whether the proof allows some step to release an example without protection. `not >` is true
-    # of NaN too, which counts as no noise.
+    # `not >` is true of NaN too, which counts as no noise.
     if any(not z > BARE or (q == 1 and _beyond(z, r) >= _RARE) for q, z, r in steps):
         return profiles.gaussian(math.inf)
     # The mixture is over one random scale; replace-one would need the joint law of two.
@@ -106,7 +92,7 @@ def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
             f"accounting: norms from random projections compose with Gaussians only; the event "
             f"holds {parts.named}."
         )
-    total = composed(parts, _GRID, neighbours)
+    total = composed(parts, MIXED, neighbours)
     for projections in {r for _, _, r in steps}:
         same = {(q, z): count for (q, z, r), count in steps.items() if r == projections}
         for (q, z), count in rounded(same, _LEVELS).items():
@@ -133,19 +119,17 @@ def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLoss
     beyond = _beyond(z, r)
     # An example that counts as unprotected costs its whole sampling probability as delta.
     total = library.from_privacy_parameters(
-        common.DifferentialPrivacyParameters(0.0, q), value_discretization_interval=_GRID
+        common.DifferentialPrivacyParameters(0.0, q), value_discretization_interval=MIXED
     )
     if beyond >= _RARE:
         return total
-    # Levels of the chance, not of s: each level holds a known probability, and rounding s up to the
-    # end of its level never lowers the loss.
+    # Levels of the chance hold a known probability; rounding s up never lowers the loss.
     bulk = np.linspace(1.0, _RARE, _BULK, endpoint=False)
     chances = np.concatenate([bulk, np.geomspace(_RARE, beyond, _TAIL)])
     values, weight = np.sqrt(r / stats.chi2(r).ppf(chances)), beyond
-    # From the rarest scale to the most likely: mixing two distributions rescales the weights of
-    # what was mixed before.
+    # Mixing two distributions rescales the weights of what was mixed before.
     for s, share in zip(values[:0:-1], -np.diff(chances)[::-1], strict=True):
-        one = one_step(q, z / float(s), _GRID, neighbours)
+        one = one_step(q, z / float(s), MIXED, neighbours)
         total = total.compute_mixture(one, weight / (weight + float(share)))
         weight += float(share)
     return total

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Rényi accountant: from divergences to epsilon, with the improved and the classic conversion.
+"""The Rényi accountant: divergences of steps add at every order; the best order makes epsilon.
 
-Divergences of steps add at every order, and a conversion turns the best order into (epsilon,
-delta). The improved conversion is the default. The classic one, ``epsilon = rdp + log(1/delta) /
-(alpha - 1)``, is proven too but looser; the papers of 2016 to 2021 print its result.
-
+The improved conversion is the default. The classic one is looser; papers of 2016 to 2021 print it.
 Replace-one is converted here: the RDP of dp_accounting does not double the sensitivity, so noise is
 halved, at every depth of an event, before the event is passed on.
 """
@@ -32,16 +29,10 @@ def improved(parts: Parts, neighbours: str) -> Profile:
 
 
 def to_epsilon(divergences: np.ndarray, delta: float) -> float:
-    """Epsilon by the improved conversion of divergences on `ORDERS`.
+    """``min_alpha rdp(alpha) + log((alpha-1)/alpha) - (log delta + log alpha) / (alpha-1)``.
 
-    ``min_alpha rdp(alpha) + log((alpha-1)/alpha) - (log delta + log alpha) / (alpha-1)``.
-
-    References:
-      Canonne, Kamath, Steinke, *The discrete Gaussian for differential privacy*, 2020,
-      proposition 12.
+    Canonne, Kamath, Steinke, *The discrete Gaussian for differential privacy*, 2020, prop. 12.
     """
-    # The library's conversion, on our exact divergences: a divergence that is exact is never above
-    # the library's upper bound.
     return float(library.compute_epsilon(ORDERS.tolist(), divergences.tolist(), delta)[0])
 
 
@@ -58,19 +49,14 @@ def limits(epsilon: float, delta: float, orders: np.ndarray | np.float64) -> np.
 
 
 def classic(parts: Parts, neighbours: str) -> Profile:
-    """The profile by the first conversion.
+    """``epsilon(delta) = min_alpha rdp(alpha) + log(1/delta) / (alpha - 1)``, and its inverse.
 
-    ``epsilon(delta) = min_alpha rdp(alpha) + log(1/delta) / (alpha - 1)`` and
-    ``delta(epsilon) = min_alpha exp((alpha - 1) (rdp(alpha) - epsilon))``.
-
-    References:
-      Mironov, *Rényi differential privacy*, 2017, proposition 3.
+    Mironov, *Rényi differential privacy*, 2017, proposition 3.
     """
     orders, divergences = ORDERS[CLASSIC], total(parts, neighbours)[CLASSIC]
 
     def delta_at(epsilon: float) -> float:
         log_delta = np.min((orders - 1) * (divergences - epsilon))
-        # A bound above 1 says nothing more than 1.
         return math.exp(min(0.0, float(log_delta)))
 
     return Profile(
@@ -121,8 +107,6 @@ def _foreign(event: DpEvent, neighbours: str) -> np.ndarray:
 
 def _halved(event: DpEvent) -> DpEvent:
     """An event with half the noise; refuses kinds that are not on the list."""
-    # dp_accounting's RDP does not double the sensitivity for replace-one: the best of ten runs
-    # would cost less than one of them.
     match event:
         case dp_accounting.NoOpDpEvent() | dp_accounting.RandomizedResponseDpEvent():
             return event  # the library's bound of the latter is for an exchange

@@ -14,38 +14,21 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, localcontext
 def upwards(value: float, form: str = ".4g") -> str:
     """A number in few digits, never below its value.
 
-    Args:
-      value: An epsilon or a delta; 0 and infinity are printed as they are.
-      form: As in an f-string: significant digits (``.4g``), or digits after the point (``.3f``).
-
-    Returns:
-      The least number of this form that is not below the value. A value that the form
-      represents exactly is not raised.
-
-    Example:
-      >>> upwards(2.6541), upwards(2.1), upwards(9.99961), upwards(2.0001, ".3f")
-      ('2.655', '2.1', '10', '2.001')
+    ``form`` is ``.4g`` or ``.3f`` with any digits. 0 and infinity are printed as they are.
     """
     return _rounded(value, form, ROUND_CEILING)
 
 
 def downwards(value: float, form: str = ".4g") -> str:
-    """As `upwards`, for a lower bound: never above its value.
-
-    Example:
-      >>> downwards(2.6549), downwards(1.005, ".3f"), downwards(1.0069, ".3f")
-      ('2.654', '1.005', '1.006')
-    """
+    """As `upwards`, for a lower bound: never above its value."""
     return _rounded(value, form, ROUND_FLOOR)
 
 
 def _rounded(value: float, form: str, rounding: str) -> str:
-    """A number in few digits, rounded as `decimal` has it."""
     if not math.isfinite(value):
         return f"{value:{form}}"
     exact = Decimal(repr(float(value)))  # the shortest decimal of this float, so 1e-5 stays 1e-5
     digits, kind = int(form[1:-1]), form[-1]
-    # The place of the last printed digit, which is where it is rounded.
     last = -digits if kind == "f" else exact.adjusted() - digits + 1
     with localcontext(prec=700):  # more than any float has
         found = exact.quantize(Decimal(1).scaleb(last), rounding=rounding)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of a search: several private runs, and only the best one is published.
 
-Choosing the best run is a query of its own even if its scores come from public data, because the
-winner depends on what all runs learnt. A *fixed* number of runs costs their composition. A *random*
-number costs far less, because an observer cannot tell how many runs the winner has beaten:
-`select_best` accounts for it from the Rényi curve of one run, and `draw_runs` draws the number.
+The winner depends on what all runs learnt, even if scores come from public data. A *fixed* number
+of runs costs their composition. A *random* number, from `draw_runs`, costs far less, because an
+observer cannot tell how many runs the winner has beaten.
 """
 
 import math
@@ -93,12 +92,6 @@ def select_best(
          data that is not paid for in ``event`` has no epsilon.
       4. The best run alone is published; with no run (Poisson), nothing or a constant.
 
-      | given | epsilon_best |
-      |---|---|
-      | ``runs == 1``, not Poisson | ``epsilon_one``: there is one run |
-      | something released bare | infinity |
-      | an event that RDP cannot account | an error |
-
     Example:
       >>> from dpjax import accounting
       >>> event = accounting.subsampled_gaussian(1.1, sampling_rate=256 / 60_000, steps=14_063)
@@ -127,13 +120,8 @@ def select_best(
 def draw_runs(key: Key, runs: float, distribution: str = "geometric") -> int:
     """Draws how many runs a search makes, from the distribution that `select_best` accounts.
 
-    Args:
-      key: From ``noise.secret_key()``, because the key reveals the number; consumed.
-      runs: The mean, 1 or more.
-      distribution: As for `select_best`.
-
-    Returns:
-      The number; 0 is possible with "poisson" alone. Probabilities are right to ``2^-53``.
+    ``key`` is from ``noise.secret_key()``, because it reveals the number, and is consumed. 0 is
+    possible with "poisson" alone. Probabilities are right to ``2^-53``.
 
     Example:
       >>> [draw_runs(jax.random.key(seed), runs=10) for seed in range(6)]

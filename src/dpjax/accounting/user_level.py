@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""User-level privacy: the cost of example-level training for a user with several examples.
 
-With k records per user the sum moves up to k times as far, but under Poisson sampling rarely that
-far: the number of drawn records is binomial. A step is then a Gaussian whose signal is a mixture
-over 0 to k, which PLD accounts for exactly. Multiplying epsilon by k would be wrong, because delta
-grows too. Without sampling all k records are always drawn, and the multiplier is divided by k.
+Under Poisson sampling the number of a user's k records that are drawn is binomial. A step is then a
+Gaussian whose signal is a mixture over 0 to k, which PLD accounts for exactly. Multiplying epsilon
+by k would be wrong, because delta grows too.
 
 With banded noise and `sampling.cyclic_poisson`, cycles are separate releases for one record alone.
 Records of two parts move common rows, also from one cycle to the next, and the composition of a
@@ -48,10 +47,8 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
 
       | part | becomes |
       |---|---|
-      | any, ``records == 1`` | what it was |
       | Gaussians without sampling | one Gaussian with multiplier ``z / k`` |
-      | Poisson-sampled Gaussian | a mixture of Gaussians |
-      | the same below banded noise, of several cycles | one Gaussian: nothing is amplified |
+      | Poisson-sampled below banded noise, of several cycles | likewise: nothing is amplified |
       | sampled in another way | refused |
 
     Privacy:
@@ -77,11 +74,7 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
         )
     if not parts.private:
         return dp_accounting.NonPrivateDpEvent()
-    # Without sampling all records join or leave together, so the signal is `records` times as
-    # large.
     unsampled = [gaussian(parts.unsampled_multiplier / records)] if parts.precision else []
-    # Each record is drawn independently, so the signal of a step, the number of drawn records, is
-    # binomial; the mixture over it is exact and far cheaper than group privacy's factor.
     drawn, steps = np.arange(records + 1.0), []
     for (q, z), count in parts.sampled.items():
         odds = stats.binom.pmf(drawn, records, q)
@@ -95,15 +88,9 @@ def epsilon_for_users(
 ) -> float:
     """The epsilon that holds for users with up to ``records`` examples each, by PLD.
 
-    Args:
-      event: What was run, such as ``mechanism.event``.
-      delta: The probability beside epsilon, below one over the number of *users*.
-      records: The most examples that any one user has.
-      neighbours: "add-or-remove" or "zero-out", of a user; see `Mechanism.relation`.
-
-    Returns:
-      Epsilon, for users; with ``records == 1`` that of examples. Infinite where the accountant
-      finds no finite bound, which happens beyond 100: there is no guarantee to speak of.
+    It is `epsilon` of `for_groups`, with ``delta`` below one over the number of *users*, and
+    ``neighbours`` "add-or-remove" or "zero-out", of a user; see `Mechanism.relation`. It is
+    infinite where the accountant finds no finite bound, which happens beyond 100 records.
 
     Example:
       >>> from dpjax import accounting

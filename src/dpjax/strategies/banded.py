@@ -26,12 +26,9 @@ def square_root(steps: int, bands: int | None = None) -> Strategy:
 
     $$ c_k = \binom{2k}{k} / 4^k, \qquad \sum_k c_k x^k = (1 - x)^{-1/2} $$
 
-    Without ``bands`` its maximal error for one participation is within a constant of the least.
-
-    Args:
-      steps: The number of steps T of the run.
-      bands: How many coefficients are kept; by default all T are kept, and the stream
-        remembers T - 1 arrays.
+    It has ``bands`` coefficients, by default one for each of the run's T ``steps``. Then its
+    maximal error for one participation is within a constant of the least, and the stream remembers
+    T - 1 arrays.
 
     Example:
       >>> square_root(steps=5).coefficients
@@ -52,10 +49,6 @@ def banded_inverse_square_root(steps: int, bands: int) -> Strategy:
     r"""The strategy whose inverse is the cut-off inverse square root of the prefix sums (BISR).
 
     $$ C^{-1} = \text{the first bands of } (1 - x)^{1/2} = 1 - x/2 - x^2/8 - x^3/16 - \dots $$
-
-    Args:
-      steps: The number of steps T of the run.
-      bands: The number of bands of the inverse.
 
     Example:
       >>> banded_inverse_square_root(steps=5, bands=3).inverse()[3]
@@ -90,8 +83,8 @@ def banded(
       participation: Which steps one example may have; by default `once`. With at least ``bands``
         steps between them the sensitivity is exact for any coefficients. Otherwise coefficients
         must decrease.
-      momentum: The decay of SGD with momentum, which the error weights.
-      learning_rates: One for each step, at most 4,096 steps.
+      momentum: As for `Strategy.errors`.
+      learning_rates: As for `Strategy.errors`; at most 4,096 steps.
       error: "mean" or "maximal", as in `Errors`.
       normalized: Whether the last columns are scaled to the norm of the others, which lowers the
         mean error a little. By default where the participation allows it.

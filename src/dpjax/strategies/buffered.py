@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Buffered linear Toeplitz strategies: coefficients that are sums of a few decaying powers.
 
-$c_0 = 1$ and $c_k = \sum_i a_i \lambda_i^{k-1}$. The stream keeps one array for each power. As a
-series, $c(x) = \prod_i (1 - \theta_i x) / (1 - \lambda_i x)$, and the inverse matrix is of the same
-kind with $\lambda$ and $\theta$ exchanged.
+As a series, $c(x) = \prod_i (1 - \theta_i x) / (1 - \lambda_i x)$, and the inverse matrix is of the
+same kind with $\lambda$ and $\theta$ exchanged.
 """
 
 from __future__ import annotations
@@ -80,18 +79,9 @@ def buffered(
     $$ c_0 = 1, \qquad c_k = \sum_{i=1}^{d} a_i \lambda_i^{k-1} $$
 
     Poles $\lambda$ and zeros $\theta$ interlace, $1 > \lambda_1 > \theta_1 > \lambda_2 > \dots$, so
-    that the coefficients are positive and decrease, and the sensitivity is exact.
-
-    Args:
-      steps: The number of steps T of the run.
-      buffers: d, which is also the memory in copies of the parameters. More than about 6 hardly
-        lower the error.
-      participation: Which steps one example may have; by default `once`.
-      momentum: The decay of SGD with momentum, which the error weights.
-      error: "mean" or "maximal", as in `Errors`.
-
-    Returns:
-      A strategy; results are cached, since the search takes seconds for 100,000 steps.
+    that the coefficients are positive and decrease, and the sensitivity is exact. ``buffers`` is d,
+    which is also the memory in copies of the parameters; more than about 6 hardly lower the error.
+    The other arguments are as for `banded`, and results are cached too.
 
     Example:
       >>> strategy = buffered(steps=100, buffers=2)

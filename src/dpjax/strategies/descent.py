@@ -13,25 +13,17 @@ Valued = tuple[float, np.ndarray]
 _STEPS, _PAIRS = 1_000, 20
 
 
-def minimum(
-    objective: Callable[[np.ndarray], Valued], x: np.ndarray, *, tolerance: float = 1e-10
-) -> np.ndarray:
-    """L-BFGS with step halving, without bounds.
+def minimum(objective: Callable[[np.ndarray], Valued], x: np.ndarray) -> np.ndarray:
+    """The minimum of a value with a gradient; the value is infinite outside the domain.
 
-    SciPy's calls threaded BLAS for a few numbers, which on a busy machine costs more than the
-    objectives here.
-
-    Args:
-      objective: Value and gradient; the value is infinite outside the domain.
-      x: Where to begin, inside the domain.
-      tolerance: The search ends where a step promises a smaller decrease.
+    SciPy's threaded BLAS costs more than the objectives here.
     """
     value, gradient = objective(x)
     pairs: list[tuple[np.ndarray, np.ndarray]] = []
     for _ in range(_STEPS):
         direction = -_scaled(gradient, pairs)
         slope = float(gradient @ direction)
-        if -slope <= tolerance:
+        if -slope <= 1e-10:
             break
         length = 1.0 if pairs else min(1.0, 0.1 / float(np.max(np.abs(direction))))
         while True:

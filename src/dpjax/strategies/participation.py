@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Participation: the sets of steps in which one example may take part.
 
-A sampler promises a participation, and the sensitivity of a strategy is computed for it. The
-promise concerns positions in the run alone; what an example contributes at each of its steps is
-any gradient within the clipping bound.
+A sampler promises one, and the sensitivity of a strategy is computed for it. What an example
+contributes at each of its steps is any gradient within the clipping bound.
 """
 
 from __future__ import annotations
@@ -55,11 +54,7 @@ def once() -> Participation:
 
 
 def apart(separation: int, most: int | None = None) -> Participation:
-    """Any two steps of one example are at least ``separation`` apart.
-
-    Args:
-      separation: The least distance between two steps.
-      most: How many steps one example has at most; None: as many as fit.
+    """Any two steps of one example are at least ``separation`` apart; it has ``most`` at most.
 
     Example:
       >>> apart(100, most=10).within(steps=250)
@@ -69,13 +64,7 @@ def apart(separation: int, most: int | None = None) -> Participation:
 
 
 def cycles(separation: int, most: int | None = None) -> Participation:
-    """One example takes part in every ``separation``-th step, from any first step.
-
-    This is a run of several epochs in one fixed order, with ``separation`` steps an epoch.
-
-    Args:
-      separation: The number of steps in an epoch.
-      most: The number of epochs; None: as many as fit.
+    """One example takes part in every ``separation``-th step: ``most`` epochs in one fixed order.
 
     Example:
       >>> cycles(100, most=10).within(steps=1_000)

@@ -31,15 +31,12 @@ _TINY = 1e-30
 def least_error(
     steps: int, buffers: int, participation: Participation, of: Workload, error: str
 ) -> tuple[Float[np.ndarray, " buffers"], Float[np.ndarray, " buffers"]]:
-    r"""Scales and decays of the buffered Toeplitz matrix of least error.
-
-    The rates of $\lambda_1, \theta_1, \lambda_2, \dots$ are the prefix sums of $e^{x}$, so that
-    poles and zeros interlace for any x.
-    """
+    """Scales and decays of the buffered Toeplitz matrix of least error."""
     directions = 1j * _TINY * np.eye(2 * buffers)
 
     def unpacked(x: np.ndarray) -> tuple[Rates, Rates]:
-        # The least gap keeps digits in the differences of powers that nearly merge.
+        # Prefix sums of exponentials: poles and zeros interlace for any x. The least gap keeps
+        # digits in the differences of powers that nearly merge.
         rates = np.cumsum(np.exp(x) + 1e-6 / steps, axis=1)
         return rates[:, 0::2], rates[:, 1::2]
 
@@ -82,8 +79,8 @@ def squared_sensitivity(
 ) -> Values:
     r"""The squared norm of C times the indicator of steps 0, b, 2b, ...
 
-    Between two of these steps all earlier ones decay together: $\tau$ steps after the m-th, each
-    power contributes $A_i \lambda_i^\tau U_{im}$ with $U_{im} = 1 + \lambda_i^b U_{i,m-1}$.
+    $\tau$ steps after the m-th, each power contributes $A_i \lambda_i^\tau U_{im}$ with
+    $U_{im} = 1 + \lambda_i^b U_{i,m-1}$.
     """
     apart, most = participation.separation, participation.within(steps)
     weights = _residues(poles, zeros)

@@ -2,8 +2,7 @@
 r"""The search for Toeplitz strategies of least error: objectives on series, with their gradients.
 
 The objective is $\log E(r) + \log S(c)$ with $r = 1 / c$: the mean or the last variance of the
-workload, and the squared sensitivity of the first pattern, 0, b, 2b, ... Both are computed with
-their gradients in linear time and memory, in float64.
+workload, and the squared sensitivity of the pattern 0, b, 2b, ..., in linear time and memory.
 """
 
 from __future__ import annotations

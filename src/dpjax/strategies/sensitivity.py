@@ -139,10 +139,7 @@ def _row_bounds(
 
 
 def _largest_cycle(diagonals: Sequence[np.ndarray], participation: Participation) -> float:
-    """The largest sum over evenly spaced steps. More steps only add to a sum of magnitudes.
-
-    ``diagonals`` are the products of a step with itself, with the next of its cycle, and so on.
-    """
+    """The largest sum over evenly spaced steps: more of them only add to a sum of magnitudes."""
     steps, apart = len(diagonals[0]), participation.separation
     most, longest = participation.within(steps), -(-steps // apart)
     found = np.zeros((longest - most + 1, apart))
@@ -169,23 +166,10 @@ def _root(square: float, additions: int) -> float:
 
 
 def overlaps(strategy: Strategy, bins: int) -> Float[np.ndarray, " bins"]:
-    r"""Random allocation: bounds on the products of the moves of two bins, sorted within a row.
+    r"""Bounds on the products of the moves of two bins, for `dpjax.accounting.allocation`.
 
-    An example that is in every step of one random bin hides among the bins, as far as their columns
-    of C are apart; `dpjax.accounting.allocation` proves what this is worth. With
-    $m_{tb} = \sum_{s \bmod n = b} |C_{ts}|$ for n bins, the i-th number is the largest of the i-th
-    largest entries of the rows of $M^T M$.
-
-    Args:
-      strategy: Its C, of at most 8,192 steps.
-      bins: The number of steps of an epoch; an example is in every ``bins``-th step.
-
-    Example:
-      >>> from dpjax import strategies
-      >>> overlaps(strategies.white(6), bins=3).round(6)
-      array([2., 0., 0.])
-      >>> overlaps(strategies.toeplitz(6, [1.0, 1.0]), bins=3).round(6)
-      array([4., 2., 2.])
+    With $m_{tb} = \sum_{s \bmod n = b} |C_{ts}|$ for n bins, the i-th number is the largest of the
+    i-th largest entries of the rows of $M^T M$.
     """
     magnitudes = np.abs(strategy.matrix())
     moves = np.stack([magnitudes[:, first::bins].sum(axis=1) for first in range(bins)], axis=1)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Power series: products and quotients of lower-triangular Toeplitz matrices in linear memory.
+"""Power series in float64: lower-triangular Toeplitz matrices in linear memory.
 
-Such a matrix is determined by its first column, which is read as the coefficients of a power
-series. Products and inverses of matrices are products and inverses of series, cut off after as
-many coefficients as there are steps. Everything is float64.
+Products and inverses of such matrices are products and inverses of the series whose coefficients
+are their first columns.
 """
 
 from __future__ import annotations
@@ -41,12 +40,7 @@ def product(
 
 
 def reciprocal(coefficients: Float[np.ndarray, " n"], length: int) -> Float[np.ndarray, " length"]:
-    """The first coefficients of 1 / series.
-
-    Example:
-      >>> reciprocal(np.array([1.0, -1.0]), 4)
-      array([1., 1., 1., 1.])
-    """
+    """The first coefficients of 1 / series."""
     if min(coefficients.size, length) <= _RECURSION:
         one = np.zeros(length)
         one[0] = 1.0
@@ -70,12 +64,7 @@ def quotient(
 
 
 def square_root(length: int, power: float = -0.5) -> Float[np.ndarray, " length"]:
-    r"""The series $(1 - x)^{power}$; with -1/2, $c_k = \binom{2k}{k} / 4^k$.
-
-    Example:
-      >>> square_root(4)
-      array([1.    , 0.5   , 0.375 , 0.3125])
-    """
+    r"""The series $(1 - x)^{power}$; with -1/2, $c_k = \binom{2k}{k} / 4^k$."""
     k = np.arange(1, length)
     return np.cumprod(np.concatenate([[1.0], (k - 1 - power) / k]))
 

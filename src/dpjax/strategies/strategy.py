@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""`Strategy`: a lower-triangular matrix $C$ of correlated noise, with its stream.
 
-A family of matrices is a subclass, such as `Toeplitz` or `Tree`, with its own way to multiply by
-$C^{-1}$ in a stream. What is here holds for all of them; matrices, columns and errors hold for
-Toeplitz matrices, and `Tree` has others. Coefficients are rounded to float32 when a strategy is
-made. The stream multiplies by these numbers, so the matrix that is accounted is the one that runs;
-where it multiplies by an inverse or by normalized columns, to within a rounding of float32.
+Matrices, columns and errors here hold for Toeplitz matrices; `Tree` has others. Coefficients are
+rounded to float32 when a strategy is made, so the matrix that is accounted is the one that runs;
+for an inverse and for normalized columns, to within a rounding of float32.
 """
 
 from __future__ import annotations
@@ -102,7 +100,6 @@ class Strategy:
     def column_squares(self) -> Float[np.ndarray, " steps"]:
         """The squared norm of each column of C."""
         assert self.coefficients is not None
-        # A column has as many terms as there are rows from the diagonal down.
         sums = np.cumsum(np.square(self.coefficients))
         return sums[np.minimum(np.arange(self.steps, 0, -1), sums.size) - 1]
 
@@ -133,11 +130,8 @@ class Strategy:
     def start(self, zeros: PyTree) -> PyTree:
         """The memory of the stream before step 0.
 
-        Args:
-          zeros: A tree of the parameters' structure, shapes and placement; values are not read.
-
-        Returns:
-          A tree of the same structure. Each leaf has a leading axis of ``remembers`` rows.
+        ``zeros`` is a tree of the parameters' structure, shapes and placement; values are not read.
+        Each leaf of the answer has a leading axis of ``remembers`` rows.
         """
         return streams.stacked(zeros, self.remembers)
 
@@ -206,10 +200,7 @@ def narrowed(values: Any) -> tuple[float, ...]:
 
 
 def from_facts(facts: dict[str, Any]) -> Strategy:
-    """The strategy that these facts describe.
-
-    Args:
-      facts: ``strategy.facts``, or what JSON made of them.
+    """The strategy that ``strategy.facts``, or what JSON made of them, describe.
 
     Example:
       >>> from dpjax import strategies

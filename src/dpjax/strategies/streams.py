@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams: memory of earlier arrays on each leaf, read by a weighted sum over a leading axis.
 
-All of it is elementwise in the axes of a leaf, so leaves that a mesh splits need no communication.
-Nothing is shifted: a ring overwrites its oldest row in place, and the weights rotate instead.
+Elementwise in the axes of a leaf: leaves that a mesh splits need no communication. A ring
+overwrites its oldest row in place, and the weights rotate instead.
 """
 
 from __future__ import annotations
@@ -56,9 +56,6 @@ def sound(step: Any, steps: int) -> Any:
 def mapped(function: Any, z: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
     """``(noise, memory)`` of ``function(leaf of z, its rows)`` on each leaf."""
     leaves, structure = jax.tree.flatten(z)
-    pairs = [
-        function(leaf, rows)
-        for leaf, rows in zip(leaves, structure.flatten_up_to(memory), strict=True)
-    ]
+    pairs = list(map(function, leaves, structure.flatten_up_to(memory)))
     noise, rows = zip(*pairs, strict=True) if pairs else ((), ())
     return structure.unflatten(noise), structure.unflatten(rows)

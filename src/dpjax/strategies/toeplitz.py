@@ -28,11 +28,7 @@ from dpjax.types import PyTree
 
 @dataclass(frozen=True, kw_only=True)
 class Toeplitz(Strategy):
-    r"""$C_{ij} = c_{i-j}$; normalized, each column is divided by its norm.
-
-    The last columns of a banded matrix are cut off at the bottom, so their norms are smaller.
-    Normalized, $C = T D^{-1}$ with $D$ the norms of the columns of $T$, and $C^{-1} = D T^{-1}$.
-    """
+    r"""$C = T$ with $T_{ij} = c_{i-j}$; normalized, $T D^{-1}$ with $D$ the norms of columns."""
 
     values: tuple[float, ...]
     normalized: bool = False
@@ -202,10 +198,7 @@ def toeplitz(
 
 
 def white(steps: int) -> Strategy:
-    """Independent noise at each step, as DP-SGD adds: C is the identity.
-
-    Args:
-      steps: The number of steps of the run.
+    """Independent noise at each of the run's ``steps``, as DP-SGD adds: C is the identity.
 
     Example:
       >>> white(3).matrix()

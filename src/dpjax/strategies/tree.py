@@ -32,11 +32,7 @@ from dpjax.types import PyTree
 
 @dataclass(frozen=True, kw_only=True)
 class Tree(Strategy):
-    """$(C^T C)_{ij}$ is the number of nodes above both i and j, the leaves included.
-
-    The tree has the next power of two as its number of leaves. Leaves after the run are empty: they
-    have neither data nor noise.
-    """
+    """A tree with the next power of two of leaves; after the run they have no data and no noise."""
 
     kind: ClassVar[str] = "tree"
 
@@ -118,13 +114,10 @@ class Tree(Strategy):
         return np.array(full), np.array(last)
 
     def _weights(self, step: Any, numpy: Any) -> tuple[Any, Any]:
-        """The mean of a leaf's noise as weights of the left siblings' sums, and its precision.
-
-        From the root down, ``a`` is the precision of a node's sum given the steps before it.
-        """
+        """The mean of a leaf's noise as weights of the left siblings' sums, and its precision."""
         full, last = self._variances()
         weights: list[Any] = [0.0] * self.remembers
-        a: Any = 1.0
+        a: Any = 1.0  # from the root down, the precision of a node's sum given the steps before
         for level in reversed(range(self.remembers)):
             node = step >> level
             is_right = node & 1
@@ -139,11 +132,9 @@ class Tree(Strategy):
         return numpy.asarray(weights, dtype=np.float64 if numpy is np else np.float32), a
 
     def _prefix_variances(self) -> Float[np.ndarray, " steps"]:
-        """The variance of each prefix sum of noise.
+        """The variance of each prefix sum: in a node with noise sum s the mean is ``slope * s``.
 
-        In a node with noise sum s, the prefix sum to each step has the mean ``slope * s`` and some
-        variance. A node joins its children, whose sums are s times their shares plus and minus
-        one independent number.
+        The sums of its children are s times their shares plus and minus one independent number.
         """
         full, last = self._variances()
         whole = edge = (np.ones(1), np.zeros(1))
@@ -167,13 +158,9 @@ def tree(steps: int) -> Strategy:
     r"""Tree aggregation with the variance of Honaker's full estimator.
 
     Each node of a binary tree over the steps has noise of its own, and the estimate of a prefix sum
-    combines all nodes with the least variance (the "full" estimator, not the online one, which uses
-    only nodes that have ended). This noise is $C^{-1} Z$ of a lower-triangular C, so that a stream
-    can add it step by step.
-
-    Args:
-      steps: The number of steps T of the run. The sensitivity to an example that takes part once
-        is $\sqrt{1 + \lceil \log_2 T \rceil}$.
+    combines all nodes with the least variance (the online estimator uses only nodes that have
+    ended). This noise is $C^{-1} Z$ of a lower-triangular C. The sensitivity to an example that
+    takes part once in T steps is $\sqrt{1 + \lceil \log_2 T \rceil}$.
 
     Example:
       >>> strategy = tree(steps=8)

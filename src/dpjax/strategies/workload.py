@@ -56,7 +56,6 @@ def toeplitz_squares(
 ) -> Float[np.ndarray, " steps"]:
     r"""Squared row norms of $W D C^{-1}$ for a Toeplitz $C^{-1}$, without a matrix.
 
-    ``inverse`` is the first column of $C^{-1}$, ``scales`` the diagonal of $D$, or None for ones.
     As long as scales and rates are constant, row t holds the first coefficients of one series in
     reverse, and the squared norm is a prefix sum. After that, rows follow from one another.
     """
