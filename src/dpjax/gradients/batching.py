@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batching: microbatches and devices, and nothing else in the library knows of either.
 
-`sum_over` sums anything over the microbatches of a draw, on all devices. `laid_out` does the same
-for an engine on one batch, whose norms and losses are wanted per example. Both need only that the
-clipped sum of two pieces is the sum of their clipped sums.
-
-A float32 sum of a million examples rounds what one of them adds by more than the margin of the
-noise. So the sum of a *block* of examples is plain, and blocks are added with compensation.
+The clipped sum of two pieces is the sum of their clipped sums, which is all that is needed. A
+float32 sum of a million examples rounds what one of them adds by more than the margin of the noise.
+So the sum of a *block* of examples is plain, and blocks are added with compensation.
 """
 
 from __future__ import annotations
@@ -53,31 +50,11 @@ def sum_over(
     state: S,
     settle: Callable[[T], T] | None = None,
 ) -> T:
-    """Sums over the rows of a draw, microbatch by microbatch, on all devices.
+    """The sum of ``add(state, rows, mask, total)`` over the rows of a draw: one total per share.
 
     The loop takes as many trips as the draw needs, so a draw of any size runs in one compiled
-    program, is never truncated, and an empty one leaves ``zero``.
-
-    Args:
-      add: ``(state, rows, mask, total) -> total`` for one microbatch. The mask is False in the
-        padding of the last one.
-      zero: The total over no rows.
-      layout: The microbatch and the devices.
-      draw: Which rows; of any size up to its capacity.
-      data: A tree of arrays with one row per example.
-      state: What ``add`` needs on every device, whole.
-      settle: What happens to a total after each block of microbatches, see `settled`.
-
-    Returns:
-      One total per share, stacked; `join` adds them.
-
-    Example:
-      >>> draw = Draw(jnp.array([3, 0, 4, 1, 2]), jnp.arange(5) < 3)
-      >>> add = lambda state, rows, mask, total: total + jnp.sum(jnp.where(mask, rows, 0))
-      >>> zero, layout = jnp.array(0), Layout(microbatch_size=2)
-      >>> totals = sum_over(add, zero, layout, draw, jnp.arange(10), state=None)
-      >>> int(totals[0])
-      7
+    program and is never truncated. ``settle`` is applied to a total after each block of
+    microbatches.
     """
     size, shares = layout.microbatch_size, layout.shares
 
@@ -151,12 +128,9 @@ def _compensated(total: Total) -> tuple[PyTree, PyTree]:
 def join(
     totals: Total, more: T, layout: Layout, reach: Sequence[float]
 ) -> tuple[PyTree, PyTree | None, T]:
-    """The totals of all shares together: the one place where devices meet in a step.
+    """The totals of all shares, what they lack because they are rounded, and the sums of ``more``.
 
-    No coordinate of a leaf's sum exceeds its ``reach``. ``more`` are numbers to be added plainly.
-
-    Returns:
-      The sum, what it lacks because it is rounded (or None), and the sums of ``more``.
+    The one place where devices meet in a step. No coordinate of a leaf's sum exceeds its ``reach``.
     """
 
     def of_share(totals: Total, more: T) -> tuple[PyTree, PyTree | None, T]:
@@ -172,7 +146,7 @@ def join(
 def _joined(
     total: Total, more: T, layout: Layout, reach: Sequence[float]
 ) -> tuple[PyTree, PyTree | None, T]:
-    """`join`, of one share's total, which meets the others over the axes of the batch."""
+    """`join`, of one share's total."""
     value, lost = (total.block, None) if total.high is None else _compensated(total)
     if layout.shares == 1:
         return value, lost, more
@@ -266,7 +240,7 @@ def on_each(
 ) -> Callable[..., PyTree]:
     """Runs ``(which share, *arguments) -> tree`` on each share in parallel and stacks the results.
 
-    The arguments at the positions in ``split`` are split along their leading axis.
+    Arguments at the positions in ``split`` are split along their leading axis.
     """
     several = layout.shares > 1
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines: different ways to compute one clipped sum.
 
-An engine is a function ``(loss, rule, params, rows, start)``, see `dpjax.gradients.batching`. To
-add an engine, add a row to `ENGINES`; ``tests/test_laws.py`` then compares it with the others.
+An engine is an `Engine` of `batching`. ``tests/test_laws.py`` compares every row of `ENGINES`.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Isolation: a NaN of one example must not reach the other examples of its batch.
 
-`jax.vmap` turns a convolution whose two operands both differ from example to example, such as the
-gradient of its kernel, into a grouped convolution. XLA on CPU (jaxlib 0.10.2) compiles some grouped
-convolutions with explicit zeros between the groups. Since 0 * NaN is NaN, a NaN of one example then
-becomes a NaN of all, and masking drops them all: one example moves the sum by many bounds.
-
-The numbers may hide this, because a loss, a client's optimizer or a weight can drop a NaN. So the
-decision is made from the program, before there are numbers.
+`jax.vmap` turns a convolution whose two operands both differ from example to example into a grouped
+convolution. XLA on CPU (jaxlib 0.10.2) compiles some with explicit zeros between the groups. Since
+0 * NaN is NaN, a NaN of one example becomes a NaN of all: one example moves the sum by many bounds.
+A loss, a client's optimizer or a weight may hide the NaN, so the program decides, before numbers.
 
 If a batch is sharded over several devices, XLA partitions such a convolution wrongly for finite
-numbers too (``jax.vmap(jax.grad(loss))`` as well): the error is as large as the gradient, and there
-is no warning. `refuse_split` refuses such a batch.
+numbers too: the error is as large as the gradient, without a warning. `refuse_split` refuses it.
 """
 
 from __future__ import annotations
@@ -76,8 +72,7 @@ def refuse_split(call: str, batch: PyTree) -> None:
         return
     for leaf in jax.tree.leaves(batch):
         if isinstance(leaf, jax.Array):  # NumPy arrays are on no device yet
-            # Inside `jit` the compiler chooses shardings, so the question is put to the compiled
-            # program.
+            # Inside `jit` the compiler chooses shardings, so the compiled program tells.
             jax.debug.inspect_array_sharding(leaf, callback=partial(_refuse, call))
 
 
@@ -105,8 +100,7 @@ def differentiates_kernels(
 
 def _grouped_by_rows(run: Callable[[PyTree], PyTree], rows: PyTree) -> bool:
     """Whether rows become groups of a convolution that XLA compiles with zeros between groups."""
-    # Channels may be groups as well, but their number does not grow with the number of rows.
-    # Traced on the whole microbatch and on one row: groups that grow with rows are examples.
+    # Channels may be groups as well, but only groups that grow with the rows are examples.
     groups = _leaky(run, rows)
     return bool(groups) and groups != _leaky(run, jax.tree.map(lambda x: x[:1], rows))
 

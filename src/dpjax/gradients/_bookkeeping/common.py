@@ -38,12 +38,9 @@ _ROUNDINGS = 4
 
 
 class Common(NamedTuple):
-    """The part of a leaf's gradients that is one gradient for all examples, up to scales.
+    """The part of a leaf's gradients that is one gradient ``R`` for all examples, up to scales.
 
-    Args:
-      gradient: ``R``, of the leaf's shape.
-      scales: ``[batch, *slices]``.
-      axes: The axes of the leaf that count the slices, in order.
+    ``scales`` are ``[batch, *slices]``; ``axes`` of the leaf count the slices, in order.
     """
 
     gradient: Array
@@ -67,7 +64,7 @@ def divided(
 ) -> tuple[dict[int, list[Entry]], dict[int, list[Common]]]:
     """For each leaf the entries with a gradient for each example, and the common gradients."""
     rest, commons = dict[int, list[Entry]](), dict[int, list[Common]]()
-    # What a weight decay of all leaves needs is computed once, and not once for each leaf.
+    # What a weight decay of all leaves needs is computed once.
     every = {id(entry): entry for sites in entries.values() for entry in sites}
     forms = {key: form_of(*entry) for key, entry in every.items()}
     parts: dict[int, tuple[dict[int, Array], Array]] = {}

@@ -2,8 +2,7 @@
 """Costs: which rule computes the norms of a leaf, chosen by shapes alone.
 
 A cost is a number of multiplications of a large matrix product; other work is converted to it by
-measured ratios. `choose` takes the cheapest rule that is exact for the sites of a leaf, and
-`foresee` tells the choice before any data exist, for `dpjax.gradients.layout` and `explain`.
+measured ratios.
 """
 
 from __future__ import annotations
@@ -26,12 +25,10 @@ Shape = jax.ShapeDtypeStruct
 # Writing and squaring one number, or scaling it, in multiplications of a matrix product; and one
 # multiplication of inner products between few positions.
 _TRAFFIC, _SMALL = 8, 10
-# On accelerators, in multiplications of a matrix product of one pass: writing, squaring and scaling
-# one number; rounding, writing, bounding and summing for one inner product of positions; and one
-# multiplication of a product at the highest precision, which takes six passes on a TPU and more for
-# small matrices. A sum of rounded numbers takes two. For positions of a table: comparing two, and
-# one multiplication where a factor is 0 or 1. Read from expected cycles for TPU v5e
-# (docs/pages/speed.md).
+# On accelerators, in multiplications of one pass: a number that is written, squared and scaled; an
+# inner product of positions; a multiplication at the highest precision, and of a sum of rounded
+# numbers. Of a table: comparing two positions, and multiplying by a factor of 0 or 1. Read from
+# expected cycles for TPU v5e (docs/pages/speed.md).
 _KEPT, _PAIR, _EXACT, _TWO = 1250, 20_000, 16, 2
 _COMPARED, _ADDED = 500, 4
 # The Gram rule compiles a program for each pair of sites: 20 sites took more than a minute.
@@ -46,11 +43,8 @@ _FEW = 4
 class Choice(NamedTuple):
     """How the norms and the sum of a leaf are computed.
 
-    Args:
-      rule: "product", "gram", "rows", "instantiate" or "derivative".
-      keep: Whether per-example gradients are kept for the sum.
-      operations: The cost of one example's norm, in multiplications of a large product.
-      numbers: How many numbers it writes, in addition to data and cotangents.
+    ``keep``: per-example gradients are kept for the sum. ``operations``: the cost of one example's
+    norm. ``numbers``: how many it writes, in addition to data and cotangents.
     """
 
     rule: str
@@ -94,8 +88,7 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
         exact, twice = (1, _TWO) if all(o.short for o in outers) else (_EXACT, _EXACT)
         each = _ADDED * depth + _COMPARED if by_rows else exact * (width + depth) + _PAIR
         gram, again = pairs * each, twice * product
-    # These three rules take the norm of the view's gradient. It is the norm of the leaf's gradient
-    # only if the view is an isometry.
+    # These three take the norm of the view's gradient: that of the leaf's for an isometry alone.
     one_form = isometric and alike(outers) is not None
     if one_form and positions == 1 and not rows:
         return Choice("product", False, blocks * (width + depth), copied)
@@ -154,8 +147,7 @@ def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
     def batched(x: Shape) -> Shape:
         return jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
 
-    # Through the same `form_of` and `choose` that the run calls, so that forecast and run cannot
-    # differ.
+    # Through the functions that the run calls, so that forecast and run cannot differ.
     data = [[batched(x) for x in site.data] for site in sites]
     jax.eval_shape(on_shapes, data, [batched(site.output) for site in sites])
     return choices[0]
@@ -172,8 +164,7 @@ def alike(forms: Sequence[Outer]) -> list[Outer] | None:
             return None
         if form.axes == first.axes:
             turned.append(form)
-        # Tied weights: one use contracts the axis that the other produces, so inputs and outputs
-        # swap.
+        # Tied weights: one use contracts the axis that the other produces.
         elif form.axes[1:] == first.axes[:0:-1] and not form.chosen:
             x, g = (jnp.swapaxes(a, 2, 3) for a in (form.g, jnp.concatenate(form.x, axis=2)))
             turned.append(form._replace(x=(x,), g=g))

@@ -49,7 +49,7 @@ def norms(
 ) -> tuple[Squares, Pieces | None]:
     """Squared norms of each example's gradient of a leaf, and those gradients if they are kept.
 
-    ``exact`` says whether kept gradients meet what data and cotangents give beside them.
+    ``exact``: kept gradients meet what data and cotangents give beside them.
     """
     forms = [form_of(*entry) for entry in entries]
     choice = choose(leaves[leaf], [entry.site for entry in entries], forms)
@@ -64,8 +64,7 @@ def norms(
         return _with_doubt(_row_norms(outers[0]), outers), None
     if choice.rule == "gram" and outers is not None:
         return _with_doubt(_gram_norms(outers), outers), None
-    # The pieces of one isometric site have the norm of the leaf's gradient, so they need not be put
-    # together before they are squared.
+    # The pieces of one isometric site have the norm of the leaf's gradient.
     alone = forms[0] if len(entries) == 1 and entries[0].site.isometry else None
     if choice.rule == "instantiate" and alone is not None:
         place, gradients = placed(leaf, entries[0], alone, leaves, exact)

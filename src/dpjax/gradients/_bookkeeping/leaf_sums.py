@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clipped sums: from factors to the weighted sum of one leaf's per-example gradients.
 
-Where per-example gradients of the leaf exist, `kept` sums them. Elsewhere `recomputed` forms the
-sum in one product from the data and scaled cotangents of each site. `clipped_sums` takes both, and
-keeps out examples that are not finite. `into_table` updates a table in place if a batch uses few of
-its rows.
+`kept` sums per-example gradients that exist; `recomputed` forms the sum in one product per site.
+`clipped_sums` takes both, and keeps out examples that are not finite.
 """
 
 from __future__ import annotations
@@ -36,13 +34,7 @@ Squares = Float[Array, " batch"]
 
 
 class Entry(NamedTuple):
-    """A site with what one backward pass recorded there for a batch.
-
-    Args:
-      site: Where a view meets the data.
-      data: The other inputs of the site, with a batch axis.
-      cotangent: Of the output of the site, with a batch axis.
-    """
+    """A site with what one backward pass recorded there, with a batch axis."""
 
     site: Site
     data: Sequence[Array]
@@ -62,24 +54,16 @@ class Entry(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Per-example gradients of a leaf, kept for the sum.
-
-    Args:
-      gradients: In one or several pieces.
-      place: From a sum of each piece to the layout of the leaf.
-    """
+    """Per-example gradients of a leaf; ``place`` brings the sums of the pieces to its layout."""
 
     gradients: Sequence[Array]
     place: Callable[[Sequence[Array]], Array] = lambda pieces: pieces[0]
 
 
 class LeafSum(NamedTuple):
-    """How the clipped sum of a leaf is formed.
+    """How the clipped sum of a leaf is formed: ``total`` of ``arrays``, which the factors meet.
 
-    Args:
-      arrays: What the factors of the examples meet: if these are finite, a factor of 0 gives
-        exactly 0.
-      total: ``arrays -> sum``.
+    If the arrays are finite, a factor of 0 gives exactly 0.
     """
 
     arrays: Sequence[Array]
@@ -111,8 +95,8 @@ def recomputed(
 
 def clipped_sums(sums: Mapping[int, LeafSum], sound: Bool[Array, " batch"]) -> dict[int, Array]:
     """The clipped sum of each leaf; an example that is not sound contributes exactly 0."""
-    # One program for all batches: with a branch for batches that are not sound, every sum would be
-    # compiled a second time. What several leaves read is masked once.
+    # Without a branch for batches that are not sound, which would compile every sum twice. What
+    # several leaves read is masked once.
     arrays, places = [], {}
     for x in itertools.chain.from_iterable(leaf.arrays for leaf in sums.values()):
         if id(x) not in places:
@@ -176,8 +160,7 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
             pull_back = pulled(sorted(entry.site.leaves), leaves, entry.site.of)
             part = pull_back(form.joined(_over_all(form)))[leaf]
         elif form is None and entire(leaves[leaf], [entry.site]):
-            # The scaled cotangents of an elementwise use are the scaled gradients, so only their
-            # sum remains to be taken.
+            # The scaled cotangents of an elementwise use are the scaled gradients.
             gradients = instantiated([leaf], [entry], [None], leaves)[leaf]
             part = weighted_sum(gradients, jnp.ones(len(gradients), gradients.dtype))
         else:
@@ -191,10 +174,7 @@ DROPPED = 2.0**-16
 
 
 def halves(x: Array) -> tuple[Array, Array]:
-    """An array in two parts, which one pass of a matrix unit each multiplies exactly.
-
-    A cotangent times a factor has more digits than a pass reads. Two bfloat16 hold all but 2^-16.
-    """
+    """An array in two bfloat16 parts, which one pass of a matrix unit each multiplies exactly."""
     high = rounded(x)
     return high, rounded(x - high)
 
@@ -212,8 +192,7 @@ def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares]
     A batch uses few rows of a table. To write the sum out first would be a pass over zeros.
     """
     site = entries[0].site
-    # Only for a table that is used once, as it is, outside of scans: then rows of the form are rows
-    # of the leaf.
+    # Used once, as it is, outside of scans: then rows of the form are rows of the leaf.
     if len(entries) > 1 or site.stacks or not site.isometry or site.leaves != {leaf}:
         return None
     form = form_of(*entries[0])
@@ -223,8 +202,6 @@ def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares]
     def put(total: Array, factors: Squares) -> Array:
         rows = form_of(*entries[0].scaled(factors))
         assert rows is not None
-        # A scatter-add of the taken rows; a dense gradient of the table would be written for
-        # nothing.
         taken = rows.g.reshape(-1, *total.shape[1:])
         return total.at[rows.x[0].reshape(-1)].add(taken.astype(total.dtype))
 

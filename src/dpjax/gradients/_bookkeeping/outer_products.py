@@ -35,7 +35,7 @@ class Outer(NamedTuple):
       g: ``[batch, blocks, positions, outputs]``.
       place: From ``[blocks, inputs, outputs]`` to the layout of the view.
       axes: Which axes of the leaf are blocks, inputs and outputs, where that is known.
-      copied: Whether `x` is a copy, which every product with it writes out.
+      copied: Whether every product with `x` writes it out.
       short: Whether norm and sum may be of rounded numbers, which one pass multiplies exactly.
     """
 
@@ -70,8 +70,7 @@ Form = Callable[[Site, Sequence[Array], Array], "Outer | None"]
 def rounds(site: Site) -> bool:
     """Whether the product of a site is one pass of a matrix unit, which rounds what it reads.
 
-    Numbers that are rounded before have exact products there, so any form of the gradient has the
-    same norm, in one pass.
+    Any form of the gradient of numbers that are rounded before has the same norm, in one pass.
     """
     p, dtypes = site.equation.params, {x.dtype for x in (*site.data, site.output)}
     if platforms.on_cpu() or "precision" not in p:
@@ -81,10 +80,9 @@ def rounds(site: Site) -> bool:
 
 
 def keeps_bfloat16(site: Site) -> bool:
-    """Whether gradients of examples are kept in bfloat16: on a GPU, as the loss has them.
+    """Whether gradients of examples are kept in bfloat16: on a GPU; a TPU would gain nothing.
 
-    Norm and sum are taken of the kept numbers in float32, so no rounding passes the bound. By its
-    compiler a TPU would gain nothing.
+    Norm and sum are taken of the kept numbers in float32, so no rounding passes the bound.
     """
     dtypes = {x.dtype for x in (*site.data, site.output)}
     return dtypes == {jnp.dtype(jnp.bfloat16)} and platforms.on_gpu()
@@ -153,8 +151,7 @@ def dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
     x = jnp.swapaxes(_arranged(x, lead, [*batch[theirs], *free, *other_inputs], sizes), -1, -2)
     blocks, positions, _ = sizes
     if mine == 1:
-        # dot_general orders its output as batch, free axes of the left, free axes of the right:
-        # which side is the view decides where positions stand.
+        # dot_general orders its output as batch, free axes of the left, free axes of the right.
         g = cotangent.reshape(*cotangent.shape[:lead], blocks, positions, -1)
     else:
         g = cotangent.reshape(*cotangent.shape[:lead], blocks, -1, positions)
@@ -176,8 +173,7 @@ def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
     numbers, groups = p["dimension_numbers"], p["feature_group_count"]
     shape, _ = _view(site)
     out, channels, *space = numbers.rhs_spec
-    # Rounds of a scan and the images of an example are folded into one axis, as the convolution
-    # itself has it.
+    # Rounds of a scan and the images of an example are one axis, as for the convolution.
     around, window = x.shape[:lead], [shape[a] for a in space]
     x = _last_channels(x.reshape(-1, *x.shape[lead:]), numbers.lhs_spec)
     g = _last_channels(cotangent.reshape(-1, *cotangent.shape[lead:]), numbers.out_spec)
@@ -195,8 +191,7 @@ def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
 
     def place(gradient: Array) -> Array:
         kernel = gradient.reshape(groups, *window, shape[channels], -1)
-        # Output channels are counted group by group, so the axis of groups stands in front of the
-        # channels within one.
+        # Output channels are counted group by group.
         kernel = jnp.moveaxis(kernel, 0, -2)
         kernel = kernel.reshape(*kernel.shape[:-2], -1)
         return jnp.transpose(kernel, np.argsort([*space, channels, out]).tolist())
@@ -250,8 +245,7 @@ def gather(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     rows = numbers.collapsed_slice_dims == (0,) and numbers.start_index_map == (0,)
     mode = jax.lax.GatherScatterMode
     entire_rows = tuple(p["slice_sizes"]) == (1, *shape[1:]) and not numbers.operand_batching_dims
-    # Other modes, such as one that wraps, have another derivative: no form, so JAX's own VJP is
-    # used.
+    # Other modes, such as one that wraps, have another derivative.
     plain_mode = p["mode"] in (mode.CLIP, mode.FILL_OR_DROP, mode.PROMISE_IN_BOUNDS)
     if not (rows and entire_rows and plain_mode) or cotangent.size == 0:
         return None
@@ -299,7 +293,7 @@ def product(formula: str, a: Array, b: Array, precision: Any = HIGHEST) -> Array
 def precision_of(parameters: dict[str, Any]) -> Any:
     """The precision at which a gradient that is kept is formed: on accelerators the loss's own.
 
-    Its norm and its part of the sum are taken of the same numbers, however they were rounded.
+    Norm and sum are taken of the same numbers, however they were rounded.
     """
     given = parameters.get("precision")
     pair = given if isinstance(given, tuple) else (given, given)

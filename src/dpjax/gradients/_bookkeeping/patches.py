@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches: what each entry of a kernel sees of the images that it moves over.
-
-The gradient of a kernel is patches times cotangents. Here patches are written in the form that the
-platform multiplies fastest.
-"""
+"""Patches: what each entry of a kernel sees of the images, in the platform's fastest form."""
 
 from __future__ import annotations
 
@@ -22,19 +18,17 @@ from dpjax.gradients import platforms
 # Patches are written for kernel entries with this many inputs together, each group with a product
 # of its own: as fast as all entries together, with less memory. One entry alone is a slow copy.
 _PIECE = 256
-# On accelerators patches of all entries are one product, which reads the cotangents once.
-# Patches of larger kernels are written in a loop: unrolled, compilation takes minutes. Where an
-# accelerator needs them, a convolution writes them.
+# Patches of larger kernels are written in a loop, on accelerators by a convolution: unrolled,
+# compilation takes minutes.
 _WRITTEN_OUT = 25
 
 
 def patches(
     p: dict[str, Any], x: Array, kernel: Sequence[int], places: Sequence[int]
 ) -> list[Array]:
-    """``[.., entries, channels, images, *places]``: what each entry of the kernel sees.
+    """``[.., entries, channels, images, *places]``: strided slices of the padded input.
 
-    Patches are strided slices of the padded input. A convolution with an identity kernel would
-    compute the same with many multiplications by 0. Places are the last axis, as the product needs.
+    A convolution with an identity kernel would compute the same with many multiplications by 0.
     """
     strides = p["window_strides"]
     x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 2 + edges_of(p) + [(0, 0, 0)])
@@ -42,7 +36,6 @@ def patches(
         return [_tiles(x, kernel, places)]
 
     def entry_of(entry: tuple[int, ...]) -> Array:
-        # Where the entry of the kernel first touches the padded input; it moves on by the stride.
         starts = [e * spread for e, spread in zip(entry, p["rhs_dilation"], strict=True)]
         ends = [a + (n - 1) * s + 1 for a, n, s in zip(starts, places, strides, strict=True)]
         x_seen = jax.lax.slice(

@@ -47,7 +47,6 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
         *plain(inputs[first:last], book, "the carry of a scan"),
         *inputs[last:],
     ]
-    # Parameters that are sliced by the scan, as of layers, and parameters that every round shares.
     entering = {i: x for i, x in enumerate(inputs) if isinstance(x, View) and x.reads}
     views, sliced = list(entering.values()), [i >= last for i in entering]
     values = [jnp.asarray(x, dtype(v)) for x, v in zip(plain(inputs), equation.invars, strict=True)]
