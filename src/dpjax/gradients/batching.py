@@ -62,7 +62,6 @@ def sum_over(
         def add_rows(indices: Int[Array, " size"], mask: Bool[Array, " size"], total: T) -> T:
             return add(state, jax.tree.map(lambda x: x[indices], data), mask, total)
 
-        # A loop over the draw and not over the data: what was not drawn is never read.
         block = None if settle is None else (microbatches_in_block(size), settle)
         return sampling.fold(draw, size, add_rows, zero, (which, shares), block)
 
@@ -89,8 +88,8 @@ of a bound more than an example should; the margin for sums is 2^-11."""
 def microbatches_in_block(size: int) -> int:
     """How many microbatches of this size are added before a block ends.
 
-    Each addition may round otherwise by the last bit of the block, once an example is left out.
-    For blocks of ``size * count`` bounds, and ``count`` additions, that is at most 2^-12 bounds.
+    Each addition may round otherwise by the last bit of the block, once an example is left out: for
+    blocks of ``size * count`` bounds, and ``count`` additions, by at most 2^-12 bounds.
     """
     return max(1, math.isqrt(2**11 // size))
 
@@ -238,10 +237,7 @@ def laid_out(engine: Engine, layout: Layout) -> Engine:
 def on_each(
     run: Callable[..., PyTree], layout: Layout, split: Collection[int] = ()
 ) -> Callable[..., PyTree]:
-    """Runs ``(which share, *arguments) -> tree`` on each share in parallel and stacks the results.
-
-    Arguments at the positions in ``split`` are split along their leading axis.
-    """
+    """Stacks ``run(which share, *arguments)`` of all shares; arguments in ``split`` are split."""
     several = layout.shares > 1
 
     def one(*arguments: PyTree) -> PyTree:

@@ -36,8 +36,7 @@ from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 # The share of the memory for one microbatch on an accelerator.
 _SHARE = 1 / 8
 # On a CPU: bytes in flight on all devices together, plus these multiples of the bytes of parameters
-# and of frozen weights, which are read forwards and backwards and have no sum. Chosen by timing:
-# ``make bench BENCH=layouts``.
+# and of frozen weights, which have no sum. Chosen by timing: ``make bench BENCH=layouts``.
 _CACHES, _PASSES, _FROZEN_PASSES = 4 * 2**20, 4, 2
 
 
@@ -116,11 +115,7 @@ def run_laid_out(
     start: PyTree,
     key: Key = None,
 ) -> ClippedSum:
-    """Runs an engine on a batch, in the layout of its arrays' devices.
-
-    Given devices take committed arrays with them; else arrays stay, as the caller adds the result
-    there.
-    """
+    """Runs an engine on a batch, in the layout of its arrays' devices."""
     devices, example = request.devices, trees.one_row(rows.batch)
     parts = {"params": params, "batch": rows, "key": key, "start": start}
     mesh = meshes.automatic(devices) if isinstance(devices, Mesh) else meshes.of_host(devices or 1)
@@ -191,10 +186,7 @@ def _together(loss: Traced, params: PyTree, example: PyTree, batch_size: int, en
 
 
 def _trains_kernels(loss: Traced, params: PyTree, example: PyTree) -> bool:
-    """Whether the loss trains a convolutional network, as that of a client does.
-
-    Kernels then differ between examples: vmapped, XLA on CPU compiles them to naive loops.
-    """
+    """Whether the loss trains kernels, as a client's may: XLA on CPU makes naive loops of them."""
     # Only training loops with `while`: reverse mode cannot differentiate it.
     program = jax.make_jaxpr(loss)(params, example).jaxpr
     loops = (e for e in equations(program) if e.primitive.name == "while")

@@ -92,8 +92,7 @@ def differentiates_kernels(
     program = jax.make_jaxpr(loss)(params, example).jaxpr
     count, hidden = len(convolutions(program)), False
     if has_own_derivatives(program):
-        # Derivatives of the user's own may hold convolutions that no rule of JAX makes. Its rules
-        # make two for each convolution, by the operands.
+        # A user's derivatives may hold more than the two for each convolution of JAX's rules.
         hidden = len(convolutions(loss.gradient(params, example))) > 3 * count
     return hidden or (count > 0 and count != harmless(loss, params, example))
 

@@ -80,7 +80,6 @@ def _unclipped(
     sums = jax.tree.leaves(start)
     for i, entries in found.entries.items():
         put = into_table(i, entries)
-        # No norms are computed, which is the whole saving.
         part = None if put else summed(i, [entry.scaled(ones) for entry in entries], leaves)
         sums[i] = put(sums[i], ones) if put else sums[i] + part
     for i, each in found.gradients.items():

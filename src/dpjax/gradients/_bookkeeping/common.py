@@ -38,10 +38,7 @@ _ROUNDINGS = 4
 
 
 class Common(NamedTuple):
-    """The part of a leaf's gradients that is one gradient ``R`` for all examples, up to scales.
-
-    ``scales`` are ``[batch, *slices]``; ``axes`` of the leaf count the slices, in order.
-    """
+    """One gradient ``R`` for all examples, times ``scales`` ``[batch, *slices]`` along ``axes``."""
 
     gradient: Array
     scales: Array
@@ -151,7 +148,7 @@ def _applied(x: Array, part: Array) -> Array:
     """Inputs ``[batch, blocks, inputs, positions]`` times the matrix of each block."""
     if len(part) > 1:
         return product("bhks,hkd->bhsd", x, part)
-    # As a product of two matrices, for which XLA need not copy inputs and matrix into its layout.
+    # As a product of two matrices, for which XLA need not copy into its layout.
     x = jnp.swapaxes(x, 2, 3)
     return product("nk,kd->nd", x.reshape(-1, x.shape[3]), part[0]).reshape(*x.shape[:3], -1)
 

@@ -41,14 +41,10 @@ _FEW = 4
 
 
 class Choice(NamedTuple):
-    """How the norms and the sum of a leaf are computed.
-
-    ``keep``: per-example gradients are kept for the sum. ``operations``: the cost of one example's
-    norm. ``numbers``: how many it writes, in addition to data and cotangents.
-    """
+    """How norms and sum of a leaf are computed; the cost of one norm, and the numbers it writes."""
 
     rule: str
-    keep: bool
+    keep: bool  # per-example gradients, for the sum
     operations: int
     numbers: int
 
@@ -73,7 +69,6 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     # A second product rounds otherwise. For an isometry `norms` bounds that; for other views the
     # bound would need an operator norm, so gradients are kept.
     keep = leaf.size <= _ROOM * read or not isometric
-    # The norm by instantiated gradients, and what the sum costs after it.
     product = 0 if rows else blocks * positions * width * depth
     copied = sum(math.prod(x.shape[1:]) for o in outers if o.copied for x in o.x)
     instantiate, again = product + _TRAFFIC * leaf.size, product + _TRAFFIC * copied

@@ -87,10 +87,7 @@ def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
 
 
 def computed(entries: Mapping[int, Sequence[Entry]], leaves: Sequence[Array]) -> dict[int, Array]:
-    """Each example's gradients of the leaves from which kernels are computed.
-
-    A norm of the kernel's gradient is no norm of the leaf's, so these gradients are always kept.
-    """
+    """Gradients of leaves that make kernels: the norm of the kernel's is no norm of theirs."""
     # No leaf with a common gradient is among them: by `cost.aside` its other sites are isometric.
     by = [i for i, sites in entries.items() if not all(e.site.isometry for e in sites)]
     used = list({id(entry): entry for i in by for entry in entries[i]}.values())

@@ -269,11 +269,9 @@ def instantiated(
             uses = zip(rest, data, strict=True)
             return [*views, *(entry.site.apply(leaves, x, memo) for entry, x in uses)]
 
-        # By all leaves of the sites: JAX cannot differentiate by a padding value alone.
         return pulled(sorted(union(e.site.leaves for e in entries)), leaves, run)(cotangents)
 
-    # One derivative for all leaves and sites, as JAX takes it: a value that many of them share,
-    # such as a kernel or a norm of all parameters, may take longer than the sites.
+    # One derivative for all: a value that they share may take longer than the sites.
     cotangents = [*map(added, by_view.values()), *(entry.cotangent for entry in rest)]
     gradients = jax.vmap(one)([entry.data for entry in rest], cotangents)
     return {leaf: gradients[leaf] for leaf in by}
@@ -287,7 +285,6 @@ def pulled(
     def of_some(chosen: dict[int, Array]) -> Any:
         return function([chosen.get(i, leaf) for i, leaf in enumerate(leaves)])
 
-    # Other leaves that the function reads are constants of this derivative.
     outputs, pull = jax.vjp(of_some, {i: leaves[i] for i in by})
 
     def back(cotangents: Any) -> dict[int, Array]:

@@ -68,10 +68,7 @@ Form = Callable[[Site, Sequence[Array], Array], "Outer | None"]
 
 
 def rounds(site: Site) -> bool:
-    """Whether the product of a site is one pass of a matrix unit, which rounds what it reads.
-
-    Any form of the gradient of numbers that are rounded before has the same norm, in one pass.
-    """
+    """Whether one pass of a matrix unit computes the product of a site: it rounds what it reads."""
     p, dtypes = site.equation.params, {x.dtype for x in (*site.data, site.output)}
     if platforms.on_cpu() or "precision" not in p:
         return False
@@ -145,11 +142,9 @@ def dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
         x = x.astype(cotangent.dtype)  # the square of an int8 overflows
     rank = x.ndim - lead
     free = [a for a in range(rank) if a not in (*other_inputs, *batch[theirs])]
-    sizes = [
-        math.prod(x.shape[lead + a] for a in group) for group in (batch[theirs], free, other_inputs)
-    ]
+    groups = batch[theirs], free, other_inputs
+    sizes = blocks, positions, _ = [math.prod(x.shape[lead + a] for a in g) for g in groups]
     x = jnp.swapaxes(_arranged(x, lead, [*batch[theirs], *free, *other_inputs], sizes), -1, -2)
-    blocks, positions, _ = sizes
     if mine == 1:
         # dot_general orders its output as batch, free axes of the left, free axes of the right.
         g = cotangent.reshape(*cotangent.shape[:lead], blocks, positions, -1)
@@ -177,7 +172,6 @@ def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
     around, window = x.shape[:lead], [shape[a] for a in space]
     x = _last_channels(x.reshape(-1, *x.shape[lead:]), numbers.lhs_spec)
     g = _last_channels(cotangent.reshape(-1, *cotangent.shape[lead:]), numbers.out_spec)
-    # The images of one example are further positions.
     positions = math.prod(g.shape[1:-1])
 
     def piece(patch: Array) -> Array:
@@ -225,7 +219,6 @@ def _transposed(
 
     def place(gradient: Array) -> Array:
         kernel_gradient = gradient.reshape(width, *kernel, outputs)
-        # Entries were counted from the last one.
         kernel_gradient = jnp.flip(kernel_gradient, range(1, 1 + len(kernel)))
         return jnp.transpose(kernel_gradient, np.argsort([channels, *space, out]).tolist())
 
@@ -252,7 +245,6 @@ def gather(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     positions = [a for a in range(cotangent.ndim - lead) if a not in numbers.offset_dims]
     around, width = cotangent.shape[:lead], math.prod(shape[1:])
     g = _arranged(cotangent, lead, [*positions, *numbers.offset_dims], [1, -1, width])
-    # One block; every index is a position.
     ids = ids.reshape(*around, 1, -1)
     if ids.dtype.itemsize < 4:
         ids = ids.astype(jnp.int32)  # an int8 cannot hold 256, the index after the last row
@@ -291,10 +283,7 @@ def product(formula: str, a: Array, b: Array, precision: Any = HIGHEST) -> Array
 
 
 def precision_of(parameters: dict[str, Any]) -> Any:
-    """The precision at which a gradient that is kept is formed: on accelerators the loss's own.
-
-    Norm and sum are taken of the same numbers, however they were rounded.
-    """
+    """The precision at which a kept gradient is formed: on accelerators the loss's own."""
     given = parameters.get("precision")
     pair = given if isinstance(given, tuple) else (given, given)
     # Other settings name a dtype of their own; a CPU takes the highest in the same time.

@@ -26,12 +26,12 @@ _WRITTEN_OUT = 25
 def patches(
     p: dict[str, Any], x: Array, kernel: Sequence[int], places: Sequence[int]
 ) -> list[Array]:
-    """``[.., entries, channels, images, *places]``: strided slices of the padded input.
-
-    A convolution with an identity kernel would compute the same with many multiplications by 0.
-    """
+    """``[.., entries, channels, images, *places]``: strided slices of the padded input."""
     strides = p["window_strides"]
-    x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 2 + edges_of(p) + [(0, 0, 0)])
+    # Interior padding is the dilation of the input.
+    pairs, none = zip(p["padding"], p["lhs_dilation"], strict=True), (0, 0, 0)
+    edges = [(low, high, spread - 1) for (low, high), spread in pairs]
+    x = jax.lax.pad(x, jnp.zeros((), x.dtype), [none, none, *edges, none])
     if tuple(strides) == tuple(kernel) and set(p["rhs_dilation"]) == {1}:
         return [_tiles(x, kernel, places)]
 
@@ -55,12 +55,6 @@ def patches(
     return [jnp.stack([entry_of(entry) for entry in piece], axis=1) for piece in pieces]
 
 
-def edges_of(p: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """Padding of each axis; interior padding is the dilation of the input."""
-    pairs = zip(p["padding"], p["lhs_dilation"], strict=True)
-    return [(low, high, spread - 1) for (low, high), spread in pairs]
-
-
 def _convolved(
     x: Array, kernel: Sequence[int], strides: Sequence[int], spreads: Sequence[int]
 ) -> Array:
@@ -76,7 +70,6 @@ def _convolved(
         precision=jax.lax.Precision.HIGHEST,
     )
     written = written.reshape(*lead, *written.shape[1:-1], channels, -1)
-    # [batch, entries, channels, images, places]
     return jnp.moveaxis(written, (-1, -2), (1, 2))
 
 

@@ -101,7 +101,6 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
         book.materialise(other.leaves, f"meets a large leaf in {name}")
         mixed = [x if i == operand else other.value for i, x in enumerate(inputs)]
         return [_site(equation, mixed, operand, book)]
-    # No input comes from the data, so the result is again a value of parameters alone.
     if all(isinstance(x, View) for x in inputs):
         return _derive(equation, inputs, book)
     if sources and (better := rewritten(equation, inputs)):
@@ -117,10 +116,7 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
 
 
 def _rematerialised(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
-    """A region of `jax.checkpoint`: it is walked, and the backward pass computes it again.
-
-    Only the data of its sites leave it; the weights of attention, for example, do not.
-    """
+    """A region of `jax.checkpoint`, which the backward pass computes again: site data leave it."""
     p, start, walked = equation.params, len(book.sites), list[Any]()
 
     def region() -> tuple[list[Any], list[tuple[Array, ...]]]:
@@ -190,8 +186,7 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
     if leaves and _bends(equation):
         book.materialise(leaves, f"{name} with a derivative of the user's own")
         return outputs
-    # A view is recomputed in float32. An operation that rounds to a narrower dtype in the model
-    # would give other values there, and so another gradient.
+    # A view is recomputed in float32: an operation that rounds would give other values there.
     floats = [x for x in outputs if _is(jnp.floating, x)]
     trained = [view.value for view in views if view.leaves and floats]
     row, narrow = known(name), any(map(_narrow, [*floats, *trained]))
@@ -245,8 +240,7 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
 
 def _rounded(x: Array, narrow: Array) -> Array:
     """A trained value that was cast to a narrower dtype: rounded, with the derivative 1."""
-    # The sum is exact, so what follows sees the numbers that the model has. No cotangent is rounded
-    # to the narrow dtype: models of mixed precision cast all their weights.
+    # The sum is exact: what follows sees the model's numbers, and no cotangent is rounded.
     return x + jax.lax.stop_gradient(narrow.astype(x.dtype) - x)
 
 
@@ -263,10 +257,7 @@ def _rearranged(name: str, views: Sequence[View], output: Any) -> View | None:
 
 
 def _bends(equation: JaxprEqn) -> bool:
-    """Whether a user may have written the VJP of the equation, or of one inside of it.
-
-    If it clips the cotangent, the VJP of a sum over examples is not the sum of their VJPs.
-    """
+    """Whether the equation may run a user's VJP, which need not be linear: it may clip."""
     inside = (e for program in inner_programs(equation) for e in equations(program))
     return own_vjp(equation) or any(map(own_vjp, inside))
 
@@ -305,7 +296,6 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
         return view.of(leaves)[tuple(places)].reshape(sizes)
 
     (output,) = bind_fast(equation, plain(inputs))
-    # The tap is zero: it changes no value, and its cotangent is the output's.
     tapped = book.tap(output)
     site = Site(
         leaves=union(view.leaves for view in sources.values()),

@@ -43,8 +43,7 @@ FAST = {
     "conv_general_dilated": Version(convolution),
     # It works around JAX, not XLA.
     "pad": Version(_pad, lambda: True),
-    # XLA for a GPU scatters the cotangents of a max-pool, and sorts them first where a step must
-    # release the same bits again. This row does neither.
+    # XLA for a GPU scatters the cotangents of a max-pool, or sorts them first for equal bits.
     "reduce_window_max": Version(pool_max, lambda: not platforms.on_tpu()),
     "tanh": Version(tanh),
 }
