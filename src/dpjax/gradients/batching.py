@@ -52,9 +52,7 @@ def sum_over(
 ) -> T:
     """The sum of ``add(state, rows, mask, total)`` over the rows of a draw: one total per share.
 
-    The loop takes as many trips as the draw needs, so a draw of any size runs in one compiled
-    program and is never truncated. ``settle`` is applied to a total after each block of
-    microbatches.
+    The loop takes as many trips as the draw needs. ``settle`` ends each block of microbatches.
     """
     size, shares = layout.microbatch_size, layout.shares
 
@@ -72,12 +70,9 @@ def sum_over(
 class Total(NamedTuple):
     """A running sum of gradients."""
 
-    block: PyTree
-    """The microbatches since the last block ended, added in place."""
-    high: PyTree | None = None
-    """The sum of all blocks that ended; None if draws rarely take more than one block."""
-    low: PyTree | None = None
-    """What ``high`` lacks of their sum. Only noise may round it away."""
+    block: PyTree  # the microbatches since the last block ended, added in place
+    high: PyTree | None = None  # all blocks that ended; None if draws rarely take more than one
+    low: PyTree | None = None  # what ``high`` lacks of their sum; only noise may round it away
 
 
 MOST = 1024
@@ -127,11 +122,9 @@ def _compensated(total: Total) -> tuple[PyTree, PyTree]:
 def join(
     totals: Total, more: T, layout: Layout, reach: Sequence[float]
 ) -> tuple[PyTree, PyTree | None, T]:
-    """The totals of all shares, what they lack because they are rounded, and the sums of ``more``.
+    """The sum of all shares, what it lacks because it is rounded, and the sums of ``more``."""
 
-    The one place where devices meet in a step. No coordinate of a leaf's sum exceeds its ``reach``.
-    """
-
+    # The one place where devices meet in a step. No coordinate of a sum exceeds its ``reach``.
     def of_share(totals: Total, more: T) -> tuple[PyTree, PyTree | None, T]:
         total, more = jax.tree.map(lambda x: x[0], (totals, more))
         return _joined(total, more, layout, reach)
@@ -170,10 +163,8 @@ class Rows(NamedTuple):
     """Examples with their masks and weights, all with the same leading axis."""
 
     batch: PyTree
-    mask: Bool[Array, " batch"]
-    """Which are real; the others are padding."""
-    weights: Float[Array, "batch groups"]
-    """In [0, 1]; they multiply the factors of the rule."""
+    mask: Bool[Array, " batch"]  # which are real; the others are padding
+    weights: Float[Array, "batch groups"]  # in [0, 1]; they multiply the factors of the rule
 
 
 Engine = Callable[[Traced, Clipping, PyTree, Rows, PyTree], ClippedSum]
@@ -227,9 +218,8 @@ def laid_out(engine: Engine, layout: Layout) -> Engine:
         shares = on_each(share, layout, split={1})(params, even)
         value = jax.tree.map(lambda s, x: s + jnp.sum(x, axis=0), start, shares.value)
         shares = shares._replace(value=None)
-        return jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], shares)._replace(
-            value=value
-        )
+        shares = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], shares)
+        return shares._replace(value=value)
 
     return in_turn if layout.shares == 1 else spread
 

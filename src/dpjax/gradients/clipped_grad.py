@@ -20,7 +20,7 @@ from dpjax.data.arrays import arrays
 from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._estimated_norms.jl import projected
 from dpjax.gradients.batching import Engine, Rows
-from dpjax.gradients.engines import ENGINES, WHOLE_BATCH, named
+from dpjax.gradients.engines import ENGINES, named
 from dpjax.gradients.layout import Request, run_laid_out
 from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.gradients.nan_isolation import isolated
@@ -71,8 +71,7 @@ def clipped_grad(
 
     | batch | result |
     |---|---|
-    | no examples | zeros |
-    | all masked | zeros |
+    | no examples, or all masked | zeros |
     | a weight above 1, below 0, or NaN | taken as 1, 0 and 0 |
     | an example with a NaN or infinite gradient | contributes exactly 0 |
     | bfloat16 or float16 parameters | norms and sums are float32 |
@@ -129,7 +128,7 @@ def clipped_grad(
         check_loss(traced, params, trees.one_row(batch), "clipped_grad")
         # Without examples every engine returns zeros.
         name = "vmap" if size == 0 else engine
-        together = microbatch_size or (size if name in WHOLE_BATCH else None)
+        together = microbatch_size or (size if name == "vmap" else None)
         request = Request(size, name, together, devices)
         real = real_rows("clipped_grad", mask, size)
         rows = Rows(batch, real, _held_weights(weights, size, rule.partition.size))

@@ -34,10 +34,6 @@ ENGINES: dict[str, Engine] = {
     "ghost": isolated(ghost, harmless=by_patches),
 }
 
-# Engines that `dpjax.clipped_grad` runs on the whole batch unless a microbatch size is given. All
-# others, and each engine in a step of `dpjax.dpsgd`, run in microbatches that `layout` chooses.
-WHOLE_BATCH = {"vmap"}
-
 
 def named(call: str, engine: str) -> str:
     """The name of an engine in `ENGINES`, where "auto" is "ghost"; refuses other names."""

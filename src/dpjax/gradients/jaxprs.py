@@ -24,11 +24,8 @@ Rule = Callable[[JaxprEqn, list[Any]], Iterable[Any]]
 def bind(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Evaluates one equation, which may be a call or have a custom derivative."""
     # As a program of its own, which every version of JAX can run.
-    given = {
-        variable: x
-        for variable, x in zip(equation.invars, inputs, strict=True)
-        if not isinstance(variable, Literal)
-    }
+    pairs = zip(equation.invars, inputs, strict=True)
+    given = {variable: x for variable, x in pairs if not isinstance(variable, Literal)}
     wanted = [v for v in equation.outvars if not isinstance(v, DropVar)]
     debug = DebugInfo("dpjax", equation.primitive.name, ("",) * len(given), ("",) * len(wanted))
     program = Jaxpr([], list(given), wanted, [equation], equation.effects, debug)
@@ -44,10 +41,7 @@ def evaluate(
     rule: Rule = bind,
     literal: Callable[[Any], Any] = lambda value: value,
 ) -> list[Any]:
-    """Evaluates a program, equation after equation.
-
-    Values may be anything that ``rule`` understands; ``literal`` makes one of a literal number.
-    """
+    """Evaluates a program, equation after equation; ``literal`` makes a value of a number."""
     values: dict[Any, Any] = dict(zip(program.constvars, constants, strict=True))
     values.update(zip(program.invars, arguments, strict=True))
 

@@ -93,7 +93,6 @@ def _layout(request: Request, loss: Traced, params: PyTree, example: PyTree) -> 
         together = microbatch_size or _together(loss, params, example, batch_size, engine)
         together = min(together, MOST)
         mesh = _mesh(devices, -(-batch_size // together))
-        # Traced for a mesh of the user's alone: the layout of one device should cost no trace.
         # The gradient, because derivatives of the user's own may hold other convolutions.
         split = mesh is not None and meshes.MODEL in mesh.axis_names
         program = loss.gradient(params, example) if split else None

@@ -65,8 +65,7 @@ def each(function: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
 
 def refuse_split(call: str, batch: PyTree) -> None:
     """Raises, now or at compilation, if the batch is sharded over several devices."""
-    # Inside a shard_map over all axes XLA partitions nothing. Over some, as with `model`, the
-    # layout leaves no such convolution to XLA.
+    # Inside a shard_map the layout leaves no such convolution to XLA.
     inside = jax.sharding.get_abstract_mesh().manual_axes  # each device has a program of its own
     if jax.device_count() == 1 or inside:
         return

@@ -70,10 +70,7 @@ def traced_for(platform: str | None) -> Iterator[None]:
 
 
 def dependent(function: Callable[..., T], *arguments: Any) -> T:
-    """``function(*arguments)``, with the decisions of the platform for which it is lowered.
-
-    Traced twice inside a `jax.jit` for which the platform is unknown; one program is lowered.
-    """
+    """``function(*arguments)``, with the decisions of the platform for which it is lowered."""
     if known() is not None:
         return function(*arguments)
 
@@ -84,6 +81,7 @@ def dependent(function: Callable[..., T], *arguments: Any) -> T:
 
         return traced
 
+    # Traced for both platforms; only one program is lowered.
     return jax.lax.platform_dependent(*arguments, cpu=under("cpu"), default=under(ACCELERATOR))
 
 

@@ -54,8 +54,7 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     outers = [form for form in forms if form is not None]
     isometric = all(site.isometry for site in sites)
     if len(outers) < len(sites):
-        # The cotangents of an elementwise use are as large as the leaf's per-example gradients, and
-        # round the same: then the gradients need not be kept.
+        # The cotangents of an elementwise use are as large as the gradients, and round the same.
         row = row_of(sites[0])
         once = len(sites) == 1 and row.entrywise and row.linear_in
         keep = not (isometric and once and entire(leaf, sites))
@@ -66,8 +65,7 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     depth, rows = outers[0].g.shape[3], any(o.chosen for o in outers)
     by_rows, pairs = rows and len(outers) == 1, blocks * positions**2
     read = sum(math.prod(a.shape[1:]) for o in outers for a in (*o.x, o.g))
-    # A second product rounds otherwise. For an isometry `norms` bounds that; for other views the
-    # bound would need an operator norm, so gradients are kept.
+    # A second product rounds otherwise, which `norms` bounds for an isometry alone.
     keep = leaf.size <= _ROOM * read or not isometric
     product = 0 if rows else blocks * positions * width * depth
     copied = sum(math.prod(x.shape[1:]) for o in outers if o.copied for x in o.x)

@@ -77,13 +77,9 @@ def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     for i, shared in commons.items():
         for one in shared:
             sums[i] = sums[i] + one.sum(factors[:, groups[i]]).astype(sums[i].dtype)
-    return ClippedSum(
-        jax.tree.structure(params).unflatten(sums),
-        jnp.where(rows.mask, losses, 0),
-        jnp.where(real, lengths, 0),
-        factors,
-        aux,
-    )
+    value = jax.tree.structure(params).unflatten(sums)
+    shown, lengths = jnp.where(rows.mask, losses, 0), jnp.where(real, lengths, 0)
+    return ClippedSum(value, shown, lengths, factors, aux)
 
 
 def computed(entries: Mapping[int, Sequence[Entry]], leaves: Sequence[Array]) -> dict[int, Array]:
@@ -100,10 +96,8 @@ class Backward(NamedTuple):
 
     losses: Array
     aux: Any
-    entries: dict[int, list[Entry]]
-    """For each leaf with sites, the data and the cotangent at them."""
-    gradients: dict[int, Array]
-    """Of each materialised leaf."""
+    entries: dict[int, list[Entry]]  # for each leaf with sites
+    gradients: dict[int, Array]  # of each materialised leaf
 
 
 def backward(loss: Traced, params: PyTree, batch: PyTree) -> Backward:

@@ -61,10 +61,7 @@ class Pieces(NamedTuple):
 
 
 class LeafSum(NamedTuple):
-    """How the clipped sum of a leaf is formed: ``total`` of ``arrays``, which the factors meet.
-
-    If the arrays are finite, a factor of 0 gives exactly 0.
-    """
+    """The clipped sum: ``total`` of ``arrays``; if these are finite, a factor of 0 gives 0."""
 
     arrays: Sequence[Array]
     total: Callable[[Sequence[Array]], Array]
@@ -95,8 +92,7 @@ def recomputed(
 
 def clipped_sums(sums: Mapping[int, LeafSum], sound: Bool[Array, " batch"]) -> dict[int, Array]:
     """The clipped sum of each leaf; an example that is not sound contributes exactly 0."""
-    # Without a branch for batches that are not sound, which would compile every sum twice. What
-    # several leaves read is masked once.
+    # No branch for batches that are not sound, as it would compile every sum twice.
     arrays, places = [], {}
     for x in itertools.chain.from_iterable(leaf.arrays for leaf in sums.values()):
         if id(x) not in places:
@@ -119,8 +115,7 @@ def _masked(arrays: list[Array], sound: Bool[Array, " batch"]) -> list[Array]:
 
 @jax.custom_jvp
 def _masked_in_place(arrays: list[Array], sound: Bool[Array, " batch"]) -> list[Array]:
-    # A pass over all data, which few batches need: a loop of no trip or one, in place. For a
-    # `jax.lax.cond` XLA would copy the data.
+    # Few batches need it: a loop of no trip or one. For a `jax.lax.cond` XLA would copy the data.
     return jax.lax.while_loop(
         lambda state: ~state[0],
         lambda state: (jnp.ones((), bool), _masked(state[1], sound)),
@@ -174,7 +169,7 @@ DROPPED = 2.0**-16
 
 
 def halves(x: Array) -> tuple[Array, Array]:
-    """An array in two bfloat16 parts, which one pass of a matrix unit each multiplies exactly."""
+    """An array in two parts, which one pass of a matrix unit each multiplies exactly."""
     high = rounded(x)
     return high, rounded(x - high)
 
@@ -187,10 +182,7 @@ def _summing(leaf: int, entry: Entry, leaves: Sequence[Array]) -> Callable[[Arra
 
 
 def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares], Array] | None:
-    """A function that adds the clipped sum of a table to a total in place; None for other leaves.
-
-    A batch uses few rows of a table. To write the sum out first would be a pass over zeros.
-    """
+    """Adds the clipped sum of a table to a total; None for other leaves."""
     site = entries[0].site
     # Used once, as it is, outside of scans: then rows of the form are rows of the leaf.
     if len(entries) > 1 or site.stacks or not site.isometry or site.leaves != {leaf}:
@@ -199,6 +191,7 @@ def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares]
     if form is None or not form.chosen or site.axes != tuple(range(len(site.shape))):
         return None
 
+    # A batch uses few rows: to write the sum out first would be a pass over zeros.
     def put(total: Array, factors: Squares) -> Array:
         rows = form_of(*entries[0].scaled(factors))
         assert rows is not None
@@ -233,8 +226,7 @@ def placed(
 
 
 def _products(entry: Entry, form: Outer, exact: bool) -> list[Array]:
-    # What meets other parts is the gradient of its data: numbers of a `short` form are rounded, so
-    # that one pass is exact, and others take all passes.
+    # Numbers of a `short` form are rounded, so that one pass is exact; others take all passes.
     all_passes = exact and not form.short
     precision = HIGHEST if all_passes else precision_of(entry.site.equation.params)
     short = not exact and keeps_bfloat16(entry.site)

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Outer products: one form for the gradients of matrix products, convolutions and embeddings.
 
-The gradient of the view at such a site is a sum of outer products over positions, perhaps in
-several blocks,
+The gradient of the view is a sum of outer products over positions, perhaps in several blocks,
 
 $$ G_{hkd} = \sum_s x_{hks} \, g_{hsd}. $$
 
-A function of this file brings the data and the cotangent of one primitive into that form
-(`primitives`). A use that it does not cover has no form; its gradient is the VJP of the equation.
+A use without such a form has the VJP of the equation.
 """
 
 from __future__ import annotations
@@ -27,24 +25,17 @@ from dpjax.gradients._bookkeeping.sites import Site
 
 
 class Outer(NamedTuple):
-    """The gradient of a view as a sum of outer products.
+    """The gradient of a view as a sum of outer products."""
 
-    Args:
-      x: ``[batch, blocks, inputs, positions]``, in pieces that divide the inputs; or integers
-        ``[batch, blocks, positions]``, which stand for columns with a single 1.
-      g: ``[batch, blocks, positions, outputs]``.
-      place: From ``[blocks, inputs, outputs]`` to the layout of the view.
-      axes: Which axes of the leaf are blocks, inputs and outputs, where that is known.
-      copied: Whether every product with `x` writes it out.
-      short: Whether norm and sum may be of rounded numbers, which one pass multiplies exactly.
-    """
-
+    # ``[batch, blocks, inputs, positions]``, in pieces that divide the inputs; or integers
+    # ``[batch, blocks, positions]``, which stand for columns with a single 1.
     x: tuple[Array, ...]
-    g: Array
-    place: Callable[[Array], Array]
+    g: Array  # ``[batch, blocks, positions, outputs]``
+    place: Callable[[Array], Array]  # ``[blocks, inputs, outputs]`` to the layout of the view
+    # Which axes of the leaf are blocks, inputs and outputs, where that is known.
     axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None
-    copied: bool = False
-    short: bool = False
+    copied: bool = False  # every product with `x` writes it out
+    short: bool = False  # norm and sum may be of rounded numbers, exact in one pass
 
     @property
     def chosen(self) -> bool:
@@ -77,10 +68,7 @@ def rounds(site: Site) -> bool:
 
 
 def keeps_bfloat16(site: Site) -> bool:
-    """Whether gradients of examples are kept in bfloat16: on a GPU; a TPU would gain nothing.
-
-    Norm and sum are taken of the kept numbers in float32, so no rounding passes the bound.
-    """
+    """Whether a GPU keeps gradients in bfloat16, from which norm and sum are taken in float32."""
     dtypes = {x.dtype for x in (*site.data, site.output)}
     return dtypes == {jnp.dtype(jnp.bfloat16)} and platforms.on_gpu()
 
@@ -191,8 +179,7 @@ def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
         return jnp.transpose(kernel, np.argsort([*space, channels, out]).tolist())
 
     axes = _axes(site, (), [*space, channels], [out]) if groups == 1 else None
-    x = tuple(map(piece, pieces))
-    return Outer(x, g, place, axes, copied=True)
+    return Outer(tuple(map(piece, pieces)), g, place, axes, copied=True)
 
 
 def _transposed(

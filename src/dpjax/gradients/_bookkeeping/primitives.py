@@ -25,26 +25,16 @@ from dpjax.gradients._bookkeeping.sites import Site
 
 
 class Primitive(NamedTuple):
-    """What the engine knows of a primitive.
+    """What the engine knows of a primitive."""
 
-    Args:
-      linear_in: Inputs in which it is linear or affine, one at a time: no other one is a view.
-      together: Inputs in which it is linear together, so that several of them may be views.
-      entrywise: Whether an entry of the result depends on the same entry of each input alone.
-      rearranges: Whether the result holds the entries of its one input, perhaps negated.
-      repeats: Whether the result holds copies of some entries of its input.
-      writes: Whether XLA writes its result to memory, where it fuses most others.
-      calls: The parameter with the program that it calls.
-    """
-
-    linear_in: tuple[int, ...] = ()
-    together: slice | None = None
-    entrywise: bool = False
-    rearranges: bool = False
-    repeats: bool = False
-    form: Form | None = None
-    writes: bool = False
-    calls: str | None = None
+    linear_in: tuple[int, ...] = ()  # or affine, one at a time: no other input is a view
+    together: slice | None = None  # linear in these inputs together
+    entrywise: bool = False  # an entry depends on the same entry of each input alone
+    rearranges: bool = False  # the result holds the entries of its one input, perhaps negated
+    repeats: bool = False  # the result holds copies of some entries
+    form: Form | None = None  # of the gradient at a site; without one the VJP
+    writes: bool = False  # XLA writes the result to memory, where it fuses most others
+    calls: str | None = None  # the parameter with the program that it calls
 
     def linear(self, sources: Sequence[int], inputs: int) -> bool:
         """Whether it is linear in these of its inputs together."""

@@ -23,79 +23,59 @@ Axes = tuple[int | None, ...]
 
 
 class View(NamedTuple):
-    """A value that depends on parameters alone; a constant depends on none.
+    """A value that depends on parameters alone; a constant depends on none."""
 
-    Args:
-      leaves: Parameter leaves by which the value is differentiated.
-      reads: Leaves from which it is computed; some may be behind a `stop_gradient`.
-      of: ``(leaves, memo={})``: from all leaves to this value, in full precision. The memo holds
-        values that several views share.
-      isometry: Whether it only rearranges the entries of one leaf.
-      axes: For each axis of the value the axis of the leaf, if it is a transpose of one leaf.
-      depth: Number of equations between the value and a leaf in `leaves`.
-      constant: Axes along which all entries are equal.
-      own: For each leaf in `leaves`, and for each axis of the value, the axis of the leaf on whose
-        same index alone an entry depends; or None.
-      made: The equation whose only result it is, and the views that entered it.
-    """
-
-    leaves: frozenset[int]
-    reads: frozenset[int]
+    leaves: frozenset[int]  # by which the value is differentiated
+    reads: frozenset[int]  # from which it is computed; some may be behind a `stop_gradient`
+    # ``(leaves, memo={})``: from all leaves to this value, in full precision. The memo holds values
+    # that several views share.
     of: Callable[..., Array]
     value: Any
-    isometry: bool = False
-    axes: tuple[int, ...] | None = None
-    depth: int = 0
-    constant: frozenset[int] = frozenset()
+    isometry: bool = False  # whether it only rearranges the entries of one leaf
+    axes: tuple[int, ...] | None = None  # of the leaf, if it is a transpose of one
+    depth: int = 0  # the number of equations between the value and a leaf
+    constant: frozenset[int] = frozenset()  # axes along which all entries are equal
+    # For each leaf and each axis of the value, the axis of the leaf on whose same index alone an
+    # entry depends; or None.
     own: Mapping[int, Axes] = {}
+    # The equation whose only result it is, and the views that entered it.
     made: tuple[JaxprEqn, tuple[View, ...]] | None = None
 
 
 class Site(NamedTuple):
     """An equation in which a view meets the data, and which is linear in the view.
 
-    Fields with the names of a view's describe the input that is the view, ``operand``; the first,
-    if several are. Data and output are shapes and dtypes, for one example.
-
-    Args:
-      shape: The shape of that input, in one round of the scans around it.
-      of: As for a view; the same function for all sites of one view.
-      isometry: Whether that input rearranges the entries of one leaf, and is the only view.
-      apply: ``(leaves, data, memo={}) -> output`` in full precision.
-      stacks: For each scan around the equation, outermost first: whether the view is sliced
-        by it (layer after layer) or is the same in every round. Data, output and a sliced
-        view have a leading axis for it.
-      slices: Leaves whose gradient at this site is one gradient for all examples, apart from one
-        scale for each slice; and the axes of the leaf that count the slices. See `common`.
-      scales: ``(leaves, data, cotangent) -> scales``, one for each slice.
-      unscaled: From all leaves to the value that the scales multiply in the derivative.
+    Fields with the names of a view's describe the input that is the view, ``operand``.
     """
 
     leaves: frozenset[int]
     reads: frozenset[int]
     equation: JaxprEqn
-    operand: int
-    shape: tuple[int, ...]
-    of: Callable[..., Array]
-    isometry: bool
+    operand: int  # the first, if several inputs are views
+    shape: tuple[int, ...]  # of the operand, in one round of the scans around it
+    of: Callable[..., Array]  # the same function for all sites of one view
+    isometry: bool  # and the operand is the only view
     axes: tuple[int, ...] | None
-    apply: Callable[..., Array]
-    data: tuple[jax.ShapeDtypeStruct, ...]
+    apply: Callable[..., Array]  # ``(leaves, data, memo={}) -> output`` in full precision
+    data: tuple[jax.ShapeDtypeStruct, ...]  # for one example, as the output
     output: jax.ShapeDtypeStruct
+    # For each scan around the equation, outermost first: whether the view is sliced by it (layer
+    # after layer). Data, output and a sliced view have a leading axis for it.
     stacks: tuple[bool, ...] = ()
+    # Leaves whose gradient at this site is one gradient for all examples, apart from one scale for
+    # each slice; and the axes of the leaf that count the slices. See `common`.
     slices: Mapping[int, tuple[int, ...]] = {}
+    # ``(leaves, data, cotangent) -> scales``, and from leaves to what they multiply.
     scales: Callable[[Leaves, Sequence[Array], Array], Array] | None = None
     unscaled: Callable[[Leaves], Array] | None = None
 
 
 class Program(NamedTuple):
-    """A traced loss: its sites in order, why leaves are materialised, and the loss with taps.
-
-    ``run``: ``(taps, materialised leaves, leaves, example) -> (loss, (aux, data of each site))``.
-    """
+    """A traced loss: its sites in order, why leaves are materialised, and the loss with taps."""
 
     sites: tuple[Site, ...]
     materialised: dict[int, str]
+    # ``(taps, materialised leaves, leaves, example) -> (loss, (aux, data of each site))``
     run: Callable[..., tuple[Array, Any]]
 
 

@@ -144,8 +144,7 @@ def _rematerialised(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[A
 def _narrows(equation: JaxprEqn, inputs: Sequence[Any], book: Book) -> int | None:
     """Which input is a large leaf that small ones multiply, as where they generate a kernel.
 
-    The product counts as data from here on, and so do the small leaves: per-example gradients of
-    both exist, but never of the large leaf.
+    The product and the small leaves count as data: no example's gradient of the large leaf exists.
     """
     if equation.primitive.name != "dot_general" or not all(isinstance(x, View) for x in inputs):
         return None

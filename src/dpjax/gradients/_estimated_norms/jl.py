@@ -87,8 +87,7 @@ def _one_by_one(
 
 def _check(loss: Traced, params: PyTree, example: PyTree) -> None:
     """Raises if a loss computes in anything narrower than float32."""
-    # One reverse pass sums over the examples, and a narrow dtype rounds that sum. The rules of
-    # `jax.custom_jvp` stand in the gradient alone.
+    # One reverse pass sums over the examples, and a narrow dtype would round that sum.
     program = jax.make_jaxpr(loss)(params, example).jaxpr
     gradient = loss.gradient(params, example)
     variables = [v for e in (*equations(program), *equations(gradient)) for v in e.outvars]

@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-# An input of at most 8 channels is slow. Neighbours are added until there are 48 output channels;
-# both numbers were chosen by ``make bench BENCH=primitives``.
+# Inputs of at most 8 channels are slow; neighbours are added up to 48 output channels. Both timed.
 _FEW, _ENOUGH = 8, 48
 
 
@@ -100,10 +99,7 @@ def _columns(parameters: dict[str, Any], x: Array, kernel: Array) -> tuple[int, 
 
 
 def _abreast(parameters: dict[str, Any], count: int, x: Array, kernel: Array) -> Array:
-    """Computes `count` neighbouring outputs together: shifted copies of the kernel as channels.
-
-    Padding with zeros lets a non-finite pixel reach neighbours, but never another example.
-    """
+    """Computes `count` neighbouring outputs together: shifted copies of the kernel as channels."""
     numbers, (*others, stride) = parameters["dimension_numbers"], parameters["window_strides"]
     out, along = numbers.rhs_spec[0], numbers.rhs_spec[-1]
     *beside, (low, high) = parameters["padding"]
@@ -111,6 +107,7 @@ def _abreast(parameters: dict[str, Any], count: int, x: Array, kernel: Array) ->
     rounds = -(-columns // count)
     missing = (rounds * count - 1) * stride + kernel.shape[along] - size
 
+    # Zeros let a non-finite pixel reach neighbours, but never another example.
     def moved(places: int) -> Array:
         edges = [(0, 0, 0)] * kernel.ndim
         edges[along] = (places * stride, (count - 1 - places) * stride, 0)
@@ -165,12 +162,10 @@ def _input_cotangent(
 def _kernel_cotangent(
     parameters: dict[str, Any], x: Array, shape: tuple[int, ...], cotangent: Array
 ) -> Array:
-    """The cotangent of the kernel: the input, convolved with the output's cotangent.
-
-    Examples are the channels that are summed over, written last as XLA computes fast in a loop.
-    """
+    """The cotangent of the kernel: the input, convolved with the output's cotangent."""
     numbers, spreads = parameters["dimension_numbers"], parameters["lhs_dilation"]
     (batch, channels, *space), (first, out, *there) = numbers.lhs_spec, numbers.out_spec
+    # Examples are the channels that are summed over, last, as XLA computes fast in a loop.
     images = jnp.transpose(x, (channels, *space, batch))
     kernel = jnp.transpose(cotangent, (*there, first, out))
     # Without the barrier XLA folds the transposes back into the form that it cannot run fast.
@@ -196,8 +191,7 @@ def _kernel_cotangent(
         ),
         precision=parameters["precision"],
     )
-    order = numbers.rhs_spec
-    return jnp.moveaxis(found, (last, 0, *inner), order)
+    return jnp.moveaxis(found, (last, 0, *inner), numbers.rhs_spec)
 
 
 def _swap_channels(kernel: Array, out: int, channels: int, groups: int) -> Array:

@@ -58,10 +58,7 @@ def bind_fast(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
 
 
 def fast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with `bind_fast` for its equations, so that loops may differentiate it.
-
-    Loops, branches, and calls with a derivative of their own inside the function run as written.
-    """
+    """The function with `bind_fast`, except in loops, branches and custom derivatives."""
 
     def step(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
         # Functions of `jax.numpy` and many layers are programs of their own.
