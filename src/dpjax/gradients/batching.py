@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batching: microbatches and devices, and nothing else in the library knows of either.
 
-`sum_over` sums anything over the microbatches of a draw, on all devices. `laid_out` does the same
-for an engine on one batch, whose norms and losses are wanted per example. Both need only that the
-clipped sum of two pieces is the sum of their clipped sums.
-
-A float32 sum of a million examples rounds what one of them adds by more than the margin of the
-noise. So the sum of a *block* of examples is plain, and blocks are added with compensation.
+The clipped sum of two pieces is the sum of their clipped sums, which is all that is needed. A
+float32 sum of a million examples rounds what one of them adds by more than the margin of the noise.
+So the sum of a *block* of examples is plain, and blocks are added with compensation.
 """
 
 from __future__ import annotations
@@ -53,31 +50,9 @@ def sum_over(
     state: S,
     settle: Callable[[T], T] | None = None,
 ) -> T:
-    """Sums over the rows of a draw, microbatch by microbatch, on all devices.
+    """The sum of ``add(state, rows, mask, total)`` over the rows of a draw: one total per share.
 
-    The loop takes as many trips as the draw needs, so a draw of any size runs in one compiled
-    program, is never truncated, and an empty one leaves ``zero``.
-
-    Args:
-      add: ``(state, rows, mask, total) -> total`` for one microbatch. The mask is False in the
-        padding of the last one.
-      zero: The total over no rows.
-      layout: The microbatch and the devices.
-      draw: Which rows; of any size up to its capacity.
-      data: A tree of arrays with one row per example.
-      state: What ``add`` needs on every device, whole.
-      settle: What happens to a total after each block of microbatches, see `settled`.
-
-    Returns:
-      One total per share, stacked; `join` adds them.
-
-    Example:
-      >>> draw = Draw(jnp.array([3, 0, 4, 1, 2]), jnp.arange(5) < 3)
-      >>> add = lambda state, rows, mask, total: total + jnp.sum(jnp.where(mask, rows, 0))
-      >>> zero, layout = jnp.array(0), Layout(microbatch_size=2)
-      >>> totals = sum_over(add, zero, layout, draw, jnp.arange(10), state=None)
-      >>> int(totals[0])
-      7
+    The loop takes as many trips as the draw needs. ``settle`` ends each block of microbatches.
     """
     size, shares = layout.microbatch_size, layout.shares
 
@@ -85,7 +60,6 @@ def sum_over(
         def add_rows(indices: Int[Array, " size"], mask: Bool[Array, " size"], total: T) -> T:
             return add(state, jax.tree.map(lambda x: x[indices], data), mask, total)
 
-        # A loop over the draw and not over the data: what was not drawn is never read.
         block = None if settle is None else (microbatches_in_block(size), settle)
         return sampling.fold(draw, size, add_rows, zero, (which, shares), block)
 
@@ -96,12 +70,9 @@ def sum_over(
 class Total(NamedTuple):
     """A running sum of gradients."""
 
-    block: PyTree
-    """The microbatches since the last block ended, added in place."""
-    high: PyTree | None = None
-    """The sum of all blocks that ended; None if draws rarely take more than one block."""
-    low: PyTree | None = None
-    """What ``high`` lacks of their sum. Only noise may round it away."""
+    block: PyTree  # the microbatches since the last block ended, added in place
+    high: PyTree | None = None  # all blocks that ended; None if draws rarely take more than one
+    low: PyTree | None = None  # what ``high`` lacks of their sum; only noise may round it away
 
 
 MOST = 1024
@@ -112,8 +83,8 @@ of a bound more than an example should; the margin for sums is 2^-11."""
 def microbatches_in_block(size: int) -> int:
     """How many microbatches of this size are added before a block ends.
 
-    Each addition may round otherwise by the last bit of the block, once an example is left out.
-    For blocks of ``size * count`` bounds, and ``count`` additions, that is at most 2^-12 bounds.
+    Each addition may round otherwise by the last bit of the block, once an example is left out: for
+    blocks of ``size * count`` bounds, and ``count`` additions, by at most 2^-12 bounds.
     """
     return max(1, math.isqrt(2**11 // size))
 
@@ -151,14 +122,9 @@ def _compensated(total: Total) -> tuple[PyTree, PyTree]:
 def join(
     totals: Total, more: T, layout: Layout, reach: Sequence[float]
 ) -> tuple[PyTree, PyTree | None, T]:
-    """The totals of all shares together: the one place where devices meet in a step.
+    """The sum of all shares, what it lacks because it is rounded, and the sums of ``more``."""
 
-    No coordinate of a leaf's sum exceeds its ``reach``. ``more`` are numbers to be added plainly.
-
-    Returns:
-      The sum, what it lacks because it is rounded (or None), and the sums of ``more``.
-    """
-
+    # The one place where devices meet in a step. No coordinate of a sum exceeds its ``reach``.
     def of_share(totals: Total, more: T) -> tuple[PyTree, PyTree | None, T]:
         total, more = jax.tree.map(lambda x: x[0], (totals, more))
         return _joined(total, more, layout, reach)
@@ -172,7 +138,7 @@ def join(
 def _joined(
     total: Total, more: T, layout: Layout, reach: Sequence[float]
 ) -> tuple[PyTree, PyTree | None, T]:
-    """`join`, of one share's total, which meets the others over the axes of the batch."""
+    """`join`, of one share's total."""
     value, lost = (total.block, None) if total.high is None else _compensated(total)
     if layout.shares == 1:
         return value, lost, more
@@ -197,10 +163,8 @@ class Rows(NamedTuple):
     """Examples with their masks and weights, all with the same leading axis."""
 
     batch: PyTree
-    mask: Bool[Array, " batch"]
-    """Which are real; the others are padding."""
-    weights: Float[Array, "batch groups"]
-    """In [0, 1]; they multiply the factors of the rule."""
+    mask: Bool[Array, " batch"]  # which are real; the others are padding
+    weights: Float[Array, "batch groups"]  # in [0, 1]; they multiply the factors of the rule
 
 
 Engine = Callable[[Traced, Clipping, PyTree, Rows, PyTree], ClippedSum]
@@ -254,9 +218,8 @@ def laid_out(engine: Engine, layout: Layout) -> Engine:
         shares = on_each(share, layout, split={1})(params, even)
         value = jax.tree.map(lambda s, x: s + jnp.sum(x, axis=0), start, shares.value)
         shares = shares._replace(value=None)
-        return jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], shares)._replace(
-            value=value
-        )
+        shares = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], shares)
+        return shares._replace(value=value)
 
     return in_turn if layout.shares == 1 else spread
 
@@ -264,10 +227,7 @@ def laid_out(engine: Engine, layout: Layout) -> Engine:
 def on_each(
     run: Callable[..., PyTree], layout: Layout, split: Collection[int] = ()
 ) -> Callable[..., PyTree]:
-    """Runs ``(which share, *arguments) -> tree`` on each share in parallel and stacks the results.
-
-    The arguments at the positions in ``split`` are split along their leading axis.
-    """
+    """Stacks ``run(which share, *arguments)`` of all shares; arguments in ``split`` are split."""
     several = layout.shares > 1
 
     def one(*arguments: PyTree) -> PyTree:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`clipped_grad`: checks its arguments, picks an engine, and returns the clipped sum.
-
-It is the counterpart of `jax.grad` for private training. `jax.grad` returns the gradient of a
-batch; `clipped_grad` returns the sum of the gradients of its examples, each clipped by the rule.
-"""
+"""`clipped_grad`: checks its arguments, picks an engine, and returns the clipped sum."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from dpjax.data.arrays import arrays
 from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._estimated_norms.jl import projected
 from dpjax.gradients.batching import Engine, Rows
-from dpjax.gradients.engines import ENGINES, WHOLE_BATCH, named
+from dpjax.gradients.engines import ENGINES, named
 from dpjax.gradients.layout import Request, run_laid_out
 from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.gradients.nan_isolation import isolated
@@ -48,23 +44,22 @@ def clipped_grad(
       loss: ``loss(params, example) -> scalar``, a pure function of *one* example: the leaves
         of ``batch`` without their leading axis.
       rule: A `dpjax.clipping` rule.
-      engine: It changes only the speed. ``"ghost"``, also ``"auto"``: book-keeping, without
-        per-example gradients. ``"scan"``: per-example gradients, vectorised in microbatches.
-        ``"vmap"``: the same, with the whole batch as one microbatch by default.
+      engine: It, ``microbatch_size`` and ``devices`` change only the speed. ``"ghost"``, also
+        ``"auto"``: book-keeping, without per-example gradients. ``"scan"``: per-example gradients,
+        vectorised in microbatches. ``"vmap"``: the same, with the whole batch as one by default.
       microbatch_size: The number of examples that are differentiated together, at most 1,024; by
-        default as many as fit, or all with ``"vmap"``. It changes only the speed.
+        default as many as fit, or all with ``"vmap"``.
       has_aux: Whether the loss returns ``(scalar, aux)``.
       devices: How many of this process's devices share the batch, or a mesh, whose axes other than
         ``model`` split it. By default all host devices (``jax_num_cpu_devices``) if the batch
-        takes several microbatches, else one. It changes only the speed. Arrays that
-        `jax.device_put` committed to a device stay there, unless ``devices`` is given; in your own
-        `jax.jit`, where this cannot be seen, give 1.
+        takes several microbatches, else one. Arrays that `jax.device_put`
+        committed to a device stay there, unless ``devices`` is given; in your own `jax.jit`, where
+        this cannot be seen, give 1.
 
     Returns:
       A function ``(params, batch, mask=None, weights=None, key=None, start=None) -> ClippedSum``.
 
-      * ``weights`` ``[batch]`` or ``[batch, groups]`` multiply the factors and are clipped to
-        [0, 1].
+      * ``weights`` ``[batch]`` or ``[batch, groups]`` multiply the factors.
       * ``key`` is only for `dpjax.clipping.jl`, which draws its directions from it: a fresh key for
         each step, one key for all parts of a batch.
       * ``start`` is the `ClippedSum` of other examples of the same step, by an equal rule, to which
@@ -76,8 +71,7 @@ def clipped_grad(
 
     | batch | result |
     |---|---|
-    | no examples | zeros |
-    | all masked | zeros |
+    | no examples, or all masked | zeros |
     | a weight above 1, below 0, or NaN | taken as 1, 0 and 0 |
     | an example with a NaN or infinite gradient | contributes exactly 0 |
     | bfloat16 or float16 parameters | norms and sums are float32 |
@@ -134,12 +128,11 @@ def clipped_grad(
         check_loss(traced, params, trees.one_row(batch), "clipped_grad")
         # Without examples every engine returns zeros.
         name = "vmap" if size == 0 else engine
-        together = microbatch_size or (size if name in WHOLE_BATCH else None)
+        together = microbatch_size or (size if name == "vmap" else None)
         request = Request(size, name, together, devices)
         real = real_rows("clipped_grad", mask, size)
         rows = Rows(batch, real, _held_weights(weights, size, rule.partition.size))
-        # In float32 or wider, whatever the parameters are: the sum must not lose what one example
-        # adds.
+        # In float32 or wider: the sum must not lose what one example adds.
         start = trees.zeros_wide(params) if start is None else start
         run = functools.partial(_engine, name, rule)
         total = run_laid_out("clipped_grad", request, run, traced, rule, params, rows, start, key)
@@ -171,10 +164,7 @@ def clipped_sum(
 
 
 def _engine(name: str, rule: Clipping, key: Key) -> Engine:
-    """The engine; or, for rules with estimated norms, the estimator.
-
-    Estimated norms change the guarantee, so the estimator is no engine.
-    """
+    """The engine; or the estimator of norms, no engine because it changes the guarantee."""
     if rule.projections is None:
         return ENGINES[name]
     if key is None:

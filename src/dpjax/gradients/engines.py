@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines: different ways to compute one clipped sum.
 
-An engine is a function ``(loss, rule, params, rows, start)``, see `dpjax.gradients.batching`. To
-add an engine, add a row to `ENGINES`; ``tests/test_laws.py`` then compares it with the others.
+An engine is an `Engine` of `batching`. ``tests/test_laws.py`` compares every row of `ENGINES`.
 """
 
 from __future__ import annotations
@@ -34,10 +33,6 @@ ENGINES: dict[str, Engine] = {
     "scan": _vectorised,
     "ghost": isolated(ghost, harmless=by_patches),
 }
-
-# Engines that `dpjax.clipped_grad` runs on the whole batch unless a microbatch size is given. All
-# others, and each engine in a step of `dpjax.dpsgd`, run in microbatches that `layout` chooses.
-WHOLE_BATCH = {"vmap"}
 
 
 def named(call: str, engine: str) -> str:

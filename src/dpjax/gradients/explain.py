@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`explain`: prints how the book-keeping engine handles each leaf of a loss.
 
-It traces the loss and chooses rules on shapes alone, with the functions that the engine uses, so
-a model of any size is explained in the time that tracing it takes.
+Shapes alone decide, so a model of any size is explained in the time that tracing it takes.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ def explain(loss: LossFn, params: PyTree, example: PyTree) -> str:
         else:
             counts = Counter(site.equation.primitive.name for site in sites)
             uses = ", ".join(use if n == 1 else f"{n} x {use}" for use, n in counts.items())
-            # The engine's own choice from shapes, not a second opinion.
             choice = foresee(leaves[i], sites, i)
             rule = choice.rule + (", kept" if choice.keep else "")
             rows.append((name, uses, rule, f"{choice.operations:,}"))

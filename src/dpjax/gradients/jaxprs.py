@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One interpreter of jaxprs.
+"""One interpreter of jaxprs: `evaluate` gives each equation of a program to a *rule*.
 
-`evaluate` keeps the environment of a program and gives each equation to a *rule*. With `bind`
-as the rule it computes the program. Other rules compute something else of the same program: the
-book-keeping engine finds where parameters meet the data, and the layout counts bytes.
+With `bind` as the rule it computes the program. Other rules find where parameters meet the data, or
+count bytes.
 """
 
 from __future__ import annotations
@@ -24,13 +23,9 @@ Rule = Callable[[JaxprEqn, list[Any]], Iterable[Any]]
 
 def bind(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Evaluates one equation, which may be a call or have a custom derivative."""
-    # As a program of its own, which every version of JAX can run whatever the parameters of its
-    # primitives look like.
-    given = {
-        variable: x
-        for variable, x in zip(equation.invars, inputs, strict=True)
-        if not isinstance(variable, Literal)
-    }
+    # As a program of its own, which every version of JAX can run.
+    pairs = zip(equation.invars, inputs, strict=True)
+    given = {variable: x for variable, x in pairs if not isinstance(variable, Literal)}
     wanted = [v for v in equation.outvars if not isinstance(v, DropVar)]
     debug = DebugInfo("dpjax", equation.primitive.name, ("",) * len(given), ("",) * len(wanted))
     program = Jaxpr([], list(given), wanted, [equation], equation.effects, debug)
@@ -46,16 +41,7 @@ def evaluate(
     rule: Rule = bind,
     literal: Callable[[Any], Any] = lambda value: value,
 ) -> list[Any]:
-    """Evaluates a program, equation after equation.
-
-    Values may be anything that ``rule`` understands; ``literal`` makes one of a literal number.
-
-    Example:
-      >>> import jax
-      >>> closed = jax.make_jaxpr(lambda x: 2 * x + 1)(3)
-      >>> evaluate(closed.jaxpr, closed.consts, [3])
-      [Array(7, dtype=int32, weak_type=True)]
-    """
+    """Evaluates a program, equation after equation; ``literal`` makes a value of a number."""
     values: dict[Any, Any] = dict(zip(program.constvars, constants, strict=True))
     values.update(zip(program.invars, arguments, strict=True))
 
@@ -64,8 +50,6 @@ def evaluate(
 
     for equation in program.eqns:
         outputs = rule(equation, [read(v) for v in equation.invars])
-        # Outputs that no equation reads are kept until the end: dropping them would need a pass for
-        # their last use.
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(v) for v in program.outvars]
 
@@ -96,10 +80,7 @@ def inner_programs(equation: JaxprEqn) -> list[Jaxpr]:
 
 
 def own_vjp(equation: JaxprEqn) -> bool:
-    """Whether a user may have written the VJP of an equation, which then need not be linear.
-
-    The equations inside of it are not read.
-    """
+    """Whether a user may have written the VJP of an equation itself; it then need not be linear."""
     of_jax = type(equation.params.get("_prim")).__name__ in _CLASSES
     return equation.primitive.name.startswith(_OWN_VJP) and not of_jax
 

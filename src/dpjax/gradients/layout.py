@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout: how many examples to differentiate together, and on how many devices.
 
-The estimate reads shapes in the jaxpr of the loss. An engine that stores one gradient per example
-gets as many examples as fit a share of the memory, and so does every engine on an accelerator. The
-book-keeping engine on a CPU balances two costs: working sets larger than the caches are slow, and
-every microbatch reads all weights and adds its sum to the total, which are passes over them.
+An engine that stores one gradient per example gets as many as fit a share of the memory, and so
+does every engine on an accelerator. The book-keeping engine on a CPU balances working sets larger
+than the caches, which are slow, and the passes of every microbatch over all weights and the total.
 
-The layout changes speed and memory, never a result. It is that of the platform that the program is
-traced for (`platforms`), not of the machine that traces it.
+The layout changes speed and memory, never a result.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
 # The share of the memory for one microbatch on an accelerator.
 _SHARE = 1 / 8
 # On a CPU: bytes in flight on all devices together, plus these multiples of the bytes of parameters
-# and of frozen weights, which are read forwards and backwards and have no sum. Chosen by timing
-# the clipped sums of W1 to W5 in microbatches of each power of two.
+# and of frozen weights, which have no sum. Chosen by timing the clipped sums of W1 to W5 in
+# microbatches of each power of two.
 _CACHES, _PASSES, _FROZEN_PASSES = 4 * 2**20, 4, 2
 
 
@@ -69,7 +67,7 @@ def layout(
       params: Parameters, or their shapes.
       example: One example, or its shapes.
       batch_size: The largest useful microbatch.
-      engine: The engine that will run.
+      engine: As for `dpjax.clipped_grad`.
       microbatch_size: The user's choice, if any.
       devices: The user's choice, if any: a mesh, or a number of this process's devices.
 
@@ -96,7 +94,6 @@ def _layout(request: Request, loss: Traced, params: PyTree, example: PyTree) -> 
         together = microbatch_size or _together(loss, params, example, batch_size, engine)
         together = min(together, MOST)
         mesh = _mesh(devices, -(-batch_size // together))
-        # Traced for a mesh of the user's alone: the layout of one device should cost no trace.
         # The gradient, because derivatives of the user's own may hold other convolutions.
         split = mesh is not None and meshes.MODEL in mesh.axis_names
         program = loss.gradient(params, example) if split else None
@@ -118,11 +115,7 @@ def run_laid_out(
     start: PyTree,
     key: Key = None,
 ) -> ClippedSum:
-    """Runs an engine on a batch, in the layout of its arrays' devices.
-
-    Given devices take committed arrays with them. Without a choice arrays stay where they are,
-    because the caller adds the result to others there.
-    """
+    """Runs an engine on a batch, in the layout of its arrays' devices."""
     devices, example = request.devices, trees.one_row(rows.batch)
     parts = {"params": params, "batch": rows, "key": key, "start": start}
     mesh = meshes.automatic(devices) if isinstance(devices, Mesh) else meshes.of_host(devices or 1)
@@ -153,7 +146,6 @@ def _mesh(devices: int | Mesh | None, microbatches: int) -> Mesh | None:
     several = ours and microbatches > 1 and platforms.on_cpu()
     if several and devices is None:
         # JAX fixes the number of devices at its first array, so the user has to set it.
-        # ``make bench BENCH=scaling`` has what they gain.
         _warn_of_idle_cores()
     most = min(jax.local_device_count(), microbatches) if several else 1
     return meshes.of_host(devices or most)
@@ -176,10 +168,9 @@ def _batch_axes(mesh: Mesh, program: Jaxpr | None) -> tuple[str, ...]:
     """The axes of a mesh that split the batch of a loss: all but that of the parameters."""
     if program is None:
         return mesh.axis_names
-    # XLA partitions kernel gradients of vmapped convolutions wrongly (jaxlib 0.10.2; the error is
-    # as large as the gradient), and fails on some FFTs on a CPU (RET_CHECK in fft_thunk.cc). So
-    # with either nothing is left to XLA: the batch is split over all devices, and each has all
-    # parameters during a step.
+    # XLA partitions kernel gradients wrongly (see `nan_isolation`), and fails on some FFTs on a CPU
+    # (RET_CHECK in fft_thunk.cc). So with either nothing is left to XLA: the batch is split over
+    # all devices, and each has all parameters during a step.
     used = {equation.primitive.name for equation in equations(program)}
     every = bool(used & {"conv_general_dilated", "fft"})
     return tuple(name for name in mesh.axis_names if every or name != meshes.MODEL)
@@ -195,11 +186,7 @@ def _together(loss: Traced, params: PyTree, example: PyTree, batch_size: int, en
 
 
 def _trains_kernels(loss: Traced, params: PyTree, example: PyTree) -> bool:
-    """Whether the loss trains a convolutional network, as that of a client does.
-
-    Kernels then differ between examples, and vmapped they are groups of a convolution, which XLA on
-    CPU compiles to naive loops.
-    """
+    """Whether the loss trains kernels, as a client's may: XLA on CPU makes naive loops of them."""
     # Only training loops with `while`: reverse mode cannot differentiate it.
     program = jax.make_jaxpr(loss)(params, example).jaxpr
     loops = (e for e in equations(program) if e.primitive.name == "while")
@@ -207,18 +194,12 @@ def _trains_kernels(loss: Traced, params: PyTree, example: PyTree) -> bool:
 
 
 def bytes_per_example(loss: Traced, params: PyTree, example: PyTree, engine: str) -> int:
-    """An estimate of the memory for one example in flight.
-
-    It counts the values of the forward pass that depend on the example. For the book-keeping
-    engine these are the values that XLA writes, and what the rules of the leaves write. For other
-    engines they are all values four times, for cotangents and scaled copies, and two gradients of
-    every leaf.
-    """
+    """An estimate of the memory for one example in flight, from the values that depend on it."""
     program, leaves = jax.make_jaxpr(loss)(params, example).jaxpr, jax.tree.leaves(params)
     moving = [i >= len(leaves) for i in range(len(program.invars))]
     if engine != "ghost":
+        # Cotangents and scaled copies of all values, and two gradients of every leaf.
         return 4 * _program_bytes(program, moving) + 2 * _bytes(leaves)
-    # From the trace that the engine will use, so the forecast knows which leaves are materialised.
     traced = loss.program(params, example)
     numbers = sum(leaves[i].size for i in traced.materialised)
     for i, leaf in enumerate(leaves):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A loss is read before it is mapped over examples.
 
-The guarantee rests on one sentence: the loss of an example is a function of this example and of the
-parameters. `check_loss` asks what people get wrong: a loss of a batch, batch statistics, and
-functions that JAX hands a whole batch. It believes every other primitive, and so a caller's own.
+The guarantee rests on this: the loss of an example is a function of this example and of the
+parameters. `check_loss` refuses a loss of a batch, batch statistics, and functions that JAX hands a
+whole batch. It believes every other primitive, and so a caller's own.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Isolation: a NaN of one example must not reach the other examples of its batch.
 
-`jax.vmap` turns a convolution whose two operands both differ from example to example, such as the
-gradient of its kernel, into a grouped convolution. XLA on CPU (jaxlib 0.10.2) compiles some grouped
-convolutions with explicit zeros between the groups. Since 0 * NaN is NaN, a NaN of one example then
-becomes a NaN of all, and masking drops them all: one example moves the sum by many bounds.
-
-The numbers may hide this, because a loss, a client's optimizer or a weight can drop a NaN. So the
-decision is made from the program, before there are numbers.
+`jax.vmap` turns a convolution whose two operands both differ from example to example into a grouped
+convolution. XLA on CPU (jaxlib 0.10.2) compiles some with explicit zeros between the groups. Since
+0 * NaN is NaN, a NaN of one example becomes a NaN of all: one example moves the sum by many bounds.
+A loss, a client's optimizer or a weight may hide the NaN, so the program decides, before numbers.
 
 If a batch is sharded over several devices, XLA partitions such a convolution wrongly for finite
-numbers too (``jax.vmap(jax.grad(loss))`` as well): the error is as large as the gradient, and there
-is no warning. `refuse_split` refuses such a batch.
+numbers too: the error is as large as the gradient, without a warning. `refuse_split` refuses it.
 """
 
 from __future__ import annotations
@@ -69,15 +65,13 @@ def each(function: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
 
 def refuse_split(call: str, batch: PyTree) -> None:
     """Raises, now or at compilation, if the batch is sharded over several devices."""
-    # Inside a shard_map over all axes XLA partitions nothing. Over some, as with `model`, the
-    # layout leaves no such convolution to XLA.
+    # Inside a shard_map the layout leaves no such convolution to XLA.
     inside = jax.sharding.get_abstract_mesh().manual_axes  # each device has a program of its own
     if jax.device_count() == 1 or inside:
         return
     for leaf in jax.tree.leaves(batch):
         if isinstance(leaf, jax.Array):  # NumPy arrays are on no device yet
-            # Inside `jit` the compiler chooses shardings, so the question is put to the compiled
-            # program.
+            # Inside `jit` the compiler chooses shardings, so the compiled program tells.
             jax.debug.inspect_array_sharding(leaf, callback=partial(_refuse, call))
 
 
@@ -97,16 +91,14 @@ def differentiates_kernels(
     program = jax.make_jaxpr(loss)(params, example).jaxpr
     count, hidden = len(convolutions(program)), False
     if has_own_derivatives(program):
-        # Derivatives of the user's own may hold convolutions that no rule of JAX makes. Its rules
-        # make two for each convolution, by the operands.
+        # A user's derivatives may hold more than the two for each convolution of JAX's rules.
         hidden = len(convolutions(loss.gradient(params, example))) > 3 * count
     return hidden or (count > 0 and count != harmless(loss, params, example))
 
 
 def _grouped_by_rows(run: Callable[[PyTree], PyTree], rows: PyTree) -> bool:
     """Whether rows become groups of a convolution that XLA compiles with zeros between groups."""
-    # Channels may be groups as well, but their number does not grow with the number of rows.
-    # Traced on the whole microbatch and on one row: groups that grow with rows are examples.
+    # Channels may be groups as well, but only groups that grow with the rows are examples.
     groups = _leaky(run, rows)
     return bool(groups) and groups != _leaky(run, jax.tree.map(lambda x: x[:1], rows))
 

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plain_grad`: a gradient without privacy, computed by the same means as the private one.
+"""`plain_grad`: a gradient without privacy, by the same means as the private one.
 
-It uses the trace, the fast primitives, the microbatches and the devices of the book-keeping
-engine, without norms and factors. So it is a fair baseline for the time of a private step, and it
-speeds up non-private training.
+So it is a fair baseline for the time of a private step, and it speeds up non-private training.
 """
 
 from __future__ import annotations
@@ -54,8 +52,6 @@ def plain_grad(
         refuse_tracking("gradients.plain_grad")
         refuse_explicit("gradients.plain_grad", "data", batch)
         refuse_explicit("gradients.plain_grad", "parameters", params)
-        # The private engine with weights 1: the benchmark then compares privacy and not two
-        # implementations.
         rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))
         total = run_laid_out(
             "gradients.plain_grad",
@@ -84,7 +80,6 @@ def _unclipped(
     sums = jax.tree.leaves(start)
     for i, entries in found.entries.items():
         put = into_table(i, entries)
-        # No norms are computed, which is the whole saving.
         part = None if put else summed(i, [entry.scaled(ones) for entry in entries], leaves)
         sums[i] = put(sums[i], ones) if put else sums[i] + part
     for i, each in found.gradients.items():

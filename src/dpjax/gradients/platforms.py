@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Platforms: for which kind of device a program is traced, so that it gets that device's forms.
 
-Microbatches, forms of gradients and versions of primitives differ between a CPU and accelerators.
 JAX learns the platform late, when it lowers: a CPU machine can compile for a TPU. So a decision
-reads `on_cpu`, and what decides runs inside `dependent`, which traces a program for the CPU and one
-for accelerators and leaves the choice to the lowering, unless the platform is known already.
+reads `on_cpu`, and what decides runs inside `dependent`.
 """
 
 from __future__ import annotations
@@ -72,11 +70,7 @@ def traced_for(platform: str | None) -> Iterator[None]:
 
 
 def dependent(function: Callable[..., T], *arguments: Any) -> T:
-    """``function(*arguments)``, with the decisions of the platform for which it is lowered.
-
-    The function is traced twice inside a `jax.jit` for which the platform is unknown; only one
-    program is lowered.
-    """
+    """``function(*arguments)``, with the decisions of the platform for which it is lowered."""
     if known() is not None:
         return function(*arguments)
 
@@ -87,6 +81,7 @@ def dependent(function: Callable[..., T], *arguments: Any) -> T:
 
         return traced
 
+    # Traced for both platforms; only one program is lowered.
     return jax.lax.platform_dependent(*arguments, cpu=under("cpu"), default=under(ACCELERATOR))
 
 

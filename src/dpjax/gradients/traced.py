@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Traced`: the loss as engines receive it.
+"""`Traced`: the loss as engines receive it, traced once.
 
-Checks, layout, guards and engine read the same program, so each trace is made once. A `Traced`
-lives as long as one call of `dpjax.clipped_grad`: a trace may hold values of the JAX transformation
-around that call, which are invalid afterwards.
+It lives as long as one call of `dpjax.clipped_grad`: a trace may hold values of the JAX
+transformation around that call, which are invalid afterwards.
 """
 
 from __future__ import annotations
@@ -23,12 +22,7 @@ _PRECISION = "jax_default_matmul_precision"
 
 
 class Traced:
-    """``(params, example) -> (scalar, aux)``: a loss that remembers its trace.
-
-    Args:
-      loss: ``loss(params, example) -> scalar``.
-      has_aux: Whether it returns ``(scalar, aux)``; otherwise aux is None.
-    """
+    """``(params, example) -> (scalar, aux)``: a loss that remembers its trace."""
 
     def __init__(self, loss: LossFn, has_aux: bool = False) -> None:
         self.loss = loss if has_aux else lambda params, example: (loss(params, example), None)

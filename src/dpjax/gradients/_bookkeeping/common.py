@@ -38,13 +38,7 @@ _ROUNDINGS = 4
 
 
 class Common(NamedTuple):
-    """The part of a leaf's gradients that is one gradient for all examples, up to scales.
-
-    Args:
-      gradient: ``R``, of the leaf's shape.
-      scales: ``[batch, *slices]``.
-      axes: The axes of the leaf that count the slices, in order.
-    """
+    """One gradient ``R`` for all examples, times ``scales`` ``[batch, *slices]`` along ``axes``."""
 
     gradient: Array
     scales: Array
@@ -67,7 +61,7 @@ def divided(
 ) -> tuple[dict[int, list[Entry]], dict[int, list[Common]]]:
     """For each leaf the entries with a gradient for each example, and the common gradients."""
     rest, commons = dict[int, list[Entry]](), dict[int, list[Common]]()
-    # What a weight decay of all leaves needs is computed once, and not once for each leaf.
+    # What a weight decay of all leaves needs is computed once.
     every = {id(entry): entry for sites in entries.values() for entry in sites}
     forms = {key: form_of(*entry) for key, entry in every.items()}
     parts: dict[int, tuple[dict[int, Array], Array]] = {}
@@ -154,7 +148,7 @@ def _applied(x: Array, part: Array) -> Array:
     """Inputs ``[batch, blocks, inputs, positions]`` times the matrix of each block."""
     if len(part) > 1:
         return product("bhks,hkd->bhsd", x, part)
-    # As a product of two matrices, for which XLA need not copy inputs and matrix into its layout.
+    # As a product of two matrices, for which XLA need not copy into its layout.
     x = jnp.swapaxes(x, 2, 3)
     return product("nk,kd->nd", x.reshape(-1, x.shape[3]), part[0]).reshape(*x.shape[:3], -1)
 

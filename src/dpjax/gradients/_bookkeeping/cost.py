@@ -2,8 +2,7 @@
 """Costs: which rule computes the norms of a leaf, chosen by shapes alone.
 
 A cost is a number of multiplications of a large matrix product; other work is converted to it by
-measured ratios. `choose` takes the cheapest rule that is exact for the sites of a leaf, and
-`foresee` tells the choice before any data exist, for `dpjax.gradients.layout` and `explain`.
+measured ratios.
 """
 
 from __future__ import annotations
@@ -26,12 +25,10 @@ Shape = jax.ShapeDtypeStruct
 # Writing and squaring one number, or scaling it, in multiplications of a matrix product; and one
 # multiplication of inner products between few positions.
 _TRAFFIC, _SMALL = 8, 10
-# On accelerators, in multiplications of a matrix product of one pass: writing, squaring and scaling
-# one number; rounding, writing, bounding and summing for one inner product of positions; and one
-# multiplication of a product at the highest precision, which takes six passes on a TPU and more for
-# small matrices. A sum of rounded numbers takes two. For positions of a table: comparing two, and
-# one multiplication where a factor is 0 or 1. Read from expected cycles for TPU v5e
-# (docs/pages/speed.md).
+# On accelerators, in multiplications of one pass: a number that is written, squared and scaled; an
+# inner product of positions; a multiplication at the highest precision, and of a sum of rounded
+# numbers. Of a table: comparing two positions, and multiplying by a factor of 0 or 1. Read from
+# expected cycles for TPU v5e (docs/pages/speed.md).
 _KEPT, _PAIR, _EXACT, _TWO = 1250, 20_000, 16, 2
 _COMPARED, _ADDED = 500, 4
 # The Gram rule compiles a program for each pair of sites: 20 sites took more than a minute.
@@ -44,17 +41,10 @@ _FEW = 4
 
 
 class Choice(NamedTuple):
-    """How the norms and the sum of a leaf are computed.
-
-    Args:
-      rule: "product", "gram", "rows", "instantiate" or "derivative".
-      keep: Whether per-example gradients are kept for the sum.
-      operations: The cost of one example's norm, in multiplications of a large product.
-      numbers: How many numbers it writes, in addition to data and cotangents.
-    """
+    """How norms and sum of a leaf are computed; the cost of one norm, and the numbers it writes."""
 
     rule: str
-    keep: bool
+    keep: bool  # per-example gradients, for the sum
     operations: int
     numbers: int
 
@@ -64,8 +54,7 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     outers = [form for form in forms if form is not None]
     isometric = all(site.isometry for site in sites)
     if len(outers) < len(sites):
-        # The cotangents of an elementwise use are as large as the leaf's per-example gradients, and
-        # round the same: then the gradients need not be kept.
+        # The cotangents of an elementwise use are as large as the gradients, and round the same.
         row = row_of(sites[0])
         once = len(sites) == 1 and row.entrywise and row.linear_in
         keep = not (isometric and once and entire(leaf, sites))
@@ -76,10 +65,8 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     depth, rows = outers[0].g.shape[3], any(o.chosen for o in outers)
     by_rows, pairs = rows and len(outers) == 1, blocks * positions**2
     read = sum(math.prod(a.shape[1:]) for o in outers for a in (*o.x, o.g))
-    # A second product rounds otherwise. For an isometry `norms` bounds that; for other views the
-    # bound would need an operator norm, so gradients are kept.
+    # A second product rounds otherwise, which `norms` bounds for an isometry alone.
     keep = leaf.size <= _ROOM * read or not isometric
-    # The norm by instantiated gradients, and what the sum costs after it.
     product = 0 if rows else blocks * positions * width * depth
     copied = sum(math.prod(x.shape[1:]) for o in outers if o.copied for x in o.x)
     instantiate, again = product + _TRAFFIC * leaf.size, product + _TRAFFIC * copied
@@ -94,8 +81,7 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
         exact, twice = (1, _TWO) if all(o.short for o in outers) else (_EXACT, _EXACT)
         each = _ADDED * depth + _COMPARED if by_rows else exact * (width + depth) + _PAIR
         gram, again = pairs * each, twice * product
-    # These three rules take the norm of the view's gradient. It is the norm of the leaf's gradient
-    # only if the view is an isometry.
+    # These three take the norm of the view's gradient: that of the leaf's for an isometry alone.
     one_form = isometric and alike(outers) is not None
     if one_form and positions == 1 and not rows:
         return Choice("product", False, blocks * (width + depth), copied)
@@ -154,8 +140,7 @@ def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
     def batched(x: Shape) -> Shape:
         return jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
 
-    # Through the same `form_of` and `choose` that the run calls, so that forecast and run cannot
-    # differ.
+    # Through the functions that the run calls, so that forecast and run cannot differ.
     data = [[batched(x) for x in site.data] for site in sites]
     jax.eval_shape(on_shapes, data, [batched(site.output) for site in sites])
     return choices[0]
@@ -172,8 +157,7 @@ def alike(forms: Sequence[Outer]) -> list[Outer] | None:
             return None
         if form.axes == first.axes:
             turned.append(form)
-        # Tied weights: one use contracts the axis that the other produces, so inputs and outputs
-        # swap.
+        # Tied weights: one use contracts the axis that the other produces.
         elif form.axes[1:] == first.axes[:0:-1] and not form.chosen:
             x, g = (jnp.swapaxes(a, 2, 3) for a in (form.g, jnp.concatenate(form.x, axis=2)))
             turned.append(form._replace(x=(x,), g=g))

@@ -2,9 +2,7 @@
 """The book-keeping engine: clipped sums without per-example gradients.
 
 One forward and one backward pass give the data and the cotangent of each example at every site.
-`leaf_norms` computes norms from them, the clipping rule turns norms into factors, and `leaf_sums`
-forms each sum once, already weighted. The same backward pass gives per-example gradients of the
-materialised leaves.
+`leaf_norms` computes norms from them, and `leaf_sums` forms each weighted sum once.
 
 References:
   Goodfellow, "Efficient Per-Example Gradient Computations", 2015; Bu et al.,
@@ -49,7 +47,6 @@ def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     for i, gradient in gradients.items():
         square = trees.group_norms([gradient], (0,), 1)[:, 0] ** 2
         squares[groups[i]] = squares[groups[i]] + square
-        # A materialised leaf has its per-example gradients already: they are summed as they are.
         pieces[i] = Pieces([gradient])
     entries, commons = divided(entries, leaves)
     together = computed(entries, leaves)
@@ -59,8 +56,7 @@ def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
         else:
             square, pieces[i] = norms_with(i, sites, commons[i], leaves)
         squares[groups[i]] = squares[groups[i]] + square
-    # Squared norms of leaves add up within a group, so no per-example gradient is needed for the
-    # factor.
+    # Squared norms of leaves add up within a group.
     lengths = jnp.sqrt(jnp.stack(squares, axis=-1))
     real = rows.mask[:, None]
     factors = jnp.where(real, rule.factors(lengths), 0) * rows.weights
@@ -71,8 +67,6 @@ def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
         each, sites = factors[:, groups[i]], entries.get(i, [])
         if gradient is not None:
             parts[i] = kept(gradient, each)
-        # In place: a microbatch of a language model touches few rows of a table that is larger than
-        # all its other leaves.
         elif sites and (put := into_table(i, sites)):
             sums[i] = put(sums[i], each)
         elif sites:
@@ -83,20 +77,13 @@ def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     for i, shared in commons.items():
         for one in shared:
             sums[i] = sums[i] + one.sum(factors[:, groups[i]]).astype(sums[i].dtype)
-    return ClippedSum(
-        jax.tree.structure(params).unflatten(sums),
-        jnp.where(rows.mask, losses, 0),
-        jnp.where(real, lengths, 0),
-        factors,
-        aux,
-    )
+    value = jax.tree.structure(params).unflatten(sums)
+    shown, lengths = jnp.where(rows.mask, losses, 0), jnp.where(real, lengths, 0)
+    return ClippedSum(value, shown, lengths, factors, aux)
 
 
 def computed(entries: Mapping[int, Sequence[Entry]], leaves: Sequence[Array]) -> dict[int, Array]:
-    """Each example's gradients of the leaves from which kernels are computed, in one derivative.
-
-    A norm of the kernel's gradient is no norm of the leaf's, so these gradients are always kept.
-    """
+    """Gradients of leaves that make kernels: the norm of the kernel's is no norm of theirs."""
     # No leaf with a common gradient is among them: by `cost.aside` its other sites are isometric.
     by = [i for i, sites in entries.items() if not all(e.site.isometry for e in sites)]
     used = list({id(entry): entry for i in by for entry in entries[i]}.values())
@@ -109,10 +96,8 @@ class Backward(NamedTuple):
 
     losses: Array
     aux: Any
-    entries: dict[int, list[Entry]]
-    """For each leaf with sites, the data and the cotangent at them."""
-    gradients: dict[int, Array]
-    """Of each materialised leaf."""
+    entries: dict[int, list[Entry]]  # for each leaf with sites
+    gradients: dict[int, Array]  # of each materialised leaf
 
 
 def backward(loss: Traced, params: PyTree, batch: PyTree) -> Backward:
@@ -122,16 +107,13 @@ def backward(loss: Traced, params: PyTree, batch: PyTree) -> Backward:
     # Taps and leaves are not batched: vmap of the derivative gives each example's own cotangents.
     taps = [jnp.zeros(site.output.shape, site.output.dtype) for site in program.sites]
     materialised = {i: leaves[i] for i in program.materialised}
-    # With respect to the taps: their cotangents, with the recorded data, determine the gradient of
-    # every tapped leaf.
     differentiated = jax.value_and_grad(program.run, argnums=(0, 1), has_aux=True)
     (losses, (aux, data)), (cotangents, gradients) = jax.vmap(
         differentiated, in_axes=(None, None, None, 0)
     )(taps, materialised, leaves, batch)
     entries: dict[int, list[Entry]] = {}
     for site, noted, cotangent in zip(program.sites, data, cotangents, strict=True):
-        # Widened before any norm: the clipping rule trusts a float32 norm whatever the dtype of the
-        # model.
+        # The clipping rule trusts a float32 norm whatever the dtype of the model.
         wide = list(map(trees.widened_exactly, [*noted, cotangent]))
         entry = Entry(site, wide[:-1], wide[-1])
         for leaf in site.leaves:

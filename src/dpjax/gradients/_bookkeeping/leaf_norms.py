@@ -47,10 +47,7 @@ _ROUNDINGS = 4
 def norms(
     leaf: int, entries: Sequence[Entry], leaves: Sequence[Array], exact: bool
 ) -> tuple[Squares, Pieces | None]:
-    """Squared norms of each example's gradient of a leaf, and those gradients if they are kept.
-
-    ``exact`` says whether kept gradients meet what data and cotangents give beside them.
-    """
+    """Squared norms of a leaf's gradients, and these if they are kept; ``exact`` as in `placed`."""
     forms = [form_of(*entry) for entry in entries]
     choice = choose(leaves[leaf], [entry.site for entry in entries], forms)
     if choice.rule == "gram":
@@ -64,8 +61,7 @@ def norms(
         return _with_doubt(_row_norms(outers[0]), outers), None
     if choice.rule == "gram" and outers is not None:
         return _with_doubt(_gram_norms(outers), outers), None
-    # The pieces of one isometric site have the norm of the leaf's gradient, so they need not be put
-    # together before they are squared.
+    # The pieces of one isometric site have the norm of the leaf's gradient.
     alone = forms[0] if len(entries) == 1 and entries[0].site.isometry else None
     if choice.rule == "instantiate" and alone is not None:
         place, gradients = placed(leaf, entries[0], alone, leaves, exact)
@@ -121,8 +117,7 @@ def _with_doubt(squares: Squares, forms: Sequence[Outer]) -> Squares:
     """Squared norms of gradients that another product sums, with a bound on its rounding."""
     if not forms:
         return squares
-    # Relative to the terms: where they cancel to the last digits, both products consist of
-    # rounding errors.
+    # Relative to the terms, which may cancel to the last digits.
     doubt = jnp.finfo(squares.dtype).eps / 2 * _uncancelled(forms)
     short = [form for form in forms if form.short]
     if short:
@@ -146,7 +141,6 @@ def _lengths(form: Outer) -> tuple[Array, Array]:
 
 def _inner(p: Outer, q: Outer, precision: Any) -> Array:
     """Inner products of inputs ``[batch, blocks, positions of p, positions of q]``."""
-    # The inner product is symmetric, so one mixed case is enough.
     if p.chosen and not q.chosen:
         return jnp.swapaxes(_inner(q, p, precision), 2, 3)
     x, y = (jnp.concatenate(form.x, axis=2) for form in (p, q))

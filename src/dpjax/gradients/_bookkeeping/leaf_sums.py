@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clipped sums: from factors to the weighted sum of one leaf's per-example gradients.
 
-Where per-example gradients of the leaf exist, `kept` sums them. Elsewhere `recomputed` forms the
-sum in one product from the data and scaled cotangents of each site. `clipped_sums` takes both, and
-keeps out examples that are not finite. `into_table` updates a table in place if a batch uses few of
-its rows.
+`kept` sums per-example gradients that exist; `recomputed` forms the sum in one product per site.
+`clipped_sums` takes both, and keeps out examples that are not finite.
 """
 
 from __future__ import annotations
@@ -36,13 +34,7 @@ Squares = Float[Array, " batch"]
 
 
 class Entry(NamedTuple):
-    """A site with what one backward pass recorded there for a batch.
-
-    Args:
-      site: Where a view meets the data.
-      data: The other inputs of the site, with a batch axis.
-      cotangent: Of the output of the site, with a batch axis.
-    """
+    """A site with what one backward pass recorded there, with a batch axis."""
 
     site: Site
     data: Sequence[Array]
@@ -62,25 +54,14 @@ class Entry(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Per-example gradients of a leaf, kept for the sum.
-
-    Args:
-      gradients: In one or several pieces.
-      place: From a sum of each piece to the layout of the leaf.
-    """
+    """Per-example gradients of a leaf; ``place`` brings the sums of the pieces to its layout."""
 
     gradients: Sequence[Array]
     place: Callable[[Sequence[Array]], Array] = lambda pieces: pieces[0]
 
 
 class LeafSum(NamedTuple):
-    """How the clipped sum of a leaf is formed.
-
-    Args:
-      arrays: What the factors of the examples meet: if these are finite, a factor of 0 gives
-        exactly 0.
-      total: ``arrays -> sum``.
-    """
+    """The clipped sum: ``total`` of ``arrays``; if these are finite, a factor of 0 gives 0."""
 
     arrays: Sequence[Array]
     total: Callable[[Sequence[Array]], Array]
@@ -111,8 +92,7 @@ def recomputed(
 
 def clipped_sums(sums: Mapping[int, LeafSum], sound: Bool[Array, " batch"]) -> dict[int, Array]:
     """The clipped sum of each leaf; an example that is not sound contributes exactly 0."""
-    # One program for all batches: with a branch for batches that are not sound, every sum would be
-    # compiled a second time. What several leaves read is masked once.
+    # No branch for batches that are not sound, as it would compile every sum twice.
     arrays, places = [], {}
     for x in itertools.chain.from_iterable(leaf.arrays for leaf in sums.values()):
         if id(x) not in places:
@@ -135,8 +115,7 @@ def _masked(arrays: list[Array], sound: Bool[Array, " batch"]) -> list[Array]:
 
 @jax.custom_jvp
 def _masked_in_place(arrays: list[Array], sound: Bool[Array, " batch"]) -> list[Array]:
-    # A pass over all data, which few batches need: a loop of no trip or one, in place. For a
-    # `jax.lax.cond` XLA would copy the data.
+    # Few batches need it: a loop of no trip or one. For a `jax.lax.cond` XLA would copy the data.
     return jax.lax.while_loop(
         lambda state: ~state[0],
         lambda state: (jnp.ones((), bool), _masked(state[1], sound)),
@@ -176,8 +155,7 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
             pull_back = pulled(sorted(entry.site.leaves), leaves, entry.site.of)
             part = pull_back(form.joined(_over_all(form)))[leaf]
         elif form is None and entire(leaves[leaf], [entry.site]):
-            # The scaled cotangents of an elementwise use are the scaled gradients, so only their
-            # sum remains to be taken.
+            # The scaled cotangents of an elementwise use are the scaled gradients.
             gradients = instantiated([leaf], [entry], [None], leaves)[leaf]
             part = weighted_sum(gradients, jnp.ones(len(gradients), gradients.dtype))
         else:
@@ -191,10 +169,7 @@ DROPPED = 2.0**-16
 
 
 def halves(x: Array) -> tuple[Array, Array]:
-    """An array in two parts, which one pass of a matrix unit each multiplies exactly.
-
-    A cotangent times a factor has more digits than a pass reads. Two bfloat16 hold all but 2^-16.
-    """
+    """An array in two parts, which one pass of a matrix unit each multiplies exactly."""
     high = rounded(x)
     return high, rounded(x - high)
 
@@ -207,24 +182,19 @@ def _summing(leaf: int, entry: Entry, leaves: Sequence[Array]) -> Callable[[Arra
 
 
 def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares], Array] | None:
-    """A function that adds the clipped sum of a table to a total in place; None for other leaves.
-
-    A batch uses few rows of a table. To write the sum out first would be a pass over zeros.
-    """
+    """Adds the clipped sum of a table to a total; None for other leaves."""
     site = entries[0].site
-    # Only for a table that is used once, as it is, outside of scans: then rows of the form are rows
-    # of the leaf.
+    # Used once, as it is, outside of scans: then rows of the form are rows of the leaf.
     if len(entries) > 1 or site.stacks or not site.isometry or site.leaves != {leaf}:
         return None
     form = form_of(*entries[0])
     if form is None or not form.chosen or site.axes != tuple(range(len(site.shape))):
         return None
 
+    # A batch uses few rows: to write the sum out first would be a pass over zeros.
     def put(total: Array, factors: Squares) -> Array:
         rows = form_of(*entries[0].scaled(factors))
         assert rows is not None
-        # A scatter-add of the taken rows; a dense gradient of the table would be written for
-        # nothing.
         taken = rows.g.reshape(-1, *total.shape[1:])
         return total.at[rows.x[0].reshape(-1)].add(taken.astype(total.dtype))
 
@@ -256,8 +226,7 @@ def placed(
 
 
 def _products(entry: Entry, form: Outer, exact: bool) -> list[Array]:
-    # What meets other parts is the gradient of its data: numbers of a `short` form are rounded, so
-    # that one pass is exact, and others take all passes.
+    # Numbers of a `short` form are rounded, so that one pass is exact; others take all passes.
     all_passes = exact and not form.short
     precision = HIGHEST if all_passes else precision_of(entry.site.equation.params)
     short = not exact and keeps_bfloat16(entry.site)
@@ -292,11 +261,9 @@ def instantiated(
             uses = zip(rest, data, strict=True)
             return [*views, *(entry.site.apply(leaves, x, memo) for entry, x in uses)]
 
-        # By all leaves of the sites: JAX cannot differentiate by a padding value alone.
         return pulled(sorted(union(e.site.leaves for e in entries)), leaves, run)(cotangents)
 
-    # One derivative for all leaves and sites, as JAX takes it: a value that many of them share,
-    # such as a kernel or a norm of all parameters, may take longer than the sites.
+    # One derivative for all: a value that they share may take longer than the sites.
     cotangents = [*map(added, by_view.values()), *(entry.cotangent for entry in rest)]
     gradients = jax.vmap(one)([entry.data for entry in rest], cotangents)
     return {leaf: gradients[leaf] for leaf in by}
@@ -310,7 +277,6 @@ def pulled(
     def of_some(chosen: dict[int, Array]) -> Any:
         return function([chosen.get(i, leaf) for i, leaf in enumerate(leaves)])
 
-    # Other leaves that the function reads are constants of this derivative.
     outputs, pull = jax.vjp(of_some, {i: leaves[i] for i in by})
 
     def back(cotangents: Any) -> dict[int, Array]:

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Outer products: one form for the gradients of matrix products, convolutions and embeddings.
 
-The gradient of the view at such a site is a sum of outer products over positions, perhaps in
-several blocks,
+The gradient of the view is a sum of outer products over positions, perhaps in several blocks,
 
 $$ G_{hkd} = \sum_s x_{hks} \, g_{hsd}. $$
 
-A function of this file brings the data and the cotangent of one primitive into that form
-(`primitives`). A use that it does not cover has no form; its gradient is the VJP of the equation.
+A use without such a form has the VJP of the equation.
 """
 
 from __future__ import annotations
@@ -27,24 +25,17 @@ from dpjax.gradients._bookkeeping.sites import Site
 
 
 class Outer(NamedTuple):
-    """The gradient of a view as a sum of outer products.
+    """The gradient of a view as a sum of outer products."""
 
-    Args:
-      x: ``[batch, blocks, inputs, positions]``, in pieces that divide the inputs; or integers
-        ``[batch, blocks, positions]``, which stand for columns with a single 1.
-      g: ``[batch, blocks, positions, outputs]``.
-      place: From ``[blocks, inputs, outputs]`` to the layout of the view.
-      axes: Which axes of the leaf are blocks, inputs and outputs, where that is known.
-      copied: Whether `x` is a copy, which every product with it writes out.
-      short: Whether norm and sum may be of rounded numbers, which one pass multiplies exactly.
-    """
-
+    # ``[batch, blocks, inputs, positions]``, in pieces that divide the inputs; or integers
+    # ``[batch, blocks, positions]``, which stand for columns with a single 1.
     x: tuple[Array, ...]
-    g: Array
-    place: Callable[[Array], Array]
+    g: Array  # ``[batch, blocks, positions, outputs]``
+    place: Callable[[Array], Array]  # ``[blocks, inputs, outputs]`` to the layout of the view
+    # Which axes of the leaf are blocks, inputs and outputs, where that is known.
     axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None
-    copied: bool = False
-    short: bool = False
+    copied: bool = False  # every product with `x` writes it out
+    short: bool = False  # norm and sum may be of rounded numbers, exact in one pass
 
     @property
     def chosen(self) -> bool:
@@ -68,11 +59,7 @@ Form = Callable[[Site, Sequence[Array], Array], "Outer | None"]
 
 
 def rounds(site: Site) -> bool:
-    """Whether the product of a site is one pass of a matrix unit, which rounds what it reads.
-
-    Numbers that are rounded before have exact products there, so any form of the gradient has the
-    same norm, in one pass.
-    """
+    """Whether one pass of a matrix unit computes the product of a site: it rounds what it reads."""
     p, dtypes = site.equation.params, {x.dtype for x in (*site.data, site.output)}
     if platforms.on_cpu() or "precision" not in p:
         return False
@@ -81,11 +68,7 @@ def rounds(site: Site) -> bool:
 
 
 def keeps_bfloat16(site: Site) -> bool:
-    """Whether gradients of examples are kept in bfloat16: on a GPU, as the loss has them.
-
-    Norm and sum are taken of the kept numbers in float32, so no rounding passes the bound. By its
-    compiler a TPU would gain nothing.
-    """
+    """Whether a GPU keeps gradients in bfloat16, from which norm and sum are taken in float32."""
     dtypes = {x.dtype for x in (*site.data, site.output)}
     return dtypes == {jnp.dtype(jnp.bfloat16)} and platforms.on_gpu()
 
@@ -147,14 +130,11 @@ def dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
         x = x.astype(cotangent.dtype)  # the square of an int8 overflows
     rank = x.ndim - lead
     free = [a for a in range(rank) if a not in (*other_inputs, *batch[theirs])]
-    sizes = [
-        math.prod(x.shape[lead + a] for a in group) for group in (batch[theirs], free, other_inputs)
-    ]
+    groups = batch[theirs], free, other_inputs
+    sizes = blocks, positions, _ = [math.prod(x.shape[lead + a] for a in g) for g in groups]
     x = jnp.swapaxes(_arranged(x, lead, [*batch[theirs], *free, *other_inputs], sizes), -1, -2)
-    blocks, positions, _ = sizes
     if mine == 1:
-        # dot_general orders its output as batch, free axes of the left, free axes of the right:
-        # which side is the view decides where positions stand.
+        # dot_general orders its output as batch, free axes of the left, free axes of the right.
         g = cotangent.reshape(*cotangent.shape[:lead], blocks, positions, -1)
     else:
         g = cotangent.reshape(*cotangent.shape[:lead], blocks, -1, positions)
@@ -176,12 +156,10 @@ def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
     numbers, groups = p["dimension_numbers"], p["feature_group_count"]
     shape, _ = _view(site)
     out, channels, *space = numbers.rhs_spec
-    # Rounds of a scan and the images of an example are folded into one axis, as the convolution
-    # itself has it.
+    # Rounds of a scan and the images of an example are one axis, as for the convolution.
     around, window = x.shape[:lead], [shape[a] for a in space]
     x = _last_channels(x.reshape(-1, *x.shape[lead:]), numbers.lhs_spec)
     g = _last_channels(cotangent.reshape(-1, *cotangent.shape[lead:]), numbers.out_spec)
-    # The images of one example are further positions.
     positions = math.prod(g.shape[1:-1])
 
     def piece(patch: Array) -> Array:
@@ -195,15 +173,13 @@ def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
 
     def place(gradient: Array) -> Array:
         kernel = gradient.reshape(groups, *window, shape[channels], -1)
-        # Output channels are counted group by group, so the axis of groups stands in front of the
-        # channels within one.
+        # Output channels are counted group by group.
         kernel = jnp.moveaxis(kernel, 0, -2)
         kernel = kernel.reshape(*kernel.shape[:-2], -1)
         return jnp.transpose(kernel, np.argsort([*space, channels, out]).tolist())
 
     axes = _axes(site, (), [*space, channels], [out]) if groups == 1 else None
-    x = tuple(map(piece, pieces))
-    return Outer(x, g, place, axes, copied=True)
+    return Outer(tuple(map(piece, pieces)), g, place, axes, copied=True)
 
 
 def _transposed(
@@ -230,7 +206,6 @@ def _transposed(
 
     def place(gradient: Array) -> Array:
         kernel_gradient = gradient.reshape(width, *kernel, outputs)
-        # Entries were counted from the last one.
         kernel_gradient = jnp.flip(kernel_gradient, range(1, 1 + len(kernel)))
         return jnp.transpose(kernel_gradient, np.argsort([channels, *space, out]).tolist())
 
@@ -250,15 +225,13 @@ def gather(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     rows = numbers.collapsed_slice_dims == (0,) and numbers.start_index_map == (0,)
     mode = jax.lax.GatherScatterMode
     entire_rows = tuple(p["slice_sizes"]) == (1, *shape[1:]) and not numbers.operand_batching_dims
-    # Other modes, such as one that wraps, have another derivative: no form, so JAX's own VJP is
-    # used.
+    # Other modes, such as one that wraps, have another derivative.
     plain_mode = p["mode"] in (mode.CLIP, mode.FILL_OR_DROP, mode.PROMISE_IN_BOUNDS)
     if not (rows and entire_rows and plain_mode) or cotangent.size == 0:
         return None
     positions = [a for a in range(cotangent.ndim - lead) if a not in numbers.offset_dims]
     around, width = cotangent.shape[:lead], math.prod(shape[1:])
     g = _arranged(cotangent, lead, [*positions, *numbers.offset_dims], [1, -1, width])
-    # One block; every index is a position.
     ids = ids.reshape(*around, 1, -1)
     if ids.dtype.itemsize < 4:
         ids = ids.astype(jnp.int32)  # an int8 cannot hold 256, the index after the last row
@@ -297,10 +270,7 @@ def product(formula: str, a: Array, b: Array, precision: Any = HIGHEST) -> Array
 
 
 def precision_of(parameters: dict[str, Any]) -> Any:
-    """The precision at which a gradient that is kept is formed: on accelerators the loss's own.
-
-    Its norm and its part of the sum are taken of the same numbers, however they were rounded.
-    """
+    """The precision at which a kept gradient is formed: on accelerators the loss's own."""
     given = parameters.get("precision")
     pair = given if isinstance(given, tuple) else (given, given)
     # Other settings name a dtype of their own; a CPU takes the highest in the same time.

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches: what each entry of a kernel sees of the images that it moves over.
-
-The gradient of a kernel is patches times cotangents. Here patches are written in the form that the
-platform multiplies fastest.
-"""
+"""Patches: what each entry of a kernel sees of the images, in the platform's fastest form."""
 
 from __future__ import annotations
 
@@ -22,27 +18,24 @@ from dpjax.gradients import platforms
 # Patches are written for kernel entries with this many inputs together, each group with a product
 # of its own: as fast as all entries together, with less memory. One entry alone is a slow copy.
 _PIECE = 256
-# On accelerators patches of all entries are one product, which reads the cotangents once.
-# Patches of larger kernels are written in a loop: unrolled, compilation takes minutes. Where an
-# accelerator needs them, a convolution writes them.
+# Patches of larger kernels are written in a loop, on accelerators by a convolution: unrolled,
+# compilation takes minutes.
 _WRITTEN_OUT = 25
 
 
 def patches(
     p: dict[str, Any], x: Array, kernel: Sequence[int], places: Sequence[int]
 ) -> list[Array]:
-    """``[.., entries, channels, images, *places]``: what each entry of the kernel sees.
-
-    Patches are strided slices of the padded input. A convolution with an identity kernel would
-    compute the same with many multiplications by 0. Places are the last axis, as the product needs.
-    """
+    """``[.., entries, channels, images, *places]``: strided slices of the padded input."""
     strides = p["window_strides"]
-    x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 2 + edges_of(p) + [(0, 0, 0)])
+    # Interior padding is the dilation of the input.
+    pairs, none = zip(p["padding"], p["lhs_dilation"], strict=True), (0, 0, 0)
+    edges = [(low, high, spread - 1) for (low, high), spread in pairs]
+    x = jax.lax.pad(x, jnp.zeros((), x.dtype), [none, none, *edges, none])
     if tuple(strides) == tuple(kernel) and set(p["rhs_dilation"]) == {1}:
         return [_tiles(x, kernel, places)]
 
     def entry_of(entry: tuple[int, ...]) -> Array:
-        # Where the entry of the kernel first touches the padded input; it moves on by the stride.
         starts = [e * spread for e, spread in zip(entry, p["rhs_dilation"], strict=True)]
         ends = [a + (n - 1) * s + 1 for a, n, s in zip(starts, places, strides, strict=True)]
         x_seen = jax.lax.slice(
@@ -62,12 +55,6 @@ def patches(
     return [jnp.stack([entry_of(entry) for entry in piece], axis=1) for piece in pieces]
 
 
-def edges_of(p: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """Padding of each axis; interior padding is the dilation of the input."""
-    pairs = zip(p["padding"], p["lhs_dilation"], strict=True)
-    return [(low, high, spread - 1) for (low, high), spread in pairs]
-
-
 def _convolved(
     x: Array, kernel: Sequence[int], strides: Sequence[int], spreads: Sequence[int]
 ) -> Array:
@@ -83,7 +70,6 @@ def _convolved(
         precision=jax.lax.Precision.HIGHEST,
     )
     written = written.reshape(*lead, *written.shape[1:-1], channels, -1)
-    # [batch, entries, channels, images, places]
     return jnp.moveaxis(written, (-1, -2), (1, 2))
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PRIMITIVES`: what the book-keeping engine knows of each primitive of JAX, in one table.
 
-A row says in which inputs a primitive is linear, how it moves entries, and which form the gradient
-at a site of it has. A leaf that meets the data in a primitive without a row is materialised.
+A leaf that meets the data in a primitive without a row is materialised.
 """
 
 from __future__ import annotations
@@ -26,27 +25,16 @@ from dpjax.gradients._bookkeeping.sites import Site
 
 
 class Primitive(NamedTuple):
-    """What the engine knows of a primitive.
+    """What the engine knows of a primitive."""
 
-    Args:
-      linear_in: Inputs in which it is linear or affine, one at a time: no other one is a view.
-      together: Inputs in which it is linear together, so that several of them may be views.
-      entrywise: Whether an entry of the result depends on the same entry of each input alone.
-      rearranges: Whether the result holds the entries of its one input, perhaps negated.
-      repeats: Whether the result holds copies of some entries of its input.
-      form: The form of the gradient at a site; without one it is the VJP of the equation.
-      writes: Whether XLA writes its result to memory, where it fuses most others.
-      calls: The parameter with the program that it calls.
-    """
-
-    linear_in: tuple[int, ...] = ()
-    together: slice | None = None
-    entrywise: bool = False
-    rearranges: bool = False
-    repeats: bool = False
-    form: Form | None = None
-    writes: bool = False
-    calls: str | None = None
+    linear_in: tuple[int, ...] = ()  # or affine, one at a time: no other input is a view
+    together: slice | None = None  # linear in these inputs together
+    entrywise: bool = False  # an entry depends on the same entry of each input alone
+    rearranges: bool = False  # the result holds the entries of its one input, perhaps negated
+    repeats: bool = False  # the result holds copies of some entries
+    form: Form | None = None  # of the gradient at a site; without one the VJP
+    writes: bool = False  # XLA writes the result to memory, where it fuses most others
+    calls: str | None = None  # the parameter with the program that it calls
 
     def linear(self, sources: Sequence[int], inputs: int) -> bool:
         """Whether it is linear in these of its inputs together."""
@@ -110,6 +98,5 @@ def form_of(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None
     if outer is None:
         return None
     outer = without_stacks(site, outer)
-    # A single position cancels nothing. Its sum reads little, and less in one product of six passes
-    # than in two of one.
+    # A single position cancels nothing, and its sum reads less in one product of six passes.
     return outer._replace(short=outer.g.shape[2] > 1 and rounds(site))

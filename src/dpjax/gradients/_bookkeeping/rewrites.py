@@ -113,11 +113,8 @@ def _multiplied(equation: JaxprEqn, inputs: Sequence[Any], operand: int) -> Rewr
     matrices = plain and view.value.ndim == 2 and len(contracted[operand]) == 1
     if not (_thin(view) and matrices and batch == ((), ())):
         return None
-    (mine,), (theirs,), precision = (
-        contracted[operand],
-        contracted[1 - operand],
-        equation.params["precision"],
-    )
+    (mine,), (theirs,) = contracted[operand], contracted[1 - operand]
+    precision = equation.params["precision"]
 
     def run(x: Array, a: Array, b: Array) -> Array:
         first, second = (a, b) if mine == 0 else (b.T, a.T)

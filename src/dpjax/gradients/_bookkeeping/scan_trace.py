@@ -47,11 +47,9 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
         *plain(inputs[first:last], book, "the carry of a scan"),
         *inputs[last:],
     ]
-    # Parameters that are sliced by the scan, as of layers, and parameters that every round shares.
     entering = {i: x for i, x in enumerate(inputs) if isinstance(x, View) and x.reads}
     views, sliced = list(entering.values()), [i >= last for i in entering]
     values = [jnp.asarray(x, dtype(v)) for x, v in zip(plain(inputs), equation.invars, strict=True)]
-    # Constants are constants in the body too.
     constants = [
         x if isinstance(x, View) and not x.reads else value
         for x, value in zip(inputs[:first], values[:first], strict=True)
@@ -73,7 +71,6 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
     for local, why in probe.materialised.items():
         book.materialise(views[local].leaves, f"{why}, in a scan")
 
-    # Taps are stacked over rounds: the scan hands each round its own slice of them.
     start, count = len(book.sites), len(probe.sites)
     taps = None if book.taps is None else list(book.taps[start : start + count])
 
@@ -107,8 +104,7 @@ def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> 
             return function(chosen)
         places = axis
         if data and row_of(site).entrywise and platforms.on_cpu():
-            # The VJP of this product sums over rounds by a product. XLA on CPU is slow at the fused
-            # reduction of cotangents times one number for each round, such as the time.
+            # XLA on CPU is slow at the fused reduction of cotangents times a number of each round.
             chosen = {j: x if sliced[j] else _repeated(x, length) for j, x in chosen.items()}
             places = dict.fromkeys(entering, 0)
         each = jax.vmap(lambda c, *d: function(c, *d), (places, *(0 for _ in data)))

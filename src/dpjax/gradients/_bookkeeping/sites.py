@@ -23,90 +23,59 @@ Axes = tuple[int | None, ...]
 
 
 class View(NamedTuple):
-    """A value that depends on parameters alone; a constant depends on none.
+    """A value that depends on parameters alone; a constant depends on none."""
 
-    Args:
-      leaves: Parameter leaves by which the value is differentiated.
-      reads: Leaves from which it is computed; some may be behind a `stop_gradient`.
-      of: ``(leaves, memo={})``: from all leaves to this value, in full precision. The memo holds
-        values that several views share.
-      value: The value, as the loss computes it.
-      isometry: Whether it only rearranges the entries of one leaf.
-      axes: For each axis of the value the axis of the leaf, if it is a transpose of one leaf.
-      depth: Number of equations between the value and a leaf in `leaves`.
-      constant: Axes along which all entries are equal.
-      own: For each leaf in `leaves`, and for each axis of the value, the axis of the leaf with
-        which it runs: an entry depends on the leaf's entries with the same index alone. None for
-        an axis without that property.
-      made: The equation whose only result it is, and the views that entered it.
-    """
-
-    leaves: frozenset[int]
-    reads: frozenset[int]
+    leaves: frozenset[int]  # by which the value is differentiated
+    reads: frozenset[int]  # from which it is computed; some may be behind a `stop_gradient`
+    # ``(leaves, memo={})``: from all leaves to this value, in full precision. The memo holds values
+    # that several views share.
     of: Callable[..., Array]
     value: Any
-    isometry: bool = False
-    axes: tuple[int, ...] | None = None
-    depth: int = 0
-    constant: frozenset[int] = frozenset()
+    isometry: bool = False  # whether it only rearranges the entries of one leaf
+    axes: tuple[int, ...] | None = None  # of the leaf, if it is a transpose of one
+    depth: int = 0  # the number of equations between the value and a leaf
+    constant: frozenset[int] = frozenset()  # axes along which all entries are equal
+    # For each leaf and each axis of the value, the axis of the leaf on whose same index alone an
+    # entry depends; or None.
     own: Mapping[int, Axes] = {}
+    # The equation whose only result it is, and the views that entered it.
     made: tuple[JaxprEqn, tuple[View, ...]] | None = None
 
 
 class Site(NamedTuple):
     """An equation in which a view meets the data, and which is linear in the view.
 
-    Args:
-      leaves: Leaves by which it is differentiated.
-      reads: Leaves from which its views are computed.
-      equation: The equation, with its parameters.
-      operand: The index of the input that is the view; of the first, if several are.
-      shape: The shape of that input, in one round of the scans around it.
-      of: ``(leaves, memo={})``: from all leaves to that input. Sites of one view have the same
-        function.
-      isometry: Whether that input rearranges the entries of one leaf, and is the only view.
-      axes: For each axis of that input the axis of the leaf, if it is a transpose of one.
-      apply: ``(leaves, data, memo={}) -> output`` in full precision.
-      data: Shapes and dtypes of the other inputs, for one example.
-      output: Shape and dtype of the output, for one example.
-      stacks: For each scan around the equation, outermost first: whether the view is sliced
-        by it (layer after layer) or is the same in every round. Data, output and a sliced
-        view have a leading axis for it.
-      slices: Leaves whose gradient at this site is one gradient for all examples, apart from one
-        scale for each slice; and the axes of the leaf that count the slices. See `common`.
-      scales: ``(leaves, data, cotangent) -> scales``, one for each slice.
-      unscaled: From all leaves to the value that the scales multiply in the derivative.
+    Fields with the names of a view's describe the input that is the view, ``operand``.
     """
 
     leaves: frozenset[int]
     reads: frozenset[int]
     equation: JaxprEqn
-    operand: int
-    shape: tuple[int, ...]
-    of: Callable[..., Array]
-    isometry: bool
+    operand: int  # the first, if several inputs are views
+    shape: tuple[int, ...]  # of the operand, in one round of the scans around it
+    of: Callable[..., Array]  # the same function for all sites of one view
+    isometry: bool  # and the operand is the only view
     axes: tuple[int, ...] | None
-    apply: Callable[..., Array]
-    data: tuple[jax.ShapeDtypeStruct, ...]
+    apply: Callable[..., Array]  # ``(leaves, data, memo={}) -> output`` in full precision
+    data: tuple[jax.ShapeDtypeStruct, ...]  # for one example, as the output
     output: jax.ShapeDtypeStruct
+    # For each scan around the equation, outermost first: whether the view is sliced by it (layer
+    # after layer). Data, output and a sliced view have a leading axis for it.
     stacks: tuple[bool, ...] = ()
+    # Leaves whose gradient at this site is one gradient for all examples, apart from one scale for
+    # each slice; and the axes of the leaf that count the slices. See `common`.
     slices: Mapping[int, tuple[int, ...]] = {}
+    # ``(leaves, data, cotangent) -> scales``, and from leaves to what they multiply.
     scales: Callable[[Leaves, Sequence[Array], Array], Array] | None = None
     unscaled: Callable[[Leaves], Array] | None = None
 
 
 class Program(NamedTuple):
-    """A traced loss that can be run with taps.
-
-    Args:
-      sites: The sites, in the order of the program.
-      materialised: For each materialised leaf, why.
-      run: ``(taps, materialised leaves, leaves, example) -> (loss, (aux, data of each
-        site))``.
-    """
+    """A traced loss: its sites in order, why leaves are materialised, and the loss with taps."""
 
     sites: tuple[Site, ...]
     materialised: dict[int, str]
+    # ``(taps, materialised leaves, leaves, example) -> (loss, (aux, data of each site))``
     run: Callable[..., tuple[Array, Any]]
 
 
@@ -137,7 +106,6 @@ class Book:
         """A leaf as an input of a program: a view, unless it is materialised."""
         if leaf in self.materialised:
             return value
-        # A leaf is the identity view of itself: an isometry, with its own axes.
         alone, axes = frozenset([leaf]), tuple(range(value.ndim))
         # A frozen leaf in a scan still is a leaf from which its views are computed.
         trained_by = alone if trained else frozenset[int]()
@@ -170,8 +138,6 @@ def plain(values: Sequence[Any], book: Book | None = None, name: str = "") -> li
     """Plain values. With a book, views among them are materialised: their use is not linear."""
     for x in values:
         if isinstance(x, View) and book is not None:
-            # JAX differentiates by the leaf for each example from here on: always exact, only
-            # slower.
             book.materialise(x.leaves, f"enters {name}")
     return [x.value if isinstance(x, View) else x for x in values]
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Structure of views: along which axes they are constant, and which run along with a leaf's.
 
-The norms of the columns of a kernel are a view with one axis, which runs along with the last axis
-of the kernel: each norm depends on its own column alone. So the derivative of all norms is one
-array of the kernel's shape, whatever the example, and an example only scales its columns
-(`common`). A number, such as a weight decay, has no axis; its derivative is scaled as a whole.
+The norms of the columns of a kernel run along with its last axis: each depends on its own column
+alone. So an example only scales the columns of one array, the derivative of all norms (`common`).
 """
 
 from __future__ import annotations
@@ -51,11 +49,8 @@ def slices(view: View) -> dict[int, tuple[int, ...]]:
     shape = view.value.shape
     counted = [a for a, size in enumerate(shape) if a not in view.constant and size > 1]
     axes = {leaf: [own[a] for a in counted] for leaf, own in view.own.items()}
-    return {
-        leaf: tuple(a for a in own if a is not None)
-        for leaf, own in axes.items()
-        if None not in own
-    }
+    found = {leaf: tuple(a for a in own if a is not None) for leaf, own in axes.items()}
+    return {leaf: own for leaf, own in found.items() if len(own) == len(counted)}
 
 
 def _sources(

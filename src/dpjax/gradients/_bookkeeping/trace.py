@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces a loss and finds where its parameters meet the data.
+"""Traces a loss and finds where its parameters meet the data: views and sites (`sites`).
 
-The loss's own jaxpr is evaluated with values that may be *views*: values that depend on
-parameters alone, such as a leaf, its transpose, or a kernel standardised by its own mean. An
-equation in which a view meets the data, and which is linear in the view, becomes a *site*. A
-zero *tap* is added to the output of the site. The cotangent of the tap is the cotangent of that
-output; with the recorded data it determines the gradient of the view, and so of its leaves.
-
-A leaf that meets the data in any other way is *materialised*: JAX differentiates by it for each
-example. That is always exact, only slower.
+A zero *tap* is added to the output of each site. Its cotangent is the cotangent of that output;
+with the recorded data it determines the gradient of the view, and so of its leaves.
 """
 
 from __future__ import annotations
@@ -107,15 +101,12 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
         book.materialise(other.leaves, f"meets a large leaf in {name}")
         mixed = [x if i == operand else other.value for i, x in enumerate(inputs)]
         return [_site(equation, mixed, operand, book)]
-    # No input comes from the data, so the result is again a value of parameters alone.
     if all(isinstance(x, View) for x in inputs):
         return _derive(equation, inputs, book)
     if sources and (better := rewritten(equation, inputs)):
         function, arguments = better
         program = jax.make_jaxpr(function)(*plain(arguments))
         return _walk(program.jaxpr, program.consts, arguments, book)
-    # Layers in a scan are walked, since most large models have them; while loops and conditionals
-    # are materialised.
     if sources and name == "scan":
         return scan_sites(equation, inputs, book, _walk)
     floats = sources and _is(jnp.floating, equation.outvars[0].aval)
@@ -125,11 +116,7 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
 
 
 def _rematerialised(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
-    """A region of `jax.checkpoint`: it is walked, and the backward pass computes it again.
-
-    The data of its sites leave the region, because norms and sums need them. Other values, such as
-    the weights of attention, do not.
-    """
+    """A region of `jax.checkpoint`, which the backward pass computes again: site data leave it."""
     p, start, walked = equation.params, len(book.sites), list[Any]()
 
     def region() -> tuple[list[Any], list[tuple[Array, ...]]]:
@@ -157,8 +144,7 @@ def _rematerialised(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[A
 def _narrows(equation: JaxprEqn, inputs: Sequence[Any], book: Book) -> int | None:
     """Which input is a large leaf that small ones multiply, as where they generate a kernel.
 
-    The product then has fewer entries than the leaf. It counts as data from here on, and so do the
-    small leaves: each example's gradients of both exist, but never that of the large leaf.
+    The product and the small leaves count as data: no example's gradient of the large leaf exists.
     """
     if equation.primitive.name != "dot_general" or not all(isinstance(x, View) for x in inputs):
         return None
@@ -196,13 +182,10 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
     # The result still reads the leaves, but no gradient flows back to them.
     if name == "stop_gradient":
         leaves = frozenset[int]()
-    # A user's VJP may clip its cotangent: pulled back once for the sum of all examples, it would
-    # not give the sum of their clipped gradients.
     if leaves and _bends(equation):
         book.materialise(leaves, f"{name} with a derivative of the user's own")
         return outputs
-    # A view is recomputed in float32. An operation that rounds to a narrower dtype in the model
-    # would give other values there, and so another gradient.
+    # A view is recomputed in float32: an operation that rounds would give other values there.
     floats = [x for x in outputs if _is(jnp.floating, x)]
     trained = [view.value for view in views if view.leaves and floats]
     row, narrow = known(name), any(map(_narrow, [*floats, *trained]))
@@ -256,8 +239,7 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
 
 def _rounded(x: Array, narrow: Array) -> Array:
     """A trained value that was cast to a narrower dtype: rounded, with the derivative 1."""
-    # The sum is exact, so what follows sees the numbers that the model has. No cotangent is rounded
-    # to the narrow dtype: models of mixed precision cast all their weights.
+    # The sum is exact: what follows sees the model's numbers, and no cotangent is rounded.
     return x + jax.lax.stop_gradient(narrow.astype(x.dtype) - x)
 
 
@@ -274,11 +256,7 @@ def _rearranged(name: str, views: Sequence[View], output: Any) -> View | None:
 
 
 def _bends(equation: JaxprEqn) -> bool:
-    """Whether a user may have written the VJP of the equation, or of one inside of it.
-
-    Such a VJP need not be linear in the cotangent (it may clip it), so that the VJP of a sum over
-    examples may differ from the sum of the examples' VJPs.
-    """
+    """Whether the equation may run a user's VJP, which need not be linear: it may clip."""
     inside = (e for program in inner_programs(equation) for e in equations(program))
     return own_vjp(equation) or any(map(own_vjp, inside))
 
@@ -316,9 +294,7 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
         places = (0 if a in flat else slice(None) for a in range(view.value.ndim))
         return view.of(leaves)[tuple(places)].reshape(sizes)
 
-    # The forward pass keeps the dtypes of the model; `apply` is for the gradient and is widened.
     (output,) = bind_fast(equation, plain(inputs))
-    # The tap is zero: it changes no value, and its cotangent is the output's.
     tapped = book.tap(output)
     site = Site(
         leaves=union(view.leaves for view in sources.values()),

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Clipped sums by estimated norms: forward mode for the norms, one reverse pass for the sum.
+"""Clipped sums by estimated norms: forward mode for the norms, one reverse pass for the sum.
 
 The derivative of the losses of a batch along a random direction is the inner product of every
-example's gradient with that direction, for the price of a forward pass. A few such products
-estimate the norms. The factors weight the losses, and the gradient of the weighted sum is the
-clipped sum. No gradient of one example is ever formed.
-
-This is no engine, because it changes the guarantee: see `dpjax.clipping.jl`.
+example's gradient with that direction, for the price of a forward pass. No engine, because it
+changes the guarantee: see `dpjax.clipping.jl`.
 """
 
 from __future__ import annotations
@@ -27,10 +24,7 @@ from dpjax.types import ClippedSum, Clipping, Key, LossFn, Purpose, PyTree
 def projected(
     loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree, key: Key
 ) -> ClippedSum:
-    """The clipped sum of a rule whose norms are estimated, added to ``start``.
-
-    One key serves all microbatches of a step.
-    """
+    """The clipped sum of a rule whose norms are estimated; one key serves a whole step."""
 
     def losses_of(params: PyTree) -> tuple[Array, Any]:
         return jax.vmap(loss, in_axes=(None, 0))(params, rows.batch)
@@ -38,8 +32,6 @@ def projected(
     # Accelerators round the inputs of products by default, differently for norms and sums.
     with jax.default_matmul_precision("highest"):
         _check(loss, params, trees.one_row(rows.batch))
-        # Norms first, in forward mode; then one reverse pass of the weighted loss gives the sum
-        # without per-example gradients.
         norms = estimated_norms(loss, rule.projections or 1, params, rows.batch, key)
         real = rows.mask[:, None]
         factors = jnp.where(real, rule.factors(norms), 0) * rows.weights
@@ -95,8 +87,7 @@ def _one_by_one(
 
 def _check(loss: Traced, params: PyTree, example: PyTree) -> None:
     """Raises if a loss computes in anything narrower than float32."""
-    # One reverse pass sums over the examples, and a narrow dtype rounds that sum. The rules of
-    # `jax.custom_jvp` stand in the gradient alone.
+    # One reverse pass sums over the examples, and a narrow dtype would round that sum.
     program = jax.make_jaxpr(loss)(params, example).jaxpr
     gradient = loss.gradient(params, example)
     variables = [v for e in (*equations(program), *equations(gradient)) for v in e.outvars]

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computations of their own: `apart`, which XLA's fusion does not cross on CPU, and `tanh` in one.
 
-Symptom (jaxlib 0.10.2, CPU): XLA fuses neighbouring equations into one loop over the last result.
-`jax.lax.optimization_barrier` does not prevent it, because XLA removes barriers before fusion. The
-branch of a `jax.lax.cond` is a computation of its own and stays one, so `apart` puts a function
-into such a branch. `max_pool` needs it for correct gradients: it may go when
+Symptom (jaxlib 0.10.2, CPU): XLA fuses neighbouring equations into one loop, and removes barriers
+before that. The branch of a `jax.lax.cond` stays a computation of its own. `max_pool` needs it for
+correct gradients: `apart` may go when
 ``test_a_max_pool_in_a_loop_reads_what_nothing_has_written_over`` in ``tests/test_ghost.py`` passes
-with ``apart = lambda function: function``.
-
-XLA does not vectorise tanh in a loop that is fused with the bias before it, where channels are few.
-``make bench BENCH=primitives`` times `tanh`, which may go when the row "tanh after a bias" shows no
-gain.
+with ``apart = lambda function: function``. XLA does not vectorise tanh in a loop that is fused with
+the bias before it; `tanh` may go when ``make bench BENCH=primitives`` shows no gain.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convolutions whose backward pass is as fast inside a loop as outside.
 
-Symptom (jaxlib 0.10.2, CPU): XLA rewrites convolutions to its fast form only at the top level of a
-program. In the body of a loop, where microbatches live, it compiles the input cotangents that JAX
-writes to naive loops; forward convolutions stay fast. So the input cotangent is written here as a
-forward convolution, and so is the kernel's. A forward convolution of few input channels is slow
-too; it computes several neighbouring outputs together, as if they were channels.
+Symptom (jaxlib 0.10.2, CPU): in the body of a loop, where microbatches live, XLA compiles the input
+cotangents that JAX writes to naive loops; forward convolutions stay fast. So both cotangents are
+written as forward convolutions. One of few input channels is slow too; it computes several
+neighbouring outputs together, as if they were channels.
 
-``make bench BENCH=primitives`` times both ("conv ..."). This file may go when those rows show no
-gain; ``tests/test_ghost.py`` ("conv ...") tests values, norms and cotangents.
+This file may go when the rows "conv ..." of ``make bench BENCH=primitives`` show no gain;
+``tests/test_ghost.py`` ("conv ...") tests values, norms and cotangents.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-# An input of at most 8 channels is slow. Neighbours are added until there are 48 output channels;
-# both numbers were chosen by ``make bench BENCH=primitives``.
+# Inputs of at most 8 channels are slow; neighbours are added up to 48 output channels. Both timed.
 _FEW, _ENOUGH = 8, 48
 
 
@@ -31,8 +29,7 @@ def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
 
     as_written, forward = partial(_as_written, parameters), partial(_forward, parameters)
     out = jax.eval_shape(as_written, x, kernel)
-    # Cases that no loss of the benchmark has: they run as written, which is right and merely
-    # slower.
+    # Cases that no loss of the benchmark has run as written: right and merely slower.
     if parameters["batch_group_count"] != 1 or 0 in out.shape or out.dtype != x.dtype:
         return as_written(x, kernel)
 
@@ -102,11 +99,7 @@ def _columns(parameters: dict[str, Any], x: Array, kernel: Array) -> tuple[int, 
 
 
 def _abreast(parameters: dict[str, Any], count: int, x: Array, kernel: Array) -> Array:
-    """Computes `count` neighbouring outputs together: shifted copies of the kernel as channels.
-
-    The copies are padded with zeros. So a non-finite pixel spreads to neighbours that do not see
-    it, but never to another example.
-    """
+    """Computes `count` neighbouring outputs together: shifted copies of the kernel as channels."""
     numbers, (*others, stride) = parameters["dimension_numbers"], parameters["window_strides"]
     out, along = numbers.rhs_spec[0], numbers.rhs_spec[-1]
     *beside, (low, high) = parameters["padding"]
@@ -114,6 +107,7 @@ def _abreast(parameters: dict[str, Any], count: int, x: Array, kernel: Array) ->
     rounds = -(-columns // count)
     missing = (rounds * count - 1) * stride + kernel.shape[along] - size
 
+    # Zeros let a non-finite pixel reach neighbours, but never another example.
     def moved(places: int) -> Array:
         edges = [(0, 0, 0)] * kernel.ndim
         edges[along] = (places * stride, (count - 1 - places) * stride, 0)
@@ -125,8 +119,6 @@ def _abreast(parameters: dict[str, Any], count: int, x: Array, kernel: Array) ->
         "padding": (*beside, (low, high + max(0, missing))),
     }
     x, changed = _padded(x, changed)
-    # One shifted copy of the kernel for each neighbour: together they look like more output
-    # channels, which XLA vectorises.
     kernels = jnp.concatenate([moved(places) for places in range(count)], out)
     y = _as_written(changed, x, kernels)
     y = y.reshape(*y.shape[:-2], rounds * count, -1)
@@ -136,10 +128,7 @@ def _abreast(parameters: dict[str, Any], count: int, x: Array, kernel: Array) ->
 def _input_cotangent(
     parameters: dict[str, Any], shape: tuple[int, ...], kernel: Array, cotangent: Array
 ) -> Array:
-    """The cotangent of the input: the output's, convolved with the flipped kernel.
-
-    What was stride becomes dilation of the input and the other way round.
-    """
+    """The cotangent of the input: the output's, convolved with the flipped kernel."""
     numbers = parameters["dimension_numbers"]
     groups = parameters["feature_group_count"]
     strides, spreads = parameters["window_strides"], parameters["lhs_dilation"]
@@ -173,13 +162,10 @@ def _input_cotangent(
 def _kernel_cotangent(
     parameters: dict[str, Any], x: Array, shape: tuple[int, ...], cotangent: Array
 ) -> Array:
-    """The cotangent of the kernel: the input, convolved with the output's cotangent.
-
-    Examples are the channels that are summed over. The axes are written in the one order that XLA
-    computes fast inside a loop: channels last.
-    """
+    """The cotangent of the kernel: the input, convolved with the output's cotangent."""
     numbers, spreads = parameters["dimension_numbers"], parameters["lhs_dilation"]
     (batch, channels, *space), (first, out, *there) = numbers.lhs_spec, numbers.out_spec
+    # Examples are the channels that are summed over, last, as XLA computes fast in a loop.
     images = jnp.transpose(x, (channels, *space, batch))
     kernel = jnp.transpose(cotangent, (*there, first, out))
     # Without the barrier XLA folds the transposes back into the form that it cannot run fast.
@@ -205,8 +191,7 @@ def _kernel_cotangent(
         ),
         precision=parameters["precision"],
     )
-    order = numbers.rhs_spec
-    return jnp.moveaxis(found, (last, 0, *inner), order)
+    return jnp.moveaxis(found, (last, 0, *inner), numbers.rhs_spec)
 
 
 def _swap_channels(kernel: Array, out: int, channels: int, groups: int) -> Array:

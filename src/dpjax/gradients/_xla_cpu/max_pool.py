@@ -2,11 +2,8 @@
 """Max-pools over windows, with a backward pass made of slices and comparisons alone.
 
 Symptom (jaxlib 0.10.2, CPU): XLA's derivative of a max-pool (select-and-scatter) searches the
-winner of each window one element after the other. Here each place of the window is compared with
-the largest entry, and the cotangents of the windows that it wins are moved back by a pad: both are
-elementwise. Of equal winners the first takes the cotangent, as in JAX.
-
-``make bench BENCH=primitives`` times it ("max-pool ..."). This file may go when those rows show no
+winner of each window one element after the other. Of equal winners the first takes the cotangent,
+as in JAX. This file may go when the rows "max-pool ..." of ``make bench BENCH=primitives`` show no
 gain; ``tests/test_ghost.py`` ("a_max_pool") compares it with JAX's derivative.
 """
 

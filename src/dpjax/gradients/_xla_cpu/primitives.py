@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`FAST`: primitives that have a faster version, with the same values and derivatives.
 
-Symptom (jaxlib 0.10.2, CPU): in the body of a loop, where microbatches live, the derivatives of
-convolutions compile to naive loops; the derivative of a max-pool and tanh after a bias are slow
-everywhere. That of a max-pool is slow on a GPU too. Each file of this folder describes its case.
-``make bench BENCH=primitives`` compares every row of `FAST` with XLA's own version.
+Each file of this folder describes its case; ``make bench BENCH=primitives`` compares every row.
 """
 
 from __future__ import annotations
@@ -46,8 +43,7 @@ FAST = {
     "conv_general_dilated": Version(convolution),
     # It works around JAX, not XLA.
     "pad": Version(_pad, lambda: True),
-    # XLA for a GPU scatters the cotangents of a max-pool, and sorts them first where a step must
-    # release the same bits again. This row does neither.
+    # XLA for a GPU scatters the cotangents of a max-pool, or sorts them first for equal bits.
     "reduce_window_max": Version(pool_max, lambda: not platforms.on_tpu()),
     "tanh": Version(tanh),
 }
@@ -62,14 +58,7 @@ def bind_fast(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
 
 
 def fast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with `bind_fast` for its equations, so that loops may differentiate it.
-
-    Loops, branches, and calls with a derivative of their own inside the function run as written.
-
-    Example:
-      >>> fast(lambda x: 2 * jnp.tanh(x))(jnp.zeros(2))
-      Array([0., 0.], dtype=float32)
-    """
+    """The function with `bind_fast`, except in loops, branches and custom derivatives."""
 
     def step(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
         # Functions of `jax.numpy` and many layers are programs of their own.
