@@ -38,10 +38,7 @@ FIELDS = frozenset(
 
 
 def replace(path: pathlib.Path, content: str | bytes, *, public: bool = False) -> None:
-    """Replaces a file atomically: it holds the whole new content, or the old one.
-
-    Unless it is ``public``, its owner alone can read it.
-    """
+    """Replaces a file atomically: it holds the whole new content, or the old one."""
     with replacing(path, public=public) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
@@ -72,11 +69,8 @@ def replacing(path: pathlib.Path, *, public: bool = False) -> Iterator[IO[bytes]
 
 
 def lock(path: pathlib.Path) -> int | None:
-    """The handle of a lock, or None if another process holds it; the file names its process.
-
-    The operating system frees the lock when the last process with the handle ends.
-    """
-    # flock and not a file that exists or not: the lock of a killed process is free.
+    """The handle of a lock, or None if another process holds it; the file names its process."""
+    # flock, because the system frees the lock when the last process with the handle ends.
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,10 +114,7 @@ def line_of_log(row: Mapping[str, Any]) -> str:
 
 
 def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a run's log in the order of their steps; none without a file.
-
-    Of rows of one step the last one counts. A last line that a kill cut off is no row.
-    """
+    """The rows of a run's log by step; the last of a step counts. A cut last line is no row."""
     rows, lines = {}, path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:

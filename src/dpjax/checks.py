@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Argument checks: one function per question, one form for every message.
 
-A message names the call and the value, says what was expected, and ends with ``hint``, the cure.
-Each function returns the argument as the plain Python type that the caller computes with, so NumPy
-and JAX scalars, and 3.0 for 3, mean the same everywhere.
+A message ends with ``hint``, the cure. Each function returns the argument as a plain Python type,
+so NumPy and JAX scalars, and 3.0 for 3, mean the same everywhere.
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bound that follows a quantile of the gradient norms, by a noised count.
 
-The typical norm is private and changes during training. Each step therefore also counts how many of
-its examples are below the bound, and the count, with noise, moves the bound of the next step. One
-number per step is cheap: with noise that costs nearly nothing the count is still accurate to a few
-per cent of a batch.
-
 The adapted quantity is a *scale* on all bounds of a rule, which begins at 1.
 ``Mechanism(adaptive=Quantile(...))`` splits the noise between gradients and count, so that both
 together cost what its ``noise_multiplier`` says.
@@ -92,16 +87,11 @@ class Quantile:
     ) -> Float[Array, ""]:
         """How many more examples are below the bound than above it, halved; **not** private.
 
-        Args:
-          rule: Whose bounds.
-          norms: Before clipping, relative to the scale.
-          mask: Which rows are examples.
+        The norms are those before clipping, relative to the scale.
 
         Sensitivity:
           1/2, attained by every example with one group.
         """
-        # Centred at 0, so that one example moves the count by 1/2 instead of 1: half the noise for
-        # the same privacy (Andrew et al., 2021).
         bounds = jnp.asarray([rule.bounds], norms.dtype) * (1 + ON_BOUND)
         under = jnp.mean(norms <= bounds, axis=-1) - 0.5
         return jnp.sum(jnp.where(mask, under, 0), dtype=jnp.float32)
@@ -109,7 +99,5 @@ class Quantile:
     def moved(self, scale: Float[Array, ""], fraction: Any) -> Float[Array, ""]:
         """The scale of the next step, from that of this one and the noised fraction below."""
         error = self.rate * (fraction - self.target)
-        # The geometric step follows a bound over orders of magnitude at one rate; the linear one is
-        # the paper's comparison.
         after = scale * jnp.exp(-error) if self.geometric else scale - error
         return jnp.clip(after, 1 / _FAR, _FAR).astype(scale.dtype)

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules: the factor by which each group of an example's gradient is scaled.
 
-Each function builds a `Clipping` that holds the wished factor and the bounds. The factor is held to
-the bounds, and the ``sensitivity`` is computed from them, never typed. The wish is a choice; the
-bounds are the guarantee.
-
-Bounds and thresholds must not be computed from private data without paying for it.
+The wished factor is a choice; the bounds, which a `Clipping` holds it to, are the guarantee.
 """
 
 from __future__ import annotations
@@ -40,16 +36,10 @@ def flat(bound: float) -> Clipping:
     Args:
       bound: $C$, the most that one example can move the sum.
 
+    A gradient with NaN or infinity in it contributes 0. An infinite bound changes no other.
+
     Sensitivity:
       ``bound``; attained by any example whose gradient is at least that long.
-
-    | bound | gradient | contribution |
-    |---|---|---|
-    | 0 | any | 0 |
-    | infinity | finite | unchanged |
-    | any | 0 | 0 |
-    | any | NaN or infinite anywhere | 0 |
-    | negative | | refused |
 
     Example:
       >>> flat(bound=1.0).factors(jnp.array([[0.5], [4.0]]))
@@ -59,8 +49,7 @@ def flat(bound: float) -> Clipping:
     References:
       Abadi et al., "Deep Learning with Differential Privacy", 2016, algorithm 1.
     """
-    # Wishes for 1; `Clipping` takes the minimum with bound / norm, which is flat clipping. This
-    # holds for every rule that wishes for more than the bound allows.
+    # Wishes for 1; `Clipping` takes the minimum with bound / norm, which is flat clipping.
     return _rule("flat", bound, 1, jnp.ones_like)
 
 
@@ -94,7 +83,6 @@ def grouped(
         raise ValueError(f"clipping.grouped(bound={bound}, total={total}): give one of them.")
     partition = partition_of("clipping.grouped", groups)
     if bound is None:
-        # k orthogonal groups of total / sqrt(k) have the sensitivity `total`.
         total = checks.not_negative("clipping.grouped", "total", total, _BOUND)
         bound = float(total / partition.size**0.5)
     return _rule("grouped", bound, partition, jnp.ones_like)
@@ -128,8 +116,7 @@ def automatic(bound: float = 1.0, gamma: float = 0.01, *, groups: Groups = 1) ->
 
     Args:
       bound: $C$; with several groups, of each group.
-      gamma: $\gamma$, 0 or more. It is added to every norm, so that very small gradients are not
-        scaled without limit. `psac` calls its own number ``stabilizer``.
+      gamma: $\gamma$, 0 or more, so that very small gradients are not scaled without limit.
       groups: A number of groups or a `Partition`.
 
     Sensitivity:
@@ -156,8 +143,7 @@ def psac(bound: float = 1.0, stabilizer: float = 0.1, *, groups: Groups = 1) -> 
 
     Args:
       bound: $C$; with several groups, of each group.
-      stabilizer: $r$, positive. A gradient near 0 is scaled by $C$, a long one to nearly $C$.
-        `automatic` calls its own number ``gamma``; the two have different scales.
+      stabilizer: $r$, positive; not on the scale of the ``gamma`` of `automatic`.
       groups: A number of groups or a `Partition`.
 
     Sensitivity:
@@ -175,8 +161,6 @@ def psac(bound: float = 1.0, stabilizer: float = 0.1, *, groups: Groups = 1) -> 
     stabilizer = checks.positive("clipping.psac", "stabilizer", stabilizer, hint)
 
     def wish(norms: Norms) -> Norms:
-        # The weight of the PSAC paper: for small norms the factor tends to the bound and not to
-        # infinity, so gradients that are mostly noise are not stretched.
         return bound / (norms + stabilizer / (norms + stabilizer))
 
     return _rule("psac", bound, groups, wish, stabilizer=stabilizer)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuses to clip where a row may be the sum of several examples, or where JAX cannot add rows.
 
-Clipping bounds what one row moves, so a row has to be the gradient of one example. A
-`jax.shard_map` that tracks which values vary over its axes, as it does by default, breaks this: it
-sums the gradient of a parameter that all devices share over these devices, before clipping.
+A `jax.shard_map` that tracks which values vary over its axes, as it does by default, sums the
+gradient of a parameter that all devices share over these devices, before clipping.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ r"""The noise of Langevin dynamics, whose scale follows from the step size.
 Stochastic gradient Langevin dynamics moves by $\eta_t / 2$ times the gradient of the log posterior
 and adds noise of variance $\eta_t$, so its parameters are samples from the posterior. For privacy
 this noise is a Gaussian on the clipped sum with a known multiplier: smaller steps are more private.
-This file holds that one formula, and `gaussian` draws the noise.
 """
 
 from __future__ import annotations

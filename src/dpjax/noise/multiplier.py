@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise multipliers: their forms, their checks, and the standard deviations that they are.
-
-A multiplier is a number, a schedule of the step, or a tuple with one number per group. A number is
-relative to the sensitivity of the rule, a tuple to each group's own bound.
-"""
+"""Noise multipliers: their forms, their checks, and the standard deviations that they are."""
 
 from __future__ import annotations
 

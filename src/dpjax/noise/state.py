@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a noise link, and where its key comes from.
 
-No key is passed by default: ``init`` reads the randomness of the operating system, so two runs do
-not share their noise. A traced ``init`` runs once for many calls, and gives the *unset* key of
-zeros in its place, with which nothing is released before `renew`.
+A traced ``init`` runs once for many calls, and gives the *unset* key of zeros in place of a fresh
+one. Nothing is released with it before `renew`.
 """
 
 from __future__ import annotations

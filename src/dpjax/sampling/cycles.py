@@ -27,7 +27,7 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
 
     Args:
       examples: Size of the data set.
-      batch_size: The *expected* number of examples a step; sums are divided by it.
+      batch_size: As for `poisson`.
       cycle: $b$, the number of parts; at most examples / batch_size.
 
     Privacy:

@@ -51,8 +51,7 @@ def fold(
             "sampling.fold: more than 2^31 - 1 examples have no rows in memory. Use a data.Stream."
         )
     which, of = share
-    # The list of indices is padded so that the last microbatches are never shifted back; the mask
-    # is False there.
+    # Padded, so that the last microbatches are never shifted back.
     indices, drawn = jnp.pad(draw.indices, (0, of * size)), draw.size
 
     # A while loop on the size of the draw: an exact Poisson draw of any size runs in one program.
@@ -63,8 +62,7 @@ def fold(
         # Devices take turns, so that their shares differ by one microbatch at most.
         return start + of * size, add(rows, mask, total)
 
-    # By the first share's place: all shares take equally many trips, because a device that
-    # ends its loop early would leave the others waiting in a collective.
+    # By the first share's place: a device that ended its loop early would leave the others waiting.
     def more(carry: tuple[Int[Array, ""], T]) -> Any:
         return carry[0] - which * size < drawn
 

@@ -24,10 +24,6 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
     For small batches of large data sets the shuffle is a pseudo-random permutation (a Feistel
     network) that is computed for the indices of one batch. No proof needs it to be uniform.
 
-    Args:
-      examples: The number of examples in the data set.
-      batch_size: Examples a step.
-
     Privacy:
       Shuffling is *not* Poisson sampling; the Poisson epsilon claims too much for it. The
       proved event, for zero-out neighbours: an example is in at most one batch an epoch, so
@@ -50,8 +46,7 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
             key = trees.step_key(key, Purpose.SAMPLING, epoch)
             return permuted(key, examples, places, number)
     else:
-        # Permutes the whole data set again at every step: a cached order would be state, and a
-        # draw is a function of (key, step) alone.
+        # The whole data set again at every step: a cached order would be state.
         def batch(key: Key, epoch: Any, number: Any) -> Array:
             order = jax.random.permutation(trees.step_key(key, Purpose.SAMPLING, epoch), examples)
             return jax.lax.dynamic_slice_in_dim(order, number * batch_size, batch_size)
@@ -126,8 +121,7 @@ def _epochs(
     fingerprint: str | None = None,
 ) -> Sampler:
     """A sampler whose batches are disjoint in an epoch: ``batch(key, epoch, number)``."""
-    # A last, smaller batch would be divided by the same constant, and has no place in a compiled
-    # step.
+    # A last, smaller batch has no place in a compiled step.
     steps = examples // batch_size
     turn = min(steps, LARGEST)  # the step is an int32, and does not end a longer epoch
 
