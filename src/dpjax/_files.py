@@ -51,8 +51,8 @@ def opened_for_owner(path: str, flags: int) -> int:
 @contextlib.contextmanager
 def replacing(path: pathlib.Path, *, public: bool = False) -> Iterator[IO[bytes]]:
     """A file to write and read, which replaces another one when the block ends without an error."""
-    # In the same folder, because a rename is atomic within one file system only. Under a name of
-    # its own: another process may write too, and what a kill left may have another mode.
+    # In the same folder, because a rename is atomic within one file system only. By a name of its
+    # own: another process may write too.
     beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     mode = 0o666 if public else 0o600
     handle = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)

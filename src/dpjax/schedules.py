@@ -60,11 +60,7 @@ def table(multipliers: ArrayLike, steps_per_epoch: int = 1) -> optax.Schedule:
 
 
 def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, " steps"]:
-    """The values of a schedule at steps 0 to ``steps - 1``, as the accountant needs them.
-
-    Args:
-      schedule: Any Optax schedule that can be vmapped; it is called with a traced step.
-      steps: How many.
+    """The values of a schedule, called with a traced step, at steps 0 to ``steps - 1``.
 
     Example:
       >>> values(CURRICULA["linear-down"](epochs=5), 401)[[0, 99, 100, 400]]
@@ -103,11 +99,6 @@ def _linear(t: np.ndarray, epochs: int) -> np.ndarray:
     return t / max(epochs - 1, 1)
 
 
-def _quadratic(t: np.ndarray, epochs: int) -> np.ndarray:
-    """``(t / (T-1))^2``."""
-    return _linear(t, epochs) ** 2
-
-
 def _exponential(t: np.ndarray, epochs: int) -> np.ndarray:
     """``(1 - e^-t) / (1 - e^-(T-1))``: most of the change happens in the first epochs."""
     return np.expm1(-t) / np.expm1(-max(epochs - 1.0, 1.0))
@@ -119,23 +110,15 @@ def _explosive(t: np.ndarray, epochs: int) -> np.ndarray:
     return 1 - _exponential(max(epochs - 1, 1) - t, epochs)
 
 
-def _logarithmic(t: np.ndarray, epochs: int) -> np.ndarray:
-    """``log(t+1) / log(T+1)``, which ends below 1: the paper divides by T+1, not by T."""
-    return np.log1p(t) / np.log(epochs + 1)
-
-
-def _piecewise(t: np.ndarray, epochs: int) -> np.ndarray:
-    """``floor(5t / T) / 4``: five plateaus; lengths differ by 1 unless 5 divides T."""
-    return (5 * t.astype(np.int64)) // epochs / 4
-
-
 SHAPES: dict[str, Shape] = {
     "linear": _linear,
-    "quadratic": _quadratic,
+    "quadratic": lambda t, epochs: _linear(t, epochs) ** 2,
     "exponential": _exponential,
     "explosive": _explosive,
-    "logarithmic": _logarithmic,
-    "piecewise": _piecewise,
+    # As in the paper by log(T+1) and not by log(T), so it ends below 1.
+    "logarithmic": lambda t, epochs: np.log1p(t) / np.log(epochs + 1),
+    # Five plateaus; their lengths differ by 1 unless 5 divides T.
+    "piecewise": lambda t, epochs: (5 * t.astype(np.int64)) // epochs / 4,
 }
 
 

@@ -2,9 +2,8 @@
 """Arithmetic on trees of arrays: group norms, scaled sums, keys and random trees.
 
 Everything is computed in float32 or wider, whatever the dtype of the leaves: a float16 norm
-underflows to 0, so nothing would be clipped, and a bfloat16 sum stops growing at 256. Sums over
-examples are matrix products at the highest precision, because accelerators round the inputs of
-products otherwise.
+underflows to 0, so nothing would be clipped, and a bfloat16 sum stops growing at 256. Products
+have the highest precision, because accelerators round their inputs otherwise.
 """
 
 from __future__ import annotations
@@ -183,12 +182,7 @@ def zeros_wide(tree: PyTree) -> PyTree:
 def group_norms(
     gradients: PyTree, groups: tuple[int, ...], size: int
 ) -> Float[Array, "batch size"]:
-    r"""The norm of each example's gradient within each group.
-
-    $$ n_{ig} = \sqrt{\sum_{l:\, \mathrm{group}(l) = g} \lVert g_{il} \rVert^2} $$
-
-    Entries below about 1e-19 square to 0 in float32, above 1e19 to infinity.
-    """
+    """The norm of each example's gradient in a group; entries below about 1e-19 square to 0."""
     leaves = list(map(widened_exactly, jax.tree.leaves(gradients)))
     # Leaf by leaf: a joined copy of all per-example gradients would double the memory.
     squares = [jnp.sum(jnp.real(x * jnp.conj(x)), axis=tuple(range(1, x.ndim))) for x in leaves]

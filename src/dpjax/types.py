@@ -61,17 +61,14 @@ _SHOWN = 8  # groups of a rule that a notebook shows
 
 
 class Neighbours(enum.StrEnum):
-    """Which two data sets a guarantee compares.
-
-    * ``add-or-remove``: one example more or less.
-    * ``zero-out``: one example replaced by an empty one that contributes nothing (the
-      number of examples is public).
-    * ``replace-one``: one example replaced by any other; the sum moves twice as far.
-    """
+    """Which two data sets a guarantee compares."""
 
     ADD_OR_REMOVE = "add-or-remove"
+    """One example more or less."""
     ZERO_OUT = "zero-out"
+    """One example replaced by an empty one that contributes nothing; their number is public."""
     REPLACE_ONE = "replace-one"
+    """One example replaced by any other; the sum moves twice as far."""
 
 
 @enum.unique
@@ -133,8 +130,8 @@ class _Assigned:
     names: tuple[str, ...]
 
     def __call__(self, tree: PyTree) -> tuple[int, ...]:
-        # One dtype for all: gradients may be bfloat16 where their sum is float32, and a partition
-        # by dtype would clip a leaf by one group and give it the noise of another.
+        # One dtype for all: a partition by dtype would clip a bfloat16 gradient by one group and
+        # give its float32 sum the noise of another.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32), tree)
         groups, leaves = tuple(self.assign(shapes)), len(jax.tree.leaves(tree))
         # A leaf in no group would be in no norm; a group without leaves has noise for nothing.
@@ -281,9 +278,6 @@ class Sum:
 class ClippedSum(NamedTuple):
     """The clipped sum of a batch's gradients, **before** any noise.
 
-    A noise link takes `ClippedSum.sum`. A loop over microbatches carries `ClippedSum.total`, from
-    `dpjax.clipping.empty_sum` on, and gives it to ``clipped(..., start=total)``.
-
     Privacy: none of these fields is private yet.  Only what `dpjax.noise` returns may be released.
     """
 
@@ -309,7 +303,7 @@ class ClippedSum(NamedTuple):
 
     @property
     def total(self) -> ClippedSum:
-        """The value and its rule alone, for the carry of a loop: no entry for each example."""
+        """The value and its rule alone, for the carry of a loop over microbatches."""
         return self._replace(losses=None, norms=None, factors=None, aux=None)
 
 
@@ -467,48 +461,37 @@ class State(NamedTuple):
 
 
 class Plan(Protocol):
-    """What is planned, as far as accounting is concerned; `dpjax.Mechanism` is one.
-
-    A plan is hashable and never changes: the ledger caches what it computes of a plan.
-    """
+    """What accounting needs of a plan, such as `dpjax.Mechanism`: hashable, it never changes."""
 
     @property
     def steps(self) -> int:
         """How many steps are planned."""
-        ...
 
     @property
     def unit(self) -> str:
         """Whose data one sampled row holds: ``"example"`` or ``"client"``."""
-        ...
 
     @property
     def batch_size(self) -> float:
         """The expected number of examples a step."""
-        ...
 
     @property
     def multipliers(self) -> np.ndarray:
         """The noise multiplier of each planned step, ``[steps]``."""
-        ...
 
     @property
     def accounted(self) -> str:
         """A hash of all that the cost of a step depends on, except its multiplier."""
-        ...
 
     @property
     def target(self) -> Any:
         """The epsilon, delta and method for which the noise was chosen, or None."""
-        ...
 
     def stated(self, delta: float | None, method: str | None) -> tuple[float, str]:
         """Delta and method of a statement: as given, or else as in `target`."""
-        ...
 
     def epsilon_of(self, multipliers: np.ndarray, delta: float, method: str) -> float:
         """The epsilon of steps that ran with these multipliers, in this order."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -517,7 +500,7 @@ class Algorithm:
 
     Privacy:
       ``state.params`` is after the noise and may be released.  ``info`` is computed
-      before the noise and may not.  Keys live in the state and are never released.
+      before the noise and may not.
 
     It unpacks: ``init, step = dpjax.dpsgd(...)``.
     """

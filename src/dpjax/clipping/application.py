@@ -136,12 +136,9 @@ def trusted_sum(total: PyTree, rule: Clipping) -> Sum:
     For sums that were clipped and added by other means than `clip_and_sum` and
     `dpjax.clipped_grad`, such as a sum over the processes of a cluster.
 
-    Args:
-      total: The sum.
-      rule: You vouch for it: one example moves the sum by at most ``rule.sensitivity``.
-
     Privacy:
-      Nothing is checked. A wrong declaration gives noise of the wrong scale.
+      Nothing is checked. You vouch that one example moves the sum by at most ``rule.sensitivity``:
+      otherwise the noise has the wrong scale.
 
     Example:
       >>> import dpjax

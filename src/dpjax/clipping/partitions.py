@@ -92,12 +92,9 @@ def by_layer(params: PyTree) -> Partition:
 
 
 def by_path(params: PyTree, patterns: Mapping[str, Any]) -> Partition:
-    """Groups leaves by regular expressions on their paths.
+    """Groups leaves by regular expressions on their paths, each with the name of a group.
 
-    Args:
-      params: The parameters.
-      patterns: Regular expression -> name of a group.  The first that is found anywhere
-        in a leaf's path counts; every leaf must match one.
+    The first that is found anywhere in a leaf's path counts; every leaf must match one.
 
     Example:
       >>> import jax.numpy as jnp

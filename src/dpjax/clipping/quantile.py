@@ -33,8 +33,7 @@ class Quantile:
 
     Args:
       target: $\gamma$, the fraction of examples that should be below the bound.
-      rate: $\eta$; 0.2 moves the bound by at most 10 % a step (where the target is 0.5), and by
-        more where the batch or the noise of the count is large.
+      rate: $\eta$; 0.2 usually moves the bound by at most 10 % a step, where the target is 0.5.
       count_multiplier: The noise multiplier of the count.  By default a tenth of the expected
         batch size: the fraction then has noise of standard deviation 0.05.
       geometric: Whether the bound moves in proportion to itself.  If not, by
@@ -47,12 +46,8 @@ class Quantile:
       are summed, so their multipliers join to $(z_g^{-2} + z_c^{-2})^{-1/2}$ before the
       sampling amplifies them.  The bound itself may be published.
 
-    | the rule | what is counted |
-    |---|---|
-    | one group | examples whose norm is at most the bound, up to rounding |
-    | several groups | the mean over groups of the same; one scale moves all bounds |
-    | the norm is NaN or infinite | not below |
-    | scale beyond 1e-6 or 1e6 | held there |
+    Of several groups the mean over groups is counted, and one scale moves all bounds. It is held
+    between 1e-6 and 1e6. A norm that is NaN or infinite is not below.
 
     Example:
       >>> import math

@@ -21,8 +21,7 @@ Norms: TypeAlias = Float[Array, "batch groups"]
 ON_BOUND = 2.0**-14
 """How far above a number, relative to it, a norm still counts as at most that number.
 
-Engines round norms up. Without this room, an example exactly on its bound is kept by one engine and
-dropped by another.
+Engines round norms up: an example exactly on its bound is kept by all of them.
 """
 
 _BOUND = "It is the most that one example can move the sum."
@@ -32,9 +31,6 @@ def flat(bound: float) -> Clipping:
     r"""Clips each example's whole gradient to a norm of at most ``bound``.
 
     $$ \bar g_i = g_i \min(1, C / \lVert g_i \rVert) $$
-
-    Args:
-      bound: $C$, the most that one example can move the sum.
 
     A gradient with NaN or infinity in it contributes 0. An infinite bound changes no other.
 
@@ -65,8 +61,7 @@ def grouped(
         ``total / sqrt(k)``, so that the sensitivity is ``total``.
 
     Sensitivity:
-      ``bound * sqrt(k)``, or ``total``.  The groups are orthogonal blocks, so an example
-      that fills all of them moves the sum by more than one bound.
+      ``bound * sqrt(k)``, or ``total``.
 
     Example:
       >>> grouped(bound=1.0, groups=4).sensitivity
@@ -89,11 +84,7 @@ def grouped(
 
 
 def per_group(bounds: Sequence[float] | Mapping[str, float], groups: Groups) -> Clipping:
-    r"""Clips every group to a bound of its own.
-
-    Args:
-      bounds: One bound per group, in the partition's order or by group name.
-      groups: A number of groups or a `Partition`.
+    r"""Clips every group to its own bound, given in the partition's order or by group name.
 
     Sensitivity:
       $\lVert (C_1, \dots, C_k) \rVert_2$.
@@ -103,7 +94,6 @@ def per_group(bounds: Sequence[float] | Mapping[str, float], groups: Groups) -> 
       5.0
     """
     partition = partition_of("clipping.per_group", groups)
-    # By name, so that an order of groups that changes with the model cannot exchange two bounds.
     if isinstance(bounds, Mapping):
         bounds = [bounds[name] for name in partition.names]
     return Clipping(partition, tuple(bounds), jnp.ones_like, "per_group")
@@ -142,9 +132,9 @@ def psac(bound: float = 1.0, stabilizer: float = 0.1, *, groups: Groups = 1) -> 
        + \frac{r}{\lVert g_i \rVert + r}\Bigr) $$
 
     Args:
-      bound: $C$; with several groups, of each group.
+      bound: As for `automatic`.
       stabilizer: $r$, positive; not on the scale of the ``gamma`` of `automatic`.
-      groups: A number of groups or a `Partition`.
+      groups: As for `automatic`.
 
     Sensitivity:
       ``bound * sqrt(k)``; approached, never attained.
@@ -171,9 +161,7 @@ def normalized(bound: float = 1.0, *, groups: Groups = 1) -> Clipping:
 
     $$ \bar g_i = g_i \, C / \lVert g_i \rVert $$
 
-    Args:
-      bound: $C$; with several groups, of each group.
-      groups: A number of groups or a `Partition`.
+    The arguments are as for `automatic`.
 
     Sensitivity:
       ``bound * sqrt(k)``; attained by every example with a gradient.
@@ -194,8 +182,7 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
     Args:
       bound: $C$; with several groups, of each group.
       screen: $Z$, the longest gradient that is kept, up to a rounding of $2^{-14} Z$; must not
-        depend on the data.  By default ``bound``, and then nothing that is kept is scaled (and
-        0 keeps nothing).
+        depend on the data.  By default ``bound``, and then nothing that is kept is scaled.
       groups: A number of groups or a `Partition`.
 
     Sensitivity:

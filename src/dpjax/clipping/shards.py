@@ -18,8 +18,8 @@ def refuse_tracking(call: str) -> None:
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if not axes:
         return
-    # Arguments cannot show it: the loss may close over the shard, and gradients that were summed
-    # do not vary. The number of a device varies wherever JAX tracks varying values.
+    # The number of a device varies wherever JAX tracks varying values. Arguments cannot show it:
+    # the loss may close over the shard.
     number = jax.make_jaxpr(lambda: jax.lax.axis_index(axes))().out_avals[0]
     if number.manual_axis_type.varying:
         raise ValueError(

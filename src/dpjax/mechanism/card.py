@@ -77,8 +77,8 @@ def described(mechanism: Mechanism) -> dict[str, Any]:
 
 def accounted(mechanism: Mechanism) -> str:
     """A hash of all that the cost of a step depends on, except multipliers."""
-    # A ledger may be read under a stronger relation, and a plan may grow: neither is counted. The
-    # fingerprint enters because samplers of one name and price may draw others.
+    # Without neighbours and steps: a ledger may be read under a stronger relation, and a plan may
+    # grow. With the fingerprint, because samplers of one name and price may draw others.
     counted = {
         **{name: value for name, value in described(mechanism).items() if name in _COUNTED},
         "drawn by": mechanism.sampling.fingerprint,

@@ -53,12 +53,11 @@ class Mechanism:
         bounds. Gradients and its noised count together cost what ``noise_multiplier`` says.
       before: What earlier runs on the same data have spent, if this run starts from what they
         released; see `dpjax.training.earlier`.
-      unit: Whose data are protected. With ``"client"``, for `dpjax.federated`, every statement
-        about one example holds for one client with all of its examples.
-      noise: A `dpjax.strategies` strategy for noise that is correlated over the steps; None for
-        fresh noise at every step. ``noise_multiplier`` is then a number, or one per group, for the
-        whole run: it is relative to what one example moves in all steps that the sampler lets it
-        be in, or, where the sampler amplifies, to one participation.
+      unit: Whose data are protected: ``"client"``, for `dpjax.federated`, is one client with all
+        of its examples.
+      noise: A `dpjax.strategies` strategy for noise that is correlated over the steps.
+        ``noise_multiplier`` is then no schedule. It is relative to what one example moves in all
+        steps that the sampler lets it be in, or, where the sampler amplifies, to one participation.
       target: What `calibrate` chose the noise for: epsilon, delta and method. Statements, cards
         and `dpjax.fit` take delta and method from it.
 
@@ -224,11 +223,7 @@ class Mechanism:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What ``run.json`` holds of the mechanism: runs with different ones share no folder.
-
-        Privacy:
-          Not for publication. A sampler's fingerprint confirms a guess of who is in which bin.
-        """
+        """What ``run.json`` holds; secret, as a fingerprint confirms who is in which bin."""
         return {"mechanism": self.facts, "drawn by": self.sampling.fingerprint}
 
     @property
@@ -393,8 +388,7 @@ class Mechanism:
         """The Optax link from per-example gradients to a private mean: the whole private part.
 
         It clips by the mechanism's rule, sums, adds the noise of the step and divides by the
-        expected batch size. It is the first choice for a chain:
-        ``optax.chain(mechanism.private(), optax.adam(1e-3))``.
+        expected batch size.
 
         Args:
           key: As for `dpjax.noise.gaussian`.

@@ -100,8 +100,7 @@ def langevin_multiplier(
     rate = learning_rate
 
     def multiplier(step: Any) -> Any:
-        # In float32, as the step computes it: the table that is accounted and the noise that is
-        # drawn come from one expression.
+        # In float32: the table that is accounted and the noise come from one expression.
         return scale / jnp.sqrt(jnp.asarray(rate(step), jnp.float32))
 
     return multiplier

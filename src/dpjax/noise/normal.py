@@ -43,7 +43,7 @@ def standard_normal(
       shape: Any shape, including empty ones.
       dtype: float32 or float64.
       after: An array that must exist before these numbers are drawn, so that many large draws are
-        not in memory together. Its values have no effect. Speed and memory only.
+        not in memory together. Its values have no effect.
 
     Example:
       >>> standard_normal(jax.random.key(0), (2, 3)).shape
@@ -110,7 +110,7 @@ def _drawn(
         return jnp.zeros_like(jax.eval_shape(pairs, secret))
 
     # A branch that is always taken: XLA:CPU fuses across anything weaker, and then computes each
-    # pair twice without vectorising. Other devices would wait for the host at a branch.
+    # pair twice. Other devices would wait for the host at a branch.
     z = jax.lax.platform_dependent(
         secret,
         cpu=lambda secret: jax.lax.cond((ready | 1) != 0, pairs, nothing, secret),

@@ -75,8 +75,8 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
 def balls_in_bins(examples: int, batch_size: float) -> Sampler:
     """Each example falls into one of the batches of an epoch, the same in every epoch.
 
-    An epoch has ``examples // batch_size`` batches of random sizes. An example returns after
-    exactly as many steps, and so correlated noise has a small sensitivity.
+    An example returns after exactly ``examples // batch_size`` steps, and so correlated noise has a
+    small sensitivity.
 
     Args:
       examples: Size of the data set.
@@ -115,6 +115,6 @@ def balls_in_bins(examples: int, batch_size: float) -> Sampler:
 
 def parts_of(key: Key, examples: int, parts: int) -> Array:
     """The part of each example, the same at every step of a run."""
-    # By a word of its own, so that no example moves another one to a different part. A part is at
-    # most 2^-32 likelier than one over their number, which `accounting.allocation` counts.
+    # By a word of its own, so that no example moves another one. A part is at most 2^-32 likelier
+    # than one over their number, which `accounting.allocation` counts.
     return jax.random.bits(trees.step_key(key, Purpose.PARTS, 0), (examples,), jnp.uint32) % parts

@@ -71,13 +71,12 @@ def curriculum(
       order: A permutation of the examples.
       batch_size: Examples a step; the remainder of an epoch is skipped.
       public: Whether the order was fixed *without the private data*, for example by public dates
-        or names of files. Scores of private examples are private data, also by a public scorer.
+        or names of files.
 
     Privacy:
-      An order computed from the private data is itself a release without noise, and moving
-      one example moves many others between batches: epsilon is infinite. This holds for a public
-      scorer too: with another score of one example, all examples between its two places move. For
-      scores there is `scored`. A public order has the event of `shuffled`.
+      An order computed from the private data, also by a public scorer, is itself a release without
+      noise: with another score of one example, all examples between its two places move, so epsilon
+      is infinite. For scores there is `scored`. A public order has the event of `shuffled`.
 
     Example:
       >>> sampler = curriculum([2, 0, 3, 1], batch_size=2, public=True)

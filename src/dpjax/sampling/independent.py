@@ -38,12 +38,11 @@ def poisson(examples: int, batch_size: float) -> Sampler:
     r"""Each example joins each batch independently with equal probability: Poisson sampling.
 
     For up to 65,536 examples, and for batches above a sixteenth of the data, each example has a
-    coin of its own: exact Poisson sampling, with draws of any size. Smaller batches of larger data
-    sets are drawn by balls that fall on blocks of examples, in time and memory of the batch.
-    Whichever other examples are drawn, an example then joins with probability at most $q$. The
-    amplification below needs no more, and holds without an error term. The law of a draw differs
-    from Poisson sampling by less than $2^{-70}$ a block; a batch has about a quarter as many blocks
-    as examples, or fewer.
+    coin of its own: exact Poisson sampling. Smaller batches of larger data sets are drawn by balls
+    that fall on blocks of examples, in time and memory of the batch. Whichever other examples are
+    drawn, an example then joins with probability at most $q$. The amplification below needs no
+    more, and holds without an error term. The law of a draw differs from Poisson sampling by less
+    than $2^{-70}$ a block.
 
     Args:
       examples: Size of the data set.
@@ -169,8 +168,8 @@ def scored(
     Privacy:
       With add-or-remove neighbours: the bin of an example does not depend on the other
       examples, so each step is the Poisson-subsampled Gaussian at the rate of its bin. The
-      event takes the largest rate of any bin at each step, an upper bound. It does not cover
-      bins cut at quantiles of private scores, or rates computed from counts of private data.
+      event takes the largest rate of any bin at each step. It does not cover bins cut at quantiles
+      of private scores, or rates computed from counts of private data.
 
     Example:
       >>> bins = np.arange(60_000) // 12_000  # by a public scorer: the easiest first
