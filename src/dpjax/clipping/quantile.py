@@ -41,10 +41,10 @@ class Quantile:
 
     Privacy:
       Of each example of the batch, 1/2 is counted if it is below and -1/2 if not: one that
-      joins or leaves moves the count by 1/2, whatever its gradient.  Noise has the standard
-      deviation ``count_multiplier / 2``.  The count is of the very batch whose gradients
-      are summed, so their multipliers join to $(z_g^{-2} + z_c^{-2})^{-1/2}$ before the
-      sampling amplifies them.  The bound itself may be published.
+      joins or leaves moves the count by 1/2.  Noise has the standard deviation
+      ``count_multiplier / 2``.  The count is of the very batch whose gradients are summed, so
+      their multipliers join to $(z_g^{-2} + z_c^{-2})^{-1/2}$ before the sampling amplifies
+      them.  The bound itself may be published.
 
     Of several groups the mean over groups is counted, and one scale moves all bounds. It is held
     between 1e-6 and 1e6. A norm that is NaN or infinite is not below.

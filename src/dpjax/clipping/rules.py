@@ -220,7 +220,7 @@ def jl(bound: float, projections: int = 50) -> Clipping:
     $$ \bar g_i = g_i \min(1, C / M_i), \qquad M_i^2 = \frac1r \sum_j \langle g_i, u_j \rangle^2 $$
 
     No gradient of one example is ever formed: a step is $r$ forward-mode passes over the
-    batch and one reverse pass, whatever the layers are.  Any optimizer takes the result.
+    batch and one reverse pass, whatever the layers are.
 
     Args:
       bound: $C$.
@@ -228,9 +228,8 @@ def jl(bound: float, projections: int = 50) -> Clipping:
         often have no finite one.
 
     Sensitivity:
-      None that holds always.  An example contributes up to $C \sqrt{r / \chi^2_r}$: often
-      somewhat more than $C$, now and then far more.  The guarantee is over that chance, by
-      ``method="pld"`` alone; Renyi and central-limit methods are refused.
+      None that holds always.  An example contributes up to $C \sqrt{r / \chi^2_r}$.  The guarantee
+      is over that chance, by ``method="pld"`` alone; other methods are refused.
 
       It holds for exact arithmetic. Where derivatives of thousands of positions cancel to the last
       digits, an example passes the bound by far; exact norms (`flat`) hold there too.

@@ -358,11 +358,9 @@ class Mechanism:
         public constant. The size of the drawn batch is never used. The key is as for `private`.
 
         Returns:
-          A link whose state counts the steps, for loops that clip and sum themselves. It takes the
-          `dpjax.types.Sum` of an equal rule alone, such as ``clipped_grad(...)(...).sum``. A step
-          beyond the plan raises, or inside ``jit`` returns NaN. With ``adaptive``, sum and mean are
-          relative to the ``scale`` of the state, and ``update`` needs ``below=``, from
-          `dpjax.clipping.Quantile.below`.
+          A link on sums, as `dpjax.noise.gaussian`. A step beyond the plan raises, or inside
+          ``jit`` returns NaN. With ``adaptive``, sum and mean are relative to the ``scale`` of the
+          state, and ``update`` needs ``below=``, from `dpjax.clipping.Quantile.below`.
 
         Example:
           >>> import dpjax, jax.numpy as jnp
@@ -395,8 +393,8 @@ class Mechanism:
 
         Returns:
           A link whose ``update(gradients, state, params=None, mask=mask)`` takes gradients with a
-          leading axis of examples. The mask says which of them were drawn. It is required where
-          the sampler pads its draws; ``mask=True`` says that all rows are real.
+          leading axis of examples. The mask says which of them were drawn: True where all were. It
+          is required where the sampler pads its draws.
 
         Privacy:
           What comes out may be released: `epsilon` covers the planned steps, if ``sampling`` draws

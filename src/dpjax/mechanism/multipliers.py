@@ -21,8 +21,7 @@ from dpjax.types import NoiseMultiplier
 class Planned:
     """A schedule as the table of its values at every planned step.
 
-    A second evaluation of the function could differ: compiled, in another dtype, or after a
-    variable that it closes over has changed.
+    A second evaluation could differ: compiled, in another dtype, or by what it closes over.
     """
 
     # Not compared: the table is what is accounted and run. A callable object may have no hash.

@@ -39,14 +39,12 @@ def correlated(
         single epoch. $\mathrm{sens}(C)$ follows from it.
 
     Returns:
-      A link on sums, as `gaussian`. Beyond ``strategy.steps`` it raises, or inside ``jit`` releases
-      NaN.
+      As for `gaussian`. Beyond ``strategy.steps`` it raises, or inside ``jit`` releases NaN.
 
     Privacy:
       All steps together are one Gaussian mechanism with multiplier $m$, if no example is in more
       steps than ``participation`` says, even if later gradients depend on earlier releases.
-      The link cannot see who takes part. `dpjax.Mechanism` with ``noise=`` takes participation
-      from the sampler, and is the first choice.
+      `dpjax.Mechanism` with ``noise=`` takes participation from the sampler.
 
     Example:
       >>> import dpjax

@@ -36,7 +36,7 @@ def langevin(
        + \tfrac{\eta_t}{2}\, \nabla \log p(w) $$
 
     adds noise of covariance $\eta_t T I$. `dpjax.training.dp_sgld` is the whole algorithm. The
-    arguments are as for `langevin_multiplier`, and the key of `gaussian`.
+    arguments are as for `langevin_multiplier` and `gaussian`.
 
     Example:
       >>> import dpjax

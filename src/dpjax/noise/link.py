@@ -33,15 +33,14 @@ def gaussian(
     Args:
       noise_multiplier: $m_t$: a number, an Optax schedule of the step, or a tuple with one number
         per group. A tuple is relative to each group's own bound (standard deviation $m_g C_g$ in
-        group $g$); its effective multiplier is $(\sum_g m_g^{-2})^{-1/2}$.
+        group $g$); its effective multiplier is $(\sum_g m_g^{-2})^{-1/2}$. 0 is not private.
       rule: The rule that clipped the sum; $\Delta$ is its sensitivity.
       key: For experiments that repeat: every ``init`` starts the noise of this key. By default
         each ``init`` draws a secret key of its own from the operating system.
 
     Returns:
-      A link on sums (not means) whose state holds the key and counts the steps. It takes the
-      `dpjax.types.Sum` of an equal rule, from `dpjax.clip_and_sum`, ``dpjax.clipped_grad(...).sum``
-      or `dpjax.clipping.trusted_sum`, and nothing else.
+      A link on sums (not means). It takes the `dpjax.types.Sum` of an equal rule, from
+      `dpjax.clip_and_sum`, ``dpjax.clipped_grad(...)(...).sum`` or `dpjax.clipping.trusted_sum`.
 
       A traced ``init`` (in ``jit``, ``vmap`` or ``eval_shape``) without a key gives the *unset*
       key: ``update`` refuses it, or in ``jit`` returns NaN, until `dpjax.noise.renew` sets another.
@@ -53,9 +52,6 @@ def gaussian(
     Privacy:
       With add-or-remove neighbours, one step is the Gaussian mechanism with multiplier $m_t$.
       Release the output of this link, never its input. Save its state only where a secret may lie.
-
-    A multiplier of 0 adds no noise: not private. One that is negative at a step of a schedule adds
-    noise of its size, and a `Mechanism` refuses it.
 
     Example:
       >>> import dpjax

@@ -26,7 +26,7 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
     step alone, and banded noise with at most $b$ bands is amplified.
 
     Args:
-      examples: Size of the data set.
+      examples: As for `poisson`.
       batch_size: As for `poisson`.
       cycle: $b$, the number of parts; at most examples / batch_size.
 
@@ -85,9 +85,8 @@ def balls_in_bins(examples: int, batch_size: float) -> Sampler:
 
     Privacy:
       With add-or-remove neighbours, proved without amplification: one Gaussian an epoch, with the
-      epoch's smallest multiplier. An example's batch is drawn independently of all others, and
-      the event holds for each batch that it can be in. With a strategy, `strategies.white`
-      included, the event also counts that the batch is unknown, where batches overlap little.
+      epoch's smallest multiplier. With a strategy, `strategies.white` included, the event also
+      counts that the batch is unknown, where batches overlap little.
 
     Example:
       >>> import numpy as np

@@ -34,8 +34,7 @@ def fold(
         ``mask`` saying which of them belong to the draw: the last one is filled up.
       first: The total of an empty draw. For a clipped sum, begin with
         `dpjax.clipping.empty_sum` and let ``add`` return ``clipped(..., start=total).total``.
-      share: ``(which, of)``: every ``of``-th microbatch, starting at number ``which``. All shares
-        together are the draw.
+      share: ``(which, of)``: every ``of``-th microbatch, starting at number ``which``.
       block: ``(count, settle)``: after every ``count`` microbatches of the share, and after the
         last, ``settle`` maps the total to the one that is continued.
 
