@@ -70,8 +70,7 @@ __all__ = [
     "verify",
 ]
 
-# A room is imported when a script first uses it: `import dpjax` alone must not cost the
-# accountants' SciPy or the figures' Matplotlib.
+# `import dpjax` alone must not cost the accountants' SciPy or the figures' Matplotlib.
 _HOMES = {
     "Mechanism": "mechanism",
     "clip_and_sum": "clipping",

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How objects of dpjax look in a terminal and in a notebook.
 
-The dataclasses of dpjax hold functions, and a generated `__repr__` prints their addresses. `short`
-is one line with the fields that a reader chose. `table` is HTML for `_repr_html_`, which notebooks
-show; its styles are inline because a notebook has no style sheet for it.
+The dataclasses of dpjax hold functions, and a generated `__repr__` prints their addresses.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ _REPR = reprlib.Repr()
 _REPR.maxother = 400  # a mechanism within an algorithm is not cut
 _REPR.maxtuple = 4
 
+# Inline, because a notebook has no style sheet for it.
 _CELL = 'style="text-align:left;vertical-align:top;padding-right:1.2em"'
 
 

@@ -38,10 +38,7 @@ FIELDS = frozenset(
 
 
 def replace(path: pathlib.Path, content: str | bytes, *, public: bool = False) -> None:
-    """Replaces a file atomically: it holds the whole new content, or the old one.
-
-    Unless it is ``public``, its owner alone can read it.
-    """
+    """Replaces a file atomically: it holds the whole new content, or the old one."""
     with replacing(path, public=public) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
@@ -54,8 +51,8 @@ def opened_for_owner(path: str, flags: int) -> int:
 @contextlib.contextmanager
 def replacing(path: pathlib.Path, *, public: bool = False) -> Iterator[IO[bytes]]:
     """A file to write and read, which replaces another one when the block ends without an error."""
-    # In the same folder, because a rename is atomic within one file system only. Under a name of
-    # its own: another process may write too, and what a kill left may have another mode.
+    # In the same folder, because a rename is atomic within one file system only. By a name of its
+    # own: another process may write too.
     beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     mode = 0o666 if public else 0o600
     handle = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
@@ -72,11 +69,8 @@ def replacing(path: pathlib.Path, *, public: bool = False) -> Iterator[IO[bytes]
 
 
 def lock(path: pathlib.Path) -> int | None:
-    """The handle of a lock, or None if another process holds it; the file names its process.
-
-    The operating system frees the lock when the last process with the handle ends.
-    """
-    # flock and not a file that exists or not: the lock of a killed process is free.
+    """The handle of a lock, or None if another process holds it; the file names its process."""
+    # flock, because the system frees the lock when the last process with the handle ends.
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,10 +114,7 @@ def line_of_log(row: Mapping[str, Any]) -> str:
 
 
 def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a run's log in the order of their steps; none without a file.
-
-    Of rows of one step the last one counts. A last line that a kill cut off is no row.
-    """
+    """The rows of a run's log by step; the last of a step counts. A cut last line is no row."""
     rows, lines = {}, path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Argument checks: one function per question, one form for every message.
 
-A message names the call and the value, says what was expected, and ends with ``hint``, the cure.
-Each function returns the argument as the plain Python type that the caller computes with, so NumPy
-and JAX scalars, and 3.0 for 3, mean the same everywhere.
+A message ends with ``hint``, the cure. Each function returns the argument as a plain Python type,
+so NumPy and JAX scalars, and 3.0 for 3, mean the same everywhere.
 """
 
 from __future__ import annotations
@@ -122,8 +121,7 @@ def key(call: str, value: Any) -> Any:
         raise TypeError(f"{call}(key: {kind}): expected a key, such as jax.random.key(seed).")
     if value.ndim != (0 if typed else 1):
         raise ValueError(f"{call}(key of shape {value.shape}): expected one key.")
-    # Folds of unsafe_rbg commute: leaf b of step 0 would have the noise of leaf a of step 1. A key
-    # of philox2x32 has 32 bits.
+    # Folds of unsafe_rbg commute: two leaves would share noise. A key of philox2x32 has 32 bits.
     one_of(call, "key", str(jax.random.key_impl(value)), ("threefry2x32", "rbg"))
     return value
 

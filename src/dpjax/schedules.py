@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Noise schedules: the noise multiplier at each step, as Optax schedules.
 
-A curriculum moves from one multiplier to another along a *shape*, a curve from 0 to 1 over the
-epochs. It is fixed before training and never sees the data. Every schedule here is a table of
-values, one an epoch, that a step indexes. The table gives all steps of an epoch one float32
-value, compiled or not, and keeps accounting cheap: 20 distinct multipliers instead of 2,000.
+Every schedule here is a table of values, one an epoch, that a step indexes. The table gives all
+steps of an epoch one float32 value, compiled or not, and keeps accounting cheap.
 """
 
 from __future__ import annotations
@@ -30,17 +28,12 @@ Shape = Callable[[np.ndarray, int], np.ndarray]
 def table(multipliers: ArrayLike, steps_per_epoch: int = 1) -> optax.Schedule:
     """A schedule that indexes a table: ``F(step) = multipliers[step // steps_per_epoch]``.
 
+    Steps after the last epoch have the last value, steps below 0 the first one. The schedule gives
+    a float32 scalar, and may be traced, jitted and vmapped.
+
     Args:
       multipliers: ``[epochs]``, zero or more each.
       steps_per_epoch: How many steps share a value.
-
-    Returns:
-      A schedule, step -> float32 scalar; it may be traced, jitted and vmapped.
-
-    | step | value |
-    |---|---|
-    | after the last epoch | the last value |
-    | below 0 | the first value |
 
     Example:
       >>> schedule = table([3.0, 2.0, 1.0], steps_per_epoch=10)
@@ -67,14 +60,7 @@ def table(multipliers: ArrayLike, steps_per_epoch: int = 1) -> optax.Schedule:
 
 
 def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, " steps"]:
-    """The values of a schedule at steps 0 to ``steps - 1``, as the accountant needs them.
-
-    Args:
-      schedule: Any Optax schedule that can be vmapped; it is called with a traced step.
-      steps: How many.
-
-    Returns:
-      The values, float32; for a `table` exactly the values that the noise uses.
+    """The values of a schedule, called with a traced step, at steps 0 to ``steps - 1``.
 
     Example:
       >>> values(CURRICULA["linear-down"](epochs=5), 401)[[0, 99, 100, 400]]
@@ -94,8 +80,7 @@ def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, " steps"]:
         return jnp.asarray(given, jnp.float32)
 
     try:
-        # In int32 and float32, as the step evaluates it: another width may round or overflow at
-        # other steps.
+        # In int32 and float32, as the step evaluates it: another width may round elsewhere.
         return np.asarray(jax.vmap(value)(jnp.arange(steps, dtype=jnp.int32)))
     except jax.errors.JAXTypeError as error:
         raise TypeError(
@@ -114,11 +99,6 @@ def _linear(t: np.ndarray, epochs: int) -> np.ndarray:
     return t / max(epochs - 1, 1)
 
 
-def _quadratic(t: np.ndarray, epochs: int) -> np.ndarray:
-    """``(t / (T-1))^2``."""
-    return _linear(t, epochs) ** 2
-
-
 def _exponential(t: np.ndarray, epochs: int) -> np.ndarray:
     """``(1 - e^-t) / (1 - e^-(T-1))``: most of the change happens in the first epochs."""
     return np.expm1(-t) / np.expm1(-max(epochs - 1.0, 1.0))
@@ -130,23 +110,15 @@ def _explosive(t: np.ndarray, epochs: int) -> np.ndarray:
     return 1 - _exponential(max(epochs - 1, 1) - t, epochs)
 
 
-def _logarithmic(t: np.ndarray, epochs: int) -> np.ndarray:
-    """``log(t+1) / log(T+1)``, which ends below 1: the paper divides by T+1, not by T."""
-    return np.log1p(t) / np.log(epochs + 1)
-
-
-def _piecewise(t: np.ndarray, epochs: int) -> np.ndarray:
-    """``floor(5t / T) / 4``: five plateaus; lengths differ by 1 unless 5 divides T."""
-    return (5 * t.astype(np.int64)) // epochs / 4
-
-
 SHAPES: dict[str, Shape] = {
     "linear": _linear,
-    "quadratic": _quadratic,
+    "quadratic": lambda t, epochs: _linear(t, epochs) ** 2,
     "exponential": _exponential,
     "explosive": _explosive,
-    "logarithmic": _logarithmic,
-    "piecewise": _piecewise,
+    # As in the paper by log(T+1) and not by log(T), so it ends below 1.
+    "logarithmic": lambda t, epochs: np.log1p(t) / np.log(epochs + 1),
+    # Five plateaus; their lengths differ by 1 unless 5 divides T.
+    "piecewise": lambda t, epochs: (5 * t.astype(np.int64)) // epochs / 4,
 }
 
 
@@ -168,7 +140,6 @@ def curriculum(
     | ``epochs == 1`` | ``start`` throughout |
     | "logarithmic" | the last epoch stays short of ``stop`` |
     | "piecewise", 2 to 4 epochs | as well: the last is at 1/2, 3/4 and 3/4 of the way |
-    | "exponential", "explosive" | the first, or last, 5 of many epochs hold 99 % of the change |
 
     Example:
       >>> schedule = curriculum("linear", 2.0, 1.0, epochs=3, steps_per_epoch=10)

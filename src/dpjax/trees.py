@@ -2,9 +2,8 @@
 """Arithmetic on trees of arrays: group norms, scaled sums, keys and random trees.
 
 Everything is computed in float32 or wider, whatever the dtype of the leaves: a float16 norm
-underflows to 0, so nothing would be clipped, and a bfloat16 sum stops growing at 256. Sums over
-examples are matrix products at the highest precision, because accelerators round the inputs of
-products otherwise.
+underflows to 0, so nothing would be clipped, and a bfloat16 sum stops growing at 256. Products
+have the highest precision, because accelerators round their inputs otherwise.
 """
 
 from __future__ import annotations
@@ -47,12 +46,7 @@ def wide(dtype: Any) -> jnp.dtype:
 
 
 def leaf_names(tree: PyTree) -> tuple[str, ...]:
-    """The path of each leaf, in the order of ``jax.tree.leaves``; no two are equal.
-
-    Example:
-      >>> leaf_names({"dense": {"bias": 0.0, "kernel": 1.0}})
-      ('dense/bias', 'dense/kernel')
-    """
+    """The path of each leaf, as ``dense/bias``, in JAX's order of leaves; no two are equal."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     within = collections.Counter(path[:depth] for path in paths for depth in range(len(path)))
 
@@ -137,10 +131,7 @@ def fingerprint(tree: PyTree) -> str:
 
 
 def on_host(leaf: Any) -> np.ndarray:
-    """A copy as a NumPy array; of a typed key, its data.
-
-    An array that other processes hold in part is collected: all of them must call this.
-    """
+    """A copy as a NumPy array; all processes that hold a part of the leaf must call this."""
     return np.array(_readable(leaf))
 
 
@@ -191,20 +182,9 @@ def zeros_wide(tree: PyTree) -> PyTree:
 def group_norms(
     gradients: PyTree, groups: tuple[int, ...], size: int
 ) -> Float[Array, "batch size"]:
-    r"""The norm of each example's gradient within each group.
-
-    $$ n_{ig} = \sqrt{\sum_{l:\, \mathrm{group}(l) = g} \lVert g_{il} \rVert^2} $$
-
-    In float32 or wider. Entries below about 1e-19 square to 0 in float32, above 1e19 to infinity.
-
-    Example:
-      >>> gradients = {"a": jnp.array([[3.0, 4.0]]), "b": jnp.array([[0.0, 10.0]])}
-      >>> group_norms(gradients, (0, 1), 2)
-      Array([[ 5., 10.]], dtype=float32)
-    """
+    """The norm of each example's gradient in a group; entries below about 1e-19 square to 0."""
     leaves = list(map(widened_exactly, jax.tree.leaves(gradients)))
-    # Leaf by leaf, without joining them: a joined copy of all per-example gradients would double
-    # the memory. Of a complex number, the squares of both parts, as the other engines have them.
+    # Leaf by leaf: a joined copy of all per-example gradients would double the memory.
     squares = [jnp.sum(jnp.real(x * jnp.conj(x)), axis=tuple(range(1, x.ndim))) for x in leaves]
     # A group may have no leaf of this tree; its norm is then 0.
     none = jnp.zeros(leaves[0].shape[:1], jnp.float32)
@@ -218,19 +198,14 @@ def group_norms(
 def scaled_sum(
     gradients: PyTree, factors: Float[Array, "batch groups"], groups: tuple[int, ...]
 ) -> PyTree:
-    """Sums gradients over the batch, each example's groups scaled by its factors.
-
-    An example whose factor is 0 contributes exactly 0, even where its gradient is NaN or infinite.
-    The sum is float32 or wider.
-    """
+    """Sums gradients over the batch, each example's groups scaled by its factors."""
 
     def total(leaf: Array, group: int) -> Array:
         scale = factors[:, group].astype(wide(leaf.real.dtype))
         # 0 * NaN is NaN: a dropped example must contribute exactly 0.
         kept = jnp.where(expand(scale, leaf) != 0, widened_exactly(leaf), 0)
         scale = scale.astype(kept.dtype)  # complex for a complex leaf
-        # A product and not a multiplication with a sum: XLA on CPU runs the product many times
-        # faster.
+        # XLA on CPU runs this product many times faster than a multiplication and a sum.
         return jnp.einsum("b,b...->...", scale, kept, precision=jax.lax.Precision.HIGHEST)
 
     leaves, structure = jax.tree.flatten(gradients)
@@ -242,8 +217,8 @@ def scaled_sum(
 def step_key(root: Key, purpose: Purpose, step: Any) -> Key:
     """The key of one step's randomness for one purpose.
 
-    ``fold_in(fold_in(root, purpose), step)``: one root key serves a whole run, every
-    step can be drawn again alone, and no two purposes ever share a stream.
+    ``fold_in(fold_in(root, purpose), step)``: every step can be drawn again alone, and no two
+    purposes ever share a stream.
 
     Args:
       root: The root key of the run; a sampler of your own receives it in ``draw(key, step)``.
@@ -260,11 +235,8 @@ def step_key(root: Key, purpose: Purpose, step: Any) -> Key:
 
 
 def mappable(key: Key) -> Key:
-    """A key of threefry that follows from a key of any generator, for draws of each example.
-
-    JAX batches the generator of rbg by the key of the first example, so who comes first would
-    decide everyone's draws. Threefry draws for each example from its own key.
-    """
+    """A key of threefry that follows from a key of any generator, for draws of each example."""
+    # JAX batches rbg by the key of the first example, which would decide everyone's draws.
     if str(jax.random.key_impl(key)) == "threefry2x32":
         return key
     words = jax.random.bits(key, (2,), jnp.uint32)
@@ -281,16 +253,9 @@ def random_like(
 ) -> PyTree:
     """A tree of independent draws, or of what is made of them; consumes the key.
 
-    Leaves that lie beside each other are cut from one draw: many small draws take longer to
-    run, and far longer to compile.  With ``use``, a draw waits until those before it are used up.
-
-    Args:
-      sample: ``(key, shape, dtype) -> array``; with ``use`` it is given ``after=`` too.
-      key: Consumed, one fold per draw.
-      tree: Gives structure and shapes; draws are in float32 or wider.
-      more: Trees of the same structure, for ``use``.
-      use: ``(draw, leaf, *leaves of more) -> array``.
-      parts: ``(key, shapes, dtype) -> arrays``: the same numbers for several leaves, not cut.
+    ``sample(key, shape, dtype, after=...)`` draws for leaves beside each other together, and
+    ``parts(key, shapes, dtype)`` the same numbers, not cut. With ``use(draw, leaf, *more)`` a draw
+    waits until the draws before it are used up.
     """
 
     def cut_from_one(key: Key, shapes: Sequence[Any], dtype: Any, **options: Any) -> list[Array]:
@@ -301,8 +266,7 @@ def random_like(
     values: list[Array] = []
     for run in _runs(leaves):
         shapes = [jnp.shape(leaf) for leaf in run]
-        # By the number of the first leaf of the run, so that a run of leaves keeps its noise when
-        # later leaves change.
+        # By its first leaf, so that a run of leaves keeps its noise when later leaves change.
         where = jax.random.fold_in(key, len(values))
         options = {} if use is None or not values or parts else {"after": values[-1]}
         draw = parts or cut_from_one

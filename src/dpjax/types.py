@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shapes that flow between the packages of dpjax, and the glossary.
 
-`Clipping` says how much one example may move a sum and holds every rule to that, `ClippedSum` is
-the sum before any noise, `Sum` is the form of it that noise links alone can take, `Sampler` says
-which examples a step sees and what that is worth, `State` is what the next step needs, and
-`Algorithm` is anything that runs.
-
 Glossary. *bound*: largest L2 norm that one example may contribute, per group. *sensitivity*: how
 far the sum moves when one example joins or leaves. *noise_multiplier*: standard deviation of the
 noise on the sum / sensitivity. *batch_size*: the **expected** size of a batch. *mask*: 1 for a
@@ -59,25 +54,21 @@ Schedule: TypeAlias = Callable[[Any], Any]
 NoiseMultiplier: TypeAlias = float | Schedule | Sequence[float]
 
 
-# Norm floor. Entries below about 1e-19 underflow to 0 when squared; a billion of them contribute
-# far less than this to a norm.
+# Norm floor: a billion entries below 1e-19, which square to 0, add far less to a norm.
 _LEAST = 1e-12
 _NOISE_NEXT = "the noise comes next, before any other link"
 _SHOWN = 8  # groups of a rule that a notebook shows
 
 
 class Neighbours(enum.StrEnum):
-    """Which two data sets a guarantee compares.
-
-    * ``add-or-remove``: one example more or less.
-    * ``zero-out``: one example replaced by an empty one that contributes nothing (the
-      number of examples is public).
-    * ``replace-one``: one example replaced by any other; the sum moves twice as far.
-    """
+    """Which two data sets a guarantee compares."""
 
     ADD_OR_REMOVE = "add-or-remove"
+    """One example more or less."""
     ZERO_OUT = "zero-out"
+    """One example replaced by an empty one that contributes nothing; their number is public."""
     REPLACE_ONE = "replace-one"
+    """One example replaced by any other; the sum moves twice as far."""
 
 
 @enum.unique
@@ -85,8 +76,7 @@ class Purpose(enum.IntEnum):
     """What a random stream is for: the first number that dpjax folds into a key that it is given.
 
     ``jax.random.split(key, n)[i]`` is ``fold_in(key, i)``, and keys of NNX and Equinox count from 0
-    too. A purpose is above every int32, so no key that these make of a run's root key, and none of
-    the first 2^31 numbers drawn with it, is of a stream of dpjax.
+    too. A purpose is above every int32, so none of these keys is of a stream of dpjax.
     """
 
     # The first 32 bits of SHA-256 of "dpjax NAME", with the highest bit set. A changed value
@@ -140,8 +130,8 @@ class _Assigned:
     names: tuple[str, ...]
 
     def __call__(self, tree: PyTree) -> tuple[int, ...]:
-        # One dtype for all: gradients may be bfloat16 where their sum is float32, and a partition
-        # by dtype would clip a leaf by one group and give it the noise of another.
+        # One dtype for all: a partition by dtype would clip a bfloat16 gradient by one group and
+        # give its float32 sum the noise of another.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32), tree)
         groups, leaves = tuple(self.assign(shapes)), len(jax.tree.leaves(tree))
         # A leaf in no group would be in no norm; a group without leaves has noise for nothing.
@@ -157,9 +147,8 @@ class _Assigned:
 class Clipping:
     r"""A clipping rule: the most that one example may contribute, and how it is scaled.
 
-    The rule says by which factor it *wishes* to scale each group of an example's
-    gradient; the `Clipping` holds every wish to the bound, so that no rule, yours
-    included, can break the guarantee:
+    A rule *wishes* for a factor for each group of an example's gradient. The `Clipping` holds every
+    wish to the bound, so that no rule, yours included, can break the guarantee:
 
     $$ f_{ig} = \min(w_{ig},\ C_g / \lVert g_{ig} \rVert), \qquad w_{ig} \ge 0. $$
 
@@ -186,9 +175,6 @@ class Clipping:
     | any, and the wish is NaN | 0 in that group |
     | finite, bound infinite | the wish, unlimited |
     | finite, bound 0 | 0 |
-
-    Entries below about 1e-19 square to 0, and norms are too short by them.  So no norm counts as
-    less than 1e-12.
     """
 
     partition: Partition
@@ -212,8 +198,7 @@ class Clipping:
             )
         if self.projections is not None and self.partition.size != 1:
             raise ValueError(f"{call}: norms are estimated for one group alone.")
-        # `dataclasses.replace` hands the held wish over: unwrap it, or bounds that were replaced
-        # would not hold.
+        # Unwraps what `dataclasses.replace` hands over, or the old bounds would still hold.
         wish = self.factors.wish if isinstance(self.factors, _Held) else self.factors
         object.__setattr__(self, "factors", _Held(bounds, wish))
 
@@ -223,8 +208,7 @@ class Clipping:
     @property
     def sensitivity(self) -> float:
         """How far the clipped sum moves when one example joins or leaves."""
-        # Groups are orthogonal, so an example that reaches every bound moves the sum by their root
-        # sum of squares.
+        # Groups are orthogonal, so an example that reaches every bound moves the sum by this.
         return math.hypot(*self.bounds)
 
     def limits(self, tree: PyTree) -> Limits:
@@ -234,7 +218,6 @@ class Clipping:
     def _repr_html_(self) -> str:
         named = zip(self.partition.names, self.bounds, strict=True)
         bounds = [(f"bound of {name}", f"{bound:.4g}") for name, bound in named]
-        # A rule of a hundred layers has a hundred bounds; the first ones show what they are.
         more = [("", f"and {len(bounds) - _SHOWN} more groups")] if len(bounds) > _SHOWN else []
         moved = ("sensitivity", f"{self.sensitivity:.4g}")
         return table(f"Clipping: {self.name}", [moved, *bounds[:_SHOWN], *more])
@@ -248,7 +231,6 @@ class _Held:
     wish: Callable[[Array], Array]
 
     def __call__(self, norms: Float[Array, "batch groups"]) -> Float[Array, "batch groups"]:
-        # The guarantee: factor times norm is at most the bound. The last line holds wishes to it.
         limit = jnp.asarray(self.bounds, norms.dtype)[None] / jnp.maximum(norms, _LEAST)
         # One non-finite group drops the whole example: its other groups are rarely right.
         finite = jnp.all(jnp.isfinite(norms), axis=-1, keepdims=True)
@@ -296,9 +278,6 @@ class Sum:
 class ClippedSum(NamedTuple):
     """The clipped sum of a batch's gradients, **before** any noise.
 
-    A noise link takes `ClippedSum.sum`. A loop over microbatches carries `ClippedSum.total`, from
-    `dpjax.clipping.empty_sum` on, and gives it to ``clipped(..., start=total)``.
-
     Privacy: none of these fields is private yet.  Only what `dpjax.noise` returns may be released.
     """
 
@@ -324,7 +303,7 @@ class ClippedSum(NamedTuple):
 
     @property
     def total(self) -> ClippedSum:
-        """The value and its rule alone, for the carry of a loop: no entry for each example."""
+        """The value and its rule alone, for the carry of a loop over microbatches."""
         return self._replace(losses=None, norms=None, factors=None, aux=None)
 
 
@@ -360,8 +339,8 @@ class Sampler:
       examples: The number of examples in the data set; public.
       batch_size: The expected size of a batch; public; what sums are divided by.
       capacity: The largest size that a draw can have: the number of its indices.
-      draw: ``(key, step) -> Draw``; a pure function, so that any step of any run can be drawn
-        again alone. Its random numbers follow from ``trees.step_key(key, Purpose.SAMPLING, step)``.
+      draw: ``(key, step) -> Draw``; a pure function, whose random numbers follow from
+        ``trees.step_key(key, Purpose.SAMPLING, step)``.
       event: Multipliers of the steps that ran, ``[steps]`` -> the privacy event that is
         *proved* for them.  Multipliers are relative to the add-or-remove sensitivity.
       neighbours: The neighbouring relation for which ``event`` holds.
@@ -378,8 +357,7 @@ class Sampler:
         of the first, and has a new second key at each start.
       random_bins: Whether each example has one batch of an epoch, drawn uniformly once for the run
         and independently of all others. Correlated noise then counts that the batch is unknown.
-      padded: Whether a draw may hold fewer examples than its capacity. Then `Mechanism.private`
-        takes no gradients without their mask.
+      padded: Whether a draw may hold fewer examples than its capacity.
     """
 
     name: str
@@ -406,14 +384,13 @@ class Sampler:
     ) -> tuple[PyTree, Bool[np.ndarray, " rows"]]:
         """The rows that a step draws, and their mask, on the host; for a loop of one's own.
 
+        A row where the mask is False is padding, which must not count.
+
         Args:
           data: Arrays with one row per example.
           key: The key of the draws.
           step: The number of the step.
           multiple: The rows are padded to a multiple of it, so that a jitted step sees few shapes.
-
-        Returns:
-          Rows and mask. A row where the mask is False is padding, which must not count.
 
         Example:
           >>> import dpjax
@@ -484,10 +461,7 @@ class State(NamedTuple):
 
 
 class Plan(Protocol):
-    """What is planned, as far as accounting is concerned; `dpjax.Mechanism` is one.
-
-    A plan is hashable and never changes: the ledger caches what it computes of a plan.
-    """
+    """What accounting needs of a plan, such as `dpjax.Mechanism`: hashable, it never changes."""
 
     @property
     def steps(self) -> int:
@@ -534,7 +508,7 @@ class Algorithm:
 
     Privacy:
       ``state.params`` is after the noise and may be released.  ``info`` is computed
-      before the noise and may not.  Keys live in the state and are never released.
+      before the noise and may not.
 
     It unpacks: ``init, step = dpjax.dpsgd(...)``.
     """

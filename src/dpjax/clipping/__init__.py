@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules: how much one example may contribute, and how its gradient is scaled to that.
 
-A rule combines a partition of the leaves into groups (`partitions`) with a factor for each group
-of an example's gradient (`rules`). It is a `Clipping`, whose ``sensitivity`` follows from its
-bounds. `clip_and_sum` puts a rule into an Optax chain, and `Quantile` adapts the bounds to a
-quantile of the norms, for a price.
-
 Bounds and thresholds must not be computed from private data without paying for it.
 """
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies a rule: from per-example gradients to their clipped sum.
 
-`clip` is the definition that every engine is held to. `clip_and_sum` puts it into an Optax chain,
-and returns a `dpjax.types.Sum`, which a noise link takes and no other link can use.
+`clip` is the definition that every engine is held to.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def clip(
     """Clips per-example gradients and sums them.
 
     Args:
-      rule: The rule.
+      rule: The rule, whose ``sensitivity`` the sum has.
       gradients: Per-example gradients; every leaf ``(batch, ...)``, real or complex.
       mask: ``[batch]``: 1 for a real example, 0 for padding, which contributes exactly 0. True, or
         None, if all are real.
@@ -42,9 +41,6 @@ def clip(
 
     Returns:
       The clipped sum, the norms and the factors ``[batch, groups]`` (0 for padding).
-
-    Sensitivity:
-      ``rule.sensitivity``.
 
     Example:
       >>> from dpjax import clipping
@@ -57,10 +53,9 @@ def clip(
     refuse_tracking("clipping.clip")
     size = trees.leading_size(gradients, name="clipping.clip")
     real = real_rows("clipping.clip", mask, size)[:, None]
-    # On the shapes of the parameters, as the noise and the other engines assign: a partition by
-    # rank or size would answer otherwise for a batch, and give one group the noise of another.
+    # On the shapes of the parameters, as the noise assigns: a partition by rank or size would
+    # answer otherwise for a batch.
     groups = rule.partition.assign(trees.one_row(gradients))
-    # Norms before the mask: padding has a norm too, and the mask removes norm and factor together.
     norms = trees.group_norms(gradients, groups, rule.partition.size)
     factors = rule.factors(norms)
     norms, factors = jnp.where(real, norms, 0), jnp.where(real, factors, 0)
@@ -98,13 +93,9 @@ class ClipState:
 def clip_and_sum(rule: Clipping) -> optax.GradientTransformationExtraArgs:
     """The Optax link from per-example gradients ``(batch, ...)`` to their clipped sum.
 
-    Args:
-      rule: The rule.
-
-    Returns:
-      A link whose ``update(gradients, state, params=None, mask=None)`` expects every
-      leaf of the gradients to have one more, leading, axis than its parameter, and returns a
-      `dpjax.types.Sum`, for the noise link that comes next.
+    ``update(gradients, state, params=None, mask=None)`` expects every leaf of the gradients to have
+    one more, leading, axis than its parameter. It returns a `dpjax.types.Sum`, for the noise link
+    that comes next.
 
     Sensitivity:
       ``rule.sensitivity``.  The sum is not private until noise is added to it.
@@ -145,13 +136,9 @@ def trusted_sum(total: PyTree, rule: Clipping) -> Sum:
     For sums that were clipped and added by other means than `clip_and_sum` and
     `dpjax.clipped_grad`, such as a sum over the processes of a cluster.
 
-    Args:
-      total: The sum.
-      rule: The rule. You vouch for it: one example moves the sum by at most
-        ``rule.sensitivity``.
-
     Privacy:
-      Nothing is checked. A wrong declaration gives noise of the wrong scale.
+      Nothing is checked. You vouch that one example moves the sum by at most ``rule.sensitivity``:
+      otherwise the noise has the wrong scale.
 
     Example:
       >>> import dpjax
@@ -164,10 +151,6 @@ def trusted_sum(total: PyTree, rule: Clipping) -> Sum:
 
 def empty_sum(rule: Clipping, params: PyTree) -> ClippedSum:
     """The clipped sum over no examples, with which a loop over microbatches begins.
-
-    Args:
-      rule: The rule.
-      params: Parameters, for their shapes.
 
     Example:
       >>> import dpjax

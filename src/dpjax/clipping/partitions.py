@@ -22,9 +22,6 @@ Groups: TypeAlias = int | Partition
 def balanced(groups: int) -> Partition:
     """Cuts the leaves, in their order, into groups of as equal size as possible.
 
-    Args:
-      groups: How many; at most as many as there are leaves.
-
     Example:
       >>> import jax.numpy as jnp
       >>> balanced(2).assign([jnp.zeros(6), jnp.zeros(1), jnp.zeros(2), jnp.zeros(4)])
@@ -44,8 +41,7 @@ def _balanced(call: str, groups: int) -> Partition:
                 f"{call}(groups={groups}): there are only {len(leaves)} leaves, never split."
             )
         sizes = [leaf.size for leaf in leaves]
-        # The smallest capacity that needs no more groups than asked, by bisection: this makes the
-        # largest group as small as cuts between leaves allow.
+        # Bisection makes the largest group as small as cuts between leaves allow.
         low, high = max(sizes), sum(sizes)
         while low < high:
             middle = (low + high) // 2
@@ -60,8 +56,7 @@ def _fill(sizes: Sequence[int], groups: int, capacity: int) -> tuple[int, ...]:
     """Fills groups in order up to a capacity, leaving a leaf for each group to come."""
     assigned, group, load = [], 0, 0
     for i, size in enumerate(sizes):
-        # Every later group needs one leaf at least: an empty group would have a bound, and so
-        # noise, for nothing.
+        # Every later group needs a leaf: an empty group would have noise for nothing.
         starved = len(sizes) - i <= groups - 1 - group
         if load + size > capacity or starved:
             group, load = group + 1, 0
@@ -97,12 +92,9 @@ def by_layer(params: PyTree) -> Partition:
 
 
 def by_path(params: PyTree, patterns: Mapping[str, Any]) -> Partition:
-    """Groups leaves by regular expressions on their paths.
+    """Groups leaves by regular expressions on their paths, each with the name of a group.
 
-    Args:
-      params: The parameters.
-      patterns: Regular expression -> name of a group.  The first that is found anywhere
-        in a leaf's path counts; every leaf must match one.
+    The first that is found anywhere in a leaf's path counts; every leaf must match one.
 
     Example:
       >>> import jax.numpy as jnp
@@ -112,7 +104,6 @@ def by_path(params: PyTree, patterns: Mapping[str, Any]) -> Partition:
     """
 
     def group(leaf: str) -> str:
-        # The first pattern that matches, so special cases stand before the general one.
         for pattern, name in patterns.items():
             if re.search(pattern, leaf):
                 return str(name)
@@ -131,8 +122,7 @@ def _named(call: str, params: PyTree, labels: Sequence[str]) -> Partition:
     expected = trees.leaf_names(params)
 
     def assign(tree: PyTree) -> tuple[int, ...]:
-        # Checked by name and not by count: another model with as many leaves would be clipped in
-        # wrong groups.
+        # By name: another model with as many leaves would be clipped in wrong groups.
         if trees.leaf_names(tree) != expected:
             raise ValueError(
                 f"{call}: made for the leaves {list(expected)}; the tree has "

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bound that follows a quantile of the gradient norms, by a noised count.
 
-The typical norm is private and changes during training. Each step therefore also counts how many of
-its examples are below the bound, and the count, with noise, moves the bound of the next step. One
-number per step is cheap: with noise that costs nearly nothing the count is still accurate to a few
-per cent of a batch.
-
 The adapted quantity is a *scale* on all bounds of a rule, which begins at 1.
 ``Mechanism(adaptive=Quantile(...))`` splits the noise between gradients and count, so that both
 together cost what its ``noise_multiplier`` says.
@@ -38,8 +33,7 @@ class Quantile:
 
     Args:
       target: $\gamma$, the fraction of examples that should be below the bound.
-      rate: $\eta$; 0.2 moves the bound by at most 10 % a step (where the target is 0.5), and by
-        more where the batch or the noise of the count is large.
+      rate: $\eta$; 0.2 usually moves the bound by at most 10 % a step, where the target is 0.5.
       count_multiplier: The noise multiplier of the count.  By default a tenth of the expected
         batch size: the fraction then has noise of standard deviation 0.05.
       geometric: Whether the bound moves in proportion to itself.  If not, by
@@ -47,17 +41,13 @@ class Quantile:
 
     Privacy:
       Of each example of the batch, 1/2 is counted if it is below and -1/2 if not: one that
-      joins or leaves moves the count by 1/2, whatever its gradient.  Noise has the standard
-      deviation ``count_multiplier / 2``.  The count is of the very batch whose gradients
-      are summed, so their multipliers join to $(z_g^{-2} + z_c^{-2})^{-1/2}$ before the
-      sampling amplifies them.  The bound itself may be published.
+      joins or leaves moves the count by 1/2.  Noise has the standard deviation
+      ``count_multiplier / 2``.  The count is of the very batch whose gradients are summed, so
+      their multipliers join to $(z_g^{-2} + z_c^{-2})^{-1/2}$ before the sampling amplifies
+      them.  The bound itself may be published.
 
-    | the rule | what is counted |
-    |---|---|
-    | one group | examples whose norm is at most the bound, up to rounding |
-    | several groups | the mean over groups of the same; one scale moves all bounds |
-    | the norm is NaN or infinite | not below |
-    | scale beyond 1e-6 or 1e6 | held there |
+    Of several groups the mean over groups is counted, and one scale moves all bounds. It is held
+    between 1e-6 and 1e6. A norm that is NaN or infinite is not below.
 
     Example:
       >>> import math
@@ -92,16 +82,11 @@ class Quantile:
     ) -> Float[Array, ""]:
         """How many more examples are below the bound than above it, halved; **not** private.
 
-        Args:
-          rule: Whose bounds.
-          norms: Before clipping, relative to the scale.
-          mask: Which rows are examples.
+        The norms are those before clipping, relative to the scale.
 
         Sensitivity:
           1/2, attained by every example with one group.
         """
-        # Centred at 0, so that one example moves the count by 1/2 instead of 1: half the noise for
-        # the same privacy (Andrew et al., 2021).
         bounds = jnp.asarray([rule.bounds], norms.dtype) * (1 + ON_BOUND)
         under = jnp.mean(norms <= bounds, axis=-1) - 0.5
         return jnp.sum(jnp.where(mask, under, 0), dtype=jnp.float32)
@@ -109,7 +94,5 @@ class Quantile:
     def moved(self, scale: Float[Array, ""], fraction: Any) -> Float[Array, ""]:
         """The scale of the next step, from that of this one and the noised fraction below."""
         error = self.rate * (fraction - self.target)
-        # The geometric step follows a bound over orders of magnitude at one rate; the linear one is
-        # the paper's comparison.
         after = scale * jnp.exp(-error) if self.geometric else scale - error
         return jnp.clip(after, 1 / _FAR, _FAR).astype(scale.dtype)

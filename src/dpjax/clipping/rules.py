@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules: the factor by which each group of an example's gradient is scaled.
 
-Each function builds a `Clipping` that holds the wished factor and the bounds. The factor is held to
-the bounds, and the ``sensitivity`` is computed from them, never typed. The wish is a choice; the
-bounds are the guarantee.
-
-Bounds and thresholds must not be computed from private data without paying for it.
+The wished factor is a choice; the bounds, which a `Clipping` holds it to, are the guarantee.
 """
 
 from __future__ import annotations
@@ -25,8 +21,7 @@ Norms: TypeAlias = Float[Array, "batch groups"]
 ON_BOUND = 2.0**-14
 """How far above a number, relative to it, a norm still counts as at most that number.
 
-Engines round norms up. Without this room, an example exactly on its bound is kept by one engine and
-dropped by another.
+Engines round norms up: an example exactly on its bound is kept by all of them.
 """
 
 _BOUND = "It is the most that one example can move the sum."
@@ -37,19 +32,10 @@ def flat(bound: float) -> Clipping:
 
     $$ \bar g_i = g_i \min(1, C / \lVert g_i \rVert) $$
 
-    Args:
-      bound: $C$, the most that one example can move the sum.
+    A gradient with NaN or infinity in it contributes 0. An infinite bound changes no other.
 
     Sensitivity:
       ``bound``; attained by any example whose gradient is at least that long.
-
-    | bound | gradient | contribution |
-    |---|---|---|
-    | 0 | any | 0 |
-    | infinity | finite | unchanged |
-    | any | 0 | 0 |
-    | any | NaN or infinite anywhere | 0 |
-    | negative | | refused |
 
     Example:
       >>> flat(bound=1.0).factors(jnp.array([[0.5], [4.0]]))
@@ -59,8 +45,7 @@ def flat(bound: float) -> Clipping:
     References:
       Abadi et al., "Deep Learning with Differential Privacy", 2016, algorithm 1.
     """
-    # Wishes for 1; `Clipping` takes the minimum with bound / norm, which is flat clipping. This
-    # holds for every rule that wishes for more than the bound allows.
+    # Wishes for 1; `Clipping` takes the minimum with bound / norm, which is flat clipping.
     return _rule("flat", bound, 1, jnp.ones_like)
 
 
@@ -76,8 +61,7 @@ def grouped(
         ``total / sqrt(k)``, so that the sensitivity is ``total``.
 
     Sensitivity:
-      ``bound * sqrt(k)``, or ``total``.  The groups are orthogonal blocks, so an example
-      that fills all of them moves the sum by more than one bound.
+      ``bound * sqrt(k)``, or ``total``.
 
     Example:
       >>> grouped(bound=1.0, groups=4).sensitivity
@@ -94,18 +78,13 @@ def grouped(
         raise ValueError(f"clipping.grouped(bound={bound}, total={total}): give one of them.")
     partition = partition_of("clipping.grouped", groups)
     if bound is None:
-        # k orthogonal groups of total / sqrt(k) have the sensitivity `total`.
         total = checks.not_negative("clipping.grouped", "total", total, _BOUND)
         bound = float(total / partition.size**0.5)
     return _rule("grouped", bound, partition, jnp.ones_like)
 
 
 def per_group(bounds: Sequence[float] | Mapping[str, float], groups: Groups) -> Clipping:
-    r"""Clips every group to a bound of its own.
-
-    Args:
-      bounds: One bound per group, in the partition's order or by group name.
-      groups: A number of groups or a `Partition`.
+    r"""Clips every group to its own bound, given in the partition's order or by group name.
 
     Sensitivity:
       $\lVert (C_1, \dots, C_k) \rVert_2$.
@@ -115,7 +94,6 @@ def per_group(bounds: Sequence[float] | Mapping[str, float], groups: Groups) -> 
       5.0
     """
     partition = partition_of("clipping.per_group", groups)
-    # By name, so that an order of groups that changes with the model cannot exchange two bounds.
     if isinstance(bounds, Mapping):
         bounds = [bounds[name] for name in partition.names]
     return Clipping(partition, tuple(bounds), jnp.ones_like, "per_group")
@@ -128,8 +106,7 @@ def automatic(bound: float = 1.0, gamma: float = 0.01, *, groups: Groups = 1) ->
 
     Args:
       bound: $C$; with several groups, of each group.
-      gamma: $\gamma$, 0 or more. It is added to every norm, so that very small gradients are not
-        scaled without limit. `psac` calls its own number ``stabilizer``.
+      gamma: $\gamma$, 0 or more, so that very small gradients are not scaled without limit.
       groups: A number of groups or a `Partition`.
 
     Sensitivity:
@@ -155,10 +132,9 @@ def psac(bound: float = 1.0, stabilizer: float = 0.1, *, groups: Groups = 1) -> 
        + \frac{r}{\lVert g_i \rVert + r}\Bigr) $$
 
     Args:
-      bound: $C$; with several groups, of each group.
-      stabilizer: $r$, positive. A gradient near 0 is scaled by $C$, a long one to nearly $C$.
-        `automatic` calls its own number ``gamma``; the two have different scales.
-      groups: A number of groups or a `Partition`.
+      bound: As for `automatic`.
+      stabilizer: $r$, positive; not on the scale of the ``gamma`` of `automatic`.
+      groups: As for `automatic`.
 
     Sensitivity:
       ``bound * sqrt(k)``; approached, never attained.
@@ -175,8 +151,6 @@ def psac(bound: float = 1.0, stabilizer: float = 0.1, *, groups: Groups = 1) -> 
     stabilizer = checks.positive("clipping.psac", "stabilizer", stabilizer, hint)
 
     def wish(norms: Norms) -> Norms:
-        # The weight of the PSAC paper: for small norms the factor tends to the bound and not to
-        # infinity, so gradients that are mostly noise are not stretched.
         return bound / (norms + stabilizer / (norms + stabilizer))
 
     return _rule("psac", bound, groups, wish, stabilizer=stabilizer)
@@ -187,9 +161,7 @@ def normalized(bound: float = 1.0, *, groups: Groups = 1) -> Clipping:
 
     $$ \bar g_i = g_i \, C / \lVert g_i \rVert $$
 
-    Args:
-      bound: $C$; with several groups, of each group.
-      groups: A number of groups or a `Partition`.
+    The arguments are as for `automatic`.
 
     Sensitivity:
       ``bound * sqrt(k)``; attained by every example with a gradient.
@@ -210,8 +182,7 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
     Args:
       bound: $C$; with several groups, of each group.
       screen: $Z$, the longest gradient that is kept, up to a rounding of $2^{-14} Z$; must not
-        depend on the data.  By default ``bound``, and then nothing that is kept is scaled (and
-        0 keeps nothing).
+        depend on the data.  By default ``bound``, and then nothing that is kept is scaled.
       groups: A number of groups or a `Partition`.
 
     Sensitivity:
@@ -249,7 +220,7 @@ def jl(bound: float, projections: int = 50) -> Clipping:
     $$ \bar g_i = g_i \min(1, C / M_i), \qquad M_i^2 = \frac1r \sum_j \langle g_i, u_j \rangle^2 $$
 
     No gradient of one example is ever formed: a step is $r$ forward-mode passes over the
-    batch and one reverse pass, whatever the layers are.  Any optimizer takes the result.
+    batch and one reverse pass, whatever the layers are.
 
     Args:
       bound: $C$.
@@ -257,9 +228,8 @@ def jl(bound: float, projections: int = 50) -> Clipping:
         often have no finite one.
 
     Sensitivity:
-      None that holds always.  An example contributes up to $C \sqrt{r / \chi^2_r}$: often
-      somewhat more than $C$, now and then far more.  The guarantee is over that chance, by
-      ``method="pld"`` alone; Renyi and central-limit methods are refused.
+      None that holds always.  An example contributes up to $C \sqrt{r / \chi^2_r}$.  The guarantee
+      is over that chance, by ``method="pld"`` alone; other methods are refused.
 
       It holds for exact arithmetic. Where derivatives of thousands of positions cancel to the last
       digits, an example passes the bound by far; exact norms (`flat`) hold there too.

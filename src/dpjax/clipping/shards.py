@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuses to clip where a row may be the sum of several examples, or where JAX cannot add rows.
 
-Clipping bounds what one row moves, so a row has to be the gradient of one example. A
-`jax.shard_map` that tracks which values vary over its axes, as it does by default, breaks this: it
-sums the gradient of a parameter that all devices share over these devices, before clipping.
+A `jax.shard_map` that tracks which values vary over its axes, as it does by default, sums the
+gradient of a parameter that all devices share over these devices, before clipping.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ def refuse_tracking(call: str) -> None:
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if not axes:
         return
-    # Arguments cannot show it: the loss may close over the shard, and gradients that were summed
-    # do not vary. The number of a device varies wherever JAX tracks varying values.
+    # The number of a device varies wherever JAX tracks varying values. Arguments cannot show it:
+    # the loss may close over the shard.
     number = jax.make_jaxpr(lambda: jax.lax.axis_index(axes))().out_avals[0]
     if number.manual_axis_type.varying:
         raise ValueError(

@@ -3,8 +3,7 @@
 
 `described` gives the object that stands under ``"mechanism"`` in a run's ``run.json`` and on
 its privacy card (``privacy.json``), so a card belongs to a run if the two objects are equal.
-The object describes the *plan*; the card adds how many of its steps ran. It is strict JSON:
-an infinite number is the word ``"inf"``.
+The object describes the *plan*. It is strict JSON: an infinite number is the word ``"inf"``.
 
 | field | holds | in ``before`` |
 |---|---|---|
@@ -47,11 +46,9 @@ _COUNTED = ("unit", "sampling", "preparation", "projections", "noise", "before")
 
 
 def described(mechanism: Mechanism) -> dict[str, Any]:
-    """The description of a mechanism; equal for mechanisms that run and cost the same.
+    """The description of a mechanism; public, and equal for mechanisms that run and cost the same.
 
-    Privacy:
-      It may be published. The sampler's fingerprint, which may say something of each example,
-      is not in it.
+    The sampler's fingerprint, which may say something of each example, is not in it.
     """
     rule, groups, adaptive = mechanism.clipping, mechanism.noise_multiplier, mechanism.adaptive
     count = {"count_multiplier": mechanism.count_multiplier}
@@ -80,8 +77,8 @@ def described(mechanism: Mechanism) -> dict[str, Any]:
 
 def accounted(mechanism: Mechanism) -> str:
     """A hash of all that the cost of a step depends on, except multipliers."""
-    # Neither neighbours nor steps: a ledger may be read under a stronger relation, and a plan may
-    # grow. The fingerprint enters because samplers of one name and price may draw others.
+    # Without neighbours and steps: a ledger may be read under a stronger relation, and a plan may
+    # grow. With the fingerprint, because samplers of one name and price may draw others.
     counted = {
         **{name: value for name, value in described(mechanism).items() if name in _COUNTED},
         "drawn by": mechanism.sampling.fingerprint,
@@ -108,12 +105,7 @@ def protects(facts: Mapping[str, Any]) -> str:
 
 
 def first_steps(runs: Iterable[tuple[Any, int]], steps: int) -> list[tuple[float, int]]:
-    """The first steps of a plan, as pairs of a noise multiplier and a number of steps.
-
-    Example:
-      >>> first_steps([("inf", 2), (1.5, 100)], 5)
-      [(inf, 2), (1.5, 3)]
-    """
+    """The first steps of a plan, as pairs of a noise multiplier and a number of steps."""
     taken = []
     for multiplier, planned in runs:
         if steps > 0:

@@ -34,9 +34,8 @@ def check_strategy(mechanism: Any) -> None:
         )
     check_run(name, strategy, mechanism.sampling, mechanism.steps)
     require_constant(name, mechanism.noise_multiplier)
-    # Noise of earlier steps, scaled to other bounds, would not cancel. With estimated norms one
-    # example moves many steps by more than its bound, each with a chance that is accounted for
-    # single steps alone.
+    # Noise of earlier steps, scaled to other bounds, would not cancel. What estimated norms add
+    # is accounted for single steps alone.
     if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
         raise ValueError(f"{name}: expected fixed bounds and exact norms, as of clipping.flat.")
 
@@ -57,14 +56,12 @@ def is_amplified(strategy: Strategy, sampler: Sampler) -> bool:
     """Whether one participation ends before the next can begin, so that sampling amplifies each."""
     # An example takes part at steps t, t + cycle, ... alone, each by a coin of its own, and moves
     # rows t to t + bands - 1 of C G. With bands <= cycle no row depends on two coins, so each
-    # participation is a sampled Gaussian, given what was released before. C has at most `steps`
-    # bands: a run of one cycle has one coin for an example, whatever C is.
+    # participation is a sampled Gaussian, given what was released before.
     return sampler.facts.get("place") == "coin" and strategy.bands <= sampler.facts["cycle"]
 
 
 def participation_of(strategy: Strategy, sampler: Sampler) -> Participation:
     """The steps that one example is in, as far as the multiplier is relative to them."""
-    # Columns that do not overlap are separate releases: each one is accounted by itself.
     if is_amplified(strategy, sampler):
         return strategies.once()
     assert sampler.participation is not None
@@ -80,7 +77,6 @@ def sensitivity_of(strategy: Strategy, sampler: Sampler) -> float:
 @functools.lru_cache(maxsize=128)
 def overlaps_of(strategy: Strategy, sampler: Sampler) -> tuple[float, ...] | None:
     """How much two possible bins of an example have in common; None where that gains nothing."""
-    # Overlaps are found from the whole matrix.
     if not sampler.random_bins or strategy.steps > LARGEST_MATRIX:
         return None
     bins = participation_of(strategy, sampler).separation

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mechanism: the private computation, described once.
 
-`Mechanism` holds the sampler, the clipping rule, the noise multiplier and the number of steps.
-The Optax link that runs (`privatize`), the event that is accounted (`event`, `epsilon`), the
-noise that meets a budget (`calibrate`), the printed words (`dpjax.statement`) and the JSON
-description (`facts`) all derive from it, so no number is given twice.
+The link that runs, the event that is accounted, the noise that meets a budget, the printed words
+and the JSON description all derive from a `Mechanism`, so no number is given twice.
 """
 
 from __future__ import annotations
@@ -55,12 +53,11 @@ class Mechanism:
         bounds. Gradients and its noised count together cost what ``noise_multiplier`` says.
       before: What earlier runs on the same data have spent, if this run starts from what they
         released; see `dpjax.training.earlier`.
-      unit: Whose data are protected. With ``"client"``, for `dpjax.federated`, every statement
-        about one example holds for one client with all of its examples.
-      noise: A `dpjax.strategies` strategy for noise that is correlated over the steps; None for
-        fresh noise at every step. ``noise_multiplier`` is then a number, or one per group, for the
-        whole run: it is relative to what one example moves in all steps that the sampler lets it
-        be in, or, where the sampler amplifies, to one participation.
+      unit: Whose data are protected: ``"client"``, for `dpjax.federated`, is one client with all
+        of its examples.
+      noise: A `dpjax.strategies` strategy for noise that is correlated over the steps.
+        ``noise_multiplier`` is then no schedule. It is relative to what one example moves in all
+        steps that the sampler lets it be in, or, where the sampler amplifies, to one participation.
       target: What `calibrate` chose the noise for: epsilon, delta and method. Statements, cards
         and `dpjax.fit` take delta and method from it.
 
@@ -189,24 +186,19 @@ class Mechanism:
         if self.adaptive is None:
             return np.inf
         given = self.adaptive.count_multiplier
-        # Andrew et al. (2021) give the count, which one example moves by 1/2, noise of deviation
-        # batch / 20: at this multiplier it costs almost nothing.
+        # Noise of deviation batch / 20, as of Andrew et al. (2021), costs almost nothing.
         return self.batch_size / 10 if given is None else given
 
     @property
     def gradient_multiplier(self) -> NoiseMultiplier:
         """The noise multiplier of the sums alone; with the count's it joins to the total."""
-        # Derived, and not a field: no caller can overwrite the total that is accounted.
         if self.adaptive is None:
             return self.noise_multiplier
         return left_for_gradients(self.noise_multiplier, self.count_multiplier)
 
     @property
     def strategy_sensitivity(self) -> float:
-        """How far one example moves what correlated noise hides, in sensitivities of the rule.
-
-        The noise is multiplied by it: 1 for white noise.
-        """
+        """The factor of the noise: how far one example moves what correlated noise hides."""
         return 1.0 if self.noise is None else sensitivity_of(self.noise, self.sampling)
 
     def deviations_on_sum(self, step: Any) -> list[Any]:
@@ -231,11 +223,7 @@ class Mechanism:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What ``run.json`` holds of the mechanism: runs with different ones share no folder.
-
-        Privacy:
-          Not for publication. A sampler's fingerprint confirms a guess of who is in which bin.
-        """
+        """What ``run.json`` holds; secret, as a fingerprint confirms who is in which bin."""
         return {"mechanism": self.facts, "drawn by": self.sampling.fingerprint}
 
     @property
@@ -249,7 +237,6 @@ class Mechanism:
         A mechanism knows no key: of a run with a supplied key, ``dataclasses.replace`` makes it
         ``supplied``.
         """
-        # Run-length encoded: a card of a million equal steps holds one pair.
         values, counts = runs_of(multipliers)
         return Spent(
             sampling=self.sampling,
@@ -263,7 +250,6 @@ class Mechanism:
     @property
     def prepared(self) -> dp.DpEvent:
         """The privacy event of earlier runs and of the queries before the first step."""
-        # Before the steps, and unsampled: a query on all examples is not amplified.
         queries = map(accounting.gaussian, self.preparation)
         return accounting.compose(*(spent.event for spent in self.before), *queries)
 
@@ -300,8 +286,7 @@ class Mechanism:
         """The epsilon of the whole computation at ``delta``.
 
         Args:
-          delta: The probability of a larger loss; choose it below 1 / examples. By default that
-            of `target`.
+          delta: Choose it below 1 / examples. By default that of `target`.
           method: A `dpjax.accounting` method: "rdp", "pld", "rdp-classic" or "gdp". By default
             that of `target`, or "rdp".
         """
@@ -319,10 +304,7 @@ class Mechanism:
         return accounting.delta(self.event, epsilon, self._method(method), self.relation)
 
     def calibrate(self, epsilon: float, delta: float, method: str | None = None) -> Mechanism:
-        """This mechanism with its noise scaled so that it costs at most ``epsilon``.
-
-        One factor multiplies the number, every value of the schedule, or every group's
-        multiplier.
+        """This mechanism with all its noise scaled so that it costs at most ``epsilon``.
 
         Args:
           epsilon: The most that all planned steps may cost.
@@ -332,8 +314,7 @@ class Mechanism:
             256 at epsilon 3, a multiplier of 0.59 where "rdp" needs 0.65.
 
         Returns:
-          A new mechanism; its epsilon is at most the target and within about 1e-4 of it. Its
-          ``target`` holds epsilon, delta and the method.
+          A new mechanism, with ``target``; its epsilon is within about 1e-4 below.
 
         Example:
           >>> from dpjax import clipping, sampling
@@ -354,15 +335,12 @@ class Mechanism:
                 "Mechanism.calibrate: a noise multiplier is 0, and no factor makes that private."
             )
         self._warn_of_delta(delta)
-        # Without the count of an adapted bound: bisection tries factors for which `check_adaptive`
-        # would raise.
+        # Bisection tries factors for which the check of adapted bounds would raise.
         bare = dataclasses.replace(self, adaptive=None)
 
         def event(factor: float) -> dp.DpEvent:
             return bare.scaled(factor).event
 
-        # One factor for the whole schedule keeps its shape, and makes epsilon monotone in a single
-        # number.
         method = method or accounting.tightest(self.event, self.relation)
         factor = accounting.calibrate(event, epsilon, delta, method, self.relation)
         target = Target(float(epsilon), float(delta), method)
@@ -377,17 +355,12 @@ class Mechanism:
         """The Optax link from a clipped sum to a private mean.
 
         Adds the noise of the step to the *sum*, then divides by the expected batch size, a
-        public constant. The size of the drawn batch is never used.
-
-        Args:
-          key: As in `private`.
+        public constant. The size of the drawn batch is never used. The key is as for `private`.
 
         Returns:
-          A link whose state counts the steps, for loops that clip and sum themselves. It takes the
-          `dpjax.types.Sum` of an equal rule alone, such as ``clipped_grad(...)(...).sum``. A step
-          beyond the plan raises, or inside ``jit`` returns NaN. With ``adaptive``, sum and mean are
-          relative to the ``scale`` of the state, and ``update`` needs ``below=``, from
-          `dpjax.clipping.Quantile.below`.
+          A link on sums, as `dpjax.noise.gaussian`. A step beyond the plan raises, or inside
+          ``jit`` returns NaN. With ``adaptive``, sum and mean are relative to the ``scale`` of the
+          state, and ``update`` needs ``below=``, from `dpjax.clipping.Quantile.below`.
 
         Example:
           >>> import dpjax, jax.numpy as jnp
@@ -413,18 +386,15 @@ class Mechanism:
         """The Optax link from per-example gradients to a private mean: the whole private part.
 
         It clips by the mechanism's rule, sums, adds the noise of the step and divides by the
-        expected batch size. It is the first choice for a chain:
-        ``optax.chain(mechanism.private(), optax.adam(1e-3))``.
+        expected batch size.
 
         Args:
-          key: For experiments that repeat: every ``init`` starts the noise of this key. By default
-            each ``init`` draws a key of its own from the operating system; where it is traced, see
-            `dpjax.noise.gaussian`.
+          key: As for `dpjax.noise.gaussian`.
 
         Returns:
           A link whose ``update(gradients, state, params=None, mask=mask)`` takes gradients with a
-          leading axis of examples. The mask says which of them were drawn. It is required where
-          the sampler pads its draws; ``mask=True`` says that all rows are real.
+          leading axis of examples. The mask says which of them were drawn: True where all were. It
+          is required where the sampler pads its draws.
 
         Privacy:
           What comes out may be released: `epsilon` covers the planned steps, if ``sampling`` draws

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps of a mechanism: from a clipped sum to a private mean, as Optax links and as a function.
 
-`private` and `privatize` are the bodies of methods of `Mechanism`, whose docstrings say what each
-promises. A step of `dpjax.training` and an audit call `private_mean`.
+`private` and `privatize` are the bodies of methods of `Mechanism`.
 """
 
 from __future__ import annotations
@@ -111,12 +110,7 @@ def private_mean(
     below: Float[Array, ""] | None = None,
     in_parts: bool = False,
 ) -> tuple[PyTree, Any, PyTree]:
-    """The private mean of one step, from its clipped sum: a pure function of its arguments.
-
-    ``key`` is the root key of the noise; ``memory``, ``lost`` and ``in_parts`` are as in
-    `add_noise`; an adapted bound has its scale at this step and the count ``below`` that it
-    follows. Returns the mean, and the scale and the memory of the next step.
-    """
+    """The private mean of one step, and the scale and the memory of the next step."""
     beyond = step >= mechanism.steps
     if not trees.traced(beyond) and beyond:
         raise ValueError(
@@ -153,8 +147,7 @@ def followed(
             "Mechanism.privatize: the bound is adapted, so update needs the count of the batch. "
             "Give below=quantile.below(rule, norms, mask)."
         )
-    # One example moves the count by 1/2, so its noise has half the multiplier as deviation.
+    # One example moves the count by 1/2: half the multiplier is the deviation of its noise.
     drawn = WIDER * noise.standard_normal(trees.step_key(key, Purpose.COUNT, step), ())
-    # Divided by the expected batch size, like the sum: the drawn size is private.
     fraction = (below + multiplier / 2 * drawn) * share + 0.5
     return quantile.moved(scale, fraction)

@@ -21,17 +21,13 @@ from dpjax.types import NoiseMultiplier
 class Planned:
     """A schedule as the table of its values at every planned step.
 
-    The same table is checked, accounted, written down and run. A second evaluation of the function
-    could differ: compiled, in another dtype, or after a variable that it closes over has changed.
-
-    Args:
-      schedule: The function, evaluated again only if more steps are planned.
-      table: Its values, as the bytes of a float32 array.
+    A second evaluation could differ: compiled, in another dtype, or by what it closes over.
     """
 
     # Not compared: the table is what is accounted and run. A callable object may have no hash.
     schedule: optax.Schedule = field(compare=False)
     table: bytes
+    """Float32."""
 
     @classmethod
     def of(cls, schedule: optax.Schedule, steps: int) -> Planned:
@@ -59,7 +55,6 @@ class Planned:
     def __call__(self, step: ArrayLike) -> Float[Array, "..."]:
         """The value at a step or at several steps; NaN beyond the plan."""
         step = jnp.asarray(step)
-        # Steps outside the plan read the appended last entry.
         answers = jnp.asarray(np.append(self.values, np.float32(np.nan)))
         return answers[jnp.where((step >= 0) & (step < self.values.size), step, -1)]
 

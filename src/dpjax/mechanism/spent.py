@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an earlier run has spent, and what a run was calibrated for.
-
-`dpjax.training.earlier` reads it from the folder of a run. A `dpjax.Mechanism` with
-``before=`` pays for earlier runs and for its own steps.
-"""
+"""What an earlier run has spent, and what a run was calibrated for."""
 
 from __future__ import annotations
 
@@ -32,15 +28,14 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """What an earlier run on the same data has spent.
+    """What an earlier run on the same data has spent; `dpjax.training.earlier` reads it.
 
     Args:
       sampling: The sampler of its batches.
       runs: The multipliers of its steps, in order: pairs ``(multiplier, steps)``.
       preparation: The multipliers of its queries before the first step.
       unit: Whose data it protected: ``"example"`` or ``"client"``.
-      projections: The number of random projections that estimated each norm, if norms were
-        estimated.
+      projections: The number of random projections, if these estimated its norms.
       noise: The strategy of its noise, if it was correlated over the steps.
       supplied: Whether the caller supplied its key, or that of its queries. Every card then says
         that epsilon holds against those who do not know the key.
@@ -77,8 +72,7 @@ class Spent:
     def event(self) -> dp.DpEvent:
         """Its privacy event."""
         queries = map(accounting.gaussian, self.preparation)
-        # Step by step, since a sampler's event may depend on the place of a step, as in epochs of a
-        # shuffle.
+        # Step by step, since an event may depend on the place of a step, as in epochs.
         values, counts = np.reshape(self.runs, (-1, 2)).T
         multipliers = np.repeat(values, counts.astype(int))
         steps = steps_event(self.sampling, multipliers, self.projections, self.noise)
@@ -102,6 +96,5 @@ def steps_event(
         return dp.NonPrivateDpEvent()  # nothing is proved for both together
     if noise is not None:
         return correlated_event(noise, sampler, multipliers)
-    # The sampler's own proof; estimated norms then weaken each Gaussian in it.
     event = sampler.event(multipliers)
     return event if projections is None else accounting.with_projections(event, projections)

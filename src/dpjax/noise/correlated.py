@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Noise that is correlated over the steps, so that sums of many steps have less of it.
 
-DP-SGD adds fresh noise at every step. An optimizer adds up what steps release, and there the noise
-of one step can cancel some of the noise of earlier ones. A `dpjax.strategies` strategy says how;
-this file draws the noise. It is what DP-FTRL and matrix factorisation run.
+An optimizer adds up what steps release, and there the noise of one step can cancel some of the
+noise of earlier ones. It is what DP-FTRL and matrix factorisation run.
 """
 
 from __future__ import annotations
@@ -30,27 +29,22 @@ def correlated(
     $$ s_t + m \, \Delta \, \mathrm{sens}(C) \, (C^{-1} Z)_t,
        \qquad Z \sim \mathcal{N}(0, I) $$
 
-    Row $t$ of $Z$ is a function of (root key, $t$), as in `gaussian`. The state remembers what
-    the strategy needs of earlier rows.
-
     Args:
       strategy: $C$, from `dpjax.strategies`; it also says for how many steps.
       noise_multiplier: $m$, relative to the whole run: a number, or a tuple with one number per
-        group, as in `gaussian`. Schedules are refused: the strategy is one.
-      rule: The rule that clipped the sums; $\Delta$ is its sensitivity.
-      key: As in `gaussian`.
+        group. Schedules are refused: the strategy is one.
+      rule: As for `gaussian`; $\Delta$ is its sensitivity.
+      key: As for `gaussian`.
       participation: In which steps one example can be; by default in one step alone, as in a
         single epoch. $\mathrm{sens}(C)$ follows from it.
 
     Returns:
-      A link on sums, as `gaussian`. Beyond ``strategy.steps`` it raises, or inside ``jit`` releases
-      NaN.
+      As for `gaussian`. Beyond ``strategy.steps`` it raises, or inside ``jit`` releases NaN.
 
     Privacy:
       All steps together are one Gaussian mechanism with multiplier $m$, if no example is in more
       steps than ``participation`` says, even if later gradients depend on earlier releases.
-      The link cannot see who takes part. `dpjax.Mechanism` with ``noise=`` takes participation
-      from the sampler, and is the first choice.
+      `dpjax.Mechanism` with ``noise=`` takes participation from the sampler.
 
     Example:
       >>> import dpjax

@@ -4,7 +4,6 @@ r"""The noise of Langevin dynamics, whose scale follows from the step size.
 Stochastic gradient Langevin dynamics moves by $\eta_t / 2$ times the gradient of the log posterior
 and adds noise of variance $\eta_t$, so its parameters are samples from the posterior. For privacy
 this noise is a Gaussian on the clipped sum with a known multiplier: smaller steps are more private.
-This file holds that one formula, and `gaussian` draws the noise.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def langevin(
        + \tfrac{\eta_t}{2}\, \nabla \log p(w) $$
 
     adds noise of covariance $\eta_t T I$. `dpjax.training.dp_sgld` is the whole algorithm. The
-    arguments are as for `langevin_multiplier`, and the key of `gaussian`.
+    arguments are as for `langevin_multiplier` and `gaussian`.
 
     Example:
       >>> import dpjax
@@ -101,8 +100,7 @@ def langevin_multiplier(
     rate = learning_rate
 
     def multiplier(step: Any) -> Any:
-        # In float32, as the step computes it: the table that is accounted and the noise that is
-        # drawn come from one expression.
+        # In float32: the table that is accounted and the noise come from one expression.
         return scale / jnp.sqrt(jnp.asarray(rate(step), jnp.float32))
 
     return multiplier

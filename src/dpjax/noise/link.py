@@ -2,10 +2,7 @@
 """The link after which a gradient may be released.
 
 Its scale is a *multiplier* times the rule's sensitivity, so the number that is accounted is the
-number that is drawn. It takes a `dpjax.types.Sum` of an equal rule and nothing else.
-
-Where no key is given, ``init`` draws one from the operating system. The noise of step t comes from
-``fold_in(fold_in(root, NOISE), t)``.
+number that is drawn. The noise of step t comes from ``fold_in(fold_in(root, NOISE), t)``.
 """
 
 from __future__ import annotations
@@ -36,15 +33,14 @@ def gaussian(
     Args:
       noise_multiplier: $m_t$: a number, an Optax schedule of the step, or a tuple with one number
         per group. A tuple is relative to each group's own bound (standard deviation $m_g C_g$ in
-        group $g$); its effective multiplier is $(\sum_g m_g^{-2})^{-1/2}$.
+        group $g$); its effective multiplier is $(\sum_g m_g^{-2})^{-1/2}$. 0 is not private.
       rule: The rule that clipped the sum; $\Delta$ is its sensitivity.
       key: For experiments that repeat: every ``init`` starts the noise of this key. By default
         each ``init`` draws a secret key of its own from the operating system.
 
     Returns:
-      A link on sums (not means) whose state holds the key and counts the steps. It takes the
-      `dpjax.types.Sum` of an equal rule, from `dpjax.clip_and_sum`, ``dpjax.clipped_grad(...).sum``
-      or `dpjax.clipping.trusted_sum`, and nothing else.
+      A link on sums (not means). It takes the `dpjax.types.Sum` of an equal rule, from
+      `dpjax.clip_and_sum`, ``dpjax.clipped_grad(...)(...).sum`` or `dpjax.clipping.trusted_sum`.
 
       A traced ``init`` (in ``jit``, ``vmap`` or ``eval_shape``) without a key gives the *unset*
       key: ``update`` refuses it, or in ``jit`` returns NaN, until `dpjax.noise.renew` sets another.
@@ -56,13 +52,6 @@ def gaussian(
     Privacy:
       With add-or-remove neighbours, one step is the Gaussian mechanism with multiplier $m_t$.
       Release the output of this link, never its input. Save its state only where a secret may lie.
-
-    | multiplier | bound | noise |
-    |---|---|---|
-    | 0 | any | none: not private |
-    | positive | infinite | refused |
-    | negative or NaN | | refused |
-    | negative at a step of a schedule | finite | noise of its size; a `Mechanism` refuses it |
 
     Example:
       >>> import dpjax
@@ -167,30 +156,19 @@ def add_noise(
 ) -> tuple[PyTree, PyTree]:
     """The sum plus the Gaussian noise of one step, and the memory of the next step.
 
-    Args:
-      total: The clipped sum.
-      partition: The groups of its leaves.
-      deviations: The standard deviation of each group; the noise is wider by the margin `WIDER`.
-      key: The root key of the noise.
-      step: The number of the step.
-      strategy: How the noise of different steps is correlated; None for white noise.
-      memory: What the strategy remembers of earlier steps, from `first_memory`.
-      lost: What ``total`` lacks of the sum, far less than the last bits of a long one.
-      in_parts: Whether a mesh splits the leaves, so that each device draws its own part of the
-        same numbers.
+    ``lost`` is what ``total`` lacks of the sum, far less than the last bits of a long one. With
+    ``in_parts``, for leaves that a mesh splits, each device draws its part of the same numbers.
     """
     # By the partition of the rule that clipped: each group has the noise of its own bound.
     groups = partition.assign(total)
     wider = [deviation * WIDER for deviation in deviations]
     scales = jax.tree.structure(total).unflatten([wider[group] for group in groups])
-    # A function of (root key, step): a resumed run adds the same noise to the same sum.
     noise_key = trees.step_key(key, Purpose.NOISE, step)
     more = (scales,) if lost is None else (scales, lost)
     parts = normal_in_parts if in_parts else None
     if strategy is None:
         noisy = trees.random_like(standard_normal, noise_key, total, *more, use=_added, parts=parts)
         return noisy, memory
-    # The numbers of white noise, mixed with earlier steps' numbers, and then scaled.
     drawn = trees.random_like(standard_normal, noise_key, total, parts=parts)
     mixed, memory = strategy.next(drawn, memory, step)
     return jax.tree.map(_added, mixed, total, *more), memory

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise multipliers: their forms, their checks, and the standard deviations that they are.
-
-A multiplier is a number, a schedule of the step, or a tuple with one number per group. A number is
-relative to the sensitivity of the rule, a tuple to each group's own bound.
-"""
+"""Noise multipliers: their forms, their checks, and the standard deviations that they are."""
 
 from __future__ import annotations
 
@@ -28,8 +24,7 @@ half that of sums. What it does not cover is bounded where it arises, see `dpjax
 def standard_deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step: Any) -> list[Any]:
     """The standard deviation of the noise of `gaussian` in each group at a step."""
     if isinstance(noise_multiplier, Sequence):
-        # Relative to each group's own bound; a number is relative to the sensitivity of all groups
-        # together.
+        # Relative to each group's own bound; a number is relative to the sensitivity of all.
         pairs = zip(noise_multiplier, rule.bounds, strict=True)
         return [_product(multiplier, bound) for multiplier, bound in pairs]
     multiplier = noise_multiplier

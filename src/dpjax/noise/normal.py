@@ -6,9 +6,8 @@ who sees a value beyond the end knows that noise alone did not make it. Here the
 and Muller, $r (\cos\theta, \sin\theta)$ with $r^2 = -2 \log u$, makes pairs from 64 random bits: 40
 for $u$ and 24 for $\theta$.
 
-The bits come from the threefry cipher, which enciphers the row and the column of the pair. XLA on
-CPU fuses a long expression into each of its uses and so computes it twice. A pair is therefore one
-complex number that is materialised before it is used.
+The bits come from the threefry cipher, which enciphers the row and the column of the pair. A pair
+is one complex number, because XLA on CPU would compute it once for each use otherwise.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def standard_normal(
       shape: Any shape, including empty ones.
       dtype: float32 or float64.
       after: An array that must exist before these numbers are drawn, so that many large draws are
-        not in memory together. Its values have no effect. Speed and memory only.
+        not in memory together. Its values have no effect.
 
     Example:
       >>> standard_normal(jax.random.key(0), (2, 3)).shape
@@ -59,7 +58,6 @@ def standard_normal(
             f"noise.standard_normal(dtype={jnp.dtype(dtype).name}): expected float32 or float64."
         )
     count = math.prod(shape)
-    # 64 bits of the user's key stream key the generator below, whatever implementation the key has.
     secret = jax.random.bits(key, (2,), jnp.uint32)
     ready = secret[0] if after is None else _word(after)
     return _drawn(secret, ready, count, jnp.dtype(dtype)).reshape(shape)
@@ -70,9 +68,7 @@ def normal_in_parts(
 ) -> list[Float[Array, "..."]]:
     """The numbers of `standard_normal`, cut to these shapes, each computed from its place alone.
 
-    A device that holds a part of an array computes the numbers of that part, so the noise of a
-    mesh is that of one device. Each pair is computed for both of its numbers, so on one device
-    `standard_normal` takes half the time. The shapes, one after the other, are one flat draw.
+    So the noise of a mesh is that of one device, where `standard_normal` takes half the time.
     """
     secret, count = jax.random.bits(key, (2,), jnp.uint32), sum(map(math.prod, shapes))
     if count > 2**32:  # places are 32-bit words: further numbers would repeat the first ones
@@ -114,14 +110,13 @@ def _drawn(
         return jnp.zeros_like(jax.eval_shape(pairs, secret))
 
     # A branch that is always taken: XLA:CPU fuses across anything weaker, and then computes each
-    # pair twice without vectorising. Other devices would wait for the host at a branch.
+    # pair twice. Other devices would wait for the host at a branch.
     z = jax.lax.platform_dependent(
         secret,
         cpu=lambda secret: jax.lax.cond((ready | 1) != 0, pairs, nothing, secret),
         default=pairs,
     )
-    # All first halves, then all second halves: interleaving the pairs would move every number once
-    # more.
+    # Interleaving the pairs would move every number once more.
     return jnp.concatenate([z.real, z.imag]).reshape(-1)[:count]
 
 
@@ -132,10 +127,8 @@ def _word(array: Array) -> UInt32[Array, ""]:
 
 
 def _threefry(key: Array, counter: list[Array]) -> tuple[Array, Array]:
-    """Two random words for each counter of two words: threefry-2x32 with 20 rounds.
-
-    Written out, because JAX's own runs as a loop over arrays on a CPU, several times slower.
-    """
+    """Two random words for each counter of two words: threefry-2x32 with 20 rounds."""
+    # Written out, because JAX's own runs as a loop over arrays on a CPU, several times slower.
     keys = key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)
     x, y = counter[0] + keys[0], counter[1] + keys[1]
     for group in range(5):

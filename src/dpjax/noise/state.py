@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a noise link, and where its key comes from.
 
-No key is passed by default: ``init`` reads the randomness of the operating system, so two runs do
-not share their noise. A traced ``init`` runs once for many calls, and gives the *unset* key of
-zeros in its place, with which nothing is released before `renew`.
+A traced ``init`` runs once for many calls, and gives the *unset* key of zeros in place of a fresh
+one. Nothing is released with it before `renew`.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ class GaussianState(NamedTuple):
 
 def secret_key() -> Key:
     """A key from the operating system's randomness."""
-    # Threefry by name: under jax_default_prng_impl='rbg' the default generator is not a function of
-    # the key alone on every platform.
+    # Threefry by name: rbg is not a function of the key alone on every platform.
     return _threefry(np.frombuffer(os.urandom(8), np.uint32))
 
 
@@ -98,8 +96,8 @@ def unless_unset(total: PyTree, key: Key, name: str) -> PyTree:
 def renew(state: T) -> T:
     """A state, or any tree with states in it, whose noise follows from fresh keys.
 
-    Sets the key of each noise link and the noise key of each `dpjax.types.State`; its key for
-    draws only where that is unset. Two runs that continue one state then share no noise.
+    Two runs that continue one state then share no noise. The key for draws of a `dpjax.types.State`
+    stays, unless it is unset.
 
     Example:
       >>> import dpjax

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samplers: which examples each step sees, and the privacy event proved for that sampling.
 
-Each function builds a `Sampler` that holds both the draw and its event, so the sampler that
-is trained is the sampler that is accounted. A draw is a pure function of ``(key, step)``: a
-resumed run replays nothing, and any step can be drawn again. The list of drawn examples is
-secret; data set size, expected batch size and rates are public.
+A draw is a pure function of ``(key, step)``: a resumed run replays nothing. The list of drawn
+examples is secret; data set size, expected batch size and rates are public.
 
 `poisson`, `fixed` and `shuffled` draw small batches of large data sets in time and memory of the
 batch, by `dpjax.sampling.sparse`. Indices are int32. Beyond 2^31 - 1 examples they are pairs of

@@ -26,8 +26,8 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
     step alone, and banded noise with at most $b$ bands is amplified.
 
     Args:
-      examples: Size of the data set.
-      batch_size: The *expected* number of examples a step; sums are divided by it.
+      examples: As for `poisson`.
+      batch_size: As for `poisson`.
       cycle: $b$, the number of parts; at most examples / batch_size.
 
     Privacy:
@@ -75,8 +75,8 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
 def balls_in_bins(examples: int, batch_size: float) -> Sampler:
     """Each example falls into one of the batches of an epoch, the same in every epoch.
 
-    An epoch has ``examples // batch_size`` batches of random sizes. An example returns after
-    exactly as many steps, and so correlated noise has a small sensitivity.
+    An example returns after exactly ``examples // batch_size`` steps, and so correlated noise has a
+    small sensitivity.
 
     Args:
       examples: Size of the data set.
@@ -85,9 +85,8 @@ def balls_in_bins(examples: int, batch_size: float) -> Sampler:
 
     Privacy:
       With add-or-remove neighbours, proved without amplification: one Gaussian an epoch, with the
-      epoch's smallest multiplier. An example's batch is drawn independently of all others, and
-      the event holds for each batch that it can be in. With a strategy, `strategies.white`
-      included, the event also counts that the batch is unknown, where batches overlap little.
+      epoch's smallest multiplier. With a strategy, `strategies.white` included, the event also
+      counts that the batch is unknown, where batches overlap little.
 
     Example:
       >>> import numpy as np
@@ -115,6 +114,6 @@ def balls_in_bins(examples: int, batch_size: float) -> Sampler:
 
 def parts_of(key: Key, examples: int, parts: int) -> Array:
     """The part of each example, the same at every step of a run."""
-    # By a word of its own, so that no example moves another one to a different part. A part is at
-    # most 2^-32 likelier than one over their number, which `accounting.allocation` counts.
+    # By a word of its own, so that no example moves another one. A part is at most 2^-32 likelier
+    # than one over their number, which `accounting.allocation` counts.
     return jax.random.bits(trees.step_key(key, Purpose.PARTS, 0), (examples,), jnp.uint32) % parts

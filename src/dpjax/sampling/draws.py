@@ -34,8 +34,7 @@ def fold(
         ``mask`` saying which of them belong to the draw: the last one is filled up.
       first: The total of an empty draw. For a clipped sum, begin with
         `dpjax.clipping.empty_sum` and let ``add`` return ``clipped(..., start=total).total``.
-      share: ``(which, of)``: every ``of``-th microbatch, starting at number ``which``. All shares
-        together are the draw.
+      share: ``(which, of)``: every ``of``-th microbatch, starting at number ``which``.
       block: ``(count, settle)``: after every ``count`` microbatches of the share, and after the
         last, ``settle`` maps the total to the one that is continued.
 
@@ -51,8 +50,7 @@ def fold(
             "sampling.fold: more than 2^31 - 1 examples have no rows in memory. Use a data.Stream."
         )
     which, of = share
-    # The list of indices is padded so that the last microbatches are never shifted back; the mask
-    # is False there.
+    # Padded, so that the last microbatches are never shifted back.
     indices, drawn = jnp.pad(draw.indices, (0, of * size)), draw.size
 
     # A while loop on the size of the draw: an exact Poisson draw of any size runs in one program.
@@ -63,8 +61,7 @@ def fold(
         # Devices take turns, so that their shares differ by one microbatch at most.
         return start + of * size, add(rows, mask, total)
 
-    # By the first share's place: all shares take equally many trips, because a device that
-    # ends its loop early would leave the others waiting in a collective.
+    # By the first share's place: a device that ended its loop early would leave the others waiting.
     def more(carry: tuple[Int[Array, ""], T]) -> Any:
         return carry[0] - which * size < drawn
 

@@ -24,10 +24,6 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
     For small batches of large data sets the shuffle is a pseudo-random permutation (a Feistel
     network) that is computed for the indices of one batch. No proof needs it to be uniform.
 
-    Args:
-      examples: The number of examples in the data set.
-      batch_size: Examples a step.
-
     Privacy:
       Shuffling is *not* Poisson sampling; the Poisson epsilon claims too much for it. The
       proved event, for zero-out neighbours: an example is in at most one batch an epoch, so
@@ -50,8 +46,7 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
             key = trees.step_key(key, Purpose.SAMPLING, epoch)
             return permuted(key, examples, places, number)
     else:
-        # Permutes the whole data set again at every step: a cached order would be state, and a
-        # draw is a function of (key, step) alone.
+        # The whole data set again at every step: a cached order would be state.
         def batch(key: Key, epoch: Any, number: Any) -> Array:
             order = jax.random.permutation(trees.step_key(key, Purpose.SAMPLING, epoch), examples)
             return jax.lax.dynamic_slice_in_dim(order, number * batch_size, batch_size)
@@ -76,13 +71,12 @@ def curriculum(
       order: A permutation of the examples.
       batch_size: Examples a step; the remainder of an epoch is skipped.
       public: Whether the order was fixed *without the private data*, for example by public dates
-        or names of files. Scores of private examples are private data, also by a public scorer.
+        or names of files.
 
     Privacy:
-      An order computed from the private data is itself a release without noise, and moving
-      one example moves many others between batches: epsilon is infinite. This holds for a public
-      scorer too: with another score of one example, all examples between its two places move. For
-      scores there is `scored`. A public order has the event of `shuffled`.
+      An order computed from the private data, also by a public scorer, is itself a release without
+      noise: with another score of one example, all examples between its two places move, so epsilon
+      is infinite. For scores there is `scored`. A public order has the event of `shuffled`.
 
     Example:
       >>> sampler = curriculum([2, 0, 3, 1], batch_size=2, public=True)
@@ -126,8 +120,7 @@ def _epochs(
     fingerprint: str | None = None,
 ) -> Sampler:
     """A sampler whose batches are disjoint in an epoch: ``batch(key, epoch, number)``."""
-    # A last, smaller batch would be divided by the same constant, and has no place in a compiled
-    # step.
+    # A last, smaller batch has no place in a compiled step.
     steps = examples // batch_size
     turn = min(steps, LARGEST)  # the step is an int32, and does not end a longer epoch
 

@@ -3,9 +3,6 @@
 
 The description is plain JSON, `Sampler.facts`. Accounting reads it, privacy cards hold it, and
 `dpjax.verify` recomputes epsilon from it. So a new sampler describes itself here and nowhere else.
-
-Accounting is imported when an event is made: drawing batches does not need that library, which
-imports most of SciPy.
 """
 
 from __future__ import annotations
@@ -34,8 +31,8 @@ def stated(
     """The fields of a `Sampler` that follow from how it draws.
 
     Args:
-      examples: The number of examples in the data set.
-      batch_size: What sums are divided by.
+      examples: As for `Sampler`.
+      batch_size: As for `Sampler`.
       event: ``"poisson"``: each example joins by a coin of its own; ``"subset"``: uniform batches
         of exactly ``batch_size``; ``"none"``: the choice of batches is a release without noise.
       rates: Pairs: a sampling rate, and how many steps in turn have it. The last one stays.
@@ -44,15 +41,11 @@ def stated(
       place: Where that step is in each cycle, for correlated noise: ``"any"``, or the ``"same"`` in
         all of them; ``"random"``: the same, drawn uniformly for each example; ``"coin"``: the same,
         and a coin decides each time. None: no sensitivity of correlated noise is proved.
-
-    Example:
-      >>> described = stated(1000, 100, cycle=10, place="any")
-      >>> described["event"](np.ones(20))
-      SelfComposedDpEvent(event=GaussianDpEvent(noise_multiplier=1.0), count=2)
     """
     facts = {"event": event, "rates": [list(row) for row in rates], "cycle": cycle, "place": place}
 
     def event_of(multipliers: np.ndarray) -> DpEvent:
+        # Here, because drawing batches does not need this library, which imports most of SciPy.
         from dp_accounting import NonPrivateDpEvent
 
         from dpjax import accounting
@@ -84,11 +77,7 @@ def stated(
 
 
 def from_facts(facts: Mapping[str, Any]) -> Sampler:
-    """The sampler that a privacy card describes: it costs what that run cost, and cannot draw.
-
-    Args:
-      facts: Under ``"sampling"``, as `dpjax.mechanism.card` writes them.
-    """
+    """The sampler under ``"sampling"`` of a privacy card: it costs what it did, and cannot draw."""
     named = dict(facts)
     name, neighbours = named.pop("name"), named.pop("neighbours")
     if "event" not in named:

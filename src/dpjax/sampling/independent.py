@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers whose steps draw independently: `poisson`, `scored`, `full` and `fixed`.
-
-Each example has a coin of its own: one 32-bit word, so no example moves another in or out of a
-draw. Small batches of large data sets are drawn in time of the batch, by `dpjax.sampling.sparse`.
-"""
+"""Samplers whose steps draw independently: `poisson`, `scored`, `full` and `fixed`."""
 
 from __future__ import annotations
 
@@ -42,12 +38,11 @@ def poisson(examples: int, batch_size: float) -> Sampler:
     r"""Each example joins each batch independently with equal probability: Poisson sampling.
 
     For up to 65,536 examples, and for batches above a sixteenth of the data, each example has a
-    coin of its own: exact Poisson sampling, with draws of any size. Smaller batches of larger data
-    sets are drawn by balls that fall on blocks of examples, in time and memory of the batch.
-    Whichever other examples are drawn, an example then joins with probability at most $q$. The
-    amplification below needs no more, and holds without an error term. The law of a draw differs
-    from Poisson sampling by less than $2^{-70}$ a block; a batch has about a quarter as many blocks
-    as examples, or fewer.
+    coin of its own: exact Poisson sampling. Smaller batches of larger data sets are drawn by balls
+    that fall on blocks of examples, in time and memory of the batch. Whichever other examples are
+    drawn, an example then joins with probability at most $q$. The amplification below needs no
+    more, and holds without an error term. The law of a draw differs from Poisson sampling by less
+    than $2^{-70}$ a block.
 
     Args:
       examples: Size of the data set.
@@ -101,7 +96,6 @@ def full(examples: int) -> Sampler:
       1.0
     """
     examples, _ = checked_sizes("full", examples, examples, LARGEST)
-    # Made once: a constant of the program, not a new array in every step.
     everything = jnp.arange(examples)
     return Sampler(
         name="full",
@@ -120,10 +114,6 @@ def fixed(examples: int, batch_size: int) -> Sampler:
     Small batches of large data sets are drawn with replacement, and repeated examples again until
     all are distinct, which is exactly uniform too and takes time and memory of the batch.
 
-    Args:
-      examples: The number of examples in the data set; public.
-      batch_size: Examples a step; public.
-
     Privacy:
       Proved for replace-one neighbours, under which the sum moves by twice the
       sensitivity; `dpjax.accounting` converts the multiplier itself.
@@ -139,7 +129,6 @@ def fixed(examples: int, batch_size: int) -> Sampler:
     sparse = is_sparse(examples, batch_size)
 
     def draw(key: Key, step: Any) -> Draw:
-        # Batches of different steps are independent, as the event assumes.
         key, mask = trees.step_key(key, Purpose.SAMPLING, step), jnp.ones(batch_size, bool)
         if sparse:
             return Draw(distinct(key, examples, batch_size), mask)
@@ -151,8 +140,6 @@ def fixed(examples: int, batch_size: int) -> Sampler:
         capacity=batch_size,
         draw=draw,
         neighbours=Neighbours.REPLACE_ONE,
-        # The size is public and constant, so an example cannot leave without another taking its
-        # place.
         claim="uniform batches of a fixed size; proved for replace-one neighbours (RDP)",
         independent=True,
         padded=False,
@@ -181,8 +168,8 @@ def scored(
     Privacy:
       With add-or-remove neighbours: the bin of an example does not depend on the other
       examples, so each step is the Poisson-subsampled Gaussian at the rate of its bin. The
-      event takes the largest rate of any bin at each step, an upper bound. It does not cover
-      bins cut at quantiles of private scores, or rates computed from counts of private data.
+      event takes the largest rate of any bin at each step. It does not cover bins cut at quantiles
+      of private scores, or rates computed from counts of private data.
 
     Example:
       >>> bins = np.arange(60_000) // 12_000  # by a public scorer: the easiest first
@@ -195,7 +182,6 @@ def scored(
     _, batch_size = checked_sizes("scored", places.size, batch_size, LARGEST)
     steps_per_row = checked_count("scored", "steps_per_row", steps_per_row)
     _check_rates(places, table)
-    # An upper bound for every example: who is in which bin must not be revealed by the accounting.
     largest, of = table.max(axis=1), jnp.asarray(places, jnp.int32)
     below = jnp.asarray(np.maximum(np.floor(table * WORDS) - 1, 0).astype(np.uint32))
     some = jnp.asarray(table > 0)  # at rate 0 `below` is 0, and a word of 0 would be drawn

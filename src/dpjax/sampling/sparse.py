@@ -76,12 +76,7 @@ class Block(NamedTuple):
 
 
 def block_of(rate: float) -> Block:
-    """The blocks that draw each example with a probability of at most ``rate``, below 1.
-
-    Example:
-      >>> block_of(1e-3).shift
-      12
-    """
+    """The blocks that draw each example with a probability of at most ``rate``, below 1."""
     # Partial sums of the series of -log(1 - q) are below it, so 1 - exp(-each) is below the rate.
     q = Fraction(rate)
     each = sum((q**k / k for k in range(1, 24)), Fraction(0))
@@ -152,11 +147,8 @@ def _repeated(
 
 
 def distinct(key: Key, examples: int, size: int) -> Array:
-    """A uniform list of ``size`` distinct indices.
-
-    Places with the index of an earlier place are drawn again until there is none. Renaming the
-    examples renames the lists and changes no probability, so all lists are equally likely.
-    """
+    """A uniform list of ``size`` distinct indices: places that repeat one are drawn again."""
+    # Renaming the examples renames the lists and changes no probability: all are equally likely.
     found = _redrawn(key, size, lambda key: _uniform(key, examples, size), _found_before)
     return _joined(found[:, 0], found[:, 1], _WIDEST, examples)
 
@@ -200,14 +192,10 @@ def _found_before(found: UInt[Array, "size 2"]) -> Bool[Array, " size"]:
 
 
 def permuted(key: Key, examples: int, starts: np.ndarray, offset: Int[Array, ""]) -> Array:
-    """Where a pseudo-random permutation of all indices sends ``starts + offset``.
-
-    A Feistel network of two digits: each round adds a pseudo-random function of one digit to the
-    other, so every round can be undone and no two indices meet. Numbers beyond the data set are
-    sent on until they return, which is a permutation of the others.
-
-    The key is the same for the whole permutation. ``starts`` is int64, and ``offset`` below 2^31.
-    """
+    """Where the pseudo-random permutation of a key sends ``starts + offset``, int64 and int32."""
+    # A Feistel network of two digits: each round adds a pseudo-random function of one digit to the
+    # other, so every round can be undone and no two indices meet. Numbers beyond the data set are
+    # sent on until they return, which is a permutation of the others.
     shift = (examples - 1).bit_length() // 2
     highest = (examples - 1) >> shift
     mask, last = 2**shift - 1, (examples - 1) % 2**shift
@@ -265,8 +253,7 @@ def _listed_in_turn(chosen: Bool[Array, " examples"]) -> Draw:
     """`listed` as a sequential loop."""
     examples = jnp.arange(chosen.size, dtype=jnp.int32)
 
-    # A chosen index goes to the end of the list that grows from the front, another one to the end
-    # of that which grows from the back.
+    # The chosen indices grow from the front, the others from the back.
     def body(i: Int[Array, ""], so_far: tuple[Array, Array]) -> tuple[Array, Array]:
         indices, size = so_far
         place = jnp.where(chosen[i], size, chosen.size - 1 - (i - size))
