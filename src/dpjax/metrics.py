@@ -58,8 +58,7 @@ def accuracy(
       logits: Scores of each class.
       labels: The right classes, ``[batch]`` or a column ``[batch, 1]``.
 
-    Returns:
-      A number from 0 to 1; the first of equal logits counts.
+    The first of equal logits counts.
 
     Example:
       >>> float(accuracy(jnp.eye(4), jnp.array([0, 1, 2, 0])))
@@ -76,9 +75,6 @@ def confusion(
 
     The arguments are as in `accuracy`.
 
-    Returns:
-      Counts ``[right class, predicted class]``.
-
     Example:
       >>> confusion(jnp.eye(2), jnp.array([0, 0]))
       Array([[1, 1],
@@ -94,12 +90,9 @@ def confusion(
 def per_class_accuracy(
     logits: Float[ArrayLike, "batch classes"], labels: Integer[ArrayLike, " batch"]
 ) -> Float[Array, " classes"]:
-    """The accuracy among the examples of each class.
+    """The accuracy among the examples of each class; NaN for a class without examples.
 
     The arguments are as in `accuracy`.
-
-    Returns:
-      One number for each class; NaN for a class without examples.
 
     Example:
       >>> per_class_accuracy(jnp.eye(2), jnp.array([0, 0]))
@@ -115,10 +108,7 @@ def nll(
 ) -> Float[Array, ""]:
     r"""The mean negative log-likelihood, $-\frac1n \sum_i \log p_i[y_i]$, in nats.
 
-    The arguments are as in `accuracy`.
-
-    Returns:
-      A number of at least 0; log(classes) is what guessing gives.
+    The arguments are as in `accuracy`. Guessing gives log(classes).
 
     Example:
       >>> round(float(nll(jnp.zeros((3, 10)), jnp.array([0, 1, 2]))), 4)
@@ -141,12 +131,9 @@ def reliability(
     Bin b of n holds the confidences in (b/n, (b+1)/n].
 
     Args:
-      logits: Scores of each class.
-      labels: The right classes.
-      bins: The number of bins of equal width that divide the confidences from 0 to 1.
-
-    Returns:
-      Count, mean confidence and accuracy of every bin.
+      logits: As for `accuracy`.
+      labels: As for `accuracy`.
+      bins: The number of bins.
 
     Example:
       >>> logits = jnp.log(jnp.array([[0.9, 0.1], [0.3, 0.7]]))
@@ -180,9 +167,6 @@ def ece(
 
     The arguments are as in `reliability`.
 
-    Returns:
-      A number from 0 to 1.
-
     Example:
       >>> logits = jnp.log(jnp.array([[0.75, 0.25]] * 4))
       >>> round(float(ece(logits, jnp.array([0, 0, 0, 1]))), 4)
@@ -206,9 +190,6 @@ def mce(
     """The maximum calibration error: the gap of `ece` in the worst bin that is not empty.
 
     The arguments are as in `reliability`.
-
-    Returns:
-      A number from 0 to 1, at least `ece`.
 
     Example:
       >>> logits = jnp.log(jnp.array([[0.75, 0.25]] * 4))
@@ -237,7 +218,7 @@ def _predicted(logits: Array) -> Int[Array, " batch"]:
 
 
 def _wide(logits: Array) -> Array:
-    """Logits, also whole numbers, in float32 or wider."""
+    """Also of whole numbers."""
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 

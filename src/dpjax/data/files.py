@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of files: ``.npz`` of images (or of their JPEG or PNG streams), ``.csv`` tables.
-
-Files are data, never code: nothing is unpickled. `read` is for the named data sets; the user's
-own files (`own_file`) are read by the same functions.
-"""
+"""Readers of files: ``.npz`` of images (or of their JPEG or PNG streams), ``.csv`` tables."""
 
 from __future__ import annotations
 
@@ -77,13 +73,12 @@ def numbers(header: list[str], rows: list[list[str]], call: str) -> np.ndarray:
     for place, name in enumerate(header):
         try:
             values[:, place] = [row[place] for row in rows]
-            fault = "NaN or infinite" if not np.isfinite(values[:, place]).all() else ""
+            if not np.isfinite(values[:, place]).all():
+                raise ValueError("NaN or infinite")
         except ValueError as error:
-            fault = str(error)
-        if fault:
             raise ValueError(
-                f"{call}: expected finite numbers in every column; column {name!r}: {fault}."
-            )
+                f"{call}: expected finite numbers in every column; column {name!r}: {error}."
+            ) from error
     return values
 
 
@@ -106,7 +101,7 @@ def floats(x: np.ndarray) -> np.ndarray:
 
 
 def column(y: np.ndarray) -> np.ndarray:
-    """Labels as ``[examples]``, also of a file that stores them as a table of one column."""
+    """Labels as ``[examples]``, also those stored as one column."""
     # Columns of length 1 alone: a one-hot row of one class would otherwise pass as a label.
     return y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
 
@@ -120,7 +115,7 @@ def whole(y: np.ndarray, call: str) -> np.ndarray:
     if not good:
         raise ValueError(
             f"{call}: got labels {y.dtype}{list(y.shape)}; expected a whole number for each "
-            "example. Convert one-hot rows by .argmax(axis=1)."
+            "example, such as y.argmax(axis=1)."
         )
     return labels.astype(np.int32)
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of names: the file of each data set, its shape, its name in TensorFlow Datasets.
 
-A new data set of a known format is a row here. The shape belongs to the name, so that a file of
-another data set under this name is an error.
+The shape belongs to the name, so that a file of another data set under this name is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ class Source(NamedTuple):
     """The place and the format of a data set."""
 
     file: str
-    """The file's name in the folder; ``.npz`` or ``.csv``."""
     shape: tuple[int, ...]
     """The shape of one example's inputs."""
     classes: int | None = None
@@ -56,4 +54,3 @@ SOURCES: MappingProxyType[str, Source] = MappingProxyType(
         ),
     }
 )
-"""Every name but ``digits``, which comes with scikit-learn."""

@@ -2,7 +2,7 @@
 """Sharpness: the largest singular value of the Hessian of the mean loss.
 
 Noise moves a private step away from the point that the gradient gives, and this number bounds
-the increase of the loss to second order. Power iteration needs Hessian-vector products only.
+the increase of the loss to second order.
 """
 
 from __future__ import annotations

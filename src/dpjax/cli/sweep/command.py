@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search: draws its runs, trains the missing ones, ranks them and adds up their cost.
 
-All runs are drawn before the first one starts, and the plan is kept in `sweep.json`.  So the same
-command resumes a search, and every run that began is priced.
+The plan is kept in `sweep.json`, so the same command resumes a search, and every run that began is
+priced.
 """
 
 from __future__ import annotations
