@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console command: `dpjax train --flag=value ...`, or `python -m dpjax train ...`.
 
-`flag_sets/NAME.py` says what can be typed, and imports no JAX. `cli/NAME` has `run(given, argv)` and
-is imported after the flags have been read, so a mistake in them is answered immediately.
+`flag_sets/NAME.py` says what can be typed, and imports no JAX. `cli/NAME` has `run(given, argv)`;
+it is imported after the flags have been read, so a mistake in them is answered immediately.
 """
 
 from __future__ import annotations

@@ -112,8 +112,7 @@ def checked(dataset: Dataset[_Train], shape: tuple[int, ...], where: str) -> Dat
             fault = None if form == shape else f"examples of shape {form}; expected {shape}"
         else:
             fault = _fault(*rows, shape, dataset.classes)
-        # Once, when the data are loaded: later a wrong label is an example that contributes zero,
-        # or one that trains another class.
+        # Later a wrong label is an example that contributes zero, or one that trains another class.
         if fault:
             raise ValueError(f"data.load({dataset.name!r}): {where}: its {part} part has {fault}.")
     return dataset

@@ -38,15 +38,11 @@ class Claim(NamedTuple):
     """What is claimed for a mechanism."""
 
     mechanism: Mechanism
-    ran: np.ndarray
-    """The noise multiplier of every step that counts, ``[steps]``."""
+    ran: np.ndarray  # the noise multiplier of every step that counts
     delta: float
-    epsilons: dict[str, float]
-    """By every method that has an answer for this sampler."""
-    not_private: str | None
-    """What was released without protection; if None, an infinite epsilon means no proof."""
-    supplied: bool
-    """Whether the caller supplied the key of this run, or of one before it."""
+    epsilons: dict[str, float]  # by every method that has an answer for this sampler
+    not_private: str | None  # what was released without noise; None may still mean no proof
+    supplied: bool  # whether the caller gave the key of this run, or of one before it
 
 
 def claim_of(

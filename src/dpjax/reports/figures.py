@@ -33,9 +33,6 @@ _GROUPS = 12  # more histograms would be too small to read
 _BLUE, _CLAY = PALETTE["blue"], PALETTE["clay"]
 
 
-# --- over time --------------------------------------------------------------------------------
-
-
 def accuracy(figure: Figure, run: SavedRun) -> str:
     """Test accuracy against epsilon.
 
@@ -165,9 +162,6 @@ def shades(figure: Figure, run: SavedRun) -> str:
     fullest = int(share[-1].argmax())
     ends = f"{edges[fullest]:.2g} to {edges[fullest + 1]:.2g}"
     return f"In bounds, the fullest bin at the end is {ends}."
-
-
-# --- at the end -------------------------------------------------------------------------------
 
 
 def gradients(figure: Figure, run: SavedRun) -> str:
@@ -306,8 +300,6 @@ def activations(figure: Figure, run: SavedRun) -> str:
     return _lollipops(figure, run, "activation", "norm of the pre-activations", "green")
 
 
-# --- badges -----------------------------------------------------------------------------------
-
 RELEASED = "released"
 PRIVATE = "computed from private data without noise: do not publish"
 SEEDED = "its key was supplied: do not publish it to those who know the key"
@@ -330,8 +322,7 @@ class Plot(NamedTuple):
     """A figure that a run can have."""
 
     draw: Callable[[Figure, SavedRun], str]
-    shows: str | Callable[[SavedRun], str]
-    """The badge, or a function of the run that gives it."""
+    shows: str | Callable[[SavedRun], str]  # the badge, or what gives it
 
     def badge(self, run: SavedRun) -> str:
         """Whether the figure of this run may be published."""
@@ -368,9 +359,6 @@ PLOTS = (
     Plot(weights, of_what_was_released),
     Plot(activations, _of_activations),
 )
-
-
-# --- what figures share -----------------------------------------------------------------------
 
 
 def norm_counts(

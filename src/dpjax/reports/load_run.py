@@ -137,8 +137,7 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
         read_json(file) if file.is_file() else None
         for file in (path / "run.json", path / "privacy.json", path / "config.json")
     )
-    # A killed run with `--overwrite` leaves the card of the run before it: its smaller epsilon must
-    # not stand on this run's page.
+    # A killed run with `--overwrite` leaves the card of the run before it.
     if card is not None and (why := _foreign(path, card, identity or {}, rows)):
         return SavedRun(path, rows, identity, foreign=why)
     evaluation, diagnostics = (
