@@ -198,7 +198,7 @@ def _predicted(logits: Array) -> Int[Array, " batch"]:
 
 
 def _wide(logits: Array) -> Array:
-    """Also of whole numbers."""
+    """In float32 or wider, also of whole numbers."""
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 

@@ -46,8 +46,7 @@ def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
     """The names of the columns of a ``.csv``, and its rows as words."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-        first = text.partition("\n")[0]
-        separator = max(",;\t", key=first.count)
+        separator = max(",;\t", key=text.partition("\n")[0].count)
         # Not `splitlines`, which ends a line at characters that a label may hold.
         # Strict: an open quotation mark would make one label of all lines behind it.
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
@@ -58,8 +57,7 @@ def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
     # Without names a table would silently lose its first row; pandas writes a column without one.
     if len(header) < 2 or "" in header or any(map(_is_number, header)):
         raise ValueError(
-            f"{call}: the first line is {first[:60]!r}; expected the names of at least two "
-            "columns. In pandas: df.to_csv(path, index=False)."
+            f"{call}: expected the names of at least two columns: df.to_csv(path, index=False)."
         )
     for number, row in enumerate(rows, 1):
         if len(row) != len(header):

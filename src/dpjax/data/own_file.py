@@ -149,8 +149,7 @@ def _numbered(
     if labels.min() < 0 or count > (classes or count) or count > len(labels) // 2:
         raise ValueError(
             f"{call}: labels from {labels.min()} to {labels.max()} of {len(labels)} examples; "
-            f"expected {f'0 to {classes - 1}' if classes else 'numbers from 0'}, and far fewer "
-            "classes than examples."
+            f"expected {f'0 to {classes - 1}' if classes else '0 and up'}, and far fewer classes."
         )
     edges = np.cumsum([len(y) for y in parts])[:-1]
     return np.split(labels, edges), names, classes or count

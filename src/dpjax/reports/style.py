@@ -82,12 +82,8 @@ _STYLE: dict[Any, Any] = {
 @contextlib.contextmanager
 def style() -> Iterator[None]:
     """A context in which figures are drawn and saved in the style of the page."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError(
-            f"figures need Matplotlib ({error}): pip install --upgrade matplotlib."
-        ) from error
+    import matplotlib
+
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
