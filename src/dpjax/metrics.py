@@ -15,7 +15,7 @@ These numbers have no noise: on training data they are as private as the data.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,9 @@ __all__ = [
     "reliability",
 ]
 
+Logits: TypeAlias = Float[ArrayLike, "batch classes"]
+Labels: TypeAlias = Integer[ArrayLike, " batch"]
+
 
 class Reliability(NamedTuple):
     """Predictions sorted into bins of confidence: a reliability diagram as numbers."""
@@ -49,17 +52,14 @@ class Reliability(NamedTuple):
     """The fraction of them that is right; 0 in an empty bin."""
 
 
-def accuracy(
-    logits: Float[ArrayLike, "batch classes"], labels: Integer[ArrayLike, " batch"]
-) -> Float[Array, ""]:
+def accuracy(logits: Logits, labels: Labels) -> Float[Array, ""]:
     """The fraction of the examples with the largest logit at their label.
 
     Args:
-      logits: Scores of each class.
+      logits: Scores of each class, ``[batch, classes]``.
       labels: The right classes, ``[batch]`` or a column ``[batch, 1]``.
 
-    Returns:
-      A number from 0 to 1; the first of equal logits counts.
+    The first of equal logits counts.
 
     Example:
       >>> float(accuracy(jnp.eye(4), jnp.array([0, 1, 2, 0])))
@@ -69,15 +69,10 @@ def accuracy(
     return jnp.mean(_predicted(logits) == labels)
 
 
-def confusion(
-    logits: Float[ArrayLike, "batch classes"], labels: Integer[ArrayLike, " batch"]
-) -> Int[Array, "classes classes"]:
+def confusion(logits: Logits, labels: Labels) -> Int[Array, "classes classes"]:
     """Counts how often the class of each row was predicted as the class of each column.
 
     The arguments are as in `accuracy`.
-
-    Returns:
-      Counts ``[right class, predicted class]``.
 
     Example:
       >>> confusion(jnp.eye(2), jnp.array([0, 0]))
@@ -91,15 +86,10 @@ def confusion(
     return counts.at[labels, _predicted(logits)].add(1, mode="drop")
 
 
-def per_class_accuracy(
-    logits: Float[ArrayLike, "batch classes"], labels: Integer[ArrayLike, " batch"]
-) -> Float[Array, " classes"]:
-    """The accuracy among the examples of each class.
+def per_class_accuracy(logits: Logits, labels: Labels) -> Float[Array, " classes"]:
+    """The accuracy among the examples of each class; NaN for a class without examples.
 
     The arguments are as in `accuracy`.
-
-    Returns:
-      One number for each class; NaN for a class without examples.
 
     Example:
       >>> per_class_accuracy(jnp.eye(2), jnp.array([0, 0]))
@@ -110,15 +100,10 @@ def per_class_accuracy(
     return rights / counts
 
 
-def nll(
-    logits: Float[ArrayLike, "batch classes"], labels: Integer[ArrayLike, " batch"]
-) -> Float[Array, ""]:
+def nll(logits: Logits, labels: Labels) -> Float[Array, ""]:
     r"""The mean negative log-likelihood, $-\frac1n \sum_i \log p_i[y_i]$, in nats.
 
-    The arguments are as in `accuracy`.
-
-    Returns:
-      A number of at least 0; log(classes) is what guessing gives.
+    The arguments are as in `accuracy`. Guessing gives log(classes).
 
     Example:
       >>> round(float(nll(jnp.zeros((3, 10)), jnp.array([0, 1, 2]))), 4)
@@ -130,23 +115,15 @@ def nll(
     return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], axis=-1))
 
 
-def reliability(
-    logits: Float[ArrayLike, "batch classes"],
-    labels: Integer[ArrayLike, " batch"],
-    *,
-    bins: int = 15,
-) -> Reliability:
+def reliability(logits: Logits, labels: Labels, *, bins: int = 15) -> Reliability:
     """Sorts predictions by their confidence, the largest probability, into equal bins.
 
     Bin b of n holds the confidences in (b/n, (b+1)/n].
 
     Args:
-      logits: Scores of each class.
-      labels: The right classes.
-      bins: The number of bins of equal width that divide the confidences from 0 to 1.
-
-    Returns:
-      Count, mean confidence and accuracy of every bin.
+      logits: As for `accuracy`.
+      labels: As for `accuracy`.
+      bins: The number of bins.
 
     Example:
       >>> logits = jnp.log(jnp.array([[0.9, 0.1], [0.3, 0.7]]))
@@ -168,20 +145,12 @@ def reliability(
     return Reliability(counts, total / filled, rights / filled)
 
 
-def ece(
-    logits: Float[ArrayLike, "batch classes"],
-    labels: Integer[ArrayLike, " batch"],
-    *,
-    bins: int = 15,
-) -> Float[Array, ""]:
+def ece(logits: Logits, labels: Labels, *, bins: int = 15) -> Float[Array, ""]:
     r"""The expected calibration error: how far confidence is from accuracy, on average.
 
     $$ \sum_b \frac{n_b}{n} \, | \text{accuracy}_b - \text{confidence}_b | $$
 
     The arguments are as in `reliability`.
-
-    Returns:
-      A number from 0 to 1.
 
     Example:
       >>> logits = jnp.log(jnp.array([[0.75, 0.25]] * 4))
@@ -197,18 +166,10 @@ def ece(
     return jnp.sum(gaps) / jnp.sum(table.counts)
 
 
-def mce(
-    logits: Float[ArrayLike, "batch classes"],
-    labels: Integer[ArrayLike, " batch"],
-    *,
-    bins: int = 15,
-) -> Float[Array, ""]:
+def mce(logits: Logits, labels: Labels, *, bins: int = 15) -> Float[Array, ""]:
     """The maximum calibration error: the gap of `ece` in the worst bin that is not empty.
 
     The arguments are as in `reliability`.
-
-    Returns:
-      A number from 0 to 1, at least `ece`.
 
     Example:
       >>> logits = jnp.log(jnp.array([[0.75, 0.25]] * 4))
@@ -237,7 +198,7 @@ def _predicted(logits: Array) -> Int[Array, " batch"]:
 
 
 def _wide(logits: Array) -> Array:
-    """Logits, also whole numbers, in float32 or wider."""
+    """In float32 or wider, also of whole numbers."""
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console command: `dpjax train --flag=value ...`, or `python -m dpjax train ...`.
 
-A subcommand has two modules of its name. `flag_sets/NAME.py` says what can be typed, in `FLAGS`,
-`WORDS` and the help, and imports neither JAX nor the rest of dpjax. `cli/NAME` has
-`run(given, argv)` and is imported after the flags have been read, so a mistake in them is answered
-immediately. `verify` is a module outside of this package, because it imports nothing of dpjax.
+`flag_sets/NAME.py` says what can be typed, and imports no JAX. `cli/NAME` has `run(given, argv)`;
+it is imported after the flags have been read, so a mistake in them is answered immediately.
 """
 
 from __future__ import annotations
@@ -64,10 +62,7 @@ def _run_named(words: Sequence[str] | None) -> None:
 
 
 def run_command(name: str) -> None:
-    """Runs one subcommand with the flags in `sys.argv`, then leaves the process.
-
-    A mistaken flag ends the process with status 1 and a message, Ctrl-C with 130 and one sentence.
-    """
+    """Runs one subcommand with the flags in `sys.argv`, then leaves the process."""
     typed = importlib.import_module(f"dpjax.cli.flag_sets.{name}")
     program, *words = sys.argv
     if any(word in _HELP for word in words):

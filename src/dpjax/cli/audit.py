@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Three audits of a run that `dpjax train` left in a folder, as lines beside its claims.
 
-The run is built again from the flags in the folder, by the functions of `dpjax train`, and the
-mechanism is compared with the one in `run.json`. Keys are public, because nothing is released here.
+Keys are public, because nothing is released here.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Line(NamedTuple):
 
 
 class Rebuilt(NamedTuple):
-    """A run, built again from its folder: with parameters before and after its training."""
+    """A run, built again from its folder, with parameters before and after its training."""
 
     run: SavedRun
     planned: Planned
@@ -132,7 +131,7 @@ def flags_of(run: SavedRun) -> flags.FlagValues:
 
 
 def audit_run(given: flags.FlagValues, rebuilt: Rebuilt, out: pathlib.Path) -> list[Line]:
-    """Audits a run, and writes figures and plot into a folder."""
+    """Audits a run, and writes numbers and plot into a folder."""
     delta, correlated = rebuilt.run.delta, rebuilt.planned.mechanism.noise is not None
     name = "first step of correlated noise" if correlated else "one step in which the row is drawn"
     step = line_of_step(audit_step(rebuilt, given.pairs, OF_A_STEP), delta, name)
@@ -219,14 +218,11 @@ def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int, confidence: 
 def with_canaries(
     rows: Any, count: int, classes: int, draw: np.random.Generator
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """The places of canaries among rows, and the rows with them.
-
-    A canary is an image of white noise with a random label, as long as the row in whose place it
-    stands: its gradient is nearly orthogonal to all others. Of whole numbers, such as tokens, each
-    entry of a canary comes from another canary's row.
-    """
+    """The places of canaries among rows, and the rows with them."""
     x, y = map(np.array, rows)
     places = draw.choice(len(x), count, replace=False)
+    # White noise with a random label: its gradient is nearly orthogonal to all others. Of whole
+    # numbers, such as tokens, each entry comes from another canary's row.
     if np.issubdtype(x.dtype, np.integer):
         x[places] = draw.permuted(x[places], axis=0)
     else:

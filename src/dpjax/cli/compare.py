@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several runs: a table, two plots, and what all of them cost together.
-
-Runs with equal flags but for seed and folder are one group: a line of the table, and in the plots
-a mean with its range.
-"""
+"""Several runs: a table, two plots, and what all of them cost together."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ COLUMNS = ("runs", "test accuracy", "of", "steps", "epsilon", "delta", "time of 
 
 
 class RunGroup(NamedTuple):
-    """Runs of one and the same configuration."""
+    """Runs with equal flags but for seed and folder."""
 
     label: str
     runs: list[SavedRun]

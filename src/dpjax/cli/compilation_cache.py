@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled programs on the disk, so that the next run of a command does not compile them again.
 
-It is JAX's persistent compilation cache, which JAX has switched off unless a folder is named. A run
-releases the same bits with the cache and without it.
+A run releases the same bits with the cache and without it.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ import jax
 
 
 def switch_on() -> None:
-    """Names a folder of the user's for compiled programs, unless `JAX_COMPILATION_CACHE_DIR` does.
-
-    `JAX_ENABLE_COMPILATION_CACHE=false` switches the cache off.
-    """
+    """Names a folder for JAX's compilation cache, unless `JAX_COMPILATION_CACHE_DIR` does."""
     if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
         return
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flags that say where a run takes place: ``--mesh``, and the flags of several processes.
 
-The flags of processes are the arguments of `jax.distributed.initialize`, by their names there: the
-same command runs on each host of a cluster. JAX is imported once these flags have been read.
+Those of processes are the arguments of `jax.distributed.initialize`, by their names there. JAX is
+imported once these flags have been read.
 """
 
 from __future__ import annotations

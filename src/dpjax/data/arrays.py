@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays, tensors and frames of the user as arrays of NumPy.
 
-NumPy makes an array of everything with `__array__`, so no other library is imported. A loader or
-a source that is read by index has no such method, and the error names `Stream`. JAX would cut
-whole numbers off at 32 bits without a word: `native` refuses them.
+NumPy makes an array of everything with `__array__`, so no other library is imported.
 """
 
 from __future__ import annotations
@@ -19,11 +17,7 @@ from dpjax.types import PyTree
 
 
 def arrays(tree: PyTree, name: str) -> PyTree:
-    """The tree with its tensors and frames as `native` arrays.
-
-    Arrays of JAX, single numbers and single objects stay as they are. Errors begin with ``name``,
-    such as ``"dpsgd data"``.
-    """
+    """The tree with tensors and frames as `native` arrays; arrays of JAX and numbers stay."""
     if isinstance(tree, Iterator):  # jax.tree.map would exhaust it
         raise no_arrays(tree, name)
 
@@ -41,16 +35,10 @@ def arrays(tree: PyTree, name: str) -> PyTree:
 
 
 def native(given: Any, called: str, dtype: DTypeLike | None = None) -> np.ndarray:
-    """The array of NumPy, of numbers that JAX holds without a change.
-
-    Errors begin with ``called``; ``dtype`` is JAX's for the array, if the caller knows it.
-    """
+    """NumPy's array, of numbers that JAX holds unchanged; ``dtype`` is JAX's for it, if known."""
     array = np.asarray(given)
     if array.dtype.kind in "OSUMm":
-        raise TypeError(
-            f"{called} is of type {array.dtype}; expected numbers. "
-            "np.unique(words, return_inverse=True)[1] numbers words."
-        )
+        raise TypeError(f"{called} is of type {array.dtype}; expected numbers.")
     if array.dtype.kind in "iu" and array.size:
         # JAX takes the last 32 bits: a label of 2^32 would train class 0.
         dtype = np.dtype(dtype or jax.dtypes.canonicalize_dtype(array.dtype))

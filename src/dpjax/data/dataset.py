@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A data set: a training part, a test part, and a note for readers of results.
-
-Every reader passes its data set through `checked`, so that a wrong file raises an error that names
-it, instead of changing an accuracy. Splits depend on the number of examples alone.
-"""
+"""A data set: a training part, a test part, and a note for readers of results."""
 
 from __future__ import annotations
 
@@ -63,10 +59,7 @@ def _shapes(part: Split | Stream) -> str:
 
 
 def hold_out(split: Split, size: int) -> tuple[Split, Split]:
-    """Splits ``size`` rows off inputs and targets, for validation or for a test.
-
-    Returns:
-      ``(rest, held)``; every row is in one of them.
+    """Splits ``size`` rows off inputs and targets: ``(rest, held)``.
 
     Privacy:
       Rows of private data are private in either part. The epsilon of a training does not cover
@@ -88,15 +81,12 @@ def hold_out(split: Split, size: int) -> tuple[Split, Split]:
 
 
 def standardize(values: np.ndarray, mean: ArrayLike, scale: ArrayLike) -> np.ndarray:
-    """Shifts and scales features by public constants.
+    """Shifts and scales features by public constants: ``(values - mean) / scale`` in float32.
 
     Args:
       values: ``[examples, features]``, or images ``[examples, height, width, channels]``.
-      mean: The value that becomes 0; one number, or one a feature.
-      scale: The distance from ``mean`` that becomes 1; one number, or one a feature; positive.
-
-    Returns:
-      ``(values - mean) / scale`` in float32.
+      mean: One number, or one a feature.
+      scale: As ``mean``, and positive.
 
     Privacy:
       The constants must be public: published about data of this kind, or measured on other
@@ -110,27 +100,19 @@ def standardize(values: np.ndarray, mean: ArrayLike, scale: ArrayLike) -> np.nda
     # would overflow, and bytes would wrap around.
     mean, scale = np.asarray(mean, np.float64), np.asarray(scale, np.float64)
     if not np.all(np.isfinite(mean)) or not np.all((scale > 0) & np.isfinite(scale)):
-        raise ValueError(
-            f"data.standardize(mean={mean!s:.60}, scale={scale!s:.60}): expected finite numbers, "
-            "and positive scales."
-        )
+        raise ValueError("data.standardize: expected finite numbers, and positive scales.")
     return ((values - mean) / scale).astype(np.float32)
 
 
 def checked(dataset: Dataset[_Train], shape: tuple[int, ...], where: str) -> Dataset[_Train]:
-    """Returns the data set of a reader, or raises if shapes, numbers or labels are wrong.
-
-    Of a `Stream` only the shape is checked, because its rows are read later. The error names
-    ``where``, the file or the service that was read.
-    """
+    """The data set, if shapes, numbers and labels are right; the error says ``where`` it was."""
     for part, rows in (("train", dataset.train), ("test", dataset.test)):
         if isinstance(rows, Stream):
-            form = rows.row[0].shape
+            form = rows.row[0].shape  # the rows themselves are read later
             fault = None if form == shape else f"examples of shape {form}; expected {shape}"
         else:
             fault = _fault(*rows, shape, dataset.classes)
-        # Once, when the data are loaded: later a wrong label is an example that contributes zero,
-        # or one that trains another class.
+        # Later a wrong label is an example that contributes zero, or one that trains another class.
         if fault:
             raise ValueError(f"data.load({dataset.name!r}): {where}: its {part} part has {fault}.")
     return dataset

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of files: ``.npz`` of images (or of their JPEG or PNG streams), ``.csv`` tables.
-
-Files are data, never code: nothing is unpickled. `read` is for the named data sets; the user's
-own files (`own_file`) are read by the same functions.
-"""
+"""Readers of files: ``.npz`` of images (or of their JPEG or PNG streams), ``.csv`` tables."""
 
 from __future__ import annotations
 
@@ -50,8 +46,7 @@ def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
     """The names of the columns of a ``.csv``, and its rows as words."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-        first = text.partition("\n")[0]
-        separator = max(",;\t", key=first.count)
+        separator = max(",;\t", key=text.partition("\n")[0].count)
         # Not `splitlines`, which ends a line at characters that a label may hold.
         # Strict: an open quotation mark would make one label of all lines behind it.
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
@@ -62,8 +57,7 @@ def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
     # Without names a table would silently lose its first row; pandas writes a column without one.
     if len(header) < 2 or "" in header or any(map(_is_number, header)):
         raise ValueError(
-            f"{call}: the first line is {first[:60]!r}; expected the names of at least two "
-            "columns. In pandas: df.to_csv(path, index=False)."
+            f"{call}: expected the names of at least two columns: df.to_csv(path, index=False)."
         )
     for number, row in enumerate(rows, 1):
         if len(row) != len(header):
@@ -77,13 +71,12 @@ def numbers(header: list[str], rows: list[list[str]], call: str) -> np.ndarray:
     for place, name in enumerate(header):
         try:
             values[:, place] = [row[place] for row in rows]
-            fault = "NaN or infinite" if not np.isfinite(values[:, place]).all() else ""
+            if not np.isfinite(values[:, place]).all():
+                raise ValueError("NaN or infinite")
         except ValueError as error:
-            fault = str(error)
-        if fault:
             raise ValueError(
-                f"{call}: expected finite numbers in every column; column {name!r}: {fault}."
-            )
+                f"{call}: expected finite numbers in every column; column {name!r}: {error}."
+            ) from error
     return values
 
 
@@ -106,7 +99,7 @@ def floats(x: np.ndarray) -> np.ndarray:
 
 
 def column(y: np.ndarray) -> np.ndarray:
-    """Labels as ``[examples]``, also of a file that stores them as a table of one column."""
+    """Labels as ``[examples]``, also those stored as one column."""
     # Columns of length 1 alone: a one-hot row of one class would otherwise pass as a label.
     return y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
 
@@ -120,7 +113,7 @@ def whole(y: np.ndarray, call: str) -> np.ndarray:
     if not good:
         raise ValueError(
             f"{call}: got labels {y.dtype}{list(y.shape)}; expected a whole number for each "
-            "example. Convert one-hot rows by .argmax(axis=1)."
+            "example, such as y.argmax(axis=1)."
         )
     return labels.astype(np.int32)
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a name to a data set: a file in a folder first, then TensorFlow Datasets (TFDS).
 
-The digits come with scikit-learn and need neither. Of TFDS, formats that allow random access are
-read without TensorFlow, whole or as a `Stream`; it needs TensorFlow to download, and to open the
-wine table.
+Of TFDS, formats that allow random access are read without TensorFlow, which is needed to
+download, and to open the wine table.
 """
 
 from __future__ import annotations
@@ -55,9 +54,6 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
       name: One of the names above.
       data_dir: The folder; by default, and if empty, the environment variable ``DPJAX_DATA_DIR``.
 
-    Returns:
-      The data set, equal in every call.
-
     Example:
       >>> digits = load("digits")
       >>> digits.train[0].shape, digits.test[1].dtype, digits.classes
@@ -66,7 +62,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
     if name == "digits":
         return _digits()
     source, folder = _source(name, "load"), _folder(data_dir)
-    # A file of the user comes first: it needs no network, and it is what the user put there.
+    # The user's file comes first, which needs no network.
     if folder and (path := source.path(folder)).is_file():
         return checked(read(name, source, path), source.shape, str(path))
     parts = {part: _whole(rows) for part, rows in _from_tfds(name, source, folder).items()}
@@ -86,12 +82,11 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
 
     Args:
       name: One of `load`'s names, of images.
-      data_dir: The folder; by default, and if empty, the environment variable ``DPJAX_DATA_DIR``.
+      data_dir: As for `load`.
 
     Returns:
       The data set; ``train`` is a `Stream` of ``(image in [0, 1], label)``, and ``test`` is in
-      memory. A label out of range is an error when it is read. For other data sets, make a
-      `Stream` yourself.
+      memory. For other data sets, make a `Stream` yourself.
     """
     source = None if name == "digits" else _source(name, "stream")
     if source is None or source.classes is None:

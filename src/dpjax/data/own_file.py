@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets of the user: an ``.npz`` of arrays, or a ``.csv`` table, for classification.
-
-Shape and number of classes come from the file. Nothing else is computed from the examples: a mean
-of private examples would be a release that the accountant does not see.
-"""
+"""Data sets of the user: an ``.npz`` of arrays, or a ``.csv`` table, for classification."""
 
 from __future__ import annotations
 
@@ -43,9 +39,6 @@ def load_file(
       classes: The number of classes; by default the largest label and 1, or the number of words.
       label: The name of the column of labels in a ``.csv``, if it is another one.
 
-    Returns:
-      The data set, equal in every call.
-
     Privacy:
       Which labels occur counts as public, and so does the number of examples. Scale features by
       public constants (`standardize`) before they are stored: nothing is scaled here. Rows of the
@@ -78,12 +71,10 @@ def load_file(
     if len(parts) == 1:
         parts = list(hold_out(parts[0], max(1, len(labels[0]) // 5)))
         notes.append("a fifth held out for the test")
-    train, test = parts
-    if train[0].shape[1:] != test[0].shape[1:]:
-        shapes = f"{train[0].shape[1:]} and {test[0].shape[1:]}"
+    if len(shapes := {x.shape[1:] for x, _ in parts}) > 1:
         raise ValueError(f"{call}: examples have shapes {shapes}; expected one.")
     note = f"({'; '.join(notes)})" if notes else ""
-    return Dataset(path.stem, train, test, count, note, names, columns)
+    return Dataset(path.stem, *parts, count, note, names, columns)
 
 
 def _arrays(path: Path, call: str) -> list[Split]:
@@ -94,8 +85,7 @@ def _arrays(path: Path, call: str) -> list[Split]:
             found = [arrays[name] for name in names]
             return [_paired(x, y, call) for x, y in zip(found[::2], found[1::2], strict=True)]
     raise ValueError(
-        f"{call}: the file holds {sorted(arrays)}; expected x and y, or x_train, y_train, x_test "
-        "and y_test. To make it: numpy.savez(path, x=x, y=y)."
+        f"{call}: the file holds {sorted(arrays)}; expected x and y, or a train and a test part."
     )
 
 
@@ -105,8 +95,7 @@ def _paired(x: np.ndarray, y: np.ndarray, call: str) -> Split:
     if not numbers_in_rows or labels.shape != x.shape[:1] or len(labels) < 2:
         raise ValueError(
             f"{call}: inputs are {x.dtype}{list(x.shape)} and labels {y.dtype}{list(y.shape)}; "
-            "expected an example a row, and one label for each. Convert one-hot labels by "
-            "y.argmax(axis=1)."
+            "expected an example a row, and one label for each, such as y.argmax(axis=1)."
         )
     return x, labels
 
@@ -160,8 +149,7 @@ def _numbered(
     if labels.min() < 0 or count > (classes or count) or count > len(labels) // 2:
         raise ValueError(
             f"{call}: labels from {labels.min()} to {labels.max()} of {len(labels)} examples; "
-            f"expected {f'0 to {classes - 1}' if classes else 'numbers from 0'}, and far fewer "
-            "classes than examples."
+            f"expected {f'0 to {classes - 1}' if classes else '0 and up'}, and far fewer classes."
         )
     edges = np.cumsum([len(y) for y in parts])[:-1]
     return np.split(labels, edges), names, classes or count

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of names: the file of each data set, its shape, its name in TensorFlow Datasets.
 
-A new data set of a known format is a row here. The shape belongs to the name, so that a file of
-another data set under this name is an error.
+The shape belongs to the name, so that a file of another data set under this name is an error.
 """
 
 from __future__ import annotations
@@ -17,19 +16,12 @@ class Source(NamedTuple):
     """The place and the format of a data set."""
 
     file: str
-    """The file's name in the folder; ``.npz`` or ``.csv``."""
-    shape: tuple[int, ...]
-    """The shape of one example's inputs."""
-    classes: int | None = None
-    """The number of labels; None if the target is a quantity."""
-    tfds: str | None = None
-    """The name in TensorFlow Datasets; None if it has no such data set."""
-    test_size: int = 0
-    """The number of rows of a table in the test part."""
+    shape: tuple[int, ...]  # of one example's inputs
+    classes: int | None = None  # None if the target is a quantity
+    tfds: str | None = None  # the name in TensorFlow Datasets
+    test_size: int = 0  # rows of a table
     note: str = ""
-    """A caveat for readers of results."""
-    better: str | None = None
-    """The name of a file that is read instead if it exists."""
+    better: str | None = None  # a file that is read instead if it exists
 
     def path(self, folder: str | os.PathLike[str]) -> Path:
         """The file of this data set in a folder, whether or not it exists."""
@@ -56,4 +48,3 @@ SOURCES: MappingProxyType[str, Source] = MappingProxyType(
         ),
     }
 )
-"""Every name but ``digits``, which comes with scikit-learn."""

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Examples that stay on the disk, for data larger than memory.
 
-A `Stream` reads examples by their index from any source with random access: a data source of
-grain or of TensorFlow Datasets, a memory map, a list. It reads the requested rows only, and
-threads read the next batches while the device computes. The indices come from a sampler, whose
-draws are accounted; so iterators, which choose their own order, are refused.
+The indices come from a sampler, whose draws are accounted; so iterators, which choose their own
+order, are refused.
 """
 
 from __future__ import annotations
@@ -26,19 +24,17 @@ from dpjax.types import PyTree
 
 @runtime_checkable
 class RandomAccess(Protocol):
-    """A source of records: a length, and the record at an index.
+    """A source of records, as a memory map, a list or grain's ``RandomAccessDataSource``.
 
-    This is grain's ``RandomAccessDataSource``. If a source also has ``__getitems__(indices)``,
-    as sources of TensorFlow Datasets do, many records are read in one call.
+    If it also has ``__getitems__(indices)``, as sources of TensorFlow Datasets do, many records
+    are read in one call.
     """
 
     def __len__(self) -> int:
         """The number of records."""
-        ...
 
     def __getitem__(self, index: Any, /) -> Any:
         """The record at an index."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,14 +105,7 @@ class Stream:
         return f"{len(self)} streamed, {trees.fingerprint(self.rows(some))}"
 
     def rows(self, indices: np.ndarray) -> PyTree:
-        """Reads examples.
-
-        Args:
-          indices: ``[n]``, in any order; an index may repeat, and there may be none.
-
-        Returns:
-          The examples stacked, ``[n, ...]`` for every leaf of `row`, in the order of ``indices``.
-        """
+        """The examples at ``indices``, ``[n]``, stacked in their order; an index may repeat."""
         (batch,) = self.batches([indices], ahead=0)
         return batch
 
@@ -127,10 +116,6 @@ class Stream:
           draws: The indices of each batch, as `rows` takes them. The caller's own thread
             iterates over them, ``ahead`` batches before they are needed.
           ahead: The number of batches that are read in advance; ``ahead + 1`` are in memory.
-
-        Returns:
-          An iterator of batches. Its threads end when it is exhausted, closed or garbage
-          collected, or when it raises.
         """
         waiting: deque[tuple[list[np.ndarray], list[Future[None]]]] = deque()
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="dpjax-stream")
@@ -188,10 +173,8 @@ class Stream:
                 example = record if self.example is None else self.example(record)
             except Exception as error:
                 # In a thread pool the user's traceback alone does not say which record failed.
-                raise RuntimeError(
-                    f"data.Stream: example {index} could not be read ({type(error).__name__}: "
-                    f"{error})."
-                ) from error
+                why = f"could not be read ({type(error).__name__}: {error})"
+                raise RuntimeError(f"data.Stream: example {index} {why}.") from error
             yield example
 
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The effect of clipping on a batch: norms, clipped examples, and the mean gradient.
-
-Clipping changes the direction of the mean gradient even without noise, because it shortens long
-gradients. Per-example gradients exist for one microbatch at a time.
-"""
+"""The effect of clipping on a batch: it turns the mean gradient, even without noise."""
 
 from __future__ import annotations
 
@@ -93,13 +89,12 @@ def clipping_bias(
 def _sums(
     loss: LossFn, rule: Clipping, params: PyTree, rows: PyTree
 ) -> tuple[PyTree, PyTree, Array]:
-    """Clipped sum, unclipped sum and norms of some examples."""
+    """Clipped sum, unclipped sum and norms."""
     # By definition and not by an engine: the unclipped sum needs each gradient too, and a
     # diagnostic is no part of a guarantee.
     gradients = jax.vmap(jax.grad(loss), (None, 0))(params, rows)
     clipped, norms, factors = clipping.clip(rule, gradients)
     finite = jnp.all(jnp.isfinite(norms), axis=-1, keepdims=True)
-    # The unclipped sum leaves out the same examples as the clipped one: those with a norm that is
-    # not finite.
+    # The unclipped sum leaves out the same examples as the clipped one.
     once = jnp.broadcast_to(finite.astype(factors.dtype), factors.shape)
     return clipped, trees.scaled_sum(gradients, once, rule.partition.assign(params)), norms

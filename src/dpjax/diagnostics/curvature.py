@@ -2,7 +2,7 @@
 """Sharpness: the largest singular value of the Hessian of the mean loss.
 
 Noise moves a private step away from the point that the gradient gives, and this number bounds
-the increase of the loss to second order. Power iteration needs Hessian-vector products only.
+the increase of the loss to second order.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ def sharpness(
     if isinstance(state[1], Tracer):  # inside a user's jit
         state = jax.lax.while_loop(going, body, state)
     else:
-        # In a compiled loop XLA on CPU turns the gradients of convolutions into naive loops, and a
-        # product then takes many times as long.
+        # In a compiled loop XLA on CPU makes gradients of convolutions many times slower.
         while going(state):
             state = body(state)
     direction, value, _, steps = state

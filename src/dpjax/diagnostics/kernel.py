@@ -2,9 +2,8 @@
 """The neural tangent kernel of private training, and two senses in which it is positive.
 
 In the limit of small steps, the Gram matrix of the outputs' gradients determines how the loss
-falls. Clipping makes it a matrix that need not be symmetric or positive, by which
-convergence_calibration_2023 explains why training with a small bound can fail. The gradients of
-all inputs are in memory together, so use a few hundred inputs.
+falls. Clipped, it need not be symmetric or positive, by which convergence_calibration_2023 explains
+why training with a small bound can fail.
 """
 
 from __future__ import annotations
@@ -58,12 +57,9 @@ def ntk(
     Args:
       function: ``function(params, input)`` gives the output for one input.
       params: The parameters at which gradients are taken.
-      inputs: A batch, on leading axes.
+      inputs: A batch, on leading axes; a few hundred, because all gradients are in memory together.
       factors: The clipping factors of each example and group; without them the result is $H$.
       partition: The group of each leaf; one group by default.
-
-    Returns:
-      The matrix: $H$ (symmetric, positive semi-definite), $HC$ or the sum over groups.
 
     Example:
       >>> inputs = jnp.array([[1.0, 0.0], [1.0, 1.0]])
@@ -82,11 +78,10 @@ def ntk(
         for leaf in jax.tree.leaves(rows)
     ]
     groups = partition.assign(params) if partition else (0,) * len(leaves)
-    # Without factors the kernel is that of plain gradient descent, symmetric and positive.
     columns = jnp.ones((size, max(groups) + 1)) if factors is None else jnp.asarray(factors)
     wide = jnp.repeat(columns, leaves[0].shape[0] // size, axis=0)
-    # Clipping scales the columns alone, by the factor of the example whose gradient moves the
-    # weights. This is why the clipped kernel is not symmetric (Bu et al., 2023).
+    # The columns alone, by the factor of the example whose gradient moves the weights: so the
+    # clipped kernel is not symmetric.
     products = (jnp.matmul(j, j.T, precision="highest") for j in leaves)
     return sum((h * wide[:, g] for h, g in zip(products, groups, strict=True)), jnp.zeros(()))
 

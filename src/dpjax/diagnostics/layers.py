@@ -29,8 +29,7 @@ def weight_norms(params: PyTree) -> dict[str, Array]:
     """
     layers: dict[str, list[Array]] = {}
     for name, leaf in zip(trees.leaf_names(params), jax.tree.leaves(params), strict=True):
-        # Kernel and bias share their path up to the last name, as in `clipping.by_layer`. Leaves at
-        # the top of the tree are layers of their own here, and one group there.
+        # As in `clipping.by_layer`, but leaves at the top of the tree are layers of their own.
         layers.setdefault(name.rpartition("/")[0] or name, []).append(leaf)
     return {name: length(leaves) for name, leaves in layers.items()}
 
@@ -43,9 +42,6 @@ def preactivation_norms(model: nn.Module, params: PyTree, x: PyTree) -> dict[str
         "preactivations", as all modules of `dpjax.models` do.
       params: Its parameters.
       x: A batch of inputs.
-
-    Returns:
-      The mean over examples of the norm, by layer, sorted by name.
 
     Privacy:
       The mean over the batch has no noise: it is as private as the batch.

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees read as vectors: inner product, length, angle.
 
-All leaves of a gradient or of parameters form one vector. Products are computed and summed in
-float32 or wider. Angles and lengths divide by the largest entry first, so that no square overflows
-or rounds to 0.
+Products are computed and summed in float32 or wider. Angles and lengths divide by the largest
+entry first, so that no square overflows or rounds to 0.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from dpjax.types import PyTree
 def cosine(a: PyTree, b: PyTree) -> Float[Array, ""]:
     """The cosine of the angle between two trees of one structure, each read as one vector.
 
-    Returns:
-      A number from -1 to 1; NaN if either tree is zero or not finite.
+    It is NaN if either tree is zero or not finite.
 
     Example:
       >>> float(cosine({"w": jnp.array([1.0, 0.0])}, {"w": jnp.array([2.0, 0.0])}))

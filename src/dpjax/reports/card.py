@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is claimed for a computation, and the privacy card: the claim as a JSON object.
 
-The statement and the card both print one `Claim`. A reader of the card can recompute its epsilon
-without dpjax, as `dpjax.verify` does; numbers are the accounted ones, never rounded.
+A reader of the card can recompute its epsilon without dpjax, as `dpjax.verify` does; numbers are
+the accounted ones, never rounded.
 
 | field | holds |
 |---|---|
@@ -38,18 +38,11 @@ class Claim(NamedTuple):
     """What is claimed for a mechanism."""
 
     mechanism: Mechanism
-    ran: np.ndarray
-    """The noise multiplier of every step that counts, ``[steps]``."""
+    ran: np.ndarray  # the noise multiplier of every step that counts
     delta: float
-    epsilons: dict[str, float]
-    """By every method that has an answer for this sampler."""
-    not_private: str | None
-    """What was released without protection, as a sentence.
-
-    With None, an infinite or missing epsilon means that nothing is proved.
-    """
-    supplied: bool
-    """Whether the caller supplied the key of this run, or of one before it."""
+    epsilons: dict[str, float]  # by every method that has an answer for this sampler
+    not_private: str | None  # what was released without noise; None may still mean no proof
+    supplied: bool  # whether the caller gave the key of this run, or of one before it
 
 
 def claim_of(
@@ -139,7 +132,6 @@ def card(
     """
     claim = claim_of("reports.card", mechanism, delta, ledger, supplied, methods)
     facts = {
-        # The schema of the run's folder: `verify`, `report` and `resume` read one description.
         "mechanism": mechanism.facts,
         "steps": len(claim.ran),
         "claim": mechanism.claim,
@@ -156,5 +148,5 @@ def card(
             name: version(name) for name in ("dpjax", "dp-accounting", "jax", "optax", "numpy")
         },
     }
-    # JSON has no infinity, and a card must be readable by every parser.
+    # JSON has no infinity.
     return strict(facts)

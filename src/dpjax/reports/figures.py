@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gallery: every figure of a run, a short function each, and the table of their badges.
 
-A figure is a function ``(figure, run) -> sentence``. It draws from a `load_run.SavedRun`, and
-returns what is to be seen, or raises `load_run.Missing`. The first line of its docstring is its
-title on the page, and the rest its caption.
-
-The badge, which says whether a figure may be published, stands in the table `PLOTS` alone, so no
-function that draws can decide it.
+A figure is a function ``(figure, run) -> sentence``, or raises `Missing`. The first line of its
+docstring is its title on the page, and the rest its caption. The badge stands in the table `PLOTS`
+alone, so no function that draws can decide it.
 """
 
 from __future__ import annotations
@@ -34,9 +31,6 @@ _COLUMNS = 60  # a column of `shades` would otherwise be thinner than a pixel
 _FEW = 16  # with more classes, the numbers in the cells are too small to read
 _GROUPS = 12  # more histograms would be too small to read
 _BLUE, _CLAY = PALETTE["blue"], PALETTE["clay"]
-
-
-# --- over time --------------------------------------------------------------------------------
 
 
 def accuracy(figure: Figure, run: SavedRun) -> str:
@@ -152,8 +146,7 @@ def shades(figure: Figure, run: SavedRun) -> str:
     """
     counts = np.nan_to_num(run.series("private", "norm_histogram"))
     rows = np.unique(np.linspace(0, len(counts) - 1, _COLUMNS).astype(int))
-    # Columns are shares of their own evaluation, because draws of different sizes lie between
-    # evaluations.
+    # Shares of their own evaluation, because draws of different sizes lie between evaluations.
     share = counts[rows] / np.maximum(counts[rows].sum(axis=1, keepdims=True), 1)
     steps = np.concatenate([[0], run.steps[rows]])
     edges = np.geomspace(1e-2, 1e2, counts.shape[1] + 1)  # as in `norm_counts`
@@ -169,9 +162,6 @@ def shades(figure: Figure, run: SavedRun) -> str:
     fullest = int(share[-1].argmax())
     ends = f"{edges[fullest]:.2g} to {edges[fullest + 1]:.2g}"
     return f"In bounds, the fullest bin at the end is {ends}."
-
-
-# --- at the end -------------------------------------------------------------------------------
 
 
 def gradients(figure: Figure, run: SavedRun) -> str:
@@ -310,8 +300,6 @@ def activations(figure: Figure, run: SavedRun) -> str:
     return _lollipops(figure, run, "activation", "norm of the pre-activations", "green")
 
 
-# --- badges -----------------------------------------------------------------------------------
-
 RELEASED = "released"
 PRIVATE = "computed from private data without noise: do not publish"
 SEEDED = "its key was supplied: do not publish it to those who know the key"
@@ -334,8 +322,7 @@ class Plot(NamedTuple):
     """A figure that a run can have."""
 
     draw: Callable[[Figure, SavedRun], str]
-    shows: str | Callable[[SavedRun], str]
-    """The badge, or a function of the run that gives it."""
+    shows: str | Callable[[SavedRun], str]  # the badge, or what gives it
 
     def badge(self, run: SavedRun) -> str:
         """Whether the figure of this run may be published."""
@@ -374,16 +361,13 @@ PLOTS = (
 )
 
 
-# --- what figures share -----------------------------------------------------------------------
-
-
 def norm_counts(
     norms: Float[ArrayLike, "batch groups"], bounds: Sequence[float], bins: int = 40
 ) -> np.ndarray:
     """A histogram of gradient norms in units of their bounds, as `shades` draws it.
 
     Args:
-      norms: The norm of each example's gradient in each group, before clipping.
+      norms: Before clipping, of each example and group.
       bounds: The bound of each group; a group without a positive, finite bound is left out.
       bins: The number of bins, equally wide in the logarithm, from 0.01 to 100 bounds. The
         outer bins also count the finite norms beyond; NaN and infinite norms are left out.
@@ -411,7 +395,6 @@ def against_epsilon(axes: Axes, run: SavedRun, y: np.ndarray, name: str, color: 
 
 
 def _cells(axes: Axes, x: np.ndarray, y: np.ndarray, shade: np.ndarray) -> None:
-    """A cell of this opacity, ``[columns, rows]``, between each two edges."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -419,7 +402,7 @@ def _cells(axes: Axes, x: np.ndarray, y: np.ndarray, shade: np.ndarray) -> None:
     left, low, wide, high = (side.tolist() for side in (x, y, np.diff(x), np.diff(y)))
     cells = [
         Rectangle((left[i], low[j]), wide[i], high[j], alpha=float(shade[i, j]), **look)
-        # Cells that no eye can see would make the page several times larger.
+        # Fainter cells would make the page several times larger.
         for i, j in np.argwhere(shade > 0.005)
     ]
     axes.add_collection(PatchCollection(cells, match_original=True))
@@ -430,8 +413,7 @@ def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> None:
     """Counts on a logarithmic axis, because a few gradients are often a hundred times longer."""
     norms = norms[np.isfinite(norms)]
     top = float(norms.max(initial=0)) or 1.0
-    # The axis begins just below the smallest positive norm, but spans four decades at most; its
-    # first bin holds all norms below.
+    # Four decades at most; the first bin holds all norms below.
     low = max(float(norms.min(initial=top, where=norms > 0)) / 1.1, top * 1e-4)
     edges = np.geomspace(low, 1.1 * top, 41)
     counts, _ = np.histogram(np.maximum(norms, low), edges)

@@ -2,8 +2,7 @@
 """The HTML page of a run.
 
 The page begins with the verdict and the privacy statement, because a figure means little
-without them. The figures follow, each with a badge that says whether it may be published,
-then the settings of the run. The last lines name the figures that the folder has no data for.
+without them.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
 
 
 def _drawn(plot: Plot, run: SavedRun, label: str) -> tuple[str, str, bytes]:
-    """What is to be seen on a figure, the figure as SVG, and as PNG."""
+    """A sentence, the figure as SVG, and as PNG."""
     with style():
         figure = canvas(WIDTH, 2.9)
         sentence = plot.draw(figure, run)
@@ -130,7 +129,6 @@ def _header(run: SavedRun) -> Iterator[str]:
 
 
 def _verdict(run: SavedRun, accuracy: str) -> str:
-    """As in the statement: proved, not private, or neither."""
     right = f", with {accuracy} test accuracy" if accuracy else ""
     # An infinite epsilon means two things: known not to be private, or merely not proved.
     if not math.isinf(run.epsilon):
@@ -157,7 +155,6 @@ def _made_with(config: dict[str, Any]) -> Iterator[str]:
     if not config:
         return
     yield "<h2>What it was made with</h2>"
-    # Nested entries, such as flags, become tables of their own.
     nested = {name: entries for name, entries in config.items() if isinstance(entries, dict)}
     yield section("<h3>Run</h3>", table({k: v for k, v in config.items() if k not in nested}))
     for name, entries in nested.items():

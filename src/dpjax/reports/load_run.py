@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the folder of a run.
+"""Reads the folder of a run: ``metrics.jsonl``, and what else is there.
 
-Only ``metrics.jsonl`` is required. Numbers that were not finite are null in JSON and NaN here,
-except epsilon, which is infinite.
-
-A privacy card of other steps than the log's, or of another mechanism than that of ``run.json``,
-belongs to an earlier run in the same folder. The card and the files written with it are ignored:
-the epsilon of one run with the accuracy of another would be a false claim.
+A privacy card of other steps than the log's, or of another mechanism than that of ``run.json``, is
+an earlier run's. It and the files written with it are ignored: the epsilon of one run with the
+accuracy of another would be a false claim.
 """
 
 from __future__ import annotations
@@ -30,10 +27,7 @@ class Missing(LookupError):
 
 
 class SavedRun(NamedTuple):
-    """The files of a folder; None where a file does not exist or belongs to an earlier run.
-
-    ``foreign`` says why the card belongs to an earlier run; it is empty if the card is this run's.
-    """
+    """The files of a folder; None for one that does not exist or is an earlier run's."""
 
     path: pathlib.Path
     rows: list[dict[str, Any]]
@@ -43,7 +37,7 @@ class SavedRun(NamedTuple):
     config: dict[str, Any] | None = None
     evaluation: Mapping[str, np.ndarray] | None = None
     diagnostics: Mapping[str, np.ndarray] | None = None
-    foreign: str = ""
+    foreign: str = ""  # why the card is an earlier run's
 
     def series(self, *names: str) -> Float[np.ndarray, "rows width"]:
         """The value of each row under these nested names: a number, or one per group, or NaN."""
@@ -108,10 +102,7 @@ class SavedRun(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """The test accuracy of the released parameters, a fraction; NaN if it is not one number.
-
-        An earlier row's accuracy is of earlier parameters, so it never stands in for the last one.
-        """
+        """The test accuracy of the released parameters, a fraction; NaN if it is not one number."""
         return _number(self.rows[-1].get("accuracy"))
 
     @property
@@ -146,8 +137,7 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
         read_json(file) if file.is_file() else None
         for file in (path / "run.json", path / "privacy.json", path / "config.json")
     )
-    # A killed run with `--overwrite` leaves the card of the run before it: its smaller epsilon must
-    # not stand on this run's page.
+    # A killed run with `--overwrite` leaves the card of the run before it.
     if card is not None and (why := _foreign(path, card, identity or {}, rows)):
         return SavedRun(path, rows, identity, foreign=why)
     evaluation, diagnostics = (

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of an HTML page that loads no other file and runs no script.
 
-All text from a run passes through `escape`. Notes are on the left and figures on the right; on
-a narrow screen and on paper they are stacked. `page.css` has the look; colors follow the light or
-dark mode of the reader's browser.
+All text from a run passes through `escape`. Colors follow the light or dark mode of the browser.
 """
 
 from __future__ import annotations
@@ -73,10 +71,7 @@ def three_digits(claim: float) -> str:
 
 
 def statement_html(text: str) -> str:
-    """The HTML of a privacy statement, without its title; it has all words of the text.
-
-    Labels and values become a table, so that a narrow screen wraps a value within its own column.
-    """
+    """The HTML of a privacy statement, without its title; it has all words of the text."""
     words, _, references = text.partition("\nReferences\n")
     words, _, open_ends = words.partition("\nNot covered\n")
     verdict, *facts = words.removeprefix("Privacy statement").strip("\n").split("\n\n")

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The papers behind a computation, as BibTeX: the algorithm, the accountants, the rule.
-
-`references.bib` holds the entries; only the works that the mechanism and its accountants use are
-cited.
-"""
+"""The papers behind a computation, as BibTeX: the algorithm, the accountants, the rule."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The privacy statement: who is protected, how, how much, and from what not.
 
-Its readers did not run the computation, so it begins with the verdict, distinguishes bounds
-from estimates, and ends with what no epsilon covers. Every number comes from the mechanism and
-the ledger, except delta.
+Its readers did not run the computation, so it begins with the verdict and ends with what no epsilon
+covers. Every number comes from the mechanism and the ledger, except delta.
 """
 
 from __future__ import annotations
@@ -56,9 +55,7 @@ _TOGETHER = {
 class Statement(str):
     """The text of a statement; a notebook shows it as HTML."""
 
-    __slots__ = ()
-
-    # A terminal that echoes the object shows its lines, not one line with escapes.
+    # A terminal shows its lines, not one line with escapes.
     def __repr__(self) -> str:
         return str(self)
 
@@ -125,8 +122,7 @@ def statement(
 def _verdict(claim: Claim) -> Iterator[str]:
     methods, unit = claim.epsilons.items(), claim.mechanism.unit
     proven = [value for method, value in methods if accounting.METHODS[method].proven]
-    # The smallest of several upper bounds is an upper bound: methods are not chosen by looking at
-    # data.
+    # The smallest of several upper bounds is one: methods are not chosen by looking at data.
     best = min(proven, default=math.inf)
     if math.isfinite(best):
         pair = f"({upwards(best)}, {upwards(claim.delta, '.6g')})"
@@ -243,11 +239,9 @@ def _sampler(mechanism: Mechanism, steps: int) -> Iterator[str]:
 def _noise(mechanism: Mechanism, ran: np.ndarray, scaled_by: str | None) -> Iterator[str]:
     """The noise of steps with these multipliers: on the sum, then on the mean."""
     groups = mechanism.gradient_multiplier
-    # Multipliers of groups are relative to each group's bound, so the sensitivity of the whole has
-    # no single multiplier.
+    # Each relative to its group's bound, so the sensitivity of the whole has no single multiplier.
     by_group = isinstance(groups, Sequence)
-    # With an adapted bound the total multiplier covers the sum and the count; the sum alone has
-    # more noise than it says.
+    # An adapted bound's multiplier covers sum and count; the sum alone has more noise than it says.
     on_sum = ran if mechanism.adaptive is None else ran * growth(ran, mechanism.count_multiplier)
     if mechanism.adaptive is None:
         of = "in all" if by_group else "x sensitivity"
@@ -284,8 +278,7 @@ def _figures(claim: Claim) -> Iterator[str]:
         yield f"  epsilon       {upwards(value):>8}   {method}: {accounting.METHODS[method].words}"
     if not claim.epsilons:
         yield f"  epsilon       {'none':>8}   no method has a number for this"
-    # The papers print the Poisson figure for shuffled batches. It stands beside the proved one,
-    # labelled, so that a reader can compare with print.
+    # The papers print the Poisson figure for shuffled batches: a reader can compare with print.
     mechanism = claim.mechanism
     if mechanism.sampling.name in ("shuffled", "curriculum") and mechanism.noise is None:
         steps = accounting.scheduled_gaussian(claim.ran, mechanism.sampling.sampling_rate)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The look of all figures, and their files: colors, Matplotlib settings, lines, SVG and PNG.
 
-Each color has a name, a value for light mode and one for dark mode. Figures are drawn with the
-light values; `svg` replaces them by CSS variables of the page. Matplotlib is an optional extra,
-used without pyplot; the user's settings are neither read nor changed.
+Figures are drawn with the colors of light mode; `svg` replaces them by CSS variables of the page.
+Matplotlib is optional; the user's settings of it are neither read nor changed.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ PALETTE = {
     "ochre": "#94701c",
     "teal": "#23797d",
 }
-# The same roles on a dark page: drawings name roles, and the page chooses the column.
+# The same roles on a dark page.
 DARK = {
     "ink": "#e4e6e8",
     "muted": "#97a1ac",
@@ -83,12 +82,8 @@ _STYLE: dict[Any, Any] = {
 @contextlib.contextmanager
 def style() -> Iterator[None]:
     """A context in which figures are drawn and saved in the style of the page."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError(
-            f"figures need Matplotlib ({error}): pip install --upgrade matplotlib."
-        ) from error
+    import matplotlib
+
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
@@ -132,10 +127,7 @@ def legend(axes: Axes) -> None:
 
 
 def svg(figure: Figure, name: str, label: str) -> str:
-    """A figure as an SVG element that fills its container; ``label`` is for screen readers.
-
-    Every id begins with ``name``, because the figures share one page.
-    """
+    """A figure as an SVG element; ``label`` is for screen readers, and ids begin with ``name``."""
     file = io.StringIO()
     # Without dates and versions: an equal run gives an equal file, and `git diff` stays silent.
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -146,9 +138,7 @@ def svg(figure: Figure, name: str, label: str) -> str:
         '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
         f'viewBox="{box.group(1) if box else ""}" role="img" aria-label="{escape(label)}">'
     )
-    # Matplotlib writes a style sheet into each SVG; the page has one for all figures.
     text = re.sub(r"<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    # Matplotlib's own size is in points; the page scales the view box to its column.
     text = re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     # Colours become CSS variables, so that one drawing serves the light and the dark page.

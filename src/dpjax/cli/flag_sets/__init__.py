@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can be typed: a module for each subcommand, with its flags and its help.
 
-`Group` defines flags, and `described` lists them for `--help`.  Each subcommand has a set of flags
-of its own rather than absl's process-wide one, so that an import defines no flag for another
-program, and tests parse the flags several times.  Nothing in this package imports JAX.
+Each subcommand has a set of flags of its own rather than absl's process-wide one, so that an import
+defines no flag for another program.  Nothing in this package imports JAX.
 """
 
 from __future__ import annotations
@@ -24,13 +23,8 @@ LARGEST_SEED = 2**32 - 1  # of a larger seed JAX keeps the last 32 bits
 class _Path(flags.ArgumentParser[str]):
     """A path, with the home folder for ``~``: shells leave it in --out=~/runs."""
 
-    syntactic_help = "a path"
-
     def parse(self, argument: str) -> str:
         return os.path.expanduser(argument)
-
-    def flag_type(self) -> str:
-        return "path"
 
 
 class Group:

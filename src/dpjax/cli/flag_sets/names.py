@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names that flags take: of data sets, models, losses, optimizers and noise schedules.
+"""The names that flags take, a second time, because the tables that they name import JAX.
 
-They are written down a second time, because the tables that they name import JAX, and a misspelt
-name is answered before that.  A test holds both to each other.
+A test holds both to each other.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs commands in parallel processes, each with a folder of its own.
 
-A folder receives the output of its command in `output.txt`, and the file `finished` once the
-command has succeeded.  Whatever ends this process asks its children to stop, and `dpjax train`
-then saves a checkpoint.
+Whatever ends this process asks its children to stop, and `dpjax train` then saves a checkpoint.
 """
 
 from __future__ import annotations

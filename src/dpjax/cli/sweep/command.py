@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search: draws its runs, trains the missing ones, ranks them and adds up their cost.
 
-All runs are drawn before the first one starts, and the plan is kept in `sweep.json`.  So the same
-command resumes a search, and every run that began is priced.
+The plan is kept in `sweep.json`, so the same command resumes a search, and every run that began is
+priced.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ def conclude(given: flags.FlagValues, out: pathlib.Path, tried: Candidates, runs
     if not (done := finished(runs)):
         print("No run has finished.")
         return
-    # Results, prices and figure tell how many ran. The price of the best of a drawn number needs
-    # that to stay secret, and a score that is the run's own, not a mean over several runs.
+    # The price of the best of a drawn number needs that number, which results, prices and figure
+    # tell, to stay secret, and a score that is the run's own, not a mean over several runs.
     public = number_of_runs(given) is None
     rows = results(done, single=not public)
     lines = "".join(json.dumps(strict(row)) + "\n" for row in rows)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The privacy cost of a search: of one run, of all runs, or of the best of a random number.
 
-Events are rebuilt from `run.json` and the released steps of each run, finished or not.  A search
-with a random number of runs also pays for the settings that it could have drawn, by RDP, which
-alone has a proof for it.
+A search with a random number of runs also pays for the settings that it could have drawn, by RDP,
+which alone has a proof for it.
 """
 
 from __future__ import annotations
@@ -69,11 +68,7 @@ def prices(
     possible: Sequence[Mechanism] = (),
     unknown: str = "",
 ) -> list[Price]:
-    """The costs of a search, in which an unfinished run counts too.
-
-    ``number`` is the distribution and mean of the number of runs, if it was drawn; ``possible`` are
-    the mechanisms that could have been drawn, or ``unknown`` says why they are not known.
-    """
+    """The costs of a search; ``unknown`` says why the ``possible`` mechanisms are not known."""
     described = [run.mechanism for run in runs] + [mechanism.facts for mechanism in possible]
     # A relation is proved for all runs together or not at all.
     if len(protected := {protects(mechanism) for mechanism in described}) > 1:
@@ -125,12 +120,9 @@ class Recorded:
 def possible_mechanisms(
     candidates: Candidates, parse: Callable[[Settings], flags.FlagValues]
 ) -> tuple[list[Mechanism], str]:
-    """The mechanisms of all runs of `dpjax train` that could be drawn, or why one is not known.
-
-    No list says which flags change a cost: momentum does for some correlated noise, and not
-    otherwise. So each mechanism is built from its flags, and `Recorded` notes which were read.
-    Settings that differ in other flags alone share a mechanism. ``parse`` gives the flags of a run.
-    """
+    """The mechanisms of all runs of `dpjax train` that could be drawn, or why one is not known."""
+    # No list says which flags change a cost: momentum does for some correlated noise only. So each
+    # mechanism is built, and `Recorded` notes which flags were read; others share it.
     ranges = {name: span for name, span in candidates.items() if isinstance(span, Range)}
     # One value stands for a range, which is refused below if a mechanism reads it.
     values = {**candidates, **{name: [span.text(span.high)] for name, span in ranges.items()}}

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings that a search tries: candidates for flags, and runs drawn from them.
 
-  learning_rate=0.2,0.4;bound=0.5,1          two values each
-  hidden=64|128,64                           values that contain commas
-  learning_rate=log:0.05:1;epochs=whole:5:9  numbers between two, uniform in their logarithm;
-                                             whole numbers, or uniform:0:1
-
-All settings are drawn before the first run starts, from a seed or from the operating system.
+learning_rate=0.2,0.4;bound=0.5,1 has two values each, and hidden=64|128,64 values with commas;
+learning_rate=log:0.05:1;momentum=uniform:0:1;epochs=whole:5:9 has numbers to draw.
 """
 
 from __future__ import annotations

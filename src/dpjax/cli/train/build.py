@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a run that flags describe: loss, network, mechanism and optimizer.
 
-Each function takes the parsed flags.  What they describe may be refused by the library with a
-`ValueError` or `TypeError`, which `command.plan` answers as a mistake in the flags.
+What they describe may be refused by the library, which `command.plan` answers as a mistake in the
+flags.
 """
 
 from __future__ import annotations
@@ -22,17 +22,7 @@ import optax
 from absl import app, flags
 
 import dpjax
-from dpjax import (
-    accounting,
-    clipping,
-    losses,
-    models,
-    processes,
-    sampling,
-    schedules,
-    strategies,
-    training,
-)
+from dpjax import accounting, losses, models, processes, strategies, training
 from dpjax.accounting.rounding import upwards
 from dpjax.cli.flag_sets import names
 from dpjax.mechanism.card import spent_of
@@ -49,7 +39,6 @@ LOSSES: dict[str, Callable[..., losses.ExampleLoss]] = {
     "huber": lambda: losses.one_hot(losses.huber()),
 }
 
-# Each takes the parsed flags, the learning rate or its schedule, and the mechanism.
 OPTIMIZERS: dict[str, Callable[[flags.FlagValues, Any, Any], optax.GradientTransformation]] = {
     "sgd": lambda given, rate, _: optax.sgd(rate, momentum=given.momentum),
     "nesterov": lambda given, rate, _: optax.sgd(rate, momentum=given.momentum, nesterov=True),
@@ -133,13 +122,13 @@ def build_mechanism(
     if not steps:
         raise ValueError(f"--epochs={given.epochs:g} --steps={given.steps}: expected a step.")
     facts = {"cycle": given.bands} if given.sampling == "cyclic_poisson" else {}
-    batches = sampling.by_name(given.sampling, examples, given.batch_size, **facts)
+    batches = dpjax.sampling.by_name(given.sampling, examples, given.batch_size, **facts)
     before = ()
     if given.continue_from is not None:  # what that run spent, and the runs before it
         before = spent_of(**processes.from_first(lambda: spending(given.continue_from)))
     mechanism = dpjax.Mechanism(
         sampling=batches,
-        clipping=getattr(clipping, given.clipping)(given.bound, **options),
+        clipping=getattr(dpjax.clipping, given.clipping)(given.bound, **options),
         noise_multiplier=build_noise_schedule(given, steps, steps_per_epoch(given, examples)),
         steps=steps,
         preparation=queries,
@@ -163,7 +152,7 @@ def build_noise_schedule(given: flags.FlagValues, steps: int, per_epoch: int) ->
         return 1.0
     # `--steps` may cut the last epoch of the curriculum short.
     epochs = max(1, -(-steps // per_epoch))
-    return schedules.CURRICULA[given.noise_schedule](epochs=epochs, steps_per_epoch=per_epoch)
+    return dpjax.schedules.CURRICULA[given.noise_schedule](epochs=epochs, steps_per_epoch=per_epoch)
 
 
 def build_strategy(

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A classifier before, during and after its training.
 
-`rehearse` traces a step on shapes alone, before privacy is spent.  `Evaluation` measures the model
-on test examples, which may be published as far as the training data are concerned, and gradients
-on some training examples, which may not and are logged under "private".  At the end it writes the
-files that `dpjax.reports.report` draws.
+What is measured on test examples may be published as far as the training data are concerned.
+Gradients of training examples may not, and are logged under "private".
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ class Evaluation:
         self.model, self.loss, self.rule = model, loss, rule
         # On the device once: every evaluation reads all of them.
         self.test = jax.tree.map(jnp.asarray, dataset.test)
-        # A fixed sample, spread over the data: curves of norms compare the same examples over time.
-        # They are private and badged so.
+        # A fixed sample: curves of norms compare the same examples over time.
         places = np.linspace(0, dataset.examples - 1, min(_SAMPLE, dataset.examples)).astype(int)
         self.sample = jax.tree.map(jnp.asarray, dataset.rows(places))
 
@@ -50,7 +47,7 @@ class Evaluation:
     def evaluate(self, state: Any) -> dict[str, Any]:
         """One row of the log, from averaged parameters if the optimizer keeps an average."""
         x, y = self.test
-        # The parameters that are released at the end are the averaged ones, so accuracy is theirs.
+        # The averaged parameters are released at the end, so accuracy is theirs.
         logits = self.logits(held(training.averaged(state.optimizer)), x)
         row: dict[str, Any] = {
             "accuracy": metrics.accuracy(logits, y),

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The run itself: check the flags, rehearse on shapes, train, and write the reports.
 
-All checks come before `--overwrite` deletes a folder and before private data are queried, so a
-mistaken flag costs neither files nor privacy.
+All checks come before `--overwrite` deletes a folder and before private data are queried.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the network reads: images as they are, or wavelet features on a private scale.
 
-Moments of the private data are queries with noise, whose answers stay in the run's folder: a
-resumed run reads them there, because a second query would spend privacy again.
+Moments of the private data are queries with noise. Their answers stay in the run's folder, because
+a second query would spend privacy again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def input_shape(given: flags.FlagValues, dataset: data.Dataset) -> jax.ShapeDtyp
 
 
 def with_features(given: flags.FlagValues, dataset: data.Dataset) -> data.Dataset:
-    """Replaces images by their features, each computed from its own image alone."""
+    """Images as features, each of its own image alone."""
     if given.features == "none":
         return dataset
     (x, labels), (x_test, test_labels) = (
@@ -78,12 +78,8 @@ def with_scale(
 def release_once(
     path: pathlib.Path, normalization: features.Normalization, x: Any, seed: int | None = None
 ) -> features.Moments:
-    """Reads the moments from ``path``, or releases them with noise and writes them there.
-
-    Privacy:
-      A second query would be a release that no card counts. So answers are written before they
-      are used, and two processes in one folder ask once.
-    """
+    """Reads the moments from ``path``, or releases them with noise and writes them there."""
+    # Locked, and written before they are used: no card counts a second query.
     with held(path.parent, "moments.lock"):
         if not path.exists():
             if (path.parent / "run.json").exists():

@@ -19,7 +19,6 @@ from dpjax.reports.figures import PLOTS
 from dpjax.training import forget
 
 MOMENTS = "moments.npz"
-"""The private scales of features, which `inputs` asks for."""
 
 _WRITTEN = ("config.json", "evaluation.npz", "diagnostics.npz", "audit.json", "audit.png", MOMENTS)
 _WRITTEN += ("report.html", *(f"figures/{plot.name}.png" for plot in PLOTS))
