@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""White-box audit of one step of an algorithm as it runs.
 
-The algorithm takes its first step twice with one key: on data with a canary, and on the same data
-without it. Noise follows from the key, so it cancels in the difference, which is what the canary
-moved. Its norm in standard deviations of the noise, $\mu$, is all that an attacker who knows
-everything else can use. A step of multiplier $m$ promises $\mu \le 1 / m$; with correlated noise,
-where the multiplier is that of the run, the first step promises less.
-
-Nothing here knows how a step works. Only the sampler is edited, so `dpjax.dpsgd` with any rule,
-Langevin dynamics and federated rounds are audited alike.
+The first step runs with and without a canary, with one key, so the noise cancels in the difference.
+Its norm in standard deviations of the noise, $\mu$, is all that an attacker who knows everything
+else can use. A step of multiplier $m$ promises $\mu \le 1 / m$. Only the sampler is edited, so all
+algorithms are audited alike.
 """
 
 from __future__ import annotations
@@ -134,7 +130,7 @@ def audit_algorithm(
       The separation, under the keys of the first seeds 0, 1, ... that draw the canary.
 
     Privacy:
-      The result is computed from private data and must not be published.
+      Computed from private data without noise. Do not publish it.
 
     Example:
       >>> import dataclasses, dpjax, optax
@@ -171,8 +167,8 @@ def audit_algorithm(
     if instead is not None:
         base = without(sampling, [instead])
         lacking = _redrawn(base, lambda draw, _: _renamed(draw, canary, instead))
-    # Compilation takes longest, so the program without the canary measures the noise as well: it
-    # draws no row under keys of seeds that are not searched.
+    # Compilation takes longest, so the program without the canary measures the noise as well: under
+    # keys that are not searched it draws no row.
     silent = _redrawn(
         lacking,
         lambda draw, key: draw._replace(mask=draw.mask & (jax.random.key_data(key)[-1] < _SEEDS)),
@@ -198,8 +194,7 @@ def audit_algorithm(
 
 def _of_one(mechanism: Mechanism) -> float:
     """How far the mechanism lets the gradient of one row move its first step, in units of noise."""
-    # Step 0 has the first row of C^-1 times the fresh noise, whose multiplier is relative to what
-    # one example moves in the whole run.
+    # Step 0 has the first row of C^-1 Z; the multiplier is that of the whole run.
     row, noise = 1.0, mechanism.noise
     if noise is not None:
         row = float(noise.next(jnp.ones(()), noise.start(jnp.zeros(())), 0)[0])
@@ -210,13 +205,9 @@ def _of_one(mechanism: Mechanism) -> float:
 def without(sampling: Sampler, rows: ArrayLike) -> Sampler:
     """The sampler of a data set that lacks these rows: they are taken out of every draw.
 
-    It draws all other rows as ``sampling`` does with the same key, and its public facts, such as
-    the number of examples and the batch size, do not change. So it stands for the neighbouring data
-    set of every guarantee that compares a row with an empty one.
-
-    Args:
-      sampling: Any sampler.
-      rows: The indices of the rows.
+    It draws all other rows as ``sampling`` does with the same key, and its public facts do not
+    change. So it stands for the neighbouring data set of every guarantee that compares a row with
+    an empty one.
 
     Example:
       >>> import dpjax
@@ -243,12 +234,11 @@ def _redrawn(sampling: Sampler, change: Callable[[Draw, Key], Draw]) -> Sampler:
 
 
 def _renamed(draw: Draw, row: int, instead: int) -> Draw:
-    """The draw from a data set with another row in the place of one."""
     return draw._replace(indices=jnp.where(draw.indices == row, instead, draw.indices))
 
 
 class _FirstStep:
-    """The first step of an algorithm under the key of any seed: what it releases, leaf by leaf."""
+    """What the first step of an algorithm releases under the key of a seed, leaf by leaf."""
 
     def __init__(self, algorithm: Algorithm, params: PyTree) -> None:
         call, named = "auditing.audit_algorithm", "build(sampling).mechanism"
@@ -307,8 +297,7 @@ def in_units(
     with np.errstate(divide="ignore", invalid="ignore"):
         # Without noise: infinity, where anything moved at all.
         shifts = np.where(moved == 0, 0.0, moved / deviations)
-    # Leaves have noise of their own scale; independent Gaussians separate by the root of the sum of
-    # squares.
+    # Independent Gaussians separate by the root of the sum of squares.
     return np.linalg.norm(shifts, axis=1)
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Membership inference from the losses of a released model.
 
-A row is guessed to be a member if its loss is small. If a run is $(\epsilon, \delta)$-private, the
-true and the false positive rate of every such test obey
+If a run is $(\epsilon, \delta)$-private, the rates of true and false positives of every test obey
 $\mathrm{TPR} \le e^\epsilon\,\mathrm{FPR} + \delta$, and so do the rates of the opposite guess.
 Half of the rows choose the threshold; the others, which it has not seen, bound the two rates.
 """
@@ -113,7 +112,6 @@ def _checked(name: str, scores: ArrayLike) -> Float[np.ndarray, " rows"]:
 
 
 def _rates(scores: tuple[np.ndarray, ...], threshold: float) -> tuple[float, float]:
-    """True and false positives at a threshold."""
     true, false = (float(np.mean(x >= threshold)) for x in scores)
     return true, false
 

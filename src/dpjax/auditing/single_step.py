@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """White-box audit of one step, from per-example gradients.
 
-It clips, sums and noises a batch with and without one more gradient, by the functions that a step
-calls. It needs neither a loss nor data, so it measures a rule and a mechanism alone.
-`dpjax.auditing.audit_algorithm` runs the algorithm itself.
+It needs neither a loss nor data, so it measures a rule and a mechanism alone.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _ENOUGH = 4096  # the standard deviation of this many numbers is known to about 
 
 
 def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key) -> float:
-    r"""White-box audit of one private step: the separation of two neighbouring batches.
+    r"""White-box audit of one private step, without its algorithm: the separation of two batches.
 
     $$ \mu = \lVert \Sigma^{-1/2} (\mathbb{E}[M(D \cup \{c\})] - \mathbb{E}[M(D)]) \rVert $$
 
@@ -75,8 +73,7 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
 
     with_canary = privatized(clipping.clip(mechanism.clipping, both)[0], key)
     without = privatized(clipping.clip(mechanism.clipping, gradients)[0], key)
-    # With one key the noise of both batches is equal and cancels in their difference, so only
-    # its standard deviation has to be measured.
+    # One key: the noise of both batches cancels, and only its deviation has to be measured.
     noise = _measured(lambda key: privatized(like, key), key)
     moved = [
         np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64))

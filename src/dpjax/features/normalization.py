@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The means and variances of channels, released privately.
 
-Each example gives the vector of its channel means, clipped to a threshold, and the noisy sum over
-all examples is a Gaussian query; so is the noisy sum of the mean squares. A threshold is public
-(measured on public data, say), or a noisy histogram finds it, at the price of one more query. An
-exact median of the private norms would be a release that no accountant sees.
+A threshold is public, or a noisy histogram finds it, at the price of one more query. An exact
+median of the private norms would be a release that no accountant sees.
 """
 
 from __future__ import annotations
@@ -47,9 +45,7 @@ def channel_norms(features: Features) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
-    """A private search for thresholds: a quantile of a noisy histogram of the norms.
-
-    There is one histogram for each of the two thresholds.
+    """A private search: each threshold is a quantile of a noisy histogram of the norms.
 
     Args:
       noise_multiplier: The noise multiplier of each histogram.
@@ -109,7 +105,6 @@ class Normalization:
     | an example with NaN or infinite features | contributes exactly 0 |
     | multiplier 0, infinite thresholds | moments without noise; accounted as not private |
     | a mean above 1000 deviations | $\sigma^2$ is off by about $10^{-7} \mu^2$: it is float32 |
-    | multiplier above 0, infinite thresholds | refused |
 
     Example:
       >>> import dpjax
@@ -175,13 +170,12 @@ class Normalization:
                 f"{self.examples}, by which the sums are divided."
             )
         means, squares = _statistics(features)
-        # Two queries on all examples; the training steps come later and are accounted with them.
         mean, square = (
             _release(key, query, rows, self._threshold(key, query, rows), self.noise_multiplier)
             / self.examples
             for query, rows in ((_MEANS, means), (_SQUARES, squares))
         )
-        # Noise can make the difference negative; post-processing may set it to 0.
+        # Noise can make the difference negative.
         return Moments(mean, jnp.maximum(square - mean**2, 0))
 
     def _threshold(self, key: Key, query: int, rows: Array) -> float:
@@ -191,11 +185,10 @@ class Normalization:
             return search[query]
         norms = trees.group_norms(rows, (0,), 1)
         bins = jnp.minimum(jnp.searchsorted(jnp.asarray(search.edges), norms), search.bins - 1)
-        # One vote an example, so one example moves the histogram by at most 1; a norm that is not
-        # finite has none.
+        # One vote an example; a norm that is not finite has none.
         votes = jnp.where(jnp.isfinite(norms), jax.nn.one_hot(bins[:, 0], search.bins), 0)
         counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier)
-        # By the public number of examples: the sum of the noisy counts would add their noise.
+        # The number of examples is public; the sum of the noisy counts would add their noise.
         below = np.cumsum(np.asarray(counts, np.float64)) >= search.quantile * self.examples
         return float(search.edges[np.argmax(below) if below.any() else -1])
 
@@ -204,7 +197,6 @@ class Normalization:
 def _statistics(features: Features) -> tuple[Array, Array]:
     """Channel means, and means of squares, of each example: ``[examples, channels]``."""
     features = features.astype(trees.wide(features.dtype))
-    # Over places within an example: its contribution stays one vector, however large the image is.
     return jnp.mean(features, axis=(1, 2)), jnp.mean(features**2, axis=(1, 2))
 
 
@@ -213,8 +205,7 @@ def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float)
     rule = clipping.flat(bound)
     factors = rule.factors(trees.group_norms(rows, (0,), 1))
     total, lost = _summed(rows, factors)
-    # The library's own rule and noise link: the tests of training also cover this query. The
-    # purpose keeps its noise apart from the noise of every training step with the same root key.
+    # The purpose keeps this noise apart from training steps with the same root key.
     stream = trees.step_key(key, Purpose.PREPARATION, query)
     deviations = standard_deviations(multiplier, rule, 0)
     released, _ = add_noise(total, rule.partition, deviations, stream, 0, lost=lost)
@@ -222,11 +213,9 @@ def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float)
 
 
 def _summed(rows: Array, factors: Array) -> tuple[Array, Array]:
-    """The sum of rows times their factors, and what its dtype lacks of it.
-
-    One float32 sum over all examples rounds by percents of a bound for a million, and one row can
-    move roundings of all others.
-    """
+    """The sum of rows times their factors, and what its dtype lacks of it."""
+    # One float32 sum over a million examples rounds by percents of a bound, and one row can move
+    # the roundings of all others.
     total = np.zeros(rows.shape[1:], np.float64)
     for start in range(0, rows.shape[0], _ROWS):
         block = np.asarray(rows[start : start + _ROWS])

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noisy sums that a privacy card describes, from the numbers of its events alone.
-
-A run is its queries before the first step and the steps that ran. A step is a Gaussian on a sample
-of the data; equal ones are counted.
-"""
+"""The noisy sums that a card describes: queries before the first step, and the steps that ran."""
 
 from __future__ import annotations
 
