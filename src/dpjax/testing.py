@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The laws of private training, as assertions on your own rules, losses and chains.
 
-The composition of correct parts can still break the guarantee. Each function here runs the
-user's rule, loss or chain, measures a conserved quantity and raises `LawBroken` with the measured
-value: one example's influence on the sum, the agreement of engines, the noise in the output of a
-chain. `dpjax.auditing` measures whole steps and whole runs.
+The composition of correct parts can still break the guarantee. `LawBroken` tells the measured
+value. `dpjax.auditing` measures whole steps and whole runs.
 """
 
 from __future__ import annotations
@@ -59,9 +57,6 @@ def influence(rule: Clipping, gradients: PyTree) -> float:
       rule: The rule.
       gradients: Per-example gradients ``(batch, ...)``; try zero, infinite and NaN rows too.
 
-    Returns:
-      The largest distance, over all examples.
-
     Example:
       >>> influence(clipping.flat(2.0), {"w": jnp.array([[3.0, 0.0], [0.0, 1.0]])})
       2.0
@@ -86,12 +81,8 @@ def influence(rule: Clipping, gradients: PyTree) -> float:
 def assert_sensitivity(rule: Clipping, gradients: PyTree) -> None:
     """Raises if one of these examples moves the sum by more than ``rule.sensitivity``.
 
-    Finds a rule with factors that are too large, or with a sensitivity that is stated too small.
-    The tolerance for float32 is 2e-6 of the sensitivity plus the norm of the sum.
-
-    Args:
-      rule: The rule.
-      gradients: Per-example gradients ``(batch, ...)``, as in `influence`.
+    The arguments are as for `influence`. The tolerance for float32 is 2e-6 of the sensitivity plus
+    the norm of the sum.
 
     Example:
       >>> gradients = {"w": jnp.array([[3.0, 0.0], [jnp.nan, 1.0]])}
@@ -141,7 +132,6 @@ def assert_engines_agree(
     def run(engine: str, size: int | None) -> ClippedSum:
         return jax.jit(clipped_grad(loss, rule, engine, size))(params, batch, mask)
 
-    # The definition; every engine is compared with it and not with its neighbour.
     want = run("vmap", None)
     for engine, size in itertools.product(set(engines) - {"vmap"}, microbatch_sizes):
         got = run(engine, size)
@@ -172,11 +162,9 @@ def assert_noise(
 
     | mistake in the chain | measured deviation |
     |---|---|
-    | a multiplier of 0 | 0 |
+    | a multiplier of 0; `optax.apply_every` behind the noise | 0 |
     | a leaf without noise, as behind `optax.masked` around the link | 0 of that leaf |
-    | another scale behind the noise, such as `optax.scale` | scaled by the same factor |
-    | noise for another bound or batch size | scaled by the same factor |
-    | `optax.apply_every` behind the noise | 0 |
+    | another scale behind the noise; another bound or batch size | scaled by the same factor |
     | no noise link, a second one, or another link before it | refused |
 
     It does not find two runs with equal keys, or a wrong deviation in later steps. If the chain
@@ -194,7 +182,6 @@ def assert_noise(
       >>> link = noise.gaussian(2.0, clipping.flat(3.0))
       >>> assert_noise(link, jnp.zeros(1_000_000), deviation=6.0)
     """
-    # On zeros the output is noise alone, so no gradient blurs the measurement.
     zeros: Any = Sum(jax.tree.map(jnp.zeros_like, params), _Every((), None, ()))
     try:
         noise, _ = link.update(zeros, link.init(params), params)
@@ -241,16 +228,14 @@ def assert_private(
     batches, one of them with NaN, while its noise link adds the noise to the sums of the first
     run: the updates must have the bits of the first run.
 
-    | chain | result |
-    |---|---|
-    | refuses to run, as with a link between clipping and noise | `LawBroken` |
-    | releases without noise, or with noise twice | `LawBroken` |
-    | noise for another bound | `LawBroken`, with the measured ratio |
-    | a link before the clipping that mixes examples, as `optax.clip_by_global_norm` | the same |
-    | one that drops a batch for one example, as `optax.apply_if_finite` | the same |
-    | one that keeps gradients of earlier batches, as `optax.trace` | the same |
-    | one that keeps their lengths, as `optax.scale_by_rms` | the same |
-    | a function around the chain that lets gradients pass beside the noise | `LawBroken` |
+    `LawBroken` is raised for a chain that
+
+    - refuses to run, as with a link between clipping and noise
+    - releases without noise, with noise twice, or with noise for another bound
+    - mixes examples before the clipping, as `optax.clip_by_global_norm`
+    - drops a batch for one example, as `optax.apply_if_finite`
+    - keeps earlier gradients or their lengths, as `optax.trace` and `optax.scale_by_rms`
+    - lets gradients pass beside the noise
 
     Args:
       chain: From per-example gradients ``(batch, ...)`` to updates, such as
@@ -283,8 +268,8 @@ def assert_private(
     for name, example in examples.items():
         with_it, _ = _runs(chain, begin, params, _batches(params, example, draws))
         for step, (ratio, drawn) in enumerate(zip(_ratios(with_it, without), draws, strict=True)):
-            # An example that can take part more often, or later, has less than its share in one
-            # step; an example that is not finite has none.
+            # One that can take part again has less than its share in a step; one that is not
+            # finite has none.
             least = drawn if example is canary and not once else 0
             if not least - tolerance <= ratio <= drawn + tolerance:
                 raise LawBroken(
@@ -323,8 +308,7 @@ def _ratios(with_it: Sequence[Measurement], without: Sequence[Measurement]) -> I
                 np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64)) / deviation
                 for (a, b), deviation in zip(pairs, one.deviations, strict=True)
             ]
-        # With correlated noise, the rows of the run that one step moves, in the metric of their
-        # noise.
+        # With correlated noise, one step moves several rows of the run.
         share = 1.0 if one.strategy is None else float(one.strategy.column_norms()[step])
         yield float(np.linalg.norm(moved)) * _multiplier(one, step) * share
 
@@ -343,10 +327,7 @@ def _runs(
     batches: Sequence[PyTree],
     instead: Sequence[Measurement] = (),
 ) -> tuple[list[Measurement], list[PyTree]]:
-    """What the noise link of a chain releases, and the updates of the chain.
-
-    ``begin`` gives its first state. ``instead`` is what meets the noise in the place of its own.
-    """
+    """What the noise link of a chain releases, or meets ``instead``, and the chain's updates."""
     measurements, left = list[Measurement](), iter(instead)
 
     class Measured(GaussianState):
@@ -396,8 +377,7 @@ def _batches(params: PyTree, canary: PyTree, draws: Sequence[int]) -> list[PyTre
     def batch(step: int, drawn: int) -> PyTree:
         # 0 times NaN is NaN, and an example that is not drawn is a row of zeros.
         row = jax.tree.map(lambda c: jnp.where(drawn, jnp.asarray(c)[None], 0), canary)
-        # An example takes the canary's old place: a link that remembers something of each place
-        # would hide it behind the zeros of an example that is not drawn.
+        # A link that remembers each place would hide the canary behind earlier zeros.
         return jax.tree.map(
             lambda *rows: jnp.roll(jnp.concatenate(rows), step, axis=0), row, others
         )

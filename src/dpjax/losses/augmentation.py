@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several views of one example, averaged before clipping."""
+"""Several views of one example, averaged before clipping, so that the noise does not grow."""
 
 from __future__ import annotations
 

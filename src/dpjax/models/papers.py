@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The networks of the five papers, parameter for parameter.
-
-Convolutional networks for 28x28 and 32x32 images, with the paddings and heads that are in use;
-networks for wavelet features, in the published code's version and in the printed one; and the
-perceptron, which is also the linear model and the regression network.
-
-Each maps one example (or a batch on leading axes) to logits or predictions. Activation,
-initialiser and pooling are arguments.
-"""
+"""The networks of the five papers, parameter for parameter, for pixels and wavelet features."""
 
 from __future__ import annotations
 
@@ -37,15 +29,9 @@ Logits = Float[Array, "*batch classes"]
 class MLP(nn.Module):
     """A multilayer perceptron; with no hidden layers, a linear model.
 
-    | shape of the input | read as |
-    |---|---|
-    | ``(d,)`` | one vector |
-    | ``(batch, d)`` | a batch of vectors |
-    | ``(h, w, c)`` | one image, flattened |
-    | ``(..., h, w, c)`` | a batch of images, each flattened |
-
-    On wavelet features the linear model has 39,700 parameters for ``(7, 7, 81)`` and
-    155,530 for ``(8, 8, 243)``.
+    Of an input of three axes and more, the last three are an image, which is flattened. On wavelet
+    features the linear model has 39,700 parameters for ``(7, 7, 81)`` and 155,530 for
+    ``(8, 8, 243)``.
 
     Attributes:
       features: Widths of the hidden layers; ``(64, 64, 32)`` with ``classes=1`` and ReLU
@@ -62,8 +48,8 @@ class MLP(nn.Module):
       (10,)
 
     References:
-      Bu, Wang, Dai and Long, "On the Convergence and Calibration of Deep Learning with
-      Differential Privacy", 2023, appendix on regression.
+      Bu et al., "On the Convergence and Calibration of Deep Learning with Differential Privacy",
+      2023, appendix on regression.
     """
 
     features: Sequence[int] = (64, 64)
@@ -101,9 +87,8 @@ class TemperedCNN(nn.Module):
       (10,)
 
     References:
-      Papernot et al., "Tempered Sigmoid Activations for Deep Learning with Differential
-      Privacy", 2021, table 1 ("SAME"). Tramer and Boneh, "Differentially Private Learning
-      Needs Better Features (or Much More Data)", 2021, appendix (2).
+      Papernot et al., "Tempered Sigmoid Activations", 2021, table 1 ("SAME"). Tramer and Boneh,
+      "Differentially Private Learning Needs Better Features", 2021, appendix (2).
     """
 
     classes: int = 10
@@ -121,10 +106,8 @@ class TemperedCNN(nn.Module):
         act = partial(activated, self, self.activation)
         x = act(conv(self, x, 16, 8, strides=2, padding=self.padding))
         x = self.pooling(x, (2, 2), strides=(1, 1))
-        # No padding here, whichever of the two paddings the first layer has.
         x = act(conv(self, x, 32, 4, strides=2, padding="VALID"))
         x = flat(self.pooling(x, (2, 2), strides=(1, 1)))
-        # The one dense layer of the paper between features and logits.
         x = act(dense(self, x, 32))
         return dense(self, x, self.classes)
 
@@ -147,8 +130,7 @@ class CIFARCNN(nn.Module):
       (10,)
 
     References:
-      Papernot et al., "Tempered Sigmoid Activations for Deep Learning with Differential
-      Privacy", 2021, table 2.
+      Papernot et al., "Tempered Sigmoid Activations", 2021, table 2.
     """
 
     classes: int = 10
@@ -163,7 +145,6 @@ class CIFARCNN(nn.Module):
         expect_image("CIFARCNN", x, smallest=8)
         x = _trunk(self, x)
         x = activated(self, self.activation, conv(self, x, 256, 3))
-        # Axes are counted from the end, so that leading batch axes are allowed.
         return conv(self, x, self.classes, 3).mean(axis=(-3, -2))
 
 
@@ -180,8 +161,7 @@ class CIFARDenseCNN(nn.Module):
       (10,)
 
     References:
-      Shamsabadi and Papernot, "Losing Less: A Loss for Differentially Private Deep
-      Learning", 2022, table 2.
+      Shamsabadi and Papernot, "Losing Less", 2022, table 2.
     """
 
     classes: int = 10
@@ -201,7 +181,6 @@ class CIFARDenseCNN(nn.Module):
 
 def _trunk(model: CIFARCNN | CIFARDenseCNN, x: Images) -> Array:
     """Three blocks of [conv, conv, pool], all activated, with 32, 64 and 128 channels."""
-    # Papernot et al. (2021), table 2: the blocks that both networks for CIFAR-10 share.
     for channels in (32, 64, 128):
         for _ in range(2):
             x = activated(model, model.activation, conv(model, x, channels, 3))
@@ -227,8 +206,8 @@ class ScatterCNN(nn.Module):
       (10,)
 
     References:
-      Tramer and Boneh, "Differentially Private Learning Needs Better Features (or Much
-      More Data)", 2021, and its code. Shamsabadi and Papernot, "Losing Less", 2022, table 3.
+      Tramer and Boneh, "Differentially Private Learning Needs Better Features", 2021, and its
+      code. Shamsabadi and Papernot, "Losing Less", 2022, table 3.
     """
 
     classes: int = 10
@@ -243,7 +222,7 @@ class ScatterCNN(nn.Module):
         """Gives the logits of one example's features, or of a batch."""
         expect_image("ScatterCNN", x, smallest=5)
         for channels, stride in ((16, 2), (32, 1)):
-            # As in the published code; with stride 2, "SAME" would pad even sides at one end only.
+            # With stride 2, "SAME" would pad even sides at one end only.
             h = conv(self, x, channels, 3, strides=stride, padding=1)
             x = activated(self, self.activation, h)
             if self.as_printed:
@@ -286,8 +265,6 @@ class ScatterCIFARCNN(nn.Module):
         for block in range(2):
             for _ in range(2 if self.as_printed else 1):
                 x = activated(self, self.activation, conv(self, x, 64, 3))
-            # The published code has fewer convolutions and poolings than the table of the paper;
-            # the code is the default.
             if block == 0 or self.as_printed:
                 x = self.pooling(x, (2, 2), strides=(2, 2))
         return dense(self, flat(x), self.classes)

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wide residual networks without batch statistics.
-
-A wide residual network is shallow enough for the few steps of private training. Group
-normalisation looks at one example, so the bound on its influence holds; standardised kernels
-regain part of what batch normalisation gave. With large batches these networks have the best
-published private results on CIFAR-10 without outside data.
-"""
+"""Wide residual networks without batch statistics, for large-batch private training on images."""
 
 from __future__ import annotations
 
@@ -43,9 +37,9 @@ class WideResNet(nn.Module):
       width: Factor of the channels.
       groups: Of every norm; must divide 16.
       activation: After every norm.
-      standardized: Whether the kernels of convolutions are standardised.
-      kernel_init: Draws the kernels; the dense bias starts at 0.
-      torch_init: Layers start as in PyTorch instead.
+      standardized: Whether the kernels of convolutions are standardised, which regains part of
+        what batch normalisation gave.
+      kernel_init: As in `MLP`, like ``torch_init``.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -55,9 +49,8 @@ class WideResNet(nn.Module):
       (10,)
 
     References:
-      Zagoruyko and Komodakis, "Wide Residual Networks", 2016. De, Berrada, Hayes, Smith
-      and Balle, "Unlocking High-Accuracy Differentially Private Image Classification
-      through Scale", 2022, section 3.
+      Zagoruyko and Komodakis, "Wide Residual Networks", 2016. De et al., "Unlocking High-Accuracy
+      Differentially Private Image Classification through Scale", 2022, section 3.
     """
 
     classes: int = 10
@@ -81,18 +74,15 @@ class WideResNet(nn.Module):
         x = self._conv(x, 16, 3)
         for stage in range(3):
             for block in range(blocks):
-                # The first block of a later stage halves the sides.
                 stride = 2 if stage > 0 and block == 0 else 1
                 x = self._block(x, 2**stage * 16 * self.width, stride)
-        # Counted from the end, for one image and for a batch.
         x = self._normed(x).mean(axis=(-3, -2))
         return dense(self, x, self.classes)
 
     def _block(self, x: Array, channels: int, stride: int) -> Array:
         h = self._normed(x)
         if stride != 1 or x.shape[-1] != channels:
-            # Pre-activation residual blocks: the shortcut of a block that changes shape branches
-            # off behind the norm.
+            # Pre-activation residual blocks: the shortcut branches off behind the norm.
             x = self._conv(h, channels, 1, strides=stride)
         h = self._normed(self._conv(h, channels, 3, strides=stride))
         return x + self._conv(h, channels, 3)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformers: one encoder for a classifier of texts and a classifier of images.
 
-Private training loses least where it fine-tunes a pretrained Transformer. So the parameters have
-the names and shapes of the original Vision Transformer release, and with ``layout="bert"`` the text
-classifier is BERT's network; `experiments/finetuning/transformers.py` reads both. Attention
-and layer normalisation see one example only.
+For fine-tuning, the parameters have the names and shapes of the original Vision Transformer
+release, and with ``layout="bert"`` the text classifier is BERT's network;
+`experiments/finetuning/transformers.py` reads both.
 """
 
 from __future__ import annotations
@@ -129,8 +128,7 @@ class TextTransformer(nn.Module):
       padding: The token that attention masks; None if there is none.
       layout: ``"pre-norm"`` or ``"bert"``, as above.
       activation: Of the hidden layer; GELU.
-      kernel_init: Draws the kernels; biases start at 0.
-      torch_init: Layers start as in PyTorch instead.
+      kernel_init: As in `MLP`, like ``torch_init``.
 
     Example:
       >>> import jax
@@ -140,9 +138,8 @@ class TextTransformer(nn.Module):
       (2,)
 
     References:
-      Vaswani et al., "Attention Is All You Need", 2017. Devlin, Chang, Lee and Toutanova,
-      "BERT", 2019. Xiong et al., "On Layer Normalization in the Transformer
-      Architecture", 2020.
+      Vaswani et al., "Attention Is All You Need", 2017. Devlin et al., "BERT", 2019. Xiong et
+      al., "On Layer Normalization in the Transformer Architecture", 2020.
     """
 
     classes: int = 2
@@ -171,10 +168,8 @@ class TextTransformer(nn.Module):
         table = partial(nn.Embed, features=self.width, embedding_init=embedding_init(self))
         h = table(self.vocabulary, name="token")(tokens)
         if segments is not None:
-            # As in BERT: token, segment and position vectors add up.
             h = h + table(self.segments, name="segment")(segments)
-        # A lookup counts negative numbers from the end: -100, padding of other libraries, would
-        # be a word. Too large ones are NaN already.
+        # A lookup counts from the end: -100, padding elsewhere, would be a word.
         least = tokens if segments is None else jnp.minimum(tokens, segments)
         h = jnp.where((real & (least < 0))[..., None], jnp.nan, h)
         # The mask has axes for heads and queries: padding may attend, but no query attends to it.
@@ -207,8 +202,7 @@ class ViT(nn.Module):
       (10,)
 
     References:
-      Dosovitskiy et al., "An Image is Worth 16x16 Words: Transformers for Image
-      Recognition at Scale", 2021.
+      Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021.
     """
 
     classes: int = 10
