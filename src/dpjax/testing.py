@@ -219,10 +219,9 @@ def assert_private(
     The chain runs on a batch with and without one example, outside ``jit``. At each step the noise
     link releases $s + \Sigma^{1/2} z$, and one example moves it by
     $\mu = \lVert \Sigma^{-1/2} (s - s') \rVert$. A step with the multiplier $m$ has
-    $\mu = 1 / m$ if it draws the example, and $\mu = 0$ if not; here every second step does. The
-    places of the examples change from step to step. With correlated noise the first step alone
-    draws the example, and $\mu$ of the whole run is at most $1 / m$. The upper limits hold for an
-    example of NaN and for one of infinities too, which the clipping drops.
+    $\mu = 1 / m$ if it draws the example, and $\mu = 0$ if not; here every second step does. With
+    correlated noise the first step alone draws it, and $\mu$ of the whole run is at most $1 / m$.
+    The upper limits hold for an example of NaN and for one of infinities too.
 
     The updates must follow from the releases alone. So the chain runs on two wholly different
     batches, one of them with NaN, while its noise link adds the noise to the sums of the first
@@ -310,14 +309,10 @@ def _ratios(with_it: Sequence[Measurement], without: Sequence[Measurement]) -> I
             ]
         # With correlated noise, one step moves several rows of the run.
         share = 1.0 if one.strategy is None else float(one.strategy.column_norms()[step])
-        yield float(np.linalg.norm(moved)) * _multiplier(one, step) * share
-
-
-def _multiplier(one: Measurement, step: int) -> float:
-    """The one multiplier that is accounted for the noise of this step."""
-    given = one.multiplier
-    # The type of step that a link passes: a schedule may cast it.
-    return accounting.effective_multiplier(given(jnp.int32(step)) if callable(given) else given)
+        given = one.multiplier
+        # The type of step that a link passes: a schedule may cast it.
+        given = given(jnp.int32(step)) if callable(given) else given
+        yield float(np.linalg.norm(moved)) * accounting.effective_multiplier(given) * share
 
 
 def _runs(
@@ -386,7 +381,7 @@ def _batches(params: PyTree, canary: PyTree, draws: Sequence[int]) -> list[PyTre
 
 
 def _others(params: PyTree, count: int) -> PyTree:
-    """Gradients of ``count`` examples, ``(count, ...)``, of length about one per parameter."""
+    """Gradients of ``count`` examples, of length about one per parameter."""
     rng = np.random.default_rng(count)
     return jax.tree.map(
         lambda p: jnp.asarray(rng.normal(size=(count, *jnp.shape(p))), jnp.float32), params

@@ -36,7 +36,7 @@ class Separation(NamedTuple):
     measured: Float[np.ndarray, " keys"]
     r"""$\mu$ under each key."""
     lower: Float[np.ndarray, " keys"]
-    r"""What $\mu$ is at least, by the confidence limit of the noise's standard deviation."""
+    r"""What $\mu$ is at least, by the confidence limit of the noise's deviation."""
     claimed: float
     r"""The largest $\mu$ that the mechanism allows: 1 / multiplier; twice that with `instead`.
 
@@ -110,9 +110,8 @@ def audit_algorithm(
     with its upper confidence limit for the lower bound.
 
     Args:
-      build: From a sampler to the algorithm, such as ``lambda sampling: dpjax.dpsgd(loss,
-        optax.sgd(1.0), dataclasses.replace(mechanism, sampling=sampling), data)``. The optimizer
-        must be linear; others hide what the step releases.
+      build: From a sampler to the algorithm, as in the example. The optimizer must be linear;
+        others hide what the step releases.
       sampling: The sampler of the algorithm.
       params: The parameters at which the step is taken.
       canary: The row of the data that is left out. One whose clipped gradient reaches the bound
@@ -183,10 +182,10 @@ def audit_algorithm(
         one, other = step(seed), without_it(seed)
         moved.append([float(np.linalg.norm(a - b)) for a, b in zip(one, other, strict=True)])
         rounding.append(step.rounding(one, other))
-    # What the roundings of both steps may have added is no evidence against the mechanism.
+    # What rounding may have added is no evidence against the mechanism.
     sure = np.maximum(0.0, np.subtract(moved, rounding))
-    # By what was done to the canary, not by the relation of the mechanism: a removal that is
-    # compared with the claim of a replacement would hide half of the noise.
+    # Not by the relation of the mechanism: a removal against the claim of a replacement would hide
+    # half of the noise.
     claimed = _of_one(mechanism) * (1.0 if instead is None else 2.0)
     measured, lower = in_units(np.asarray(moved), deviations), in_units(sure, limits)
     return Separation(measured, lower, claimed, estimated, confidence)

@@ -80,7 +80,7 @@ class Search:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Normalization:
-    r"""The private normalisation of channels: one description for the run and the accountant.
+    r"""The private normalisation of channels, for the run and the accountant.
 
     Per example $i$ with channel means $a_i$ and mean squares $b_i$,
 
@@ -152,11 +152,9 @@ class Normalization:
         """Runs the queries on all examples.
 
         Args:
-          key: Consumed. The root key of the run may be given: no other purpose shares these
-            streams. A second release, of other features say, is more queries and needs
-            another key: equal noise on both would cancel in their difference.
-          features: ``[examples, height, width, channels]``; each example is a function of one
-            raw example.
+          key: Consumed; the root key of the run may be given. A second release, of other features
+            say, needs another key: equal noise on both would cancel in their difference.
+          features: ``[examples, height, width, channels]``; each is a function of one raw example.
 
         Returns:
           The noisy moments, which may be published.
@@ -195,7 +193,7 @@ class Normalization:
 
 @jax.jit
 def _statistics(features: Features) -> tuple[Array, Array]:
-    """Channel means, and means of squares, of each example: ``[examples, channels]``."""
+    """Channel means and mean squares of each example: ``[examples, channels]``."""
     features = features.astype(trees.wide(features.dtype))
     return jnp.mean(features, axis=(1, 2)), jnp.mean(features**2, axis=(1, 2))
 

@@ -66,8 +66,7 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
       ...     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), row), step)
       ...     return cross_entropy(model.apply({"params": params}, x, rngs={"dropout": key}), y)
 
-      A module of NNX, Equinox or Haiku needs no `of`: its loss joins the parameters with the rest,
-      as the page *Your model* shows.
+      Modules of NNX, Equinox or Haiku need no `of`: see the page *Your model*.
     """
     if isinstance(model, type) or not callable(getattr(model, "apply", None)):
         raise TypeError(
@@ -76,7 +75,6 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
         )
     if "rngs" in options:
         raise ValueError(f"losses.of(rngs=...): expected none. {_OWN_KEY}")
-    # By argument name, so that one `of` serves all losses. Read once, not in every trace.
     named = inspect.signature(loss).parameters
 
     def per_example(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:

@@ -143,12 +143,19 @@ class CIFARCNN(nn.Module):
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
         expect_image("CIFARCNN", x, smallest=8)
-        x = _trunk(self, x)
-        x = activated(self, self.activation, conv(self, x, 256, 3))
+        x = activated(self, self.activation, conv(self, self._trunk(x), 256, 3))
         return conv(self, x, self.classes, 3).mean(axis=(-3, -2))
 
+    def _trunk(self, x: Images) -> Array:
+        """Three blocks of [conv, conv, pool], all activated."""
+        for channels in (32, 64, 128):
+            for _ in range(2):
+                x = activated(self, self.activation, conv(self, x, channels, 3))
+            x = self.pooling(x, (2, 2), strides=(2, 2))
+        return x
 
-class CIFARDenseCNN(nn.Module):
+
+class CIFARDenseCNN(CIFARCNN):
     """A network for 32x32 colour images with a dense head: 550,570 parameters.
 
     Three blocks of [conv, conv, max-pool 2x2] with 32, 64 and 128 channels, a dense layer
@@ -164,28 +171,14 @@ class CIFARDenseCNN(nn.Module):
       Shamsabadi and Papernot, "Losing Less", 2022, table 2.
     """
 
-    classes: int = 10
-    activation: Activation = jnp.tanh
     pooling: Pooling = nn.max_pool
-    kernel_init: Initializer = _LECUN
-    torch_init: bool = False
 
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
         expect_image("CIFARDenseCNN", x, smallest=8)
-        x = _trunk(self, x)
-        x = activated(self, self.activation, dense(self, flat(x), 128))
+        x = activated(self, self.activation, dense(self, flat(self._trunk(x)), 128))
         return dense(self, x, self.classes)
-
-
-def _trunk(model: CIFARCNN | CIFARDenseCNN, x: Images) -> Array:
-    """Three blocks of [conv, conv, pool], all activated, with 32, 64 and 128 channels."""
-    for channels in (32, 64, 128):
-        for _ in range(2):
-            x = activated(model, model.activation, conv(model, x, channels, 3))
-        x = model.pooling(x, (2, 2), strides=(2, 2))
-    return x
 
 
 class ScatterCNN(nn.Module):
@@ -231,7 +224,7 @@ class ScatterCNN(nn.Module):
         return dense(self, x, self.classes)
 
 
-class ScatterCIFARCNN(nn.Module):
+class ScatterCIFARCNN(ScatterCNN):
     """A network on ``(8, 8, 243)`` wavelet features of 32x32 images: 187,210 parameters.
 
     Conv 64, 3x3 - max-pool 2x2, stride 2 - Conv 64, 3x3 - dense ``classes``. The other fields
@@ -250,13 +243,6 @@ class ScatterCIFARCNN(nn.Module):
     References:
       As `ScatterCNN`; table 4.
     """
-
-    classes: int = 10
-    activation: Activation = jnp.tanh
-    as_printed: bool = False
-    pooling: Pooling = nn.max_pool
-    kernel_init: Initializer = _LECUN
-    torch_init: bool = False
 
     @nn.compact
     def __call__(self, x: Images) -> Logits:

@@ -56,9 +56,7 @@ class _EncoderBlock(nn.Module):
         # The numbers in the names are the published ones; both layouts share them.
         norms = [_norm(self.layout, f"LayerNorm_{i}") for i in (0, 2)]
         attention = nn.MultiHeadDotProductAttention(
-            self.heads,
-            name="MultiHeadDotProductAttention_1",
-            **attention_init(self, x.shape[-1]),
+            self.heads, name="MultiHeadDotProductAttention_1", **attention_init(self, x.shape[-1])
         )
         mlp = _MlpBlock(self.hidden, *style, name="MlpBlock_3")
         if self.layout == "bert":
@@ -72,7 +70,6 @@ class _EncoderBlock(nn.Module):
 class _Positions(nn.Module):
     length: int
     torch_init: bool
-    kernel_init: Initializer = _XAVIER
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch positions width"]) -> Array:

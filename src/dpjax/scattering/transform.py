@@ -101,7 +101,7 @@ def scatter(
 
 @functools.partial(jax.jit, static_argnames=("J", "L", "order"))
 def _scatter(images: Array, J: int, L: int, order: int) -> Array:
-    """Transforms the images in parts; the size of a part changes speed and memory only."""
+    """Transforms the images in parts, whose size changes speed and memory only."""
     size, lot = images.shape[0], min(images.shape[0], _part_size(images, J, L))
     even = size // lot * lot if lot else 0
     # A loop over equal parts, and one rest: padding the last part would compute unused features.

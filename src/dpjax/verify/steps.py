@@ -112,7 +112,7 @@ def is_rounded(step: Step) -> bool:
 
 
 def grid(values: set[float], smallest: float, count: int) -> np.ndarray:
-    """Geometric levels from the smallest to the largest value; the values, if they are few."""
+    """Geometric levels from the smallest to the largest value; the values, if few."""
     if len(values) <= count:
         return np.array(sorted(values))
     return np.geomspace(smallest, max(values), count)
