@@ -116,10 +116,9 @@ def audit_algorithm(
       params: The parameters at which the step is taken.
       canary: The row of the data that is left out. One whose clipped gradient reaches the bound
         shows most.
-      instead: The row that takes the canary's place; it takes part nowhere else. A replacement is
-        compared with what the mechanism allows a replacement, twice as much as leaving the canary
-        out. Leave it out for replace-one neighbours too, unless this row's clipped gradient is
-        opposite to the canary's: others move less than a replacement may.
+      instead: The row that takes the canary's place, and takes part nowhere else. A replacement may
+        move twice as much as a removal. Name only a row whose clipped gradient is opposite to the
+        canary's: others move less, for replace-one neighbours too.
       keys: The number of keys, 200 or more where norms are estimated (`dpjax.clipping.jl`): the
         projections follow from the key.
       pairs: The number of pairs of steps that measure the noise. A leaf of few numbers needs many.

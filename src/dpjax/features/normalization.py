@@ -69,7 +69,6 @@ class Search:
     bins: int = 121
 
     def __post_init__(self) -> None:
-        """Refuses searches that cannot find a threshold."""
         checked_multiplier("features.Search", self.noise_multiplier, clipping.flat(1.0))
 
     @property
@@ -132,7 +131,6 @@ class Normalization:
     thresholds: tuple[float, float] | Search
 
     def __post_init__(self) -> None:
-        """Refuses impossible descriptions."""
         checks.whole("features.Normalization", "examples", self.examples)
         bounds = (1.0, 1.0) if isinstance(self.thresholds, Search) else self.thresholds
         for bound in bounds:

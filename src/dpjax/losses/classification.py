@@ -15,10 +15,12 @@ from jaxtyping import Array, Float, Integer
 
 from dpjax import checks, trees
 
+Logits = Float[ArrayLike, " classes"]
+Label = Integer[ArrayLike, ""]
+Loss = Float[Array, ""]
 
-def cross_entropy(
-    logits: Float[ArrayLike, " classes"], label: Integer[ArrayLike, ""]
-) -> Float[Array, ""]:
+
+def cross_entropy(logits: Logits, label: Label) -> Loss:
     r"""The cross-entropy of one example in nats, $\log \sum_j e^{h_j} - h_y$.
 
     Its gradient with respect to the logits is ``softmax(logits) - one_hot(label)``, whose norm
@@ -55,9 +57,7 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
     """
     gamma = checks.not_negative("losses.focal", "gamma", gamma, infinite=False)
 
-    def loss(
-        logits: Float[ArrayLike, " classes"], label: Integer[ArrayLike, ""]
-    ) -> Float[Array, ""]:
+    def loss(logits: Logits, label: Label) -> Loss:
         scores, chosen = _classes("focal", logits, label)
         # By how much the others lead. Both logarithms follow from this one number: log(1 - p) from
         # p would be log(0) for an example that is learnt to the last bit.
@@ -92,9 +92,7 @@ def one_hot(error: Callable[[Array, Array], Array]) -> Callable[[Array, Array], 
       Shamsabadi and Papernot, "Losing Less", 2022, equation 5 and appendix F.
     """
 
-    def loss(
-        logits: Float[ArrayLike, " classes"], label: Integer[ArrayLike, ""]
-    ) -> Float[Array, ""]:
+    def loss(logits: Logits, label: Label) -> Loss:
         scores, chosen = _classes("one_hot", logits, label)
         # On the logits and not on probabilities, as the papers apply squared error to classes.
         return _known(chosen, error(scores, chosen.astype(scores.dtype)))

@@ -14,10 +14,12 @@ from jaxtyping import Array, Float, Num
 
 from dpjax import checks, trees
 
+Prediction = Float[ArrayLike, "..."]
+Target = Num[ArrayLike, "..."]
+Loss = Float[Array, ""]
 
-def squared_error(
-    prediction: Float[ArrayLike, "..."], target: Num[ArrayLike, "..."]
-) -> Float[Array, ""]:
+
+def squared_error(prediction: Prediction, target: Target) -> Loss:
     r"""Half the squared distance, $\tfrac12 \|h - y\|^2$; its gradient is the residual.
 
     Args:
@@ -31,9 +33,7 @@ def squared_error(
     return 0.5 * jnp.sum(jnp.square(_residual("squared_error", prediction, target)))
 
 
-def absolute(
-    prediction: Float[ArrayLike, "..."], target: Num[ArrayLike, "..."]
-) -> Float[Array, ""]:
+def absolute(prediction: Prediction, target: Target) -> Loss:
     r"""The absolute error, $\sum_j |h_j - y_j|$; its gradient is a sign, 0 at 0.
 
     Example:
@@ -66,9 +66,7 @@ def huber(delta: float = 1.0) -> Callable[[Array, Array], Array]:
     """
     delta = checks.positive("losses.huber", "delta", delta, infinite=True)
 
-    def loss(
-        prediction: Float[ArrayLike, "..."], target: Num[ArrayLike, "..."]
-    ) -> Float[Array, ""]:
+    def loss(prediction: Prediction, target: Target) -> Loss:
         residual = _residual("huber", prediction, target)
         # c (r - c / 2) with c = clip(r) is both branches, without a `where` and its NaN gradients.
         inside = jnp.clip(residual, -delta, delta)

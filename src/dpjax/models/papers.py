@@ -10,18 +10,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dpjax.models.parts import (
-    Activation,
-    Initializer,
-    Pooling,
-    activated,
-    conv,
-    dense,
-    expect_image,
-    flat,
-)
+from dpjax.models import parts
 
-_LECUN: Initializer = nn.initializers.lecun_normal()
+_LECUN: parts.Initializer = nn.initializers.lecun_normal()
 Images = Float[Array, "*batch height width channels"]
 Logits = Float[Array, "*batch classes"]
 
@@ -54,18 +45,18 @@ class MLP(nn.Module):
 
     features: Sequence[int] = (64, 64)
     classes: int = 10
-    activation: Activation = jnp.tanh
-    kernel_init: Initializer = _LECUN
+    activation: parts.Activation = jnp.tanh
+    kernel_init: parts.Initializer = _LECUN
     torch_init: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "*example"]) -> Logits:
         """Gives the logits of one example, or of a batch."""
         if x.ndim >= 3:  # two axes are a batch of vectors, not an image
-            x = flat(x)
+            x = parts.flat(x)
         for width in self.features:
-            x = activated(self, self.activation, dense(self, x, width))
-        return dense(self, x, self.classes)
+            x = parts.activated(self, self.activation, parts.dense(self, x, width))
+        return parts.dense(self, x, self.classes)
 
 
 class TemperedCNN(nn.Module):
@@ -92,24 +83,24 @@ class TemperedCNN(nn.Module):
     """
 
     classes: int = 10
-    activation: Activation = jnp.tanh
+    activation: parts.Activation = jnp.tanh
     padding: str | int = "SAME"
-    pooling: Pooling = nn.max_pool
-    kernel_init: Initializer = _LECUN
+    pooling: parts.Pooling = nn.max_pool
+    kernel_init: parts.Initializer = _LECUN
     torch_init: bool = False
 
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
         # With padding=2, fewer pixels would leave nothing for the last pooling.
-        expect_image("TemperedCNN", x, smallest=16)
-        act = partial(activated, self, self.activation)
-        x = act(conv(self, x, 16, 8, strides=2, padding=self.padding))
+        parts.expect_image("TemperedCNN", x, smallest=16)
+        act = partial(parts.activated, self, self.activation)
+        x = act(parts.conv(self, x, 16, 8, strides=2, padding=self.padding))
         x = self.pooling(x, (2, 2), strides=(1, 1))
-        x = act(conv(self, x, 32, 4, strides=2, padding="VALID"))
-        x = flat(self.pooling(x, (2, 2), strides=(1, 1)))
-        x = act(dense(self, x, 32))
-        return dense(self, x, self.classes)
+        x = act(parts.conv(self, x, 32, 4, strides=2, padding="VALID"))
+        x = parts.flat(self.pooling(x, (2, 2), strides=(1, 1)))
+        x = act(parts.dense(self, x, 32))
+        return parts.dense(self, x, self.classes)
 
 
 class CIFARCNN(nn.Module):
@@ -134,23 +125,23 @@ class CIFARCNN(nn.Module):
     """
 
     classes: int = 10
-    activation: Activation = jnp.tanh
-    pooling: Pooling = nn.avg_pool
-    kernel_init: Initializer = _LECUN
+    activation: parts.Activation = jnp.tanh
+    pooling: parts.Pooling = nn.avg_pool
+    kernel_init: parts.Initializer = _LECUN
     torch_init: bool = False
 
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
-        expect_image("CIFARCNN", x, smallest=8)
-        x = activated(self, self.activation, conv(self, self._trunk(x), 256, 3))
-        return conv(self, x, self.classes, 3).mean(axis=(-3, -2))
+        parts.expect_image("CIFARCNN", x, smallest=8)
+        x = parts.activated(self, self.activation, parts.conv(self, self._trunk(x), 256, 3))
+        return parts.conv(self, x, self.classes, 3).mean(axis=(-3, -2))
 
     def _trunk(self, x: Images) -> Array:
         """Three blocks of [conv, conv, pool], all activated."""
         for channels in (32, 64, 128):
             for _ in range(2):
-                x = activated(self, self.activation, conv(self, x, channels, 3))
+                x = parts.activated(self, self.activation, parts.conv(self, x, channels, 3))
             x = self.pooling(x, (2, 2), strides=(2, 2))
         return x
 
@@ -171,14 +162,15 @@ class CIFARDenseCNN(CIFARCNN):
       Shamsabadi and Papernot, "Losing Less", 2022, table 2.
     """
 
-    pooling: Pooling = nn.max_pool
+    pooling: parts.Pooling = nn.max_pool
 
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
-        expect_image("CIFARDenseCNN", x, smallest=8)
-        x = activated(self, self.activation, dense(self, flat(self._trunk(x)), 128))
-        return dense(self, x, self.classes)
+        parts.expect_image("CIFARDenseCNN", x, smallest=8)
+        h = parts.dense(self, parts.flat(self._trunk(x)), 128)
+        x = parts.activated(self, self.activation, h)
+        return parts.dense(self, x, self.classes)
 
 
 class ScatterCNN(nn.Module):
@@ -204,24 +196,24 @@ class ScatterCNN(nn.Module):
     """
 
     classes: int = 10
-    activation: Activation = jnp.tanh
+    activation: parts.Activation = jnp.tanh
     as_printed: bool = False
-    pooling: Pooling = nn.max_pool
-    kernel_init: Initializer = _LECUN
+    pooling: parts.Pooling = nn.max_pool
+    kernel_init: parts.Initializer = _LECUN
     torch_init: bool = False
 
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one example's features, or of a batch."""
-        expect_image("ScatterCNN", x, smallest=5)
+        parts.expect_image("ScatterCNN", x, smallest=5)
         for channels, stride in ((16, 2), (32, 1)):
             # With stride 2, "SAME" would pad even sides at one end only.
-            h = conv(self, x, channels, 3, strides=stride, padding=1)
-            x = activated(self, self.activation, h)
+            h = parts.conv(self, x, channels, 3, strides=stride, padding=1)
+            x = parts.activated(self, self.activation, h)
             if self.as_printed:
                 x = self.pooling(x, (2, 2), strides=(1, 1))
-        x = activated(self, self.activation, dense(self, flat(x), 32))
-        return dense(self, x, self.classes)
+        x = parts.activated(self, self.activation, parts.dense(self, parts.flat(x), 32))
+        return parts.dense(self, x, self.classes)
 
 
 class ScatterCIFARCNN(ScatterCNN):
@@ -247,10 +239,10 @@ class ScatterCIFARCNN(ScatterCNN):
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one example's features, or of a batch."""
-        expect_image("ScatterCIFARCNN", x, smallest=4)
+        parts.expect_image("ScatterCIFARCNN", x, smallest=4)
         for block in range(2):
             for _ in range(2 if self.as_printed else 1):
-                x = activated(self, self.activation, conv(self, x, 64, 3))
+                x = parts.activated(self, self.activation, parts.conv(self, x, 64, 3))
             if block == 0 or self.as_printed:
                 x = self.pooling(x, (2, 2), strides=(2, 2))
-        return dense(self, flat(x), self.classes)
+        return parts.dense(self, parts.flat(x), self.classes)

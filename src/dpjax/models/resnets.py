@@ -9,17 +9,8 @@ import flax.linen as nn
 from jaxtyping import Array, Float
 
 from dpjax.models import parts
-from dpjax.models.parts import (
-    Activation,
-    Initializer,
-    activated,
-    conv,
-    dense,
-    expect_image,
-    group_norm,
-)
 
-_HE: Initializer = nn.initializers.he_normal()
+_HE: parts.Initializer = nn.initializers.he_normal()
 
 
 class WideResNet(nn.Module):
@@ -32,7 +23,6 @@ class WideResNet(nn.Module):
     WRN-28-10 has 36,479,194 parameters, WRN-16-4 has 2,748,890.
 
     Attributes:
-      classes: Number of logits.
       depth: 6 n + 4 layers.
       width: Factor of the channels.
       groups: Of every norm; must divide 16.
@@ -57,9 +47,9 @@ class WideResNet(nn.Module):
     depth: int = 16
     width: int = 4
     groups: int = 16
-    activation: Activation = nn.relu
+    activation: parts.Activation = nn.relu
     standardized: bool = False
-    kernel_init: Initializer = _HE
+    kernel_init: parts.Initializer = _HE
     torch_init: bool = False
 
     @nn.compact
@@ -67,7 +57,7 @@ class WideResNet(nn.Module):
         self, x: Float[Array, "*batch height width channels"]
     ) -> Float[Array, "*batch classes"]:
         """Gives the logits of one image, or of a batch."""
-        expect_image("WideResNet", x, smallest=4)
+        parts.expect_image("WideResNet", x, smallest=4)
         blocks, rest = divmod(self.depth - 4, 6)
         if rest or blocks < 1:
             raise ValueError(f"models.WideResNet(depth={self.depth}): depth must be 6 n + 4.")
@@ -77,7 +67,7 @@ class WideResNet(nn.Module):
                 stride = 2 if stage > 0 and block == 0 else 1
                 x = self._block(x, 2**stage * 16 * self.width, stride)
         x = self._normed(x).mean(axis=(-3, -2))
-        return dense(self, x, self.classes)
+        return parts.dense(self, x, self.classes)
 
     def _block(self, x: Array, channels: int, stride: int) -> Array:
         h = self._normed(x)
@@ -88,10 +78,10 @@ class WideResNet(nn.Module):
         return x + self._conv(h, channels, 3)
 
     def _normed(self, x: Array) -> Array:
-        return activated(self, self.activation, group_norm(x, self.groups))
+        return parts.activated(self, self.activation, parts.group_norm(x, self.groups))
 
     def _conv(self, x: Array, channels: int, kernel: int, **options: Any) -> Array:
         if self.standardized:
             # Through Flax's own hook, so the parameters keep their published names.
             options["conv_general_dilated"] = parts.standardized
-        return conv(self, x, channels, kernel, use_bias=False, **options)
+        return parts.conv(self, x, channels, kernel, use_bias=False, **options)

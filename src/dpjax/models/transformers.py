@@ -16,38 +16,29 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dpjax import checks
-from dpjax.models.parts import (
-    Activation,
-    Initializer,
-    activated,
-    attention_init,
-    conv,
-    dense,
-    embedding_init,
-    expect_image,
-)
+from dpjax.models import parts
 
-_XAVIER: Initializer = nn.initializers.xavier_uniform()
+_XAVIER: parts.Initializer = nn.initializers.xavier_uniform()
 
 
 class _MlpBlock(nn.Module):
     hidden: int
-    activation: Activation
-    kernel_init: Initializer
+    activation: parts.Activation
+    kernel_init: parts.Initializer
     torch_init: bool
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch positions width"]) -> Array:
-        h = activated(self, self.activation, dense(self, x, self.hidden))
-        return dense(self, h, x.shape[-1])
+        h = parts.activated(self, self.activation, parts.dense(self, x, self.hidden))
+        return parts.dense(self, h, x.shape[-1])
 
 
 class _EncoderBlock(nn.Module):
     heads: int
     hidden: int
-    activation: Activation
+    activation: parts.Activation
     layout: str
-    kernel_init: Initializer
+    kernel_init: parts.Initializer
     torch_init: bool
 
     @nn.compact
@@ -56,7 +47,9 @@ class _EncoderBlock(nn.Module):
         # The numbers in the names are the published ones; both layouts share them.
         norms = [_norm(self.layout, f"LayerNorm_{i}") for i in (0, 2)]
         attention = nn.MultiHeadDotProductAttention(
-            self.heads, name="MultiHeadDotProductAttention_1", **attention_init(self, x.shape[-1])
+            self.heads,
+            name="MultiHeadDotProductAttention_1",
+            **parts.attention_init(self, x.shape[-1]),
         )
         mlp = _MlpBlock(self.hidden, *style, name="MlpBlock_3")
         if self.layout == "bert":
@@ -74,7 +67,7 @@ class _Positions(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*batch positions width"]) -> Array:
         shape = (1, self.length, x.shape[-1])
-        table = self.param("pos_embedding", embedding_init(self), shape)
+        table = self.param("pos_embedding", parts.embedding_init(self), shape)
         return x + table[0, : x.shape[-2]]
 
 
@@ -114,7 +107,6 @@ class TextTransformer(nn.Module):
     finite logits. Logits are NaN if a token or segment has no vector.
 
     Attributes:
-      classes: Number of logits.
       vocabulary: Number of different tokens.
       length: The longest text.
       width: Length of every token's vector; a multiple of ``heads``.
@@ -149,8 +141,8 @@ class TextTransformer(nn.Module):
     segments: int = 0
     padding: int | None = 0
     layout: str = "pre-norm"
-    activation: Activation = partial(nn.gelu, approximate=False)
-    kernel_init: Initializer = _XAVIER
+    activation: parts.Activation = partial(nn.gelu, approximate=False)
+    kernel_init: parts.Initializer = _XAVIER
     torch_init: bool = False
 
     @nn.compact
@@ -162,7 +154,7 @@ class TextTransformer(nn.Module):
         """Gives the logits of one text, or of a batch."""
         tokens, segments = x if isinstance(x, tuple | list) else (x, None)
         real = jnp.ones(tokens.shape, bool) if self.padding is None else tokens != self.padding
-        table = partial(nn.Embed, features=self.width, embedding_init=embedding_init(self))
+        table = partial(nn.Embed, features=self.width, embedding_init=parts.embedding_init(self))
         h = table(self.vocabulary, name="token")(tokens)
         if segments is not None:
             h = h + table(self.segments, name="segment")(segments)
@@ -171,11 +163,11 @@ class TextTransformer(nn.Module):
         h = jnp.where((real & (least < 0))[..., None], jnp.nan, h)
         # The mask has axes for heads and queries: padding may attend, but no query attends to it.
         h = _encoder(self, self.length, self.layout)(h, real[..., None, None, :])
-        return dense(self, self._summary(h, real), self.classes, name="head")
+        return parts.dense(self, self._summary(h, real), self.classes, name="head")
 
     def _summary(self, h: Array, real: Bool[Array, "*batch positions"]) -> Array:
         if self.layout == "bert":
-            return jnp.tanh(dense(self, h[..., 0, :], self.width, name="pooler"))
+            return jnp.tanh(parts.dense(self, h[..., 0, :], self.width, name="pooler"))
         # At least 1: the mean over a text of padding alone would be 0 / 0.
         count = jnp.maximum(real.sum(axis=-1, keepdims=True), 1)
         return jnp.sum(jnp.where(real[..., None], h, 0), axis=-2) / count
@@ -208,8 +200,8 @@ class ViT(nn.Module):
     depth: int = 12
     heads: int = 12
     hidden: int | None = None
-    activation: Activation = nn.gelu
-    kernel_init: Initializer = _XAVIER
+    activation: parts.Activation = nn.gelu
+    kernel_init: parts.Initializer = _XAVIER
     torch_init: bool = False
 
     @nn.compact
@@ -217,18 +209,20 @@ class ViT(nn.Module):
         self, x: Float[Array, "*batch height width channels"]
     ) -> Float[Array, "*batch classes"]:
         """Gives the logits of one image, or of a batch."""
-        expect_image("ViT", x, smallest=self.patch)
+        parts.expect_image("ViT", x, smallest=self.patch)
         if x.shape[-3] % self.patch or x.shape[-2] % self.patch:
             raise ValueError(
                 f"models.ViT(patch={self.patch}): patch must divide both sides of {x.shape[-3:-1]}."
             )
-        h = conv(self, x, self.width, self.patch, "embedding", strides=self.patch, padding="VALID")
+        h = parts.conv(
+            self, x, self.width, self.patch, "embedding", strides=self.patch, padding="VALID"
+        )
         h = h.reshape(*h.shape[:-3], -1, self.width)
         # Zeros, as in the published ViT: the class token learns where to look.
         first = self.param("cls", nn.initializers.zeros, (1, 1, self.width))
         h = jnp.concatenate([jnp.broadcast_to(first[0], (*h.shape[:-2], 1, self.width)), h], -2)
         h = _encoder(self, h.shape[-2], "pre-norm")(h)
-        return dense(self, h[..., 0, :], self.classes, name="head")
+        return parts.dense(self, h[..., 0, :], self.classes, name="head")
 
 
 def _encoder(model: TextTransformer | ViT, length: int, layout: str) -> _Encoder:
