@@ -37,17 +37,16 @@ class LawBroken(AssertionError):
 
 
 class Measurement(NamedTuple):
-    """What the noise of one step of a link meets."""
+    """What the noise of one step of a link meets, with its deviation for each leaf of the sum.
+
+    ``below`` is the count that an adapted bound follows; ``strategy`` is None for white noise.
+    """
 
     total: PyTree
     deviations: list[Any]
-    """The standard deviation of the noise on the sum, for each of its leaves."""
     multiplier: NoiseMultiplier
-    """The multiplier that is accounted, as the link received it."""
     strategy: Any
-    """How the noise is correlated over the steps; None for white noise."""
     below: Any = None
-    """The count that an adapted bound follows."""
 
 
 def influence(rule: Clipping, gradients: PyTree) -> float:
@@ -69,7 +68,7 @@ def influence(rule: Clipping, gradients: PyTree) -> float:
         return _vector(clipping.clip(rule, taken, mask)[0])
 
     whole = summed(every, np.ones(size, bool))
-    # An example can leave the sum in two ways: masked like padding, or absent from the batch.
+    # An example can be masked like padding, or absent from the batch.
     without = [
         rest
         for i in every

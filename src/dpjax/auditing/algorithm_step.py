@@ -85,7 +85,7 @@ class Separation(NamedTuple):
         if self.projections is None:
             return self.lower.max(keepdims=True), np.ones(1)
         keys = len(self.lower)
-        # The inequality of Dvoretzky, Kiefer and Wolfowitz holds for all separations together.
+        # Dvoretzky, Kiefer and Wolfowitz (1956, Massart's constant): for all of them together.
         slack = math.sqrt(math.log(2 / (1 - self.confidence)) / (2 * keys))
         return np.sort(self.lower), 1 - np.arange(keys) / keys - slack
 
@@ -105,9 +105,9 @@ def audit_algorithm(
 
     $$ \mu^2 = \sum_l \lVert \theta_l(D) - \theta_l(D \setminus \{c\}) \rVert^2 / \sigma_l^2 $$
 
-    over the leaves $l$ of the released parameters, under one key. If bounds are adapted, the
-    released bound is one more leaf. $\sigma_l$ is the standard deviation of steps that draw no row,
-    with its upper confidence limit for the lower bound.
+    over the leaves $l$ of the released parameters, and of the bound if it is adapted, under one
+    key. $\sigma_l$ is the standard deviation of steps that draw no row; `lower` takes its upper
+    confidence limit.
 
     Args:
       build: From a sampler to the algorithm, as in the example. The optimizer must be linear;
@@ -154,8 +154,7 @@ def audit_algorithm(
       (0.5, 0.5, False)
 
     References:
-      Nasr et al., "Tight Auditing of Differentially Private Machine Learning", 2023; Dvoretzky,
-      Kiefer and Wolfowitz, 1956, with Massart's constant, for estimated norms.
+      Nasr et al., "Tight Auditing of Differentially Private Machine Learning", 2023.
     """
     call = "auditing.audit_algorithm"
     for row in (canary, 0 if instead is None else instead):
@@ -273,7 +272,7 @@ class _FirstStep:
 def _deviations(
     noise_of: Callable[[int], list[np.ndarray]], pairs: int, risk: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The standard deviation of each leaf's noise, and limits that all hold but for the risk."""
+    """The deviation of each leaf's noise, and limits that all hold but for the risk."""
     from scipy.stats import chi2
 
     squares, sizes = np.zeros(1), np.zeros(1)

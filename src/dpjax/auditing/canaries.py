@@ -71,9 +71,8 @@ def score_canaries(
 
     with $\bar g_i(w_t)$ the clipped gradient of canary $i$ at the parameters before step $t$, and
     $\tilde g_t$ the private mean of the step, less what is expected of all $n$ rows: the attacker
-    knows the rest of the data and that canaries $k$ joined by fair coins. A canary that takes part
-    adds its own clipped gradient to the mean, so its score is higher. With several groups the mean
-    of a canary's factors stands for all of them in $\bar g_i$.
+    knows the rest of the data and that canaries $k$ joined by fair coins. With several groups the
+    mean of a canary's factors stands for all of them in $\bar g_i$.
 
     Args:
       algorithm: `dpjax.dpsgd` with an optimizer from `recording`, on data that hold all canaries;

@@ -63,10 +63,9 @@ def audit_membership(
     with the limits of Clopper and Pearson in the place of the rates.
 
     Args:
-      members: Scores of rows that the model was trained on, higher where a row is more likely a
-        member.
-      others: Scores of rows of the same distribution that it was not trained on. If they follow
-        another distribution, the audit measures that difference too.
+      members: Scores of rows that the model was trained on, higher where membership is likelier.
+      others: Scores of rows of the same distribution that it was not trained on: the audit measures
+        a difference of distributions too.
       delta: The delta of the claim.
       confidence: The confidence of the result, over rows that are independent draws.
       seed: The seed that splits the rows in two halves.
@@ -78,8 +77,8 @@ def audit_membership(
       (True, True)
 
     References:
-      Yeom, Giacomelli, Fredrikson and Jha, "Privacy Risk in Machine Learning", 2018; Jagielski,
-      Ullman and Oprea, "Auditing Differentially Private Machine Learning", 2020, for the limits.
+      Yeom et al., "Privacy Risk in Machine Learning", 2018; Jagielski, Ullman and Oprea,
+      "Auditing Differentially Private Machine Learning", 2020, for the limits.
     """
     scores = [_checked(name, x) for name, x in (("members", members), ("others", others))]
     call = "auditing.audit_membership"
@@ -133,7 +132,7 @@ def _limits(scores: tuple[np.ndarray, ...], threshold: float, risk: float) -> tu
 def _epsilon(limits: tuple[Limits, Limits], delta: float) -> float:
     """The largest epsilon that the limits of both rates refute."""
     true, false = limits
-    # The opposite guess, that a row is none of the members, is bounded alike.
+    # The opposite guess is bounded alike.
     pairs = ((true[0], false[1]), (1 - false[1], 1 - true[0]))
     ratios = [(more - delta) / less for more, less in pairs if more > delta]
     return max([0.0, *map(math.log, ratios)])

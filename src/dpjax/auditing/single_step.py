@@ -28,14 +28,12 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
 
     $$ \mu = \lVert \Sigma^{-1/2} (\mathbb{E}[M(D \cup \{c\})] - \mathbb{E}[M(D)]) \rVert $$
 
-    The standard deviation of the noise is measured, for each leaf separately. A step with
-    multiplier $m$ and a canary that reaches the rule's bounds has $\mu = 1 / m$. A larger value
-    means that the guarantee is broken, a smaller one that noise is wasted.
+    The noise of each leaf is measured. A step with multiplier $m$ and a canary that reaches the
+    rule's bounds has $\mu = 1 / m$; more breaks the guarantee, less wastes noise.
 
     Args:
       mechanism: Its first step is audited, without sampling.
-      gradients: Per-example gradients of the batch ``(batch, ...)``. The noise of a leaf of fewer
-        than 4,096 numbers is measured over several first steps with other keys.
+      gradients: Per-example gradients of the batch ``(batch, ...)``.
       canary: One example's gradient, without batch axis.
       key: Root key of the audited steps.
 
@@ -83,7 +81,7 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
 
 
 def _measured(noise: Callable[[Key], list[Array]], key: Key) -> list[np.floating]:
-    """The standard deviation of each leaf of pure noise; small leaves are drawn many times."""
+    """The deviation of each leaf of pure noise; small leaves are drawn under many keys."""
     leaves = noise(key)
     small = [i for i, leaf in enumerate(leaves) if 0 < leaf.size < _ENOUGH]
     if small:

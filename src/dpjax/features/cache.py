@@ -33,7 +33,7 @@ def scattered(
     directory: str | os.PathLike[str] | None = None,
     batch_size: int = 2048,
 ) -> np.ndarray:
-    """The scattering features of all images of a data set.
+    """The scattering features of all images, ``[examples, out_height, out_width, features]``.
 
     Args:
       images: ``[examples, height, width, channels]``, floating point.
@@ -42,9 +42,6 @@ def scattered(
       order: The largest number of wavelets in a path.
       directory: The folder of the cache; by default features are computed in every call.
       batch_size: The number of images on the device; changes speed and memory only.
-
-    Returns:
-      ``[examples, out_height, out_width, features]``, in the order of the images.
 
     Privacy:
       Each row is a function of one image: the features cost nothing, and are as secret as the

@@ -90,7 +90,7 @@ class Normalization:
     where the bar clips to a norm of $\tau$.
 
     Args:
-      examples: $N$, the number of examples; public.
+      examples: $N$, which is public.
       noise_multiplier: $z$, of each of the two queries, relative to its threshold.
       thresholds: $(\tau_1, \tau_2)$, public; or a `Search` that finds them.
 
@@ -121,9 +121,8 @@ class Normalization:
       2.59
 
     References:
-      Tramèr and Boneh, "Differentially Private Learning Needs Better Features (or Much More
-      Data)", 2021, appendix B; there the thresholds are medians of the private norms, which is
-      not private.
+      Tramèr and Boneh, "Differentially Private Learning Needs Better Features", 2021, appendix B;
+      there the thresholds are medians of the private norms, which is not private.
     """
 
     examples: int

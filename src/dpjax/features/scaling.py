@@ -37,9 +37,6 @@ def group_norm(
       groups: The number of groups; the papers use 9, 27 or 81 for the features of a ScatterNet.
       stabilizer: $s$; prevents division by 0 in a constant group.
 
-    Returns:
-      Features of the same shape and dtype; every group has mean 0 and a variance of at most 1.
-
     Privacy:
       An example's result depends on that example alone, so it costs nothing.
 
@@ -83,8 +80,7 @@ def normalize(
       stabilizer: $s$, added to the variance.
 
     Returns:
-      Features of the same shape. A channel becomes 0 if its noisy variance is not positive,
-      because it then has more noise than signal.
+      Features of the same shape; 0 where the noisy variance says more noise than signal.
 
     Privacy:
       Free: the examples share only the released moments.

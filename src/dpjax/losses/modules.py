@@ -29,9 +29,8 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
     | ``hidden`` | the pre-activations of all hidden layers |
     | ``epoch`` | the third entry of an example ``(x, y, epoch)`` |
 
-    A model of dpjax keeps its pre-activations; other models call
-    ``self.sow("preactivations", name, h)``. `dpjax.dpsgd` adds the epoch if ``per_step`` defines
-    it, as in ``per_step=lambda step: step // 117``.
+    Models of other packages keep pre-activations by ``self.sow("preactivations", name, h)``.
+    `dpjax.dpsgd` adds the epoch by ``per_step=lambda step: step // 117``, say.
 
     Args:
       model: A module whose only variables are its parameters.

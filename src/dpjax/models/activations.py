@@ -26,8 +26,8 @@ def tempered_sigmoid(
     With the defaults the function is tanh, to the last bit.
 
     Args:
-      scale: $s$, the height between the two asymptotes; positive.
-      inverse_temperature: $T$, the steepness; positive.
+      scale: $s$, the height between the two asymptotes.
+      inverse_temperature: $T$, the steepness.
       offset: $o$, how far the lower asymptote lies below zero.
 
     Example:

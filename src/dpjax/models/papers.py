@@ -106,10 +106,9 @@ class TemperedCNN(nn.Module):
 class CIFARCNN(nn.Module):
     """An all-convolutional network for 32x32 colour images: 605,226 parameters.
 
-    Three blocks of [conv, conv, average-pool 2x2] with 32, 64 and 128 channels, a
-    convolution of 256, one of ``classes`` channels, and the mean over what is left of the
-    image. All convolutions are 3x3 and keep the size; all but the last are activated. The other
-    fields are as in `MLP`.
+    Three blocks of [conv, conv, average-pool 2x2] with 32, 64 and 128 channels, a convolution of
+    256, one of ``classes`` channels, and the mean over the image. All convolutions are 3x3 and keep
+    the size; all but the last are activated. The other fields are as in `MLP`.
 
     Attributes:
       pooling: `flax.linen.avg_pool`, or another of its form.

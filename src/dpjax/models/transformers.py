@@ -107,11 +107,9 @@ class TextTransformer(nn.Module):
     finite logits. Logits are NaN if a token or segment has no vector.
 
     Attributes:
-      vocabulary: Number of different tokens.
       length: The longest text.
       width: Length of every token's vector; a multiple of ``heads``.
       depth: Number of blocks.
-      heads: Number of attention heads.
       hidden: Width of the hidden layer of a block; 4 ``width`` by default.
       segments: Number of kinds of segments; 0 for none.
       padding: The token that attention masks; None if there is none.

@@ -30,7 +30,6 @@ def padded_size(size: int, J: int) -> int:
     return (size // 2**J + 2) * 2**J
 
 
-# Filters are built while a program is traced, and several programs share a shape.
 @functools.lru_cache(maxsize=32)
 def filter_bank(rows: int, columns: int, J: int, L: int) -> Bank:
     r"""All filters for padded images of this shape.
@@ -44,14 +43,8 @@ def filter_bank(rows: int, columns: int, J: int, L: int) -> Bank:
     where $(a, b)$ is $u$ rotated by $\theta_l$, $s = 4/L$, and $\kappa$ makes the mean 0; the
     low-pass filter is the isotropic Gaussian of width $\sigma_{J-1}$.
 
-    Args:
-      rows: Height of the padded image.
-      columns: Width of the padded image.
-      J: The number of scales, each twice as coarse as the one before.
-      L: The number of angles.
-
-    Returns:
-      The `Bank`; all calls return one object, so its arrays are read-only.
+    ``J`` is the number of scales and ``L`` the number of angles. Calls share one `Bank`, so its
+    arrays are read-only.
 
     Example:
       >>> bank = filter_bank(36, 36, J=2, L=8)
@@ -95,7 +88,7 @@ def _gaussian(size: int, j: int) -> np.ndarray:
 
 
 def _wrap(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Sums all periods of a function that was sampled on several."""
+    """Sums all periods of a function."""
     periods = 2 * _REACH + 1
     split = values.reshape([n for size in shape for n in (periods, size)])
     return split.sum(axis=tuple(range(0, 2 * len(shape), 2)))

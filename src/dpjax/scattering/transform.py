@@ -18,19 +18,16 @@ from dpjax.trees import wide
 
 
 class Path(NamedTuple):
-    """The wavelets that one channel has passed, in their order."""
+    """The scales and the angles of the wavelets that one channel has passed, in their order."""
 
     scales: tuple[int, ...]
-    """The scale of each wavelet."""
     angles: tuple[int, ...]
-    """The angle of each wavelet."""
 
 
 def paths(J: int = 2, L: int = 8, order: int = 2) -> tuple[Path, ...]:
     """The channels of `scatter`, with its arguments, for one input channel, in their order.
 
-    Returns:
-      ``1 + J L + L**2 J (J - 1) / 2`` paths for order 2.
+    Of order 2 there are ``1 + J L + L**2 J (J - 1) / 2``.
 
     Example:
       >>> len(paths(J=2, L=8)), paths(J=2, L=8)[17 + 8 * 3 + 5]

@@ -26,8 +26,7 @@ class Limits(NamedTuple):
 
     least: float = 0
     most: float = math.inf
-    above: bool = False
-    """Whether it is above the least."""
+    above: bool = False  # the least
 
 
 Number = Annotated[float, Limits()]

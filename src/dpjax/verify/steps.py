@@ -18,7 +18,6 @@ class Step(NamedTuple):
 
     multiplier: float
     rate: float = 1.0
-    """The chance of each example to be in it."""
     subset: tuple[int, int] | None = None
     """The sizes of the data and of a batch, if all batches have one size."""
 
