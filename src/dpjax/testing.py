@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The laws of private training, as assertions on your own rules, losses and chains.
 
-The composition of correct parts can still break the guarantee. Each function here runs the
-user's rule, loss or chain, measures a conserved quantity and raises `LawBroken` with the measured
-value: one example's influence on the sum, the agreement of engines, the noise in the output of a
-chain. `dpjax.auditing` measures whole steps and whole runs.
+The composition of correct parts can still break the guarantee. `LawBroken` tells the measured
+value. `dpjax.auditing` measures whole steps and whole runs.
 """
 
 from __future__ import annotations
@@ -39,17 +37,16 @@ class LawBroken(AssertionError):
 
 
 class Measurement(NamedTuple):
-    """What the noise of one step of a link meets."""
+    """What the noise of one step of a link meets, with its deviation for each leaf of the sum.
+
+    ``below`` is the count that an adapted bound follows; ``strategy`` is None for white noise.
+    """
 
     total: PyTree
     deviations: list[Any]
-    """The standard deviation of the noise on the sum, for each of its leaves."""
     multiplier: NoiseMultiplier
-    """The multiplier that is accounted, as the link received it."""
     strategy: Any
-    """How the noise is correlated over the steps; None for white noise."""
     below: Any = None
-    """The count that an adapted bound follows."""
 
 
 def influence(rule: Clipping, gradients: PyTree) -> float:
@@ -58,9 +55,6 @@ def influence(rule: Clipping, gradients: PyTree) -> float:
     Args:
       rule: The rule.
       gradients: Per-example gradients ``(batch, ...)``; try zero, infinite and NaN rows too.
-
-    Returns:
-      The largest distance, over all examples.
 
     Example:
       >>> influence(clipping.flat(2.0), {"w": jnp.array([[3.0, 0.0], [0.0, 1.0]])})
@@ -74,7 +68,7 @@ def influence(rule: Clipping, gradients: PyTree) -> float:
         return _vector(clipping.clip(rule, taken, mask)[0])
 
     whole = summed(every, np.ones(size, bool))
-    # An example can leave the sum in two ways: masked like padding, or absent from the batch.
+    # An example can be masked like padding, or absent from the batch.
     without = [
         rest
         for i in every
@@ -86,12 +80,8 @@ def influence(rule: Clipping, gradients: PyTree) -> float:
 def assert_sensitivity(rule: Clipping, gradients: PyTree) -> None:
     """Raises if one of these examples moves the sum by more than ``rule.sensitivity``.
 
-    Finds a rule with factors that are too large, or with a sensitivity that is stated too small.
-    The tolerance for float32 is 2e-6 of the sensitivity plus the norm of the sum.
-
-    Args:
-      rule: The rule.
-      gradients: Per-example gradients ``(batch, ...)``, as in `influence`.
+    The arguments are as for `influence`. The tolerance for float32 is 2e-6 of the sensitivity plus
+    the norm of the sum.
 
     Example:
       >>> gradients = {"w": jnp.array([[3.0, 0.0], [jnp.nan, 1.0]])}
@@ -141,7 +131,6 @@ def assert_engines_agree(
     def run(engine: str, size: int | None) -> ClippedSum:
         return jax.jit(clipped_grad(loss, rule, engine, size))(params, batch, mask)
 
-    # The definition; every engine is compared with it and not with its neighbour.
     want = run("vmap", None)
     for engine, size in itertools.product(set(engines) - {"vmap"}, microbatch_sizes):
         got = run(engine, size)
@@ -172,11 +161,9 @@ def assert_noise(
 
     | mistake in the chain | measured deviation |
     |---|---|
-    | a multiplier of 0 | 0 |
+    | a multiplier of 0; `optax.apply_every` behind the noise | 0 |
     | a leaf without noise, as behind `optax.masked` around the link | 0 of that leaf |
-    | another scale behind the noise, such as `optax.scale` | scaled by the same factor |
-    | noise for another bound or batch size | scaled by the same factor |
-    | `optax.apply_every` behind the noise | 0 |
+    | another scale behind the noise; another bound or batch size | scaled by the same factor |
     | no noise link, a second one, or another link before it | refused |
 
     It does not find two runs with equal keys, or a wrong deviation in later steps. If the chain
@@ -194,7 +181,6 @@ def assert_noise(
       >>> link = noise.gaussian(2.0, clipping.flat(3.0))
       >>> assert_noise(link, jnp.zeros(1_000_000), deviation=6.0)
     """
-    # On zeros the output is noise alone, so no gradient blurs the measurement.
     zeros: Any = Sum(jax.tree.map(jnp.zeros_like, params), _Every((), None, ()))
     try:
         noise, _ = link.update(zeros, link.init(params), params)
@@ -232,25 +218,22 @@ def assert_private(
     The chain runs on a batch with and without one example, outside ``jit``. At each step the noise
     link releases $s + \Sigma^{1/2} z$, and one example moves it by
     $\mu = \lVert \Sigma^{-1/2} (s - s') \rVert$. A step with the multiplier $m$ has
-    $\mu = 1 / m$ if it draws the example, and $\mu = 0$ if not; here every second step does. The
-    places of the examples change from step to step. With correlated noise the first step alone
-    draws the example, and $\mu$ of the whole run is at most $1 / m$. The upper limits hold for an
-    example of NaN and for one of infinities too, which the clipping drops.
+    $\mu = 1 / m$ if it draws the example, and $\mu = 0$ if not; here every second step does. With
+    correlated noise the first step alone draws it, and $\mu$ of the whole run is at most $1 / m$.
+    The upper limits hold for an example of NaN and for one of infinities too.
 
     The updates must follow from the releases alone. So the chain runs on two wholly different
     batches, one of them with NaN, while its noise link adds the noise to the sums of the first
     run: the updates must have the bits of the first run.
 
-    | chain | result |
-    |---|---|
-    | refuses to run, as with a link between clipping and noise | `LawBroken` |
-    | releases without noise, or with noise twice | `LawBroken` |
-    | noise for another bound | `LawBroken`, with the measured ratio |
-    | a link before the clipping that mixes examples, as `optax.clip_by_global_norm` | the same |
-    | one that drops a batch for one example, as `optax.apply_if_finite` | the same |
-    | one that keeps gradients of earlier batches, as `optax.trace` | the same |
-    | one that keeps their lengths, as `optax.scale_by_rms` | the same |
-    | a function around the chain that lets gradients pass beside the noise | `LawBroken` |
+    `LawBroken` is raised for a chain that
+
+    - refuses to run, as with a link between clipping and noise
+    - releases without noise, with noise twice, or with noise for another bound
+    - mixes examples before the clipping, as `optax.clip_by_global_norm`
+    - drops a batch for one example, as `optax.apply_if_finite`
+    - keeps earlier gradients or their lengths, as `optax.trace` and `optax.scale_by_rms`
+    - lets gradients pass beside the noise
 
     Args:
       chain: From per-example gradients ``(batch, ...)`` to updates, such as
@@ -283,8 +266,8 @@ def assert_private(
     for name, example in examples.items():
         with_it, _ = _runs(chain, begin, params, _batches(params, example, draws))
         for step, (ratio, drawn) in enumerate(zip(_ratios(with_it, without), draws, strict=True)):
-            # An example that can take part more often, or later, has less than its share in one
-            # step; an example that is not finite has none.
+            # One that can take part again has less than its share in a step; one that is not
+            # finite has none.
             least = drawn if example is canary and not once else 0
             if not least - tolerance <= ratio <= drawn + tolerance:
                 raise LawBroken(
@@ -323,17 +306,12 @@ def _ratios(with_it: Sequence[Measurement], without: Sequence[Measurement]) -> I
                 np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64)) / deviation
                 for (a, b), deviation in zip(pairs, one.deviations, strict=True)
             ]
-        # With correlated noise, the rows of the run that one step moves, in the metric of their
-        # noise.
+        # With correlated noise, one step moves several rows of the run.
         share = 1.0 if one.strategy is None else float(one.strategy.column_norms()[step])
-        yield float(np.linalg.norm(moved)) * _multiplier(one, step) * share
-
-
-def _multiplier(one: Measurement, step: int) -> float:
-    """The one multiplier that is accounted for the noise of this step."""
-    given = one.multiplier
-    # The type of step that a link passes: a schedule may cast it.
-    return accounting.effective_multiplier(given(jnp.int32(step)) if callable(given) else given)
+        given = one.multiplier
+        # The type of step that a link passes: a schedule may cast it.
+        given = given(jnp.int32(step)) if callable(given) else given
+        yield float(np.linalg.norm(moved)) * accounting.effective_multiplier(given) * share
 
 
 def _runs(
@@ -343,10 +321,7 @@ def _runs(
     batches: Sequence[PyTree],
     instead: Sequence[Measurement] = (),
 ) -> tuple[list[Measurement], list[PyTree]]:
-    """What the noise link of a chain releases, and the updates of the chain.
-
-    ``begin`` gives its first state. ``instead`` is what meets the noise in the place of its own.
-    """
+    """What the noise link of a chain releases, or meets ``instead``, and the chain's updates."""
     measurements, left = list[Measurement](), iter(instead)
 
     class Measured(GaussianState):
@@ -396,8 +371,7 @@ def _batches(params: PyTree, canary: PyTree, draws: Sequence[int]) -> list[PyTre
     def batch(step: int, drawn: int) -> PyTree:
         # 0 times NaN is NaN, and an example that is not drawn is a row of zeros.
         row = jax.tree.map(lambda c: jnp.where(drawn, jnp.asarray(c)[None], 0), canary)
-        # An example takes the canary's old place: a link that remembers something of each place
-        # would hide it behind the zeros of an example that is not drawn.
+        # A link that remembers each place would hide the canary behind earlier zeros.
         return jax.tree.map(
             lambda *rows: jnp.roll(jnp.concatenate(rows), step, axis=0), row, others
         )
@@ -406,7 +380,7 @@ def _batches(params: PyTree, canary: PyTree, draws: Sequence[int]) -> list[PyTre
 
 
 def _others(params: PyTree, count: int) -> PyTree:
-    """Gradients of ``count`` examples, ``(count, ...)``, of length about one per parameter."""
+    """Gradients of ``count`` examples, of length about one per parameter."""
     rng = np.random.default_rng(count)
     return jax.tree.map(
         lambda p: jnp.asarray(rng.normal(size=(count, *jnp.shape(p))), jnp.float32), params

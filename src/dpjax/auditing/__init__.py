@@ -1,27 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Audits: measured lower bounds on what an attacker can learn.
 
-An accountant proves an upper bound on epsilon from the description of a mechanism; an audit
-measures a lower bound on the running program. A lower bound above the claim means that the
-program is not the mechanism that was accounted. An audit without a finding proves nothing.
+An accountant bounds epsilon from above, by a description; an audit bounds it from below, on the
+running program. If the lower bound is larger, the program is not the mechanism that was accounted.
+An audit without a finding proves nothing.
 
 | question | functions |
 |---|---|
 | how far does one example move one step, in units of its noise? | `audit_step`, `audit_algorithm` |
 | which canaries took part in a run? | `score_canaries`, `guess_members`, `epsilon_lower_bound` |
 | which rows was a released model trained on? | `audit_membership` |
-
-`audit_algorithm` runs an `Algorithm` as it is and changes nothing but who is drawn (`without`). For
-the canaries its optimizer is also wrapped by `recording`, which trains alike.
 """
 
 from dpjax.auditing.algorithm_step import Separation, audit_algorithm, without
-from dpjax.auditing.canaries import (
-    epsilon_lower_bound,
-    guess_members,
-    recording,
-    score_canaries,
-)
+from dpjax.auditing.canaries import epsilon_lower_bound, guess_members, recording, score_canaries
 from dpjax.auditing.membership import Membership, audit_membership
 from dpjax.auditing.single_step import audit_step
 

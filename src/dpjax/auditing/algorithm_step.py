@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""White-box audit of one step of an algorithm as it runs.
 
-The algorithm takes its first step twice with one key: on data with a canary, and on the same data
-without it. Noise follows from the key, so it cancels in the difference, which is what the canary
-moved. Its norm in standard deviations of the noise, $\mu$, is all that an attacker who knows
-everything else can use. A step of multiplier $m$ promises $\mu \le 1 / m$; with correlated noise,
-where the multiplier is that of the run, the first step promises less.
-
-Nothing here knows how a step works. Only the sampler is edited, so `dpjax.dpsgd` with any rule,
-Langevin dynamics and federated rounds are audited alike.
+The first step runs with and without a canary, with one key, so the noise cancels in the difference.
+Its norm in standard deviations of the noise, $\mu$, is all that an attacker who knows everything
+else can use. A step of multiplier $m$ promises $\mu \le 1 / m$. Only the sampler is edited, so all
+algorithms are audited alike.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ class Separation(NamedTuple):
     measured: Float[np.ndarray, " keys"]
     r"""$\mu$ under each key."""
     lower: Float[np.ndarray, " keys"]
-    r"""What $\mu$ is at least, by the confidence limit of the noise's standard deviation."""
+    r"""What $\mu$ is at least, by the confidence limit of the noise's deviation."""
     claimed: float
     r"""The largest $\mu$ that the mechanism allows: 1 / multiplier; twice that with `instead`.
 
@@ -89,7 +85,7 @@ class Separation(NamedTuple):
         if self.projections is None:
             return self.lower.max(keepdims=True), np.ones(1)
         keys = len(self.lower)
-        # The inequality of Dvoretzky, Kiefer and Wolfowitz holds for all separations together.
+        # Dvoretzky, Kiefer and Wolfowitz (1956, Massart's constant): for all of them together.
         slack = math.sqrt(math.log(2 / (1 - self.confidence)) / (2 * keys))
         return np.sort(self.lower), 1 - np.arange(keys) / keys - slack
 
@@ -109,22 +105,20 @@ def audit_algorithm(
 
     $$ \mu^2 = \sum_l \lVert \theta_l(D) - \theta_l(D \setminus \{c\}) \rVert^2 / \sigma_l^2 $$
 
-    over the leaves $l$ of the released parameters, under one key. If bounds are adapted, the
-    released bound is one more leaf. $\sigma_l$ is the standard deviation of steps that draw no row,
-    with its upper confidence limit for the lower bound.
+    over the leaves $l$ of the released parameters, and of the bound if it is adapted, under one
+    key. $\sigma_l$ is the standard deviation of steps that draw no row; `lower` takes its upper
+    confidence limit.
 
     Args:
-      build: From a sampler to the algorithm, such as ``lambda sampling: dpjax.dpsgd(loss,
-        optax.sgd(1.0), dataclasses.replace(mechanism, sampling=sampling), data)``. The optimizer
-        must be linear; others hide what the step releases.
+      build: From a sampler to the algorithm, as in the example. The optimizer must be linear;
+        others hide what the step releases.
       sampling: The sampler of the algorithm.
       params: The parameters at which the step is taken.
       canary: The row of the data that is left out. One whose clipped gradient reaches the bound
         shows most.
-      instead: The row that takes the canary's place; it takes part nowhere else. A replacement is
-        compared with what the mechanism allows a replacement, twice as much as leaving the canary
-        out. Leave it out for replace-one neighbours too, unless this row's clipped gradient is
-        opposite to the canary's: others move less than a replacement may.
+      instead: The row that takes the canary's place, and takes part nowhere else. A replacement may
+        move twice as much as a removal. Name only a row whose clipped gradient is opposite to the
+        canary's: others move less, for replace-one neighbours too.
       keys: The number of keys, 200 or more where norms are estimated (`dpjax.clipping.jl`): the
         projections follow from the key.
       pairs: The number of pairs of steps that measure the noise. A leaf of few numbers needs many.
@@ -134,7 +128,7 @@ def audit_algorithm(
       The separation, under the keys of the first seeds 0, 1, ... that draw the canary.
 
     Privacy:
-      The result is computed from private data and must not be published.
+      Computed from private data without noise. Do not publish it.
 
     Example:
       >>> import dataclasses, dpjax, optax
@@ -160,8 +154,7 @@ def audit_algorithm(
       (0.5, 0.5, False)
 
     References:
-      Nasr et al., "Tight Auditing of Differentially Private Machine Learning", 2023; Dvoretzky,
-      Kiefer and Wolfowitz, 1956, with Massart's constant, for estimated norms.
+      Nasr et al., "Tight Auditing of Differentially Private Machine Learning", 2023.
     """
     call = "auditing.audit_algorithm"
     for row in (canary, 0 if instead is None else instead):
@@ -171,8 +164,8 @@ def audit_algorithm(
     if instead is not None:
         base = without(sampling, [instead])
         lacking = _redrawn(base, lambda draw, _: _renamed(draw, canary, instead))
-    # Compilation takes longest, so the program without the canary measures the noise as well: it
-    # draws no row under keys of seeds that are not searched.
+    # Compilation takes longest, so the program without the canary measures the noise as well: under
+    # keys that are not searched it draws no row.
     silent = _redrawn(
         lacking,
         lambda draw, key: draw._replace(mask=draw.mask & (jax.random.key_data(key)[-1] < _SEEDS)),
@@ -187,10 +180,10 @@ def audit_algorithm(
         one, other = step(seed), without_it(seed)
         moved.append([float(np.linalg.norm(a - b)) for a, b in zip(one, other, strict=True)])
         rounding.append(step.rounding(one, other))
-    # What the roundings of both steps may have added is no evidence against the mechanism.
+    # What rounding may have added is no evidence against the mechanism.
     sure = np.maximum(0.0, np.subtract(moved, rounding))
-    # By what was done to the canary, not by the relation of the mechanism: a removal that is
-    # compared with the claim of a replacement would hide half of the noise.
+    # Not by the relation of the mechanism: a removal against the claim of a replacement would hide
+    # half of the noise.
     claimed = _of_one(mechanism) * (1.0 if instead is None else 2.0)
     measured, lower = in_units(np.asarray(moved), deviations), in_units(sure, limits)
     return Separation(measured, lower, claimed, estimated, confidence)
@@ -198,8 +191,7 @@ def audit_algorithm(
 
 def _of_one(mechanism: Mechanism) -> float:
     """How far the mechanism lets the gradient of one row move its first step, in units of noise."""
-    # Step 0 has the first row of C^-1 times the fresh noise, whose multiplier is relative to what
-    # one example moves in the whole run.
+    # Step 0 has the first row of C^-1 Z; the multiplier is that of the whole run.
     row, noise = 1.0, mechanism.noise
     if noise is not None:
         row = float(noise.next(jnp.ones(()), noise.start(jnp.zeros(())), 0)[0])
@@ -210,13 +202,9 @@ def _of_one(mechanism: Mechanism) -> float:
 def without(sampling: Sampler, rows: ArrayLike) -> Sampler:
     """The sampler of a data set that lacks these rows: they are taken out of every draw.
 
-    It draws all other rows as ``sampling`` does with the same key, and its public facts, such as
-    the number of examples and the batch size, do not change. So it stands for the neighbouring data
-    set of every guarantee that compares a row with an empty one.
-
-    Args:
-      sampling: Any sampler.
-      rows: The indices of the rows.
+    It draws all other rows as ``sampling`` does with the same key, and its public facts do not
+    change. So it stands for the neighbouring data set of every guarantee that compares a row with
+    an empty one.
 
     Example:
       >>> import dpjax
@@ -243,12 +231,11 @@ def _redrawn(sampling: Sampler, change: Callable[[Draw, Key], Draw]) -> Sampler:
 
 
 def _renamed(draw: Draw, row: int, instead: int) -> Draw:
-    """The draw from a data set with another row in the place of one."""
     return draw._replace(indices=jnp.where(draw.indices == row, instead, draw.indices))
 
 
 class _FirstStep:
-    """The first step of an algorithm under the key of any seed: what it releases, leaf by leaf."""
+    """What the first step of an algorithm releases under the key of a seed, leaf by leaf."""
 
     def __init__(self, algorithm: Algorithm, params: PyTree) -> None:
         call, named = "auditing.audit_algorithm", "build(sampling).mechanism"
@@ -285,7 +272,7 @@ class _FirstStep:
 def _deviations(
     noise_of: Callable[[int], list[np.ndarray]], pairs: int, risk: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The standard deviation of each leaf's noise, and limits that all hold but for the risk."""
+    """The deviation of each leaf's noise, and limits that all hold but for the risk."""
     from scipy.stats import chi2
 
     squares, sizes = np.zeros(1), np.zeros(1)
@@ -307,8 +294,7 @@ def in_units(
     with np.errstate(divide="ignore", invalid="ignore"):
         # Without noise: infinity, where anything moved at all.
         shifts = np.where(moved == 0, 0.0, moved / deviations)
-    # Leaves have noise of their own scale; independent Gaussians separate by the root of the sum of
-    # squares.
+    # Independent Gaussians separate by the root of the sum of squares.
     return np.linalg.norm(shifts, axis=1)
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Canaries: a lower bound on epsilon from a single run.
 
-Each canary takes part by a fair coin. After the run an attacker scores the canaries and guesses
-which of them took part. A private run limits how many guesses can be right, so right guesses refute
-small epsilons. Any score is valid; a better one gives a larger bound.
+Each canary takes part by a fair coin. A private run limits how many guesses about them can be
+right, so right guesses refute small epsilons. Any score is valid; a better one refutes more.
 """
 
 from __future__ import annotations
@@ -29,17 +28,16 @@ from dpjax.types import Algorithm, LossFn, PyTree, State
 
 
 class Recorded(NamedTuple):
-    """The state of `recording`: the last private mean, and the state of the optimizer."""
+    """The state of `recording`."""
 
     mean: PyTree
     inner: Any
 
 
 def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer, with a state that keeps the private mean that it received last.
+    """The optimizer, with a state that keeps the last private mean for `score_canaries`.
 
-    It moves parameters as ``optimizer`` does. `score_canaries` reads the means, which every step
-    releases, and has an example.
+    It moves parameters as ``optimizer`` does.
     """
     takes_more = optax.with_extra_args_support(optimizer)
 
@@ -73,19 +71,18 @@ def score_canaries(
 
     with $\bar g_i(w_t)$ the clipped gradient of canary $i$ at the parameters before step $t$, and
     $\tilde g_t$ the private mean of the step, less what is expected of all $n$ rows: the attacker
-    knows the rest of the data and that canaries $k$ joined by fair coins. A canary that takes part
-    adds its own clipped gradient to the mean, so its score is higher. With several groups the mean
-    of a canary's factors stands for all of them in $\bar g_i$.
+    knows the rest of the data and that canaries $k$ joined by fair coins. With several groups the
+    mean of a canary's factors stands for all of them in $\bar g_i$.
 
     Args:
       algorithm: `dpjax.dpsgd` with an optimizer from `recording`, on data that hold all canaries;
         its sampler leaves those out that take no part (`dpjax.auditing.without`).
       state: Its state before the first of these steps.
       steps: The number of steps.
-      loss: ``loss(params, example)``, that of the algorithm.
+      loss: As for the algorithm.
       canaries: The examples of all canaries, with a leading axis, whether they took part or not.
       rest: Rows of the data that are no canaries: all of them, or a sample, whose sum is scaled up.
-      per_step: That of the algorithm.
+      per_step: As for the algorithm.
 
     Returns:
       The scores, for `guess_members`; and the state after the steps.
@@ -110,13 +107,11 @@ def score_canaries(
       >>> algorithm = dpjax.dpsgd(loss, recording(optax.sgd(0.1)), mechanism, data)
       >>> state = algorithm.init(jnp.zeros(8))
       >>> scores, _ = score_canaries(algorithm, state, 3, loss, canaries, rows)
-      >>> correct, guesses = guess_members(scores, joined, guesses=8)
-      >>> correct, guesses
+      >>> guess_members(scores, joined, guesses=8)
       (8, 8)
 
     References:
-      Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", 2023,
-      for its white-box audits.
+      Steinke, Nasr and Jagielski, 2023, for its white-box audits; as `epsilon_lower_bound`.
     """
     call = "auditing.score_canaries"
     hint = "Build the algorithm with auditing.recording(optimizer)."
@@ -195,8 +190,7 @@ def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[
         )
     guesses = checks.whole("auditing.guess_members", "guesses", guesses, least=2, most=scores.size)
     # Half of the guesses at either end, where scores say most; the middle abstains.
-    # Equal scores in a random order: in that of the rows, sorted members would be guessed right by
-    # scores that say nothing.
+    # Equal scores in a random order: in that of the rows, sorted members would be guessed right.
     ties = np.random.default_rng(0).permutation(scores.size)
     order, half, inside = np.lexsort((ties, scores)), guesses // 2, truths == 1
     right = np.sum(inside[order[-half:]]) + np.sum(~inside[order[:half]])
@@ -217,10 +211,7 @@ def epsilon_lower_bound(
       guesses: The number of guesses.
       canaries: The number of canaries, guessed or not.
       delta: The delta of the claim.
-      confidence: The confidence of the bound.
-
-    Returns:
-      A lower bound on epsilon, at most 50; 0 if no epsilon is refuted.
+      confidence: The confidence of the bound, which is at most 50, and 0 if nothing is refuted.
 
     Example:
       >>> round(epsilon_lower_bound(100, 100, canaries=100), 2)
@@ -229,8 +220,7 @@ def epsilon_lower_bound(
       0.0
 
     References:
-      Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", 2023,
-      theorem 5.2.
+      Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", 2023, theorem 5.2.
     """
     call = "auditing.epsilon_lower_bound"
     if not 0 <= correct <= guesses <= canaries:
@@ -242,11 +232,10 @@ def epsilon_lower_bound(
     from scipy.stats import binom  # a second that only audits of whole runs cost
 
     def p_value(epsilon: float) -> float:
-        # Theorem 5.2 of Steinke, Nasr and Jagielski (2023): with pure epsilon each guess is right
-        # with at most this chance, and delta adds a slack that is bounded over all thresholds.
+        # With pure epsilon each guess is right with at most this chance; delta adds a slack that
+        # is bounded over all thresholds.
         chance, steps = 1 / (1 + np.exp(-epsilon)), np.arange(1, correct + 1)
-        # How likely a few more wrong guesses are: delta turns a bounded number of them into right
-        # ones.
+        # Delta turns a bounded number of wrong guesses into right ones.
         below = np.cumsum(binom.pmf(correct - steps, guesses, chance))
         slack = np.max(below / steps, initial=0.0)
         return float(binom.sf(correct - 1, guesses, chance) + 2 * canaries * delta * slack)

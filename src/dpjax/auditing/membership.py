@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Membership inference from the losses of a released model.
 
-A row is guessed to be a member if its loss is small. If a run is $(\epsilon, \delta)$-private, the
-true and the false positive rate of every such test obey
+If a run is $(\epsilon, \delta)$-private, the rates of true and false positives of every test obey
 $\mathrm{TPR} \le e^\epsilon\,\mathrm{FPR} + \delta$, and so do the rates of the opposite guess.
 Half of the rows choose the threshold; the others, which it has not seen, bound the two rates.
 """
@@ -64,10 +63,9 @@ def audit_membership(
     with the limits of Clopper and Pearson in the place of the rates.
 
     Args:
-      members: Scores of rows that the model was trained on, higher where a row is more likely a
-        member.
-      others: Scores of rows of the same distribution that it was not trained on. If they follow
-        another distribution, the audit measures that difference too.
+      members: Scores of rows that the model was trained on, higher where membership is likelier.
+      others: Scores of rows of the same distribution that it was not trained on: the audit measures
+        a difference of distributions too.
       delta: The delta of the claim.
       confidence: The confidence of the result, over rows that are independent draws.
       seed: The seed that splits the rows in two halves.
@@ -79,8 +77,8 @@ def audit_membership(
       (True, True)
 
     References:
-      Yeom, Giacomelli, Fredrikson and Jha, "Privacy Risk in Machine Learning", 2018; Jagielski,
-      Ullman and Oprea, "Auditing Differentially Private Machine Learning", 2020, for the limits.
+      Yeom et al., "Privacy Risk in Machine Learning", 2018; Jagielski, Ullman and Oprea,
+      "Auditing Differentially Private Machine Learning", 2020, for the limits.
     """
     scores = [_checked(name, x) for name, x in (("members", members), ("others", others))]
     call = "auditing.audit_membership"
@@ -113,7 +111,6 @@ def _checked(name: str, scores: ArrayLike) -> Float[np.ndarray, " rows"]:
 
 
 def _rates(scores: tuple[np.ndarray, ...], threshold: float) -> tuple[float, float]:
-    """True and false positives at a threshold."""
     true, false = (float(np.mean(x >= threshold)) for x in scores)
     return true, false
 
@@ -135,7 +132,7 @@ def _limits(scores: tuple[np.ndarray, ...], threshold: float, risk: float) -> tu
 def _epsilon(limits: tuple[Limits, Limits], delta: float) -> float:
     """The largest epsilon that the limits of both rates refute."""
     true, false = limits
-    # The opposite guess, that a row is none of the members, is bounded alike.
+    # The opposite guess is bounded alike.
     pairs = ((true[0], false[1]), (1 - false[1], 1 - true[0]))
     ratios = [(more - delta) / less for more, less in pairs if more > delta]
     return max([0.0, *map(math.log, ratios)])

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """White-box audit of one step, from per-example gradients.
 
-It clips, sums and noises a batch with and without one more gradient, by the functions that a step
-calls. It needs neither a loss nor data, so it measures a rule and a mechanism alone.
-`dpjax.auditing.audit_algorithm` runs the algorithm itself.
+It needs neither a loss nor data, so it measures a rule and a mechanism alone.
 """
 
 from __future__ import annotations
@@ -26,18 +24,16 @@ _ENOUGH = 4096  # the standard deviation of this many numbers is known to about 
 
 
 def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key) -> float:
-    r"""White-box audit of one private step: the separation of two neighbouring batches.
+    r"""White-box audit of one private step, without its algorithm: the separation of two batches.
 
     $$ \mu = \lVert \Sigma^{-1/2} (\mathbb{E}[M(D \cup \{c\})] - \mathbb{E}[M(D)]) \rVert $$
 
-    The standard deviation of the noise is measured, for each leaf separately. A step with
-    multiplier $m$ and a canary that reaches the rule's bounds has $\mu = 1 / m$. A larger value
-    means that the guarantee is broken, a smaller one that noise is wasted.
+    The noise of each leaf is measured. A step with multiplier $m$ and a canary that reaches the
+    rule's bounds has $\mu = 1 / m$; more breaks the guarantee, less wastes noise.
 
     Args:
       mechanism: Its first step is audited, without sampling.
-      gradients: Per-example gradients of the batch ``(batch, ...)``. The noise of a leaf of fewer
-        than 4,096 numbers is measured over several first steps with other keys.
+      gradients: Per-example gradients of the batch ``(batch, ...)``.
       canary: One example's gradient, without batch axis.
       key: Root key of the audited steps.
 
@@ -75,8 +71,7 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
 
     with_canary = privatized(clipping.clip(mechanism.clipping, both)[0], key)
     without = privatized(clipping.clip(mechanism.clipping, gradients)[0], key)
-    # With one key the noise of both batches is equal and cancels in their difference, so only
-    # its standard deviation has to be measured.
+    # One key: the noise of both batches cancels, and only its deviation has to be measured.
     noise = _measured(lambda key: privatized(like, key), key)
     moved = [
         np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64))
@@ -86,7 +81,7 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
 
 
 def _measured(noise: Callable[[Key], list[Array]], key: Key) -> list[np.floating]:
-    """The standard deviation of each leaf of pure noise; small leaves are drawn many times."""
+    """The deviation of each leaf of pure noise; small leaves are drawn under many keys."""
     leaves = noise(key)
     small = [i for i, leaf in enumerate(leaves) if 0 < leaf.size < _ENOUGH]
     if small:

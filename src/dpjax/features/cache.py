@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features of a whole data set: computed once, then read.
 
-The name of a file is a hash of the data's bytes and of the transform's settings, so a file is
-never stale and two data sets never share one. Features are functions of private examples: a cache
+A file's name is a hash of the data's bytes and of the settings, so a file is never stale. A cache
 is as secret as the data.
 """
 
@@ -34,7 +33,7 @@ def scattered(
     directory: str | os.PathLike[str] | None = None,
     batch_size: int = 2048,
 ) -> np.ndarray:
-    """The scattering features of all images of a data set.
+    """The scattering features of all images, ``[examples, out_height, out_width, features]``.
 
     Args:
       images: ``[examples, height, width, channels]``, floating point.
@@ -43,9 +42,6 @@ def scattered(
       order: The largest number of wavelets in a path.
       directory: The folder of the cache; by default features are computed in every call.
       batch_size: The number of images on the device; changes speed and memory only.
-
-    Returns:
-      ``[examples, out_height, out_width, features]``, in the order of the images.
 
     Privacy:
       Each row is a function of one image: the features cost nothing, and are as secret as the
@@ -66,8 +62,7 @@ def scattered(
     row = jax.eval_shape(transform, jax.ShapeDtypeStruct((1, *images.shape[1:]), images.dtype))
 
     def compute(images: np.ndarray) -> np.ndarray:
-        # Written batch by batch into one array: features of a data set are several times as large
-        # as its images.
+        # Into one array: features are several times as large as the images.
         features = np.empty((len(images), *row.shape[1:]), row.dtype)
         size = min(batch_size, len(images))
         for start in range(0, len(images), max(1, size)):
@@ -99,10 +94,7 @@ def cached(
       inputs: An array; a single changed bit makes another key.
       settings: All other facts that the result depends on, as JSON: numbers, strings, lists.
       directory: The folder; made if it does not exist.
-      name: The first batch of the file's name.
-
-    Returns:
-      The array, equal to the last bit.
+      name: How the file's name begins.
 
     Example:
       >>> import tempfile
@@ -115,12 +107,10 @@ def cached(
       [0 2 4]
     """
     inputs = np.asarray(inputs)
-    # Both names are needed: `str` is equal for bfloat16 and other void types, `name` for both
-    # byte orders.
+    # `str` is equal for bfloat16 and other void types, `name` for both byte orders.
     kind = [inputs.dtype.name, inputs.dtype.str]
     facts = {"name": name, "kind": kind, "shape": inputs.shape, "settings": dict(settings)}
     hashed = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    # Of all images: a changed image must not be given the features of the old one.
     hashed.update(np.ascontiguousarray(inputs).reshape(-1).view(np.uint8).data)
     path = Path(directory, f"{name}-{hashed.hexdigest()[:32]}.npy")
     if path.is_file():

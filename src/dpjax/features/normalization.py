@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The means and variances of channels, released privately.
 
-Each example gives the vector of its channel means, clipped to a threshold, and the noisy sum over
-all examples is a Gaussian query; so is the noisy sum of the mean squares. A threshold is public
-(measured on public data, say), or a noisy histogram finds it, at the price of one more query. An
-exact median of the private norms would be a release that no accountant sees.
+A threshold is public, or a noisy histogram finds it, at the price of one more query. An exact
+median of the private norms would be a release that no accountant sees.
 """
 
 from __future__ import annotations
@@ -47,9 +45,7 @@ def channel_norms(features: Features) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
-    """A private search for thresholds: a quantile of a noisy histogram of the norms.
-
-    There is one histogram for each of the two thresholds.
+    """A private search: each threshold is a quantile of a noisy histogram of the norms.
 
     Args:
       noise_multiplier: The noise multiplier of each histogram.
@@ -73,7 +69,6 @@ class Search:
     bins: int = 121
 
     def __post_init__(self) -> None:
-        """Refuses searches that cannot find a threshold."""
         checked_multiplier("features.Search", self.noise_multiplier, clipping.flat(1.0))
 
     @property
@@ -84,7 +79,7 @@ class Search:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Normalization:
-    r"""The private normalisation of channels: one description for the run and the accountant.
+    r"""The private normalisation of channels, for the run and the accountant.
 
     Per example $i$ with channel means $a_i$ and mean squares $b_i$,
 
@@ -95,7 +90,7 @@ class Normalization:
     where the bar clips to a norm of $\tau$.
 
     Args:
-      examples: $N$, the number of examples; public.
+      examples: $N$, which is public.
       noise_multiplier: $z$, of each of the two queries, relative to its threshold.
       thresholds: $(\tau_1, \tau_2)$, public; or a `Search` that finds them.
 
@@ -109,7 +104,6 @@ class Normalization:
     | an example with NaN or infinite features | contributes exactly 0 |
     | multiplier 0, infinite thresholds | moments without noise; accounted as not private |
     | a mean above 1000 deviations | $\sigma^2$ is off by about $10^{-7} \mu^2$: it is float32 |
-    | multiplier above 0, infinite thresholds | refused |
 
     Example:
       >>> import dpjax
@@ -127,9 +121,8 @@ class Normalization:
       2.59
 
     References:
-      Tramèr and Boneh, "Differentially Private Learning Needs Better Features (or Much More
-      Data)", 2021, appendix B; there the thresholds are medians of the private norms, which is
-      not private.
+      Tramèr and Boneh, "Differentially Private Learning Needs Better Features", 2021, appendix B;
+      there the thresholds are medians of the private norms, which is not private.
     """
 
     examples: int
@@ -137,7 +130,6 @@ class Normalization:
     thresholds: tuple[float, float] | Search
 
     def __post_init__(self) -> None:
-        """Refuses impossible descriptions."""
         checks.whole("features.Normalization", "examples", self.examples)
         bounds = (1.0, 1.0) if isinstance(self.thresholds, Search) else self.thresholds
         for bound in bounds:
@@ -157,11 +149,9 @@ class Normalization:
         """Runs the queries on all examples.
 
         Args:
-          key: Consumed. The root key of the run may be given: no other purpose shares these
-            streams. A second release, of other features say, is more queries and needs
-            another key: equal noise on both would cancel in their difference.
-          features: ``[examples, height, width, channels]``; each example is a function of one
-            raw example.
+          key: Consumed; the root key of the run may be given. A second release, of other features
+            say, needs another key: equal noise on both would cancel in their difference.
+          features: ``[examples, height, width, channels]``; each is a function of one raw example.
 
         Returns:
           The noisy moments, which may be published.
@@ -175,13 +165,12 @@ class Normalization:
                 f"{self.examples}, by which the sums are divided."
             )
         means, squares = _statistics(features)
-        # Two queries on all examples; the training steps come later and are accounted with them.
         mean, square = (
             _release(key, query, rows, self._threshold(key, query, rows), self.noise_multiplier)
             / self.examples
             for query, rows in ((_MEANS, means), (_SQUARES, squares))
         )
-        # Noise can make the difference negative; post-processing may set it to 0.
+        # Noise can make the difference negative.
         return Moments(mean, jnp.maximum(square - mean**2, 0))
 
     def _threshold(self, key: Key, query: int, rows: Array) -> float:
@@ -191,20 +180,18 @@ class Normalization:
             return search[query]
         norms = trees.group_norms(rows, (0,), 1)
         bins = jnp.minimum(jnp.searchsorted(jnp.asarray(search.edges), norms), search.bins - 1)
-        # One vote an example, so one example moves the histogram by at most 1; a norm that is not
-        # finite has none.
+        # One vote an example; a norm that is not finite has none.
         votes = jnp.where(jnp.isfinite(norms), jax.nn.one_hot(bins[:, 0], search.bins), 0)
         counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier)
-        # By the public number of examples: the sum of the noisy counts would add their noise.
+        # The number of examples is public; the sum of the noisy counts would add their noise.
         below = np.cumsum(np.asarray(counts, np.float64)) >= search.quantile * self.examples
         return float(search.edges[np.argmax(below) if below.any() else -1])
 
 
 @jax.jit
 def _statistics(features: Features) -> tuple[Array, Array]:
-    """Channel means, and means of squares, of each example: ``[examples, channels]``."""
+    """Channel means and mean squares of each example: ``[examples, channels]``."""
     features = features.astype(trees.wide(features.dtype))
-    # Over places within an example: its contribution stays one vector, however large the image is.
     return jnp.mean(features, axis=(1, 2)), jnp.mean(features**2, axis=(1, 2))
 
 
@@ -213,8 +200,7 @@ def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float)
     rule = clipping.flat(bound)
     factors = rule.factors(trees.group_norms(rows, (0,), 1))
     total, lost = _summed(rows, factors)
-    # The library's own rule and noise link: the tests of training also cover this query. The
-    # purpose keeps its noise apart from the noise of every training step with the same root key.
+    # The purpose keeps this noise apart from training steps with the same root key.
     stream = trees.step_key(key, Purpose.PREPARATION, query)
     deviations = standard_deviations(multiplier, rule, 0)
     released, _ = add_noise(total, rule.partition, deviations, stream, 0, lost=lost)
@@ -222,11 +208,9 @@ def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float)
 
 
 def _summed(rows: Array, factors: Array) -> tuple[Array, Array]:
-    """The sum of rows times their factors, and what its dtype lacks of it.
-
-    One float32 sum over all examples rounds by percents of a bound for a million, and one row can
-    move roundings of all others.
-    """
+    """The sum of rows times their factors, and what its dtype lacks of it."""
+    # One float32 sum over a million examples rounds by percents of a bound, and one row can move
+    # the roundings of all others.
     total = np.zeros(rows.shape[1:], np.float64)
     for start in range(0, rows.shape[0], _ROWS):
         block = np.asarray(rows[start : start + _ROWS])

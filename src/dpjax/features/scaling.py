@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feature scaling: example by example, or by given moments.
-
-Noise is as large as the largest coordinate needs, so features are normalised before training.
-`group_norm` reads one example at a time and costs no privacy. `normalize` applies given means and
-variances of channels and costs none either; `Normalization` pays for finding them in private data.
-"""
+"""Feature scaling, without a privacy cost: example by example, or by given moments."""
 
 from __future__ import annotations
 
@@ -42,9 +37,6 @@ def group_norm(
       groups: The number of groups; the papers use 9, 27 or 81 for the features of a ScatterNet.
       stabilizer: $s$; prevents division by 0 in a constant group.
 
-    Returns:
-      Features of the same shape and dtype; every group has mean 0 and a variance of at most 1.
-
     Privacy:
       An example's result depends on that example alone, so it costs nothing.
 
@@ -66,7 +58,6 @@ def group_norm(
     split = wide.reshape(*rest, groups, channels // groups)
     axes = (-4, -3, -1)
     mean = jnp.mean(split, axis=axes, keepdims=True)
-    # Of this example alone: a statistic over the batch would let examples see each other.
     variance = jnp.var(split, axis=axes, keepdims=True)
     scaled = (split - mean) / jnp.sqrt(variance + stabilizer)
     return scaled.reshape(features.shape).astype(features.dtype)
@@ -89,8 +80,7 @@ def normalize(
       stabilizer: $s$, added to the variance.
 
     Returns:
-      Features of the same shape. A channel becomes 0 if its noisy variance is not positive,
-      because it then has more noise than signal.
+      Features of the same shape; 0 where the noisy variance says more noise than signal.
 
     Privacy:
       Free: the examples share only the released moments.
@@ -101,7 +91,6 @@ def normalize(
       Array([[[[2., 0.]]]], dtype=float32)
     """
     features = jnp.asarray(features)
-    # A variance of 0 after noise means that noise dominates: its root would amplify the channel.
     scale = jnp.where(moments.variance > 0, jax.lax.rsqrt(moments.variance + stabilizer), 0)
     mean, scale = (jnp.broadcast_to(x, features.shape) for x in (moments.mean, scale))
     return (features - mean) * scale

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of one example, and the step from a model to a function of parameters.
 
-A private gradient is clipped example by example, so a loss here takes the output for **one**
-example and returns one number, in float32 or wider. `of` joins a Linen module and such a loss
-into the ``loss(params, example)`` that the rest of dpjax takes; any other pure function of that
-form, made with NNX or Equinox, works too. `augmented` averages a loss over views of an example.
-
-`classification` and `regression` hold the plain losses, `combined` the loss of losing_less_2022,
-which also reads the epoch and the pre-activations.
+Private gradients are clipped example by example, so a loss here takes the output for **one**
+example and returns one number, in float32 or wider. Any other pure ``loss(params, example)``, made
+with NNX or Equinox, works too.
 """
 
 from dpjax.losses.augmentation import augmented

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several views of one example, averaged before clipping.
-
-The privacy cost of an example in a step does not depend on how much is learnt from it. So its
-loss may be the mean over random crops and flips: the gradient is still that of one example,
-clipped to one bound, and the noise does not grow.
-"""
+"""Several views of one example, averaged before clipping, so that the noise does not grow."""
 
 from __future__ import annotations
 
@@ -29,7 +24,7 @@ def augmented(
     $$ \frac1K \sum_{k=1}^K \text{loss}(\theta, (a_k(x), y)) $$
 
     Args:
-      loss: ``loss(params, (x, y))``, such as `of` returns.
+      loss: ``loss(params, (x, y))``, as from `of`.
       augment: ``augment(key, x) -> view``, of the shape of x.
       views: K, the multiplicity; time and memory of a step grow with it.
       key: Root key of the views; it need not be secret.
@@ -51,16 +46,15 @@ def augmented(
       >>> # dpjax.dpsgd(loss, optimizer, mechanism, data, per_step=lambda step: step)
 
     References:
-      De, Berrada, Hayes, Smith and Balle, "Unlocking High-Accuracy Differentially Private
-      Image Classification through Scale", 2022, section 3.3.
+      De et al., "Unlocking High-Accuracy Differentially Private Image Classification through
+      Scale", 2022, section 3.3.
     """
     views = checks.whole("losses.augmented", "views", views)
     checks.key("losses.augmented", key)
     key = trees.mappable(jax.random.fold_in(key, Purpose.VIEWS))
 
     def mean_loss(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:
-        # Randomness comes from the example, not from a state: a loss stays a pure function, and
-        # a resumed run draws the same views.
+        # Not from a state: a loss stays pure, and a resumed run draws the same views.
         x, y, *numbers = unpacked("augmented", example)
         # One after the other, so that (row 1, step 2) and (row 2, step 1) differ.
         folded = functools.reduce(jax.random.fold_in, numbers, key)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of class labels: the logits and the label of one example in, one number out.
 
-The cross-entropy and its focal variant are computed in forms whose gradients stay exact for large
-logits, because clipping drops an example whose gradient overflows. `one_hot` turns any loss of
-numbers into a loss of labels.
+Gradients stay exact for large logits, because clipping drops an example whose gradient overflows.
 """
 
 from __future__ import annotations
@@ -17,34 +15,28 @@ from jaxtyping import Array, Float, Integer
 
 from dpjax import checks, trees
 
+Logits = Float[ArrayLike, " classes"]
+Label = Integer[ArrayLike, ""]
+Loss = Float[Array, ""]
 
-def cross_entropy(
-    logits: Float[ArrayLike, " classes"], label: Integer[ArrayLike, ""]
-) -> Float[Array, ""]:
-    r"""The cross-entropy of one example, $\log \sum_j e^{h_j} - h_y$.
+
+def cross_entropy(logits: Logits, label: Label) -> Loss:
+    r"""The cross-entropy of one example in nats, $\log \sum_j e^{h_j} - h_y$.
 
     Its gradient with respect to the logits is ``softmax(logits) - one_hot(label)``, whose norm
-    is at most the square root of 2.
-
-    | edge case | value |
-    |---|---|
-    | large logits | finite, with an exact gradient: no exponential of a large number |
-    | label out of range | NaN, with a gradient of zero |
+    is at most the square root of 2. It is exact for large logits. A label out of range gives NaN,
+    with a gradient of zero.
 
     Args:
       logits: h, one score for each class.
       label: y, a whole number, of shape ``()`` or ``(1,)``.
-
-    Returns:
-      The loss in nats.
 
     Example:
       >>> round(float(cross_entropy(jnp.zeros(10), jnp.array(3))), 4)
       2.3026
     """
     scores, chosen = _classes("cross_entropy", logits, label)
-    # A masked sum instead of scores[label]: a gather would be materialised for each example by an
-    # engine, and wraps for negative labels.
+    # Not scores[label]: engines materialise a gather per example, and it wraps for negative labels.
     return _known(chosen, jax.nn.logsumexp(scores) - jnp.sum(scores, where=chosen))
 
 
@@ -52,9 +44,6 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
     r"""Makes a cross-entropy in which examples that are already learnt weigh less.
 
     $$ -(1 - p_y)^\gamma \log p_y, \qquad p = \mathrm{softmax}(h) $$
-
-    The probability of being wrong, $1 - p_y$, is computed from the lead of the other logits and not
-    by subtraction, so that small values and their powers keep their digits.
 
     Args:
       gamma: 0 gives the cross-entropy; the larger gamma, the less an easy example weighs.
@@ -64,14 +53,11 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
       0.1733
 
     References:
-      Lin, Goyal, Girshick, He and Dollar, "Focal Loss for Dense Object Detection", 2017,
-      equation 4.
+      Lin et al., "Focal Loss for Dense Object Detection", 2017, equation 4.
     """
     gamma = checks.not_negative("losses.focal", "gamma", gamma, infinite=False)
 
-    def loss(
-        logits: Float[ArrayLike, " classes"], label: Integer[ArrayLike, ""]
-    ) -> Float[Array, ""]:
+    def loss(logits: Logits, label: Label) -> Loss:
         scores, chosen = _classes("focal", logits, label)
         # By how much the others lead. Both logarithms follow from this one number: log(1 - p) from
         # p would be log(0) for an example that is learnt to the last bit.
@@ -103,13 +89,10 @@ def one_hot(error: Callable[[Array, Array], Array]) -> Callable[[Array, Array], 
       0.5
 
     References:
-      Shamsabadi and Papernot, "Losing Less: A Loss for Differentially Private Deep
-      Learning", 2022, equation 5 and appendix F.
+      Shamsabadi and Papernot, "Losing Less", 2022, equation 5 and appendix F.
     """
 
-    def loss(
-        logits: Float[ArrayLike, " classes"], label: Integer[ArrayLike, ""]
-    ) -> Float[Array, ""]:
+    def loss(logits: Logits, label: Label) -> Loss:
         scores, chosen = _classes("one_hot", logits, label)
         # On the logits and not on probabilities, as the papers apply squared error to classes.
         return _known(chosen, error(scores, chosen.astype(scores.dtype)))
@@ -133,6 +116,5 @@ def _classes(name: str, logits: ArrayLike, label: ArrayLike) -> tuple[Array, Arr
 
 
 def _known(chosen: Array, loss: Array) -> Array:
-    # A label outside the classes has no loss: the value is NaN. The gradient through this branch
-    # is zero, so the example contributes nothing to a private sum.
+    # The gradient through this branch is zero, so the example adds nothing to a private sum.
     return jnp.where(chosen.any(), loss, jnp.nan)

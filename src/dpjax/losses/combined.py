@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of losing_less_2022: squared error first, focal loss later, and a penalty.
-
-The squared error on logits converges fast and keeps logits small in the first epochs. The focal
-loss takes over once the easy examples are learnt. The penalty on pre-activations keeps weights,
-and with them gradients, from growing past the clipping bound.
-"""
+"""The loss of losing_less_2022: squared error first, focal loss later, and a penalty."""
 
 from __future__ import annotations
 
@@ -30,6 +25,9 @@ def composite(
     error: Callable[[Array, Array], Array] = squared_error,
 ) -> Callable[..., Float[Array, ""]]:
     r"""Makes the weighted sum of focal loss, squared error and pre-activation penalty.
+
+    The squared error converges fast and keeps logits small; the focal loss follows once the easy
+    examples are learnt; the penalty keeps weights, and with them gradients, small.
 
     $$ \alpha \, \text{focal}_\gamma(h, y) + (1 - \alpha) \, \tfrac12 \|h - y\|^2
        + \tfrac{1 - \alpha}\beta \sum_m \tfrac1{2 d_m} \|h_m\|^2,
@@ -58,14 +56,8 @@ def composite(
 
     Returns:
       ``loss(logits, label, *, hidden, epoch)``. `of` passes ``hidden`` and ``epoch``;
-      ``dpjax.dpsgd(..., per_step=lambda step: step // steps_per_epoch)`` defines the epoch.
-
-    | edge case | value |
-    |---|---|
-    | no hidden layers | no penalty |
-    | beta infinite | no penalty; ``hidden`` is still an argument |
-    | label out of range | NaN, with a gradient of zero |
-    | epoch far from threshold | exactly one of the two errors, no overflow |
+      ``dpjax.dpsgd(..., per_step=lambda step: step // steps_per_epoch)`` defines the epoch. A label
+      out of range gives NaN, with a gradient of zero.
 
     Example:
       >>> loss = composite(gamma=0.0, beta=2.0)
@@ -74,8 +66,8 @@ def composite(
       True
 
     References:
-      Shamsabadi and Papernot, "Losing Less: A Loss for Differentially Private Deep
-      Learning", 2022, equations 5 to 8, tables 6 and 7.
+      Shamsabadi and Papernot, "Losing Less: A Loss for Differentially Private Deep Learning",
+      2022, equations 5 to 8, tables 6 and 7.
     """
     call, readings = "losses.composite", ("(1-alpha)/beta", "1/beta", "beta")
     checks.one_of(call, "coefficient", coefficient, readings)
@@ -92,8 +84,7 @@ def composite(
         epoch: ArrayLike,
     ) -> Float[Array, ""]:
         logits, label = jnp.asarray(logits), jnp.asarray(label)
-        # The paper's switch from squared error to focal loss, at the epoch `threshold`; a function
-        # of the epoch alone, so it costs no privacy.
+        # A function of the epoch alone costs no privacy.
         alpha = jax.nn.sigmoid(jnp.asarray(epoch, jnp.float32) - threshold)
         # An error without weight is that of zeros: 0 times an error that overflows is NaN.
         used = [jnp.where(share > 0, logits, 0) for share in (alpha, 1 - alpha)]

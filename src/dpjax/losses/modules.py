@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a module and a loss to ``loss(params, example)``, a pure function of one example.
-
-A model whose examples depend on each other, such as one with batch normalisation, is refused:
-clipping could not bound an example's influence.
-"""
+"""From a module and a loss to ``loss(params, example)``, a pure function of one example."""
 
 from __future__ import annotations
 
@@ -33,9 +29,8 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
     | ``hidden`` | the pre-activations of all hidden layers |
     | ``epoch`` | the third entry of an example ``(x, y, epoch)`` |
 
-    A model of dpjax keeps its pre-activations; other models call
-    ``self.sow("preactivations", name, h)``. `dpjax.dpsgd` adds the epoch if ``per_step`` defines
-    it, as in ``per_step=lambda step: step // 117``.
+    Models of other packages keep pre-activations by ``self.sow("preactivations", name, h)``.
+    `dpjax.dpsgd` adds the epoch by ``per_step=lambda step: step // 117``, say.
 
     Args:
       model: A module whose only variables are its parameters.
@@ -48,8 +43,8 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
       and ``params`` the inner tree, ``variables["params"]``.
 
     Privacy:
-      The model has no state but its parameters. Batch statistics are refused: with them the
-      output for one example depends on the others, and clipping does not bound its influence.
+      Batch statistics are refused: with them the output for one example depends on the others, and
+      clipping does not bound its influence.
 
     Example:
       >>> from dpjax.losses import cross_entropy
@@ -70,8 +65,7 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
       ...     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), row), step)
       ...     return cross_entropy(model.apply({"params": params}, x, rngs={"dropout": key}), y)
 
-      A module of NNX, Equinox or Haiku needs no `of`: its loss joins the parameters with the rest,
-      as the page *Your model* shows.
+      Modules of NNX, Equinox or Haiku need no `of`: see the page *Your model*.
     """
     if isinstance(model, type) or not callable(getattr(model, "apply", None)):
         raise TypeError(
@@ -80,14 +74,12 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
         )
     if "rngs" in options:
         raise ValueError(f"losses.of(rngs=...): expected none. {_OWN_KEY}")
-    # By argument name, so that one `of` serves all losses. Read once, not in every trace.
     named = inspect.signature(loss).parameters
 
     def per_example(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:
         if isinstance(params, Mapping) and {"params", "batch_stats"} & params.keys():
             raise ValueError(f"losses.of: got the variables {sorted(params)}. {_STATE}")
         x, y, *epoch = unpacked("of", example)
-        # An argument `epoch` with a default serves runs without `per_step` too.
         more: dict[str, Any] = {"epoch": epoch[0]} if epoch else {}
         # No other collection is mutable: batch statistics raise and are refused below.
         mutable = ["preactivations"] if "hidden" in named else False
@@ -116,7 +108,6 @@ def unpacked(name: str, example: Any) -> tuple[Any, ...] | list[Any]:
     return example
 
 
-# With one key, all examples and steps would share one dropout mask.
 _OWN_KEY = (
     "Pass train=False, or write a loss with a key of row and step, as the examples of `of` do."
 )
@@ -124,9 +115,8 @@ _STATE = 'Batch statistics mix examples: use GroupNorm, and give model.init(...)
 
 
 def _hidden(model: nn.Module, params: PyTree, sown: Any) -> list[Array]:
-    """The pre-activations; a model of several layers that keeps none is an error."""
+    """The pre-activations; a penalty on none of them would look like a result."""
     hidden = jax.tree.leaves(sown)
-    # A penalty that is silently 0 would look like a result.
     if not hidden and sum(jnp.ndim(leaf) > 1 for leaf in jax.tree.leaves(params)) > 1:
         raise ValueError(
             f"losses.of: {type(model).__name__} keeps no pre-activations for `hidden`. In its "

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of numbers: a prediction and a target of one shape in, one number out.
 
-The squared and the absolute error, and Huber's loss between the two. All are sums over
-components, not means: a mean would divide the gradient, and so change which examples are clipped.
+All are sums over components: a mean would change which gradients are clipped.
 """
 
 from __future__ import annotations
@@ -15,18 +14,17 @@ from jaxtyping import Array, Float, Num
 
 from dpjax import checks, trees
 
+Prediction = Float[ArrayLike, "..."]
+Target = Num[ArrayLike, "..."]
+Loss = Float[Array, ""]
 
-def squared_error(
-    prediction: Float[ArrayLike, "..."], target: Num[ArrayLike, "..."]
-) -> Float[Array, ""]:
+
+def squared_error(prediction: Prediction, target: Target) -> Loss:
     r"""Half the squared distance, $\tfrac12 \|h - y\|^2$; its gradient is the residual.
 
     Args:
       prediction: h.
       target: y, of the same shape; a prediction ``(1,)`` may meet a target ``()``.
-
-    Returns:
-      The loss, summed over components.
 
     Example:
       >>> float(squared_error(jnp.array([3.0, 1.0]), jnp.array([1.0, 1.0])))
@@ -35,12 +33,8 @@ def squared_error(
     return 0.5 * jnp.sum(jnp.square(_residual("squared_error", prediction, target)))
 
 
-def absolute(
-    prediction: Float[ArrayLike, "..."], target: Num[ArrayLike, "..."]
-) -> Float[Array, ""]:
+def absolute(prediction: Prediction, target: Target) -> Loss:
     r"""The absolute error, $\sum_j |h_j - y_j|$; its gradient is a sign, 0 at 0.
-
-    The arguments are as in `squared_error`.
 
     Example:
       >>> float(absolute(jnp.array([3.0, 1.0]), jnp.array([1.0, 2.0])))
@@ -72,9 +66,7 @@ def huber(delta: float = 1.0) -> Callable[[Array, Array], Array]:
     """
     delta = checks.positive("losses.huber", "delta", delta, infinite=True)
 
-    def loss(
-        prediction: Float[ArrayLike, "..."], target: Num[ArrayLike, "..."]
-    ) -> Float[Array, ""]:
+    def loss(prediction: Prediction, target: Target) -> Loss:
         residual = _residual("huber", prediction, target)
         # c (r - c / 2) with c = clip(r) is both branches, without a `where` and its NaN gradients.
         inside = jnp.clip(residual, -delta, delta)
@@ -85,15 +77,13 @@ def huber(delta: float = 1.0) -> Callable[[Array, Array], Array]:
 
 def _residual(name: str, prediction: ArrayLike, target: ArrayLike) -> Array:
     prediction, target = jnp.asarray(prediction), jnp.asarray(target)
-    # A dense layer of one unit has shape (1,), and a target column has shape (): the one pair of
-    # unequal shapes that broadcasts without a mistake.
+    # A dense layer of one unit has shape (1,), and its target ().
     one_number = prediction.shape == (1,) and target.shape == ()
     if prediction.shape != target.shape and not one_number:
         raise ValueError(
             f"losses.{name}: got shapes {prediction.shape} and {target.shape}; expected the same "
             "shape. For a batch use jax.vmap; for class labels losses.one_hot."
         )
-    # Both are widened before they are subtracted: targets such as prices lose their digits in a
-    # narrow dtype.
+    # Widened first: targets such as prices lose their digits in a narrow dtype.
     kind = trees.wide(jnp.result_type(prediction, target))
     return prediction.astype(kind) - target.astype(kind)

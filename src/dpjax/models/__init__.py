@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Networks as Flax Linen modules: those in the five papers, wide ResNets and Transformers.
 
-Each maps **one example**, without a batch axis, to logits or predictions, because a private loss
-is a function of one example; leading batch axes give the same answers. Images are channels-last.
-No network has batch normalisation: it mixes the examples of a batch, so that no bound on one
-example's influence holds. Hidden layers keep their pre-activations in the Flax collection
-"preactivations".
-
-`papers` holds the small networks, `resnets` and `transformers` the larger ones; `parts` builds
-their layers.
+Each maps **one example**, without a batch axis, to logits or predictions; leading batch axes give
+the same answers. Images are channels-last. No network has batch normalisation, which mixes
+examples. Hidden layers keep their pre-activations in the Flax collection "preactivations".
 """
 
 from __future__ import annotations
@@ -49,7 +44,6 @@ __all__ = [
     "tempered_sigmoid",
 ]
 
-# A read-only table: a name on a command line must mean the same network in every run.
 _NAMED: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
     {
         "cifar_cnn": CIFARCNN,
@@ -94,9 +88,6 @@ def by_name(
       classes: Number of outputs.
       activation: Of the hidden layers; by default the default of the model.
       **options: Further fields of the module, such as ``features`` of an MLP.
-
-    Returns:
-      The module, not yet initialised.
 
     Example:
       >>> by_name("mlp", classes=10).features

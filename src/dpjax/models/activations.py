@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations, the bounded ones first.
-
-Clipping shortens every gradient that is longer than the bound. Bounded activations keep
-activations, and with them gradients, from growing, so that clipping removes less.
-`tempered_sigmoid` is the family that contains the sigmoid and tanh; the other activations are
-here for comparison. An activation is a plain function of one array.
-"""
+"""Activations. Bounded ones keep gradients from growing, so that clipping removes less."""
 
 from __future__ import annotations
 
@@ -29,16 +23,12 @@ def tempered_sigmoid(
 
     $$ \phi(x) = s \, \sigma(T x) - o = \tfrac{s}{2} \tanh(\tfrac{T x}{2}) + \tfrac{s}{2} - o $$
 
-    The code computes the second form: the first subtracts nearly equal numbers around zero,
-    where most activations lie. With the defaults the function is tanh, to the last bit.
+    With the defaults the function is tanh, to the last bit.
 
     Args:
-      scale: $s$, the height between the two asymptotes; positive.
-      inverse_temperature: $T$, the steepness; positive.
+      scale: $s$, the height between the two asymptotes.
+      inverse_temperature: $T$, the steepness.
       offset: $o$, how far the lower asymptote lies below zero.
-
-    Returns:
-      A function of one array, with values between ``-offset`` and ``scale - offset``.
 
     Example:
       >>> import jax.numpy as jnp
@@ -46,13 +36,13 @@ def tempered_sigmoid(
       Array([0.5, 0.5], dtype=float32)
 
     References:
-      Papernot, Thakurta, Song, Chien and Erlingsson, "Tempered Sigmoid Activations for
-      Deep Learning with Differential Privacy", 2021, equation 3.
+      Papernot et al., "Tempered Sigmoid Activations for Deep Learning with Differential Privacy",
+      2021, equation 3.
     """
     call = "models.tempered_sigmoid"
     scale = checks.positive(call, "scale", scale)
     inverse_temperature = checks.positive(call, "inverse_temperature", inverse_temperature)
-    # In Python floats: with the defaults they are exactly 1 and 0, and the result is tanh.
+    # The second form: the first subtracts nearly equal numbers around zero.
     half, centre = scale / 2, scale / 2 - float(offset)
 
     def activation(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -61,7 +51,6 @@ def tempered_sigmoid(
     return activation
 
 
-# The papers compare tempered sigmoids with the unbounded functions.
 _NAMED = MappingProxyType(
     {
         "elu": jax.nn.elu,
@@ -83,16 +72,5 @@ _NAMED = MappingProxyType(
 
 
 def by_name(name: str) -> Activation:
-    """Finds an activation by name, for command lines and configurations.
-
-    ``"tempered_sigmoid"`` has the default parameters, and so is tanh.
-
-    Args:
-      name: One of the known names, in lower case.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> by_name("relu")(jnp.array([-1.0, 2.0]))
-      Array([0., 2.], dtype=float32)
-    """
+    """Finds an activation by its lower-case name, for command lines and configurations."""
     return _NAMED[checks.one_of("models.activations.by_name", "name", name, _NAMED)]

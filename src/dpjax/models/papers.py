@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The networks of the five papers, parameter for parameter.
-
-Convolutional networks for 28x28 and 32x32 images, with the paddings and heads that are in use;
-networks for wavelet features, in the published code's version and in the printed one; and the
-perceptron, which is also the linear model and the regression network.
-
-Each maps one example (or a batch on leading axes) to logits or predictions. Activation,
-initialiser and pooling are arguments.
-"""
+"""The networks of the five papers, parameter for parameter, for pixels and wavelet features."""
 
 from __future__ import annotations
 
@@ -18,18 +10,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dpjax.models.parts import (
-    Activation,
-    Initializer,
-    Pooling,
-    activated,
-    conv,
-    dense,
-    expect_image,
-    flat,
-)
+from dpjax.models import parts
 
-_LECUN: Initializer = nn.initializers.lecun_normal()
+_LECUN: parts.Initializer = nn.initializers.lecun_normal()
 Images = Float[Array, "*batch height width channels"]
 Logits = Float[Array, "*batch classes"]
 
@@ -37,15 +20,9 @@ Logits = Float[Array, "*batch classes"]
 class MLP(nn.Module):
     """A multilayer perceptron; with no hidden layers, a linear model.
 
-    | shape of the input | read as |
-    |---|---|
-    | ``(d,)`` | one vector |
-    | ``(batch, d)`` | a batch of vectors |
-    | ``(h, w, c)`` | one image, flattened |
-    | ``(..., h, w, c)`` | a batch of images, each flattened |
-
-    On wavelet features the linear model has 39,700 parameters for ``(7, 7, 81)`` and
-    155,530 for ``(8, 8, 243)``.
+    Of an input of three axes and more, the last three are an image, which is flattened. On wavelet
+    features the linear model has 39,700 parameters for ``(7, 7, 81)`` and 155,530 for
+    ``(8, 8, 243)``.
 
     Attributes:
       features: Widths of the hidden layers; ``(64, 64, 32)`` with ``classes=1`` and ReLU
@@ -62,24 +39,24 @@ class MLP(nn.Module):
       (10,)
 
     References:
-      Bu, Wang, Dai and Long, "On the Convergence and Calibration of Deep Learning with
-      Differential Privacy", 2023, appendix on regression.
+      Bu et al., "On the Convergence and Calibration of Deep Learning with Differential Privacy",
+      2023, appendix on regression.
     """
 
     features: Sequence[int] = (64, 64)
     classes: int = 10
-    activation: Activation = jnp.tanh
-    kernel_init: Initializer = _LECUN
+    activation: parts.Activation = jnp.tanh
+    kernel_init: parts.Initializer = _LECUN
     torch_init: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "*example"]) -> Logits:
         """Gives the logits of one example, or of a batch."""
         if x.ndim >= 3:  # two axes are a batch of vectors, not an image
-            x = flat(x)
+            x = parts.flat(x)
         for width in self.features:
-            x = activated(self, self.activation, dense(self, x, width))
-        return dense(self, x, self.classes)
+            x = parts.activated(self, self.activation, parts.dense(self, x, width))
+        return parts.dense(self, x, self.classes)
 
 
 class TemperedCNN(nn.Module):
@@ -101,41 +78,37 @@ class TemperedCNN(nn.Module):
       (10,)
 
     References:
-      Papernot et al., "Tempered Sigmoid Activations for Deep Learning with Differential
-      Privacy", 2021, table 1 ("SAME"). Tramer and Boneh, "Differentially Private Learning
-      Needs Better Features (or Much More Data)", 2021, appendix (2).
+      Papernot et al., "Tempered Sigmoid Activations", 2021, table 1 ("SAME"). Tramer and Boneh,
+      "Differentially Private Learning Needs Better Features", 2021, appendix (2).
     """
 
     classes: int = 10
-    activation: Activation = jnp.tanh
+    activation: parts.Activation = jnp.tanh
     padding: str | int = "SAME"
-    pooling: Pooling = nn.max_pool
-    kernel_init: Initializer = _LECUN
+    pooling: parts.Pooling = nn.max_pool
+    kernel_init: parts.Initializer = _LECUN
     torch_init: bool = False
 
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
         # With padding=2, fewer pixels would leave nothing for the last pooling.
-        expect_image("TemperedCNN", x, smallest=16)
-        act = partial(activated, self, self.activation)
-        x = act(conv(self, x, 16, 8, strides=2, padding=self.padding))
+        parts.expect_image("TemperedCNN", x, smallest=16)
+        act = partial(parts.activated, self, self.activation)
+        x = act(parts.conv(self, x, 16, 8, strides=2, padding=self.padding))
         x = self.pooling(x, (2, 2), strides=(1, 1))
-        # No padding here, whichever of the two paddings the first layer has.
-        x = act(conv(self, x, 32, 4, strides=2, padding="VALID"))
-        x = flat(self.pooling(x, (2, 2), strides=(1, 1)))
-        # The one dense layer of the paper between features and logits.
-        x = act(dense(self, x, 32))
-        return dense(self, x, self.classes)
+        x = act(parts.conv(self, x, 32, 4, strides=2, padding="VALID"))
+        x = parts.flat(self.pooling(x, (2, 2), strides=(1, 1)))
+        x = act(parts.dense(self, x, 32))
+        return parts.dense(self, x, self.classes)
 
 
 class CIFARCNN(nn.Module):
     """An all-convolutional network for 32x32 colour images: 605,226 parameters.
 
-    Three blocks of [conv, conv, average-pool 2x2] with 32, 64 and 128 channels, a
-    convolution of 256, one of ``classes`` channels, and the mean over what is left of the
-    image. All convolutions are 3x3 and keep the size; all but the last are activated. The other
-    fields are as in `MLP`.
+    Three blocks of [conv, conv, average-pool 2x2] with 32, 64 and 128 channels, a convolution of
+    256, one of ``classes`` channels, and the mean over the image. All convolutions are 3x3 and keep
+    the size; all but the last are activated. The other fields are as in `MLP`.
 
     Attributes:
       pooling: `flax.linen.avg_pool`, or another of its form.
@@ -147,27 +120,32 @@ class CIFARCNN(nn.Module):
       (10,)
 
     References:
-      Papernot et al., "Tempered Sigmoid Activations for Deep Learning with Differential
-      Privacy", 2021, table 2.
+      Papernot et al., "Tempered Sigmoid Activations", 2021, table 2.
     """
 
     classes: int = 10
-    activation: Activation = jnp.tanh
-    pooling: Pooling = nn.avg_pool
-    kernel_init: Initializer = _LECUN
+    activation: parts.Activation = jnp.tanh
+    pooling: parts.Pooling = nn.avg_pool
+    kernel_init: parts.Initializer = _LECUN
     torch_init: bool = False
 
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
-        expect_image("CIFARCNN", x, smallest=8)
-        x = _trunk(self, x)
-        x = activated(self, self.activation, conv(self, x, 256, 3))
-        # Axes are counted from the end, so that leading batch axes are allowed.
-        return conv(self, x, self.classes, 3).mean(axis=(-3, -2))
+        parts.expect_image("CIFARCNN", x, smallest=8)
+        x = parts.activated(self, self.activation, parts.conv(self, self._trunk(x), 256, 3))
+        return parts.conv(self, x, self.classes, 3).mean(axis=(-3, -2))
+
+    def _trunk(self, x: Images) -> Array:
+        """Three blocks of [conv, conv, pool], all activated."""
+        for channels in (32, 64, 128):
+            for _ in range(2):
+                x = parts.activated(self, self.activation, parts.conv(self, x, channels, 3))
+            x = self.pooling(x, (2, 2), strides=(2, 2))
+        return x
 
 
-class CIFARDenseCNN(nn.Module):
+class CIFARDenseCNN(CIFARCNN):
     """A network for 32x32 colour images with a dense head: 550,570 parameters.
 
     Three blocks of [conv, conv, max-pool 2x2] with 32, 64 and 128 channels, a dense layer
@@ -180,33 +158,18 @@ class CIFARDenseCNN(nn.Module):
       (10,)
 
     References:
-      Shamsabadi and Papernot, "Losing Less: A Loss for Differentially Private Deep
-      Learning", 2022, table 2.
+      Shamsabadi and Papernot, "Losing Less", 2022, table 2.
     """
 
-    classes: int = 10
-    activation: Activation = jnp.tanh
-    pooling: Pooling = nn.max_pool
-    kernel_init: Initializer = _LECUN
-    torch_init: bool = False
+    pooling: parts.Pooling = nn.max_pool
 
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
-        expect_image("CIFARDenseCNN", x, smallest=8)
-        x = _trunk(self, x)
-        x = activated(self, self.activation, dense(self, flat(x), 128))
-        return dense(self, x, self.classes)
-
-
-def _trunk(model: CIFARCNN | CIFARDenseCNN, x: Images) -> Array:
-    """Three blocks of [conv, conv, pool], all activated, with 32, 64 and 128 channels."""
-    # Papernot et al. (2021), table 2: the blocks that both networks for CIFAR-10 share.
-    for channels in (32, 64, 128):
-        for _ in range(2):
-            x = activated(model, model.activation, conv(model, x, channels, 3))
-        x = model.pooling(x, (2, 2), strides=(2, 2))
-    return x
+        parts.expect_image("CIFARDenseCNN", x, smallest=8)
+        h = parts.dense(self, parts.flat(self._trunk(x)), 128)
+        x = parts.activated(self, self.activation, h)
+        return parts.dense(self, x, self.classes)
 
 
 class ScatterCNN(nn.Module):
@@ -227,32 +190,32 @@ class ScatterCNN(nn.Module):
       (10,)
 
     References:
-      Tramer and Boneh, "Differentially Private Learning Needs Better Features (or Much
-      More Data)", 2021, and its code. Shamsabadi and Papernot, "Losing Less", 2022, table 3.
+      Tramer and Boneh, "Differentially Private Learning Needs Better Features", 2021, and its
+      code. Shamsabadi and Papernot, "Losing Less", 2022, table 3.
     """
 
     classes: int = 10
-    activation: Activation = jnp.tanh
+    activation: parts.Activation = jnp.tanh
     as_printed: bool = False
-    pooling: Pooling = nn.max_pool
-    kernel_init: Initializer = _LECUN
+    pooling: parts.Pooling = nn.max_pool
+    kernel_init: parts.Initializer = _LECUN
     torch_init: bool = False
 
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one example's features, or of a batch."""
-        expect_image("ScatterCNN", x, smallest=5)
+        parts.expect_image("ScatterCNN", x, smallest=5)
         for channels, stride in ((16, 2), (32, 1)):
-            # As in the published code; with stride 2, "SAME" would pad even sides at one end only.
-            h = conv(self, x, channels, 3, strides=stride, padding=1)
-            x = activated(self, self.activation, h)
+            # With stride 2, "SAME" would pad even sides at one end only.
+            h = parts.conv(self, x, channels, 3, strides=stride, padding=1)
+            x = parts.activated(self, self.activation, h)
             if self.as_printed:
                 x = self.pooling(x, (2, 2), strides=(1, 1))
-        x = activated(self, self.activation, dense(self, flat(x), 32))
-        return dense(self, x, self.classes)
+        x = parts.activated(self, self.activation, parts.dense(self, parts.flat(x), 32))
+        return parts.dense(self, x, self.classes)
 
 
-class ScatterCIFARCNN(nn.Module):
+class ScatterCIFARCNN(ScatterCNN):
     """A network on ``(8, 8, 243)`` wavelet features of 32x32 images: 187,210 parameters.
 
     Conv 64, 3x3 - max-pool 2x2, stride 2 - Conv 64, 3x3 - dense ``classes``. The other fields
@@ -272,22 +235,13 @@ class ScatterCIFARCNN(nn.Module):
       As `ScatterCNN`; table 4.
     """
 
-    classes: int = 10
-    activation: Activation = jnp.tanh
-    as_printed: bool = False
-    pooling: Pooling = nn.max_pool
-    kernel_init: Initializer = _LECUN
-    torch_init: bool = False
-
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one example's features, or of a batch."""
-        expect_image("ScatterCIFARCNN", x, smallest=4)
+        parts.expect_image("ScatterCIFARCNN", x, smallest=4)
         for block in range(2):
             for _ in range(2 if self.as_printed else 1):
-                x = activated(self, self.activation, conv(self, x, 64, 3))
-            # The published code has fewer convolutions and poolings than the table of the paper;
-            # the code is the default.
+                x = parts.activated(self, self.activation, parts.conv(self, x, 64, 3))
             if block == 0 or self.as_printed:
                 x = self.pooling(x, (2, 2), strides=(2, 2))
-        return dense(self, flat(x), self.classes)
+        return parts.dense(self, parts.flat(x), self.classes)

@@ -1,17 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the networks of this room: initialisers, layers, norms, kept pre-activations.
+"""The parts of the networks: initialisers, layers, norms, kept pre-activations.
 
-Every helper is called inside a module's ``__call__`` and makes a Flax layer with the initialisers
-that the module, ``style``, chooses. No part has batch statistics, and every norm names the axes of
-one example, so that one example and a batch on leading axes give the same outputs.
-
-The published private results were trained in PyTorch, which draws kernels *and* biases uniformly,
-with a width given by the fan-in. Private training has few steps, so the difference to Flax's normal
-kernels is visible in accuracy; every model of this room takes ``torch_init=True``.
-
-`activated` applies an activation after it has kept the pre-activation in the Flax collection
-``"preactivations"``, where penalties and diagnostics find all layers without their names. If the
-collection is not mutable, this costs nothing.
+Helpers are called inside a module's ``__call__``; ``style`` is the module, which chooses the
+initialisers. Published private results began with PyTorch's; private training has few steps, so
+the difference to Flax's is visible in accuracy.
 """
 
 from __future__ import annotations
@@ -45,12 +37,7 @@ def _uniform(limit: float) -> Initializer:
 def _layer(style: Any, fan_in: int) -> dict[str, Any]:
     r"""The initialisers of a dense or convolutional layer, as arguments for Flax.
 
-    PyTorch's are uniform in $\pm 1/\sqrt{\text{fan-in}}$, for the kernel and the bias; the fan-in
-    is the number of inputs that each output sums over.
-
-    References:
-      He, Zhang, Ren and Sun, "Delving Deep into Rectifiers", 2015, section 2.2, with the
-      slope of the square root of 5 that PyTorch's `Linear` and `Conv2d` pass.
+    PyTorch's are uniform in $\pm 1/\sqrt{\text{fan-in}}$, for the kernel and the bias.
     """
     if style.torch_init:
         uniform = _uniform(1 / math.sqrt(fan_in))
@@ -59,11 +46,7 @@ def _layer(style: Any, fan_in: int) -> dict[str, Any]:
 
 
 def attention_init(style: Any, width: int) -> dict[str, Any]:
-    r"""The initialisers of an attention layer, as arguments for Flax.
-
-    In PyTorch, query, key and value are one matrix of ``width`` by ``3 width``, uniform in
-    $\pm\sqrt{6 / (4\,\text{width})}$; the output layer is as in `_layer`, without the bias.
-    """
+    """The initialisers of an attention layer, as arguments for Flax."""
     if not style.torch_init:
         return {"kernel_init": style.kernel_init, "bias_init": initializers.zeros}
     # Xavier's bound with fan-in `width` and fan-out `3 width`: PyTorch draws the three together.
@@ -75,8 +58,7 @@ def attention_init(style: Any, width: int) -> dict[str, Any]:
 
 
 def embedding_init(style: Any) -> Initializer:
-    """The initialiser of a table of embeddings: PyTorch's has deviation 1, others 0.02."""
-    # 0.02 is BERT's and GPT's; deviation 1 is nn.Embedding's default.
+    """The initialiser of a table of embeddings: of deviation 1 in PyTorch, 0.02 in BERT and GPT."""
     return initializers.normal(1.0 if style.torch_init else 0.02)
 
 
@@ -109,20 +91,13 @@ def activated(module: nn.Module, activation: Activation, h: Float[Array, "..."])
 
 def flat(x: Float[Array, "*batch height width channels"]) -> Float[Array, "*batch pixels"]:
     """An image, or each of a batch, as one vector."""
-    # Counted from the end: the models serve one example, as losses need it, and a batch.
     return x.reshape(*x.shape[:-3], -1)
 
 
 def group_norm(
     x: Float[Array, "*batch height width channels"], groups: int
 ) -> Float[Array, "*batch height width channels"]:
-    r"""Normalises each example alone, channels in groups, with a learnt scale and bias.
-
-    $$ \hat x = (x - \mu_g) / \sqrt{\sigma_g^2 + 10^{-5}} $$
-
-    References:
-      Wu and He, "Group Normalization", 2018, section 3.
-    """
+    """Normalises each example alone, channels in groups, with a learnt scale and bias."""
     # Flax takes the first axis of an unbatched image for a batch and would normalise each row.
     # The variance in one pass, E[x^2] - E[x]^2: a second pass adds a fourth to the cycles of a
     # WRN-16-4 on a v5e, and helps only where means are hundreds of deviations.
@@ -134,20 +109,14 @@ def standardized(x: Array, kernel: Array, *arguments: Any, **options: Any) -> Ar
 
     $$ \hat w = (w - \mu_o) / \sqrt{n \, \sigma_o^2 + 10^{-4}} $$
 
-    for each output channel $o$ with $n$ inputs, so that the output has the input's variance.
-
-    References:
-      Qiao, Wang, Liu, Shen and Yuille, "Micro-Batch Training with Batch-Channel
-      Normalization and Weight Standardization", 2019. Brock, De and Smith,
-      "Characterizing Signal Propagation to Close the Performance Gap in Unnormalized
-      ResNets", 2021, section 4 (the factor n).
+    for each output channel $o$ with $n$ inputs, so that the output has the input's variance (Qiao
+    et al., "Weight Standardization", 2019; with the factor n of Brock, De and Smith,
+    "Characterizing Signal Propagation ... in Unnormalized ResNets", 2021, section 4).
     """
-    # Height, width and input channels of a kernel in Flax's layout.
     fan_in = math.prod(kernel.shape[:-1])
     centred = kernel - jnp.mean(kernel, axis=(0, 1, 2), keepdims=True)
     variance = jnp.mean(centred * centred, axis=(0, 1, 2), keepdims=True)
-    # Of parameters alone, so the engine follows it as a view and needs no per-example kernel
-    # gradient.
+    # Of parameters alone, so the engine follows it as a view.
     kernel = centred * jax.lax.rsqrt(fan_in * variance + 1e-4)
     return jax.lax.conv_general_dilated(x, kernel, *arguments, **options)
 

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wide residual networks without batch statistics.
-
-A wide residual network is shallow enough for the few steps of private training. Group
-normalisation looks at one example, so the bound on its influence holds; standardised kernels
-regain part of what batch normalisation gave. With large batches these networks have the best
-published private results on CIFAR-10 without outside data.
-"""
+"""Wide residual networks without batch statistics, for large-batch private training on images."""
 
 from __future__ import annotations
 
@@ -15,17 +9,8 @@ import flax.linen as nn
 from jaxtyping import Array, Float
 
 from dpjax.models import parts
-from dpjax.models.parts import (
-    Activation,
-    Initializer,
-    activated,
-    conv,
-    dense,
-    expect_image,
-    group_norm,
-)
 
-_HE: Initializer = nn.initializers.he_normal()
+_HE: parts.Initializer = nn.initializers.he_normal()
 
 
 class WideResNet(nn.Module):
@@ -38,14 +23,13 @@ class WideResNet(nn.Module):
     WRN-28-10 has 36,479,194 parameters, WRN-16-4 has 2,748,890.
 
     Attributes:
-      classes: Number of logits.
       depth: 6 n + 4 layers.
       width: Factor of the channels.
       groups: Of every norm; must divide 16.
       activation: After every norm.
-      standardized: Whether the kernels of convolutions are standardised.
-      kernel_init: Draws the kernels; the dense bias starts at 0.
-      torch_init: Layers start as in PyTorch instead.
+      standardized: Whether the kernels of convolutions are standardised, which regains part of
+        what batch normalisation gave.
+      kernel_init: As in `MLP`, like ``torch_init``.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -55,18 +39,17 @@ class WideResNet(nn.Module):
       (10,)
 
     References:
-      Zagoruyko and Komodakis, "Wide Residual Networks", 2016. De, Berrada, Hayes, Smith
-      and Balle, "Unlocking High-Accuracy Differentially Private Image Classification
-      through Scale", 2022, section 3.
+      Zagoruyko and Komodakis, "Wide Residual Networks", 2016. De et al., "Unlocking High-Accuracy
+      Differentially Private Image Classification through Scale", 2022, section 3.
     """
 
     classes: int = 10
     depth: int = 16
     width: int = 4
     groups: int = 16
-    activation: Activation = nn.relu
+    activation: parts.Activation = nn.relu
     standardized: bool = False
-    kernel_init: Initializer = _HE
+    kernel_init: parts.Initializer = _HE
     torch_init: bool = False
 
     @nn.compact
@@ -74,34 +57,31 @@ class WideResNet(nn.Module):
         self, x: Float[Array, "*batch height width channels"]
     ) -> Float[Array, "*batch classes"]:
         """Gives the logits of one image, or of a batch."""
-        expect_image("WideResNet", x, smallest=4)
+        parts.expect_image("WideResNet", x, smallest=4)
         blocks, rest = divmod(self.depth - 4, 6)
         if rest or blocks < 1:
             raise ValueError(f"models.WideResNet(depth={self.depth}): depth must be 6 n + 4.")
         x = self._conv(x, 16, 3)
         for stage in range(3):
             for block in range(blocks):
-                # The first block of a later stage halves the sides.
                 stride = 2 if stage > 0 and block == 0 else 1
                 x = self._block(x, 2**stage * 16 * self.width, stride)
-        # Counted from the end, for one image and for a batch.
         x = self._normed(x).mean(axis=(-3, -2))
-        return dense(self, x, self.classes)
+        return parts.dense(self, x, self.classes)
 
     def _block(self, x: Array, channels: int, stride: int) -> Array:
         h = self._normed(x)
         if stride != 1 or x.shape[-1] != channels:
-            # Pre-activation residual blocks: the shortcut of a block that changes shape branches
-            # off behind the norm.
+            # Pre-activation residual blocks: the shortcut branches off behind the norm.
             x = self._conv(h, channels, 1, strides=stride)
         h = self._normed(self._conv(h, channels, 3, strides=stride))
         return x + self._conv(h, channels, 3)
 
     def _normed(self, x: Array) -> Array:
-        return activated(self, self.activation, group_norm(x, self.groups))
+        return parts.activated(self, self.activation, parts.group_norm(x, self.groups))
 
     def _conv(self, x: Array, channels: int, kernel: int, **options: Any) -> Array:
         if self.standardized:
             # Through Flax's own hook, so the parameters keep their published names.
             options["conv_general_dilated"] = parts.standardized
-        return conv(self, x, channels, kernel, use_bias=False, **options)
+        return parts.conv(self, x, channels, kernel, use_bias=False, **options)

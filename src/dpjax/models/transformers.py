@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformers: one encoder for a classifier of texts and a classifier of images.
 
-Private training loses least where it fine-tunes a pretrained Transformer. So the parameters have
-the names and shapes of the original Vision Transformer release, and with ``layout="bert"`` the text
-classifier is BERT's network; `experiments/finetuning/transformers.py` reads both. Attention
-and layer normalisation see one example only.
+For fine-tuning, the parameters have the names and shapes of the original Vision Transformer
+release, and with ``layout="bert"`` the text classifier is BERT's network;
+`experiments/finetuning/transformers.py` reads both.
 """
 
 from __future__ import annotations
@@ -17,38 +16,29 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dpjax import checks
-from dpjax.models.parts import (
-    Activation,
-    Initializer,
-    activated,
-    attention_init,
-    conv,
-    dense,
-    embedding_init,
-    expect_image,
-)
+from dpjax.models import parts
 
-_XAVIER: Initializer = nn.initializers.xavier_uniform()
+_XAVIER: parts.Initializer = nn.initializers.xavier_uniform()
 
 
 class _MlpBlock(nn.Module):
     hidden: int
-    activation: Activation
-    kernel_init: Initializer
+    activation: parts.Activation
+    kernel_init: parts.Initializer
     torch_init: bool
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch positions width"]) -> Array:
-        h = activated(self, self.activation, dense(self, x, self.hidden))
-        return dense(self, h, x.shape[-1])
+        h = parts.activated(self, self.activation, parts.dense(self, x, self.hidden))
+        return parts.dense(self, h, x.shape[-1])
 
 
 class _EncoderBlock(nn.Module):
     heads: int
     hidden: int
-    activation: Activation
+    activation: parts.Activation
     layout: str
-    kernel_init: Initializer
+    kernel_init: parts.Initializer
     torch_init: bool
 
     @nn.compact
@@ -59,7 +49,7 @@ class _EncoderBlock(nn.Module):
         attention = nn.MultiHeadDotProductAttention(
             self.heads,
             name="MultiHeadDotProductAttention_1",
-            **attention_init(self, x.shape[-1]),
+            **parts.attention_init(self, x.shape[-1]),
         )
         mlp = _MlpBlock(self.hidden, *style, name="MlpBlock_3")
         if self.layout == "bert":
@@ -73,12 +63,11 @@ class _EncoderBlock(nn.Module):
 class _Positions(nn.Module):
     length: int
     torch_init: bool
-    kernel_init: Initializer = _XAVIER
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch positions width"]) -> Array:
         shape = (1, self.length, x.shape[-1])
-        table = self.param("pos_embedding", embedding_init(self), shape)
+        table = self.param("pos_embedding", parts.embedding_init(self), shape)
         return x + table[0, : x.shape[-2]]
 
 
@@ -118,19 +107,15 @@ class TextTransformer(nn.Module):
     finite logits. Logits are NaN if a token or segment has no vector.
 
     Attributes:
-      classes: Number of logits.
-      vocabulary: Number of different tokens.
       length: The longest text.
       width: Length of every token's vector; a multiple of ``heads``.
       depth: Number of blocks.
-      heads: Number of attention heads.
       hidden: Width of the hidden layer of a block; 4 ``width`` by default.
       segments: Number of kinds of segments; 0 for none.
       padding: The token that attention masks; None if there is none.
       layout: ``"pre-norm"`` or ``"bert"``, as above.
       activation: Of the hidden layer; GELU.
-      kernel_init: Draws the kernels; biases start at 0.
-      torch_init: Layers start as in PyTorch instead.
+      kernel_init: As in `MLP`, like ``torch_init``.
 
     Example:
       >>> import jax
@@ -140,9 +125,8 @@ class TextTransformer(nn.Module):
       (2,)
 
     References:
-      Vaswani et al., "Attention Is All You Need", 2017. Devlin, Chang, Lee and Toutanova,
-      "BERT", 2019. Xiong et al., "On Layer Normalization in the Transformer
-      Architecture", 2020.
+      Vaswani et al., "Attention Is All You Need", 2017. Devlin et al., "BERT", 2019. Xiong et
+      al., "On Layer Normalization in the Transformer Architecture", 2020.
     """
 
     classes: int = 2
@@ -155,8 +139,8 @@ class TextTransformer(nn.Module):
     segments: int = 0
     padding: int | None = 0
     layout: str = "pre-norm"
-    activation: Activation = partial(nn.gelu, approximate=False)
-    kernel_init: Initializer = _XAVIER
+    activation: parts.Activation = partial(nn.gelu, approximate=False)
+    kernel_init: parts.Initializer = _XAVIER
     torch_init: bool = False
 
     @nn.compact
@@ -168,22 +152,20 @@ class TextTransformer(nn.Module):
         """Gives the logits of one text, or of a batch."""
         tokens, segments = x if isinstance(x, tuple | list) else (x, None)
         real = jnp.ones(tokens.shape, bool) if self.padding is None else tokens != self.padding
-        table = partial(nn.Embed, features=self.width, embedding_init=embedding_init(self))
+        table = partial(nn.Embed, features=self.width, embedding_init=parts.embedding_init(self))
         h = table(self.vocabulary, name="token")(tokens)
         if segments is not None:
-            # As in BERT: token, segment and position vectors add up.
             h = h + table(self.segments, name="segment")(segments)
-        # A lookup counts negative numbers from the end: -100, padding of other libraries, would
-        # be a word. Too large ones are NaN already.
+        # A lookup counts from the end: -100, padding elsewhere, would be a word.
         least = tokens if segments is None else jnp.minimum(tokens, segments)
         h = jnp.where((real & (least < 0))[..., None], jnp.nan, h)
         # The mask has axes for heads and queries: padding may attend, but no query attends to it.
         h = _encoder(self, self.length, self.layout)(h, real[..., None, None, :])
-        return dense(self, self._summary(h, real), self.classes, name="head")
+        return parts.dense(self, self._summary(h, real), self.classes, name="head")
 
     def _summary(self, h: Array, real: Bool[Array, "*batch positions"]) -> Array:
         if self.layout == "bert":
-            return jnp.tanh(dense(self, h[..., 0, :], self.width, name="pooler"))
+            return jnp.tanh(parts.dense(self, h[..., 0, :], self.width, name="pooler"))
         # At least 1: the mean over a text of padding alone would be 0 / 0.
         count = jnp.maximum(real.sum(axis=-1, keepdims=True), 1)
         return jnp.sum(jnp.where(real[..., None], h, 0), axis=-2) / count
@@ -207,8 +189,7 @@ class ViT(nn.Module):
       (10,)
 
     References:
-      Dosovitskiy et al., "An Image is Worth 16x16 Words: Transformers for Image
-      Recognition at Scale", 2021.
+      Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021.
     """
 
     classes: int = 10
@@ -217,8 +198,8 @@ class ViT(nn.Module):
     depth: int = 12
     heads: int = 12
     hidden: int | None = None
-    activation: Activation = nn.gelu
-    kernel_init: Initializer = _XAVIER
+    activation: parts.Activation = nn.gelu
+    kernel_init: parts.Initializer = _XAVIER
     torch_init: bool = False
 
     @nn.compact
@@ -226,18 +207,20 @@ class ViT(nn.Module):
         self, x: Float[Array, "*batch height width channels"]
     ) -> Float[Array, "*batch classes"]:
         """Gives the logits of one image, or of a batch."""
-        expect_image("ViT", x, smallest=self.patch)
+        parts.expect_image("ViT", x, smallest=self.patch)
         if x.shape[-3] % self.patch or x.shape[-2] % self.patch:
             raise ValueError(
                 f"models.ViT(patch={self.patch}): patch must divide both sides of {x.shape[-3:-1]}."
             )
-        h = conv(self, x, self.width, self.patch, "embedding", strides=self.patch, padding="VALID")
+        h = parts.conv(
+            self, x, self.width, self.patch, "embedding", strides=self.patch, padding="VALID"
+        )
         h = h.reshape(*h.shape[:-3], -1, self.width)
         # Zeros, as in the published ViT: the class token learns where to look.
         first = self.param("cls", nn.initializers.zeros, (1, 1, self.width))
         h = jnp.concatenate([jnp.broadcast_to(first[0], (*h.shape[:-2], 1, self.width)), h], -2)
         h = _encoder(self, h.shape[-2], "pre-norm")(h)
-        return dense(self, h[..., 0, :], self.classes, name="head")
+        return parts.dense(self, h[..., 0, :], self.classes, name="head")
 
 
 def _encoder(model: TextTransformer | ViT, length: int, layout: str) -> _Encoder:

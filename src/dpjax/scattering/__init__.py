@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wavelet scattering: image features from fixed filters, without training.
 
-The transform convolves with wavelets of several scales and angles, takes the modulus and
-averages; it repeats this once for the detail that the first average removes. No weight is
-learned and each image's features depend on that image alone, so the features cost no privacy.
-Under noise a linear model on them beats most networks on pixels.
-
-`scatter` is the transform and `paths` lists its channels. `filters` builds the wavelets in
-NumPy, once for each shape; `fourier` convolves with them in JAX; `transform` is the cascade.
+Each image's features depend on that image alone, so they cost no privacy. Under noise a linear
+model on them beats most networks on pixels.
 
 References:
   Bruna and Mallat, "Invariant Scattering Convolution Networks", 2013.

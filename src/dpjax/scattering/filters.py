@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The filters of the scattering transform, as NumPy arrays of float64.
 
-Band-pass filters are Morlet wavelets: a wave times a Gaussian, minus a multiple of the Gaussian
-that makes the mean 0. The low-pass filter is a Gaussian. All are sampled on the padded image with
-periodic boundaries and represented by their Fourier transforms, which are real.
-
-Every constant is kymatio's, which published ScatterNets use, so that published features and
-thresholds agree to the sixth digit.
+They are sampled on the padded image with periodic boundaries and represented by their Fourier
+transforms, which are real. Every constant is kymatio's, so that published features and thresholds
+agree to the sixth digit.
 """
 
 import functools
@@ -15,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-_PI = 3.1415  # kymatio's digits in the norm of every Gaussian
+_PI = 3.1415  # kymatio's digits, which are part of the published features
 _REACH = 2  # periods on either side of the image at which filters are sampled
 
 
@@ -29,16 +26,10 @@ class Bank(NamedTuple):
 
 
 def padded_size(size: int, J: int) -> int:
-    """The length of a padded side: a multiple of ``2**J``, with a margin.
-
-    Example:
-      >>> padded_size(28, J=2), padded_size(32, J=2)
-      (36, 40)
-    """
+    """The length of a padded side: a multiple of ``2**J``, with a margin."""
     return (size // 2**J + 2) * 2**J
 
 
-# Filters are built while a program is traced, and several programs share a shape.
 @functools.lru_cache(maxsize=32)
 def filter_bank(rows: int, columns: int, J: int, L: int) -> Bank:
     r"""All filters for padded images of this shape.
@@ -52,14 +43,8 @@ def filter_bank(rows: int, columns: int, J: int, L: int) -> Bank:
     where $(a, b)$ is $u$ rotated by $\theta_l$, $s = 4/L$, and $\kappa$ makes the mean 0; the
     low-pass filter is the isotropic Gaussian of width $\sigma_{J-1}$.
 
-    Args:
-      rows: Height of the padded image.
-      columns: Width of the padded image.
-      J: The number of scales, each twice as coarse as the one before.
-      L: The number of angles.
-
-    Returns:
-      The `Bank`; all calls return one object, so its arrays are read-only.
+    ``J`` is the number of scales and ``L`` the number of angles. Calls share one `Bank`, so its
+    arrays are read-only.
 
     Example:
       >>> bank = filter_bank(36, 36, J=2, L=8)
@@ -87,7 +72,6 @@ def _morlet(shape: tuple[int, int], j: int, angle: float, slant: float) -> np.nd
     along = u * math.cos(angle) + v * math.sin(angle)
     across = v * math.cos(angle) - u * math.sin(angle)
     square = along**2 + (slant * across) ** 2
-    # With kymatio's 3.1415: its digits are part of the published features.
     norm = slant / (2 * _PI * _width(j) ** 2)
     envelope = norm * np.exp(-square / (2 * _width(j) ** 2))
     wave = envelope * np.exp(0.75j * math.pi / 2**j * along)
@@ -104,19 +88,14 @@ def _gaussian(size: int, j: int) -> np.ndarray:
 
 
 def _wrap(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Sums all periods of a function that was sampled on several."""
+    """Sums all periods of a function."""
     periods = 2 * _REACH + 1
     split = values.reshape([n for size in shape for n in (periods, size)])
     return split.sum(axis=tuple(range(0, 2 * len(shape), 2)))
 
 
 def coarsen(response: np.ndarray, resolution: int) -> np.ndarray:
-    """The filter for fields that were halved ``resolution`` times; its first axis is kept.
-
-    Example:
-      >>> coarsen(np.array([[4.0, 2.0, 1.0, 0.0, 0.0, 0.0, 1.0, 2.0]]), resolution=1)
-      array([[4., 2., 1., 2.]])
-    """
+    """The filter for fields that were halved ``resolution`` times; its first axis is kept."""
     for axis in range(1, response.ndim):
         size = response.shape[axis]
         coarse = size >> resolution
@@ -138,13 +117,8 @@ def averaging(lowpass: np.ndarray, resolution: int, J: int) -> np.ndarray:
 
 
 def mirrored(size: int) -> np.ndarray:
-    """The indices of an axis as 0, 1, ..., and then -1, -2, ...
+    """The indices of an axis as 0, 1, ..., and then -1, -2, ...: 0, 1, 2, 3, 5, 4 for six.
 
-    Sines and cosines of opposite indices are equal up to a sign, so in this order a transform
-    uses half a matrix twice.
-
-    Example:
-      >>> mirrored(6)
-      array([0, 1, 2, 3, 5, 4])
+    Opposite indices share sines and cosines up to a sign, so a transform uses half a matrix twice.
     """
     return np.concatenate([np.arange(size // 2 + 1), -np.arange(1, (size + 1) // 2) % size])

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fourier transforms of fields, as products with small matrices of cosines and sines.
 
-At the sizes of MNIST and CIFAR-10 these products are faster than XLA's FFT, and no array is
-complex. A *field* has its rows first (in `mirrored` order) and its columns last. A *spectrum* has
-the real and the imaginary parts in its last axis, in blocks that are ordered so that folding the
-spectrum (subsampling the field) adds whole blocks. One product transforms the last axis, one the
-first; the axes in between, images and paths, are not mixed.
+At the sizes of MNIST and CIFAR-10 they are faster than XLA's FFT. A *field* has its rows first (in
+`mirrored` order), its columns last, and images and paths between them. A *spectrum* has the real
+and the imaginary parts in its last axis, in blocks that folding (subsampling the field) adds.
 """
 
 import math
@@ -80,7 +78,6 @@ def moduli(spectrum: Array, blocks: int) -> Float[Array, "rows *images_and_paths
     cosine, sine = _waves(np.arange(rows // 2 + 1), np.arange(rows), rows)
     even, odd = jnp.split(on_rows(np.concatenate([cosine, sine]), half), 2)
     (a, b), (c, d) = (jnp.split(part, 2, axis=-1) for part in (even, odd))
-    # Opposite rows share their cosines, and their sines up to a sign.
     return jnp.concatenate([_norm(a - d, b + c), _norm(a + d, b - c)[1 : (rows + 1) // 2]])
 
 

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scattering transform of a batch of images: the cascade of wavelets, moduli and averages.
-
-A *field* has the layout of the products in `fourier`: rows first, in `mirrored` order, columns
-last, and images and paths between them. So no array is transposed until the features are
-complete.
-"""
+"""The scattering transform of a batch of images: the cascade of wavelets, moduli and averages."""
 
 import functools
 import math
@@ -23,19 +18,16 @@ from dpjax.trees import wide
 
 
 class Path(NamedTuple):
-    """The wavelets that one channel has passed, in their order."""
+    """The scales and the angles of the wavelets that one channel has passed, in their order."""
 
     scales: tuple[int, ...]
-    """The scale of each wavelet."""
     angles: tuple[int, ...]
-    """The angle of each wavelet."""
 
 
 def paths(J: int = 2, L: int = 8, order: int = 2) -> tuple[Path, ...]:
     """The channels of `scatter`, with its arguments, for one input channel, in their order.
 
-    Returns:
-      ``1 + J L + L**2 J (J - 1) / 2`` paths for order 2.
+    Of order 2 there are ``1 + J L + L**2 J (J - 1) / 2``.
 
     Example:
       >>> len(paths(J=2, L=8)), paths(J=2, L=8)[17 + 8 * 3 + 5]
@@ -46,8 +38,7 @@ def paths(J: int = 2, L: int = 8, order: int = 2) -> tuple[Path, ...]:
     if order >= 1:
         channels += [Path((j,), (angle,)) for j, angle in first]
     if order >= 2:
-        # Only coarser second wavelets: a modulus is smoother than its field, and finer ones find
-        # nothing in it.
+        # A modulus is smoother than its field: finer wavelets find nothing in it.
         channels += [Path((j, k), (a, b)) for j, a in first for k, b in first if k > j]
     return tuple(channels)
 
@@ -77,16 +68,8 @@ def scatter(
       jitted, may be called inside ``jax.jit``, and is differentiable in the images.
 
     Privacy:
-      Each image's features are a function of that image alone, so they cost nothing: a model
-      that is trained on them is as private as a model that is trained on pixels.
-
-    | images | features |
-    |---|---|
-    | none (a batch of 0) | none, of the right shape |
-    | of one shade | that shade in the first path, nearly 0 in all others |
-    | NaN or infinite anywhere | NaN in that image's features, others untouched |
-    | integers | refused |
-    | a side shorter than ``2**J`` | refused |
+      Each image's features are a function of that image alone, so they cost nothing. NaN or
+      infinities in an image leave the features of all others untouched.
 
     Example:
       >>> scatter(jnp.ones((3, 28, 28, 1))).shape
@@ -115,7 +98,7 @@ def scatter(
 
 @functools.partial(jax.jit, static_argnames=("J", "L", "order"))
 def _scatter(images: Array, J: int, L: int, order: int) -> Array:
-    """Transforms the images in parts; the size of a part changes speed and memory only."""
+    """Transforms the images in parts, whose size changes speed and memory only."""
     size, lot = images.shape[0], min(images.shape[0], _part_size(images, J, L))
     even = size // lot * lot if lot else 0
     # A loop over equal parts, and one rest: padding the last part would compute unused features.
@@ -131,8 +114,7 @@ def _part_size(images: Array, J: int, L: int) -> int:
     """The number of images in a part, a power of 2."""
     _, height, width, channels = images.shape
     pixels = padded_size(height, J) * padded_size(width, J)
-    # The largest intermediate: real and imaginary parts of all angles of one scale, and of both
-    # orders.
+    # The largest intermediate: both parts of all angles of one scale, and of both orders.
     spectra = 2 * images.dtype.itemsize * channels * pixels * L * max(1.0, L / 4)
     # On a CPU the spectra of a part should stay in its caches; elsewhere they should fill the chip.
     room = 2**23 if jax.default_backend() == "cpu" else 2**30
@@ -149,7 +131,6 @@ def _cascade(images: Array, J: int, L: int, order: int) -> Array:
         once = [_response(spectrum, bank, j, 0) for j in range(J)]
         orders += [_average(first, bank, j) for j, first in enumerate(once)]
         if order == 2:
-            # The coarsest scale has no coarser wavelet.
             orders += [_second_order(first, bank, j) for j, first in enumerate(once[:-1])]
     features = jnp.concatenate(orders, axis=2)
     height, _, _, width = features.shape

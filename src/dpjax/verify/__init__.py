@@ -3,9 +3,8 @@
 
     python -m dpjax.verify RUN
 
-The facts of the card are its events: rates, multipliers, counts. Epsilon follows from them by one
-formula for each kind of event, or by Google's dp-accounting. These files import nothing else of
-dpjax, so they check dpjax's accounting as well as the arithmetic of the card.
+The facts of the card are rates, multipliers and counts. Epsilon follows from them by one formula
+for each kind of event, or by Google's dp-accounting; nothing else of dpjax is imported.
 
 A card proves no more than its facts: its author can state other facts. What is found is
 

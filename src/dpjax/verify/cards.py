@@ -35,8 +35,7 @@ holds, and 1 if one does not hold, promises nothing, is not for release or canno
 def main(words: Sequence[str] | None = None) -> int:
     """Prints a verdict for each claim of a card, and returns the exit status.
 
-    Args:
-      words: The folder of a run, or a card; by default the words of the command line.
+    ``words`` is the folder of a run, or a card; by default the words of the command line.
     """
     words = sys.argv[1:] if words is None else list(words)
     if len(words) != 1 or words[0].startswith("-"):
@@ -114,8 +113,7 @@ def claims(card: Card) -> Iterator[tuple[bool, str]]:
         yield False, f"promises nothing: the card claims no epsilon by {' or '.join(BOUNDS)}"
         return
     exact = recomputed(card, bounds)
-    # What is proved by one accountant holds whichever accountant the claim was made with, so a
-    # claim is compared with the smallest.
+    # What one accountant proves holds for a claim of any, so claims meet the smallest.
     smallest, best = min((value, name) for name, value in exact.items())
     for name, value in bounds.items():
         largest = exact.get(name, math.inf)
@@ -126,7 +124,6 @@ def claims(card: Card) -> Iterator[tuple[bool, str]]:
             verdict = "cannot be confirmed at so small a delta" if small else "DOES NOT HOLD"
             good = False
         elif value > largest * (1 + LOOSE):
-            # No honest card claims more than its facts cost: another delta, or other noise.
             good, verdict = False, f"IS OF OTHER FACTS, which would cost at most {upwards(largest)}"
         else:
             good, verdict = True, "holds"

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facts of a privacy card as dataclasses, each read strictly and bounded by itself.
+"""The facts of a privacy card: exactly these fields, as what is not read is not checked.
 
-What is not read is not checked, so a card has exactly these fields. `dpjax.mechanism.card` and
-`dpjax.reports.card` say what they mean.
+`dpjax.mechanism.card` and `dpjax.reports.card` say what they mean.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ class Limits(NamedTuple):
 
     least: float = 0
     most: float = math.inf
-    above: bool = False
-    """Whether it is above the least."""
+    above: bool = False  # the least
 
 
 Number = Annotated[float, Limits()]

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noisy sums that a privacy card describes, from the numbers of its events alone.
-
-A run is its queries before the first step and the steps that ran. A step is a Gaussian on a sample
-of the data; equal ones are counted.
-"""
+"""The noisy sums that a card describes: queries before the first step, and the steps that ran."""
 
 from __future__ import annotations
 
@@ -22,7 +18,6 @@ class Step(NamedTuple):
 
     multiplier: float
     rate: float = 1.0
-    """The chance of each example to be in it."""
     subset: tuple[int, int] | None = None
     """The sizes of the data and of a batch, if all batches have one size."""
 
@@ -116,7 +111,7 @@ def is_rounded(step: Step) -> bool:
 
 
 def grid(values: set[float], smallest: float, count: int) -> np.ndarray:
-    """Geometric levels from the smallest to the largest value; the values, if they are few."""
+    """Geometric levels from the smallest to the largest value; the values, if few."""
     if len(values) <= count:
         return np.array(sorted(values))
     return np.geomspace(smallest, max(values), count)
