@@ -32,6 +32,7 @@ class RandomAccess(Protocol):
 
     def __len__(self) -> int:
         """The number of records."""
+        ...
 
     def __getitem__(self, index: Any, /) -> Any:
         """The record at an index."""
