@@ -172,7 +172,7 @@ def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[
       guesses: The number of guesses, half of them on either side.
 
     Returns:
-      The number of right guesses, and the number of guesses.
+      The numbers of right guesses and of guesses.
 
     Example:
       >>> guess_members(np.array([3.0, -1.0, 0.1, 2.0]), np.array([True, False, True, False]), 2)
@@ -206,12 +206,8 @@ def epsilon_lower_bound(
     joined by fair coins is stochastically at most binomial with probability
     $e^\epsilon / (1 + e^\epsilon)$, up to a term in $\delta$.
 
-    Args:
-      correct: The number of right guesses.
-      guesses: The number of guesses.
-      canaries: The number of canaries, guessed or not.
-      delta: The delta of the claim.
-      confidence: The confidence of the bound, which is at most 50, and 0 if nothing is refuted.
+    ``canaries`` counts those without a guess too, and ``delta`` is that of the claim. The bound is
+    at most 50, and 0 if nothing is refuted.
 
     Example:
       >>> round(epsilon_lower_bound(100, 100, canaries=100), 2)

@@ -62,18 +62,9 @@ def layout(
 ) -> Layout:
     """Chooses a microbatch size and a mesh, unless they are given.
 
-    Args:
-      loss: ``loss(params, example) -> scalar``.
-      params: Parameters, or their shapes.
-      example: One example, or its shapes.
-      batch_size: The largest useful microbatch.
-      engine: As for `dpjax.clipped_grad`.
-      microbatch_size: The user's choice, if any.
-      devices: The user's choice, if any: a mesh, or a number of this process's devices.
-
-    Returns:
-      The layout. On one device a microbatch size chosen here is a power of two, or the whole batch;
-      several devices divide it.
+    The arguments are as for `dpjax.clipped_grad`; parameters and example may be shapes, and
+    ``batch_size`` is the largest useful microbatch. On one device a microbatch size chosen here is
+    a power of two, or the whole batch; several devices divide it.
 
     Example:
       >>> import jax.numpy as jnp
