@@ -36,16 +36,13 @@ class LawBroken(AssertionError):
 
 
 class Measurement(NamedTuple):
-    """What the noise of one step of a link meets, with its deviation for each leaf of the sum.
-
-    ``below`` is the count that an adapted bound follows; ``strategy`` is None for white noise.
-    """
+    """What the noise of one step of a link meets, with its deviation for each leaf of the sum."""
 
     total: PyTree
     deviations: list[Any]
     multiplier: NoiseMultiplier
-    strategy: Any
-    below: Any = None
+    strategy: Any  # None for white noise
+    below: Any = None  # the count that an adapted bound follows
 
 
 def influence(rule: Clipping, gradients: PyTree) -> float:
@@ -77,8 +74,7 @@ def influence(rule: Clipping, gradients: PyTree) -> float:
 def assert_sensitivity(rule: Clipping, gradients: PyTree) -> None:
     """Raises if one of these examples moves the sum by more than ``rule.sensitivity``.
 
-    The arguments are as for `influence`. The tolerance for float32 is 2e-6 of the sensitivity plus
-    the norm of the sum.
+    The tolerance for float32 is 2e-6 of the sensitivity plus the norm of the sum.
 
     Example:
       >>> gradients = {"w": jnp.array([[3.0, 0.0], [jnp.nan, 1.0]])}
@@ -344,7 +340,7 @@ def _runs(
 
 def _batches(params: PyTree, canary: PyTree, draws: Sequence[int]) -> list[PyTree]:
     """For each step the gradients of three examples, and of the canary or zeros in its place."""
-    # Other examples, because a link before the clipping could let the canary move their rows.
+    # A link before the clipping could let the canary move their rows.
     others = _others(params, 3)
 
     def batch(step: int, drawn: int) -> PyTree:

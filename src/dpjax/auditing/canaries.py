@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Canaries: a lower bound on epsilon from a single run.
 
-Each canary takes part by a fair coin. A private run limits how many guesses about them can be
-right, so right guesses refute small epsilons. Any score is valid; a better one refutes more.
+Right guesses about which canaries took part, each by a fair coin, refute small epsilons. Any score
+is valid; a better one refutes more.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ class Recorded(NamedTuple):
 
 
 def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer, with a state that keeps the last private mean for `score_canaries`.
-
-    It moves parameters as ``optimizer`` does.
-    """
+    """The optimizer, with a state that keeps the last private mean for `score_canaries`."""
     takes_more = optax.with_extra_args_support(optimizer)
 
     def init(params: PyTree) -> Recorded:
@@ -88,7 +85,7 @@ def score_canaries(
       The scores, for `guess_members`; and the state after the steps.
 
     Privacy:
-      Scores read the canaries and what is released. The attacker knows both.
+      Scores read what the attacker knows: the canaries and what is released.
 
     Example:
       >>> import dpjax
@@ -189,7 +186,6 @@ def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[
             f"each of {scores.size} scores."
         )
     guesses = checks.whole("auditing.guess_members", "guesses", guesses, least=2, most=scores.size)
-    # Half of the guesses at either end, where scores say most; the middle abstains.
     # Equal scores in a random order: in that of the rows, sorted members would be guessed right.
     ties = np.random.default_rng(0).permutation(scores.size)
     order, half, inside = np.lexsort((ties, scores)), guesses // 2, truths == 1
@@ -228,8 +224,7 @@ def epsilon_lower_bound(
     from scipy.stats import binom  # a second that only audits of whole runs cost
 
     def p_value(epsilon: float) -> float:
-        # With pure epsilon each guess is right with at most this chance; delta adds a slack that
-        # is bounded over all thresholds.
+        # With pure epsilon each guess is right with at most this chance.
         chance, steps = 1 / (1 + np.exp(-epsilon)), np.arange(1, correct + 1)
         # Delta turns a bounded number of wrong guesses into right ones.
         below = np.cumsum(binom.pmf(correct - steps, guesses, chance))

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""White-box audit of one step, from per-example gradients.
-
-It needs neither a loss nor data, so it measures a rule and a mechanism alone.
-"""
+"""White-box audit of one step, from per-example gradients: of a rule and a mechanism alone."""
 
 from __future__ import annotations
 

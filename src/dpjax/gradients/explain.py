@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`explain`: prints how the book-keeping engine handles each leaf of a loss.
-
-Shapes alone decide, so a model of any size is explained in the time that tracing it takes.
-"""
+"""`explain`: how the book-keeping engine handles each leaf of a loss, from shapes alone."""
 
 from __future__ import annotations
 

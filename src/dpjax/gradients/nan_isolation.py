@@ -63,9 +63,8 @@ def each(function: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
 
 def refuse_split(call: str, batch: PyTree) -> None:
     """Raises, now or at compilation, if the batch is sharded over several devices."""
-    # Inside a shard_map the layout leaves no such convolution to XLA.
-    inside = jax.sharding.get_abstract_mesh().manual_axes  # each device has a program of its own
-    if jax.device_count() == 1 or inside:
+    # Inside a shard_map each device has a program of its own.
+    if jax.device_count() == 1 or jax.sharding.get_abstract_mesh().manual_axes:
         return
     for leaf in jax.tree.leaves(batch):
         if isinstance(leaf, jax.Array):  # NumPy arrays are on no device yet
@@ -105,8 +104,7 @@ def _leaky(run: Callable[[PyTree], PyTree], rows: PyTree) -> list[tuple[int, int
     """The groups of each convolution that XLA may compile with zeros between groups."""
     leaky: list[tuple[int, int]] = []
     for equation in convolutions(jax.make_jaxpr(run)(rows).jaxpr):
-        parameters = equation.params
-        groups = parameters["feature_group_count"], parameters["batch_group_count"]
+        groups = equation.params["feature_group_count"], equation.params["batch_group_count"]
         arrays: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
         # Seen on CPU (jaxlib 0.10.2): groups of features are safe in float32 and narrower dtypes.
         wide = any(x.dtype.itemsize > 4 for x in arrays)

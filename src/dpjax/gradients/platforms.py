@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Platforms: for which kind of device a program is traced, so that it gets that device's forms.
 
-JAX learns the platform late, when it lowers: a CPU machine can compile for a TPU. So a decision
-reads `on_cpu`, and what decides runs inside `dependent`.
+JAX learns it late, when it lowers. So a decision reads `on_cpu`, and what decides runs inside
+`dependent`.
 """
 
 from __future__ import annotations
