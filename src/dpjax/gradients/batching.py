@@ -47,12 +47,9 @@ def sum_over(
     draw: Draw,
     data: PyTree,
     state: S,
-    settle: Callable[[T], T] | None = None,
+    settle: Callable[[T], T] | None = None,  # ends each block of microbatches
 ) -> T:
-    """The sum of ``add(state, rows, mask, total)`` over the rows of a draw: one total per share.
-
-    ``settle`` ends each block of microbatches.
-    """
+    """The sum of ``add(state, rows, mask, total)`` over the rows of a draw, one for each share."""
     size, shares = layout.microbatch_size, layout.shares
 
     def share(which: Any, draw: Draw, data: PyTree, zero: T, state: S) -> T:

@@ -73,16 +73,10 @@ def dependent(function: Callable[..., T], *arguments: Any) -> T:
     """``function(*arguments)``, with the decisions of the platform for which it is lowered."""
     if known() is not None:
         return function(*arguments)
-
-    def under(platform: str) -> Callable[..., T]:
-        def traced(*arguments: Any) -> T:
-            with traced_for(platform):
-                return function(*arguments)
-
-        return traced
-
     # Traced for both platforms; only one program is lowered.
-    return jax.lax.platform_dependent(*arguments, cpu=under("cpu"), default=under(ACCELERATOR))
+    return jax.lax.platform_dependent(
+        *arguments, cpu=traced_for("cpu")(function), default=traced_for(ACCELERATOR)(function)
+    )
 
 
 def memory_limit() -> int:
