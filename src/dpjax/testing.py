@@ -148,13 +148,8 @@ def assert_noise(
     A chain without a noise link, with two, or with another link before it is refused, and so are
     groups whose multipliers give their noise other deviations. Two runs with equal keys are not
     found, nor a wrong deviation in later steps. If the chain divides by the expected batch size or
-    multiplies by a learning rate, so must ``deviation``.
-
-    Args:
-      link: The link or chain.
-      params: A tree of the sums' shapes; 1e6 numbers or more for the default tolerance.
-      deviation: The expected standard deviation of the output.
-      tolerance: Relative tolerance.
+    multiplies by a learning rate, so must ``deviation``. The tolerance is relative; the default
+    needs 1e6 numbers or more.
 
     Example:
       >>> from dpjax import noise
@@ -250,7 +245,7 @@ def assert_private(
                     f"multiplier says; expected {drawn}. A link before the clipping may see "
                     "several examples, or gradients of earlier batches."
                 )
-    # Other values, and another number of drawn examples: one is clipped, or none and one is NaN.
+    # Other values, and another number of clipped examples; one is NaN.
     for scales in ([1e6, 1.0, 0.0, 0.0], [1e-6, jnp.nan, 0.0, 0.0]):
         scaled = functools.partial(jnp.tensordot, jnp.diag(jnp.float32(scales)), axes=1)
         batch = jax.tree.map(scaled, _others(params, 4))
