@@ -146,7 +146,7 @@ TEACHES = [
     (ValueError, called(engine="fast"), "one of auto, vmap"),
     (ValueError, called(engine="scan", microbatch_size=8.5), r"8\.5.*whole number"),
     (TypeError, called(rule=1.0), r"is a float; .*clipping\.flat\(1\.0\)"),
-    (TypeError, called(has_aux=True), r"expected \(scalar, aux\)"),
+    (TypeError, called(has_aux=True), r"returns \(scalar, aux\)"),
     (ValueError, called(loss=lambda w, x: w - x), "^clipped_grad: .*expected a real scalar"),
     (ValueError, called((PAIR, jnp.zeros(3))), "leading axis of one length"),
     (

@@ -40,7 +40,7 @@ def lowered(step, platform):
     return step.trace(PARAMS, IMAGES).lower(lowering_platforms=(platform,)).as_text()
 
 
-@kills("gradients/platforms.py", 'cpu=under("cpu")', "cpu=under(ACCELERATOR)")
+@kills("gradients/platforms.py", 'cpu=traced_for("cpu")', "cpu=traced_for(ACCELERATOR)")
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
 @pytest.mark.parametrize(
     "gradient",

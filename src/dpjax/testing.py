@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The laws of private training, as assertions on your own rules, losses and chains.
 
-The composition of correct parts can still break the guarantee. `LawBroken` tells the measured
-value. `dpjax.auditing` measures whole steps and whole runs.
+The composition of correct parts can still break the guarantee. `dpjax.auditing` measures runs.
 """
 
 from __future__ import annotations
@@ -37,24 +36,19 @@ class LawBroken(AssertionError):
 
 
 class Measurement(NamedTuple):
-    """What the noise of one step of a link meets, with its deviation for each leaf of the sum.
-
-    ``below`` is the count that an adapted bound follows; ``strategy`` is None for white noise.
-    """
+    """What the noise of one step of a link meets, with its deviation for each leaf of the sum."""
 
     total: PyTree
     deviations: list[Any]
     multiplier: NoiseMultiplier
-    strategy: Any
-    below: Any = None
+    strategy: Any  # None for white noise
+    below: Any = None  # the count that an adapted bound follows
 
 
 def influence(rule: Clipping, gradients: PyTree) -> float:
     """The largest change of the clipped sum when one of these examples is removed.
 
-    Args:
-      rule: The rule.
-      gradients: Per-example gradients ``(batch, ...)``; try zero, infinite and NaN rows too.
+    Gradients are per example, ``(batch, ...)``; try zero, infinite and NaN rows too.
 
     Example:
       >>> influence(clipping.flat(2.0), {"w": jnp.array([[3.0, 0.0], [0.0, 1.0]])})
@@ -80,8 +74,7 @@ def influence(rule: Clipping, gradients: PyTree) -> float:
 def assert_sensitivity(rule: Clipping, gradients: PyTree) -> None:
     """Raises if one of these examples moves the sum by more than ``rule.sensitivity``.
 
-    The arguments are as for `influence`. The tolerance for float32 is 2e-6 of the sensitivity plus
-    the norm of the sum.
+    The tolerance for float32 is 2e-6 of the sensitivity plus the norm of the sum.
 
     Example:
       >>> gradients = {"w": jnp.array([[3.0, 0.0], [jnp.nan, 1.0]])}
@@ -110,15 +103,8 @@ def assert_engines_agree(
 ) -> None:
     """Raises unless every engine gives the sum, losses, norms and factors of ``"vmap"``.
 
-    Args:
-      loss: ``loss(params, example) -> scalar``.
-      rule: The rule.
-      params: The parameters.
-      batch: Examples, on leading axes.
-      mask: Which examples count, as in `dpjax.clipped_grad`; by default all.
-      engines: The names of the engines to compare; by default all.
-      microbatch_sizes: Of every engine but "vmap", which runs on the whole batch.
-      tolerance: Largest difference, relative to the largest number and to 1.
+    The arguments are as for `dpjax.clipped_grad`. "vmap" runs on the whole batch, and every other
+    engine in microbatches of each size. The tolerance is relative to the largest number and to 1.
 
     Example:
       >>> def loss(w, example):
@@ -159,22 +145,11 @@ def assert_noise(
     `dpjax.clip_and_sum`. All leaves together are measured, and each leaf by itself, as well as its
     size allows: a leaf of 1,000 numbers to a seventh, one of 1e6 to half a per cent.
 
-    | mistake in the chain | measured deviation |
-    |---|---|
-    | a multiplier of 0; `optax.apply_every` behind the noise | 0 |
-    | a leaf without noise, as behind `optax.masked` around the link | 0 of that leaf |
-    | another scale behind the noise; another bound or batch size | scaled by the same factor |
-    | no noise link, a second one, or another link before it | refused |
-
-    It does not find two runs with equal keys, or a wrong deviation in later steps. If the chain
-    divides by the expected batch size or multiplies by a learning rate, so must ``deviation``.
-    Groups whose multipliers give their noise other deviations are refused.
-
-    Args:
-      link: The link or chain.
-      params: A tree of the sums' shapes; 1e6 numbers or more for the default tolerance.
-      deviation: The expected standard deviation of the output.
-      tolerance: Relative tolerance.
+    A chain without a noise link, with two, or with another link before it is refused, and so are
+    groups whose multipliers give their noise other deviations. Two runs with equal keys are not
+    found, nor a wrong deviation in later steps. If the chain divides by the expected batch size or
+    multiplies by a learning rate, so must ``deviation``. The tolerance is relative; the default
+    needs 1e6 numbers or more.
 
     Example:
       >>> from dpjax import noise
@@ -226,14 +201,9 @@ def assert_private(
     batches, one of them with NaN, while its noise link adds the noise to the sums of the first
     run: the updates must have the bits of the first run.
 
-    `LawBroken` is raised for a chain that
-
-    - refuses to run, as with a link between clipping and noise
-    - releases without noise, with noise twice, or with noise for another bound
-    - mixes examples before the clipping, as `optax.clip_by_global_norm`
-    - drops a batch for one example, as `optax.apply_if_finite`
-    - keeps earlier gradients or their lengths, as `optax.trace` and `optax.scale_by_rms`
-    - lets gradients pass beside the noise
+    It refuses a link between clipping and noise, noise that is missing, added twice or for
+    another bound, and a link before the clipping that mixes examples (`optax.clip_by_global_norm`),
+    drops a batch for one (`optax.apply_if_finite`), or keeps earlier gradients (`optax.trace`).
 
     Args:
       chain: From per-example gradients ``(batch, ...)`` to updates, such as
@@ -275,7 +245,7 @@ def assert_private(
                     f"multiplier says; expected {drawn}. A link before the clipping may see "
                     "several examples, or gradients of earlier batches."
                 )
-    # Other values, and another number of drawn examples: one is clipped, or none and one is NaN.
+    # Other values, and another number of clipped examples; one is NaN.
     for scales in ([1e6, 1.0, 0.0, 0.0], [1e-6, jnp.nan, 0.0, 0.0]):
         scaled = functools.partial(jnp.tensordot, jnp.diag(jnp.float32(scales)), axes=1)
         batch = jax.tree.map(scaled, _others(params, 4))
@@ -365,7 +335,7 @@ def _runs(
 
 def _batches(params: PyTree, canary: PyTree, draws: Sequence[int]) -> list[PyTree]:
     """For each step the gradients of three examples, and of the canary or zeros in its place."""
-    # Other examples, because a link before the clipping could let the canary move their rows.
+    # A link before the clipping could let the canary move their rows.
     others = _others(params, 3)
 
     def batch(step: int, drawn: int) -> PyTree:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""White-box audit of one step of an algorithm as it runs.
 
-The first step runs with and without a canary, with one key, so the noise cancels in the difference.
-Its norm in standard deviations of the noise, $\mu$, is all that an attacker who knows everything
-else can use. A step of multiplier $m$ promises $\mu \le 1 / m$. Only the sampler is edited, so all
-algorithms are audited alike.
+With one key the noise cancels in the difference of a step with and without a canary. Its norm in
+standard deviations of the noise, $\mu$, is all that an attacker who knows everything else can use.
 """
 
 from __future__ import annotations
@@ -38,10 +36,8 @@ class Separation(NamedTuple):
     lower: Float[np.ndarray, " keys"]
     r"""What $\mu$ is at least, by the confidence limit of the noise's deviation."""
     claimed: float
-    r"""The largest $\mu$ that the mechanism allows: 1 / multiplier; twice that with `instead`.
-
-    Of noise that is correlated by $C$, it is $C_{00} / \mathrm{sens}(C)$ times that.
-    """
+    r"""The largest $\mu$ that the mechanism allows: 1 / multiplier; twice that with `instead`, and
+    $C_{00} / \mathrm{sens}(C)$ times that with noise that is correlated by $C$."""
     projections: int | None
     r"""The number of random projections, where norms are estimated and $\mu$ differs by key."""
     confidence: float
@@ -116,9 +112,8 @@ def audit_algorithm(
       params: The parameters at which the step is taken.
       canary: The row of the data that is left out. One whose clipped gradient reaches the bound
         shows most.
-      instead: The row that takes the canary's place, and takes part nowhere else. A replacement may
-        move twice as much as a removal. Name only a row whose clipped gradient is opposite to the
-        canary's: others move less, for replace-one neighbours too.
+      instead: The row that takes the canary's place, and takes part nowhere else. Name only a row
+        whose clipped gradient is opposite to the canary's: others move less.
       keys: The number of keys, 200 or more where norms are estimated (`dpjax.clipping.jl`): the
         projections follow from the key.
       pairs: The number of pairs of steps that measure the noise. A leaf of few numbers needs many.
@@ -164,8 +159,8 @@ def audit_algorithm(
     if instead is not None:
         base = without(sampling, [instead])
         lacking = _redrawn(base, lambda draw, _: _renamed(draw, canary, instead))
-    # Compilation takes longest, so the program without the canary measures the noise as well: under
-    # keys that are not searched it draws no row.
+    # To compile once less, the program without the canary measures the noise as well: under keys
+    # that are not searched it draws no row.
     silent = _redrawn(
         lacking,
         lambda draw, key: draw._replace(mask=draw.mask & (jax.random.key_data(key)[-1] < _SEEDS)),
@@ -202,9 +197,8 @@ def _of_one(mechanism: Mechanism) -> float:
 def without(sampling: Sampler, rows: ArrayLike) -> Sampler:
     """The sampler of a data set that lacks these rows: they are taken out of every draw.
 
-    It draws all other rows as ``sampling`` does with the same key, and its public facts do not
-    change. So it stands for the neighbouring data set of every guarantee that compares a row with
-    an empty one.
+    It draws all other rows as ``sampling`` does with the same key. So it stands for the neighbour
+    of every guarantee that compares a row with an empty one.
 
     Example:
       >>> import dpjax

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Canaries: a lower bound on epsilon from a single run.
 
-Each canary takes part by a fair coin. A private run limits how many guesses about them can be
-right, so right guesses refute small epsilons. Any score is valid; a better one refutes more.
+Right guesses about which canaries took part, each by a fair coin, refute small epsilons. Any score
+is valid; a better one refutes more.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ class Recorded(NamedTuple):
 
 
 def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer, with a state that keeps the last private mean for `score_canaries`.
-
-    It moves parameters as ``optimizer`` does.
-    """
+    """The optimizer, with a state that keeps the last private mean for `score_canaries`."""
     takes_more = optax.with_extra_args_support(optimizer)
 
     def init(params: PyTree) -> Recorded:
@@ -88,7 +85,7 @@ def score_canaries(
       The scores, for `guess_members`; and the state after the steps.
 
     Privacy:
-      Scores read the canaries and what is released. The attacker knows both.
+      Scores read what the attacker knows: the canaries and what is released.
 
     Example:
       >>> import dpjax
@@ -172,7 +169,7 @@ def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[
       guesses: The number of guesses, half of them on either side.
 
     Returns:
-      The number of right guesses, and the number of guesses.
+      The numbers of right guesses and of guesses.
 
     Example:
       >>> guess_members(np.array([3.0, -1.0, 0.1, 2.0]), np.array([True, False, True, False]), 2)
@@ -189,7 +186,6 @@ def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[
             f"each of {scores.size} scores."
         )
     guesses = checks.whole("auditing.guess_members", "guesses", guesses, least=2, most=scores.size)
-    # Half of the guesses at either end, where scores say most; the middle abstains.
     # Equal scores in a random order: in that of the rows, sorted members would be guessed right.
     ties = np.random.default_rng(0).permutation(scores.size)
     order, half, inside = np.lexsort((ties, scores)), guesses // 2, truths == 1
@@ -206,12 +202,8 @@ def epsilon_lower_bound(
     joined by fair coins is stochastically at most binomial with probability
     $e^\epsilon / (1 + e^\epsilon)$, up to a term in $\delta$.
 
-    Args:
-      correct: The number of right guesses.
-      guesses: The number of guesses.
-      canaries: The number of canaries, guessed or not.
-      delta: The delta of the claim.
-      confidence: The confidence of the bound, which is at most 50, and 0 if nothing is refuted.
+    ``canaries`` counts those without a guess too, and ``delta`` is that of the claim. The bound is
+    at most 50, and 0 if nothing is refuted.
 
     Example:
       >>> round(epsilon_lower_bound(100, 100, canaries=100), 2)
@@ -232,8 +224,7 @@ def epsilon_lower_bound(
     from scipy.stats import binom  # a second that only audits of whole runs cost
 
     def p_value(epsilon: float) -> float:
-        # With pure epsilon each guess is right with at most this chance; delta adds a slack that
-        # is bounded over all thresholds.
+        # With pure epsilon each guess is right with at most this chance.
         chance, steps = 1 / (1 + np.exp(-epsilon)), np.arange(1, correct + 1)
         # Delta turns a bounded number of wrong guesses into right ones.
         below = np.cumsum(binom.pmf(correct - steps, guesses, chance))

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""White-box audit of one step, from per-example gradients.
-
-It needs neither a loss nor data, so it measures a rule and a mechanism alone.
-"""
+"""White-box audit of one step, from per-example gradients: of a rule and a mechanism alone."""
 
 from __future__ import annotations
 
@@ -28,17 +25,15 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
 
     $$ \mu = \lVert \Sigma^{-1/2} (\mathbb{E}[M(D \cup \{c\})] - \mathbb{E}[M(D)]) \rVert $$
 
-    The noise of each leaf is measured. A step with multiplier $m$ and a canary that reaches the
-    rule's bounds has $\mu = 1 / m$; more breaks the guarantee, less wastes noise.
+    The noise of each leaf is measured, to one or two per cent. A first step with multiplier $m$,
+    without sampling, and a canary that reaches the rule's bounds has $\mu = 1 / m$; more breaks the
+    guarantee, less wastes noise. It is infinite if a leaf that the canary moves has no noise.
 
     Args:
-      mechanism: Its first step is audited, without sampling.
+      mechanism: The mechanism.
       gradients: Per-example gradients of the batch ``(batch, ...)``.
       canary: One example's gradient, without batch axis.
       key: Root key of the audited steps.
-
-    Returns:
-      The separation, to one or two per cent; infinite if a leaf that the canary moves has no noise.
 
     Example:
       >>> import dpjax

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batching: microbatches and devices, and nothing else in the library knows of either.
+"""Batching: microbatches and devices.
 
-The clipped sum of two pieces is the sum of their clipped sums, which is all that is needed. A
-float32 sum of a million examples rounds what one of them adds by more than the margin of the noise.
-So the sum of a *block* of examples is plain, and blocks are added with compensation.
+A float32 sum of a million examples rounds what one of them adds by more than the margin of the
+noise. So the sum of a *block* of examples is plain, and blocks are added with compensation.
 """
 
 from __future__ import annotations
@@ -48,12 +47,9 @@ def sum_over(
     draw: Draw,
     data: PyTree,
     state: S,
-    settle: Callable[[T], T] | None = None,
+    settle: Callable[[T], T] | None = None,  # ends each block of microbatches
 ) -> T:
-    """The sum of ``add(state, rows, mask, total)`` over the rows of a draw: one total per share.
-
-    The loop takes as many trips as the draw needs. ``settle`` ends each block of microbatches.
-    """
+    """The sum of ``add(state, rows, mask, total)`` over the rows of a draw, one for each share."""
     size, shares = layout.microbatch_size, layout.shares
 
     def share(which: Any, draw: Draw, data: PyTree, zero: T, state: S) -> T:
@@ -63,7 +59,6 @@ def sum_over(
         block = None if settle is None else (microbatches_in_block(size), settle)
         return sampling.fold(draw, size, add_rows, zero, (which, shares), block)
 
-    # Devices meet once a step, in `join`; noise is added after it, once.
     return on_each(share, layout)(draw, data, zero, state)
 
 

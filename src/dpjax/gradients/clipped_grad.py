@@ -52,9 +52,8 @@ def clipped_grad(
       has_aux: Whether the loss returns ``(scalar, aux)``.
       devices: How many of this process's devices share the batch, or a mesh, whose axes other than
         ``model`` split it. By default all host devices (``jax_num_cpu_devices``) if the batch
-        takes several microbatches, else one. Arrays that `jax.device_put`
-        committed to a device stay there, unless ``devices`` is given; in your own `jax.jit`, where
-        this cannot be seen, give 1.
+        takes several microbatches, else one. Arrays that `jax.device_put` committed to a device
+        stay there, unless ``devices`` is given; in your own `jax.jit` this is not seen: give 1.
 
     Returns:
       A function ``(params, batch, mask=None, weights=None, key=None, start=None) -> ClippedSum``.
@@ -84,21 +83,11 @@ def clipped_grad(
       >>> clipped(jnp.array([2.0]), jnp.array([[1.0], [4.0], [7.0]])).value
       Array([-3.5], dtype=float32)
     """
-    hint = "Write dpjax.clipping.flat(1.0), and the like."
-    checks.instance("clipped_grad", "rule", rule, Clipping, hint)
+    checks.instance("clipped_grad", "rule", rule, Clipping, "Such as dpjax.clipping.flat(1.0).")
     engine = named("clipped_grad", engine)
     microbatch_size = checks.whole_or_none("clipped_grad", "microbatch_size", microbatch_size)
     if not isinstance(devices, Mesh):
         devices = checks.whole_or_none("clipped_grad", "devices", devices)
-
-    def with_aux(params: PyTree, example: PyTree) -> tuple[Any, Any]:
-        result: Any = loss(params, example) if has_aux else (loss(params, example), None)
-        if isinstance(result, tuple) and len(result) == 2:
-            return result
-        raise TypeError(
-            f"clipped_grad(has_aux=True): the loss returns {jax.tree.map(jnp.shape, result)} "
-            "(shapes), expected (scalar, aux)."
-        )
 
     def clipped(
         params: PyTree,
@@ -124,7 +113,7 @@ def clipped_grad(
         refuse_tracking("clipped_grad")
         refuse_explicit("clipped_grad", "data", batch)
         refuse_explicit("clipped_grad", "parameters", params)
-        traced = Traced(with_aux, has_aux=True)
+        traced = Traced(loss, has_aux)
         check_loss(traced, params, trees.one_row(batch), "clipped_grad")
         # Without examples every engine returns zeros.
         name = "vmap" if size == 0 else engine
@@ -185,6 +174,6 @@ def _held_weights(weights: Any, size: int, groups: int) -> Array:
             f"clipped_grad: weights have shape {weights.shape}; expected ({size},), or by group, "
             f"({size}, {groups})."
         )
-    # A weight above 1 would pass the sensitivity; a NaN weight compares False and becomes 0.
+    # A NaN compares False and becomes 0.
     rows = weights if weights.ndim == 2 else weights[:, None]
     return jnp.broadcast_to(jnp.where(rows > 0, jnp.minimum(rows, 1), 0), (size, groups))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines: different ways to compute one clipped sum.
 
-An engine is an `Engine` of `batching`. ``tests/test_laws.py`` compares every row of `ENGINES`.
+``tests/test_laws.py`` compares every row of `ENGINES`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,5 @@ ENGINES: dict[str, Engine] = {
 
 def named(call: str, engine: str) -> str:
     """The name of an engine in `ENGINES`, where "auto" is "ghost"; refuses other names."""
-    hint = "Engines differ in speed alone."
-    checks.one_of(call, "engine", engine, ("auto", *ENGINES), hint)
+    checks.one_of(call, "engine", engine, ("auto", *ENGINES), "Engines differ in speed alone.")
     return "ghost" if engine == "auto" else engine

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`explain`: prints how the book-keeping engine handles each leaf of a loss.
-
-Shapes alone decide, so a model of any size is explained in the time that tracing it takes.
-"""
+"""`explain`: how the book-keeping engine handles each leaf of a loss, from shapes alone."""
 
 from __future__ import annotations
 
@@ -22,12 +19,8 @@ def explain(loss: LossFn, params: PyTree, example: PyTree) -> str:
 
     The line of a leaf shows its path, the primitives in which it meets the data, the rule for its
     norms, and the multiplications for one example. Or it says why the leaf is materialised, which
-    is exact too, but stores one gradient of that leaf per example.
-
-    Args:
-      loss: ``loss(params, example) -> scalar``.
-      params: Parameters, or their shapes.
-      example: One example, or its shapes.
+    is exact too, but stores one gradient of that leaf per example. The loss is
+    ``loss(params, example) -> scalar``; both arguments may be shapes.
 
     Example:
       >>> import jax.numpy as jnp

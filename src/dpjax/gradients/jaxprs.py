@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One interpreter of jaxprs: `evaluate` gives each equation of a program to a *rule*.
-
-With `bind` as the rule it computes the program. Other rules find where parameters meet the data, or
-count bytes.
-"""
+"""One interpreter of jaxprs: `evaluate` gives each equation of a program to a *rule*."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout: how many examples to differentiate together, and on how many devices.
 
-An engine that stores one gradient per example gets as many as fit a share of the memory, and so
-does every engine on an accelerator. The book-keeping engine on a CPU balances working sets larger
-than the caches, which are slow, and the passes of every microbatch over all weights and the total.
-
-The layout changes speed and memory, never a result.
+As many as fit a share of the memory. The book-keeping engine on a CPU instead balances working sets
+larger than the caches, which are slow, and the passes of every microbatch over all weights and the
+total. The layout never changes a result.
 """
 
 from __future__ import annotations
@@ -62,26 +60,16 @@ def layout(
 ) -> Layout:
     """Chooses a microbatch size and a mesh, unless they are given.
 
-    Args:
-      loss: ``loss(params, example) -> scalar``.
-      params: Parameters, or their shapes.
-      example: One example, or its shapes.
-      batch_size: The largest useful microbatch.
-      engine: As for `dpjax.clipped_grad`.
-      microbatch_size: The user's choice, if any.
-      devices: The user's choice, if any: a mesh, or a number of this process's devices.
-
-    Returns:
-      The layout. On one device a microbatch size chosen here is a power of two, or the whole batch;
-      several devices divide it.
+    The arguments are as for `dpjax.clipped_grad`; parameters and example may be shapes, and
+    ``batch_size`` is the largest useful microbatch. On one device a microbatch size chosen here is
+    a power of two, or the whole batch; several devices divide it.
 
     Example:
       >>> import jax.numpy as jnp
       >>> layout(jnp.vdot, jnp.zeros(10), jnp.zeros(10), batch_size=32, devices=1)
       Layout(microbatch_size=32, mesh=None, axes=())
     """
-    engine = named("gradients.layout", engine)
-    request = Request(batch_size, engine, microbatch_size, devices)
+    request = Request(batch_size, named("gradients.layout", engine), microbatch_size, devices)
     return _layout(request, Traced(loss), params, example)
 
 

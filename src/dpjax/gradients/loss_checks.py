@@ -69,7 +69,8 @@ def noted(example: PyTree, name: str) -> Iterator[None]:
         shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", example)
         error.add_note(
             f"{name} called loss(params, example) with example = {shapes}: one example, without a "
-            "batch axis. A tuple is unpacked in the loss: x, y = example."
+            "batch axis. A tuple is unpacked in the loss: x, y = example. With has_aux=True the "
+            "loss returns (scalar, aux)."
         )
         raise
 

@@ -2,9 +2,9 @@
 """Isolation: a NaN of one example must not reach the other examples of its batch.
 
 `jax.vmap` turns a convolution whose two operands both differ from example to example into a grouped
-convolution. XLA on CPU (jaxlib 0.10.2) compiles some with explicit zeros between the groups. Since
-0 * NaN is NaN, a NaN of one example becomes a NaN of all: one example moves the sum by many bounds.
-A loss, a client's optimizer or a weight may hide the NaN, so the program decides, before numbers.
+convolution. XLA on CPU (jaxlib 0.10.2) compiles some with explicit zeros between the groups, and
+0 * NaN is NaN: one example moves the sum by many bounds. A loss, a client's optimizer or a weight
+may hide the NaN, so the program decides, before numbers.
 
 If a batch is sharded over several devices, XLA partitions such a convolution wrongly for finite
 numbers too: the error is as large as the gradient, without a warning. `refuse_split` refuses it.
@@ -33,7 +33,6 @@ Harmless = Callable[[Traced, PyTree, PyTree], int]
 
 def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
     """An engine that takes example after example where their convolutions would mix."""
-    # One example a microbatch: no convolution of it has another example in its groups.
     alone = laid_out(engine, Layout(1))
 
     def guarded(
@@ -41,7 +40,6 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
     ) -> ClippedSum:
         if not differentiates_kernels(loss, params, trees.one_row(rows.batch), harmless):
             return engine(loss, rule, params, rows, start)
-        # XLA partitions exactly these convolutions wrongly, with or without NaN.
         refuse_split("clipped_grad", rows.batch)
         if _grouped_by_rows(lambda some: engine(loss, rule, params, some, start), rows):
             return alone(loss, rule, params, rows, start)
@@ -65,9 +63,8 @@ def each(function: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
 
 def refuse_split(call: str, batch: PyTree) -> None:
     """Raises, now or at compilation, if the batch is sharded over several devices."""
-    # Inside a shard_map the layout leaves no such convolution to XLA.
-    inside = jax.sharding.get_abstract_mesh().manual_axes  # each device has a program of its own
-    if jax.device_count() == 1 or inside:
+    # Inside a shard_map each device has a program of its own.
+    if jax.device_count() == 1 or jax.sharding.get_abstract_mesh().manual_axes:
         return
     for leaf in jax.tree.leaves(batch):
         if isinstance(leaf, jax.Array):  # NumPy arrays are on no device yet
@@ -107,8 +104,7 @@ def _leaky(run: Callable[[PyTree], PyTree], rows: PyTree) -> list[tuple[int, int
     """The groups of each convolution that XLA may compile with zeros between groups."""
     leaky: list[tuple[int, int]] = []
     for equation in convolutions(jax.make_jaxpr(run)(rows).jaxpr):
-        parameters = equation.params
-        groups = parameters["feature_group_count"], parameters["batch_group_count"]
+        groups = equation.params["feature_group_count"], equation.params["batch_group_count"]
         arrays: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
         # Seen on CPU (jaxlib 0.10.2): groups of features are safe in float32 and narrower dtypes.
         wide = any(x.dtype.itemsize > 4 for x in arrays)

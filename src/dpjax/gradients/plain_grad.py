@@ -30,16 +30,13 @@ def plain_grad(
 
     $$ \frac{1}{B} \sum_i \nabla_\theta\, \ell(\theta, x_i) $$
 
-    Args:
-      loss: ``loss(params, example) -> scalar``.
-      has_aux: Whether the loss returns ``(scalar, aux)``.
-      devices: As in `dpjax.clipped_grad`.
+    The arguments are as for `dpjax.clipped_grad`.
 
     Returns:
       A function ``(params, batch) -> gradients``, in float32 or wider.
 
     Privacy:
-      None. Nothing is clipped and nothing is noised.
+      None.
 
     Example:
       >>> gradient = plain_grad(lambda w, x: 0.5 * jnp.sum((w - x) ** 2))
@@ -85,5 +82,5 @@ def _unclipped(
     for i, each in found.gradients.items():
         sums[i] = sums[i] + weighted_sum(each, ones)
     value = jax.tree.structure(params).unflatten(sums)
-    # Weights stand for the norms, which the caller does not read.
+    # The caller reads no norms.
     return ClippedSum(value, found.losses, norms=rows.weights, factors=rows.weights)

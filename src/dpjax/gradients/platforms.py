@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Platforms: for which kind of device a program is traced, so that it gets that device's forms.
 
-JAX learns the platform late, when it lowers: a CPU machine can compile for a TPU. So a decision
-reads `on_cpu`, and what decides runs inside `dependent`.
+JAX learns it late, when it lowers. So a decision reads `on_cpu`, and what decides runs inside
+`dependent`.
 """
 
 from __future__ import annotations
@@ -73,16 +73,10 @@ def dependent(function: Callable[..., T], *arguments: Any) -> T:
     """``function(*arguments)``, with the decisions of the platform for which it is lowered."""
     if known() is not None:
         return function(*arguments)
-
-    def under(platform: str) -> Callable[..., T]:
-        def traced(*arguments: Any) -> T:
-            with traced_for(platform):
-                return function(*arguments)
-
-        return traced
-
     # Traced for both platforms; only one program is lowered.
-    return jax.lax.platform_dependent(*arguments, cpu=under("cpu"), default=under(ACCELERATOR))
+    return jax.lax.platform_dependent(
+        *arguments, cpu=traced_for("cpu")(function), default=traced_for(ACCELERATOR)(function)
+    )
 
 
 def memory_limit() -> int:

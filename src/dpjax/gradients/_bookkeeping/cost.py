@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Costs: which rule computes the norms of a leaf, chosen by shapes alone.
 
-A cost is a number of multiplications of a large matrix product; other work is converted to it by
-measured ratios.
+A cost is a number of multiplications of a large matrix product, by measured ratios for other work.
 """
 
 from __future__ import annotations
@@ -148,10 +147,9 @@ def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
 
 def alike(forms: Sequence[Outer]) -> list[Outer] | None:
     """The forms of one leaf, transposed so that their inputs agree; None if they cannot."""
-    first = forms[0] if forms else None
-    if first is None or len(forms) == 1:
+    if len(forms) < 2:
         return list(forms)
-    turned = []
+    first, turned = forms[0], []
     for form in forms:
         if first.axes is None or form.axes is None or form.axes[0] != first.axes[0]:
             return None

@@ -2,7 +2,6 @@
 """The book-keeping engine: clipped sums without per-example gradients.
 
 One forward and one backward pass give the data and the cotangent of each example at every site.
-`leaf_norms` computes norms from them, and `leaf_sums` forms each weighted sum once.
 
 References:
   Goodfellow, "Efficient Per-Example Gradient Computations", 2015; Bu et al.,

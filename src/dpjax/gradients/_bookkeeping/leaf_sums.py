@@ -2,7 +2,6 @@
 """Clipped sums: from factors to the weighted sum of one leaf's per-example gradients.
 
 `kept` sums per-example gradients that exist; `recomputed` forms the sum in one product per site.
-`clipped_sums` takes both, and keeps out examples that are not finite.
 """
 
 from __future__ import annotations

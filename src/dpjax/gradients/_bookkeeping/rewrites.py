@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewrites: products of data with computed kernels, in the order that keeps leaves as they are.
 
-A kernel that is computed from leaves, such as ``w + a @ b`` (LoRA) or ``w * gain``, makes the
-gradients of these leaves non-trivial functions of the kernel's gradient. The same product in
-another order needs no such function: in ``x @ w + (x @ a) @ b`` the leaves meet the data as they
-are. A rewrite is applied in float32 or wider alone, where the order changes the last bits only.
+With a kernel such as ``w + a @ b`` (LoRA) or ``w * gain``, the leaves' gradients are functions of
+the kernel's; in ``x @ w + (x @ a) @ b`` the leaves meet the data as they are. A rewrite is applied
+in float32 or wider alone, where the order changes the last bits only.
 """
 
 from __future__ import annotations

@@ -107,8 +107,7 @@ def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> 
             # XLA on CPU is slow at the fused reduction of cotangents times a number of each round.
             chosen = {j: x if sliced[j] else _repeated(x, length) for j, x in chosen.items()}
             places = dict.fromkeys(entering, 0)
-        each = jax.vmap(lambda c, *d: function(c, *d), (places, *(0 for _ in data)))
-        return each(chosen, *data)
+        return jax.vmap(function, (places, *(0 for _ in data)))(chosen, *data)
 
     axes = None
     if alone and alone.axes is not None and site.axes is not None:

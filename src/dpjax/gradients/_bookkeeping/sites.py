@@ -43,10 +43,7 @@ class View(NamedTuple):
 
 
 class Site(NamedTuple):
-    """An equation in which a view meets the data, and which is linear in the view.
-
-    Fields with the names of a view's describe the input that is the view, ``operand``.
-    """
+    """An equation in which a view meets the data; fields of `View` describe its ``operand``."""
 
     leaves: frozenset[int]
     reads: frozenset[int]

@@ -2,7 +2,7 @@
 """Structure of views: along which axes they are constant, and which run along with a leaf's.
 
 The norms of the columns of a kernel run along with its last axis: each depends on its own column
-alone. So an example only scales the columns of one array, the derivative of all norms (`common`).
+alone, so an example only scales the columns of one array (`common`).
 """
 
 from __future__ import annotations

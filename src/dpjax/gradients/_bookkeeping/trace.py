@@ -97,6 +97,7 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
         gather = jax.make_jaxpr(_row)(*plain(inputs[:2]))
         return _walk(gather.jaxpr, gather.consts, inputs[:2], book)
     if (operand := _narrows(equation, inputs, book)) is not None:
+        # The small leaves count as data: no example's gradient of the large leaf exists.
         other = inputs[1 - operand]
         book.materialise(other.leaves, f"meets a large leaf in {name}")
         mixed = [x if i == operand else other.value for i, x in enumerate(inputs)]
@@ -142,10 +143,7 @@ def _rematerialised(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[A
 
 
 def _narrows(equation: JaxprEqn, inputs: Sequence[Any], book: Book) -> int | None:
-    """Which input is a large leaf that small ones multiply, as where they generate a kernel.
-
-    The product and the small leaves count as data: no example's gradient of the large leaf exists.
-    """
+    """Which input is a large leaf that small ones multiply, as where they generate a kernel."""
     if equation.primitive.name != "dot_general" or not all(isinstance(x, View) for x in inputs):
         return None
     sizes = [sum(book.sizes[i] for i in x.leaves) for x in inputs]
@@ -268,17 +266,17 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
     view, data = sources[operand], tuple(x for x in inputs if not isinstance(x, View))
     entrywise, flat = known(equation.primitive.name).entrywise, tuple(view.constant)
     sizes = [n for a, n in enumerate(view.value.shape) if a not in flat and n > 1]
+    (output,) = bind_fast(equation, plain(inputs))
+    wide = trees.wide(output.dtype)
 
     def mixed(leaves: Leaves, data: Sequence[Array], memo: Memo | None = None) -> list[Array]:
         memo, rest = {} if memo is None else memo, iter(data)
         arguments = [
             views[i].of(leaves, memo) if i in views else next(rest) for i in range(len(inputs))
         ]
-        wide = trees.wide(output.dtype)
         return [x.astype(wide) if _is(jnp.floating, x) else x for x in arguments]
 
     def run(arguments: Sequence[Array]) -> Array:
-        wide = trees.wide(output.dtype)
         return equation.primitive.bind(*arguments, **_in_full_precision(equation.params, wide))
 
     def scales(leaves: Leaves, data: Sequence[Array], cotangent: Array) -> Array:
@@ -294,7 +292,6 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
         places = (0 if a in flat else slice(None) for a in range(view.value.ndim))
         return view.of(leaves)[tuple(places)].reshape(sizes)
 
-    (output,) = bind_fast(equation, plain(inputs))
     tapped = book.tap(output)
     site = Site(
         leaves=union(view.leaves for view in sources.values()),

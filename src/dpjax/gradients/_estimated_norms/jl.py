@@ -29,7 +29,7 @@ def projected(
     def losses_of(params: PyTree) -> tuple[Array, Any]:
         return jax.vmap(loss, in_axes=(None, 0))(params, rows.batch)
 
-    # Accelerators round the inputs of products by default, differently for norms and sums.
+    # Accelerators round products by default, differently for norms and sums.
     with jax.default_matmul_precision("highest"):
         _check(loss, params, trees.one_row(rows.batch))
         norms = estimated_norms(loss, rule.projections or 1, params, rows.batch, key)

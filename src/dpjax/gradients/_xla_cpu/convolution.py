@@ -42,7 +42,6 @@ def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
             (for_kernel,) = jax.vjp(partial(as_written, x), kernel)[1](cotangent)
         return _input_cotangent(parameters, x.shape, kernel, cotangent), for_kernel
 
-    # The forward values are XLA's own; only the way back is replaced.
     canonical = jax.custom_vjp(forward)
     canonical.defvjp(lambda x, kernel: (forward(x, kernel), (x, kernel)), backward)
     return canonical(x, kernel)

@@ -48,8 +48,7 @@ def _unusual(parameters: dict[str, Any], x: Array) -> bool:
     """Whether XLA's own version runs: dilated or large windows, no output, or no real numbers."""
     spread = max(*parameters["base_dilation"], *parameters["window_dilation"])
     large = math.prod(parameters["window_dimensions"]) > _LARGEST
-    padding = parameters["padding"]
-    longest = [n + sum(pad) for n, pad in zip(x.shape, padding, strict=True)]
+    longest = [n + sum(pad) for n, pad in zip(x.shape, parameters["padding"], strict=True)]
     empty = any(w > n for w, n in zip(parameters["window_dimensions"], longest, strict=True))
     return spread > 1 or large or empty or not jnp.issubdtype(x.dtype, jnp.floating)
 
