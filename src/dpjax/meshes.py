@@ -8,11 +8,10 @@ split the batch. XLA partitions convolutions and FFTs wrongly or fails: for a lo
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -61,12 +60,10 @@ def automatic(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names)
 
 
-@contextlib.contextmanager
-def in_force(mesh: Mesh | None) -> Iterator[None]:
+def in_force(mesh: Mesh | None) -> AbstractContextManager[Any]:
     """Puts the mesh of a run in force; None puts the caller's out of force."""
     # Under a caller's explicit axes JAX refuses every operation on arrays of the run's mesh.
-    with jax.set_mesh(Mesh(np.empty((), object), ()) if mesh is None else mesh):
-        yield
+    return jax.set_mesh(Mesh(np.empty((), object), ()) if mesh is None else mesh)
 
 
 def of_host(devices: int) -> Mesh | None:

@@ -245,10 +245,7 @@ def _scaled(
 
 
 def _check_clients(call: str, mechanism: Mechanism, clients: Clients, weights: Weights) -> None:
-    if mechanism.unit != "client":
-        raise ValueError(
-            f"{call}: the mechanism protects one {mechanism.unit}. Write Mechanism(unit='client')."
-        )
+    checks.one_of(call, "unit", mechanism.unit, ("client",), "Write Mechanism(unit='client').")
     # An adapted bound counts examples without weights; and a client's exact norm is free.
     if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
         raise ValueError(

@@ -38,9 +38,8 @@ def scaled_rate(base: float, batch_size: float) -> float:
       Tramèr and Boneh, "Differentially Private Learning Needs Better Features (or Much More
       Data)", 2021, appendix D.
     """
-    if not batch_size >= 512:
-        raise ValueError(f"training.scaled_rate(batch_size={batch_size}): expected at least 512.")
-    return batch_size // 512 * base
+    times = batch_size // 512
+    return checks.positive("training.scaled_rate", "batch_size // 512", times) * base
 
 
 class DPAdamState(NamedTuple):

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 
 from dpjax import checks, ledger, meshes, noise, schedules
 from dpjax.mechanism import Mechanism, Spent
-from dpjax.mechanism.multipliers import Planned
+from dpjax.training.checks import positive_plan
 from dpjax.training.dpsgd import entry_of, on_examples
 from dpjax.training.recipe import Recipe
 from dpjax.training.samples import keep_samples
@@ -118,7 +118,9 @@ def dp_sgld(
         preparation=preparation,
         before=before,
     )
-    rate = _planned(learning_rate, steps) if callable(learning_rate) else learning_rate
+    rate = learning_rate
+    if callable(rate):
+        rate = positive_plan(f"{call}: the rate", rate, steps)
     multiplier = noise.langevin_multiplier(
         rate,
         clipping,
@@ -177,14 +179,3 @@ def on_mean_gradient(learning_rate: float | Schedule, examples: int) -> dict[str
     """
     rate = schedules.times(learning_rate, 2 / examples)
     return {"learning_rate": rate, "temperature": examples / 2}
-
-
-def _planned(schedule: Schedule, steps: int) -> Planned:
-    """A schedule of rates as its table, which must be positive at every step."""
-    planned = Planned.of(schedule, steps)
-    if (step := planned.first_without_size()) is not None:
-        raise ValueError(
-            f"training.dp_sgld: the rate is {planned.values[step]} at step {step} of {steps}; "
-            "expected a positive one."
-        )
-    return planned
