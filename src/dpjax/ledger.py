@@ -178,8 +178,7 @@ def affordable(mechanism: Plan, budget: Budget | None = None) -> int:
     """
     if budget is None:
         return mechanism.steps
-    method = _method(mechanism, budget)
-    return _affordable(mechanism, budget.epsilon, budget.delta, method)
+    return _affordable(mechanism, budget.epsilon, budget.delta, _method(mechanism, budget))
 
 
 def _method(mechanism: Plan, budget: Budget) -> str:

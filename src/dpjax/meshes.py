@@ -33,11 +33,10 @@ _SMALL = 1024
 
 
 def of(mesh: Mesh | None = None) -> Mesh | None:
-    """The mesh of a run: the given one, else that of `jax.set_mesh`, else none.
+    """The mesh of a run: the given one, else that of `jax.set_mesh`, else of all processes.
 
-    Where several processes run, all of their devices are the default: without a mesh each process
-    would run the whole computation. They compare a given mesh, so all of them must call this. None
-    is a run that `dpjax.gradients.layout` places.
+    Processes compare a given mesh, so all of them must call this. None is a run of one process
+    that `dpjax.gradients.layout` places.
     """
     if mesh is None and not jax.sharding.get_abstract_mesh().empty:
         mesh = jax.sharding.get_mesh()
