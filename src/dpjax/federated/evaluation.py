@@ -85,5 +85,4 @@ def evaluate_clients(
 
 @partial(jax.jit, static_argnums=0)
 def _values(metric: Metric, params: PyTree, clients: Clients) -> Float[Array, " examples"]:
-    """The metric of every example."""
     return jax.lax.map(partial(metric, params), clients.examples, batch_size=_TOGETHER)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local training: one client trains from the server's parameters and returns its update.
 
-Under `jax.vmap` all clients wait for the largest one; on a CPU the clients of a convolutional
-network train one after the other (``gradients/layout.py``). Nothing here is private, and need not
-be: the update is clipped.
+Under `jax.vmap` all clients wait for the largest one. Nothing here is private: updates are clipped.
 """
 
 from __future__ import annotations
@@ -79,7 +77,6 @@ class _State(NamedTuple):
 def _moved(
     local: Local, params: PyTree, examples: PyTree, real: Bool[Array, " size"], carry: _State
 ) -> _State:
-    """One step of one client, on one batch."""
     here = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, carry.update)
 
     def mean_loss(params: PyTree) -> Float[Array, ""]:

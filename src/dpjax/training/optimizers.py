@@ -207,15 +207,13 @@ def lookahead(
     def update(
         updates: PyTree,
         state: Any,
-        params: PyTree | None = None,
+        params: Any = None,
         *,
         bound_scale: Any = 1.0,
         **extra: Any,
     ) -> tuple[PyTree, LookaheadState]:
-        # With no parameters Optax itself raises, as every optimizer that needs them.
-        fast: Any = params
         moved: Any
-        both = optax.LookaheadParams(fast, state.slow)
+        both = optax.LookaheadParams(params, state.slow)
         moved, inner = pair(bound_scale).update(updates, state.inner, both)
         return moved.fast, LookaheadState(optax.apply_updates(state.slow, moved.slow), inner)
 

@@ -54,7 +54,9 @@ def dp_sgld(
       loss: ``loss(params, example)``: the *negative log-likelihood* of one example, with its
         units: cross-entropy, or half a squared error over the variance of the observations.
       learning_rate: $\eta_t$, positive; a number or an Optax schedule. It is the variance of the
-        noise, about $1/n$ of the rate of SGD, and a smaller one is more private.
+        noise, about $1/n$ of the rate of SGD, and a smaller one is more private. Accounting is
+        faster if it changes per epoch. Parameters narrower than float32 round small steps, and
+        their noise, to 0.
       sampling: Which examples each step sees.
       clipping: How much each may contribute. Clipping changes the posterior.
       steps: How many steps are planned.
@@ -79,11 +81,6 @@ def dp_sgld(
       That of `dpjax.dpsgd` with ``algorithm.mechanism``, for all samples together. The noise
       multiplier is `dpjax.noise.langevin_multiplier`: to meet an epsilon, change the rate, the
       batch size or the number of steps.
-
-    | given | what happens |
-    |---|---|
-    | a rate that changes at every step | works; accounting is faster if it changes per epoch |
-    | parameters narrower than float32 | their dtype rounds small steps, and their noise, to zero |
 
     Example:
       >>> import dpjax, jax.numpy as jnp
