@@ -37,7 +37,7 @@ def trained(
 ) -> tuple[Float[Array, ""], PyTree]:
     """A client's mean loss, and its update: last minus first parameters, 0 without examples."""
     start, count, size = clients.starts[index], clients.counts[index], local.batch_size
-    batches = jnp.maximum(1, -(-count // size))
+    batches: Any = jnp.maximum(1, -(-count // size))
     steps = batches * local.epochs if local.steps is None else local.steps
     steps = jnp.where(count > 0, steps, 0)
     # A fresh optimizer in every round: its state would carry one client's data into the next draw
