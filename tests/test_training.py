@@ -230,7 +230,7 @@ def test_batch_normalisation_of_one_example_is_named(caplog):
 @pytest.mark.parametrize(
     ("key", "params", "message"),
     [
-        (jnp.zeros(3), jax.random.key(0), r"given a key in the place of parameters"),
+        (jnp.zeros(3), jax.random.key(0), r"expected a key, such as"),
         (jax.random.key(0), {"w": jnp.zeros(3), "n": jnp.arange(3)}, "leaf n is int32"),
     ],
 )
@@ -255,7 +255,7 @@ MISTAKES = {
     "clients": (
         {"mechanism": mechanism_with(unit="client")},
         ValueError,
-        "expected unit='example', got 'client'",
+        "unit='client'.*expected one of example",
     ),
 }
 
@@ -651,7 +651,7 @@ class TestBoundSchedule:
             before = state.params
 
     def test_a_bound_that_is_not_positive_is_refused(self):
-        with pytest.raises(ValueError, match="at step 3 is not"):
+        with pytest.raises(ValueError, match="at step 3 of"):
             self.run(clipping.flat(1.0), bound_schedule=lambda step: 3.0 - step)
 
 
@@ -757,7 +757,7 @@ class TestAveraging:
 BANDED = {"sampling": sampling.cyclic_poisson(50, 5, cycle=2), "noise": strategies.banded(8, 2)}
 TRACKED = optax.sgd(0.1).init(jnp.zeros(3))
 VALUES = {
-    "expected at least 512": lambda: training.scaled_rate(0.1, 256),
+    r"scaled_rate\(batch_size // 512=0\)": lambda: training.scaled_rate(0.1, 256),
     "expected independent noise": lambda: training.dp_adam(0.1, mechanism_with(steps=8, **BANDED)),
     r"expected a number in \[0, 1\)": lambda: training.average_parameters(1.0),
     r"with training\.average_parameters": lambda: training.averaged(TRACKED),

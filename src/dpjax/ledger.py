@@ -132,10 +132,7 @@ def admit(
 def ended(
     ledger: Ledger, mechanism: Plan, budget: Budget | None = None, *, least: int = 0
 ) -> Ledger:
-    """Records that results ended the run: all steps that plan and budget allow, at least ``least``.
-
-    The budget was fixed before the results.
-    """
+    """Records that results ended the run: all steps count that plan and budget allow."""
     allowed = max(int(ledger.chosen), affordable(mechanism, budget), least)
     return ledger._replace(chosen=np.array(allowed))
 
@@ -178,8 +175,7 @@ def affordable(mechanism: Plan, budget: Budget | None = None) -> int:
     """
     if budget is None:
         return mechanism.steps
-    method = _method(mechanism, budget)
-    return _affordable(mechanism, budget.epsilon, budget.delta, method)
+    return _affordable(mechanism, budget.epsilon, budget.delta, _method(mechanism, budget))
 
 
 def _method(mechanism: Plan, budget: Budget) -> str:

@@ -8,11 +8,10 @@ split the batch. XLA partitions convolutions and FFTs wrongly or fails: for a lo
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -34,11 +33,10 @@ _SMALL = 1024
 
 
 def of(mesh: Mesh | None = None) -> Mesh | None:
-    """The mesh of a run: the given one, else that of `jax.set_mesh`, else none.
+    """The mesh of a run: the given one, else that of `jax.set_mesh`, else of all processes.
 
-    Where several processes run, all of their devices are the default: without a mesh each process
-    would run the whole computation. They compare a given mesh, so all of them must call this. None
-    is a run that `dpjax.gradients.layout` places.
+    Processes compare a given mesh, so all of them must call this. None is a run of one process
+    that `dpjax.gradients.layout` places.
     """
     if mesh is None and not jax.sharding.get_abstract_mesh().empty:
         mesh = jax.sharding.get_mesh()
@@ -61,12 +59,10 @@ def automatic(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names)
 
 
-@contextlib.contextmanager
-def in_force(mesh: Mesh | None) -> Iterator[None]:
+def in_force(mesh: Mesh | None) -> AbstractContextManager[Any]:
     """Puts the mesh of a run in force; None puts the caller's out of force."""
     # Under a caller's explicit axes JAX refuses every operation on arrays of the run's mesh.
-    with jax.set_mesh(Mesh(np.empty((), object), ()) if mesh is None else mesh):
-        yield
+    return jax.set_mesh(Mesh(np.empty((), object), ()) if mesh is None else mesh)
 
 
 def of_host(devices: int) -> Mesh | None:

@@ -86,9 +86,8 @@ class Clients:
 
     @classmethod
     def _joined(cls, examples: PyTree, counts: np.ndarray) -> Clients:
-        starts = np.cumsum(counts) - counts
-        on_device = jax.tree.map(jnp.asarray, (examples, starts, counts))
-        return cls(*on_device, capacity=int(counts.max()))
+        parts = (examples, np.cumsum(counts) - counts, counts)
+        return cls(*jax.tree.map(jnp.asarray, parts), capacity=int(counts.max()))
 
     def __len__(self) -> int:
         """The number of clients; public, like the size of a data set."""

@@ -75,18 +75,14 @@ def evaluate_clients(
     known = scores(metric, params, clients)[has_examples]
     names = ("client lowest", "client 10 %", "client median", "client 90 %")
     quantiles = np.quantile(known, [0.0, 0.1, 0.5, 0.9]).tolist()
-    # It differs from the client mean where large clients are served better.
-    pooled = float(np.average(known, weights=np.asarray(clients.counts)[has_examples]))
-    return {
-        "private": {
-            "client mean": float(known.mean()),
-            **dict(zip(names, quantiles, strict=True)),
-            "example mean": pooled,
-        }
+    means = {
+        "client mean": float(known.mean()),
+        # It differs from the client mean where large clients are served better.
+        "example mean": float(np.average(known, weights=np.asarray(clients.counts)[has_examples])),
     }
+    return {"private": {**means, **dict(zip(names, quantiles, strict=True))}}
 
 
 @partial(jax.jit, static_argnums=0)
 def _values(metric: Metric, params: PyTree, clients: Clients) -> Float[Array, " examples"]:
-    """The metric of every example."""
     return jax.lax.map(partial(metric, params), clients.examples, batch_size=_TOGETHER)

@@ -182,7 +182,19 @@ def _algorithm(
     check_is_optimizer(f"{call}: server_optimizer", server)
     check_is_optimizer(f"{call}: client_optimizer", local.optimizer)
     weights = Weights(values=np.ones(len(clients))) if weights is None else weights
-    _check_clients(call, mechanism, clients, checks.instance(call, "weights", weights, Weights))
+    checks.instance(call, "weights", weights, Weights)
+    checks.one_of(call, "unit", mechanism.unit, ("client",), "Write Mechanism(unit='client').")
+    # An adapted bound counts examples without weights; and a client's exact norm is free.
+    if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
+        raise ValueError(
+            f"{call}: rounds have neither adaptive bounds nor estimated norms. Use clipping.flat."
+        )
+    expected, sizes = mechanism.sampling.examples, (len(clients), np.size(weights.values))
+    if sizes != (expected, expected):
+        raise ValueError(
+            f"{call}: {sizes[0]} clients and {sizes[1]} weights; the mechanism's sampler draws "
+            f"from {expected}."
+        )
     # Their public total, not their drawn total, makes the mean.
     scale = len(clients) / weights.total_share
     recipe = recipe_of(
@@ -242,21 +254,3 @@ def _scaled(
         return server.update(mean, state, params, **extra_arguments(server, scale))
 
     return optax.GradientTransformationExtraArgs(server.init, update)
-
-
-def _check_clients(call: str, mechanism: Mechanism, clients: Clients, weights: Weights) -> None:
-    if mechanism.unit != "client":
-        raise ValueError(
-            f"{call}: the mechanism protects one {mechanism.unit}. Write Mechanism(unit='client')."
-        )
-    # An adapted bound counts examples without weights; and a client's exact norm is free.
-    if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
-        raise ValueError(
-            f"{call}: rounds have neither adaptive bounds nor estimated norms. Use clipping.flat."
-        )
-    expected, sizes = mechanism.sampling.examples, (len(clients), np.size(weights.values))
-    if sizes != (expected, expected):
-        raise ValueError(
-            f"{call}: {sizes[0]} clients and {sizes[1]} weights; the mechanism's sampler draws "
-            f"from {expected}."
-        )

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local training: one client trains from the server's parameters and returns its update.
 
-Under `jax.vmap` all clients wait for the largest one; on a CPU the clients of a convolutional
-network train one after the other (``gradients/layout.py``). Nothing here is private, and need not
-be: the update is clipped.
+Under `jax.vmap` all clients wait for the largest one. Nothing here is private: updates are clipped.
 """
 
 from __future__ import annotations
@@ -33,21 +31,15 @@ class Local(NamedTuple):
     within: Clipping | None
     """The rule onto whose bounds each step projects the update, if any."""
 
-    def trips(self, batches: Any) -> Any:
-        """The number of steps of a client whose epoch has ``batches`` batches."""
-        return batches * self.epochs if self.steps is None else self.steps
-
 
 def trained(
     local: Local, params: PyTree, clients: Clients, index: Int[Array, ""], key: Key
 ) -> tuple[Float[Array, ""], PyTree]:
-    """The mean loss of a client during training, and its update: last minus first parameters.
-
-    The key orders its examples. The update of a client without examples is zero.
-    """
+    """A client's mean loss, and its update: last minus first parameters, 0 without examples."""
     start, count, size = clients.starts[index], clients.counts[index], local.batch_size
-    batches = jnp.maximum(1, -(-count // size))
-    steps = jnp.where(count > 0, local.trips(batches), 0)
+    batches: Any = jnp.maximum(1, -(-count // size))
+    steps = batches * local.epochs if local.steps is None else local.steps
+    steps = jnp.where(count > 0, steps, 0)
     # A fresh optimizer in every round: its state would carry one client's data into the next draw
     # of the client, outside the accounting.
     optimizer = local.optimizer.init(trees.widened(params))
@@ -55,7 +47,10 @@ def trained(
     carry = _State(jnp.zeros(()), trees.zeros_wide(params), optimizer)
 
     def epoch(number: Int[Array, ""], carry: _State) -> _State:
-        order = _shuffled(jax.random.fold_in(key, number), count, clients.capacity)
+        # The client's rows in random order, then padding: jax.random.permutation needs a constant.
+        places = jax.random.uniform(jax.random.fold_in(key, number), (clients.capacity,))
+        own = jnp.arange(clients.capacity) < count
+        order = jnp.argsort(jnp.where(own, places, 2.0))
 
         def batch(which: Int[Array, ""], carry: _State) -> _State:
             slots = which * size + jnp.arange(size)
@@ -82,7 +77,6 @@ class _State(NamedTuple):
 def _moved(
     local: Local, params: PyTree, examples: PyTree, real: Bool[Array, " size"], carry: _State
 ) -> _State:
-    """One step of one client, on one batch."""
     here = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, carry.update)
 
     def mean_loss(params: PyTree) -> Float[Array, ""]:
@@ -107,10 +101,3 @@ def _ball(rule: Clipping, params: PyTree) -> Clipping:
     rounding = max(float(jnp.finfo(leaf.dtype).eps) / 2 for leaf in jax.tree.leaves(params))
     bounds = tuple(bound * (1 - ON_BOUND - rounding) for bound in rule.bounds)
     return Clipping(rule.partition, bounds, jnp.ones_like, "projection")
-
-
-def _shuffled(key: Key, count: Int[Array, ""], capacity: int) -> Int[Array, " capacity"]:
-    """The numbers below ``count`` in random order, followed by the rest."""
-    # The number of a client's rows is traced, and jax.random.permutation needs it as a constant.
-    places = jax.random.uniform(key, (capacity,))
-    return jnp.argsort(jnp.where(jnp.arange(capacity) < count, places, 2.0))

@@ -45,16 +45,15 @@ def assemble(
 ) -> Algorithm:
     """The algorithm of a recipe; ``identity`` tells the run from others, beside mechanism and data.
 
-    ``shared`` are arrays that ``recipe.loss`` takes before the parameters: in a closure they would
-    be copied into the program as constants. ``info`` makes means of the sums of steps.
+    ``shared`` are arrays that ``recipe.loss`` takes before the parameters: a closure would copy
+    them into the program as constants.
     """
     name, mechanism = recipe.name, recipe.mechanism
     if budget is not None:
         hint = "Write dpjax.ledger.Budget(epsilon=..., delta=...)."
         checks.instance(name, "budget", budget, ledger.Budget, hint)
     size = checks.whole_or_none(name, "microbatch_size", recipe.microbatch_size)
-    recipe = recipe._replace(microbatch_size=size)
-    its = _Assembly(recipe, data, identity, shared, budget, info)
+    its = _Assembly(recipe._replace(microbatch_size=size), data, identity, shared, budget, info)
     return Algorithm(its.init, its.step, mechanism, budget, its.run, its.identity, its.released)
 
 
@@ -169,11 +168,7 @@ class _Assembly:
 
 
 def checked_params(name: str, params: PyTree, key: Key | None) -> PyTree:
-    """The parameters as arrays; refuses an ``init(key, params)`` of earlier versions."""
-    if checks.is_typed_key(params):
-        raise TypeError(
-            f"{name}: init was given a key in the place of parameters. Write init(params, key=key)."
-        )
+    """The parameters as arrays."""
     if key is not None:
         checks.key(f"{name}: init", key)
     params = arrays(params, f"{name}: init(params)")

@@ -67,6 +67,14 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
+def link_of(state: Any, kind: type[Any], call: str, link: str) -> Any:
+    """The state of a link inside another state."""
+    found = next(iter(trees.nodes(state, kind)), None)
+    if found is None:
+        raise ValueError(f"training.{call}: expected a state with training.{link} as a link.")
+    return found
+
+
 def averaged(optimizer_state: Any) -> PyTree:
     """The averaged parameters inside an optimizer's (or a whole run's) state.
 
@@ -83,9 +91,5 @@ def averaged(optimizer_state: Any) -> PyTree:
       >>> print(round(float(averaged(state)), 3))  # (0.5 x 2 + 1) / (0.5 + 1)
       1.333
     """
-    average = next(iter(trees.nodes(optimizer_state, AverageState)), None)
-    if average is None:
-        raise ValueError(
-            "training.averaged: expected a state with training.average_parameters() as a link."
-        )
+    average = link_of(optimizer_state, AverageState, "averaged", "average_parameters()")
     return jax.tree.map(lambda total: total / average.weight.astype(total.dtype), average.total)

@@ -37,10 +37,7 @@ def check_kinds(recipe: Recipe) -> None:
             "Linen module, write losses.of(model, losses.cross_entropy)."
         )
     named(name, recipe.engine)
-    if mechanism.unit != "example":
-        raise ValueError(
-            f"{name}: expected unit='example', got {mechanism.unit!r}; see dpjax.federated."
-        )
+    checks.one_of(name, "unit", mechanism.unit, ("example",), "For clients see dpjax.federated.")
 
 
 def check_is_optimizer(name: str, given: Any) -> None:
@@ -75,19 +72,25 @@ def check_state(name: str, state: Any) -> None:
 
 
 def planned_bounds(name: str, schedule: Schedule | None, mechanism: Mechanism) -> Planned | None:
-    """A schedule of bounds as its table, which must be positive at every planned step."""
+    """A schedule of bounds as its table."""
     if schedule is None:
         return None
     if mechanism.adaptive is not None:
         raise ValueError(
             f"{name}(bound_schedule=...): the mechanism adapts its bounds. Leave one out."
         )
-    bounds = Planned.of(schedule, mechanism.steps)
-    if (step := bounds.first_without_size()) is not None:
+    return positive_plan(f"{name}: the factor on bounds", schedule, mechanism.steps)
+
+
+def positive_plan(what: str, schedule: Schedule, steps: int) -> Planned:
+    """A schedule as its table, which must be positive at every step."""
+    planned = Planned.of(schedule, steps)
+    if (step := planned.first_without_size()) is not None:
         raise ValueError(
-            f"{name}(bound_schedule=...): the factor at step {step} is not positive and finite."
+            f"{what} is {planned.values[step]} at step {step} of {steps}; expected a finite, "
+            "positive one."
         )
-    return bounds
+    return planned
 
 
 def checked_data(recipe: Recipe, data: PyTree) -> PyTree:

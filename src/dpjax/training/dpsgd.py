@@ -101,13 +101,8 @@ def dpsgd(
       Examples of low loss first, the others later in training:
 
       >>> easy = lambda t, w, example: jax.nn.sigmoid(t - jnp.sum((w - example[0]) ** 2))
-      >>> algorithm = dpsgd(
-      ...     lambda w, example: jnp.sum((w - example[0]) ** 2),
-      ...     optax.sgd(0.1),
-      ...     mechanism,
-      ...     data,
-      ...     weights=easy,
-      ... )
+      >>> loss = lambda w, example: jnp.sum((w - example[0]) ** 2)
+      >>> algorithm = dpsgd(loss, optax.sgd(0.1), mechanism, data, weights=easy)
     """
     if mesh is not None:
         hint = "Write dpjax.meshes.parse('data:4,model:2')."

@@ -166,7 +166,7 @@ def _checked(
     delta: float | None,
     method: str | None,
 ) -> Terms:
-    """The checked arguments of `fit`, which are equal in all processes, and their defaults."""
+    """The checked arguments of `fit`, equal in all processes."""
     hint = "Write fit(algorithm, state) with that of dpjax.dpsgd."
     checks.instance("fit", "algorithm", algorithm, Algorithm, hint)
     check_state("fit", state)

@@ -38,7 +38,7 @@ class Seen(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What a step has summed over its draw, **before** any noise: all of it is secret."""
+    """All that a step has summed over its draw; secret."""
 
     gradients: Total
     seen: Seen

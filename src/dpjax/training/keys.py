@@ -65,5 +65,4 @@ def supplied(state: Any) -> bool:
 
 def _zeros(key: Key) -> Key:
     """The unset key, or as many as an ensemble has."""
-    words = jnp.zeros((*key.shape, 2), jnp.uint32)
-    return jax.random.wrap_key_data(words, impl="threefry2x32")
+    return jax.random.wrap_key_data(jnp.zeros((*key.shape, 2), jnp.uint32), impl="threefry2x32")

@@ -38,9 +38,8 @@ def scaled_rate(base: float, batch_size: float) -> float:
       Tramèr and Boneh, "Differentially Private Learning Needs Better Features (or Much More
       Data)", 2021, appendix D.
     """
-    if not batch_size >= 512:
-        raise ValueError(f"training.scaled_rate(batch_size={batch_size}): expected at least 512.")
-    return batch_size // 512 * base
+    times = batch_size // 512
+    return checks.positive("training.scaled_rate", "batch_size // 512", times) * base
 
 
 class DPAdamState(NamedTuple):
@@ -208,15 +207,13 @@ def lookahead(
     def update(
         updates: PyTree,
         state: Any,
-        params: PyTree | None = None,
+        params: Any = None,
         *,
         bound_scale: Any = 1.0,
         **extra: Any,
     ) -> tuple[PyTree, LookaheadState]:
-        # With no parameters Optax itself raises, as every optimizer that needs them.
-        fast: Any = params
         moved: Any
-        both = optax.LookaheadParams(fast, state.slow)
+        both = optax.LookaheadParams(params, state.slow)
         moved, inner = pair(bound_scale).update(updates, state.inner, both)
         return moved.fast, LookaheadState(optax.apply_updates(state.slow, moved.slow), inner)
 

@@ -68,10 +68,7 @@ class Folder:
         replace(path, json.dumps(self.identity, indent=2) + "\n")  # whole, also after a kill
 
     def latest(self, like: Any) -> Restored | None:
-        """The last checkpoint; None if no step was released.
-
-        Refused where released steps have no checkpoint that can be read: they must not run again.
-        """
+        """The last checkpoint, if any; refused if released steps have none: they must not rerun."""
         try:
             latest, why = self.checkpoints.latest(like), "no checkpoint is as late"
         except Damaged as damage:
@@ -107,9 +104,9 @@ class Folder:
 
 @contextlib.contextmanager
 def held(directory: str | os.PathLike[str], name: str = "lock") -> Iterator[None]:
-    """Holds a run's folder, which is made if necessary; the system frees a killed process's lock.
+    """Holds a run's folder, which is made if necessary, by the lock file ``name``.
 
-    ``name`` is the file of the lock: what a command does before and after `fit` has one of its own.
+    The system frees a killed process's lock.
     """
     path = pathlib.Path(directory) / name
     path.parent.mkdir(parents=True, exist_ok=True)

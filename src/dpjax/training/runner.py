@@ -226,7 +226,6 @@ class Run:
 
 
 def _with_ledger(state: Any, spent: Any) -> Any:
-    """The state with another ledger."""
     # The states of dpjax are named tuples, a user's may be a dataclass.
     replace: Any = getattr(type(state), "_replace", dataclasses.replace)
     return replace(state, ledger=spent)
@@ -255,7 +254,6 @@ def _means(seen: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A mapping of arrays in JSON types."""
     return {
         str(name): _numbers(value) if isinstance(value, Mapping) else _plain(value)
         for name, value in row.items()

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from dpjax import checks, trees
+from dpjax import checks
+from dpjax.training.averaging import link_of
 from dpjax.types import PyTree
 
 
@@ -90,11 +91,7 @@ def samples(state: Any) -> PyTree:
     Returns:
       The parameters' tree, each leaf ``[samples, ...]``, the oldest first.
     """
-    sampled = next(iter(trees.nodes(state, SamplesState)), None)
-    if sampled is None:
-        raise ValueError(
-            "training.samples: expected a state with training.keep_samples(20) as a link."
-        )
+    sampled = link_of(state, SamplesState, "samples", "keep_samples(20)")
     taken, size = int(sampled.taken), jax.tree.leaves(sampled.ring)[0].shape[0]
     if taken == 0:
         raise ValueError(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 
 from dpjax import checks, ledger, meshes, noise, schedules
 from dpjax.mechanism import Mechanism, Spent
-from dpjax.mechanism.multipliers import Planned
+from dpjax.training.checks import positive_plan
 from dpjax.training.dpsgd import entry_of, on_examples
 from dpjax.training.recipe import Recipe
 from dpjax.training.samples import keep_samples
@@ -54,7 +54,9 @@ def dp_sgld(
       loss: ``loss(params, example)``: the *negative log-likelihood* of one example, with its
         units: cross-entropy, or half a squared error over the variance of the observations.
       learning_rate: $\eta_t$, positive; a number or an Optax schedule. It is the variance of the
-        noise, about $1/n$ of the rate of SGD, and a smaller one is more private.
+        noise, about $1/n$ of the rate of SGD, and a smaller one is more private. Accounting is
+        faster if it changes per epoch. Parameters narrower than float32 round small steps, and
+        their noise, to 0.
       sampling: Which examples each step sees.
       clipping: How much each may contribute. Clipping changes the posterior.
       steps: How many steps are planned.
@@ -79,11 +81,6 @@ def dp_sgld(
       That of `dpjax.dpsgd` with ``algorithm.mechanism``, for all samples together. The noise
       multiplier is `dpjax.noise.langevin_multiplier`: to meet an epsilon, change the rate, the
       batch size or the number of steps.
-
-    | given | what happens |
-    |---|---|
-    | a rate that changes at every step | works; accounting is faster if it changes per epoch |
-    | parameters narrower than float32 | their dtype rounds small steps, and their noise, to zero |
 
     Example:
       >>> import dpjax, jax.numpy as jnp
@@ -118,7 +115,9 @@ def dp_sgld(
         preparation=preparation,
         before=before,
     )
-    rate = _planned(learning_rate, steps) if callable(learning_rate) else learning_rate
+    rate = learning_rate
+    if callable(rate):
+        rate = positive_plan(f"{call}: the rate", rate, steps)
     multiplier = noise.langevin_multiplier(
         rate,
         clipping,
@@ -177,14 +176,3 @@ def on_mean_gradient(learning_rate: float | Schedule, examples: int) -> dict[str
     """
     rate = schedules.times(learning_rate, 2 / examples)
     return {"learning_rate": rate, "temperature": examples / 2}
-
-
-def _planned(schedule: Schedule, steps: int) -> Planned:
-    """A schedule of rates as its table, which must be positive at every step."""
-    planned = Planned.of(schedule, steps)
-    if (step := planned.first_without_size()) is not None:
-        raise ValueError(
-            f"training.dp_sgld: the rate is {planned.values[step]} at step {step} of {steps}; "
-            "expected a positive one."
-        )
-    return planned

@@ -34,10 +34,7 @@ from dpjax.types import Purpose, PyTree, State
 def private_step(
     recipe: Recipe, data: PyTree, state: State, shared: PyTree = None
 ) -> tuple[State, Seen]:
-    """One step on rows that lie on the device; ``shared`` as for `assemble`.
-
-    ``state.params`` of the result may be released. What the step saw may not.
-    """
+    """One step on rows on the device; `Seen` is secret. ``shared`` as for `assemble`."""
     sampling = recipe.mechanism.sampling
     draw = sampling.drawn(state.key, state.noise_key, state.step)  # line 3: sample
     layout = layout_of(bound_to(recipe, shared), state.params, trees.one_row(data))
@@ -106,10 +103,7 @@ def end_block(sums: Sums) -> Sums:
 
 
 def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[State, Seen]:
-    """Turns the sums of a step into the next state: noise once, the mean, the optimizer.
-
-    ``sums`` has one entry per share of the batch. What the shares saw is secret.
-    """
+    """The next state, from sums with one entry per share of the batch; `Seen` is secret."""
     # Two parts, until the noise is added: one array would round the sum of a million examples by
     # more than a twentieth of a bound.
     total, lost, seen = join(sums.gradients, sums.seen, layout, reach_of(recipe, state.params))

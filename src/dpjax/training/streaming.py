@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any, NamedTuple
+import types
+from typing import Any
 
 import jax
 import numpy as np
@@ -55,17 +56,9 @@ class Streamed:
         return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(seen))
 
 
-class _Programs(NamedTuple):
+def _programs(recipe: Recipe, layout: Layout) -> types.SimpleNamespace:
     """The programs of a step."""
 
-    draw: Any
-    begin: Any
-    add: Any
-    settle: Any
-    finish: Any
-
-
-def _programs(recipe: Recipe, layout: Layout) -> _Programs:
     def begin(state: State) -> Sums:
         empty = on_each(lambda _, params: no_sums(recipe.mechanism, params, layout), layout)
         return empty(state.params)
@@ -77,7 +70,7 @@ def _programs(recipe: Recipe, layout: Layout) -> _Programs:
         return on_each(share, layout, split={1, 2, 3})(without_optimizer(state), rows, mask, sums)
 
     # Only the last program of a step may reuse the state's buffers: microbatches share them.
-    return _Programs(
+    return types.SimpleNamespace(
         draw=jax.jit(recipe.mechanism.sampling.drawn),
         begin=jax.jit(begin),
         add=jax.jit(add, donate_argnums=3),

@@ -41,12 +41,10 @@ class Board:
 
 
 def _numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a row with their names, without lists, and without infinity.
-
-    TensorBoard cannot draw infinity, the epsilon of a run without noise, and warns at every row.
-    """
+    """The numbers of a row with their names, without lists."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{prefix}{name}/")
+        # TensorBoard warns of infinity, the epsilon of a run without noise.
         elif isinstance(value, int | float) and name != "step" and not math.isinf(value):
             yield prefix + name, value
