@@ -22,8 +22,6 @@ from dpjax import checks
 
 __all__ = ["CURRICULA", "SHAPES", "curriculum", "table", "values"]
 
-Shape = Callable[[np.ndarray, int], np.ndarray]
-
 
 def table(multipliers: ArrayLike, steps_per_epoch: int = 1) -> optax.Schedule:
     """A schedule that indexes a table: ``F(step) = multipliers[step // steps_per_epoch]``.
@@ -110,7 +108,7 @@ def _explosive(t: np.ndarray, epochs: int) -> np.ndarray:
     return 1 - _exponential(max(epochs - 1, 1) - t, epochs)
 
 
-SHAPES: dict[str, Shape] = {
+SHAPES: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "linear": _linear,
     "quadratic": lambda t, epochs: _linear(t, epochs) ** 2,
     "exponential": _exponential,

@@ -20,7 +20,7 @@ from dpjax.noise.multiplier import WIDER, checked_multiplier, standard_deviation
 from dpjax.noise.normal import normal_in_parts, standard_normal
 from dpjax.noise.state import GaussianState, first_key, unless_unset
 from dpjax.strategies import Strategy
-from dpjax.types import ClippedSum, Clipping, Key, NoiseMultiplier, Partition, Purpose, PyTree, Sum
+from dpjax.types import Clipping, Key, NoiseMultiplier, Partition, Purpose, PyTree, Sum
 
 
 def gaussian(
@@ -128,12 +128,10 @@ def first_memory(strategy: Strategy | None, params: PyTree) -> PyTree:
 
 def require_sum(updates: Any, rule: Clipping, name: str) -> None:
     """Raises unless a link received a clipped sum of this rule."""
-    if isinstance(updates, ClippedSum):
-        raise TypeError(f"{name}: received a whole ClippedSum; give clipped.sum.")
     if not isinstance(updates, Sum):
         raise TypeError(
-            f"{name}: expected a clipped sum, as of clip_and_sum, not {type(updates).__name__}. "
-            "Put other links behind the noise."
+            f"{name}: expected a clipped sum, as of clip_and_sum or clipped.sum, not a "
+            f"{type(updates).__name__}. Put other links behind the noise."
         )
     limits = rule.limits(updates.value)
     if updates.rule != limits:
