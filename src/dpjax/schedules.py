@@ -133,11 +133,8 @@ def curriculum(
       steps_per_epoch: Steps that share a value; 1, with ``epochs`` the number of steps, changes
         it every step.
 
-    | given | schedule |
-    |---|---|
-    | ``epochs == 1`` | ``start`` throughout |
-    | "logarithmic" | the last epoch stays short of ``stop`` |
-    | "piecewise", 2 to 4 epochs | as well: the last is at 1/2, 3/4 and 3/4 of the way |
+    One epoch has ``start``. The last epoch of "logarithmic" stays short of ``stop``, and so does
+    that of "piecewise" with 2, 3 and 4 epochs: at 1/2, 3/4 and 3/4 of the way.
 
     Example:
       >>> schedule = curriculum("linear", 2.0, 1.0, epochs=3, steps_per_epoch=10)

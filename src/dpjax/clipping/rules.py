@@ -76,7 +76,7 @@ def grouped(
     """
     if (bound is None) == (total is None):
         raise ValueError(f"clipping.grouped(bound={bound}, total={total}): give one of them.")
-    partition = partition_of("clipping.grouped", groups)
+    partition = partition_of(groups)
     if bound is None:
         total = checks.not_negative("clipping.grouped", "total", total, _BOUND)
         bound = float(total / partition.size**0.5)
@@ -93,7 +93,7 @@ def per_group(bounds: Sequence[float] | Mapping[str, float], groups: Groups) -> 
       >>> per_group((3.0, 4.0), groups=2).sensitivity
       5.0
     """
-    partition = partition_of("clipping.per_group", groups)
+    partition = partition_of(groups)
     if isinstance(bounds, Mapping):
         bounds = [bounds[name] for name in partition.names]
     return Clipping(partition, tuple(bounds), jnp.ones_like, "per_group")
@@ -254,7 +254,7 @@ def jl(bound: float, projections: int = 50) -> Clipping:
     """
     hint = "30 directions and more are usual; each costs a forward-mode pass."
     count = checks.whole("clipping.jl", "projections", projections, hint)
-    return Clipping(partition_of("clipping.jl", 1), (bound,), jnp.ones_like, "jl", count)
+    return Clipping(partition_of(1), (bound,), jnp.ones_like, "jl", count)
 
 
 def _stretched(bound: float, gamma: float) -> Callable[[Norms], Norms]:
@@ -271,5 +271,5 @@ def _rule(
     name: str, bound: float, groups: Groups, wish: Callable[[Norms], Norms], **facts: float
 ) -> Clipping:
     """A rule that gives every group of the partition the same bound."""
-    partition = partition_of(f"clipping.{name}", groups)
+    partition = partition_of(groups)
     return Clipping(partition, (bound,) * partition.size, wish, name, facts=facts)
