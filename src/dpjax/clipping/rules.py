@@ -200,10 +200,8 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
     call, hint = "clipping.hard_threshold", "Examples with longer gradients are dropped."
     bound = checks.not_negative(call, "bound", bound, _BOUND)
     screen = bound if screen is None else checks.number(call, "screen", screen, hint)
-    if screen != bound:
-        checks.positive(call, "screen", screen, hint)
     # (C / Z) g has norm at most C for |g| at most Z, so the sensitivity is C and not Z.
-    scale = 1.0 if screen == bound else bound / screen
+    scale = 1.0 if screen == bound else bound / checks.positive(call, "screen", screen, hint)
 
     def wish(norms: Norms) -> Norms:
         return jnp.where(norms <= screen * (1 + ON_BOUND), scale, 0.0).astype(norms.dtype)

@@ -87,7 +87,6 @@ class Mechanism:
     target: Target | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuses descriptions without a meaning, or with a claim that is not proved."""
         hint = "Such as sampling.poisson(examples, batch_size)."
         checks.instance("Mechanism", "sampling", self.sampling, Sampler, hint)
         hint = "Such as clipping.flat(bound)."

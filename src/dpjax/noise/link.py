@@ -83,7 +83,6 @@ def noise_link(
     def update(
         updates: Any, state: Any, params: PyTree | None = None, *, below: Any = None, **extra: Any
     ) -> tuple[PyTree, Any]:
-        del params, extra
         require_sum(updates, rule, name)
         total, below = state.meeting(updates, deviations, multiplier, strategy, below)
         if key is None:
@@ -111,7 +110,6 @@ def sum_link(
         return [x * scale for x in standard_deviations(multiplier, rule, step)]
 
     def release(total: PyTree, state: GaussianState, below: None) -> tuple[PyTree, GaussianState]:
-        del below
         of_groups, step = deviations(state.step), state.step
         noisy, memory = add_noise(
             total, rule.partition, of_groups, state.key, step, strategy, state.memory

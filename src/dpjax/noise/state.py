@@ -50,7 +50,6 @@ class GaussianState(NamedTuple):
         below: Any = None,
     ) -> tuple[PyTree, Any]:
         """The sum and the count that meet the noise, as received; `dpjax.testing` records them."""
-        del deviations, multiplier, strategy
         return clipped.value, below
 
 

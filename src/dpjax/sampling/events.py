@@ -97,5 +97,4 @@ def from_facts(facts: Mapping[str, Any]) -> Sampler:
 
 
 def _not_on_a_card(key: Key, step: Any) -> Draw:
-    del key, step
     raise ValueError("sampling.from_facts: a sampler of a privacy card cannot draw.")
