@@ -64,8 +64,6 @@ def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, " steps"]:
       >>> values(CURRICULA["linear-down"](epochs=5), 401)[[0, 99, 100, 400]]
       array([5., 5., 4., 1.], dtype=float32)
     """
-    if steps == 0:
-        return np.zeros(0, np.float32)
 
     def value(step: Array) -> Array:
         given = schedule(step)

@@ -62,8 +62,7 @@ def secret_key() -> Key:
 def shared_key() -> Key:
     """A `secret_key` that the first process draws for all of them."""
     words = np.asarray(jax.random.key_data(secret_key()))
-    several = jax.process_count() > 1
-    return _threefry(multihost_utils.broadcast_one_to_all(words) if several else words)
+    return _threefry(multihost_utils.broadcast_one_to_all(words))
 
 
 def first_key(key: Key | None, begun: PyTree) -> Key:
