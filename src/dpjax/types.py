@@ -463,32 +463,40 @@ class Plan(Protocol):
     @property
     def steps(self) -> int:
         """How many steps are planned."""
+        ...
 
     @property
     def unit(self) -> str:
         """Whose data one sampled row holds: ``"example"`` or ``"client"``."""
+        ...
 
     @property
     def batch_size(self) -> float:
         """The expected number of examples a step."""
+        ...
 
     @property
     def multipliers(self) -> np.ndarray:
         """The noise multiplier of each planned step, ``[steps]``."""
+        ...
 
     @property
     def accounted(self) -> str:
         """A hash of all that the cost of a step depends on, except its multiplier."""
+        ...
 
     @property
     def target(self) -> Any:
         """The epsilon, delta and method for which the noise was chosen, or None."""
+        ...
 
     def stated(self, delta: float | None, method: str | None) -> tuple[float, str]:
         """Delta and method of a statement: as given, or else as in `target`."""
+        ...
 
     def epsilon_of(self, multipliers: np.ndarray, delta: float, method: str) -> float:
         """The epsilon of steps that ran with these multipliers, in this order."""
+        ...
 
 
 @dataclass(frozen=True)
