@@ -166,7 +166,7 @@ def test_a_record_says_by_which_rule_and_is_no_sum_itself(jitted):
     assert isinstance(record, ClippedSum)
     assert isinstance(record.sum, Sum)
     link.update(record.sum, link.init(W))
-    for wrong, error in ((record, "give clipped.sum"), (record.value, "expected a clipped sum")):
+    for wrong, error in ((record, "not a ClippedSum"), (record.value, "expected a clipped sum")):
         with pytest.raises(TypeError, match=error):
             link.update(wrong, link.init(W))
     with pytest.raises(ValueError, match="expected one rule for both"):

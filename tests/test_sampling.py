@@ -169,7 +169,7 @@ def test_samplers_whose_steps_share_a_draw_say_so():
     ("name", "most"), [("poisson", 2**44), ("shuffled", 2**44), ("fixed", 2**44), ("full", 2**31)]
 )
 def test_more_examples_than_an_index_can_name_are_refused(name, most):
-    with pytest.raises(ValueError, match="which its indices can name"):
+    with pytest.raises(ValueError, match="a whole number, at least 1 and at most"):
         sampling.by_name(name, most + (name != "full"), 256)
     if name != "full":  # which would fill the memory
         for examples, shape in ((most, (2,)), (2**31, (2,)), (2**31 - 1, ())):

@@ -54,8 +54,7 @@ def replacing(path: pathlib.Path, *, public: bool = False) -> Iterator[IO[bytes]
     # In the same folder, because a rename is atomic within one file system only. By a name of its
     # own: another process may write too.
     beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
-    mode = 0o666 if public else 0o600
-    handle = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+    handle = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666 if public else 0o600)
     try:
         with os.fdopen(handle, "w+b") as file:
             yield file

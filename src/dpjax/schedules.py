@@ -22,8 +22,6 @@ from dpjax import checks
 
 __all__ = ["CURRICULA", "SHAPES", "curriculum", "table", "values"]
 
-Shape = Callable[[np.ndarray, int], np.ndarray]
-
 
 def table(multipliers: ArrayLike, steps_per_epoch: int = 1) -> optax.Schedule:
     """A schedule that indexes a table: ``F(step) = multipliers[step // steps_per_epoch]``.
@@ -66,8 +64,6 @@ def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, " steps"]:
       >>> values(CURRICULA["linear-down"](epochs=5), 401)[[0, 99, 100, 400]]
       array([5., 5., 4., 1.], dtype=float32)
     """
-    if steps == 0:
-        return np.zeros(0, np.float32)
 
     def value(step: Array) -> Array:
         given = schedule(step)
@@ -110,7 +106,7 @@ def _explosive(t: np.ndarray, epochs: int) -> np.ndarray:
     return 1 - _exponential(max(epochs - 1, 1) - t, epochs)
 
 
-SHAPES: dict[str, Shape] = {
+SHAPES: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "linear": _linear,
     "quadratic": lambda t, epochs: _linear(t, epochs) ** 2,
     "exponential": _exponential,
@@ -135,11 +131,8 @@ def curriculum(
       steps_per_epoch: Steps that share a value; 1, with ``epochs`` the number of steps, changes
         it every step.
 
-    | given | schedule |
-    |---|---|
-    | ``epochs == 1`` | ``start`` throughout |
-    | "logarithmic" | the last epoch stays short of ``stop`` |
-    | "piecewise", 2 to 4 epochs | as well: the last is at 1/2, 3/4 and 3/4 of the way |
+    One epoch has ``start``. The last epoch of "logarithmic" stays short of ``stop``, and so does
+    that of "piecewise" with 2, 3 and 4 epochs: at 1/2, 3/4 and 3/4 of the way.
 
     Example:
       >>> schedule = curriculum("linear", 2.0, 1.0, epochs=3, steps_per_epoch=10)

@@ -71,15 +71,13 @@ def nodes(tree: PyTree, kind: type[T] | tuple[type[T], ...]) -> list[T]:
 
 def leading_size(tree: PyTree, *, name: str = "batch") -> int:
     """The length of the leading axis that all leaves share."""
-    sizes = {
-        leaf: jnp.shape(value)[:1]
-        for leaf, value in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
-    }
-    if len(set(sizes.values())) == 1 and next(iter(sizes.values())):
-        return next(iter(sizes.values()))[0]
+    sizes = [jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(tree)]
+    if len(set(sizes)) == 1 and sizes[0]:
+        return sizes[0][0]
+    named = dict(zip(leaf_names(tree), sizes, strict=True))
     raise ValueError(
         f"{name}: every leaf needs a leading axis of one length, one row an example, not "
-        f"{reprlib.repr(sizes)}. Close the loss over what is no example."
+        f"{reprlib.repr(named)}. Close the loss over what is no example."
     )
 
 

@@ -109,7 +109,6 @@ class Partition:
     assign: Callable[[PyTree], tuple[int, ...]]
 
     def __post_init__(self) -> None:
-        """Holds the partition to its own names from here on."""
         object.__setattr__(self, "names", tuple(self.names))  # the ledger hashes mechanisms
         object.__setattr__(self, "assign", _Assigned(self.assign, self.names))
 
@@ -185,7 +184,6 @@ class Clipping:
     facts: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        """Checks the bounds, and holds the rule's factors to them from here on."""
         call = "types.Clipping" if self.name == "custom" else f"clipping.{self.name}"
         # A NumPy or JAX scalar becomes Python's number, which cards can hold.
         hint = "It is the most that one example can move the sum."
@@ -264,7 +262,6 @@ class Sum:
     __slots__ = ("rule", "value")
 
     def __init__(self, value: PyTree, rule: Limits) -> None:
-        """Holds the sum and the limits of the rule that clipped it."""
         self.value, self.rule = value, rule
 
     def __repr__(self) -> str:
@@ -539,6 +536,4 @@ class Algorithm:
         return table("Algorithm", [("budget", repr(self.budget))]) + planned
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
-        """Yields ``init`` and ``step``."""
-        yield self.init
-        yield self.step
+        yield from (self.init, self.step)

@@ -122,7 +122,6 @@ def clip_and_sum(rule: Clipping) -> optax.GradientTransformationExtraArgs:
         mask: ArrayLike | None = None,
         **extra: Any,
     ) -> tuple[Any, Any]:
-        del params, extra
         _require_rows(updates, state)
         total, _, _ = clip(rule, updates, mask)
         return trusted_sum(total, rule), state

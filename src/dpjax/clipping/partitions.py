@@ -27,18 +27,15 @@ def balanced(groups: int) -> Partition:
       >>> balanced(2).assign([jnp.zeros(6), jnp.zeros(1), jnp.zeros(2), jnp.zeros(4)])
       (0, 0, 1, 1)
     """
-    return _balanced("clipping.balanced", groups)
-
-
-def _balanced(call: str, groups: int) -> Partition:
     hint = "Give a positive number of groups, or a Partition."
-    groups = checks.whole(call, "groups", groups, hint)
+    groups = checks.whole("clipping.balanced", "groups", groups, hint)
 
     def assign(tree: PyTree) -> tuple[int, ...]:
         leaves = jax.tree.leaves(tree)
         if len(leaves) < groups:
             raise ValueError(
-                f"{call}(groups={groups}): there are only {len(leaves)} leaves, never split."
+                f"clipping.balanced(groups={groups}): there are only {len(leaves)} leaves, never "
+                "split."
             )
         sizes = [leaf.size for leaf in leaves]
         # Bisection makes the largest group as small as cuts between leaves allow.
@@ -133,6 +130,6 @@ def _named(call: str, params: PyTree, labels: Sequence[str]) -> Partition:
     return Partition(names, assign)
 
 
-def partition_of(call: str, groups: Groups) -> Partition:
+def partition_of(groups: Groups) -> Partition:
     """A number of groups as the balanced `Partition` of that size; a partition as it is."""
-    return groups if isinstance(groups, Partition) else _balanced(call, groups)
+    return groups if isinstance(groups, Partition) else balanced(groups)

@@ -66,7 +66,6 @@ class Quantile:
     geometric: bool = True
 
     def __post_init__(self) -> None:
-        """Refuses what is no quantile, no rate, and noise that is no number."""
         call, count = "clipping.Quantile", self.count_multiplier
         if not 0 <= self.target <= 1:
             raise ValueError(f"{call}(target={self.target}): expected a fraction from 0 to 1.")

@@ -87,7 +87,6 @@ class Mechanism:
     target: Target | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuses descriptions without a meaning, or with a claim that is not proved."""
         hint = "Such as sampling.poisson(examples, batch_size)."
         checks.instance("Mechanism", "sampling", self.sampling, Sampler, hint)
         hint = "Such as clipping.flat(bound)."
@@ -208,8 +207,7 @@ class Mechanism:
 
     def deviations_on_mean(self, step: Any) -> list[Any]:
         """`deviations_on_sum` of the mean; relative to the scale of adapted bounds."""
-        each = self.deviations_on_sum(step)
-        return [deviation / self.batch_size for deviation in each]
+        return [deviation / self.batch_size for deviation in self.deviations_on_sum(step)]
 
     @property
     def batch_size(self) -> float:
@@ -337,12 +335,10 @@ class Mechanism:
         self._warn_of_delta(delta)
         # Bisection tries factors for which the check of adapted bounds would raise.
         bare = dataclasses.replace(self, adaptive=None)
-
-        def event(factor: float) -> dp.DpEvent:
-            return bare.scaled(factor).event
-
         method = method or accounting.tightest(self.event, self.relation)
-        factor = accounting.calibrate(event, epsilon, delta, method, self.relation)
+        factor = accounting.calibrate(
+            lambda factor: bare.scaled(factor).event, epsilon, delta, method, self.relation
+        )
         target = Target(float(epsilon), float(delta), method)
         return dataclasses.replace(self.scaled(factor), target=target)
 

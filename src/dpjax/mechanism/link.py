@@ -45,7 +45,6 @@ def private(mechanism: Described, key: Key | None) -> optax.GradientTransformati
         mask: ArrayLike | None = None,
         **extra: Any,
     ) -> tuple[PyTree, Any]:
-        del extra
         _require_mask(mechanism.sampling, updates, mask)
         total, shapes = clip.update(updates, state[0], params, mask=mask)
         mean, after = mean_link.update(total, state[1], params)

@@ -50,7 +50,6 @@ class Spent:
     supplied: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses values that cannot be accounted; lists become tuples of Python's numbers."""
         call, hint = "mechanism.Spent", "Runs are pairs (noise multiplier, steps)."
         multipliers = [checks.not_negative(call, "runs", z, hint) for z, _ in self.runs]
         counts = [checks.whole(call, "runs", n, hint, least=0) for _, n in self.runs]

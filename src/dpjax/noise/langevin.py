@@ -9,7 +9,6 @@ this noise is a Gaussian on the clipped sum with a known multiplier: smaller ste
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 import optax
@@ -98,9 +97,5 @@ def langevin_multiplier(
         learning_rate = checks.positive(call, "learning_rate", learning_rate)
         return scale / math.sqrt(learning_rate)
     rate = learning_rate
-
-    def multiplier(step: Any) -> Any:
-        # In float32: the table that is accounted and the noise come from one expression.
-        return scale / jnp.sqrt(jnp.asarray(rate(step), jnp.float32))
-
-    return multiplier
+    # In float32: the table that is accounted and the noise come from one expression.
+    return lambda step: scale / jnp.sqrt(jnp.asarray(rate(step), jnp.float32))

@@ -20,7 +20,7 @@ from dpjax.noise.multiplier import WIDER, checked_multiplier, standard_deviation
 from dpjax.noise.normal import normal_in_parts, standard_normal
 from dpjax.noise.state import GaussianState, first_key, unless_unset
 from dpjax.strategies import Strategy
-from dpjax.types import ClippedSum, Clipping, Key, NoiseMultiplier, Partition, Purpose, PyTree, Sum
+from dpjax.types import Clipping, Key, NoiseMultiplier, Partition, Purpose, PyTree, Sum
 
 
 def gaussian(
@@ -83,7 +83,6 @@ def noise_link(
     def update(
         updates: Any, state: Any, params: PyTree | None = None, *, below: Any = None, **extra: Any
     ) -> tuple[PyTree, Any]:
-        del params, extra
         require_sum(updates, rule, name)
         total, below = state.meeting(updates, deviations, multiplier, strategy, below)
         if key is None:
@@ -111,7 +110,6 @@ def sum_link(
         return [x * scale for x in standard_deviations(multiplier, rule, step)]
 
     def release(total: PyTree, state: GaussianState, below: None) -> tuple[PyTree, GaussianState]:
-        del below
         of_groups, step = deviations(state.step), state.step
         noisy, memory = add_noise(
             total, rule.partition, of_groups, state.key, step, strategy, state.memory
@@ -128,12 +126,10 @@ def first_memory(strategy: Strategy | None, params: PyTree) -> PyTree:
 
 def require_sum(updates: Any, rule: Clipping, name: str) -> None:
     """Raises unless a link received a clipped sum of this rule."""
-    if isinstance(updates, ClippedSum):
-        raise TypeError(f"{name}: received a whole ClippedSum; give clipped.sum.")
     if not isinstance(updates, Sum):
         raise TypeError(
-            f"{name}: expected a clipped sum, as of clip_and_sum, not {type(updates).__name__}. "
-            "Put other links behind the noise."
+            f"{name}: expected a clipped sum, as of clip_and_sum or clipped.sum, not a "
+            f"{type(updates).__name__}. Put other links behind the noise."
         )
     limits = rule.limits(updates.value)
     if updates.rule != limits:

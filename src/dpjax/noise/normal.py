@@ -57,10 +57,9 @@ def standard_normal(
         raise ValueError(
             f"noise.standard_normal(dtype={jnp.dtype(dtype).name}): expected float32 or float64."
         )
-    count = math.prod(shape)
     secret = jax.random.bits(key, (2,), jnp.uint32)
     ready = secret[0] if after is None else _word(after)
-    return _drawn(secret, ready, count, jnp.dtype(dtype)).reshape(shape)
+    return _drawn(secret, ready, math.prod(shape), jnp.dtype(dtype)).reshape(shape)
 
 
 def normal_in_parts(

@@ -50,7 +50,6 @@ class GaussianState(NamedTuple):
         below: Any = None,
     ) -> tuple[PyTree, Any]:
         """The sum and the count that meet the noise, as received; `dpjax.testing` records them."""
-        del deviations, multiplier, strategy
         return clipped.value, below
 
 
@@ -63,8 +62,7 @@ def secret_key() -> Key:
 def shared_key() -> Key:
     """A `secret_key` that the first process draws for all of them."""
     words = np.asarray(jax.random.key_data(secret_key()))
-    several = jax.process_count() > 1
-    return _threefry(multihost_utils.broadcast_one_to_all(words) if several else words)
+    return _threefry(multihost_utils.broadcast_one_to_all(words))
 
 
 def first_key(key: Key | None, begun: PyTree) -> Key:

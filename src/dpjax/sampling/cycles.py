@@ -99,14 +99,10 @@ def balls_in_bins(examples: int, batch_size: float) -> Sampler:
     """
     examples, batch_size = checked_sizes("balls_in_bins", examples, batch_size, LARGEST)
     bins = int(examples // batch_size)
-
-    def draw(key: Key, step: Any) -> Draw:
-        return listed(parts_of(key, examples, bins) == step % bins)
-
     return Sampler(
         name="balls_in_bins",
         capacity=examples,
-        draw=draw,
+        draw=lambda key, step: listed(parts_of(key, examples, bins) == step % bins),
         claim="one random batch of the epoch for each example, the same in every epoch",
         **stated(examples, batch_size, cycle=bins, place="random"),
     )

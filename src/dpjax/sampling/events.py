@@ -55,7 +55,8 @@ def stated(
             return NonPrivateDpEvent()
         if event == "subset":
             return without_replacement(multipliers, examples, int(batch_size))
-        each = _least(multipliers, cycle)
+        starts = np.arange(0, len(multipliers), cycle)
+        each = np.minimum.reduceat(multipliers, starts) if len(multipliers) else multipliers
         values, steps = map(np.asarray, zip(*rates, strict=True))
         rows = np.searchsorted(np.cumsum(steps), np.arange(len(each)), side="right")
         return accounting.scheduled_gaussian(each, values[np.minimum(rows, len(values) - 1)])
@@ -96,11 +97,4 @@ def from_facts(facts: Mapping[str, Any]) -> Sampler:
 
 
 def _not_on_a_card(key: Key, step: Any) -> Draw:
-    del key, step
     raise ValueError("sampling.from_facts: a sampler of a privacy card cannot draw.")
-
-
-def _least(multipliers: np.ndarray, cycle: int) -> np.ndarray:
-    """The smallest multiplier of each cycle."""
-    starts = np.arange(0, len(multipliers), cycle)
-    return np.minimum.reduceat(multipliers, starts) if len(multipliers) else multipliers

@@ -126,11 +126,9 @@ def fixed(examples: int, batch_size: int) -> Sampler:
     """
     examples, batch_size = checked_whole_sizes("fixed", examples, batch_size)
 
-    sparse = is_sparse(examples, batch_size)
-
     def draw(key: Key, step: Any) -> Draw:
         key, mask = trees.step_key(key, Purpose.SAMPLING, step), jnp.ones(batch_size, bool)
-        if sparse:
+        if is_sparse(examples, batch_size):
             return Draw(distinct(key, examples, batch_size), mask)
         # A prefix of a uniform permutation is a uniform subset.
         return Draw(jax.random.permutation(key, examples)[:batch_size], mask)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,9 @@ def is_sparse(examples: int, batch_size: float) -> bool:
     return examples > _FEW and batch_size <= _SPARSE * examples
 
 
-def checked_count(who: str, what: str, value: Any) -> int:
+def checked_count(who: str, what: str, value: Any, most: int = LARGEST) -> int:
     """A whole number among the arguments of a sampler."""
-    # A step is an int32, which cannot be divided by more.
-    most = math.inf if what == "examples" else LARGEST
+    # By default of int32, because a step is one and cannot be divided by more.
     return checks.whole(f"sampling.{who}", what, value, "Round a quotient, as with //.", most=most)
 
 
@@ -35,14 +33,9 @@ def checked_sizes(
     name: str, examples: int, batch_size: float, most: int = MOST
 ) -> tuple[int, float]:
     """Both sizes as Python numbers: arithmetic on narrow NumPy types rounds or overflows."""
-    examples = checked_count(name, "examples", examples)
+    examples = checked_count(name, "examples", examples, most)
     checks.number(f"sampling.{name}", "batch_size", batch_size)
     batch_size = np.asarray(batch_size).item()  # 256 stays an int, also on the privacy card
-    if examples > most:
-        raise ValueError(
-            f"sampling.{name}(examples={examples}): expected at most {most:,}, which its indices "
-            "can name."
-        )
     if not 0 < batch_size <= examples:
         raise ValueError(
             f"sampling.{name}(examples={examples}, batch_size={batch_size}): expected a batch_size "
