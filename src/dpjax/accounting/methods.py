@@ -174,8 +174,7 @@ def levels_of(plan: DpEvent) -> dict[str, float] | None:
 
 def checked_delta(call: str, delta: float) -> float:
     """Delta, inside (0, 1)."""
-    hint = "Choose it well below one over the number of examples."
-    return checks.fraction(call, "delta", delta, hint)
+    return checks.fraction(call, "delta", delta, "Choose it well below 1 / examples.")
 
 
 def checked_method(call: str, name: str) -> Method:

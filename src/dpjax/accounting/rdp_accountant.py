@@ -56,8 +56,7 @@ def classic(parts: Parts, neighbours: str) -> Profile:
     orders, divergences = ORDERS[CLASSIC], total(parts, neighbours)[CLASSIC]
 
     def delta_at(epsilon: float) -> float:
-        log_delta = np.min((orders - 1) * (divergences - epsilon))
-        return math.exp(min(0.0, float(log_delta)))
+        return math.exp(min(0.0, float(np.min((orders - 1) * (divergences - epsilon)))))
 
     return Profile(
         lambda delta: float(np.min(divergences - math.log(delta) / (orders - 1))), delta_at

@@ -151,10 +151,9 @@ def _log_moment_integral(z: np.ndarray, q: np.ndarray, orders: np.ndarray, size:
         near = np.log1p(q * np.expm1(np.minimum(log_ratio, 1.0)))
         log_f = np.where(log_ratio < 1, near, np.logaddexp(np.log1p(-q), np.log(q) + log_ratio))
         excess = np.expm1(log_f)
-        blocks = np.array_split(orders, math.ceil(orders.size * log_f.size / _BLOCK))
         log_gaps = [
             _summed(_log_gap(log_f, excess, block[:, None, None]) + log_weight)
-            for block in blocks
+            for block in np.array_split(orders, math.ceil(orders.size * log_f.size / _BLOCK))
             if block.size
         ]
     return np.logaddexp(0, np.concatenate(log_gaps).T)
@@ -178,5 +177,4 @@ def _log_gap(log_f: np.ndarray, excess: np.ndarray, order: np.ndarray) -> np.nda
     # their difference, with the third as a correction.
     taylor = np.log(order * (order - 1) / 2) + 2 * np.log(np.abs(excess))
     taylor += np.log1p(np.clip((order - 2) / 3 * excess, -0.5, 0.5))
-    gap = np.where(slope > -1, above, below)
-    return np.where(np.abs(slope) < 1e-4, taylor, gap)
+    return np.where(np.abs(slope) < 1e-4, taylor, np.where(slope > -1, above, below))

@@ -131,8 +131,7 @@ def draw_runs(key: Key, runs: float, distribution: str = "geometric") -> int:
     own = jax.random.fold_in(key, Purpose.RUNS)
     words = np.asarray(jax.random.bits(own, (2, 2), "uint32"), np.uint64)
     # Odd multiples of 2^-53: exact in a double, and neither 0 nor 1.
-    coins = (2 * (words[:, 0] << 20 | words[:, 1] >> 12) + 1) / 2**53
-    return row.draw(runs, *map(float, coins))
+    return row.draw(runs, *map(float, (2 * (words[:, 0] << 20 | words[:, 1] >> 12) + 1) / 2**53))
 
 
 def _truncated(one: np.ndarray, runs: float, eta: float, tail: float) -> np.ndarray:

@@ -54,12 +54,10 @@ def group_norm(
             f"features.group_norm(groups={groups}): groups must divide the {channels} channels."
         )
     # A mean over a group in bfloat16 would keep two digits.
-    wide = features.astype(trees.wide(features.dtype))
-    split = wide.reshape(*rest, groups, channels // groups)
+    split = features.astype(trees.wide(features.dtype)).reshape(*rest, groups, channels // groups)
     axes = (-4, -3, -1)
     mean = jnp.mean(split, axis=axes, keepdims=True)
-    variance = jnp.var(split, axis=axes, keepdims=True)
-    scaled = (split - mean) / jnp.sqrt(variance + stabilizer)
+    scaled = (split - mean) / jnp.sqrt(jnp.var(split, axis=axes, keepdims=True) + stabilizer)
     return scaled.reshape(features.shape).astype(features.dtype)
 
 

@@ -105,8 +105,7 @@ def _classes(name: str, logits: ArrayLike, label: ArrayLike) -> tuple[Array, Arr
     logits, label = jnp.asarray(logits), jnp.asarray(label)
     if label.shape == (1,):  # a column of labels, [n, 1]: argmax would make class 0 of each
         label = label.reshape(())
-    is_label = jnp.issubdtype(label.dtype, jnp.integer)
-    if logits.ndim != 1 or label.ndim != 0 or not is_label:
+    if logits.ndim != 1 or label.ndim != 0 or not jnp.issubdtype(label.dtype, jnp.integer):
         raise ValueError(
             f"losses.{name}: got logits {logits.dtype}{list(logits.shape)} and a label "
             f"{label.dtype}{list(label.shape)}; expected [classes] and one whole number. For a "

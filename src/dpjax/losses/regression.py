@@ -78,8 +78,7 @@ def huber(delta: float = 1.0) -> Callable[[Array, Array], Array]:
 def _residual(name: str, prediction: ArrayLike, target: ArrayLike) -> Array:
     prediction, target = jnp.asarray(prediction), jnp.asarray(target)
     # A dense layer of one unit has shape (1,), and its target ().
-    one_number = prediction.shape == (1,) and target.shape == ()
-    if prediction.shape != target.shape and not one_number:
+    if prediction.shape != target.shape and not (prediction.shape == (1,) and target.shape == ()):
         raise ValueError(
             f"losses.{name}: got shapes {prediction.shape} and {target.shape}; expected the same "
             "shape. For a batch use jax.vmap; for class labels losses.one_hot."

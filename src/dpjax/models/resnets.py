@@ -64,8 +64,7 @@ class WideResNet(nn.Module):
         x = self._conv(x, 16, 3)
         for stage in range(3):
             for block in range(blocks):
-                stride = 2 if stage > 0 and block == 0 else 1
-                x = self._block(x, 2**stage * 16 * self.width, stride)
+                x = self._block(x, 2**stage * 16 * self.width, 2 if stage > 0 and block == 0 else 1)
         x = self._normed(x).mean(axis=(-3, -2))
         return parts.dense(self, x, self.classes)
 

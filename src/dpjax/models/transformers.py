@@ -67,8 +67,7 @@ class _Positions(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*batch positions width"]) -> Array:
         shape = (1, self.length, x.shape[-1])
-        table = self.param("pos_embedding", parts.embedding_init(self), shape)
-        return x + table[0, : x.shape[-2]]
+        return x + self.param("pos_embedding", parts.embedding_init(self), shape)[0, : x.shape[-2]]
 
 
 class _Encoder(nn.Module):

@@ -42,8 +42,7 @@ def variance(steps: int, of: Workload, error: str) -> Callable[[Series], Valued]
     def value(inverse: Series) -> Valued:
         errors = series.filtered([1.0], below, inverse)
         weighted = form * errors if form.ndim == 1 else form @ errors
-        gradient = 2 * series.filtered([1.0], below, weighted[::-1])[::-1]
-        return float(weighted @ errors), gradient
+        return float(weighted @ errors), 2 * series.filtered([1.0], below, weighted[::-1])[::-1]
 
     return value
 

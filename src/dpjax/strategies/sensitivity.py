@@ -75,11 +75,9 @@ def sensitivity(strategy: Strategy, participation: Participation) -> float:
     """
     most = participation.within(strategy.steps)
     squares = strategy.column_squares()
-    apart = strategy.bands <= participation.separation
-    if most == 1 or apart:
+    if most == 1 or strategy.bands <= participation.separation:
         # Sums of whole numbers, such as the squared norms of white noise, are exact.
-        whole = bool(np.all(squares == np.round(squares)))
-        additions = 0 if whole else _additions(strategy) + most
+        additions = 0 if np.all(squares == np.round(squares)) else _additions(strategy) + most
         return _root(float(_chosen(squares, participation)), additions)
     bounds, exact, coefficients = [], False, strategy.coefficients
     if coefficients is not None:
@@ -174,5 +172,4 @@ def overlaps(strategy: Strategy, bins: int) -> Float[np.ndarray, " bins"]:
     magnitudes = np.abs(strategy.matrix())
     moves = np.stack([magnitudes[:, first::bins].sum(axis=1) for first in range(bins)], axis=1)
     # Sums of float64 numbers, none negative, have no relative error of this size.
-    products = moves.T @ moves * (1 + 1e-9)
-    return np.sort(products, axis=1)[:, ::-1].max(axis=0)
+    return np.sort(moves.T @ moves * (1 + 1e-9), axis=1)[:, ::-1].max(axis=0)

@@ -35,8 +35,7 @@ class Toeplitz(Strategy):
     kind: ClassVar[str] = "toeplitz"
 
     def __post_init__(self) -> None:
-        values = _checked("strategies.toeplitz", self.steps, self.values)
-        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "values", _checked("strategies.toeplitz", self.steps, self.values))
 
     @property
     def bands(self) -> int:
@@ -193,8 +192,7 @@ def toeplitz(
       array([1., 1., 1.])
     """
     steps = checks.whole("strategies.toeplitz", "steps", steps)
-    values = narrowed(coefficients)
-    return Toeplitz(name=name, steps=steps, values=values, normalized=normalized)
+    return Toeplitz(name=name, steps=steps, values=narrowed(coefficients), normalized=normalized)
 
 
 def white(steps: int) -> Strategy:
