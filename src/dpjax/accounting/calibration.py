@@ -34,7 +34,7 @@ def calibrate(
       make_event: From a positive number to an event that costs less the larger the number is;
         for instance a noise multiplier, or the factor on a whole schedule.
       epsilon: The target, above 0.
-      delta: The probability beside it, in (0, 1).
+      delta: As for `accounting.epsilon`.
       method: A proven method.
       neighbours: As for `accounting.epsilon`.
 

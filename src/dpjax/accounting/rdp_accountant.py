@@ -89,11 +89,6 @@ def _foreign(event: DpEvent, neighbours: str) -> np.ndarray:
     swap = neighbours == "replace-one"
     if isinstance(event, AllocatedGaussianDpEvent):
         return allocation.curve(event)
-    if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent) and not swap:
-        raise ValueError(
-            "accounting: sampling without replacement has no proof for "
-            f"neighbours={neighbours!r}: the batch keeps its size. Ask for 'replace-one'."
-        )
     accountant = library.RdpAccountant(ORDERS.tolist(), relation(neighbours))
     try:
         return accountant.compose(rewritten(event, _halved) if swap else event).rdp

@@ -44,15 +44,9 @@ def renyi_divergence(
 ) -> np.ndarray:
     """Rényi divergence of one Poisson-sampled Gaussian step: ``log A(alpha) / (alpha - 1)``.
 
-    Args:
-      noise_multiplier: A number, or an array of any shape.
-      sampling_rate: Likewise; the two broadcast together.
-      orders: ``[orders]``, each above 1; infinity is allowed.
-
-    Returns:
-      The divergence, ``[..., orders]``, for one example more or fewer.
-      With a multiplier below 0.02 and a fractional order, that of the next whole order, an upper
-      bound.
+    Multipliers and rates are numbers or arrays, and broadcast together; orders are above 1, or
+    infinite. The answer, ``[..., orders]``, is for one example more or fewer. With a multiplier
+    below 0.02 and a fractional order, it is that of the next whole order, an upper bound.
 
     Example:
       >>> renyi_divergence(2.5, 0.01, [5, 50]) * 50

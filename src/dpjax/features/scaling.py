@@ -72,13 +72,8 @@ def normalize(
     $$ y_c = \frac{x_c - \mu_c}{\sqrt{\sigma_c^2 + s}},
        \quad y_c = 0 \text{ where } \sigma_c^2 = 0 $$
 
-    Args:
-      features: Channels last.
-      moments: From `Normalization.release`, or of public data.
-      stabilizer: $s$, added to the variance.
-
-    Returns:
-      Features of the same shape; 0 where the noisy variance says more noise than signal.
+    Channels are last; ``stabilizer`` is $s$. Moments are from `Normalization.release`, or of public
+    data. A noisy variance of 0 says more noise than signal.
 
     Privacy:
       Free: the examples share only the released moments.

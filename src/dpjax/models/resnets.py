@@ -26,7 +26,6 @@ class WideResNet(nn.Module):
       depth: 6 n + 4 layers.
       width: Factor of the channels.
       groups: Of every norm; must divide 16.
-      activation: After every norm.
       standardized: Whether the kernels of convolutions are standardised, which regains part of
         what batch normalisation gave.
       kernel_init: As in `MLP`, like ``torch_init``.

@@ -75,11 +75,8 @@ def banded_coefficients(
     # Apart enough, columns of one pattern do not meet, and any signs are exact. Otherwise the
     # coefficients must decrease: they are sums of steps down, each a square.
     decreasing = bands > participation.separation
-    begin = series.product(
-        series.square_root(bands),
-        series.square_root(bands) * of.momentum ** np.arange(bands),
-        bands,
-    )
+    root = series.square_root(bands)
+    begin = series.product(root, root * of.momentum ** np.arange(bands), bands)
     begin = begin / begin[0]
 
     def unpacked(x: np.ndarray) -> np.ndarray:

@@ -48,12 +48,7 @@ def sensitivity(strategy: Strategy, participation: Participation) -> float:
     (* For cycles a bound, if the norms of columns differ.) Products of columns are few up to 4,096
     steps, and where $C$ is Toeplitz up to $4096^2$ numbers in its bands.
 
-    Args:
-      strategy: Its C.
-      participation: Which steps one example may have: `once`, `apart`, `cycles`.
-
-    Returns:
-      The least of the bounds that apply, rounded up.
+    The answer is the least of the bounds that apply, rounded up.
 
     Sensitivity:
       The third row is Theorem 2 of Kalinin and Lampert. Why it holds: for decreasing coefficients
