@@ -34,7 +34,7 @@ def calibrate(
       make_event: From a positive number to an event that costs less the larger the number is;
         for instance a noise multiplier, or the factor on a whole schedule.
       epsilon: The target, above 0.
-      delta: The probability beside it, in (0, 1).
+      delta: As for `accounting.epsilon`.
       method: A proven method.
       neighbours: As for `accounting.epsilon`.
 
@@ -162,5 +162,4 @@ def _check(call: str, target: float, delta: float, method: str) -> None:
     checked_delta(call, delta)
     if not checked_method(call, method).proven:
         raise ValueError(f"{call}(method={method!r}): an estimate, not proven. Use 'rdp' or 'pld'.")
-    hint = "Without noise, build the mechanism with noise_multiplier=0.0."
-    checks.positive(call, "epsilon", target, hint)
+    checks.positive(call, "epsilon", target, "Without noise, write noise_multiplier=0.0.")

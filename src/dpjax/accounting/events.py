@@ -87,10 +87,8 @@ def gaussian(noise_multiplier: float, steps: int = 1) -> DpEvent:
 def subsampled_gaussian(noise_multiplier: float, sampling_rate: float, steps: int) -> DpEvent:
     """DP-SGD: ``steps`` times, a Poisson sample of the data, then a Gaussian on its clipped sum.
 
-    Args:
-      noise_multiplier: Noise standard deviation over add-or-remove sensitivity.
-      sampling_rate: Probability with which each example joins a step, on its own coin.
-      steps: How many steps run.
+    The multiplier is the noise's standard deviation over the add-or-remove sensitivity, and the
+    rate the probability with which each example joins a step, on its own coin.
 
     | given | event |
     |---|---|

@@ -116,16 +116,8 @@ class Filter:
     def admit(self, noise_multiplier: float, sampling_rate: float, *, steps: int = 1) -> Filter:
         """Records the next steps, or refuses all of them: call it *before* they run.
 
-        Args:
-          noise_multiplier: As for `subsampled_gaussian`.
-          sampling_rate: As for `subsampled_gaussian`.
-          steps: How many such steps.
-
-        Returns:
-          A filter that includes these steps. This one does not change; do not use it again.
-
-        Raises:
-          Refused: They would pass the limit.
+        The arguments are as for `subsampled_gaussian`. Returns a filter that includes these steps;
+        this one does not change, and must not be used again. Steps beyond the limit are `Refused`.
         """
         steps = checks.whole("accounting.Filter.admit", "steps", steps)
         after = self._after(self.cost(noise_multiplier, sampling_rate), steps)

@@ -90,11 +90,8 @@ def levels(
     A multiplier becomes the largest level that is not above it; infinity, 0, and what is below the
     plan's stay.
 
-    Args:
-      multipliers: Of the steps that ran, in any order.
-      count: The number of levels. A plan with at most as many different multipliers keeps them.
-      plan: Of all planned steps, so that a longer run keeps its levels; by default
-        ``multipliers``.
+    A plan with at most ``count`` different multipliers keeps them. ``plan`` has all planned steps,
+    so that a longer run keeps its levels; by default it is ``multipliers``.
 
     Example:
       >>> levels([1.0, 1.1, 2.0, 3.9, 4.0, np.inf], count=3)

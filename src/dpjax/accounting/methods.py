@@ -18,14 +18,12 @@ from dpjax.accounting.loss_distributions import level_count, rounded
 from dpjax.accounting.profiles import Profile
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Method:
     """An accounting method.
 
     Attributes:
-      name: What users type.
       proven: Whether its answer is an upper bound; if not, nothing may rest on it.
-      words: One line for reports.
       profile: ``(parts, neighbours) -> Profile``: epsilon at a delta, and delta at an epsilon.
     """
 
@@ -39,28 +37,20 @@ METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         Method(
-            name="rdp",
-            proven=True,
-            words="upper bound by Rényi divergences, improved conversion",
-            profile=rdp_accountant.improved,
+            "rdp",
+            True,
+            "upper bound by Rényi divergences, improved conversion",
+            rdp_accountant.improved,
+        ),
+        Method("pld", True, "tightest upper bound, by privacy loss distributions", pld.profile),
+        Method(
+            "rdp-classic", True, "looser upper bound, as older papers print", rdp_accountant.classic
         ),
         Method(
-            name="pld",
-            proven=True,
-            words="tightest upper bound, by privacy loss distributions",
-            profile=pld.profile,
-        ),
-        Method(
-            name="rdp-classic",
-            proven=True,
-            words="looser upper bound, as older papers print",
-            profile=rdp_accountant.classic,
-        ),
-        Method(
-            name="gdp",
-            proven=False,
-            words="an estimate, not a bound: central limit of Gaussian DP",
-            profile=profiles.central_limit,
+            "gdp",
+            False,
+            "an estimate, not a bound: central limit of Gaussian DP",
+            profiles.central_limit,
         ),
     )
 }
@@ -174,8 +164,7 @@ def levels_of(plan: DpEvent) -> dict[str, float] | None:
 
 def checked_delta(call: str, delta: float) -> float:
     """Delta, inside (0, 1)."""
-    hint = "Choose it well below one over the number of examples."
-    return checks.fraction(call, "delta", delta, hint)
+    return checks.fraction(call, "delta", delta, "Choose it well below 1 / examples.")
 
 
 def checked_method(call: str, name: str) -> Method:

@@ -70,14 +70,10 @@ def central_limit(parts: Parts, neighbours: str) -> Profile:
     ``mu^2 = sum q^2 (exp(1/z^2) - 1)`` over sampled steps, and ``1/z^2`` over unsampled ones: Bu,
     Dong, Long, Su, *Deep learning with Gaussian differential privacy*, 2020, §3.
     """
-    if parts.foreign:
+    if parts.foreign or (neighbours == "replace-one" and parts.sampled):
         raise ValueError(
-            f"accounting: method 'gdp' knows Gaussians only; the event holds {parts.named}. "
-            "Use 'pld'."
-        )
-    if neighbours == "replace-one" and parts.sampled:
-        raise ValueError(
-            "accounting: method 'gdp' does not know Poisson sampling with 'replace-one'. Use 'pld'."
+            "accounting: method 'gdp' knows Gaussians only, unsampled ones if 'replace-one'; "
+            f"the event holds {parts.named or 'Poisson samples'}. Use 'pld'."
         )
     # Replace-one doubles the signal, and signals enter squared.
     squares = [parts.precision * (4 if neighbours == "replace-one" else 1)]

@@ -56,8 +56,7 @@ def classic(parts: Parts, neighbours: str) -> Profile:
     orders, divergences = ORDERS[CLASSIC], total(parts, neighbours)[CLASSIC]
 
     def delta_at(epsilon: float) -> float:
-        log_delta = np.min((orders - 1) * (divergences - epsilon))
-        return math.exp(min(0.0, float(log_delta)))
+        return math.exp(min(0.0, float(np.min((orders - 1) * (divergences - epsilon)))))
 
     return Profile(
         lambda delta: float(np.min(divergences - math.log(delta) / (orders - 1))), delta_at
@@ -90,11 +89,6 @@ def _foreign(event: DpEvent, neighbours: str) -> np.ndarray:
     swap = neighbours == "replace-one"
     if isinstance(event, AllocatedGaussianDpEvent):
         return allocation.curve(event)
-    if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent) and not swap:
-        raise ValueError(
-            "accounting: sampling without replacement has no proof for "
-            f"neighbours={neighbours!r}: the batch keeps its size. Ask for 'replace-one'."
-        )
     accountant = library.RdpAccountant(ORDERS.tolist(), relation(neighbours))
     try:
         return accountant.compose(rewritten(event, _halved) if swap else event).rdp

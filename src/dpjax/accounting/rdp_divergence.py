@@ -44,15 +44,9 @@ def renyi_divergence(
 ) -> np.ndarray:
     """Rényi divergence of one Poisson-sampled Gaussian step: ``log A(alpha) / (alpha - 1)``.
 
-    Args:
-      noise_multiplier: A number, or an array of any shape.
-      sampling_rate: Likewise; the two broadcast together.
-      orders: ``[orders]``, each above 1; infinity is allowed.
-
-    Returns:
-      The divergence, ``[..., orders]``, for one example more or fewer.
-      With a multiplier below 0.02 and a fractional order, that of the next whole order, an upper
-      bound.
+    Multipliers and rates are numbers or arrays, and broadcast together; orders are above 1, or
+    infinite. The answer, ``[..., orders]``, is for one example more or fewer. With a multiplier
+    below 0.02 and a fractional order, it is that of the next whole order, an upper bound.
 
     Example:
       >>> renyi_divergence(2.5, 0.01, [5, 50]) * 50
@@ -151,10 +145,9 @@ def _log_moment_integral(z: np.ndarray, q: np.ndarray, orders: np.ndarray, size:
         near = np.log1p(q * np.expm1(np.minimum(log_ratio, 1.0)))
         log_f = np.where(log_ratio < 1, near, np.logaddexp(np.log1p(-q), np.log(q) + log_ratio))
         excess = np.expm1(log_f)
-        blocks = np.array_split(orders, math.ceil(orders.size * log_f.size / _BLOCK))
         log_gaps = [
             _summed(_log_gap(log_f, excess, block[:, None, None]) + log_weight)
-            for block in blocks
+            for block in np.array_split(orders, math.ceil(orders.size * log_f.size / _BLOCK))
             if block.size
         ]
     return np.logaddexp(0, np.concatenate(log_gaps).T)
@@ -178,5 +171,4 @@ def _log_gap(log_f: np.ndarray, excess: np.ndarray, order: np.ndarray) -> np.nda
     # their difference, with the third as a correction.
     taylor = np.log(order * (order - 1) / 2) + 2 * np.log(np.abs(excess))
     taylor += np.log1p(np.clip((order - 2) / 3 * excess, -0.5, 0.5))
-    gap = np.where(slope > -1, above, below)
-    return np.where(np.abs(slope) < 1e-4, taylor, gap)
+    return np.where(np.abs(slope) < 1e-4, taylor, np.where(slope > -1, above, below))

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from dp_accounting import DpEvent
 from scipy import stats
-from scipy.optimize import root_scalar
+from scipy.optimize import brentq
 from scipy.special import exprel
 
 from dpjax import checks
@@ -70,7 +70,7 @@ def select_best(
 
     Args:
       event: One run; or several events, if each run draws its settings: all that could be drawn.
-      delta: The probability beside epsilon, in (0, 1).
+      delta: As for `accounting.epsilon`.
       runs: The mean of ``K``, 1 or more.
       distribution: "geometric", "logarithmic" (smaller epsilon, heavier tail) or "poisson" (close
         to the mean, now and then no run at all; expensive when one run's epsilon is large).
@@ -131,8 +131,7 @@ def draw_runs(key: Key, runs: float, distribution: str = "geometric") -> int:
     own = jax.random.fold_in(key, Purpose.RUNS)
     words = np.asarray(jax.random.bits(own, (2, 2), "uint32"), np.uint64)
     # Odd multiples of 2^-53: exact in a double, and neither 0 nor 1.
-    coins = (2 * (words[:, 0] << 20 | words[:, 1] >> 12) + 1) / 2**53
-    return row.draw(runs, *map(float, coins))
+    return row.draw(runs, *map(float, (2 * (words[:, 0] << 20 | words[:, 1] >> 12) + 1) / 2**53))
 
 
 def _truncated(one: np.ndarray, runs: float, eta: float, tail: float) -> np.ndarray:
@@ -151,9 +150,7 @@ def _poisson(one: np.ndarray, runs: float) -> np.ndarray:
 def _logarithmic_tail(runs: float) -> float:
     """log(1 / gamma) of the logarithmic distribution, whose mean is ``(1/gamma - 1)`` over it."""
     # SciPy's inverse of this distribution does not end for a mean of 2,000 runs.
-    bracket = (0.0, 2 * math.log(runs) + 2)
-    root = root_scalar(lambda t: exprel(t) - runs, bracket=bracket, method="brentq", xtol=1e-14)
-    return float(root.root)
+    return float(brentq(lambda t: exprel(t) - runs, 0.0, 2 * math.log(runs) + 2, xtol=1e-14))
 
 
 def _geometric(tail: float, coin: float) -> int:

@@ -68,8 +68,7 @@ def scattered(
         for start in range(0, len(images), max(1, size)):
             batch = images[start : start + size]
             if len(batch) < size:  # padded, because compiling a second shape would take longer
-                missing = ((0, size - len(batch)), *[(0, 0)] * (images.ndim - 1))
-                batch = np.pad(batch, missing)
+                batch = np.pad(batch, ((0, size - len(batch)), *[(0, 0)] * (images.ndim - 1)))
             features[start : start + size] = transform(batch)[: len(images) - start]
         return features
 

@@ -148,13 +148,9 @@ class Normalization:
     def release(self, key: Key, features: Features) -> Moments:
         """Runs the queries on all examples.
 
-        Args:
-          key: Consumed; the root key of the run may be given. A second release, of other features
-            say, needs another key: equal noise on both would cancel in their difference.
-          features: ``[examples, height, width, channels]``; each is a function of one raw example.
-
-        Returns:
-          The noisy moments, which may be published.
+        The key is consumed; the root key of the run may be given. A second release, of other
+        features say, needs another key: equal noise on both would cancel in their difference. Each
+        row of features is a function of one raw example. The moments may be published.
 
         Privacy:
           Write the moments before they are used, and read them on resume: each call is a release.
@@ -216,7 +212,6 @@ def _summed(rows: Array, factors: Array) -> tuple[Array, Array]:
         block = np.asarray(rows[start : start + _ROWS])
         scale = np.asarray(factors[start : start + _ROWS], block.dtype)
         # 0 * NaN is NaN: a dropped example must contribute exactly 0.
-        finite = np.where(scale != 0, block, 0)
-        total += np.sum(finite * scale, axis=0, dtype=np.float64)
+        total += np.sum(np.where(scale != 0, block, 0) * scale, axis=0, dtype=np.float64)
     high = total.astype(rows.dtype)
     return jnp.asarray(high), jnp.asarray((total - high).astype(rows.dtype))

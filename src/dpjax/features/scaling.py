@@ -54,12 +54,10 @@ def group_norm(
             f"features.group_norm(groups={groups}): groups must divide the {channels} channels."
         )
     # A mean over a group in bfloat16 would keep two digits.
-    wide = features.astype(trees.wide(features.dtype))
-    split = wide.reshape(*rest, groups, channels // groups)
+    split = features.astype(trees.wide(features.dtype)).reshape(*rest, groups, channels // groups)
     axes = (-4, -3, -1)
     mean = jnp.mean(split, axis=axes, keepdims=True)
-    variance = jnp.var(split, axis=axes, keepdims=True)
-    scaled = (split - mean) / jnp.sqrt(variance + stabilizer)
+    scaled = (split - mean) / jnp.sqrt(jnp.var(split, axis=axes, keepdims=True) + stabilizer)
     return scaled.reshape(features.shape).astype(features.dtype)
 
 
@@ -74,13 +72,8 @@ def normalize(
     $$ y_c = \frac{x_c - \mu_c}{\sqrt{\sigma_c^2 + s}},
        \quad y_c = 0 \text{ where } \sigma_c^2 = 0 $$
 
-    Args:
-      features: Channels last.
-      moments: From `Normalization.release`, or of public data.
-      stabilizer: $s$, added to the variance.
-
-    Returns:
-      Features of the same shape; 0 where the noisy variance says more noise than signal.
+    Channels are last; ``stabilizer`` is $s$. Moments are from `Normalization.release`, or of public
+    data. A noisy variance of 0 says more noise than signal.
 
     Privacy:
       Free: the examples share only the released moments.

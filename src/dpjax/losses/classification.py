@@ -25,11 +25,7 @@ def cross_entropy(logits: Logits, label: Label) -> Loss:
 
     Its gradient with respect to the logits is ``softmax(logits) - one_hot(label)``, whose norm
     is at most the square root of 2. It is exact for large logits. A label out of range gives NaN,
-    with a gradient of zero.
-
-    Args:
-      logits: h, one score for each class.
-      label: y, a whole number, of shape ``()`` or ``(1,)``.
+    with a gradient of zero. The label y has the shape ``()`` or ``(1,)``.
 
     Example:
       >>> round(float(cross_entropy(jnp.zeros(10), jnp.array(3))), 4)
@@ -45,8 +41,7 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
 
     $$ -(1 - p_y)^\gamma \log p_y, \qquad p = \mathrm{softmax}(h) $$
 
-    Args:
-      gamma: 0 gives the cross-entropy; the larger gamma, the less an easy example weighs.
+    A gamma of 0 gives the cross-entropy; the larger gamma, the less an easy example weighs.
 
     Example:
       >>> round(float(focal(gamma=2.0)(jnp.zeros(2), jnp.array(0))), 4)
@@ -80,9 +75,6 @@ def one_hot(error: Callable[[Array, Array], Array]) -> Callable[[Array, Array], 
     With `squared_error` this is the SSE of losing_less_2022, with `absolute` its SAE. A label
     out of range gives NaN, with a gradient of zero.
 
-    Args:
-      error: ``error(prediction, target)``.
-
     Example:
       >>> from dpjax.losses import squared_error
       >>> float(one_hot(squared_error)(jnp.zeros(10), jnp.array(3)))
@@ -105,8 +97,7 @@ def _classes(name: str, logits: ArrayLike, label: ArrayLike) -> tuple[Array, Arr
     logits, label = jnp.asarray(logits), jnp.asarray(label)
     if label.shape == (1,):  # a column of labels, [n, 1]: argmax would make class 0 of each
         label = label.reshape(())
-    is_label = jnp.issubdtype(label.dtype, jnp.integer)
-    if logits.ndim != 1 or label.ndim != 0 or not is_label:
+    if logits.ndim != 1 or label.ndim != 0 or not jnp.issubdtype(label.dtype, jnp.integer):
         raise ValueError(
             f"losses.{name}: got logits {logits.dtype}{list(logits.shape)} and a label "
             f"{label.dtype}{list(label.shape)}; expected [classes] and one whole number. For a "

@@ -91,8 +91,7 @@ def composite(
         total = alpha * hard(used[0], label) + (1 - alpha) * easy(used[1], label)
         if weight:  # with weight 0 it is left out, for the same reason
             share = 1 - alpha if fades else jnp.ones(())
-            squares = _mean_squares([jnp.where(share > 0, h, 0) for h in hidden])
-            total += share * weight * squares
+            total += share * weight * _mean_squares([jnp.where(share > 0, h, 0) for h in hidden])
         # An example without a class contributes nothing, and so neither does its penalty.
         # Not `label < logits.size`: in uint8, 256 classes are 0.
         return jnp.where(jnp.any(jnp.arange(logits.size) == label), total, jnp.nan)

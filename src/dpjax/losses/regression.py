@@ -22,9 +22,7 @@ Loss = Float[Array, ""]
 def squared_error(prediction: Prediction, target: Target) -> Loss:
     r"""Half the squared distance, $\tfrac12 \|h - y\|^2$; its gradient is the residual.
 
-    Args:
-      prediction: h.
-      target: y, of the same shape; a prediction ``(1,)`` may meet a target ``()``.
+    Both have one shape; but a prediction ``(1,)`` may meet a target ``()``.
 
     Example:
       >>> float(squared_error(jnp.array([3.0, 1.0]), jnp.array([1.0, 1.0])))
@@ -51,11 +49,8 @@ def huber(delta: float = 1.0) -> Callable[[Array, Array], Array]:
     $$ \sum_j \begin{cases} \tfrac12 r_j^2 & |r_j| \le \delta \\
        \delta (|r_j| - \tfrac12 \delta) & \text{else} \end{cases}, \qquad r = h - y $$
 
-    Its gradient is the residual clipped to ``[-delta, delta]``. Equation 11 of
-    losing_less_2022 is this loss divided by delta.
-
-    Args:
-      delta: The largest residual that is still squared; positive.
+    Its gradient is the residual clipped to ``[-delta, delta]``, with a positive delta. Equation 11
+    of losing_less_2022 is this loss divided by delta.
 
     Example:
       >>> float(huber(delta=1.0)(jnp.array(3.0), jnp.array(0.0)))
@@ -78,8 +73,7 @@ def huber(delta: float = 1.0) -> Callable[[Array, Array], Array]:
 def _residual(name: str, prediction: ArrayLike, target: ArrayLike) -> Array:
     prediction, target = jnp.asarray(prediction), jnp.asarray(target)
     # A dense layer of one unit has shape (1,), and its target ().
-    one_number = prediction.shape == (1,) and target.shape == ()
-    if prediction.shape != target.shape and not one_number:
+    if prediction.shape != target.shape and not (prediction.shape == (1,) and target.shape == ()):
         raise ValueError(
             f"losses.{name}: got shapes {prediction.shape} and {target.shape}; expected the same "
             "shape. For a batch use jax.vmap; for class labels losses.one_hot."

@@ -23,12 +23,9 @@ def tempered_sigmoid(
 
     $$ \phi(x) = s \, \sigma(T x) - o = \tfrac{s}{2} \tanh(\tfrac{T x}{2}) + \tfrac{s}{2} - o $$
 
-    With the defaults the function is tanh, to the last bit.
-
-    Args:
-      scale: $s$, the height between the two asymptotes.
-      inverse_temperature: $T$, the steepness.
-      offset: $o$, how far the lower asymptote lies below zero.
+    ``scale`` is $s$, the height between the two asymptotes, ``inverse_temperature`` $T$, and
+    ``offset`` $o$, how far the lower asymptote lies below zero. The defaults give tanh, to the last
+    bit.
 
     Example:
       >>> import jax.numpy as jnp

@@ -26,7 +26,6 @@ class WideResNet(nn.Module):
       depth: 6 n + 4 layers.
       width: Factor of the channels.
       groups: Of every norm; must divide 16.
-      activation: After every norm.
       standardized: Whether the kernels of convolutions are standardised, which regains part of
         what batch normalisation gave.
       kernel_init: As in `MLP`, like ``torch_init``.
@@ -64,8 +63,7 @@ class WideResNet(nn.Module):
         x = self._conv(x, 16, 3)
         for stage in range(3):
             for block in range(blocks):
-                stride = 2 if stage > 0 and block == 0 else 1
-                x = self._block(x, 2**stage * 16 * self.width, stride)
+                x = self._block(x, 2**stage * 16 * self.width, 2 if stage > 0 and block == 0 else 1)
         x = self._normed(x).mean(axis=(-3, -2))
         return parts.dense(self, x, self.classes)
 

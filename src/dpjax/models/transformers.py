@@ -67,8 +67,7 @@ class _Positions(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*batch positions width"]) -> Array:
         shape = (1, self.length, x.shape[-1])
-        table = self.param("pos_embedding", parts.embedding_init(self), shape)
-        return x + table[0, : x.shape[-2]]
+        return x + self.param("pos_embedding", parts.embedding_init(self), shape)[0, : x.shape[-2]]
 
 
 class _Encoder(nn.Module):
@@ -90,8 +89,7 @@ class _Encoder(nn.Module):
 
 def _norm(layout: str, name: str) -> nn.LayerNorm:
     # Flax's fast variance, E[x^2] - E[x]^2, cancels digits.
-    epsilon = 1e-12 if layout == "bert" else 1e-6
-    return nn.LayerNorm(epsilon=epsilon, use_fast_variance=False, name=name)
+    return nn.LayerNorm(1e-12 if layout == "bert" else 1e-6, use_fast_variance=False, name=name)
 
 
 class TextTransformer(nn.Module):
@@ -107,9 +105,7 @@ class TextTransformer(nn.Module):
     finite logits. Logits are NaN if a token or segment has no vector.
 
     Attributes:
-      length: The longest text.
       width: Length of every token's vector; a multiple of ``heads``.
-      depth: Number of blocks.
       hidden: Width of the hidden layer of a block; 4 ``width`` by default.
       segments: Number of kinds of segments; 0 for none.
       padding: The token that attention masks; None if there is none.

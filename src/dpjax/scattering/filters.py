@@ -72,8 +72,7 @@ def _morlet(shape: tuple[int, int], j: int, angle: float, slant: float) -> np.nd
     along = u * math.cos(angle) + v * math.sin(angle)
     across = v * math.cos(angle) - u * math.sin(angle)
     square = along**2 + (slant * across) ** 2
-    norm = slant / (2 * _PI * _width(j) ** 2)
-    envelope = norm * np.exp(-square / (2 * _width(j) ** 2))
+    envelope = slant / (2 * _PI * _width(j) ** 2) * np.exp(-square / (2 * _width(j) ** 2))
     wave = envelope * np.exp(0.75j * math.pi / 2**j * along)
     # A wavelet has mean 0; the envelope is subtracted in the proportion that makes it so.
     wavelet = _wrap(wave - wave.sum() / envelope.sum() * envelope, shape)

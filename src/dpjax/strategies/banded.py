@@ -89,8 +89,7 @@ def banded(
       normalized: Whether the last columns are scaled to the norm of the others, which lowers the
         mean error a little. By default where the participation allows it.
 
-    Returns:
-      A strategy; results are cached, since the search takes seconds for 100,000 steps.
+    Results are cached, since the search takes seconds for 100,000 steps.
 
     Example:
       >>> strategy = banded(steps=100, bands=10)
@@ -114,11 +113,12 @@ def banded(
             "with them. Leave them out."
         )
     fits = bands <= participation.separation or participation.most == 1
-    if normalized is None:
-        normalized = fits
-    values = _searched(steps, bands, participation, of, error)
-    name = f"banded, {bands} bands"
-    return Toeplitz(name=name, steps=steps, values=values, normalized=normalized)
+    return Toeplitz(
+        name=f"banded, {bands} bands",
+        steps=steps,
+        values=_searched(steps, bands, participation, of, error),
+        normalized=fits if normalized is None else normalized,
+    )
 
 
 @functools.lru_cache(maxsize=64)

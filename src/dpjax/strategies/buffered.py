@@ -53,8 +53,7 @@ class Buffered(Strategy):
 
         def one(leaf: Array, sums: Array) -> tuple[Array, Array]:
             noise = (leaf.astype(sums.dtype) - streams.weighted(scales, sums)) * scale
-            shrunk = decays.astype(sums.dtype).reshape(-1, *[1] * noise.ndim) * sums
-            return noise, shrunk + noise
+            return noise, decays.astype(sums.dtype).reshape(-1, *[1] * noise.ndim) * sums + noise
 
         return streams.mapped(one, z, memory)
 
@@ -98,8 +97,7 @@ def buffered(
     steps, buffers = checks.whole(call, "steps", steps), checks.whole(call, "buffers", buffers)
     checks.one_of(call, "error", error, ("mean", "maximal"))
     participation = or_once(call, participation)
-    of = workload(call, steps, momentum, None)
-    return _searched(steps, buffers, participation, of, error)
+    return _searched(steps, buffers, participation, workload(call, steps, momentum, None), error)
 
 
 @functools.lru_cache(maxsize=64)

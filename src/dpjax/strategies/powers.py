@@ -53,8 +53,7 @@ def least_error(
     for slowest in (3.0 / steps, 0.3 / steps):
         rates = np.geomspace(min(slowest, 0.1), 1.5, 2 * buffers)
         found.append(descent.minimum(objective, np.log(np.diff(rates, prepend=0.0))))
-    best = min(found, key=lambda x: objective(x)[0])
-    poles, zeros = unpacked(best[None])
+    poles, zeros = unpacked(min(found, key=lambda x: objective(x)[0])[None])
     decays = np.exp(-poles)
     return (_residues(poles, zeros) * decays)[0], decays[0]
 
@@ -84,8 +83,7 @@ def squared_sensitivity(
     """
     apart, most = participation.separation, participation.within(steps)
     weights = _residues(poles, zeros)
-    ages = np.arange(most)
-    collected = np.cumsum(np.exp(-apart * poles[:, None] * ages[:, None]), axis=1)
+    collected = np.cumsum(np.exp(-apart * poles[:, None] * np.arange(most)[:, None]), axis=1)
     at_steps = 1 + np.sum(weights[:, None] * (collected - 1), axis=2)
     pairs = poles[:, :, None] + poles[:, None]
     found = np.sum(at_steps**2, axis=1)

@@ -42,8 +42,7 @@ def variance(steps: int, of: Workload, error: str) -> Callable[[Series], Valued]
     def value(inverse: Series) -> Valued:
         errors = series.filtered([1.0], below, inverse)
         weighted = form * errors if form.ndim == 1 else form @ errors
-        gradient = 2 * series.filtered([1.0], below, weighted[::-1])[::-1]
-        return float(weighted @ errors), gradient
+        return float(weighted @ errors), 2 * series.filtered([1.0], below, weighted[::-1])[::-1]
 
     return value
 
@@ -76,11 +75,8 @@ def banded_coefficients(
     # Apart enough, columns of one pattern do not meet, and any signs are exact. Otherwise the
     # coefficients must decrease: they are sums of steps down, each a square.
     decreasing = bands > participation.separation
-    begin = series.product(
-        series.square_root(bands),
-        series.square_root(bands) * of.momentum ** np.arange(bands),
-        bands,
-    )
+    root = series.square_root(bands)
+    begin = series.product(root, root * of.momentum ** np.arange(bands), bands)
     begin = begin / begin[0]
 
     def unpacked(x: np.ndarray) -> np.ndarray:

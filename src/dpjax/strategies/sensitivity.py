@@ -48,12 +48,7 @@ def sensitivity(strategy: Strategy, participation: Participation) -> float:
     (* For cycles a bound, if the norms of columns differ.) Products of columns are few up to 4,096
     steps, and where $C$ is Toeplitz up to $4096^2$ numbers in its bands.
 
-    Args:
-      strategy: Its C.
-      participation: Which steps one example may have: `once`, `apart`, `cycles`.
-
-    Returns:
-      The least of the bounds that apply, rounded up.
+    The answer is the least of the bounds that apply, rounded up.
 
     Sensitivity:
       The third row is Theorem 2 of Kalinin and Lampert. Why it holds: for decreasing coefficients
@@ -75,11 +70,9 @@ def sensitivity(strategy: Strategy, participation: Participation) -> float:
     """
     most = participation.within(strategy.steps)
     squares = strategy.column_squares()
-    apart = strategy.bands <= participation.separation
-    if most == 1 or apart:
+    if most == 1 or strategy.bands <= participation.separation:
         # Sums of whole numbers, such as the squared norms of white noise, are exact.
-        whole = bool(np.all(squares == np.round(squares)))
-        additions = 0 if whole else _additions(strategy) + most
+        additions = 0 if np.all(squares == np.round(squares)) else _additions(strategy) + most
         return _root(float(_chosen(squares, participation)), additions)
     bounds, exact, coefficients = [], False, strategy.coefficients
     if coefficients is not None:
@@ -174,5 +167,4 @@ def overlaps(strategy: Strategy, bins: int) -> Float[np.ndarray, " bins"]:
     magnitudes = np.abs(strategy.matrix())
     moves = np.stack([magnitudes[:, first::bins].sum(axis=1) for first in range(bins)], axis=1)
     # Sums of float64 numbers, none negative, have no relative error of this size.
-    products = moves.T @ moves * (1 + 1e-9)
-    return np.sort(products, axis=1)[:, ::-1].max(axis=0)
+    return np.sort(moves.T @ moves * (1 + 1e-9), axis=1)[:, ::-1].max(axis=0)

@@ -32,19 +32,14 @@ def product(
     from scipy.signal import oaconvolve
 
     left, right = left[:length], right[:length]
-    if min(left.size, right.size) <= _RECURSION:
-        found = np.convolve(left, right)[:length]
-    else:
-        found = oaconvolve(left, right)[:length]
-    return padded(found, length)
+    convolve = np.convolve if min(left.size, right.size) <= _RECURSION else oaconvolve
+    return padded(convolve(left, right), length)
 
 
 def reciprocal(coefficients: Float[np.ndarray, " n"], length: int) -> Float[np.ndarray, " length"]:
     """The first coefficients of 1 / series."""
     if min(coefficients.size, length) <= _RECURSION:
-        one = np.zeros(length)
-        one[0] = 1.0
-        return filtered([1.0], coefficients[:length], one)
+        return filtered([1.0], coefficients[:length], np.eye(1, length)[0])
     half = reciprocal(coefficients, -(-length // 2))
     # One step of Newton's method doubles the number of right coefficients: x + x (1 - c x).
     error = -product(coefficients, half, length)
@@ -56,8 +51,7 @@ def quotient(
     poles: Float[np.ndarray, " d"], zeros: Float[np.ndarray, " d"], length: int
 ) -> Float[np.ndarray, " length"]:
     r"""1 / c of a series c with poles p and zeros q: $\prod_i (1 - p_i x) / (1 - q_i x)$."""
-    found = np.zeros(length)
-    found[0] = 1.0
+    found = np.eye(1, length)[0]
     for above, below in zip(np.sort(poles), np.sort(zeros), strict=True):
         found = filtered([1.0, -above], [1.0, -below], found)
     return found

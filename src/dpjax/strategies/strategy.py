@@ -138,14 +138,9 @@ class Strategy:
     def next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         """The noise of one step: the stream that multiplies by the inverse of C.
 
-        Args:
-          z: Standard normal numbers of this step, independent of other steps' numbers.
-          memory: From `start`, or from the step before.
-          step: The number of the step, traced or not; steps come in order, from 0.
-
-        Returns:
-          The noise, with the structure of ``z``, and the memory for the next step. A traced step
-          outside the run gives NaN.
+        From standard normal numbers ``z``, independent of other steps' numbers, and the memory of
+        `start` or of the step before. Returns the noise, with the structure of ``z``, and the next
+        memory. Steps come in order, from 0; a traced step outside the run gives NaN.
         """
         if not isinstance(step, Tracer):
             hint = "The sensitivity depends on the number of steps; make the strategy for all."
@@ -179,8 +174,7 @@ class Strategy:
         call = "strategy.errors"
         squares = self.squares(workload(call, self.steps, momentum, learning_rates))
         scale = sensitivity(self, or_once(call, participation))
-        mean, most = math.sqrt(np.mean(squares)), math.sqrt(np.max(squares))
-        return Errors(mean=scale * mean, maximal=scale * most)
+        return Errors(scale * math.sqrt(np.mean(squares)), scale * math.sqrt(np.max(squares)))
 
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         """`next` of a step that was checked or is traced."""

@@ -35,8 +35,7 @@ class Toeplitz(Strategy):
     kind: ClassVar[str] = "toeplitz"
 
     def __post_init__(self) -> None:
-        values = _checked("strategies.toeplitz", self.steps, self.values)
-        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "values", _checked("strategies.toeplitz", self.steps, self.values))
 
     @property
     def bands(self) -> int:
@@ -162,10 +161,12 @@ def _checked(call: str, steps: int, values: ArrayLike) -> tuple[float, ...]:
     """Coefficients in float32, without the zeros at their end."""
     # Those zeros would cost memory and hide the number of bands.
     narrow = np.trim_zeros(np.asarray(values, np.float32), "b")
-    if narrow.ndim != 1 or not 1 <= narrow.size <= steps or not np.all(np.isfinite(narrow)):
-        raise ValueError(f"{call}: expected 1 to {steps} finite coefficients, one for each step.")
-    if not narrow[0] > 0:
-        raise ValueError(f"{call}: expected a first coefficient above 0, so that C has an inverse.")
+    fits = narrow.ndim == 1 and 1 <= narrow.size <= steps and np.all(np.isfinite(narrow))
+    if not fits or not narrow[0] > 0:  # C has no inverse with 0 on its diagonal
+        raise ValueError(
+            f"{call}: expected 1 to {steps} finite coefficients, one for each step, "
+            "the first coefficient above 0."
+        )
     return narrowed(narrow)
 
 
@@ -177,12 +178,9 @@ def toeplitz(
     Positive coefficients that fall keep the noise small. Others can let it grow over the run, until
     float32 rounds the numbers of a step away, and then nothing hides that step.
 
-    Args:
-      steps: The number of steps T of the run.
-      coefficients: $c_0, c_1, \dots$: at most one for each step, the first above 0.
-      normalized: Whether each column is divided by its own norm. The last columns have fewer
-        terms, and without this their noise protects more than it must.
-      name: For people; see `Strategy`.
+    There is at most one coefficient for each step, and the first is above 0. ``normalized`` divides
+    each column by its own norm: the last columns have fewer terms, and without this their noise
+    protects more than it must. ``name`` is for people; see `Strategy`.
 
     Example:
       >>> toeplitz(3, [0.5, 0.25]).matrix()
@@ -193,8 +191,7 @@ def toeplitz(
       array([1., 1., 1.])
     """
     steps = checks.whole("strategies.toeplitz", "steps", steps)
-    values = narrowed(coefficients)
-    return Toeplitz(name=name, steps=steps, values=values, normalized=normalized)
+    return Toeplitz(name=name, steps=steps, values=narrowed(coefficients), normalized=normalized)
 
 
 def white(steps: int) -> Strategy:

@@ -89,8 +89,7 @@ class Tree(Strategy):
         weights, precision = self._weights(step, jnp)
         scale = streams.sound(step, self.steps)
         # A step ends the nodes on as many levels as its number has trailing ones.
-        bits = (step >> np.arange(levels)) & 1
-        full = jnp.cumprod(bits)
+        full = jnp.cumprod((step >> np.arange(levels)) & 1)
         ended = jnp.sum(full)
 
         def one(leaf: Array, sums: Array) -> tuple[Array, Array]:
@@ -99,8 +98,7 @@ class Tree(Strategy):
             if not levels:
                 return noise * scale, sums
             noise = (noise + streams.weighted(weights, sums)) * scale
-            total = noise + streams.weighted(full, sums)
-            return noise, streams.replaced(sums, total, ended)
+            return noise, streams.replaced(sums, noise + streams.weighted(full, sums), ended)
 
         return streams.mapped(one, z, memory)
 

@@ -146,8 +146,7 @@ def first_column(noise: Any) -> np.ndarray:
         raise Unreadable("noise is correlated by a matrix without an inverse: its diagonal has 0.")
     if noise.kind == "toeplitz":
         return np.pad(values, (0, steps - len(values)))
-    column = np.zeros(steps)  # of the inverse series, by long division
-    column[0] = 1 / values[0]
+    column = np.eye(1, steps)[0] / values[0]  # of the inverse series, by long division
     for k in range(1, steps):
         reach = values[1 : k + 1]
         column[k] = -(reach @ column[k - len(reach) : k][::-1]) / values[0]

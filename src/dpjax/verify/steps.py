@@ -75,9 +75,7 @@ def steps_of_run(run: Run, pairs: np.ndarray) -> Counter[Step]:
     rates, lasts = np.array(sampling.rates).T
     rows = np.searchsorted(np.cumsum(lasts), np.arange(len(multipliers)), side="right")
     rates = rates[np.minimum(rows, len(rates) - 1)]  # the last rate stays
-    subset = None
-    if sampling.event == "subset":
-        subset = sampling.examples, int(sampling.batch_size)
+    subset = (sampling.examples, int(sampling.batch_size)) if sampling.event == "subset" else None
     steps: Counter[Step] = Counter()
     for multiplier, rate, count in zip(multipliers.tolist(), rates.tolist(), counts, strict=True):
         steps[Step(multiplier, rate, subset)] += int(count)
