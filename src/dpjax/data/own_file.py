@@ -74,7 +74,8 @@ def load_file(
     if len(shapes := {x.shape[1:] for x, _ in parts}) > 1:
         raise ValueError(f"{call}: examples have shapes {shapes}; expected one.")
     note = f"({'; '.join(notes)})" if notes else ""
-    return Dataset(path.stem, *parts, count, note, names, columns)
+    train, test = parts
+    return Dataset(path.stem, train, test, count, note, names, columns)
 
 
 def _arrays(path: Path, call: str) -> list[Split]:
