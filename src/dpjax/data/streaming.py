@@ -24,18 +24,16 @@ from dpjax.types import PyTree
 
 @runtime_checkable
 class RandomAccess(Protocol):
-    """A source of records, as a memory map, a list or grain's ``RandomAccessDataSource``.
+    """A source of records: a length, and the record at an index.
 
-    If it also has ``__getitems__(indices)``, as sources of TensorFlow Datasets do, many records
-    are read in one call.
+    A list, a memory map and grain's ``RandomAccessDataSource`` are some. If one also has
+    ``__getitems__(indices)``, as sources of TensorFlow Datasets do, many records are read in one
+    call.
     """
 
-    def __len__(self) -> int:
-        """The number of records."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: Any, /) -> Any:
-        """The record at an index."""
+    def __getitem__(self, index: Any, /) -> Any: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +134,7 @@ class Stream:
     ) -> tuple[list[np.ndarray], list[Future[None]]]:
         """Arrays for a batch, and the futures of the threads that fill them."""
         indices = np.asarray(indices, np.int64)  # an empty list would be floats
-        # Threads write rows into one array, so that a batch is in memory once.
+        # One array for all threads, so that a batch is in memory once.
         room = [np.empty((len(indices), *r.shape), r.dtype) for r in jax.tree.leaves(self.row)]
         count = max(1, min(self.workers, len(indices)))
         shares = zip(*(np.array_split(rows, count) for rows in (indices, *room)), strict=True)
@@ -173,7 +171,6 @@ class Stream:
                 record = self.source[index] if records is None else records[place]
                 example = record if self.example is None else self.example(record)
             except Exception as error:
-                # In a thread pool the user's traceback alone does not say which record failed.
                 why = f"could not be read ({type(error).__name__}: {error})"
                 raise RuntimeError(f"data.Stream: example {index} {why}.") from error
             yield example

@@ -108,7 +108,6 @@ def _header(run: SavedRun) -> Iterator[str]:
     if run.foreign:
         words = f"privacy.json is of an earlier run in this folder: {run.foreign}."
         yield f'<p class="notice">{escape(words)} The page leaves out what belongs to it.</p>'
-    # The best proven bound is the claim; the small print lists the other methods.
     (best, _), *others = run.epsilons.items()
     bounds = [f"by {best}", *(f"{three_digits(value)} by {name}" for name, value in others)]
     numbers = [
@@ -120,7 +119,6 @@ def _header(run: SavedRun) -> Iterator[str]:
         ("time", _seconds(config["seconds"]) if "seconds" in config else "", ""),
     ]
     yield '<dl class="numbers">'
-    # A number that this run does not have leaves no empty tile.
     for name, number, small in numbers:
         if number:
             words = f"<dd><small>{escape(small)}</small></dd>" if small else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of an HTML page that loads no other file and runs no script.
+"""The parts of an HTML page that loads no other file and runs no script: it can be mailed.
 
 All text from a run passes through `escape`. Colors follow the light or dark mode of the browser.
 """
@@ -20,7 +20,6 @@ from dpjax.reports.style import DARK, PALETTE
 def page(title: str, body: Iterable[str]) -> str:
     """A whole page from parts that are HTML already; it is also well-formed XML."""
     css = resources.files("dpjax.reports").joinpath("page.css").read_text(encoding="utf-8")
-    # No file and no script, so that the page can be mailed and opened offline.
     light, dark = (
         "".join(f"--{name}:{color};" for name, color in colors.items())
         for colors in (PALETTE, DARK)
@@ -58,7 +57,6 @@ def table(rows: Mapping[str, Any], kind: str = "facts") -> str:
 def power(number: float) -> str:
     """A small number, such as delta, as HTML with a power of ten, rounded up."""
     mantissa, _, exponent = upwards(number, ".3g").partition("e")
-    # Rounded up like every claim: a delta must not be printed below its value.
     if not exponent:
         return escape(mantissa)
     tens = f"10<sup>{int(exponent)}</sup>".replace("-", "\N{MINUS SIGN}")

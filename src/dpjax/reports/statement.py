@@ -158,7 +158,6 @@ def _why_unproved(mechanism: Mechanism, proven: list[float]) -> str:
 def _facts(claim: Claim, ledger: Ledger | None, scaled_by: str | None) -> Iterator[str]:
     mechanism, ran = claim.mechanism, claim.ran
     neighbours, unit = mechanism.relation, mechanism.unit
-    # Who is protected comes first: an epsilon without its unit and its neighbours says nothing.
     yield f"  unit          one {unit}"
     yield f"  neighbours    {neighbours.value}: {_NEIGHBOURS[neighbours].format(unit=unit)}"
     yield from _sampler(mechanism, len(ran))
