@@ -549,7 +549,10 @@ def test_levels_are_those_of_the_plan():
     ("rates", "multipliers", "more"),
     [
         (np.full(2_000, 0.01), np.linspace(5.0, 1.0, 2_000), 0.007),
-        (np.linspace(0.005, 0.02, 2_000), np.linspace(3.0, 1.0, 2_000), 0.014),
+        pytest.param(
+            *(np.linspace(0.005, 0.02, 2_000), np.linspace(3.0, 1.0, 2_000), 0.014),
+            marks=pytest.mark.slow,
+        ),
         (np.repeat(np.arange(1, 6) / 500, 400), np.linspace(3.0, 1.0, 2_000), 0.006),
     ],
     ids=["one rate", "both rise", "few rates"],

@@ -392,6 +392,7 @@ def test_a_run_keeps_its_randomness_and_its_supplied_key(tmp_path):
     "types.py",
     "self.draw(key, step, noise_key) if self.coins",
     "self.draw(key, step) if self.coins",
+    slow=True,
 )
 @kills("sampling/cycles.py", "key if fresh is None else fresh", "key")
 def test_each_start_renews_draws_and_keeps_what_lasts_for_the_run(tmp_path):
@@ -592,7 +593,7 @@ def test_a_state_that_was_put_on_a_device_resumes_and_evaluate_may_keep_paramete
     assert len(np.unique(np.stack(params), axis=0)) == 4
 
 
-@kills("training/runner.py", '"seen": self.seen', '"seen": []')
+@kills("training/runner.py", '"seen": self.seen', '"seen": []', slow=True)
 def test_rules_with_several_groups_resume(tmp_path):
     """Infos that are lists survive the checkpoint between two rows."""
     rule = clipping.grouped(1.0, clipping.by_leaf({"a": 0, "b": 0}))

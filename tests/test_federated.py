@@ -466,7 +466,7 @@ def test_values_that_are_refused(words):
 TYPES_REFUSED = {
     "mechanism is a Sampler": lambda: fedavg(some_clients(1), sampling.full(1)),
     "client_optimizer is a float": work(client_optimizer=0.1),
-    "expected a key, such as": lambda: work()().init(jax.random.key(0), jnp.zeros(3)),
+    "given a key as parameters": lambda: work()().init(jax.random.key(0), jnp.zeros(3)),
     r"clients is a list.*Clients\.of": lambda: fedavg([np.ones((2, 3))], mechanism(1)),
     "where the ledger cannot count": lambda: jax.jit(work()().step)(start(work()())),
 }

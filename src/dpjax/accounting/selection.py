@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from dp_accounting import DpEvent
 from scipy import stats
-from scipy.optimize import brentq
+from scipy.optimize import root_scalar
 from scipy.special import exprel
 
 from dpjax import checks
@@ -150,7 +150,8 @@ def _poisson(one: np.ndarray, runs: float) -> np.ndarray:
 def _logarithmic_tail(runs: float) -> float:
     """log(1 / gamma) of the logarithmic distribution, whose mean is ``(1/gamma - 1)`` over it."""
     # SciPy's inverse of this distribution does not end for a mean of 2,000 runs.
-    return float(brentq(lambda t: exprel(t) - runs, 0.0, 2 * math.log(runs) + 2, xtol=1e-14))
+    bracket = 0.0, 2 * math.log(runs) + 2
+    return root_scalar(lambda t: exprel(t) - runs, bracket=bracket, xtol=1e-14).root
 
 
 def _geometric(tail: float, coin: float) -> int:

@@ -169,6 +169,8 @@ class _Assembly:
 
 def checked_params(name: str, params: PyTree, key: Key | None) -> PyTree:
     """The parameters as arrays."""
+    if checks.is_typed_key(params):
+        raise TypeError(f"{name}: init was given a key as parameters. Write init(params, key=key).")
     if key is not None:
         checks.key(f"{name}: init", key)
     params = arrays(params, f"{name}: init(params)")
