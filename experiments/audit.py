@@ -82,7 +82,6 @@ def loss(params: Any, example: Any, *more: Any) -> jax.Array:
 
 
 def described(sampler: Any, rule: Any, multiplier: Any = MULTIPLIER, **more: Any) -> Any:
-    """The mechanism of a short run."""
     return dpjax.Mechanism(
         sampling=sampler, clipping=rule, noise_multiplier=multiplier, steps=STEPS, **more
     )
@@ -125,9 +124,8 @@ def of_clients(local: bool, **options: Any) -> Build:
     """Federated averaging or SGD; a client holds two copies of its row."""
 
     def build(sampler: Any, x: Any) -> Any:
-        owners = np.repeat(np.arange(ROWS), 2)
         clients = federated.Clients.split(
-            {name: np.repeat(x[name], 2, axis=0) for name in x}, owners, ROWS
+            {name: np.repeat(x[name], 2, axis=0) for name in x}, np.repeat(np.arange(ROWS), 2), ROWS
         )
         mechanism = described(sampler, clipping.flat(1.0), unit="client")
         if not local:

@@ -43,7 +43,6 @@ RATES = {"mnist": 2.0, "fashion_mnist": 2.0, "cifar10": 0.5, "digits": 0.5}
 
 @functools.cache
 def mechanism_of(method: str, examples: int, epsilon: float, batch: int) -> dpjax.Mechanism:
-    """The mechanism of a method, calibrated."""
     steps = EPOCHS * examples // batch
     options: dict[str, Any] = {}
     if method == "poisson":
@@ -85,13 +84,11 @@ def prepared(dataset: str) -> data.Dataset:
 def run(
     dataset: str, mechanism: dpjax.Mechanism, seed: int, folder: pathlib.Path | None
 ) -> Mapping[str, Any]:
-    """One training run of a row."""
     ready = prepared(dataset)
     model = models.by_name("scatter_linear", ready.classes, torch_init=True)
     moves = optax.sgd(RATES[dataset], momentum=MOMENTUM)
-    found = runs.trained(ready, model, mechanism, moves, seed, folder)
     return {
-        **found,
+        **runs.trained(ready, model, mechanism, moves, seed, folder),
         "epsilon": mechanism.epsilon(),
         "noise_multiplier": float(mechanism.multipliers[0]),
         "sensitivity": mechanism.strategy_sensitivity,

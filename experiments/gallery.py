@@ -79,7 +79,6 @@ def rows_of(paper: Paper) -> Mapping[str, Any]:
 
 
 def drawn(papers: Sequence[Paper]) -> Iterator[Drawn]:
-    """Every figure of some papers, one after the other."""
     for paper in papers:
         rows = rows_of(paper)
         for name, figure in paper.figures.items():

@@ -255,8 +255,7 @@ def of_sweep(label: str, settings: list[Setting]) -> Line:
 
 def lines() -> dict[str, list[Line]]:
     """The lines of every table of the guide."""
-    found = {name: [of_paper(*row) for row in rows] for name, rows in PAPERS.items()}
-    return found | {
+    return {name: [of_paper(*row) for row in rows] for name, rows in PAPERS.items()} | {
         name: [of_sweep(label, settings) for label, settings in sweep.items()]
         for name, sweep in SWEEPS.items()
     }
@@ -278,7 +277,6 @@ def table(found: list[Line]) -> str:
 
 
 def tables() -> dict[str, str]:
-    """The tables of the committed results."""
     return {name: table(found) for name, found in lines().items()}
 
 

@@ -100,13 +100,9 @@ def train(
     params: Any,
     seed: int,
 ) -> Any:
-    """The parameters after all steps of Adam."""
     algorithm = dpjax.dpsgd(loss, optax.adam(rate), mechanism, data)
     state = algorithm.init(params, key=jax.random.key(seed))
     return dpjax.fit(algorithm, state, evaluate_every=mechanism.steps, progress=False)[0].params
-
-
-# Sentiment of phrases.
 
 
 def tokens(text: str) -> np.ndarray:
@@ -201,9 +197,6 @@ def costs(mechanism: dpjax.Mechanism, records: tuple[int, ...]) -> dict[str, Any
     }
 
 
-# Secrets in a play.
-
-
 class Characters(nn.Module):
     """A causal Transformer: logits of the next character at every position."""
 
@@ -227,12 +220,10 @@ def characters(text: str) -> np.ndarray:
 
 
 def line(name: str, secret: int) -> np.ndarray:
-    """A line with a secret."""
     return characters(f"\nThe number of {name} is {secret:0{DIGITS}}.")
 
 
 def character_loss(params: Any, window: Any) -> Any:
-    """The mean loss of the characters of one window."""
     logits: Any = Characters().apply({"params": params}, window[:-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, window[1:]).mean()
 
@@ -267,9 +258,6 @@ def memorised(row: tuple[float, float], seed: int, folder: Any) -> Mapping[str, 
         "exposure": {str(t): [exposure(name) for name in names] for t, names in PLANTED.items()},
         **costs(mechanism, tuple(PLANTED)),
     }
-
-
-# The texts, and small ones for --smoke.
 
 
 def text_of(name: str) -> str:
@@ -308,7 +296,6 @@ def phrases_of_sentences(seed: int, folder: Any) -> dict[str, Any]:
 
 @functools.cache
 def phrases_of(part: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of phrases, and their sentiment."""
     x = np.stack([tokens(text) for text, _ in rows_of(part)])
     return x, np.array([int(label) for _, label in rows_of(part)], np.int32)
 
@@ -324,11 +311,7 @@ def play() -> tuple[np.ndarray, np.ndarray]:
     return windows[:kept], windows[-kept // 4 :]
 
 
-# The tables of the tutorial.
-
-
 def tables(rows: Mapping[str, Any]) -> dict[str, str]:
-    """The figures of the committed results."""
     counts = rows["sst2 phrases of a sentence"]["0"]
     units = rows["sst2 all at epsilon 3"]["0"]["epsilon_of"]
     times = [f"exposure, planted {count}" for count in PLANTED]

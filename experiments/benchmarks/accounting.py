@@ -33,14 +33,11 @@ Runs = list[tuple[float, int]]  # noise multipliers, each with a number of steps
 
 
 def ours(method: str, runs: Runs, rate: float) -> float:
-    """The epsilon of runs by dpjax."""
     events = [accounting.subsampled_gaussian(z, rate, steps) for z, steps in runs]
     return accounting.epsilon(accounting.compose(*events), DELTA, method)
 
 
 def our_multiplier(method: str, steps: int, rate: float) -> float:
-    """The noise multiplier of the target by dpjax."""
-
     def event(noise_multiplier: float) -> Any:
         return accounting.subsampled_gaussian(noise_multiplier, rate, steps)
 
@@ -54,13 +51,11 @@ def event_of(noise_multiplier: float, steps: int, rate: float) -> Any:
 
 
 def theirs(method: str, runs: Runs, rate: float) -> float:
-    """The epsilon of runs by dp-accounting."""
     events = [event_of(z, steps, rate) for z, steps in runs]
     return THEIRS[method]().compose(dp_accounting.ComposedDpEvent(events)).get_epsilon(DELTA)
 
 
 def their_multiplier(method: str, steps: int, rate: float) -> float:
-    """The noise multiplier of the target by dp-accounting."""
     return dp_accounting.calibrate_dp_mechanism(
         THEIRS[method], lambda z: event_of(z, steps, rate), TARGET, DELTA
     )

@@ -43,15 +43,12 @@ MECHANISM = dpjax.Mechanism(
 
 
 def of_module(model: nn.Module, *shape: int) -> tuple[Any, Any, Any]:
-    """Loss, parameters and inputs of a module."""
     x = jax.random.normal(jax.random.key(0), (EXAMPLES, *shape))
     params = jax.jit(model.init)(jax.random.key(0), x[0])["params"]
     return losses.of(model, losses.cross_entropy), params, x
 
 
 class Block(nn.Module):
-    """Attention and a perceptron."""
-
     @nn.compact
     def __call__(self, h: Any, _: Any = None) -> tuple[Any, None]:
         h = h + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(h))

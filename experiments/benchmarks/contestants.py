@@ -104,13 +104,12 @@ def peer(python: str, name: str, workload: str, batch_size: int, **env: str) -> 
         "learning_rate": LEARNING_RATE,
         "host_devices": jax.device_count(),
     }
-    facts = ask({"prepare": task})
     return Contestant(
         run=lambda steps: ask({"steps": steps})["seconds"],
         memory=lambda: last["memory"],
         sound=lambda: last["sound"],
         close=worker.close,
-        facts=facts,
+        facts=ask({"prepare": task}),
     )
 
 

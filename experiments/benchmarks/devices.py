@@ -70,8 +70,7 @@ def problem(name: str, batch_size: int) -> tuple[Any, Any, Any]:
         loss = in_bfloat16(workload.model)
     if name.endswith("LoRA"):
         pairs = adapters(jax.random.key(SEED), WIDTH, DEPTH)
-        frozen = halved(params)
-        return lambda w, *given: adapted(loss, w)(*given), pairs, (frozen, batch)
+        return lambda w, *given: adapted(loss, w)(*given), pairs, (halved(params), batch)
     return lambda _, *given: loss(*given), params, (None, batch)
 
 
@@ -206,7 +205,6 @@ def apart(loss: Any, params: Any, given: Any) -> dict[str, float]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The measurements as a table in Markdown."""
     rows = []
     for model, measured in report["models"].items():
         plain = measured["steps"]["plain"].get("median_ms", math.nan)

@@ -19,7 +19,6 @@ Rise = Callable[[], int | None]
 
 
 def of_process() -> Rise:
-    """The resident memory of this process."""
     gc.collect()
     if not (STATUS.exists() and CLEAR.exists()):
         return lambda: None

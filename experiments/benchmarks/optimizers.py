@@ -145,8 +145,6 @@ def found() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def rows() -> dict[str, Callable[[], Any]]:
-    """A maker for each row."""
-
     def maker(name: str, function: Callable[..., Any]) -> Callable[[], Any]:
         takes = inspect.signature(function).parameters.get("learning_rate")
         rate = {} if takes is None or takes.default is not takes.empty else {"learning_rate": RATE}
@@ -161,7 +159,6 @@ def loss(params: Any, x: Any) -> Any:
 
 
 def by_itself(optimizer: Any) -> None:
-    """Two updates without dpjax."""
     params, state = PARAMS, optimizer.init(PARAMS)
     for _ in range(2):
         updates, state = optimizer.update(jax.grad(loss)(params, jnp.ones(3)), state, params)
@@ -169,7 +166,6 @@ def by_itself(optimizer: Any) -> None:
 
 
 def through_dpsgd(optimizer: Any) -> None:
-    """Two steps of `dpjax.dpsgd`."""
     data = jax.random.normal(jax.random.key(1), (8, 3))
     algorithm = dpjax.dpsgd(loss, optimizer, mechanism(), data)
     state = algorithm.init(PARAMS)
@@ -183,8 +179,7 @@ def behind_the_noise(optimizer: Any) -> None:
     """Two steps of a chain, with and without one example."""
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()
-    link = mechanism().private()
-    testing.assert_private(optax.chain(link, optimizer), PARAMS, steps=2)
+    testing.assert_private(optax.chain(mechanism().private(), optimizer), PARAMS, steps=2)
 
 
 WAYS = {"optax": by_itself, "dpsgd": through_dpsgd, "chain": behind_the_noise}

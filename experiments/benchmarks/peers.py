@@ -6,7 +6,6 @@ JSON: first ``{"prepare": task}``, then ``{"steps": 3}`` as often as it likes. P
 run eagerly, as their users run them, on all cores or on CUDA, with the batch in place as tensors;
 Opacus' modes are set up as its privacy engine does, without the accountant. jax_privacy gets
 dpjax's network, loss and compiled SGD, at the best microbatch of a short list, which is said.
-Peers are imported where they are used.
 """
 
 from __future__ import annotations

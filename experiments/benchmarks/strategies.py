@@ -46,7 +46,6 @@ SMOKE = [("banded", 20, 4, None, 1), ("buffered", 20, 2, 5, 4), ("dense", 8, Non
 
 
 def ours(task: dict[str, Any]) -> dict[str, Any]:
-    """One search of dpjax."""
     from dpjax import strategies
 
     steps, size = task["steps"], task["size"]
@@ -129,7 +128,6 @@ def peers(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def named(task: dict[str, Any]) -> str:
-    """The task in words."""
     size = {"banded": "bands", "buffered": "buffers"}.get(task["family"])
     parts = [f"{task['family']}, {task['steps']:,} steps"]
     parts += [f"{task['size']} {size}"] if size else []

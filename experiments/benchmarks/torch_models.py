@@ -5,8 +5,6 @@ Layer for layer the same work: with the same parameters the same logits, to 2e-6
 are first, as PyTorch's users have them.  Attention is four linear layers around PyTorch's own
 product, and positions are an embedding that is read once per example, because Opacus wants
 every parameter inside a layer it knows and every activation with a batch axis.
-
-Imported by `peers` alone, in an environment that has PyTorch.
 """
 
 from __future__ import annotations
@@ -86,8 +84,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.before(x))
-        hidden = nn.functional.gelu(self.up(self.between(x)), approximate="tanh")
-        return x + self.down(hidden)
+        return x + self.down(nn.functional.gelu(self.up(self.between(x)), approximate="tanh"))
 
 
 class Transformer(nn.Module):

@@ -67,7 +67,6 @@ class Worker:
         return json.loads(answer)
 
     def close(self) -> None:
-        """Ends the process."""
         self._process.kill()
         self._process.communicate()
 

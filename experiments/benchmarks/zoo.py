@@ -63,7 +63,6 @@ def disagreement(case: Case, bound: float) -> float:
 
 
 def cpu_seconds(run: Run, case: Case, times: int) -> float:
-    """CPU seconds of one call."""
     started = time.process_time()
     for _ in range(times):
         jax.block_until_ready(run(case.params, case.batch))
@@ -71,7 +70,6 @@ def cpu_seconds(run: Run, case: Case, times: int) -> float:
 
 
 def measure(case: Case, rounds: int, seconds: float) -> dict[str, float]:
-    """The figures of one model."""
     _, norms = private(case, 1.0, "vmap")(case.params, case.batch)
     bound = float(jnp.median(norms))  # half of the examples are clipped
     contestants = {"plain": plain(case), "private": private(case, bound)}
@@ -103,8 +101,7 @@ def main(asked: Any) -> None:
     report["models"] = {}
     for name in names:
         size, make = MODELS[name]
-        case = make(4 if asked.smoke else size)
-        found = measure(case, rounds, asked.seconds)
+        found = measure(make(4 if asked.smoke else size), rounds, asked.seconds)
         report["models"][name] = found
         print(
             f"{name:30} {found['plain_ms']:8.2f} ms {found['private_ms']:8.2f} ms "

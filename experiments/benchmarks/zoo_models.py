@@ -68,9 +68,6 @@ def mean_square(prediction: Array, target: Array) -> Array:
     return jnp.mean((prediction - target) ** 2)
 
 
-# Parameters alone -----------------------------------------------------------------------
-
-
 class Perceptron(nn.Module):
     normalised: bool = False
 
@@ -115,10 +112,8 @@ class HypernetworkOfTheExample(nn.Module):
     def __call__(self, x: Array, places: Array) -> Array:
         n = self.width
         cuts = np.cumsum([2 * n, n, n * n, n, n])
-        weights = nn.Dense(int(cuts[-1]))(nn.relu(nn.Dense(64)(x)))
-        a, b, c, d, e = jnp.split(weights, cuts[:-1])
-        h = jnp.sin(places @ a.reshape(2, n) + b)
-        return jnp.sin(h @ c.reshape(n, n) + d) @ e
+        a, b, c, d, e = jnp.split(nn.Dense(int(cuts[-1]))(nn.relu(nn.Dense(64)(x))), cuts[:-1])
+        return jnp.sin(jnp.sin(places @ a.reshape(2, n) + b) @ c.reshape(n, n) + d) @ e
 
 
 def hypernetwork_of_the_example(size: int) -> Case:
@@ -136,12 +131,8 @@ class LowRank(nn.Module):
         for i in range(3):
             frozen = draw.normal(256, 256) / 16
             a = self.param(f"a{i}", lecun_normal(), (256, 4))
-            b = self.param(f"b{i}", lecun_normal(), (4, 256))
-            x = nn.gelu(x @ (frozen + 2.0 * (a @ b)))
+            x = nn.gelu(x @ (frozen + 2.0 * (a @ self.param(f"b{i}", lecun_normal(), (4, 256)))))
         return x[:, :10].mean(0)
-
-
-# Images ---------------------------------------------------------------------------------
 
 
 class WeightNormCNN(nn.Module):
@@ -259,9 +250,6 @@ def denoiser(module: nn.Module, *shape: int) -> Callable[[int], Case]:
     return case
 
 
-# Sequences ------------------------------------------------------------------------------
-
-
 class ConformerBlock(nn.Module):
     def feed_forward(self, x: Array) -> Array:
         return nn.Dense(64)(nn.swish(nn.Dense(256)(nn.LayerNorm()(x))))
@@ -302,8 +290,7 @@ class Residual(nn.Module):
     def __call__(self, x: Array) -> Array:
         h = nn.Dense(32)(x)
         for _ in range(2):
-            y = self.layer()(nn.RMSNorm(use_scale=False)(h))
-            h = h + nn.glu(nn.Dense(64)(nn.gelu(y)))
+            h = h + nn.glu(nn.Dense(64)(nn.gelu(self.layer()(nn.RMSNorm(use_scale=False)(h)))))
         return nn.Dense(10)(h.mean(0))
 
 
@@ -396,9 +383,6 @@ def gated_decoder(size: int) -> Case:
     return of_module(GatedDecoder(), batch, lambda *of: cross_entropy(*of).mean())
 
 
-# Graphs, tables, equations --------------------------------------------------------------
-
-
 class GraphNetwork(nn.Module):
     """Message passing over the edges of each example, summed by `jax.ops.segment_sum`."""
 
@@ -406,8 +390,7 @@ class GraphNetwork(nn.Module):
     def __call__(self, x: Array, ends: Array) -> Array:
         h = nn.relu(nn.Dense(48)(x))
         for _ in range(2):
-            pairs = jnp.concatenate([h[ends[:, 0]], h[ends[:, 1]]], axis=-1)
-            sent = nn.relu(nn.Dense(48)(pairs))
+            sent = nn.relu(nn.Dense(48)(jnp.concatenate([h[ends[:, 0]], h[ends[:, 1]]], axis=-1)))
             received = jax.ops.segment_sum(sent, ends[:, 1], len(x))
             h = h + nn.relu(nn.Dense(48)(jnp.concatenate([h, received], axis=-1)))
         return nn.Dense(10)(h.sum(0))
@@ -462,8 +445,7 @@ def midpoint(params: Any, h: Array) -> Array:
     """By a scan of equal steps, by the midpoint rule."""
 
     def step(h: Array, t: Array) -> tuple[Array, None]:
-        half = h + field(params, h, t) / 32
-        return h + field(params, half, t + 1 / 32) / 16, None
+        return h + field(params, h + field(params, h, t) / 32, t + 1 / 32) / 16, None
 
     return lax.scan(step, h, jnp.arange(16) / 16)[0]
 
@@ -482,8 +464,7 @@ def adaptive(function: Any, state: Any, tolerance: float = 1e-4) -> Any:
         error = jnp.maximum(jax.tree.reduce(jnp.maximum, gap) / tolerance, 1e-3)
         taken = error < 1
         state = jax.tree.map(lambda a, b: jnp.where(taken, a, b), heun, state)
-        grown = jnp.clip(0.9 * error**-0.5, 0.2, 5.0)
-        return state, jnp.where(taken, t + step, t), step * grown
+        return state, jnp.where(taken, t + step, t), step * jnp.clip(0.9 * error**-0.5, 0.2, 5.0)
 
     start = state, jnp.float32(0), jnp.float32(0.05)
     return lax.while_loop(lambda carry: carry[1] < 1, body, start)[0]

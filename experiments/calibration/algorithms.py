@@ -161,7 +161,6 @@ METHODS = {
 
 
 def size_of(row: Method) -> Size:
-    """The length of a row's run."""
     if runs.SMOKE.value:
         return DIGITS if row.unit == "example" else DIGIT_USERS
     return EXAMPLES if row.unit == "example" else USERS

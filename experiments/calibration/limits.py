@@ -69,8 +69,7 @@ def _descend(layerwise: bool, steps: int, bound: Any, batch: Any, key: Any) -> t
         squares = jax.value_and_grad(lambda p, x, y: (_output(p, x) - y) ** 2)
         each, gradients = jax.vmap(squares, (None, 0, 0))(params, *examples)
         # Divided by the bound and clipped to 1, so that one program serves all bounds.
-        scaled = jax.tree.map(lambda g: g / bound, gradients)
-        total, _, factors = clipping.clip(rule, scaled)
+        total, _, factors = clipping.clip(rule, jax.tree.map(lambda g: g / bound, gradients))
         return each, jax.tree.map(lambda g: g * bound, total), factors
 
     def step(params: Any, _: Any) -> tuple[Any, Any]:
@@ -116,7 +115,6 @@ def mechanism_of(row: Step) -> dpjax.Mechanism:
 
 
 def train(row: Step, seed: int, folder: Any) -> Any:
-    """One run of figure 1 on the digits."""
     dataset = data.load("digits")
     model = models.MLP(features=(32,), activation=nn.relu)
     optimizer = optax.sgd(row.rate)

@@ -54,9 +54,7 @@ class Tuned:
         return {"params": {n: w for n, w in self._leaves().items() if re.search(self.part, n)}}
 
     def apply(self, variables: Any, x: Any) -> Any:
-        """The logits of an example or a batch."""
-        leaves = {**self._leaves(), **variables["params"]}
-        whole = traverse_util.unflatten_dict(leaves, sep="/")
+        whole = traverse_util.unflatten_dict({**self._leaves(), **variables["params"]}, sep="/")
         return self.network.apply({"params": whole}, self.prepare(x))
 
     def _leaves(self) -> dict[str, Any]:
@@ -120,8 +118,7 @@ def _tuned(
     part: str = "",
 ) -> Tuned:
     (x,), _ = dataset.rows(np.array([0]))
-    ready = prepare(jnp.asarray(x))
-    weights = jax.jit(network.init)(jax.random.key(seed), ready)["params"]
+    weights = jax.jit(network.init)(jax.random.key(seed), prepare(jnp.asarray(x)))["params"]
     if not runs.SMOKE.value:
         weights = load(_given(path), weights)
     return Tuned(network, weights, prepare, part)

@@ -70,7 +70,6 @@ def classify(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, A
 
 
 def train(row: Any, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]:
-    """One run of any row."""
     if isinstance(row, algorithms.Method):
         return algorithms.train(row, seed, folder)
     if isinstance(row, limits.Kernel):

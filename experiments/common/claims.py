@@ -111,7 +111,6 @@ def best_tenth(scores: Mapping[tuple[float, ...], float]) -> list[float]:
 
 
 def _swept(claim: Claim, rows: Mapping[str, Mapping[str, Any]]) -> Judged:
-    """The verdict on the average settings of a sweep."""
     if any(row not in rows for row in claim.sweep):
         return Judged(claim, None, [], None, [], f"{NOT_RUN}: {claim.why}")
     means = {row: statistics.mean(_numbers(claim, rows[row])) for row in claim.sweep}
@@ -123,7 +122,6 @@ def _swept(claim: Claim, rows: Mapping[str, Mapping[str, Any]]) -> Judged:
 
 
 def _measured(claim: Claim, ours: list[float]) -> str:
-    """The verdict on a published number."""
     number = float(claim.published)
     lead = (statistics.mean(ours) - number) * (-1 if claim.lower else 1)
     if abs(lead) <= claim.tolerance(number):
@@ -157,7 +155,6 @@ def _speaking(
 
 
 def _numbers(claim: Claim, seeds: Mapping[str, Any]) -> list[float]:
-    """The claimed measure of each seed that has it."""
     if claim.at:
         ways = [run["way"] for run in seeds.values() if len(run.get("way", ())) >= claim.at]
         return [100 * way[claim.at - 1][claim.measure] for way in ways]

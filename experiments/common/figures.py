@@ -93,5 +93,4 @@ def series(runs: Sequence[Mapping[str, Any]], x: str, y: str, scale: float = 1.0
     alike = [way for way, place in zip(ways, places, strict=True) if place == places[0]]
     if not alike:
         return None
-    values = np.array([[row.get(y) for row in way] for way in alike], float)
-    return places[0], scale * values.T
+    return places[0], scale * np.array([[row.get(y) for row in way] for way in alike], float).T

@@ -102,7 +102,6 @@ def results() -> Results:
 
 
 def seeds() -> range:
-    """The seeds of each row, by the flags."""
     return range(1 if SMOKE.value else SEEDS.value)
 
 
@@ -143,7 +142,6 @@ def _with_nan(value: Any) -> Any:
 
 
 def loaded(name: str) -> data.Dataset:
-    """A data set by its name."""
     return data.load(name, DATA_DIR.value)
 
 
@@ -195,8 +193,7 @@ def trained(
         row = {"accuracy": metrics.accuracy(outputs, y), "nll": metrics.nll(outputs, y)}
         return row if look is None else {**row, **look(state)}
 
-    of_example = losses.of(model, loss)
-    algorithm = dpjax.dpsgd(of_example, optimizer, mechanism, dataset.train, **options)
+    algorithm = dpjax.dpsgd(losses.of(model, loss), optimizer, mechanism, dataset.train, **options)
     state, history = dpjax.fit(
         algorithm,
         algorithm.init(params, key=jax.random.key(seed)),
@@ -207,10 +204,9 @@ def trained(
     )
     flat = [{**row, **row.get("private", {})} for row in history]
     way = [{k: v for k, v in row.items() if k not in _LEFT_OUT} for row in flat]
-    by_class = 100 * metrics.per_class_accuracy(logits(state.params), y)
     return {
         "accuracy": 100 * history[-1]["accuracy"],
-        "deviation": float(jnp.nanstd(by_class)),
+        "deviation": float(jnp.nanstd(100 * metrics.per_class_accuracy(logits(state.params), y))),
         "way": way if evaluations > 1 else [],
     }
 
@@ -235,7 +231,6 @@ def epsilons(
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows as Markdown."""
     return "\n".join(markdown.line(*cells) for cells in (head, ["---"] * len(head), *rows))
 
 
@@ -304,8 +299,6 @@ def show(paper: Paper) -> str:
 
 
 def main(paper: Paper) -> None:
-    """The command of a paper."""
-
     def run(argv: list[str]) -> None:
         known = {"table": paper.tables, "figure": paper.figures}
         for name, values in known.items():

@@ -73,7 +73,6 @@ def papers() -> list[Paper]:
 
 @functools.cache
 def load(name: str) -> dict[str, Any]:
-    """One file of results."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
@@ -130,7 +129,6 @@ def spread(numbers: list[float], digits: int) -> str:
 
 
 def verdicts() -> str:
-    """How many claims hold, and how many do not."""
     found = [result for paper in papers() for result, _ in judged_claims(paper) if result.verdict]
     lines = []
     for own, words in ((False, "claims of the papers"), (True, "comparisons of this repository")):
@@ -144,7 +142,6 @@ def verdicts() -> str:
 
 
 def rows_of(paper: str) -> Iterator[str]:
-    """The rows of one paper's table."""
     for name, seeds in sorted(load(paper)["rows"].items()):
         if of := measure(seeds):
             yield f"| {name} | {summary(seeds, of)} |"
@@ -191,8 +188,7 @@ def correlated_rows() -> Iterator[str]:
     for dataset, epsilon in sorted(settings, key=lambda pair: (pair[0], float(pair[1]))):
         cells = []
         for method in ("poisson", "banded", "buffered"):
-            seeds = rows.get(f"{dataset} {method} at epsilon {epsilon}", {})
-            found = list(seeds.values())
+            found = list(rows.get(f"{dataset} {method} at epsilon {epsilon}", {}).values())
             accuracy = spread([run["accuracy"] for run in found], 1) if found else "not run"
             cells += [accuracy, f"{found[0]['error']:.3g}" if found else ""]
         yield markdown.line(dataset, epsilon, *cells)
@@ -247,7 +243,6 @@ def zoo_rows() -> Iterator[str]:
 
 
 def page() -> str:
-    """The whole page of results."""
     ratios = [found["ratio"] for found in load("zoo")["models"].values()]
     audits = load("audits")
     above = sum(audit["refutes"] for row in audits["rows"].values() for audit in row.values())

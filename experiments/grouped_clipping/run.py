@@ -62,11 +62,9 @@ def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]
     if (begun := beginning_of(row, seed)) is not None:
         return begun
     dataset = runs.standardized(runs.loaded(row.dataset))
-    activation = getattr(nn, row.activation)
-    model = models.by_name(setting.model, dataset.classes, activation=activation)
     return runs.trained(
         dataset,
-        model,
+        models.by_name(setting.model, dataset.classes, activation=getattr(nn, row.activation)),
         mechanism_of(row),
         optax.sgd(row.rate, row.momentum or None),
         seed,

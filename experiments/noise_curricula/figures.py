@@ -23,8 +23,7 @@ def noise(direction: str) -> Draw:
         lines = {}
         for name in (of for of in schedules.CURRICULA if of.endswith(direction)):
             of_epoch = schedules.CURRICULA[name](epochs=EPOCHS, steps_per_epoch=1)
-            values = schedules.values(of_epoch, EPOCHS)
-            lines[name] = np.arange(EPOCHS), np.asarray(values)[:, None]
+            lines[name] = np.arange(EPOCHS), np.asarray(schedules.values(of_epoch, EPOCHS))[:, None]
         return [Panel(title, "epoch", "noise multiplier", lines, measured=False)]
 
     return draw

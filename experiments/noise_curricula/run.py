@@ -79,7 +79,6 @@ def prepared(row: Row) -> dpjax.Mechanism:
 
 
 def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]:
-    """One training run."""
     dataset = runs.loaded("digits" if row.small else "mnist")
     model: Any = models.TemperedCNN(activation=nn.relu)
     if row.small:

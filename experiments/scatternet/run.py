@@ -76,8 +76,7 @@ def prepared(row: Row, key: Any) -> data.Dataset:
     )
     scale: Any = partial(features.group_norm, groups=27 * x.shape[-1] // 81)
     if row.scaled == "data":
-        moments = normalization(len(x)).release(key, x)
-        scale = partial(features.normalize, moments=moments)
+        scale = partial(features.normalize, moments=normalization(len(x)).release(key, x))
     x, x_test = map(jax.jit(scale), (x, x_test))
     return dataset._replace(train=(x, y), test=(x_test, y_test))
 

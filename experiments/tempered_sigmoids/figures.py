@@ -14,7 +14,6 @@ FAMILY = ((2, 2, 1), (1, 1, 0.5), (1, 4, 0.5), (4, 2, 2))  # of figure 1; the fi
 
 
 def family(title: str, runs: Runs) -> list[Panel]:
-    """The activations, by their formula."""
     del runs
     z = np.linspace(-4, 4, 81)
     lines = {

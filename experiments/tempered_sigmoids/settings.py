@@ -39,7 +39,6 @@ class Setting(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """The number of steps."""
         return round(self.epochs * -(-self.examples // self.batch))
 
 
