@@ -34,10 +34,7 @@ class AllocatedGaussianDpEvent(DpEvent):
 
 
 class CorrelatedSampledDpEvent(dp_accounting.PoissonSampledDpEvent):
-    """A Poisson-sampled Gaussian below noise that is correlated over several samples.
-
-    Moves of two records overlap: `for_groups` counts these samples as if all records were drawn.
-    """
+    """A Poisson-sampled Gaussian below correlated noise, where moves of two records overlap."""
 
 
 def rewritten(event: DpEvent, leaf: Callable[[DpEvent], DpEvent]) -> DpEvent:

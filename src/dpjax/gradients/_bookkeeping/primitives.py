@@ -68,8 +68,7 @@ PRIMITIVES: Mapping[str, Primitive] = MappingProxyType(
         "concatenate": Primitive(together=slice(0, None)),
         "polynomial": Primitive(together=slice(1, None)),
         # What these write counts; a loop is walked by `scan_trace`.
-        **dict.fromkeys(["reduce_window_max", "reduce_window_sum"], Primitive(writes=True)),
-        "scan": Primitive(writes=True),
+        **dict.fromkeys(["reduce_window_max", "reduce_window_sum", "scan"], Primitive(writes=True)),
         # A call with a custom derivative is not entered, because that derivative would be lost.
         **dict.fromkeys(["jit", "xla_metadata_call"], Primitive(calls="jaxpr")),
         "closed_call": Primitive(calls="call_jaxpr"),
