@@ -34,10 +34,7 @@ class AllocatedGaussianDpEvent(DpEvent):
 
 
 class CorrelatedSampledDpEvent(dp_accounting.PoissonSampledDpEvent):
-    """A Poisson-sampled Gaussian below noise that is correlated over several samples.
-
-    Moves of two records overlap: `for_groups` counts these samples as if all records were drawn.
-    """
+    """A Poisson-sampled Gaussian below correlated noise, where moves of two records overlap."""
 
 
 def rewritten(event: DpEvent, leaf: Callable[[DpEvent], DpEvent]) -> DpEvent:
@@ -88,13 +85,8 @@ def subsampled_gaussian(noise_multiplier: float, sampling_rate: float, steps: in
     """DP-SGD: ``steps`` times, a Poisson sample of the data, then a Gaussian on its clipped sum.
 
     The multiplier is the noise's standard deviation over the add-or-remove sensitivity, and the
-    rate the probability with which each example joins a step, on its own coin.
-
-    | given | event |
-    |---|---|
-    | ``steps == 0`` or ``sampling_rate == 0`` | no operation: costs nothing |
-    | ``sampling_rate == 1`` | plain Gaussians, no sampling around them |
-    | ``noise_multiplier == 0`` | kept; its epsilon is infinite |
+    rate the probability with which each example joins a step, on its own coin. At rate 1 they are
+    plain Gaussians, with no sampling around them; at rate 0 nothing runs and nothing is paid.
 
     Example:
       >>> subsampled_gaussian(1.1, 0.01, 1)

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dp_accounting import DpEvent
 
 from dpjax import checks
-from dpjax.accounting import allocation, pld, profiles, random_projections, rdp_accountant
+from dpjax.accounting import allocation, pld, random_projections
 from dpjax.accounting.event_parts import Parts, relation, split
 from dpjax.accounting.loss_distributions import level_count, rounded
-from dpjax.accounting.profiles import Profile
+from dpjax.accounting.profiles import Estimate, Profile, central_limit
+from dpjax.accounting.rdp_accountant import classic, improved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,21 +37,11 @@ class Method:
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method(
-            "rdp",
-            True,
-            "upper bound by Rényi divergences, improved conversion",
-            rdp_accountant.improved,
-        ),
+        Method("rdp", True, "upper bound by Rényi divergences, improved conversion", improved),
         Method("pld", True, "tightest upper bound, by privacy loss distributions", pld.profile),
+        Method("rdp-classic", True, "looser upper bound, as older papers print", classic),
         Method(
-            "rdp-classic", True, "looser upper bound, as older papers print", rdp_accountant.classic
-        ),
-        Method(
-            "gdp",
-            False,
-            "an estimate, not a bound: central limit of Gaussian DP",
-            profiles.central_limit,
+            "gdp", False, "an estimate, not a bound: central limit of Gaussian DP", central_limit
         ),
     )
 }
@@ -188,4 +179,4 @@ def _sorted(event: DpEvent, neighbours: str, method: str, plan: DpEvent | None =
 
 
 def _as(row: Method, value: float) -> float:
-    return float(value) if row.proven else profiles.Estimate(value)
+    return float(value) if row.proven else Estimate(value)

@@ -12,10 +12,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, localcontext
 
 
 def upwards(value: float, form: str = ".4g") -> str:
-    """A number in few digits, never below its value.
-
-    ``form`` is ``.4g`` or ``.3f`` with any digits. 0 and infinity are printed as they are.
-    """
+    """A number in few digits, never below its value; ``form`` is ``.4g`` or ``.3f``, any digits."""
     return _rounded(value, form, ROUND_CEILING)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 
 import jax
-import jax.numpy as jnp
 
 from dpjax import trees
 from dpjax.gradients._bookkeeping.cost import foresee
@@ -32,9 +31,7 @@ def explain(loss: LossFn, params: PyTree, example: PyTree) -> str:
       power   materialised: enters pow
     """
     program = Traced(loss).program(params, example)
-    leaves = [
-        jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(params)
-    ]
+    leaves = jax.tree.leaves(jax.eval_shape(lambda x: x, params))
     rows: list[tuple[str, ...]] = []
     for i, name in enumerate(trees.leaf_names(params)):
         sites = [site for site in program.sites if i in site.leaves]

@@ -18,7 +18,7 @@ from dpjax import clipping, noise, trees
 from dpjax.noise import GaussianState
 from dpjax.noise.link import add_noise, noise_link
 from dpjax.noise.multiplier import WIDER
-from dpjax.types import Key, Purpose, PyTree, Sampler
+from dpjax.types import Key, Purpose, PyTree
 
 # A `Mechanism`, whose file imports this one.
 Described = Any
@@ -45,22 +45,19 @@ def private(mechanism: Described, key: Key | None) -> optax.GradientTransformati
         mask: ArrayLike | None = None,
         **extra: Any,
     ) -> tuple[PyTree, Any]:
-        _require_mask(mechanism.sampling, updates, mask)
+        # Padding would count: rows of a sampler that pads its draws, without a mask.
+        sampler = mechanism.sampling
+        full = mask is True and trees.leading_size(updates) == sampler.capacity
+        if sampler.padded and (mask is None or full):
+            raise ValueError(
+                f"Mechanism.private: {sampler.name} draws are padded; give update(..., mask=mask), "
+                "of sampling.batch or draw.mask. mask=True says that all rows were drawn."
+            )
         total, shapes = clip.update(updates, state[0], params, mask=mask)
         mean, after = mean_link.update(total, state[1], params)
         return mean, (shapes, after)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _require_mask(sampler: Sampler, gradients: PyTree, mask: ArrayLike | None) -> None:
-    """Refuses padding that would count: rows of a sampler that pads its draws, without a mask."""
-    full = mask is True and trees.leading_size(gradients) == sampler.capacity
-    if sampler.padded and (mask is None or full):
-        raise ValueError(
-            f"Mechanism.private: {sampler.name} draws are padded; give update(..., mask=mask), of "
-            "sampling.batch or draw.mask. mask=True says that all rows were drawn."
-        )
 
 
 def privatize(

@@ -179,7 +179,18 @@ def scored(
     places, table = np.asarray(bins), np.asarray(rates, np.float64)
     _, batch_size = checked_sizes("scored", places.size, batch_size, LARGEST)
     steps_per_row = checked_count("scored", "steps_per_row", steps_per_row)
-    _check_rates(places, table)
+    possible = (table == 0) | ((table >= 1 / WORDS) & (table <= 1))
+    if table.ndim != 2 or not np.all(possible):
+        raise ValueError(
+            "sampling.scored(rates): expected rates [rows, bins] from 0 to 1, each 0 or at least "
+            "2^-32."
+        )
+    integers = places.ndim == 1 and np.issubdtype(places.dtype, np.integer)
+    if not integers or np.any(places < 0) or np.any(places >= table.shape[1]):
+        raise ValueError(
+            f"sampling.scored(bins): expected one whole number from 0 to {table.shape[1] - 1} for "
+            "each example, as np.digitize(scores, thresholds) gives."
+        )
     largest, of = table.max(axis=1), jnp.asarray(places, jnp.int32)
     below = jnp.asarray(np.maximum(np.floor(table * WORDS) - 1, 0).astype(np.uint32))
     some = jnp.asarray(table > 0)  # at rate 0 `below` is 0, and a word of 0 would be drawn
@@ -197,18 +208,3 @@ def scored(
         independent=True,
         **stated(places.size, batch_size, rates=[[float(rate), steps_per_row] for rate in largest]),
     )
-
-
-def _check_rates(bins: np.ndarray, rates: np.ndarray) -> None:
-    possible = (rates == 0) | ((rates >= 1 / WORDS) & (rates <= 1))
-    if rates.ndim != 2 or not np.all(possible):
-        raise ValueError(
-            "sampling.scored(rates): expected rates [rows, bins] from 0 to 1, each 0 or at least "
-            "2^-32."
-        )
-    integers = bins.ndim == 1 and np.issubdtype(bins.dtype, np.integer)
-    if not integers or np.any(bins < 0) or np.any(bins >= rates.shape[1]):
-        raise ValueError(
-            f"sampling.scored(bins): expected one whole number from 0 to {rates.shape[1] - 1} for "
-            "each example, as np.digitize(scores, thresholds) gives."
-        )

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Tree aggregation with Honaker's full estimator, as a lower-triangular matrix.
 
-The classical mechanism adds noise to the sum of each node of a binary tree over the steps. Its
-best estimator of the steps' values uses all nodes, also nodes that end later, and so looks useless
-in a stream. But the estimator's noise is Gaussian with precision $H^T H$, where $H$ has a row of
-ones for each node, and $C^{-1} Z$ has the same distribution for the lower-triangular $C$ with
-$C^T C = H^T H$. The recursion over the tree gives its rows in logarithmic time and memory.
+The best estimator of the steps' values uses all nodes of the tree, also nodes that end later. But
+the estimator's noise is Gaussian with precision $H^T H$, where $H$ has a row of ones for each node,
+and $C^{-1} Z$ has the same distribution for the lower-triangular $C$ with $C^T C = H^T H$. The
+recursion over the tree gives its rows in logarithmic time and memory.
 
 In a node, noise sums have the variance $V = 1 / (1 + 1 / (V_{left} + V_{right}))$; a leaf has 1.
 """

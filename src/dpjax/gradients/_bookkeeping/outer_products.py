@@ -86,13 +86,12 @@ def rounded(x: Array) -> Array:
 def without_stacks(site: Site, outer: Outer) -> Outer:
     """Rounds of a scan become blocks if the scan slices the view, else positions."""
     x, g, place = outer.x, outer.g, outer.place
-    sizes = site.output.shape
     # From the innermost scan outwards, because each merge moves the axes behind it.
     for i, sliced in reversed(list(enumerate(site.stacks))):
         g = _merged(g, 1 + i, 2 + i + (not sliced))
         x = [_merged(piece, 1 + i, 2 + i if sliced else piece.ndim - 1) for piece in x]
         if sliced:
-            place = _by_round(place, sizes[i])
+            place = _by_round(place, site.output.shape[i])
     return outer._replace(x=tuple(x), g=g, place=place)
 
 

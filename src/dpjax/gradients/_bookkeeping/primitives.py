@@ -47,6 +47,7 @@ _ENTRYWISE = [
     "abs", "cos", "erf", "exp", "expm1", "integer_pow", "log", "log1p", "log2", "logistic", "max",
     "min", "one_minus_square", "pow", "rsqrt", "sign", "sin", "sqrt", "square", "tanh",
 ]  # fmt: skip
+_SAME = ["convert_element_type", "copy", "neg"]
 
 PRIMITIVES: Mapping[str, Primitive] = MappingProxyType(
     {
@@ -54,29 +55,23 @@ PRIMITIVES: Mapping[str, Primitive] = MappingProxyType(
         **dict.fromkeys(["add", "add_any", "sub", "mul"], Primitive((0, 1), entrywise=True)),
         "div": Primitive((0,), entrywise=True),
         "select_n": Primitive(together=slice(1, None), entrywise=True),
-        "neg": Primitive(entrywise=True, rearranges=True),
-        "copy": Primitive(entrywise=True, rearranges=True),
-        "convert_element_type": Primitive(entrywise=True, rearranges=True),
+        **dict.fromkeys(_SAME, Primitive(entrywise=True, rearranges=True)),
         **dict.fromkeys(["reshape", "transpose", "squeeze", "rev"], Primitive(rearranges=True)),
-        "broadcast_in_dim": Primitive(repeats=True),
-        "slice": Primitive(repeats=True),
+        **dict.fromkeys(["broadcast_in_dim", "slice"], Primitive(repeats=True)),
         **dict.fromkeys(["reduce_sum", "reduce_max"], Primitive(writes=True)),
         "dot_general": Primitive((0, 1), form=dot_general, writes=True),
         "conv_general_dilated": Primitive((0, 1), form=convolution, writes=True),
         "gather": Primitive((0,), form=gather, writes=True),
-        "dynamic_slice": Primitive((0,)),
-        "pad": Primitive((0,)),
+        **dict.fromkeys(["dynamic_slice", "pad"], Primitive((0,))),
         "scatter-add": Primitive((0, 2)),
         "dynamic_update_slice": Primitive(together=slice(0, 2)),
         "concatenate": Primitive(together=slice(0, None)),
         "polynomial": Primitive(together=slice(1, None)),
         # What these write counts; a loop is walked by `scan_trace`.
-        **dict.fromkeys(["reduce_window_max", "reduce_window_sum"], Primitive(writes=True)),
-        "scan": Primitive(writes=True),
+        **dict.fromkeys(["reduce_window_max", "reduce_window_sum", "scan"], Primitive(writes=True)),
         # A call with a custom derivative is not entered, because that derivative would be lost.
-        "jit": Primitive(calls="jaxpr"),
+        **dict.fromkeys(["jit", "xla_metadata_call"], Primitive(calls="jaxpr")),
         "closed_call": Primitive(calls="call_jaxpr"),
-        "xla_metadata_call": Primitive(calls="jaxpr"),
     }
 )
 

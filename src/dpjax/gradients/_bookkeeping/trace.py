@@ -277,7 +277,14 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
         return [x.astype(wide) if _is(jnp.floating, x) else x for x in arguments]
 
     def run(arguments: Sequence[Array]) -> Array:
-        return equation.primitive.bind(*arguments, **_in_full_precision(equation.params, wide))
+        changed = dict(equation.params)
+        if "precision" in changed:
+            # Read when a gradient is formed: what is formed here is kept, or summed as it is.
+            precision = precision_of(equation.params)
+            changed["precision"] = None if precision is None else (precision, precision)
+        if "preferred_element_type" in changed:
+            changed["preferred_element_type"] = wide
+        return equation.primitive.bind(*arguments, **changed)
 
     def scales(leaves: Leaves, data: Sequence[Array], cotangent: Array) -> Array:
         inputs = mixed(leaves, data)
@@ -320,14 +327,3 @@ def _is(kind: Any, x: Any) -> bool:
 def _narrow(x: Any) -> bool:
     """Whether the dtype rounds more coarsely than float32."""
     return _is(jnp.floating, x) and x.dtype.itemsize < 4
-
-
-def _in_full_precision(parameters: dict[str, Any], wide: Any) -> dict[str, Any]:
-    changed = dict(parameters)
-    if "precision" in changed:
-        # Read when a gradient is formed: what is formed here is kept, or summed as it is.
-        precision = precision_of(parameters)
-        changed["precision"] = None if precision is None else (precision, precision)
-    if "preferred_element_type" in changed:
-        changed["preferred_element_type"] = wide
-    return changed

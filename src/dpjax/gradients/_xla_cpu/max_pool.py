@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,13 +30,10 @@ def pool_max(parameters: dict[str, Any], x: Array) -> Array:
     def forward(x: Array) -> Array:
         return jax.lax.reduce_window_max_p.bind(x, **parameters)
 
-    def fast(x: Array, largest: Array, cotangent: Array) -> Array:
-        return _input_cotangent(parameters, x, largest, cotangent)
-
     # Without the barrier XLA fused the backward pass with the derivative of the activation before
     # it, and wrote the result over the input that the next slice reads: gradients were wrong.
     def backward(inputs: tuple[Array, Array], cotangent: Array) -> tuple[Array]:
-        return (apart(fast)(*inputs, cotangent),)
+        return (apart(partial(_input_cotangent, parameters))(*inputs, cotangent),)
 
     if _unusual(parameters, x):
         return forward(x)
