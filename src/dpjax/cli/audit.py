@@ -36,7 +36,6 @@ from dpjax.mechanism.card import strict
 from dpjax.reports import style
 from dpjax.reports.figures import PRIVATE
 from dpjax.reports.load_run import SavedRun, read
-from dpjax.reports.style import png
 from dpjax.training import released_params
 
 # A step is audited so exactly that a confidence of 95 % would refute 1 of 20 sound mechanisms.
@@ -193,8 +192,7 @@ def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int, confidence: 
     others = draw.permutation(np.setdiff1d(np.arange(size), places))[:_KNOWN]
     # All of its steps, although few run: correlated noise is designed for the whole run.
     sampler = auditing.without(planned.mechanism.sampling, places[~members])
-    changes: dict[str, Any] = {"sampling": sampler, "preparation": (), "before": ()}
-    mechanism = dataclasses.replace(planned.mechanism, **changes)
+    mechanism = dataclasses.replace(planned.mechanism, sampling=sampler, preparation=(), before=())
     steps = min(steps, mechanism.steps)
     recording = auditing.recording(planned.optimizer)
     algorithm = planned.algorithm(mechanism, (x, y), optimizer=recording)
@@ -275,7 +273,7 @@ def draw(
         right.plot(found.false_positives, found.true_positives, color="black", **style.DOTS)
         right.set_title(ASSUMED.replace(" train", "\ntrain"), fontsize="small")
         right.set(xlabel="others guessed to be members", ylabel="members guessed")
-        return png(figure, PRIVATE)
+        return style.png(figure, PRIVATE)
 
 
 def conclude(lines: Sequence[Line], seconds: float) -> None:

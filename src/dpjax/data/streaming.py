@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Examples that stay on the disk, for data larger than memory.
 
-The indices come from a sampler, whose draws are accounted; so iterators, which choose their own
-order, are refused.
+Iterators, which choose their own order, are refused: a sampler's draws are accounted.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A figure in a notebook that grows while `dpjax.fit` runs.
-
-It shows what was released unless the caller names private numbers, because outputs are saved and
-shared with the notebook.
-"""
+"""A figure in a notebook that grows while `dpjax.fit` runs."""
 
 from __future__ import annotations
 

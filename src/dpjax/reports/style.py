@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The look of all figures, and their files: colors, Matplotlib settings, lines, SVG and PNG.
 
-Figures are drawn with the colors of light mode; `svg` replaces them by CSS variables of the page.
 Matplotlib is optional; the user's settings of it are neither read nor changed.
 """
 

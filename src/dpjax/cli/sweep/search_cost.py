@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The privacy cost of a search: of one run, of all runs, or of the best of a random number.
 
-A search with a random number of runs also pays for the settings that it could have drawn, by RDP,
-which alone has a proof for it.
+The last also pays for the settings that could have been drawn, by RDP, which alone has a proof.
 """
 
 from __future__ import annotations

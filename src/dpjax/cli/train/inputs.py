@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the network reads: images as they are, or wavelet features on a private scale.
-
-Moments of the private data are queries with noise. Their answers stay in the run's folder, because
-a second query would spend privacy again.
-"""
+"""What the network reads: images as they are, or wavelet features on a private scale."""
 
 from __future__ import annotations
 
