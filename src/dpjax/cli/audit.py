@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three audits of a run that `dpjax train` left in a folder, as lines beside its claims.
-
-Keys are public, because nothing is released here.
-"""
+"""Three audits of a run that `dpjax train` left in a folder, as lines beside its claims."""
 
 from __future__ import annotations
 
@@ -141,8 +138,7 @@ def audit_run(given: flags.FlagValues, rebuilt: Rebuilt, out: pathlib.Path) -> l
         f"{guesses.false_positives:.1%} of others; {ASSUMED}"
     )
     bounds = guesses.epsilon, rebuilt.run.epsilon, guesses.confidence
-    # Never a verdict: no coin decided which rows are for the test, and a test part of another
-    # year has other losses under a sound model too.
+    # Never a verdict: no coin decided which rows are for the test.
     lines = [step, canaries, Line("losses of the released model", words, *bounds, refutes=False)]
     audits = [line._asdict() for line in lines]
     facts = {"run": str(rebuilt.run.path), "delta": delta, "publish": PRIVATE, "audits": audits}
@@ -165,7 +161,7 @@ def audit_step(rebuilt: Rebuilt, pairs: int, confidence: float) -> auditing.Sepa
 
     def build(sampler: Any) -> Any:
         drawn = dataclasses.replace(mechanism, sampling=sampler)
-        # Any optimizer post-processes the mean; this one shows it as it is.
+        # This optimizer shows the mean as it is.
         return planned.algorithm(drawn, dataset.train, optimizer=optax.sgd(1.0))
 
     canary = int(some[np.argmax(reach)])

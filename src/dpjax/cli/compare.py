@@ -148,7 +148,7 @@ def line(group: RunGroup) -> list[str]:
 
 
 def protected(runs: Iterable[SavedRun]) -> list[str]:
-    """Whose data these runs protect, as far as their folders say it."""
+    """Whose data these runs protect, if known."""
     return sorted({protects(run.mechanism) for run in runs if run.mechanism})
 
 

@@ -61,7 +61,6 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
     if name == "digits":
         return _digits()
     source, folder = _source(name, "load"), _folder(data_dir)
-    # The user's file comes first, which needs no network.
     if folder and (path := source.path(folder)).is_file():
         return checked(read(name, source, path), source.shape, str(path))
     parts = {part: _whole(rows) for part, rows in _from_tfds(name, source, folder).items()}

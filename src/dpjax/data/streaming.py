@@ -91,7 +91,7 @@ class Stream:
 
     @cached_property
     def _first(self) -> PyTree:
-        """Shapes and types of the first example in the source."""
+        """Shapes and types in the source."""
         (example,) = self._examples([0])
         return jax.tree.map(lambda leaf: _shape(native(leaf, "data.Stream: example 0")), example)
 

@@ -127,7 +127,7 @@ def norms(figure: Figure, run: SavedRun) -> str:
         band(axes, run.steps, run.series("bound"), "clay", **dashed)  # adapted bounds
     except Missing:
         bounds = {float(bound) for bound in run.mechanism.get("clipping", {}).get("bounds", [])}
-        # A scheduled bound moves, and the log does not hold its values.
+        # The log does not hold the values of a scheduled bound.
         fixed = (run.identity or {}).get("bound schedule") is None and len(bounds) == 1
         if fixed and math.isfinite(bound := bounds.pop()):
             axes.axhline(bound, color=_CLAY, **dashed)

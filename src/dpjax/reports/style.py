@@ -127,7 +127,7 @@ def legend(axes: Axes) -> None:
 def svg(figure: Figure, name: str, label: str) -> str:
     """A figure as an SVG element; ``label`` is for screen readers, and ids begin with ``name``."""
     file = io.StringIO()
-    # Without dates and versions: an equal run gives an equal file, and `git diff` stays silent.
+    # Without dates and versions: an equal run gives an equal file.
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(file, format="svg", transparent=True, metadata=nothing)
     text = file.getvalue()

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run itself: check the flags, rehearse on shapes, train, and write the reports.
-
-All checks come before `--overwrite` deletes a folder and before private data are queried.
-"""
+"""The run itself: all checks, before a file or private data are touched; training; reports."""
 
 from __future__ import annotations
 
