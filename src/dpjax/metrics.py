@@ -194,7 +194,6 @@ def _predicted(logits: Array) -> Int[Array, " batch"]:
 
 
 def _wide(logits: Array) -> Array:
-    """In float32 or wider, also of whole numbers."""
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 

@@ -71,7 +71,7 @@ def hold_out(split: Split, size: int) -> tuple[Split, Split]:
       (8, 2)
     """
     rows = trees.leading_size(tuple(split), name="data.hold_out")
-    # As arrays, whose rows have no names: a Series of pandas would take `rest` for its labels.
+    # As arrays: a Series of pandas would take `rest` for its labels.
     x, y = map(np.asarray, split)
     size = checks.whole("data.hold_out", "size", size, most=rows - 1)
     # Shuffled, because tables come sorted; with a fixed seed, because a split is part of a result.

@@ -133,7 +133,6 @@ def _is_number(word: str) -> bool:
 
 
 def _note(arrays: Mapping[str, np.ndarray], images: str) -> str:
-    """What readers of results should know about the images."""
     if images == "jpeg_{}":
         return "lossy: decoded from JPEG copies"
     # A file without loss names the images that were to be had as lossy copies alone.

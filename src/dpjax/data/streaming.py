@@ -145,7 +145,6 @@ class Stream:
         return jax.tree.unflatten(jax.tree.structure(self.row), room)
 
     def _fill(self, indices: list[int], room: list[np.ndarray]) -> None:
-        """Reads a share of a batch into its rows."""
         expected, structure = jax.tree.flatten(self._first)
         for place, example in enumerate(self._examples(indices)):
             called = f"data.Stream: example {indices[place]}"

@@ -92,7 +92,6 @@ def _why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:
 
 
 def _not_private(spent: Spent) -> bool:
-    """Whether an earlier run released anything without noise."""
     noise = (*(multiplier for multiplier, _ in spent.runs), *spent.preparation)
     return not all(noise) or _draws_reveal_data(spent.sampling)
 

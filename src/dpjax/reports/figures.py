@@ -430,7 +430,6 @@ def _predictions(run: SavedRun) -> tuple[Array, Array]:
 
 
 def _lollipops(figure: Figure, run: SavedRun, what: str, label: str, color: str) -> str:
-    """A line and a dot for each layer, the first layer at the top."""
     values = run.array("diagnostics", f"{what}_norms").astype(float).ravel()
     names = [str(name) for name in run.array("diagnostics", f"{what}_names").ravel()]
     values = np.where(np.isfinite(values), values, np.nan)

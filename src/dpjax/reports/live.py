@@ -57,7 +57,6 @@ def live_plot(*names: str) -> Callable[[Sequence[Mapping[str, Any]]], None]:
 
 
 def _figure(rows: list[dict[str, Any]], names: Sequence[str]) -> bytes:
-    """The rows as PNG, a panel for each number."""
     if not names:
         raise Missing("the log has no number, as evaluate=... returns and 'private/loss' is")
     run = SavedRun(pathlib.Path(), rows)

@@ -31,7 +31,6 @@ PALETTE = {
     "ochre": "#94701c",
     "teal": "#23797d",
 }
-# The same roles on a dark page.
 DARK = {
     "ink": "#e4e6e8",
     "muted": "#97a1ac",
