@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A figure in a notebook that grows while `dpjax.fit` runs."""
+"""A figure in a notebook that grows while `dpjax.fit` runs; by default of released numbers."""
 
 from __future__ import annotations
 
