@@ -169,16 +169,12 @@ def ece(logits: Logits, labels: Labels, *, bins: int = 15) -> Float[Array, ""]:
 def mce(logits: Logits, labels: Labels, *, bins: int = 15) -> Float[Array, ""]:
     """The maximum calibration error: the gap of `ece` in the worst bin that is not empty.
 
-    The arguments are as in `reliability`.
+    The arguments are as in `reliability`, and the paper is that of `ece`, equation 5.
 
     Example:
       >>> logits = jnp.log(jnp.array([[0.75, 0.25]] * 4))
       >>> round(float(mce(logits, jnp.array([0, 0, 1, 1]))), 4)
       0.25
-
-    References:
-      Guo, Pleiss, Sun and Weinberger, "On Calibration of Modern Neural Networks", 2017,
-      equation 5.
     """
     table = reliability(logits, labels, bins=bins)
     return jnp.max(jnp.abs(table.accuracy - table.confidence))
@@ -198,7 +194,6 @@ def _predicted(logits: Array) -> Int[Array, " batch"]:
 
 
 def _wide(logits: Array) -> Array:
-    """In float32 or wider, also of whole numbers."""
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 

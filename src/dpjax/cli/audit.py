@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three audits of a run that `dpjax train` left in a folder, as lines beside its claims.
-
-Keys are public, because nothing is released here.
-"""
+"""Three audits of a run that `dpjax train` left in a folder, as lines beside its claims."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ from dpjax.mechanism.card import strict
 from dpjax.reports import style
 from dpjax.reports.figures import PRIVATE
 from dpjax.reports.load_run import SavedRun, read
-from dpjax.reports.style import png
 from dpjax.training import released_params
 
 # A step is audited so exactly that a confidence of 95 % would refute 1 of 20 sound mechanisms.
@@ -142,8 +138,7 @@ def audit_run(given: flags.FlagValues, rebuilt: Rebuilt, out: pathlib.Path) -> l
         f"{guesses.false_positives:.1%} of others; {ASSUMED}"
     )
     bounds = guesses.epsilon, rebuilt.run.epsilon, guesses.confidence
-    # Never a verdict: no coin decided which rows are for the test, and a test part of another
-    # year has other losses under a sound model too.
+    # Never a verdict: no coin decided which rows are for the test.
     lines = [step, canaries, Line("losses of the released model", words, *bounds, refutes=False)]
     audits = [line._asdict() for line in lines]
     facts = {"run": str(rebuilt.run.path), "delta": delta, "publish": PRIVATE, "audits": audits}
@@ -166,7 +161,7 @@ def audit_step(rebuilt: Rebuilt, pairs: int, confidence: float) -> auditing.Sepa
 
     def build(sampler: Any) -> Any:
         drawn = dataclasses.replace(mechanism, sampling=sampler)
-        # Any optimizer post-processes the mean; this one shows it as it is.
+        # This optimizer shows the mean as it is.
         return planned.algorithm(drawn, dataset.train, optimizer=optax.sgd(1.0))
 
     canary = int(some[np.argmax(reach)])
@@ -193,8 +188,7 @@ def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int, confidence: 
     others = draw.permutation(np.setdiff1d(np.arange(size), places))[:_KNOWN]
     # All of its steps, although few run: correlated noise is designed for the whole run.
     sampler = auditing.without(planned.mechanism.sampling, places[~members])
-    changes: dict[str, Any] = {"sampling": sampler, "preparation": (), "before": ()}
-    mechanism = dataclasses.replace(planned.mechanism, **changes)
+    mechanism = dataclasses.replace(planned.mechanism, sampling=sampler, preparation=(), before=())
     steps = min(steps, mechanism.steps)
     recording = auditing.recording(planned.optimizer)
     algorithm = planned.algorithm(mechanism, (x, y), optimizer=recording)
@@ -275,7 +269,7 @@ def draw(
         right.plot(found.false_positives, found.true_positives, color="black", **style.DOTS)
         right.set_title(ASSUMED.replace(" train", "\ntrain"), fontsize="small")
         right.set(xlabel="others guessed to be members", ylabel="members guessed")
-        return png(figure, PRIVATE)
+        return style.png(figure, PRIVATE)
 
 
 def conclude(lines: Sequence[Line], seconds: float) -> None:

@@ -20,7 +20,6 @@ from dpjax.mechanism.card import protects
 from dpjax.reports import style
 from dpjax.reports.figures import RELEASED, of_what_was_released
 from dpjax.reports.load_run import Missing, SavedRun, read
-from dpjax.reports.style import png
 
 COLUMNS = ("runs", "test accuracy", "of", "steps", "epsilon", "delta", "time of one", "protects")
 
@@ -115,7 +114,7 @@ def draw(groups: list[RunGroup], badge: str) -> bytes:
         if spent.lines:
             where = {"loc": "outside lower left", "frameon": False, "labelcolor": "linecolor"}
             figure.legend(*spent.get_legend_handles_labels(), **where)
-        return png(figure, "" if badge == RELEASED else badge)
+        return style.png(figure, "" if badge == RELEASED else badge)
 
 
 def table(groups: list[RunGroup]) -> str:
@@ -149,7 +148,7 @@ def line(group: RunGroup) -> list[str]:
 
 
 def protected(runs: Iterable[SavedRun]) -> list[str]:
-    """Whose data these runs protect, as far as their folders say it."""
+    """Whose data these runs protect, if known."""
     return sorted({protects(run.mechanism) for run in runs if run.mechanism})
 
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled programs on the disk, so that the next run of a command does not compile them again.
-
-A run releases the same bits with the cache and without it.
-"""
+"""Compiled programs on the disk, so that the next run of a command does not compile them again."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A check that runs before data are read or privacy is spent: can figures be drawn?"""
+"""A check before data are read or privacy is spent: can figures be drawn?"""
 
 from __future__ import annotations
 

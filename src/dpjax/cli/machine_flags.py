@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flags that say where a run takes place: ``--mesh``, and the flags of several processes.
 
-Flags of processes are the arguments of `jax.distributed.initialize`, by their names there. JAX is
-imported once these flags have been read.
+Flags of processes are the arguments of `jax.distributed.initialize`, by their names there.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from dpjax import reports
 
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Writes a page into each folder."""
-    del given
     if not argv[1:]:
         raise app.UsageError("expected the folder of a run: dpjax report runs/demo")
     for folder in argv[1:]:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays, tensors and frames of the user as arrays of NumPy.
-
-NumPy makes an array of everything with `__array__`, so no other library is imported.
-"""
+"""Arrays, tensors and frames of the user, which all have `__array__`, as arrays of NumPy."""
 
 from __future__ import annotations
 

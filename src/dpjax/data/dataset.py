@@ -71,7 +71,7 @@ def hold_out(split: Split, size: int) -> tuple[Split, Split]:
       (8, 2)
     """
     rows = trees.leading_size(tuple(split), name="data.hold_out")
-    # As arrays, whose rows have no names: a Series of pandas would take `rest` for its labels.
+    # As arrays: a Series of pandas would take `rest` for its labels.
     x, y = map(np.asarray, split)
     size = checks.whole("data.hold_out", "size", size, most=rows - 1)
     # Shuffled, because tables come sorted; with a fixed seed, because a split is part of a result.
@@ -96,8 +96,7 @@ def standardize(values: np.ndarray, mean: ArrayLike, scale: ArrayLike) -> np.nda
       >>> standardize(np.array([[10.0, 2.0]]), mean=[8.0, 0.0], scale=[2.0, 1.0])
       array([[1., 2.]], dtype=float32)
     """
-    # In float64 first: float32 would round large offsets before they are subtracted, float16
-    # would overflow, and bytes would wrap around.
+    # In float64 first: float32 would round large offsets, and bytes would wrap around.
     mean, scale = np.asarray(mean, np.float64), np.asarray(scale, np.float64)
     if not np.all(np.isfinite(mean)) or not np.all((scale > 0) & np.isfinite(scale)):
         raise ValueError("data.standardize: expected finite numbers, and positive scales.")

@@ -94,7 +94,7 @@ def unit(x: np.ndarray, where: str) -> np.ndarray:
 def floats(x: np.ndarray) -> np.ndarray:
     """Images as float32 with a channel axis; bytes are scaled to [0, 1]."""
     images = (x[..., None] if x.ndim == 3 else x).astype(np.float32)
-    # In float32 alone: a float64 copy of all images would take eight times their bytes.
+    # In float32: a float64 copy would take eight times their bytes.
     return images / np.float32(255) if x.dtype == np.uint8 else images
 
 
@@ -133,7 +133,6 @@ def _is_number(word: str) -> bool:
 
 
 def _note(arrays: Mapping[str, np.ndarray], images: str) -> str:
-    """What readers of results should know about the images."""
     if images == "jpeg_{}":
         return "lossy: decoded from JPEG copies"
     # A file without loss names the images that were to be had as lossy copies alone.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a name to a data set: a file in a folder first, then TensorFlow Datasets (TFDS).
 
-Of TFDS, formats that allow random access are read without TensorFlow, which is needed to
-download, and to open the wine table.
+TensorFlow is needed to download, and to open the wine table.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
     if name == "digits":
         return _digits()
     source, folder = _source(name, "load"), _folder(data_dir)
-    # The user's file comes first, which needs no network.
     if folder and (path := source.path(folder)).is_file():
         return checked(read(name, source, path), source.shape, str(path))
     parts = {part: _whole(rows) for part, rows in _from_tfds(name, source, folder).items()}
@@ -76,9 +74,8 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
 def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[Stream]:
     """Loads a data set by name, but leaves its training part on the disk.
 
-    A data set that TensorFlow Datasets has prepared in a format with random access
-    (``array_record`` or ``parquet``) stays on the disk. A file of `load`'s formats comes first;
-    it is read whole and stays in memory.
+    For this TensorFlow Datasets must have prepared it as ``array_record`` or ``parquet``. A file
+    of `load`'s formats comes first; it is read whole and stays in memory.
 
     Args:
       name: One of `load`'s names, of images.

@@ -79,7 +79,6 @@ def load_file(
 
 
 def _arrays(path: Path, call: str) -> list[Split]:
-    """The parts of an ``.npz``: train and test, or all examples."""
     arrays = read_arrays(path, call)
     for names in (["x_train", "y_train", "x_test", "y_test"], ["x", "y"]):
         if set(names) <= set(arrays):

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of names: the file of each data set, its shape, its name in TensorFlow Datasets.
-
-The shape belongs to the name, so that a file of another data set under this name is an error.
-"""
+"""The table of names: the file of each data set, its shape, its name in TensorFlow Datasets."""
 
 from __future__ import annotations
 

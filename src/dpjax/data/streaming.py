@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Examples that stay on the disk, for data larger than memory.
 
-The indices come from a sampler, whose draws are accounted; so iterators, which choose their own
-order, are refused.
+Iterators, which choose their own order, are refused: a sampler's draws are accounted.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class Stream:
 
     @cached_property
     def _first(self) -> PyTree:
-        """Shapes and types of the first example in the source."""
+        """Shapes and types in the source."""
         (example,) = self._examples([0])
         return jax.tree.map(lambda leaf: _shape(native(leaf, "data.Stream: example 0")), example)
 
@@ -146,7 +145,6 @@ class Stream:
         return jax.tree.unflatten(jax.tree.structure(self.row), room)
 
     def _fill(self, indices: list[int], room: list[np.ndarray]) -> None:
-        """Reads a share of a batch into its rows."""
         expected, structure = jax.tree.flatten(self._first)
         for place, example in enumerate(self._examples(indices)):
             called = f"data.Stream: example {indices[place]}"

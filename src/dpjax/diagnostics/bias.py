@@ -80,18 +80,16 @@ def clipping_bias(
         jax.tree.map(lambda *x: sum(x[1:], x[0]), *parts) for parts in (clipped, unclipped)
     )
     norms = jnp.concatenate(norms)
-    shrinkage = length(clipped) / length(unclipped)
     # An infinite norm is above every bound; a NaN is above none, though clipping drops the example.
     above = jnp.mean(norms > jnp.asarray(rule.bounds), axis=0)
-    return Bias(cosine(clipped, unclipped), shrinkage, norms, above)
+    return Bias(cosine(clipped, unclipped), length(clipped) / length(unclipped), norms, above)
 
 
 def _sums(
     loss: LossFn, rule: Clipping, params: PyTree, rows: PyTree
 ) -> tuple[PyTree, PyTree, Array]:
     """Clipped sum, unclipped sum and norms."""
-    # By definition and not by an engine: the unclipped sum needs each gradient too, and a
-    # diagnostic is no part of a guarantee.
+    # By definition and not by an engine: the unclipped sum needs each gradient too.
     gradients = jax.vmap(jax.grad(loss), (None, 0))(params, rows)
     clipped, norms, factors = clipping.clip(rule, gradients)
     finite = jnp.all(jnp.isfinite(norms), axis=-1, keepdims=True)

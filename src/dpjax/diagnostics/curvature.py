@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharpness: the largest singular value of the Hessian of the mean loss.
-
-Noise moves a private step away from the point that the gradient gives, and this number bounds
-the increase of the loss to second order.
-"""
+"""Sharpness, which bounds by how much the noise of a step raises the loss, to second order."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The neural tangent kernel of private training, and two senses in which it is positive.
 
-In the limit of small steps, the Gram matrix of the outputs' gradients determines how the loss
-falls. Clipped, it need not be symmetric or positive, by which convergence_calibration_2023 explains
-why training with a small bound can fail.
+Clipped, it need not be symmetric or positive, by which convergence_calibration_2023 explains why
+training with a small bound can fail.
 """
 
 from __future__ import annotations

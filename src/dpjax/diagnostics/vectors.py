@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees read as vectors: inner product, length, angle.
 
-Products are computed and summed in float32 or wider. Angles and lengths divide by the largest
-entry first, so that no square overflows or rounds to 0.
+Angles and lengths divide by the largest entry first, so that no square overflows or rounds to 0.
 """
 
 from __future__ import annotations

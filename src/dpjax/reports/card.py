@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is claimed for a computation, and the privacy card: the claim as a JSON object.
 
-A reader of the card can recompute its epsilon without dpjax, as `dpjax.verify` does; numbers are
-the accounted ones, never rounded.
+A reader can recompute its epsilon without dpjax, as `dpjax.verify` does: numbers are not rounded.
 
 | field | holds |
 |---|---|
@@ -93,7 +92,6 @@ def _why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:
 
 
 def _not_private(spent: Spent) -> bool:
-    """Whether an earlier run released anything without noise."""
     noise = (*(multiplier for multiplier, _ in spent.runs), *spent.preparation)
     return not all(noise) or _draws_reveal_data(spent.sampling)
 
@@ -137,7 +135,6 @@ def card(
         "delta": claim.delta,
         "levels": accounting.levels_of(mechanism.event),
         "epsilon": {
-            # Not rounded: `verify` compares the number with the one that it recomputes.
             method: {"value": float(value), "proven": accounting.METHODS[method].proven}
             for method, value in claim.epsilons.items()
         },
@@ -147,5 +144,4 @@ def card(
             name: version(name) for name in ("dpjax", "dp-accounting", "jax", "optax", "numpy")
         },
     }
-    # JSON has no infinity.
     return strict(facts)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gallery: every figure of a run, a short function each, and the table of their badges.
 
-A figure is a function ``(figure, run) -> sentence``, or raises `Missing`. The first line of its
-docstring is its title on the page, and the rest its caption. The badge stands in the table `PLOTS`
-alone, so no function that draws can decide it.
+A figure is a function ``(figure, run) -> sentence``, or raises `Missing`; its docstring is title
+and caption. The badge stands in `PLOTS` alone, so no function that draws can decide it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -102,13 +102,11 @@ def clipping(figure: Figure, run: SavedRun) -> str:
     axes = panel(figure, "step", "")
     band(axes, run.steps, cut, "blue", "fraction above the bound")
     sentence, lowest = f"{_end(100 * cut, '{:.0f} %')} of the examples were above the bound", 0.0
-    try:
+    with contextlib.suppress(Missing):
         turned = run.series("private", "cosine")
         band(axes, run.steps, turned, "clay", "cosine of clipped and unclipped mean")
         sentence += f"; the cosine was {_end(turned, '{:.2f}')}"
         lowest = min(0, np.nanmin(turned))
-    except Missing:
-        pass
     axes.set_ylim(1.05 * lowest - 0.03, 1.03)
     legend(axes)
     return f"{sentence}.{_groups(cut)}"
@@ -129,7 +127,7 @@ def norms(figure: Figure, run: SavedRun) -> str:
         band(axes, run.steps, run.series("bound"), "clay", **dashed)  # adapted bounds
     except Missing:
         bounds = {float(bound) for bound in run.mechanism.get("clipping", {}).get("bounds", [])}
-        # A scheduled bound moves, and the log does not hold its values.
+        # The log does not hold the values of a scheduled bound.
         fixed = (run.identity or {}).get("bound schedule") is None and len(bounds) == 1
         if fixed and math.isfinite(bound := bounds.pop()):
             axes.axhline(bound, color=_CLAY, **dashed)
@@ -159,9 +157,8 @@ def shades(figure: Figure, run: SavedRun) -> str:
     axes.axhline(1, color=_CLAY, linewidth=1.2, linestyle="--")
     if not share[-1].any():
         return "No norm at the end is a finite number of bounds."
-    fullest = int(share[-1].argmax())
-    ends = f"{edges[fullest]:.2g} to {edges[fullest + 1]:.2g}"
-    return f"In bounds, the fullest bin at the end is {ends}."
+    at = int(share[-1].argmax())
+    return f"In bounds, the fullest bin at the end is {edges[at]:.2g} to {edges[at + 1]:.2g}."
 
 
 def gradients(figure: Figure, run: SavedRun) -> str:
@@ -221,9 +218,8 @@ def classes(figure: Figure, run: SavedRun) -> str:
         axes.set_xticks(at)
     legend(axes)
     worst = int(np.nanargmin(rates))
-    return (
-        f"Lowest: class {worst}, {rates[worst]:.1f} % of {int((labels == worst).sum()):,} examples."
-    )
+    size = int((labels == worst).sum())
+    return f"Lowest: class {worst}, {rates[worst]:.1f} % of {size:,} examples."
 
 
 def confusion(figure: Figure, run: SavedRun) -> str:
@@ -275,8 +271,7 @@ def calibration(figure: Figure, run: SavedRun) -> str:
     above.scatter(confidence[filled], right[filled], areas, **look)
     above.set(ylabel="accuracy", ylim=(-0.03, 1.03))
     legend(above)
-    edges = np.linspace(0, 1, len(counts) + 1)
-    below.stairs(counts, edges, fill=True, color=_BLUE, alpha=0.55)
+    below.stairs(counts, np.linspace(0, 1, len(counts) + 1), fill=True, color=_BLUE, alpha=0.55)
     below.set(xlabel="confidence", ylabel="examples", xlim=(-0.02, 1.02))
     ece, mce = (float(error(logits, labels)) for error in (metrics.ece, metrics.mce))
     return f"Expected calibration error (ECE) {ece:.3f}, largest (MCE) {mce:.3f}."
@@ -435,7 +430,6 @@ def _predictions(run: SavedRun) -> tuple[Array, Array]:
 
 
 def _lollipops(figure: Figure, run: SavedRun, what: str, label: str, color: str) -> str:
-    """A line and a dot for each layer, the first layer at the top."""
     values = run.array("diagnostics", f"{what}_norms").astype(float).ravel()
     names = [str(name) for name in run.array("diagnostics", f"{what}_names").ravel()]
     values = np.where(np.isfinite(values), values, np.nan)
@@ -444,8 +438,7 @@ def _lollipops(figure: Figure, run: SavedRun, what: str, label: str, color: str)
     axes.hlines(rows, 0, values, color=PALETTE[color], linewidth=1.6)
     axes.plot(values, rows, "o", color=PALETTE[color], markersize=5)
     axes.set_yticks(rows, names, parse_math=False)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlim(left=0)
+    axes.set(xlim=(0, None), ylim=(len(names) - 0.5, -0.5))
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
     if np.isnan(values).all():

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTML page of a run.
-
-The page begins with the verdict and the privacy statement, because a figure means little
-without them.
-"""
+"""The HTML page of a run: verdict and privacy statement first, then the figures."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A figure in a notebook that grows while `dpjax.fit` runs.
-
-It shows what was released unless the caller names private numbers, because outputs are saved and
-shared with the notebook.
-"""
+"""A figure in a notebook that grows while `dpjax.fit` runs; by default of released numbers."""
 
 from __future__ import annotations
 
@@ -61,7 +57,6 @@ def live_plot(*names: str) -> Callable[[Sequence[Mapping[str, Any]]], None]:
 
 
 def _figure(rows: list[dict[str, Any]], names: Sequence[str]) -> bytes:
-    """The rows as PNG, a panel for each number."""
     if not names:
         raise Missing("the log has no number, as evaluate=... returns and 'private/loss' is")
     run = SavedRun(pathlib.Path(), rows)

@@ -2,8 +2,7 @@
 """Reads the folder of a run: ``metrics.jsonl``, and what else is there.
 
 A privacy card of other steps than the log's, or of another mechanism than that of ``run.json``, is
-an earlier run's. It and the files written with it are ignored: the epsilon of one run with the
-accuracy of another would be a false claim.
+an earlier run's; it and the files written with it are ignored.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of an HTML page that loads no other file and runs no script: it can be mailed.
+"""The parts of an HTML page that loads no other file and runs no script.
 
-All text from a run passes through `escape`. Colors follow the light or dark mode of the browser.
+All text from a run passes through `escape`.
 """
 
 from __future__ import annotations

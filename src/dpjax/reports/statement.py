@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The privacy statement: who is protected, how, how much, and from what not.
 
-Its readers did not run the computation, so it begins with the verdict and ends with what no epsilon
-covers. Every number comes from the mechanism and the ledger, except delta.
+Every number comes from the mechanism and the ledger, except delta.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The look of all figures, and their files: colors, Matplotlib settings, lines, SVG and PNG.
 
-Figures are drawn with the colors of light mode; `svg` replaces them by CSS variables of the page.
 Matplotlib is optional; the user's settings of it are neither read nor changed.
 """
 
@@ -32,7 +31,6 @@ PALETTE = {
     "ochre": "#94701c",
     "teal": "#23797d",
 }
-# The same roles on a dark page.
 DARK = {
     "ink": "#e4e6e8",
     "muted": "#97a1ac",
@@ -128,7 +126,7 @@ def legend(axes: Axes) -> None:
 def svg(figure: Figure, name: str, label: str) -> str:
     """A figure as an SVG element; ``label`` is for screen readers, and ids begin with ``name``."""
     file = io.StringIO()
-    # Without dates and versions: an equal run gives an equal file, and `git diff` stays silent.
+    # Without dates and versions: an equal run gives an equal file.
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(file, format="svg", transparent=True, metadata=nothing)
     text = file.getvalue()

@@ -36,7 +36,6 @@ class Group:
         self.text = partial(flags.DEFINE_string, **where)
         self.choice = partial(flags.DEFINE_enum, **where)
         self.yes_no = partial(flags.DEFINE_bool, **where)
-        # Whole and other numbers, after the help with the least and the largest.
         self.whole = partial(flags.DEFINE_integer, **where)
         self.number = partial(flags.DEFINE_float, **where)
         self.several = partial(flags.DEFINE_list, **where)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names that flags take, a second time, because the tables that they name import JAX.
-
-A test holds both to each other.
-"""
+"""The names that flags take, a second time, because the tables that they name import JAX."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs commands in parallel processes, each with a folder of its own.
-
-Whatever ends this process asks its children to stop, and `dpjax train` then saves a checkpoint.
-"""
+"""Runs commands in parallel processes, each with a folder; whatever ends this one stops them."""
 
 from __future__ import annotations
 

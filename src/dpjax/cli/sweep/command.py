@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search: draws its runs, trains the missing ones, ranks them and adds up their cost.
 
-The plan is kept in `sweep.json`, so the same command resumes a search, and every run that began is
-priced.
+The plan is in `sweep.json`: the same command resumes it, and every run that began is priced.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ _ELSEWHERE = ("jobs", "out", "plot")  # flags of the same search
 
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Runs the search that the flags describe."""
-    del argv  # flags alone
     if given.plot:
         require_matplotlib(", or give --noplot")
     jax.config.update("jax_platforms", "cpu")  # leaves the accelerator to the runs
@@ -212,11 +210,9 @@ def costs(given: flags.FlagValues, tried: Candidates, runs: Runs) -> tuple[dict[
     done, number = finished(runs), number_of_runs(given)
     possible, unknown = [], "what a script could have cost with other settings is not known"
     if number is not None and not given.binary:
-
-        def parse(settings: dict[str, str]) -> flags.FlagValues:
-            return parsed(options_of(given, Trial(settings, None, 0), pathlib.Path()))
-
-        possible, unknown = search_cost.possible_mechanisms(tried, parse)
+        possible, unknown = search_cost.possible_mechanisms(
+            tried, lambda chosen: parsed(options_of(given, Trial(chosen, None, 0), pathlib.Path()))
+        )
     delta = min(read(folder, arrays=False).delta for folder in done)
     begun = [folder for folder in runs if folder in done or (folder / "run.json").exists()]
     spent = [search_cost.spent_in(folder) for folder in begun]

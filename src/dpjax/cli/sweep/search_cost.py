@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The privacy cost of a search: of one run, of all runs, or of the best of a random number.
 
-A search with a random number of runs also pays for the settings that it could have drawn, by RDP,
-which alone has a proof for it.
+The last also pays for the settings that could have been drawn, by RDP, which alone has a proof.
 """
 
 from __future__ import annotations
@@ -121,8 +120,7 @@ def possible_mechanisms(
     candidates: Candidates, parse: Callable[[Settings], flags.FlagValues]
 ) -> tuple[list[Mechanism], str]:
     """The mechanisms of all runs of `dpjax train` that could be drawn, or why one is not known."""
-    # No list says which flags change a cost: momentum does for some correlated noise only. So each
-    # mechanism is built, and `Recorded` notes which flags were read; others share it.
+    # Each is built, while `Recorded` notes the flags that it reads: no list says which matter.
     ranges = {name: span for name, span in candidates.items() if isinstance(span, Range)}
     # One value stands for a range, which is refused below if a mechanism reads it.
     values = {**candidates, **{name: [span.text(span.high)] for name, span in ranges.items()}}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings that a search tries: candidates for flags, and runs drawn from them.
 
-learning_rate=0.2,0.4;bound=0.5,1 has two values each, and hidden=64|128,64 values with commas;
-learning_rate=log:0.05:1;momentum=uniform:0:1;epochs=whole:5:9 has numbers to draw.
+learning_rate=0.2,0.4;hidden=64|128,64 has two values each; learning_rate=log:0.05:1 has numbers to
+draw, as have momentum=uniform:0:1 and epochs=whole:5:9.
 """
 
 from __future__ import annotations

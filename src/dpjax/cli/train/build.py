@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a run that flags describe: loss, network, mechanism and optimizer.
-
-What they describe may be refused by the library, which `command.plan` answers as a mistake in the
-flags.
-"""
+"""The parts of a run that flags describe: loss, network, mechanism and optimizer."""
 
 from __future__ import annotations
 

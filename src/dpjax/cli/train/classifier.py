@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A classifier before, during and after its training.
 
-What is measured on test examples may be published as far as the training data are concerned.
-Gradients of training examples may not, and are logged under "private".
+Gradients of training examples may not be published, and are logged under "private".
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run itself: check the flags, rehearse on shapes, train, and write the reports.
-
-All checks come before `--overwrite` deletes a folder and before private data are queried.
-"""
+"""The run itself: all checks, before a file or private data are touched; training; reports."""
 
 from __future__ import annotations
 
@@ -70,7 +67,6 @@ class Planned(NamedTuple):
 
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Trains as the flags say; a refusal of the ledger ends the process with its message."""
-    del argv  # flags alone
     if given.report:
         require_matplotlib(", or give --noreport")
     compilation_cache.switch_on()
@@ -138,7 +134,6 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
     dataset, moments = inputs.with_features(given, planned.dataset), None
     processes.from_first(lambda: run_files.prepare(folder, overwrite=given.overwrite))
     if planned.normalization is not None:
-        # One release, in the first process, which alone writes files.
         asked = folder / run_files.MOMENTS, planned.normalization, dataset.train[0], given.seed
         moments = processes.from_first(lambda: inputs.release_once(*asked))
     dataset = inputs.with_scale(given, dataset, moments)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the network reads: images as they are, or wavelet features on a private scale.
-
-Moments of the private data are queries with noise. Their answers stay in the run's folder, because
-a second query would spend privacy again.
-"""
+"""What the network reads: images as they are, or wavelet features on a private scale."""
 
 from __future__ import annotations
 
@@ -46,7 +42,6 @@ def input_shape(given: flags.FlagValues, dataset: data.Dataset) -> jax.ShapeDtyp
     shape = x.shape if isinstance(dataset.train, data.Stream) else x.shape[1:]
     if given.features == "none":
         return jax.ShapeDtypeStruct(shape, x.dtype)
-    # On shapes: a wrong flag is found before minutes of scattering.
     row = jax.eval_shape(scattering.scatter, jax.ShapeDtypeStruct((1, *shape), x.dtype))
     channels: Any = jax.ShapeDtypeStruct(row.shape[-1:], row.dtype)
     moments = features.Moments(channels, channels) if given.normalization == "data" else None
