@@ -150,12 +150,8 @@ def _added(
         theirs.value,
         params,
     )
-
-    def losses(params: PyTree) -> Float[Array, " canaries"]:
-        return jax.vmap(loss, (None, 0))(params, canaries)
-
     # One forward-mode pass is the dot product of every canary's gradient with the surplus.
-    along = jax.jvp(losses, (params,), (surplus,))[1]
+    along = jax.jvp(lambda p: jax.vmap(loss, (None, 0))(p, canaries), (params,), (surplus,))[1]
     return scores + along * jnp.mean(theirs.factors, axis=1)
 
 

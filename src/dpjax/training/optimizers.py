@@ -192,8 +192,7 @@ def lookahead(
 
     def pair(bound_scale: Any) -> optax.GradientTransformation:
         # Optax gives the fast optimizer no extra arguments, and `dp_adam` needs the scale.
-        extra = extra_arguments(fast_optimizer, bound_scale)
-        update = partial(fast_optimizer.update, **extra)
+        update = partial(fast_optimizer.update, **extra_arguments(fast_optimizer, bound_scale))
         fast = optax.GradientTransformation(fast_optimizer.init, update)
         return optax.lookahead(fast, sync_period, slow_step_size, reset_state)
 

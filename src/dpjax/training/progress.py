@@ -104,8 +104,9 @@ class Progress:
         pieces = [f"step {self.step:,}/{self.end:,}"]
         if self.first and (more := self.step - self.first[1]):
             pace = (self.shown - self.first[0]) / more  # with the time of evaluations
-            left = datetime.timedelta(seconds=round((self.end - self.step) * pace))
-            pieces.append(f"{left} left")
+            pieces.append(
+                f"{datetime.timedelta(seconds=round((self.end - self.step) * pace))} left"
+            )
         pieces += self.pieces
         if not self.live:
             print("  ".join(pieces), end="", file=self.stream, flush=True)

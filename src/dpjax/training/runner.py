@@ -116,8 +116,7 @@ class Run:
 
     def _end(self, least: int = 0) -> None:
         """Records that results ended the run; at least ``least`` steps count."""
-        mechanism, budget = self.mechanism, self.algorithm.budget
-        spent = ledger.ended(self.state.ledger, mechanism, budget, least=least)
+        spent = ledger.ended(self.state.ledger, self.mechanism, self.algorithm.budget, least=least)
         self.state = _with_ledger(self.state, spent)
 
     def advance(self, most: int) -> None:

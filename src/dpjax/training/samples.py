@@ -34,13 +34,12 @@ def keep_samples(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the last ``count`` samples of the parameters; updates pass through unchanged.
 
+    Put this link at the end of a chain; `samples` reads them.
+
     Args:
       count: How many samples to keep; each takes the memory of the parameters.
       burn_in: Steps before the first sample: the way from the start to the posterior.
       every: Steps between samples, because neighbouring steps are nearly equal.
-
-    Returns:
-      A link for the end of a chain; read the samples with `samples`.
 
     Privacy:
       Post-processing of private parameters: free.
@@ -104,7 +103,7 @@ def samples(state: Any) -> PyTree:
 def predictive(
     logits: Callable[[PyTree, Any], Float[Array, "batch classes"]], samples: PyTree, inputs: Any
 ) -> Float[Array, "batch classes"]:
-    r"""Predictions averaged over samples, as logarithms.
+    r"""Log probabilities averaged over samples, which `dpjax.metrics` accepts as logits.
 
     $$ \log \frac{1}{S} \sum_{s=1}^{S} \mathrm{softmax}\, f(\theta_s, x) $$
 
@@ -112,9 +111,6 @@ def predictive(
       logits: ``logits(params, inputs)`` for one set of parameters.
       samples: Parameters with a leading axis of samples, from `samples`.
       inputs: A batch.
-
-    Returns:
-      Log probabilities, which `dpjax.metrics` accepts as logits.
 
     Privacy:
       Post-processing of private samples.
