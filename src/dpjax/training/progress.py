@@ -104,9 +104,8 @@ class Progress:
         pieces = [f"step {self.step:,}/{self.end:,}"]
         if self.first and (more := self.step - self.first[1]):
             pace = (self.shown - self.first[0]) / more  # with the time of evaluations
-            pieces.append(
-                f"{datetime.timedelta(seconds=round((self.end - self.step) * pace))} left"
-            )
+            left = datetime.timedelta(seconds=round((self.end - self.step) * pace))
+            pieces.append(f"{left} left")
         pieces += self.pieces
         if not self.live:
             print("  ".join(pieces), end="", file=self.stream, flush=True)

@@ -116,7 +116,8 @@ class Run:
 
     def _end(self, least: int = 0) -> None:
         """Records that results ended the run; at least ``least`` steps count."""
-        spent = ledger.ended(self.state.ledger, self.mechanism, self.algorithm.budget, least=least)
+        mechanism, budget = self.mechanism, self.algorithm.budget
+        spent = ledger.ended(self.state.ledger, mechanism, budget, least=least)
         self.state = _with_ledger(self.state, spent)
 
     def advance(self, most: int) -> None:
