@@ -193,7 +193,8 @@ def _statistics(features: Features) -> tuple[Array, Array]:
 def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float) -> Array:
     """The noisy sum of rows that are clipped to a bound: one Gaussian query on all examples."""
     rule = clipping.flat(bound)
-    total, lost = _summed(rows, rule.factors(trees.group_norms(rows, (0,), 1)))
+    factors = rule.factors(trees.group_norms(rows, (0,), 1))
+    total, lost = _summed(rows, factors)
     # The purpose keeps this noise apart from training steps with the same root key.
     stream = trees.step_key(key, Purpose.PREPARATION, query)
     deviations = standard_deviations(multiplier, rule, 0)

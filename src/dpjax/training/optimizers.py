@@ -24,11 +24,7 @@ def scaled_rate(base: float, batch_size: float) -> float:
     r"""The learning rate for a batch, $\lfloor B / 512 \rfloor$ times a base rate.
 
     Under noise the rate grows in proportion to the batch. The literature on wavelet features
-    gives rates for 512 examples.
-
-    Args:
-      base: The rate for a batch of 512.
-      batch_size: $B$, the expected size; at least 512.
+    gives rates for 512 examples. ``batch_size`` is the expected size $B$, at least 512.
 
     Example:
       >>> scaled_rate(0.25, 2048)

@@ -82,13 +82,9 @@ def keep_samples(
 
 
 def samples(state: Any) -> PyTree:
-    """The samples inside the state of an optimizer or of a run.
+    """The samples inside the state of an optimizer or of a run, which must not be traced.
 
-    Args:
-      state: Not traced, because the number of samples decides the shape.
-
-    Returns:
-      The parameters' tree, each leaf ``[samples, ...]``, the oldest first.
+    They are the parameters' tree, each leaf ``[samples, ...]``, the oldest first.
     """
     sampled = link_of(state, SamplesState, "samples", "keep_samples(20)")
     taken, size = int(sampled.taken), jax.tree.leaves(sampled.ring)[0].shape[0]
@@ -107,10 +103,8 @@ def predictive(
 
     $$ \log \frac{1}{S} \sum_{s=1}^{S} \mathrm{softmax}\, f(\theta_s, x) $$
 
-    Args:
-      logits: ``logits(params, inputs)`` for one set of parameters.
-      samples: Parameters with a leading axis of samples, from `samples`.
-      inputs: A batch.
+    ``logits(params, inputs)`` is $f$ for one set of parameters and a batch; `samples` gives the
+    parameters with a leading axis of samples.
 
     Privacy:
       Post-processing of private samples.

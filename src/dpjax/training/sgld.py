@@ -156,11 +156,7 @@ def on_mean_gradient(learning_rate: float | Schedule, examples: int) -> dict[str
 
     is a step of rate $2 \eta / n$ at temperature $n / 2$. It does *not* sample from the posterior
     but from a nearly flat density, and its multiplier $L / (\Delta \sqrt\eta)$ is so large that
-    its epsilon is near 0.
-
-    Args:
-      learning_rate: $\eta$, of the usual size for SGD.
-      examples: $n$.
+    its epsilon is near 0. The rate $\eta$ is of the usual size for SGD; $n$ counts ``examples``.
 
     Example:
       >>> on_mean_gradient(0.3, examples=60_000)
