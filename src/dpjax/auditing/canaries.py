@@ -158,14 +158,13 @@ def _added(
 def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[int, int]:
     """Guesses that the highest scores are members and the lowest are not; abstains on the rest.
 
+    It returns the numbers of right guesses and of guesses.
+
     Args:
       scores: ``[canaries]``, higher where a canary is more likely a member; NaN is refused.
       members: ``[canaries]``, whether each canary took part, decided by independent fair coins:
         truth values, or 0 and 1.
       guesses: The number of guesses, half of them on either side.
-
-    Returns:
-      The numbers of right guesses and of guesses.
 
     Example:
       >>> guess_members(np.array([3.0, -1.0, 0.1, 2.0]), np.array([True, False, True, False]), 2)

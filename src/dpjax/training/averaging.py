@@ -31,10 +31,7 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
        \Big/ \sum_{s \le t} d^{\,t-s} $$
 
     The division removes the bias towards the first parameters. Put this link at the end of a chain;
-    `averaged` reads the average.
-
-    Args:
-      decay: $d$; the average looks back over about $1 / (1 - d)$ steps.
+    `averaged` reads the average, which looks back over about $1 / (1 - d)$ steps for a decay $d$.
 
     Privacy:
       Post-processing of private parameters: free.
