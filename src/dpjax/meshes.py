@@ -76,10 +76,7 @@ def host_devices() -> int:
 
 
 def parse(text: str) -> Mesh:
-    """A mesh from text, as command lines have it.
-
-    Args:
-      text: Axes and their sizes: ``"data:4,model:2"``.
+    """A mesh from axes and their sizes, as command lines have them: ``"data:4,model:2"``.
 
     Example:
       >>> parse("data:1,model:1").axis_names

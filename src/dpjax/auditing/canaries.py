@@ -150,26 +150,21 @@ def _added(
         theirs.value,
         params,
     )
-
-    def losses(params: PyTree) -> Float[Array, " canaries"]:
-        return jax.vmap(loss, (None, 0))(params, canaries)
-
     # One forward-mode pass is the dot product of every canary's gradient with the surplus.
-    along = jax.jvp(losses, (params,), (surplus,))[1]
+    along = jax.jvp(lambda p: jax.vmap(loss, (None, 0))(p, canaries), (params,), (surplus,))[1]
     return scores + along * jnp.mean(theirs.factors, axis=1)
 
 
 def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[int, int]:
     """Guesses that the highest scores are members and the lowest are not; abstains on the rest.
 
+    It returns the numbers of right guesses and of guesses.
+
     Args:
       scores: ``[canaries]``, higher where a canary is more likely a member; NaN is refused.
       members: ``[canaries]``, whether each canary took part, decided by independent fair coins:
         truth values, or 0 and 1.
       guesses: The number of guesses, half of them on either side.
-
-    Returns:
-      The numbers of right guesses and of guesses.
 
     Example:
       >>> guess_members(np.array([3.0, -1.0, 0.1, 2.0]), np.array([True, False, True, False]), 2)

@@ -29,11 +29,8 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
     without sampling, and a canary that reaches the rule's bounds has $\mu = 1 / m$; more breaks the
     guarantee, less wastes noise. It is infinite if a leaf that the canary moves has no noise.
 
-    Args:
-      mechanism: The mechanism.
-      gradients: Per-example gradients of the batch ``(batch, ...)``.
-      canary: One example's gradient, without batch axis.
-      key: Root key of the audited steps.
+    ``gradients`` are the per-example gradients of the batch ``(batch, ...)``, ``canary`` is one
+    example's, without batch axis, and ``key`` is the root key of the audited steps.
 
     Example:
       >>> import dpjax

@@ -131,8 +131,7 @@ class Normalization:
 
     def __post_init__(self) -> None:
         checks.whole("features.Normalization", "examples", self.examples)
-        bounds = (1.0, 1.0) if isinstance(self.thresholds, Search) else self.thresholds
-        for bound in bounds:
+        for bound in (1.0,) if isinstance(self.thresholds, Search) else self.thresholds:
             checks.not_negative("features.Normalization", "thresholds", bound)
             rule = clipping.flat(bound)
             checked_multiplier("features.Normalization", self.noise_multiplier, rule)

@@ -59,10 +59,8 @@ class Clients:
     def split(cls, data: PyTree, owners: ArrayLike, clients: int) -> Clients:
         """From a data set and the client that owns each row.
 
-        Args:
-          data: A tree of arrays with one example per row.
-          owners: A number from 0 to ``clients - 1`` for each row.
-          clients: The number of clients, including clients without examples.
+        ``owners`` has a number from 0 to ``clients - 1`` for each row of ``data``; ``clients``
+        includes clients without examples.
 
         Example:
           >>> clients = Clients.split(jnp.arange(4.0), owners=[2, 0, 2, 2], clients=3)

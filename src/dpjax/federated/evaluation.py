@@ -22,7 +22,7 @@ _TOGETHER = 256  # examples per vectorised call
 
 
 def scores(metric: Metric, params: PyTree, clients: Clients) -> Float[np.ndarray, " clients"]:
-    """The mean of a metric over each client's examples.
+    """The mean of a metric over each client's examples; NaN for a client without examples.
 
     Args:
       metric: ``metric(params, example) -> number``, for example 1 where the prediction is right.
@@ -30,9 +30,6 @@ def scores(metric: Metric, params: PyTree, clients: Clients) -> Float[np.ndarray
         constant.
       params: Parameters of the model.
       clients: The clients that trained, or the same clients with held-out examples.
-
-    Returns:
-      A number for each client; NaN for one without examples.
 
     Privacy:
       Not private: no noise.

@@ -25,7 +25,7 @@ class Weights:
 
     Args:
       values: $w_k$; each computed from its own client's data alone, such as its number of
-        examples.
+        examples. Infinity counts as ``largest``; negative numbers and NaN count 0.
       largest: $w_{\max}$, a public constant; larger weights are reduced to it.
       total: $W$, a public constant near the sum of all held weights. A larger one makes steps
         shorter and costs no privacy. By default ``largest`` times the number of clients. The sum
@@ -33,11 +33,6 @@ class Weights:
 
     Sensitivity:
       Shares are in [0, 1], so one client moves the sum by at most the rule's sensitivity.
-
-    | weight | share |
-    |---|---|
-    | above ``largest``, infinite included | 1 |
-    | 0, negative, NaN | 0 |
 
     Example:
       >>> weights = Weights(values=[3, 50, 700], largest=100)
@@ -68,17 +63,12 @@ class Weights:
     @property
     def total_share(self) -> float:
         """The public estimate of the sum of all shares."""
-        # By default the number of clients, which is public. The true sum of weights is not.
         return np.size(self.values) if self.total is None else self.total / self.largest
 
     def noise_multiplier(self, sigma: float) -> float:
         """The multiplier of noise of ``sigma * bound`` on the sum of *raw* weighted updates.
 
-        Args:
-          sigma: As papers state it.
-
-        Returns:
-          ``sigma / largest``: the noise multiplier for a `dpjax.Mechanism`.
+        Papers state ``sigma``; a `dpjax.Mechanism` needs ``sigma / largest``.
 
         Example:
           >>> Weights(values=[1, 40], largest=5.0).noise_multiplier(sigma=1.0)

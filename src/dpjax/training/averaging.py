@@ -30,13 +30,8 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
     $$ \bar\theta_t = \Bigl(\sum_{s \le t} d^{\,t-s}\,\theta_s\Bigr)
        \Big/ \sum_{s \le t} d^{\,t-s} $$
 
-    The division removes the bias towards the first parameters.
-
-    Args:
-      decay: $d$; the average looks back over about $1 / (1 - d)$ steps.
-
-    Returns:
-      A link for the end of a chain; read the average with `averaged`.
+    The division removes the bias towards the first parameters. Put this link at the end of a chain;
+    `averaged` reads the average, which looks back over about $1 / (1 - d)$ steps for a decay $d$.
 
     Privacy:
       Post-processing of private parameters: free.
@@ -60,7 +55,6 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
     def update(updates: PyTree, state: Any, params: Any = None) -> tuple[PyTree, AverageState]:
         # The link stands last, so these are the parameters that the step releases.
         after = optax.apply_updates(params, updates)
-        # Numerator and weight are kept apart, so the first steps are not biased towards zero.
         total = jax.tree.map(lambda s, p: decay * s + p, state.total, trees.widened(after))
         return updates, AverageState(total, decay * state.weight + 1)
 
@@ -77,9 +71,6 @@ def link_of(state: Any, kind: type[Any], call: str, link: str) -> Any:
 
 def averaged(optimizer_state: Any) -> PyTree:
     """The averaged parameters inside an optimizer's (or a whole run's) state.
-
-    Raises:
-      ValueError: The state has no average.
 
     Example:
       >>> optimizer = optax.chain(optax.sgd(1.0), average_parameters(decay=0.5))

@@ -79,12 +79,7 @@ class Checkpoints:
         self.manager: ocp.CheckpointManager = ocp.CheckpointManager(self.directory, options=options)
 
     def save(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
-        """Writes a state, and returns when it is on disk.
-
-        Args:
-          step: The number of the checkpoint, above all earlier numbers.
-          state: A tree of arrays and typed keys.
-          facts: Further facts, as JSON.
+        """Writes a tree of arrays and typed keys, and facts as JSON; returns when they are on disk.
 
         Raises:
           OSError: It could not be written.
@@ -126,10 +121,7 @@ class Checkpoints:
             ) from error
 
     def latest(self, like: PyTree) -> Restored | None:
-        """The latest checkpoint; None if there is none.
-
-        Args:
-          like: A state with the structure and the shapes of the saved one.
+        """The latest checkpoint, with the structure and the shapes of ``like``; None without one.
 
         Raises:
           Damaged: It cannot be read.

@@ -24,11 +24,7 @@ def scaled_rate(base: float, batch_size: float) -> float:
     r"""The learning rate for a batch, $\lfloor B / 512 \rfloor$ times a base rate.
 
     Under noise the rate grows in proportion to the batch. The literature on wavelet features
-    gives rates for 512 examples.
-
-    Args:
-      base: The rate for a batch of 512.
-      batch_size: $B$, the expected size; at least 512.
+    gives rates for 512 examples. ``batch_size`` is the expected size $B$, at least 512.
 
     Example:
       >>> scaled_rate(0.25, 2048)
@@ -192,8 +188,7 @@ def lookahead(
 
     def pair(bound_scale: Any) -> optax.GradientTransformation:
         # Optax gives the fast optimizer no extra arguments, and `dp_adam` needs the scale.
-        extra = extra_arguments(fast_optimizer, bound_scale)
-        update = partial(fast_optimizer.update, **extra)
+        update = partial(fast_optimizer.update, **extra_arguments(fast_optimizer, bound_scale))
         fast = optax.GradientTransformation(fast_optimizer.init, update)
         return optax.lookahead(fast, sync_period, slow_step_size, reset_state)
 

@@ -196,9 +196,8 @@ def _remove(folder: pathlib.Path) -> None:
 def released_steps(folder: pathlib.Path) -> int:
     """The last step that counts as released: that has a checkpoint or a row."""
     names = (path.name for path in (folder / "checkpoints").glob("*"))
-    rows = read_log(folder / "metrics.jsonl")
     steps = [int(name) for name in names if re.fullmatch(r"\d+", name)]
-    return max([*steps, *(row["step"] for row in rows)], default=0)
+    return max([*steps, *(row["step"] for row in read_log(folder / "metrics.jsonl"))], default=0)
 
 
 def counted(rows: list[dict[str, Any]]) -> int:

@@ -34,13 +34,12 @@ def keep_samples(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the last ``count`` samples of the parameters; updates pass through unchanged.
 
+    Put this link at the end of a chain; `samples` reads them.
+
     Args:
       count: How many samples to keep; each takes the memory of the parameters.
       burn_in: Steps before the first sample: the way from the start to the posterior.
       every: Steps between samples, because neighbouring steps are nearly equal.
-
-    Returns:
-      A link for the end of a chain; read the samples with `samples`.
 
     Privacy:
       Post-processing of private parameters: free.
@@ -83,13 +82,9 @@ def keep_samples(
 
 
 def samples(state: Any) -> PyTree:
-    """The samples inside the state of an optimizer or of a run.
+    """The samples inside the state of an optimizer or of a run, which must not be traced.
 
-    Args:
-      state: Not traced, because the number of samples decides the shape.
-
-    Returns:
-      The parameters' tree, each leaf ``[samples, ...]``, the oldest first.
+    They are the parameters' tree, each leaf ``[samples, ...]``, the oldest first.
     """
     sampled = link_of(state, SamplesState, "samples", "keep_samples(20)")
     taken, size = int(sampled.taken), jax.tree.leaves(sampled.ring)[0].shape[0]
@@ -104,17 +99,12 @@ def samples(state: Any) -> PyTree:
 def predictive(
     logits: Callable[[PyTree, Any], Float[Array, "batch classes"]], samples: PyTree, inputs: Any
 ) -> Float[Array, "batch classes"]:
-    r"""Predictions averaged over samples, as logarithms.
+    r"""Log probabilities averaged over samples, which `dpjax.metrics` accepts as logits.
 
     $$ \log \frac{1}{S} \sum_{s=1}^{S} \mathrm{softmax}\, f(\theta_s, x) $$
 
-    Args:
-      logits: ``logits(params, inputs)`` for one set of parameters.
-      samples: Parameters with a leading axis of samples, from `samples`.
-      inputs: A batch.
-
-    Returns:
-      Log probabilities, which `dpjax.metrics` accepts as logits.
+    ``logits(params, inputs)`` is $f$ for one set of parameters and a batch; `samples` gives the
+    parameters with a leading axis of samples.
 
     Privacy:
       Post-processing of private samples.

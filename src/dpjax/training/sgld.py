@@ -115,11 +115,10 @@ def dp_sgld(
         preparation=preparation,
         before=before,
     )
-    rate = learning_rate
-    if callable(rate):
-        rate = positive_plan(f"{call}: the rate", rate, steps)
+    if callable(learning_rate):
+        learning_rate = positive_plan(f"{call}: the rate", learning_rate, steps)
     multiplier = noise.langevin_multiplier(
-        rate,
+        learning_rate,
         clipping,
         examples=sampling.examples,
         batch_size=sampling.batch_size,
@@ -133,7 +132,7 @@ def dp_sgld(
     optimizer = optax.chain(
         # The Gaussian prior's gradient, w / s^2, over n, because the loss is a mean.
         optax.add_decayed_weights(1 / (sampling.examples * prior_deviation**2)),
-        optax.scale_by_learning_rate(schedules.times(rate, sampling.examples / 2)),
+        optax.scale_by_learning_rate(schedules.times(learning_rate, sampling.examples / 2)),
         keep_samples(samples, burn_in=burn_in, every=every),
     )
     recipe = Recipe(
@@ -150,21 +149,14 @@ def dp_sgld(
 
 
 def on_mean_gradient(learning_rate: float | Schedule, examples: int) -> dict[str, Any]:
-    r"""Rate and temperature for Langevin dynamics on the mean gradient, as papers print it.
+    r"""Rate and temperature for `dp_sgld` on the mean gradient, as papers print it.
 
     $$ w \leftarrow w - \eta \Bigl( \frac{V}{L} - \frac{\nabla \log p(w)}{n} \Bigr)
        + \mathcal{N}(0, \eta I) $$
 
     is a step of rate $2 \eta / n$ at temperature $n / 2$. It does *not* sample from the posterior
     but from a nearly flat density, and its multiplier $L / (\Delta \sqrt\eta)$ is so large that
-    its epsilon is near 0.
-
-    Args:
-      learning_rate: $\eta$, of the usual size for SGD.
-      examples: $n$.
-
-    Returns:
-      The arguments ``learning_rate`` and ``temperature`` of `dp_sgld`.
+    its epsilon is near 0. The rate $\eta$ is of the usual size for SGD; $n$ counts ``examples``.
 
     Example:
       >>> on_mean_gradient(0.3, examples=60_000)

@@ -35,8 +35,8 @@ def private_step(
     recipe: Recipe, data: PyTree, state: State, shared: PyTree = None
 ) -> tuple[State, Seen]:
     """One step on rows on the device; `Seen` is secret. ``shared`` as for `assemble`."""
-    sampling = recipe.mechanism.sampling
-    draw = sampling.drawn(state.key, state.noise_key, state.step)  # line 3: sample
+    # line 3: sample
+    draw = recipe.mechanism.sampling.drawn(state.key, state.noise_key, state.step)
     layout = layout_of(bound_to(recipe, shared), state.params, trees.one_row(data))
     zero = no_sums(recipe.mechanism, state.params, layout)
 
@@ -80,21 +80,19 @@ def add_clipped(
     # A non-finite example contributed zero to the sum: it is left out of the means.
     scored = real & finite & jnp.isfinite(part.losses)
     losses, norms = jnp.where(scored, part.losses, 0), jnp.where(finite[:, None], part.norms, 0)
-    over = part.norms > jnp.asarray([rule.bounds])
     below = adaptive.below(rule, part.norms, real) if adaptive else jnp.zeros((), jnp.float32)
     more = Seen(
         losses=jnp.sum(losses, dtype=jnp.float32) * scale,
         scored=jnp.sum(scored, dtype=jnp.int32),
         norms=jnp.sum(norms, axis=0, dtype=jnp.float32) * scale,
-        over=jnp.sum(over, axis=0, dtype=jnp.float32),
+        over=jnp.sum(part.norms > jnp.asarray([rule.bounds]), axis=0, dtype=jnp.float32),
         below=below,
         drawn=jnp.sum(mask, dtype=jnp.int32),
         working=jnp.sum(real, dtype=jnp.int32),
         dropped=jnp.sum(real & ~finite, dtype=jnp.int32),
         examples=jnp.sum(sizes, dtype=jnp.int32),
     )
-    seen = jax.tree.map(jnp.add, sums.seen, more)
-    return Sums(sums.gradients._replace(block=part.value), seen)
+    return Sums(sums.gradients._replace(block=part.value), jax.tree.map(jnp.add, sums.seen, more))
 
 
 def end_block(sums: Sums) -> Sums:

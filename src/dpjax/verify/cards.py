@@ -88,8 +88,7 @@ def parsed(path: pathlib.Path) -> dict[str, Any]:
 def findings(facts: dict[str, Any]) -> Iterator[tuple[bool, str]]:
     """Yields whether each part of a card supports a release, and the verdict in words.
 
-    Args:
-      facts: The card, as `dpjax.reports.card` makes it.
+    ``facts`` is the card as `dpjax.reports.card` makes it.
 
     Raises:
       Unreadable: Its fields are of another format, or nothing is known for them.

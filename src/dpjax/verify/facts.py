@@ -141,13 +141,11 @@ def read(hint: Any, value: Any, where: str) -> Any:
     """The value of a field with this type hint."""
     origin, args = get_origin(hint), get_args(hint)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        hints = get_type_hints(hint, include_extras=True)
-        return hint(**fields(hints, value, where))
+        return hint(**fields(get_type_hints(hint, include_extras=True), value, where))
     if hint is str and not isinstance(value, str):
         raise refused(where, value, "a text")
     if origin is Annotated:
-        kind, limits = args
-        return number(kind, limits, value, where)
+        return number(*args, value, where)
     if origin is Literal:
         return one_of(args, value, where)
     if origin in (Union, UnionType):
