@@ -145,7 +145,8 @@ def read(hint: Any, value: Any, where: str) -> Any:
     if hint is str and not isinstance(value, str):
         raise refused(where, value, "a text")
     if origin is Annotated:
-        return number(*args, value, where)
+        kind, limits = args
+        return number(kind, limits, value, where)
     if origin is Literal:
         return one_of(args, value, where)
     if origin in (Union, UnionType):
