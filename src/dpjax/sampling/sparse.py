@@ -191,7 +191,7 @@ def _found_before(found: UInt[Array, "size 2"]) -> Bool[Array, " size"]:
     return jnp.zeros(len(found), bool).at[order[1:]].set(same)
 
 
-def permuted(key: Key, examples: int, starts: np.ndarray, offset: Int[Array, ""]) -> Array:
+def permuted(key: Key, examples: int, starts: np.ndarray, offset: int | Int[Array, ""]) -> Array:
     """Where the pseudo-random permutation of a key sends ``starts + offset``, int64 and int32."""
     # A Feistel network of two digits: each round adds a pseudo-random function of one digit to the
     # other, so every round can be undone and no two indices meet. Numbers beyond the data set are
