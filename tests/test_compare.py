@@ -51,7 +51,7 @@ def test_runs_that_differ_in_seed_and_folder_alone_are_one_line_of_the_table(
         write(tmp_path / "_bare", [0.1, 0.2]),
     ]
     figures = []
-    monkeypatch.setattr(compare, "png", lambda *given: figures.append(given) or b"")
+    monkeypatch.setattr(compare.style, "png", lambda *given: figures.append(given) or b"")
     again = tmp_path / ".." / tmp_path.name / "_bare"  # a folder under two names is one run
     run(tmp_path / "deeper" / "page.png", *runs, again, tmp_path / "none")
     left_out, *lines = capsys.readouterr().out.splitlines()

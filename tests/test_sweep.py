@@ -365,7 +365,7 @@ def test_results_that_tell_a_secret_number_of_runs_are_their_owners_alone(
     given = parsed(*words, "--grid=x=1", number, f"--fixed={fixed}", "--plot")
     out = tmp_path / "out"
     badges = []
-    monkeypatch.setattr(compare, "png", lambda _, words: badges.append(words) or b"")
+    monkeypatch.setattr(compare.style, "png", lambda _, words: badges.append(words) or b"")
     monkeypatch.setattr(search.noise, "secret_key", lambda: jax.random.key(seed))
     with pytest.raises(SystemExit):
         search.run(given, [])
