@@ -229,6 +229,7 @@ class _Held:
     wish: Callable[[Array], Array]
 
     def __call__(self, norms: Float[Array, "batch groups"]) -> Float[Array, "batch groups"]:
+        # The guarantee: factor times norm is at most the bound. The last line holds wishes to it.
         limit = jnp.asarray(self.bounds, norms.dtype)[None] / jnp.maximum(norms, _LEAST)
         # One non-finite group drops the whole example: its other groups are rarely right.
         finite = jnp.all(jnp.isfinite(norms), axis=-1, keepdims=True)

@@ -56,6 +56,7 @@ def clip(
     # On the shapes of the parameters, as the noise assigns: a partition by rank or size would
     # answer otherwise for a batch.
     groups = rule.partition.assign(trees.one_row(gradients))
+    # Norms before the mask: padding has a norm too, and the mask removes norm and factor together.
     norms = trees.group_norms(gradients, groups, rule.partition.size)
     factors = rule.factors(norms)
     norms, factors = jnp.where(real, norms, 0), jnp.where(real, factors, 0)

@@ -94,6 +94,7 @@ def per_group(bounds: Sequence[float] | Mapping[str, float], groups: Groups) -> 
       5.0
     """
     partition = partition_of(groups)
+    # By name, so that an order of groups that changes with the model cannot exchange two bounds.
     if isinstance(bounds, Mapping):
         bounds = [bounds[name] for name in partition.names]
     return Clipping(partition, tuple(bounds), jnp.ones_like, "per_group")

@@ -57,6 +57,8 @@ class Weights:
     @property
     def shares(self) -> Float[np.ndarray, " clients"]:
         """The weights that the step uses, from 0 to 1."""
+        # Relative to the largest weight that counts, so that a client moves the sum by at most the
+        # bound. NaN and negative weights become 0.
         shares = np.asarray(self.values, np.float64) / self.largest
         return np.where(shares > 0, np.minimum(shares, 1.0), 0.0).astype(np.float32)
 

@@ -40,6 +40,7 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
     ) -> ClippedSum:
         if not differentiates_kernels(loss, params, trees.one_row(rows.batch), harmless):
             return engine(loss, rule, params, rows, start)
+        # XLA partitions exactly these convolutions wrongly, with or without NaN.
         refuse_split("clipped_grad", rows.batch)
         if _grouped_by_rows(lambda some: engine(loss, rule, params, some, start), rows):
             return alone(loss, rule, params, rows, start)

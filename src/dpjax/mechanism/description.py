@@ -248,6 +248,7 @@ class Mechanism:
     @property
     def prepared(self) -> dp.DpEvent:
         """The privacy event of earlier runs and of the queries before the first step."""
+        # Before the steps, and unsampled: a query on all examples is not amplified.
         queries = map(accounting.gaussian, self.preparation)
         return accounting.compose(*(spent.event for spent in self.before), *queries)
 

@@ -57,6 +57,7 @@ def standard_normal(
         raise ValueError(
             f"noise.standard_normal(dtype={jnp.dtype(dtype).name}): expected float32 or float64."
         )
+    # 64 bits of the user's key stream key the generator below, whatever implementation the key has.
     secret = jax.random.bits(key, (2,), jnp.uint32)
     ready = secret[0] if after is None else _word(after)
     return _drawn(secret, ready, math.prod(shape), jnp.dtype(dtype)).reshape(shape)

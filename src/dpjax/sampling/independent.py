@@ -138,6 +138,8 @@ def fixed(examples: int, batch_size: int) -> Sampler:
         capacity=batch_size,
         draw=draw,
         neighbours=Neighbours.REPLACE_ONE,
+        # The size is public and constant, so an example cannot leave without another taking its
+        # place.
         claim="uniform batches of a fixed size; proved for replace-one neighbours (RDP)",
         independent=True,
         padded=False,
@@ -191,6 +193,7 @@ def scored(
             f"sampling.scored(bins): expected one whole number from 0 to {table.shape[1] - 1} for "
             "each example, as np.digitize(scores, thresholds) gives."
         )
+    # An upper bound for every example: who is in which bin must not be revealed by the accounting.
     largest, of = table.max(axis=1), jnp.asarray(places, jnp.int32)
     below = jnp.asarray(np.maximum(np.floor(table * WORDS) - 1, 0).astype(np.uint32))
     some = jnp.asarray(table > 0)  # at rate 0 `below` is 0, and a word of 0 would be drawn

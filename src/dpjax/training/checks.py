@@ -50,6 +50,7 @@ def check_is_optimizer(name: str, given: Any) -> None:
 
 def check_untraced(call: str, given: PyTree) -> None:
     """Refuses a call of the algorithm inside ``jit``, ``vmap`` or ``grad``, which trace it."""
+    # A traced step would be compiled into another program and run again without the ledger.
     if trees.traced(given):
         raise TypeError(
             f"{call}: called inside a JAX transformation, where the ledger cannot count steps. "

@@ -43,6 +43,7 @@ class Folder:
             self.close = stack.pop_all().close
 
     def _open(self, stack: contextlib.ExitStack) -> None:
+        # The lock first: everything below reads and writes files that another process may hold.
         stack.enter_context(held(self.path))
         path = self.path / "run.json"
         if path.exists():
