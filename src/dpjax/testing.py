@@ -117,6 +117,7 @@ def assert_engines_agree(
     def run(engine: str, size: int | None) -> ClippedSum:
         return jax.jit(clipped_grad(loss, rule, engine, size))(params, batch, mask)
 
+    # The definition; every engine is compared with it and not with its neighbour.
     want = run("vmap", None)
     for engine, size in itertools.product(set(engines) - {"vmap"}, microbatch_sizes):
         got = run(engine, size)
@@ -358,6 +359,5 @@ def _others(params: PyTree, count: int) -> PyTree:
 
 
 def _vector(tree: PyTree) -> np.ndarray:
-    """All leaves as one float64 vector."""
     leaves = [np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)]
     return np.concatenate(leaves) if leaves else np.zeros(0)

@@ -97,6 +97,7 @@ def split(event: DpEvent, records: int = 1) -> Parts:
             ) if not z > BARE:
                 bare += count
             case dp_accounting.GaussianDpEvent(noise_multiplier=z):
+                # They compose exactly: their precisions add up to the precision of one Gaussian.
                 precisions.append(count / squared(z))
             case dp_accounting.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
                 rate = check_rate("accounting: PoissonSampledDpEvent", rate)

@@ -33,6 +33,8 @@ def to_epsilon(divergences: np.ndarray, delta: float) -> float:
 
     Canonne, Kamath, Steinke, *The discrete Gaussian for differential privacy*, 2020, prop. 12.
     """
+    # The library's conversion, on our exact divergences: a divergence that is exact is never above
+    # the library's upper bound.
     return float(library.compute_epsilon(ORDERS.tolist(), divergences.tolist(), delta)[0])
 
 
@@ -85,7 +87,6 @@ def total(parts: Parts, neighbours: str) -> np.ndarray:
 
 
 def _foreign(event: DpEvent, neighbours: str) -> np.ndarray:
-    """The library's divergence of an event that is not ours."""
     swap = neighbours == "replace-one"
     if isinstance(event, AllocatedGaussianDpEvent):
         return allocation.curve(event)

@@ -75,6 +75,8 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
     if not parts.private:
         return dp_accounting.NonPrivateDpEvent()
     unsampled = [gaussian(parts.unsampled_multiplier / records)] if parts.precision else []
+    # Each record is drawn independently, so the signal of a step, the number of drawn records, is
+    # binomial; the mixture over it is exact and far cheaper than group privacy's factor.
     drawn, steps = np.arange(records + 1.0), []
     for (q, z), count in parts.sampled.items():
         odds = stats.binom.pmf(drawn, records, q)

@@ -293,8 +293,6 @@ def in_units(
 
 
 def _seeds_that_draw(sampling: Sampler, row: int, count: int) -> list[int]:
-    """The first seeds whose first batch holds a row."""
-
     @jax.jit
     def holds(seed: Array) -> Bool[Array, ""]:
         indices, mask = sampling.draw(jax.random.key(seed), jnp.int32(0))

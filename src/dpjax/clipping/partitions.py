@@ -101,6 +101,7 @@ def by_path(params: PyTree, patterns: Mapping[str, Any]) -> Partition:
     """
 
     def group(leaf: str) -> str:
+        # The first pattern that matches, so special cases stand before the general one.
         for pattern, name in patterns.items():
             if re.search(pattern, leaf):
                 return str(name)
@@ -113,7 +114,6 @@ def by_path(params: PyTree, patterns: Mapping[str, Any]) -> Partition:
 
 
 def _named(call: str, params: PyTree, labels: Sequence[str]) -> Partition:
-    """The partition that gives each leaf of ``params`` the group of its label."""
     names = tuple(dict.fromkeys(labels))
     groups = tuple(names.index(label) for label in labels)
     expected = trees.leaf_names(params)

@@ -132,7 +132,6 @@ def _digits() -> Dataset[Split]:
 def _from_tfds(
     name: str, source: Source, folder: str | os.PathLike[str] | None
 ) -> dict[str, Stream]:
-    """The parts of a data set of TensorFlow Datasets; without a folder, from its default one."""
     fault, place = "it has no such data set", None if folder is None else os.fspath(folder)
     if source.tfds is not None:
         try:

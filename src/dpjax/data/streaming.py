@@ -91,7 +91,6 @@ class Stream:
 
     @cached_property
     def _first(self) -> PyTree:
-        """Shapes and types in the source."""
         (example,) = self._examples([0])
         return jax.tree.map(lambda leaf: _shape(native(leaf, "data.Stream: example 0")), example)
 
@@ -115,6 +114,8 @@ class Stream:
             iterates over them, ``ahead`` batches before they are needed.
           ahead: The number of batches that are read in advance; ``ahead + 1`` are in memory.
         """
+        # A bounded queue: reading further ahead would hold more batches in memory than the device
+        # can use.
         waiting: deque[tuple[list[np.ndarray], list[Future[None]]]] = deque()
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="dpjax-stream")
         try:

@@ -88,7 +88,6 @@ def clipping_bias(
 def _sums(
     loss: LossFn, rule: Clipping, params: PyTree, rows: PyTree
 ) -> tuple[PyTree, PyTree, Array]:
-    """Clipped sum, unclipped sum and norms."""
     # By definition and not by an engine: the unclipped sum needs each gradient too.
     gradients = jax.vmap(jax.grad(loss), (None, 0))(params, rows)
     clipped, norms, factors = clipping.clip(rule, gradients)

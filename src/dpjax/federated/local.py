@@ -67,8 +67,6 @@ def trained(
 
 
 class _State(NamedTuple):
-    """A client during training."""
-
     losses: Float[Array, ""]
     update: PyTree
     optimizer: Any

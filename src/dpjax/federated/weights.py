@@ -65,6 +65,7 @@ class Weights:
     @property
     def total_share(self) -> float:
         """The public estimate of the sum of all shares."""
+        # By default the number of clients, which is public. The true sum of weights is not.
         return np.size(self.values) if self.total is None else self.total / self.largest
 
     def noise_multiplier(self, sigma: float) -> float:

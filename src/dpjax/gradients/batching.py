@@ -56,6 +56,7 @@ def sum_over(
         def add_rows(indices: Int[Array, " size"], mask: Bool[Array, " size"], total: T) -> T:
             return add(state, jax.tree.map(lambda x: x[indices], data), mask, total)
 
+        # A loop over the draw and not over the data: what was not drawn is never read.
         block = None if settle is None else (microbatches_in_block(size), settle)
         return sampling.fold(draw, size, add_rows, zero, (which, shares), block)
 
@@ -133,7 +134,6 @@ def join(
 def _joined(
     total: Total, more: T, layout: Layout, reach: Sequence[float]
 ) -> tuple[PyTree, PyTree | None, T]:
-    """`join`, of one share's total."""
     value, lost = (total.block, None) if total.high is None else _compensated(total)
     if layout.shares == 1:
         return value, lost, more

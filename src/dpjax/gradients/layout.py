@@ -74,7 +74,6 @@ def layout(
 
 
 def _layout(request: Request, loss: Traced, params: PyTree, example: PyTree) -> Layout:
-    """`layout`, of a loss that is traced."""
     batch_size, engine, microbatch_size, devices = request
     if batch_size == 0:
         return Layout(1)

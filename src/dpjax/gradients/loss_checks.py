@@ -100,7 +100,6 @@ def closed_over(program: ClosedJaxpr, examples: int) -> tuple[int, ...] | None:
 
 
 def _constants(part: Any) -> Iterator[Any]:
-    """The constants of a program and of its inner programs."""
     if isinstance(part, ClosedJaxpr):
         yield from part.consts
         part = part.jaxpr

@@ -33,6 +33,7 @@ Harmless = Callable[[Traced, PyTree, PyTree], int]
 
 def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
     """An engine that takes example after example where their convolutions would mix."""
+    # One example a microbatch: no convolution of it has another example in its groups.
     alone = laid_out(engine, Layout(1))
 
     def guarded(

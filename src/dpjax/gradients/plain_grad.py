@@ -68,7 +68,6 @@ def plain_grad(
 def _unclipped(
     loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
 ) -> ClippedSum:
-    """An engine that sums gradients as they are."""
     del rule
     if differentiates_kernels(loss, params, trees.one_row(rows.batch), by_patches):
         refuse_split("gradients.plain_grad", rows.batch)

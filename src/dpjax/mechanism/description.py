@@ -149,7 +149,6 @@ class Mechanism:
 
     @property
     def _options(self) -> list[str]:
-        """The fields with a default that this mechanism does not have."""
         optional = [f for f in dataclasses.fields(self) if f.default is not dataclasses.MISSING]
         return [f.name for f in optional if getattr(self, f.name) != f.default]
 
@@ -235,6 +234,7 @@ class Mechanism:
         A mechanism knows no key: of a run with a supplied key, ``dataclasses.replace`` makes it
         ``supplied``.
         """
+        # Run-length encoded: a card of a million equal steps holds one pair.
         values, counts = runs_of(multipliers)
         return Spent(
             sampling=self.sampling,

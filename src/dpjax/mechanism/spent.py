@@ -95,5 +95,6 @@ def steps_event(
         return dp.NonPrivateDpEvent()  # nothing is proved for both together
     if noise is not None:
         return correlated_event(noise, sampler, multipliers)
+    # The sampler's own proof; estimated norms then weaken each Gaussian in it.
     event = sampler.event(multipliers)
     return event if projections is None else accounting.with_projections(event, projections)

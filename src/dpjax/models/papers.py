@@ -137,7 +137,6 @@ class CIFARCNN(nn.Module):
         return parts.conv(self, x, self.classes, 3).mean(axis=(-3, -2))
 
     def _trunk(self, x: Images) -> Array:
-        """Three blocks of [conv, conv, pool], all activated."""
         for channels in (32, 64, 128):
             for _ in range(2):
                 x = parts.activated(self, self.activation, parts.conv(self, x, channels, 3))

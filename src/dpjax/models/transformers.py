@@ -220,7 +220,6 @@ class ViT(nn.Module):
 
 
 def _encoder(model: TextTransformer | ViT, length: int, layout: str) -> _Encoder:
-    """The encoder of a model, with the name that published weights give it."""
     checks.one_of(f"models.{type(model).__name__}", "layout", layout, ("pre-norm", "bert"))
     block = partial(
         _EncoderBlock,

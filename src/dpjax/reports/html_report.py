@@ -158,7 +158,6 @@ def _made_with(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _name(run: SavedRun) -> str:
-    """The model and its data set, or else the folder's name."""
     config = run.config or {}
     model, dataset = config.get("model"), config.get("dataset")
     return f"{model} on {dataset}" if model and dataset else run.path.resolve().name

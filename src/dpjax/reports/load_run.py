@@ -166,7 +166,6 @@ def _foreign(
 
 
 def _values(row: Any, names: Sequence[str]) -> np.ndarray:
-    """The finite numbers of a row under these nested names."""
     for name in names:
         row = row.get(name) if isinstance(row, dict) else None
     try:

@@ -87,7 +87,6 @@ def _gaussian(size: int, j: int) -> np.ndarray:
 
 
 def _wrap(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Sums all periods of a function."""
     periods = 2 * _REACH + 1
     split = values.reshape([n for size in shape for n in (periods, size)])
     return split.sum(axis=tuple(range(0, 2 * len(shape), 2)))

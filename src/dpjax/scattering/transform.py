@@ -111,7 +111,6 @@ def _scatter(images: Array, J: int, L: int, order: int) -> Array:
 
 
 def _part_size(images: Array, J: int, L: int) -> int:
-    """The number of images in a part, a power of 2."""
     _, height, width, channels = images.shape
     pixels = padded_size(height, J) * padded_size(width, J)
     # The largest intermediate: both parts of all angles of one scale, and of both orders.
@@ -158,7 +157,6 @@ def _response(
 
 
 def _average(field: Array, bank: Bank, resolution: int) -> Array:
-    """Applies the low-pass filter, subsamples, and removes the margins."""
     down, across = (averaging(f, resolution, len(bank.wavelets)) for f in bank.lowpass)
     return on_columns(on_rows(down[:, mirrored(down.shape[1])], field), across.T)
 

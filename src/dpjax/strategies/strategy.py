@@ -177,7 +177,6 @@ class Strategy:
         return Errors(scale * math.sqrt(np.mean(squares)), scale * math.sqrt(np.max(squares)))
 
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
-        """`next` of a step that was checked or is traced."""
         raise NotImplementedError
 
     def _reciprocal(self, length: int) -> Float[np.ndarray, " length"]:

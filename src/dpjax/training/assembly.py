@@ -179,7 +179,6 @@ def checked_params(name: str, params: PyTree, key: Key | None) -> PyTree:
 
 
 def _first_state(recipe: Recipe, key: Key | None, params: PyTree, mesh: Mesh | None) -> State:
-    """The state before the first step, on the mesh of the run."""
     memory = first_memory(recipe.mechanism.noise, params)
     if mesh is not None and jax.tree.leaves(memory):
         memory = meshes.placed_rows(memory, params, mesh)

@@ -55,6 +55,7 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
     def update(updates: PyTree, state: Any, params: Any = None) -> tuple[PyTree, AverageState]:
         # The link stands last, so these are the parameters that the step releases.
         after = optax.apply_updates(params, updates)
+        # Numerator and weight are kept apart, so the first steps are not biased towards zero.
         total = jax.tree.map(lambda s, p: decay * s + p, state.total, trees.widened(after))
         return updates, AverageState(total, decay * state.weight + 1)
 

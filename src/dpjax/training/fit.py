@@ -166,7 +166,6 @@ def _checked(
     delta: float | None,
     method: str | None,
 ) -> Terms:
-    """The checked arguments of `fit`, equal in all processes."""
     hint = "Write fit(algorithm, state) with that of dpjax.dpsgd."
     checks.instance("fit", "algorithm", algorithm, Algorithm, hint)
     check_state("fit", state)

@@ -90,7 +90,6 @@ class Run:
         return self.done == self.terms.end or (self.at_row and bool(self.rows[-1].get("stop")))
 
     def _take_up(self, folder: Folder) -> None:
-        """Resumes from the last checkpoint, if there is one."""
         latest = folder.latest(without_secrets(self.state, self.mechanism))
         if latest is None:
             return

@@ -57,8 +57,6 @@ class Streamed:
 
 
 def _programs(recipe: Recipe, layout: Layout) -> types.SimpleNamespace:
-    """The programs of a step."""
-
     def begin(state: State) -> Sums:
         empty = on_each(lambda _, params: no_sums(recipe.mechanism, params, layout), layout)
         return empty(state.params)

@@ -89,6 +89,7 @@ def plan(given: flags.FlagValues) -> Planned:
         if given[one].value is not None and given[other].present:
             raise app.UsageError(f"--{one} --{other}: expected one of the two, or --max_epsilon.")
     try:
+        # Data come first, because classes, sizes and sampling rate follow from them.
         dataset = load(given)
         classes, examples = dataset.classes or 0, dataset.examples
         model = build.build_model(given, classes)

@@ -42,6 +42,7 @@ def input_shape(given: flags.FlagValues, dataset: data.Dataset) -> jax.ShapeDtyp
     shape = x.shape if isinstance(dataset.train, data.Stream) else x.shape[1:]
     if given.features == "none":
         return jax.ShapeDtypeStruct(shape, x.dtype)
+    # On shapes: a wrong flag is found before minutes of scattering.
     row = jax.eval_shape(scattering.scatter, jax.ShapeDtypeStruct((1, *shape), x.dtype))
     channels: Any = jax.ShapeDtypeStruct(row.shape[-1:], row.dtype)
     moments = features.Moments(channels, channels) if given.normalization == "data" else None

@@ -112,7 +112,6 @@ def norms_with(
 
 
 def _dot(a: Common, b: Common) -> Squares:
-    """The inner products of two common gradients, for each example."""
     both = {*a.axes, *b.axes}
     rest = tuple(axis for axis in range(a.gradient.ndim) if axis not in both)
     inner = jnp.sum(a.gradient * b.gradient, axis=rest, keepdims=True)

@@ -243,7 +243,6 @@ def gather(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
 
 
 def _arranged(x: Array, lead: int, order: Sequence[int], sizes: Sequence[int]) -> Array:
-    """Transposes and reshapes what follows the leading axes."""
     x = jnp.transpose(x, (*range(lead), *(lead + a for a in order)))
     return x.reshape(*x.shape[:lead], *sizes)
 

@@ -77,7 +77,6 @@ def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
 def _walk(
     program: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any], book: Book
 ) -> list[Any]:
-    """Evaluates a program whose values may be views."""
     step = functools.partial(_step, book=book)
     return evaluate(program, map(constant, constants), arguments, step, literal=constant)
 
@@ -180,6 +179,8 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
     # The result still reads the leaves, but no gradient flows back to them.
     if name == "stop_gradient":
         leaves = frozenset[int]()
+    # A user's VJP may clip its cotangent: pulled back once for the sum of all examples, it would
+    # not give the sum of their clipped gradients.
     if leaves and _bends(equation):
         book.materialise(leaves, f"{name} with a derivative of the user's own")
         return outputs
@@ -260,7 +261,6 @@ def _bends(equation: JaxprEqn) -> bool:
 
 
 def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Array:
-    """Evaluates a site, adds its tap and records its data."""
     views = {i: x for i, x in enumerate(inputs) if isinstance(x, View)}
     sources = {i: view for i, view in views.items() if view.leaves}
     view, data = sources[operand], tuple(x for x in inputs if not isinstance(x, View))

@@ -61,7 +61,6 @@ def _padded(x: Array, parameters: dict[str, Any]) -> tuple[Array, dict[str, Any]
 
 
 def _forward(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
-    """The forward convolution, on CPU in the form that is fast for its channels."""
     as_written = partial(_as_written, parameters)
     count = _neighbours(parameters, x, kernel)
     if count <= 1:
@@ -194,7 +193,6 @@ def _kernel_cotangent(
 
 
 def _swap_channels(kernel: Array, out: int, channels: int, groups: int) -> Array:
-    """Inputs become outputs, group by group."""
     kernel = jnp.moveaxis(kernel, (out, channels), (0, 1))
     split = kernel.reshape(groups, kernel.shape[0] // groups, *kernel.shape[1:])
     swapped = jnp.swapaxes(split, 1, 2)
