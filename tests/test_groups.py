@@ -97,7 +97,7 @@ def test_a_mixture_that_the_accountant_cannot_bound_has_no_guarantee():
     with pytest.raises(ValueError, match=r"^accounting\.epsilon_for_users\(delta=2\.0\)"):
         accounting.epsilon_for_users(event, 2.0, 50)
     with pytest.raises(ValueError, match="expected one of add-or-remove"):
-        accounting.epsilon_for_users(event, 1e-5, 50, "nobody")
+        accounting.epsilon_for_users(event, 1e-5, 50, "another")
 
 
 def test_what_has_no_proof_is_refused():
