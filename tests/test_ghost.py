@@ -865,7 +865,7 @@ def test_a_weight_maps_broken_rows_apart():
 @pytest.mark.sample(1)
 @kills(
     "gradients/nan_isolation.py",
-    "if _grouped_by_rows(lambda some: engine(loss, rule, params, some, start), rows):",
+    "if _grouped_by_rows(lambda some: run(params, some, start), rows):",
     "if False:",
     case="vmap",
     slow=True,

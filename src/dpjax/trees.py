@@ -91,10 +91,8 @@ def one_row(tree: PyTree) -> PyTree:
     return jax.tree.map(row, tree)
 
 
-@jax.jit
-def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
-    """One program for all shapes, where JAX compiles one for each shape outside of `jax.jit`."""
-    return [jnp.copy(x) for x in arrays]
+# One program for all shapes, where JAX compiles one for each shape outside of `jax.jit`.
+_copies = jax.jit(lambda arrays: list(map(jnp.copy, arrays)))
 
 
 def copy(tree: PyTree) -> PyTree:

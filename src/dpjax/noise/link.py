@@ -71,14 +71,16 @@ def noise_link(
     deviations: Callable[[Any], Sequence[Any]],
     release: Callable[..., tuple[PyTree, GaussianState]],
     strategy: Strategy | None = None,
+    adapts: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Every noise link: ``release(sum, state, count)`` gives the output and the next state."""
     if key is not None:
         checks.key(name, key)
 
     def init(params: PyTree) -> Any:
-        step = jnp.zeros((), jnp.int32)
-        return GaussianState(first_key(key, (step, params)), step, first_memory(strategy, params))
+        step, scale = jnp.zeros((), jnp.int32), jnp.ones((), jnp.float32) if adapts else None
+        first = first_key(key, (step, params))
+        return GaussianState(first, step, first_memory(strategy, params), scale)
 
     def update(
         updates: Any, state: Any, params: PyTree | None = None, *, below: Any = None, **extra: Any

@@ -130,13 +130,9 @@ def with_entry(
 
 def weights_of(recipe: Recipe, state: State, examples: PyTree) -> Float[Array, " size"] | None:
     """The weight of each example."""
-    weigh = recipe.weights
-    if weigh is None:
+    if recipe.weights is None:
         return None
-
-    def weight(example: PyTree) -> Array:
-        return weigh(state.step, state.params, example)
-
+    weight = functools.partial(recipe.weights, state.step, state.params)
     # A weight that took a mean over the batch would move all contributions when one example leaves.
     program = jax.make_jaxpr(weight)(trees.one_row(examples)).jaxpr
     require_one_example(program, f"{recipe.name}: weights")

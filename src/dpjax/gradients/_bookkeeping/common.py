@@ -86,8 +86,6 @@ def divided(
 def _parts(entry: Entry, leaves: Sequence[Array]) -> tuple[dict[int, Array], Array]:
     """What the scales of an entry multiply in the gradient of each leaf; and the scales."""
     site = entry.site
-    assert site.scales is not None
-    assert site.unscaled is not None
     ones = jnp.ones_like(site.unscaled(leaves))
     gradients = pulled(sorted(site.leaves), leaves, site.unscaled)(ones)
     return gradients, jax.vmap(site.scales, (None, 0, 0))(leaves, entry.data, entry.cotangent)

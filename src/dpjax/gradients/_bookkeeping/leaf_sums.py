@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ from dpjax.gradients._bookkeeping.cost import entire
 from dpjax.gradients._bookkeeping.outer_products import (
     HIGHEST,
     Outer,
-    keeps_bfloat16,
     precision_of,
     product,
     rounded,
@@ -92,16 +90,13 @@ def recomputed(
 def clipped_sums(sums: Mapping[int, LeafSum], sound: Bool[Array, " batch"]) -> dict[int, Array]:
     """The clipped sum of each leaf; an example that is not sound contributes exactly 0."""
     # No branch for batches that are not sound, as it would compile every sum twice.
-    arrays, places = [], {}
-    for x in itertools.chain.from_iterable(leaf.arrays for leaf in sums.values()):
-        if id(x) not in places:
-            # In a list: a dictionary would order the program by addresses in memory.
-            places[id(x)] = len(arrays)
-            arrays.append(x)
-
+    # What several leaves read is masked once.
+    arrays = {id(x): x for leaf in sums.values() for x in leaf.arrays}
     # Accelerators mask as they read, and would wait at a loop.
-    arrays = (_masked_in_place if platforms.on_cpu() else _masked)(arrays, sound)
-    return {i: leaf.total([arrays[places[id(x)]] for x in leaf.arrays]) for i, leaf in sums.items()}
+    mask = _masked_in_place if platforms.on_cpu() else _masked
+    # In a list: JAX sorts dictionaries, and so would order the program by addresses in memory.
+    masked = dict(zip(arrays, mask(list(arrays.values()), sound), strict=True))
+    return {i: leaf.total([masked[id(x)] for x in leaf.arrays]) for i, leaf in sums.items()}
 
 
 def _masked(arrays: list[Array], sound: Bool[Array, " batch"]) -> list[Array]:
@@ -228,7 +223,9 @@ def _products(entry: Entry, form: Outer, exact: bool) -> list[Array]:
     # Numbers of a `short` form are rounded, so that one pass is exact; others take all passes.
     all_passes = exact and not form.short
     precision = HIGHEST if all_passes else precision_of(entry.site.equation.params)
-    short = not exact and keeps_bfloat16(entry.site)
+    # A GPU keeps gradients in bfloat16, from which norm and sum are taken in float32.
+    dtypes = {x.dtype for x in (*entry.site.data, entry.site.output)}
+    short = not exact and platforms.on_gpu() and dtypes == {jnp.dtype(jnp.bfloat16)}
 
     def one(x: Array) -> Array:
         x, g = (a.astype(jnp.bfloat16) for a in (x, form.g)) if short else (x, form.g)

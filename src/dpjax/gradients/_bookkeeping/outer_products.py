@@ -67,12 +67,6 @@ def rounds(site: Site) -> bool:
     return known and precision_of(p) in (None, jax.lax.Precision.DEFAULT)
 
 
-def keeps_bfloat16(site: Site) -> bool:
-    """Whether a GPU keeps gradients in bfloat16, from which norm and sum are taken in float32."""
-    dtypes = {x.dtype for x in (*site.data, site.output)}
-    return dtypes == {jnp.dtype(jnp.bfloat16)} and platforms.on_gpu()
-
-
 def rounded(x: Array) -> Array:
     """An array with the digits that one pass of the matrix unit reads: 8 on a TPU, 11 on a GPU."""
     # The precision of bfloat16 and of TF32. A cast to bfloat16 and back might be optimised away.

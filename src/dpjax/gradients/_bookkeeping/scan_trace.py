@@ -65,9 +65,7 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
         return plain(outputs, child, "the carry of a scan")
 
     rows = trees.one_row(slices)
-    probe = settled(
-        Book({}), lambda book: jax.eval_shape(functools.partial(body, book), carry, rows)
-    )
+    probe = settled(lambda book: jax.eval_shape(functools.partial(body, book), carry, rows))
     for local, why in probe.materialised.items():
         book.materialise(views[local].leaves, f"{why}, in a scan")
 

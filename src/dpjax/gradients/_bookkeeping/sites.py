@@ -56,15 +56,15 @@ class Site(NamedTuple):
     apply: Callable[..., Array]  # ``(leaves, data, memo={}) -> output`` in full precision
     data: tuple[jax.ShapeDtypeStruct, ...]  # for one example, as the output
     output: jax.ShapeDtypeStruct
+    # ``(leaves, data, cotangent) -> scales`` of ``slices``, and from leaves to what they multiply.
+    scales: Callable[[Leaves, Sequence[Array], Array], Array]
+    unscaled: Callable[[Leaves], Array]
     # For each scan around the equation, outermost first: whether the view is sliced by it (layer
     # after layer). Data, output and a sliced view have a leading axis for it.
     stacks: tuple[bool, ...] = ()
     # Leaves whose gradient at this site is one gradient for all examples, apart from one scale for
     # each slice; and the axes of the leaf that count the slices. See `common`.
     slices: Mapping[int, tuple[int, ...]] = {}
-    # ``(leaves, data, cotangent) -> scales``, and from leaves to what they multiply.
-    scales: Callable[[Leaves, Sequence[Array], Array], Array] | None = None
-    unscaled: Callable[[Leaves], Array] | None = None
 
 
 class Program(NamedTuple):
@@ -110,9 +110,9 @@ class Book:
         return View(trained_by, alone, lambda leaves, *_: leaves[leaf], value, True, axes, own=own)
 
 
-def settled(book: Book, run: Callable[[Book], Any]) -> Book:
+def settled(run: Callable[[Book], Any]) -> Book:
     """The book of a run that materialises no further leaf."""
-    known = None
+    book, known = Book({}), None
     # A materialised leaf counts as data, which other leaves may then meet: repeat until stable.
     while known != book.materialised.keys():
         known = set(book.materialised)

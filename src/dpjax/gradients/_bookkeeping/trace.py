@@ -58,9 +58,7 @@ def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
         return [*plain([value], book, "the result"), *plain(aux)]
 
     leaves, inputs = jax.tree.leaves(params), jax.tree.leaves(example)
-    book = settled(
-        Book({}), lambda book: jax.eval_shape(functools.partial(walk, book), leaves, inputs)
-    )
+    book = settled(lambda book: jax.eval_shape(functools.partial(walk, book), leaves, inputs))
     materialised = book.materialised
 
     def run(
@@ -181,7 +179,8 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
         leaves = frozenset[int]()
     # A user's VJP may clip its cotangent: pulled back once for the sum of all examples, it would
     # not give the sum of their clipped gradients.
-    if leaves and _bends(equation):
+    inside = (e for program in inner_programs(equation) for e in equations(program))
+    if leaves and any(map(own_vjp, (equation, *inside))):
         book.materialise(leaves, f"{name} with a derivative of the user's own")
         return outputs
     # A view is recomputed in float32: an operation that rounds would give other values there.
@@ -252,12 +251,6 @@ def _rearranged(name: str, views: Sequence[View], output: Any) -> View | None:
     # The derivative of 1 + scale is the identity. A broadcast scale has other norms.
     moved = name in {"add", "add_any", "sub"} and trained[0].value.shape == output.shape
     return trained[0] if moved else None
-
-
-def _bends(equation: JaxprEqn) -> bool:
-    """Whether the equation may run a user's VJP, which need not be linear: it may clip."""
-    inside = (e for program in inner_programs(equation) for e in equations(program))
-    return own_vjp(equation) or any(map(own_vjp, inside))
 
 
 def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Array:
