@@ -124,6 +124,7 @@ def admit(
     steps = checks.whole("ledger.admit", "steps", steps)
     require(ledger, mechanism, steps, budget)
     # The ledger must be a prefix of the plan: the stopping time then does not depend on the data.
+    # Run-length encoded: a million equal steps are one entry of the state.
     values, counts = runs_of(_multipliers(mechanism)[: ledger.steps + steps])
     after = ledger._replace(multipliers=values, counts=counts, accounted=_digest(mechanism))
     return ended(after, mechanism, budget) if ledger.chosen else after

@@ -60,6 +60,7 @@ def sum_over(
         block = None if settle is None else (microbatches_in_block(size), settle)
         return sampling.fold(draw, size, add_rows, zero, (which, shares), block)
 
+    # Devices meet once a step, in `join`; noise is added after it, once.
     return on_each(share, layout)(draw, data, zero, state)
 
 

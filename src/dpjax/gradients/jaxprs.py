@@ -46,6 +46,7 @@ def evaluate(
 
     for equation in program.eqns:
         outputs = rule(equation, [read(v) for v in equation.invars])
+        # Values that no later equation reads stay: to drop them would take a pass for last uses.
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(v) for v in program.outvars]
 

@@ -195,6 +195,7 @@ def bytes_per_example(loss: Traced, params: PyTree, example: PyTree, engine: str
     if engine != "ghost":
         # Cotangents and scaled copies of all values, and two gradients of every leaf.
         return 4 * stored + 2 * _bytes(leaves)
+    # The trace that the engine will use, so the forecast knows which leaves are materialised.
     traced = loss.program(params, example)
     numbers = sum(leaves[i].size for i in traced.materialised)
     for i, leaf in enumerate(leaves):

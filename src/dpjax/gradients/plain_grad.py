@@ -50,6 +50,7 @@ def plain_grad(
         refuse_tracking("gradients.plain_grad")
         refuse_explicit("gradients.plain_grad", "data", batch)
         refuse_explicit("gradients.plain_grad", "parameters", params)
+        # As the private engine with weights 1: a benchmark compares privacy and not two programs.
         rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))
         traced, start = Traced(loss, has_aux), trees.zeros_wide(params)
         engine, request = partial(_unclipped, traced), Request(size, devices=devices)
@@ -69,6 +70,7 @@ def _unclipped(loss: Traced, params: PyTree, rows: Rows, start: PyTree) -> Clipp
     sums = jax.tree.leaves(start)
     for i, entries in found.entries.items():
         put = into_table(i, entries)
+        # No norms are computed, which is all that is saved.
         part = None if put else summed(i, [entry.scaled(ones) for entry in entries], leaves)
         sums[i] = put(sums[i], ones) if put else sums[i] + part
     for i, each in found.gradients.items():

@@ -50,6 +50,7 @@ class Planned:
     def __call__(self, step: ArrayLike) -> Float[Array, "..."]:
         """The value at a step or at several steps; NaN beyond the plan."""
         step = jnp.asarray(step)
+        # Steps outside the plan read the appended last entry.
         answers = jnp.asarray(np.append(self.values, np.float32(np.nan)))
         return answers[jnp.where((step >= 0) & (step < self.values.size), step, -1)]
 

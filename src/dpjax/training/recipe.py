@@ -26,6 +26,9 @@ from dpjax.types import Key, LossFn, PyTree, State
 Entry = Callable[[Key, Int[Array, ""]], PyTree]
 """``entry(key, step)``, one more leaf of every example of a step."""
 
+Home = Callable[[PyTree], Mesh | None]
+"""From parameters to the mesh of their run; None if JAX places it on one device."""
+
 
 class Recipe(NamedTuple):
     """What every step of a run does: the arguments of `dpjax.dpsgd`, and two more."""
@@ -87,8 +90,8 @@ def layout_of(recipe: Recipe, params: PyTree, row: PyTree) -> Layout:
     )
 
 
-def home_of(recipe: Recipe, row: PyTree) -> Callable[[PyTree], Mesh | None]:
-    """From parameters to the mesh of their run; None if JAX places it on one device."""
+def home_of(recipe: Recipe, row: PyTree) -> Home:
+    """Where a run lies, chosen by shapes alone."""
 
     @functools.cache
     def of_shapes(structure: Any, kinds: tuple[Any, ...]) -> Mesh | None:

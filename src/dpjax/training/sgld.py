@@ -128,6 +128,7 @@ def dp_sgld(
     mechanism = dataclasses.replace(silent, noise_multiplier=multiplier)
     steps = mechanism.steps
     burn_in = steps // 2 if burn_in is None else burn_in
+    # Samples are spread over what is left: neighbouring steps are hardly independent.
     every = max(1, (steps - burn_in) // samples) if every is None else every
     optimizer = optax.chain(
         # The Gaussian prior's gradient, w / s^2, over n, because the loss is a mean.

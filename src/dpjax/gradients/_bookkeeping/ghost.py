@@ -46,6 +46,7 @@ def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     for i, gradient in gradients.items():
         square = trees.group_norms([gradient], (0,), 1)[:, 0] ** 2
         squares[groups[i]] = squares[groups[i]] + square
+        # Its per-example gradients exist already, so they are summed as they are.
         pieces[i] = Pieces([gradient])
     entries, commons = divided(entries, leaves)
     together = computed(entries, leaves)
@@ -66,6 +67,8 @@ def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
         each, sites = factors[:, groups[i]], entries.get(i, [])
         if gradient is not None:
             parts[i] = kept(gradient, each)
+        # In place: a microbatch of a language model touches few rows of a table that is larger
+        # than all its other leaves.
         elif sites and (put := into_table(i, sites)):
             sums[i] = put(sums[i], each)
         elif sites:

@@ -141,6 +141,7 @@ def _lengths(form: Outer) -> tuple[Array, Array]:
 
 def _inner(p: Outer, q: Outer, precision: Any) -> Array:
     """Inner products of inputs ``[batch, blocks, positions of p, positions of q]``."""
+    # The inner product is symmetric, so one mixed case is enough.
     if p.chosen and not q.chosen:
         return jnp.swapaxes(_inner(q, p, precision), 2, 3)
     x, y = (jnp.concatenate(form.x, axis=2) for form in (p, q))

@@ -273,6 +273,7 @@ def pulled(
     def of_some(chosen: dict[int, Array]) -> Any:
         return function([chosen.get(i, leaf) for i, leaf in enumerate(leaves)])
 
+    # Other leaves that the function reads are constants of this derivative.
     outputs, pull = jax.vjp(of_some, {i: leaves[i] for i in by})
 
     def back(cotangents: Any) -> dict[int, Array]:

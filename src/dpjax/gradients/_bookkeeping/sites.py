@@ -103,6 +103,7 @@ class Book:
         """A leaf as an input of a program: a view, unless it is materialised."""
         if leaf in self.materialised:
             return value
+        # A leaf is the identity view of itself: an isometry, with its own axes.
         alone, axes = frozenset([leaf]), tuple(range(value.ndim))
         # A frozen leaf in a scan still is a leaf from which its views are computed.
         trained_by = alone if trained else frozenset[int]()
@@ -135,6 +136,7 @@ def plain(values: Sequence[Any], book: Book | None = None, name: str = "") -> li
     """Plain values. With a book, views among them are materialised: their use is not linear."""
     for x in values:
         if isinstance(x, View) and book is not None:
+            # From here on JAX differentiates by the leaf for each example: exact, only slower.
             book.materialise(x.leaves, f"enters {name}")
     return [x.value if isinstance(x, View) else x for x in values]
 

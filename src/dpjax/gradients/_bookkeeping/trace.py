@@ -99,12 +99,15 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
         book.materialise(other.leaves, f"meets a large leaf in {name}")
         mixed = [x if i == operand else other.value for i, x in enumerate(inputs)]
         return [_site(equation, mixed, operand, book)]
+    # No input comes from the data, so the result is a value of parameters alone again.
     if all(isinstance(x, View) for x in inputs):
         return _derive(equation, inputs, book)
     if sources and (better := rewritten(equation, inputs)):
         function, arguments = better
         program = jax.make_jaxpr(function)(*plain(arguments))
         return _walk(program.jaxpr, program.consts, arguments, book)
+    # Most large models have their layers in a scan; while loops and conditionals are rare, and
+    # what enters them is materialised.
     if sources and name == "scan":
         return scan_sites(equation, inputs, book, _walk)
     floats = sources and _is(jnp.floating, equation.outvars[0].aval)
@@ -259,6 +262,7 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
     view, data = sources[operand], tuple(x for x in inputs if not isinstance(x, View))
     entrywise, flat = known(equation.primitive.name).entrywise, tuple(view.constant)
     sizes = [n for a, n in enumerate(view.value.shape) if a not in flat and n > 1]
+    # The forward pass keeps the dtypes of the model; `apply` is for the gradient, and is wide.
     (output,) = bind_fast(equation, plain(inputs))
     wide = trees.wide(output.dtype)
 
@@ -292,6 +296,7 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
         places = (0 if a in flat else slice(None) for a in range(view.value.ndim))
         return view.of(leaves)[tuple(places)].reshape(sizes)
 
+    # The tap is zero: it changes no value, and its cotangent is the output's.
     tapped = book.tap(output)
     site = Site(
         leaves=union(view.leaves for view in sources.values()),

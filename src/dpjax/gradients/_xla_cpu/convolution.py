@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-# Inputs of at most 8 channels are slow; neighbours are added up to 48 output channels. Both timed.
+# Inputs of at most 8 channels are slow; neighbours are added up to 48 output channels. Both chosen
+# by ``make bench BENCH=primitives``.
 _FEW, _ENOUGH = 8, 48
 
 
@@ -117,6 +118,7 @@ def _abreast(parameters: dict[str, Any], count: int, x: Array, kernel: Array) ->
         "padding": (*beside, (low, high + max(0, missing))),
     }
     x, changed = _padded(x, changed)
+    # Shifted copies of the kernel look like more output channels, which XLA vectorises.
     kernels = jnp.concatenate([moved(places) for places in range(count)], out)
     y = _as_written(changed, x, kernels)
     y = y.reshape(*y.shape[:-2], rounds * count, -1)
