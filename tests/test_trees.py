@@ -52,7 +52,9 @@ def test_a_factor_of_zero_silences_anything(bad):
     np.testing.assert_array_equal(total["w"], [2.0, 4.0])
 
 
-@kills("trees.py", "scale, kept, precision=jax.lax.Precision.HIGHEST", "scale, kept", slow=True)
+@kills(
+    "trees.py", "scale, counted, precision=jax.lax.Precision.HIGHEST", "scale, counted", slow=True
+)
 def test_no_matrix_unit_rounds_a_clipped_sum():
     """It reads 8 bits of a factor and of a gradient, and norms are of all their bits."""
     total = jax.make_jaxpr(lambda g, f: trees.scaled_sum(g, f, (0,)))

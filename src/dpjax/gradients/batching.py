@@ -110,9 +110,9 @@ def _compensated(total: Total) -> tuple[PyTree, PyTree]:
         back = rounded - high
         return rounded, low + ((high - (rounded - back)) + (block - back))
 
-    parts = zip(*map(jax.tree.leaves, (total.high, total.low, total.block)), strict=True)
+    leaves = zip(*map(jax.tree.leaves, (total.high, total.low, total.block)), strict=True)
     structure = jax.tree.structure(total.block)
-    high, low = zip(*(two_sum(*part) for part in parts), strict=True)
+    high, low = zip(*(two_sum(*leaf) for leaf in leaves), strict=True)
     return structure.unflatten(high), structure.unflatten(low)
 
 
@@ -140,7 +140,7 @@ def _joined(
         return value, lost, more
     leaves, structure = jax.tree.flatten(value)
     lacking = [0.0] * len(leaves) if lost is None else jax.tree.leaves(lost)
-    parts = [_in_two(*part) for part in zip(leaves, lacking, reach, strict=True)]
+    parts = [_in_two(*leaf) for leaf in zip(leaves, lacking, reach, strict=True)]
     value, lost = map(structure.unflatten, zip(*parts, strict=True))
     # In one call, so that XLA can make one collective of them.
     return jax.lax.psum((value, lost, more), layout.axes)

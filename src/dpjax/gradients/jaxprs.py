@@ -72,8 +72,8 @@ def parts(equation: JaxprEqn) -> Iterator[Any]:
 
 def inner_programs(equation: JaxprEqn) -> list[Jaxpr]:
     """The programs inside an equation: of a call, a loop, every branch of a `cond`."""
-    opened = [part.jaxpr if isinstance(part, ClosedJaxpr) else part for part in parts(equation)]
-    return [part for part in opened if isinstance(part, Jaxpr)]
+    opened = [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in parts(equation)]
+    return [x for x in opened if isinstance(x, Jaxpr)]
 
 
 def own_vjp(equation: JaxprEqn) -> bool:

@@ -166,8 +166,8 @@ def _together(loss: Traced, params: PyTree, example: PyTree, batch_size: int, en
     """Examples in flight, on all devices of a CPU or on one accelerator: a power of two, or all."""
     if engine != "ghost" and platforms.on_cpu() and _trains_kernels(loss, params, example):
         return 1
-    each = bytes_per_example(loss, params, example, engine)
-    fits = _budget(loss, params, example, engine) / max(1, each)
+    per_example = bytes_per_example(loss, params, example, engine)
+    fits = _budget(loss, params, example, engine) / max(1, per_example)
     return min(batch_size, 2 ** max(0, round(math.log2(fits))))
 
 
@@ -219,9 +219,9 @@ def _frozen_bytes(loss: Traced, params: PyTree, example: PyTree) -> int:
 
 
 def _total(
-    jaxpr: Jaxpr, moving: Sequence[bool], each: Callable[[JaxprEqn, list[bool]], int]
+    jaxpr: Jaxpr, moving: Sequence[bool], bytes_of: Callable[[JaxprEqn, list[bool]], int]
 ) -> int:
-    """The sum of ``each(equation, which of its inputs move)`` over a program and its loops."""
+    """The sum of ``bytes_of(equation, which of its inputs move)`` over a program and its loops."""
     total = 0
 
     def count(equation: JaxprEqn, entering: list[bool]) -> list[bool]:
@@ -230,8 +230,8 @@ def _total(
         for program in inner:
             # The last inputs are the program's own. Under vmap a `cond` runs all its branches.
             own = ([False] * len(program.invars) + entering)[len(entering) :]
-            total += _total(program, own, each) * equation.params.get("length", 1)
-        total += 0 if inner else each(equation, entering)
+            total += _total(program, own, bytes_of) * equation.params.get("length", 1)
+        total += 0 if inner else bytes_of(equation, entering)
         return [any(entering)] * len(equation.outvars)
 
     evaluate(jaxpr, [False] * len(jaxpr.constvars), moving, count, literal=lambda _: False)

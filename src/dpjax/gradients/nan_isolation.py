@@ -56,7 +56,7 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
     return guarded
 
 
-def each(function: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
+def map_rows(function: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
     """`jax.vmap` of a function over rows, or `jax.lax.map` where their convolutions would mix."""
     together = jax.vmap(function)
     return jax.lax.map(function, rows) if _grouped_by_rows(together, rows) else together(rows)

@@ -66,15 +66,16 @@ def _unclipped(loss: Traced, params: PyTree, rows: Rows, start: PyTree) -> Clipp
     if differentiates_kernels(loss, params, trees.one_row(rows.batch), by_patches):
         refuse_split("gradients.plain_grad", rows.batch)
     leaves, ones = wide_leaves(params), jnp.where(rows.mask, rows.weights[:, 0], 0)
-    found = backward(loss, params, rows.batch)
+    losses, _, entries, gradients = backward(loss, params, rows.batch)
     sums = jax.tree.leaves(start)
-    for i, entries in found.entries.items():
-        put = into_table(i, entries)
-        # No norms are computed, which is all that is saved.
-        part = None if put else summed(i, [entry.scaled(ones) for entry in entries], leaves)
-        sums[i] = put(sums[i], ones) if put else sums[i] + part
-    for i, each in found.gradients.items():
-        sums[i] = sums[i] + weighted_sum(each, ones)
+    # No norms are computed, which is all that is saved.
+    for i, sites in entries.items():
+        if put := into_table(i, sites):
+            sums[i] = put(sums[i], ones)
+        else:
+            sums[i] = sums[i] + summed(i, [entry.scaled(ones) for entry in sites], leaves)
+    for i, gradient in gradients.items():
+        sums[i] = sums[i] + weighted_sum(gradient, ones)
     value = jax.tree.structure(params).unflatten(sums)
     # The caller reads no norms.
-    return ClippedSum(value, found.losses, norms=rows.weights, factors=rows.weights)
+    return ClippedSum(value, losses, norms=rows.weights, factors=rows.weights)

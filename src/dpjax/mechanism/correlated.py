@@ -81,9 +81,9 @@ def overlaps_of(strategy: Strategy, sampler: Sampler) -> tuple[float, ...] | Non
     if not sampler.random_bins or strategy.steps > LARGEST_MATRIX:
         return None
     bins = participation_of(strategy, sampler).separation
-    found = overlaps(strategy, bins) / sensitivity_of(strategy, sampler) ** 2
+    shared = overlaps(strategy, bins) / sensitivity_of(strategy, sampler) ** 2
     # Where batches share more, the bound saves a twentieth of the noise at most, and soon nothing.
-    return tuple(found.tolist()) if np.mean(found) <= 0.75 else None
+    return tuple(shared.tolist()) if np.mean(shared) <= 0.75 else None
 
 
 def correlated_claim(strategy: Strategy, sampler: Sampler) -> str:

@@ -18,7 +18,7 @@ from dpjax import trees
 from dpjax.gradients import layout
 from dpjax.gradients.batching import Layout
 from dpjax.gradients.loss_checks import require_one_example
-from dpjax.gradients.nan_isolation import each
+from dpjax.gradients.nan_isolation import map_rows
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.multipliers import Planned
 from dpjax.types import Key, LossFn, PyTree, State
@@ -139,4 +139,4 @@ def weights_of(recipe: Recipe, state: State, examples: PyTree) -> Float[Array, "
     # A weight that took a mean over the batch would move all contributions when one example leaves.
     program = jax.make_jaxpr(weight)(trees.one_row(examples)).jaxpr
     require_one_example(program, f"{recipe.name}: weights")
-    return each(weight, examples)
+    return map_rows(weight, examples)

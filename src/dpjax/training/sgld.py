@@ -136,6 +136,7 @@ def dp_sgld(
         optax.scale_by_learning_rate(schedules.times(learning_rate, sampling.examples / 2)),
         keep_samples(samples, burn_in=burn_in, every=every),
     )
+    # DP-SGD with this multiplier and optimizer: draw, clipping, noise and ledger exist once.
     recipe = Recipe(
         name=call,
         loss=loss,

@@ -65,12 +65,12 @@ def norms(
     alone = forms[0] if len(entries) == 1 and entries[0].site.isometry else None
     if choice.rule == "instantiate" and alone is not None:
         place, gradients = placed(leaf, entries[0], alone, leaves, exact)
-        kept = Pieces(gradients, place)
+        pieces = Pieces(gradients, place)
     else:
-        kept = Pieces([instantiated([leaf], entries, forms, leaves, exact)[leaf]])
-    squares = added([squared(x) for x in kept.gradients])
+        pieces = Pieces([instantiated([leaf], entries, forms, leaves, exact)[leaf]])
+    squares = added([squared(x) for x in pieces.gradients])
     if choice.keep:
-        return squares, kept
+        return squares, pieces
     return _with_doubt(squares, [form for form in forms if form is not None]), None
 
 

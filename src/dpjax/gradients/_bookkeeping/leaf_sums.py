@@ -46,8 +46,8 @@ class Entry(NamedTuple):
 
     def scaled(self, factors: Squares) -> Entry:
         """Each example's cotangent times its factor; 0 for a factor of 0."""
-        each = trees.expand(factors, self.cotangent)
-        return self._replace(cotangent=jnp.where(each != 0, each * self.cotangent, 0))
+        scale = trees.expand(factors, self.cotangent)
+        return self._replace(cotangent=jnp.where(scale != 0, scale * self.cotangent, 0))
 
 
 class Pieces(NamedTuple):
@@ -147,14 +147,14 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
         if form is not None and not form.chosen:
             # By all leaves of the site: JAX cannot differentiate by a padding value alone.
             pull_back = pulled(sorted(entry.site.leaves), leaves, entry.site.of)
-            part = pull_back(form.joined(_over_all(form)))[leaf]
+            of_site = pull_back(form.joined(_over_all(form)))[leaf]
         elif form is None and entire(leaves[leaf], [entry.site]):
             # The scaled cotangents of an elementwise use are the scaled gradients.
             gradients = instantiated([leaf], [entry], [None], leaves)[leaf]
-            part = weighted_sum(gradients, jnp.ones(len(gradients), gradients.dtype))
+            of_site = weighted_sum(gradients, jnp.ones(len(gradients), gradients.dtype))
         else:
-            part = _summing(leaf, entry, leaves)(entry.cotangent)
-        total = total + part
+            of_site = _summing(leaf, entry, leaves)(entry.cotangent)
+        total = total + of_site
     return total
 
 
@@ -259,7 +259,8 @@ def instantiated(
 
         return pulled(sorted(union(e.site.leaves for e in entries)), leaves, run)(cotangents)
 
-    # One derivative for all: a value that they share may take longer than the sites.
+    # One derivative for all: a value that they share, such as a kernel or a norm of all parameters,
+    # may take longer than the sites.
     cotangents = [*map(added, by_view.values()), *(entry.cotangent for entry in rest)]
     gradients = jax.vmap(one)([entry.data for entry in rest], cotangents)
     return {leaf: gradients[leaf] for leaf in by}

@@ -106,8 +106,8 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
         function, arguments = better
         program = jax.make_jaxpr(function)(*plain(arguments))
         return _walk(program.jaxpr, program.consts, arguments, book)
-    # Most large models have their layers in a scan; while loops and conditionals are rare, and
-    # what enters them is materialised.
+    # Most large models have their layers in a scan. What enters a while loop or a conditional is
+    # materialised.
     if sources and name == "scan":
         return scan_sites(equation, inputs, book, _walk)
     floats = sources and _is(jnp.floating, equation.outvars[0].aval)
@@ -218,11 +218,11 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
         return memo[id(views)]
 
     # Only a rearrangement keeps every norm, so only then is the view's norm the leaf's norm.
-    kept = _rearranged(name, views, outputs[0])
-    axes = kept.axes if kept else None
+    source = _rearranged(name, views, outputs[0])
+    axes = source.axes if source else None
     if name == "transpose" and axes is not None:
         axes = tuple(axes[i] for i in equation.params["permutation"])
-    elif name in {"reshape", "squeeze", "rev", "neg"} or (name == "sub" and views[1] is kept):
+    elif name in {"reshape", "squeeze", "rev", "neg"} or (name == "sub" and views[1] is source):
         # A change of sign keeps the norm at one site, but not inner products of two sites.
         axes = None
     made = (equation, tuple(views)) if len(outputs) == 1 else None
@@ -233,7 +233,7 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
         constant, axes_of = structure(equation, views, x)
         runs = {leaf: along for leaf, along in axes_of.items() if leaf in trained}
         of = functools.partial(lambda i, *given: compute(*given)[i], i)
-        return View(trained, reads, of, x, bool(kept), axes, depth, constant, runs, made)
+        return View(trained, reads, of, x, bool(source), axes, depth, constant, runs, made)
 
     return [view(i, x) for i, x in enumerate(outputs)]
 

@@ -179,7 +179,7 @@ def _kernel_cotangent(
         low = parameters["padding"][i][0]
         padding.append((low, taken + reach - given - low))
     last, inner = len(space) + 1, range(1, len(space) + 1)
-    found = jax.lax.conv_general_dilated(
+    for_kernel = jax.lax.conv_general_dilated(
         images,
         kernel,
         window_strides=parameters["rhs_dilation"],
@@ -191,7 +191,7 @@ def _kernel_cotangent(
         ),
         precision=parameters["precision"],
     )
-    return jnp.moveaxis(found, (last, 0, *inner), numbers.rhs_spec)
+    return jnp.moveaxis(for_kernel, (last, 0, *inner), numbers.rhs_spec)
 
 
 def _swap_channels(kernel: Array, out: int, channels: int, groups: int) -> Array:
