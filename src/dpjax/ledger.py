@@ -185,7 +185,7 @@ def _method(mechanism: Plan, budget: Budget) -> str:
     return mechanism.stated(budget.delta, budget.method)[1]
 
 
-# Cached, because `fit` asks before every dispatch. The method is a key of its own: mechanisms are
+# Cached, because `admit` asks before every dispatch. The method is a key of its own: mechanisms are
 # equal whatever they were calibrated for.
 @functools.lru_cache(maxsize=128)
 def _affordable(mechanism: Plan, epsilon: float, delta: float, method: str) -> int:

@@ -19,6 +19,7 @@ import optax
 from dpjax import accounting, checks, clipping, trees
 from dpjax.gradients import ENGINES, clipped_grad
 from dpjax.noise import GaussianState
+from dpjax.noise.state import LinkNoise
 from dpjax.types import ClippedSum, Clipping, Limits, LossFn, NoiseMultiplier, PyTree, Sum
 
 __all__ = [
@@ -298,17 +299,11 @@ def _runs(
     class Measured(GaussianState):
         """The state of a noise link, which records and exchanges what its noise meets."""
 
-        def meeting(
-            self,
-            clipped: Sum,
-            deviations: Callable[[Any], Sequence[Any]],
-            multiplier: Any,
-            strategy: Any,
-            below: Any = None,
-        ) -> tuple[PyTree, Any]:
-            of_groups = deviations(self.step)
+        def meeting(self, clipped: Sum, below: Any, noise: LinkNoise) -> tuple[PyTree, Any]:
+            of_groups = noise.deviations(self.step)
             of_leaves = [of_groups[group] for group in clipped.rule.groups]
-            measurement = Measurement(clipped.value, of_leaves, multiplier, strategy, below)
+            given = noise.multiplier, noise.strategy
+            measurement = Measurement(clipped.value, of_leaves, *given, below)
             measurements.append(measurement)
             meets = next(left, measurement)
             return meets.total, meets.below

@@ -18,6 +18,7 @@ from dpjax import clipping, noise, trees
 from dpjax.noise import GaussianState
 from dpjax.noise.link import add_noise, noise_link
 from dpjax.noise.multiplier import WIDER
+from dpjax.noise.state import LinkNoise
 from dpjax.types import Key, Purpose, PyTree
 
 # A `Mechanism`, whose file imports this one.
@@ -74,16 +75,9 @@ def privatize(
         )
         return mean, state._replace(memory=memory, scale=scale)
 
-    return noise_link(
-        name,
-        mechanism.gradient_multiplier,
-        mechanism.clipping,
-        key,
-        mechanism.deviations_on_sum,
-        release,
-        mechanism.noise,
-        adapts=mechanism.adaptive is not None,
-    )
+    multiplier, adapts = mechanism.gradient_multiplier, mechanism.adaptive is not None
+    of_link = LinkNoise(mechanism.deviations_on_sum, multiplier, mechanism.noise)
+    return noise_link(name, mechanism.clipping, key, of_link, release, adapts)
 
 
 def private_mean(
