@@ -165,7 +165,7 @@ def add_noise(
     if strategy is None:
         noisy = trees.random_like(standard_normal, noise_key, total, *more, use=_added, parts=parts)
         return noisy, memory
-    # The numbers of white noise, mixed with those of earlier steps, and then scaled.
+    # The numbers of white noise, mixed with earlier steps' numbers, and then scaled.
     drawn = trees.random_like(standard_normal, noise_key, total, parts=parts)
     mixed, memory = strategy.next(drawn, memory, step)
     return jax.tree.map(_added, mixed, total, *more), memory
