@@ -413,7 +413,7 @@ def assert_is_the_definition(names, rule_of=by_leaf, tolerance=2e-5):
     case="uses",
     slow=True,
 )
-@kills("gradients/_bookkeeping/leaf_sums.py", "total + part", "part", case="uses", slow=True)
+@kills("gradients/_bookkeeping/leaf_sums.py", "total + of_site", "of_site", case="uses", slow=True)
 @kills("gradients/_bookkeeping/leaf_sums.py", "(-1)].add", "(-1)].set", case="tables", slow=True)
 @kills(
     "gradients/_bookkeeping/common.py",
@@ -857,7 +857,7 @@ def test_a_weight_maps_broken_rows_apart():
 
     with jax.enable_x64(True):
         x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 2)))
-        run = jax.jit(functools.partial(nan_isolation.each, weight))
+        run = jax.jit(functools.partial(nan_isolation.map_rows, weight))
         found, want = run(x.at[1].set(math.nan)), run(x)
     np.testing.assert_allclose(found[jnp.arange(4) != 1], want[jnp.arange(4) != 1], rtol=1e-9)
 
@@ -865,7 +865,7 @@ def test_a_weight_maps_broken_rows_apart():
 @pytest.mark.sample(1)
 @kills(
     "gradients/nan_isolation.py",
-    "if _grouped_by_rows(lambda some: engine(loss, rule, params, some, start), rows):",
+    "if _grouped_by_rows(lambda some: run(params, some, start), rows):",
     "if False:",
     case="vmap",
     slow=True,

@@ -18,7 +18,7 @@ from dpjax import Mechanism, accounting, clipping, diagnostics, losses, sampling
 from dpjax.auditing.single_step import _measured
 from dpjax.federated.fedavg import recipe_of
 from dpjax.gradients._estimated_norms.jl import estimated_norms
-from dpjax.mechanism.link import followed
+from dpjax.mechanism.link import private_mean
 from dpjax.noise.link import add_noise
 
 
@@ -52,7 +52,9 @@ def test_a_factor_of_zero_silences_anything(bad):
     np.testing.assert_array_equal(total["w"], [2.0, 4.0])
 
 
-@kills("trees.py", "scale, kept, precision=jax.lax.Precision.HIGHEST", "scale, kept", slow=True)
+@kills(
+    "trees.py", "scale, counted, precision=jax.lax.Precision.HIGHEST", "scale, counted", slow=True
+)
 def test_no_matrix_unit_rounds_a_clipped_sum():
     """It reads 8 bits of a factor and of a gradient, and norms are of all their bits."""
     total = jax.make_jaxpr(lambda g, f: trees.scaled_sum(g, f, (0,)))
@@ -84,7 +86,10 @@ def given_a_key(key):
     usual = {"clipping": rule, "noise_multiplier": 1.0, "steps": 1}
     rounds = Mechanism(sampling=sampling.poisson(20, 5), **usual)
     first = lambda w, example: jnp.vdot(w, example[0])  # noqa: E731
-    quantile, one = clipping.Quantile(target=0.5, rate=0.2), jnp.ones(())
+    adapts, one = (
+        dataclasses.replace(rounds, adaptive=clipping.Quantile(count_multiplier=2.0)),
+        jnp.ones(()),
+    )
     samplers = [
         sampling.poisson(20, 5),
         sampling.poisson(10**6, 5),
@@ -96,7 +101,7 @@ def given_a_key(key):
     traced = [
         *(functools.partial(sampler.draw, key, 0) for sampler in samplers),
         lambda: add_noise(like, rule.partition, [1.0], key, 0),
-        lambda: followed(quantile, 1.0, one, one, one, key, jnp.int32(0)),
+        lambda: private_mean(adapts, like, key, jnp.int32(0), bound_scale=one, below=one),
         lambda: estimated_norms(lambda w, x: (w @ x, ()), 1, like, rows, key),
         lambda: recipe_of("", None, optax.identity(), rounds, None, scale=1.0).entry(key, 0),
         lambda: losses.augmented(first, lambda _, x: x, 2, key=key)(like, (like, like)),

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-__all__ = ["brief", "rate", "short", "table", "veiled"]
-
 _REPR = reprlib.Repr()
 _REPR.maxother = 400  # a mechanism within an algorithm is not cut
 _REPR.maxtuple = 4

@@ -19,18 +19,6 @@ from typing import IO, Any
 
 import numpy as np
 
-__all__ = [
-    "FIELDS",
-    "line_of_log",
-    "lock",
-    "opened_for_owner",
-    "read_arrays",
-    "read_json",
-    "read_log",
-    "replace",
-    "replacing",
-]
-
 FIELDS = frozenset(
     ["step", "counted", "epsilon", "delta", "method", "estimate", "bound", "stop", "private"]
 )

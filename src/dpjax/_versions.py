@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from importlib import metadata
 
-__all__ = ["version"]
-
 
 def version(package: str) -> str:
     """The installed version of a package, or words if it has none."""

@@ -42,7 +42,8 @@ class NotANumber(TypeError, ValueError):
 def number(call: str, name: str, value: Any, hint: str = "") -> float:
     """A finite or infinite real number; text, arrays and booleans raise, and so does NaN."""
     try:
-        array = np.asarray(value)  # of scalars of NumPy, JAX and Python alike
+        # Scalars of NumPy, JAX and Python alike; the kind excludes booleans and text.
+        array = np.asarray(value)
         good = array.ndim == 0 and array.dtype.kind in "iuf" and not math.isnan(array)
     except (TypeError, ValueError):
         good = False

@@ -124,6 +124,7 @@ def admit(
     steps = checks.whole("ledger.admit", "steps", steps)
     require(ledger, mechanism, steps, budget)
     # The ledger must be a prefix of the plan: the stopping time then does not depend on the data.
+    # Run-length encoded: a million equal steps are one entry of the state.
     values, counts = runs_of(_multipliers(mechanism)[: ledger.steps + steps])
     after = ledger._replace(multipliers=values, counts=counts, accounted=_digest(mechanism))
     return ended(after, mechanism, budget) if ledger.chosen else after
@@ -184,7 +185,8 @@ def _method(mechanism: Plan, budget: Budget) -> str:
     return mechanism.stated(budget.delta, budget.method)[1]
 
 
-# The method is a key of its own: mechanisms are equal whatever they were calibrated for.
+# Cached, because `admit` asks before every dispatch. The method is a key of its own: mechanisms are
+# equal whatever they were calibrated for.
 @functools.lru_cache(maxsize=128)
 def _affordable(mechanism: Plan, epsilon: float, delta: float, method: str) -> int:
     """Bisects: a longer prefix of the same steps never costs less."""

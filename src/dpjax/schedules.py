@@ -47,10 +47,10 @@ def table(multipliers: ArrayLike, steps_per_epoch: int = 1) -> optax.Schedule:
     hint = "It is round(examples / batch_size), or 1 for a value a step."
     # A step is an int32, which cannot be divided by more.
     most = 2**31 - 1
-    each = checks.whole("schedules.table", "steps_per_epoch", steps_per_epoch, hint, most=most)
+    length = checks.whole("schedules.table", "steps_per_epoch", steps_per_epoch, hint, most=most)
 
     def schedule(step: ArrayLike) -> Float[Array, "..."]:
-        epoch = jnp.asarray(step) // each
+        epoch = jnp.asarray(step) // length
         # Past the end the last value holds. `Mechanism` never accounts for a step past its plan.
         return jnp.asarray(entries)[jnp.clip(epoch, 0, entries.size - 1).astype(jnp.int32)]
 

@@ -19,6 +19,7 @@ import optax
 from dpjax import accounting, checks, clipping, trees
 from dpjax.gradients import ENGINES, clipped_grad
 from dpjax.noise import GaussianState
+from dpjax.noise.state import LinkNoise
 from dpjax.types import ClippedSum, Clipping, Limits, LossFn, NoiseMultiplier, PyTree, Sum
 
 __all__ = [
@@ -61,14 +62,14 @@ def influence(rule: Clipping, gradients: PyTree) -> float:
         taken = jax.tree.map(lambda x: jnp.asarray(x)[rows], gradients)
         return _vector(clipping.clip(rule, taken, mask)[0])
 
-    whole = summed(every, np.ones(size, bool))
+    total = summed(every, np.ones(size, bool))
     # An example can be masked like padding, or absent from the batch.
     without = [
         rest
         for i in every
         for rest in (summed(every, every != i), summed(every[every != i], np.ones(size - 1, bool)))
     ]
-    return float(max((np.linalg.norm(whole - rest) for rest in without), default=0.0))
+    return float(max((np.linalg.norm(total - rest) for rest in without), default=0.0))
 
 
 def assert_sensitivity(rule: Clipping, gradients: PyTree) -> None:
@@ -120,9 +121,9 @@ def assert_engines_agree(
     # The definition; every engine is compared with it and not with its neighbour.
     want = run("vmap", None)
     for engine, size in itertools.product(set(engines) - {"vmap"}, microbatch_sizes):
-        got = run(engine, size)
+        computed = run(engine, size)
         for name in ("value", "losses", "norms", "factors"):
-            a, b = _vector(getattr(want, name)), _vector(getattr(got, name))
+            a, b = _vector(getattr(want, name)), _vector(getattr(computed, name))
             # Engines sum in other orders, so rounding is relative to the largest number.
             scale = max(1.0, float(np.max(np.abs(a[np.isfinite(a)]), initial=0.0)))
             if not np.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
@@ -298,17 +299,11 @@ def _runs(
     class Measured(GaussianState):
         """The state of a noise link, which records and exchanges what its noise meets."""
 
-        def meeting(
-            self,
-            clipped: Sum,
-            deviations: Callable[[Any], Sequence[Any]],
-            multiplier: Any,
-            strategy: Any,
-            below: Any = None,
-        ) -> tuple[PyTree, Any]:
-            of_groups = deviations(self.step)
+        def meeting(self, clipped: Sum, below: Any, noise: LinkNoise) -> tuple[PyTree, Any]:
+            of_groups = noise.deviations(self.step)
             of_leaves = [of_groups[group] for group in clipped.rule.groups]
-            measurement = Measurement(clipped.value, of_leaves, multiplier, strategy, below)
+            given = noise.multiplier, noise.strategy
+            measurement = Measurement(clipped.value, of_leaves, *given, below)
             measurements.append(measurement)
             meets = next(left, measurement)
             return meets.total, meets.below

@@ -65,8 +65,8 @@ def leaf_names(tree: PyTree) -> tuple[str, ...]:
 
 def nodes(tree: PyTree, kind: type[T] | tuple[type[T], ...]) -> list[T]:
     """The nodes of a type, or of several, wherever they stand in a tree."""
-    found = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
-    return [node for node in found if isinstance(node, kind)]
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in leaves if isinstance(node, kind)]
 
 
 def leading_size(tree: PyTree, *, name: str = "batch") -> int:
@@ -91,10 +91,8 @@ def one_row(tree: PyTree) -> PyTree:
     return jax.tree.map(row, tree)
 
 
-@jax.jit
-def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
-    """One program for all shapes, where JAX compiles one for each shape outside of `jax.jit`."""
-    return [jnp.copy(x) for x in arrays]
+# One program for all shapes, where JAX compiles one for each shape outside of `jax.jit`.
+_copies = jax.jit(lambda arrays: list(map(jnp.copy, arrays)))
 
 
 def copy(tree: PyTree) -> PyTree:
@@ -164,12 +162,12 @@ def widened_exactly(x: Array) -> Array:
     kind, wider = jnp.finfo(x.dtype), x.astype(wide(x.dtype))
     # A float8 may have numbers where IEEE's format with its exponent bits has infinity.
     exponents = kind.nexp if kind.bits > 8 else jnp.finfo(wider.dtype).nexp
-    kept = jax.lax.reduce_precision(wider, exponents, kind.nmant)
+    rounded = jax.lax.reduce_precision(wider, exponents, kind.nmant)
     if kind.nexp == jnp.finfo(wider.dtype).nexp:
-        return kept
+        return rounded
     # To fewer exponent bits it rounds subnormal numbers to 0: in a float16 all below 6e-5.
     unit, normal = float(kind.smallest_subnormal), float(kind.smallest_normal)
-    return jnp.where(jnp.abs(wider) < normal, jnp.round(wider / unit) * unit, kept)
+    return jnp.where(jnp.abs(wider) < normal, jnp.round(wider / unit) * unit, rounded)
 
 
 def zeros_wide(tree: PyTree) -> PyTree:
@@ -201,10 +199,10 @@ def scaled_sum(
     def total(leaf: Array, group: int) -> Array:
         scale = factors[:, group].astype(wide(leaf.real.dtype))
         # 0 * NaN is NaN: a dropped example must contribute exactly 0.
-        kept = jnp.where(expand(scale, leaf) != 0, widened_exactly(leaf), 0)
-        scale = scale.astype(kept.dtype)  # complex for a complex leaf
+        counted = jnp.where(expand(scale, leaf) != 0, widened_exactly(leaf), 0)
+        scale = scale.astype(counted.dtype)  # complex for a complex leaf
         # XLA on CPU runs this product many times faster than a multiplication and a sum.
-        return jnp.einsum("b,b...->...", scale, kept, precision=jax.lax.Precision.HIGHEST)
+        return jnp.einsum("b,b...->...", scale, counted, precision=jax.lax.Precision.HIGHEST)
 
     leaves, structure = jax.tree.flatten(gradients)
     return structure.unflatten(

@@ -93,5 +93,6 @@ class Quantile:
     def moved(self, scale: Float[Array, ""], fraction: Any) -> Float[Array, ""]:
         """The scale of the next step, from that of this one and the noised fraction below."""
         error = self.rate * (fraction - self.target)
+        # The geometric step follows a bound over orders of magnitude at one rate.
         after = scale * jnp.exp(-error) if self.geometric else scale - error
         return jnp.clip(after, 1 / _FAR, _FAR).astype(scale.dtype)

@@ -78,6 +78,7 @@ def grouped(
         raise ValueError(f"clipping.grouped(bound={bound}, total={total}): give one of them.")
     partition = partition_of(groups)
     if bound is None:
+        # k orthogonal groups of total / sqrt(k) have the sensitivity `total`.
         total = checks.not_negative("clipping.grouped", "total", total, _BOUND)
         bound = float(total / partition.size**0.5)
     return _rule("grouped", bound, partition, jnp.ones_like)
@@ -152,6 +153,8 @@ def psac(bound: float = 1.0, stabilizer: float = 0.1, *, groups: Groups = 1) -> 
     stabilizer = checks.positive("clipping.psac", "stabilizer", stabilizer, hint)
 
     def wish(norms: Norms) -> Norms:
+        # For small norms the factor tends to the bound and not to infinity, so gradients that are
+        # mostly noise are not stretched.
         return bound / (norms + stabilizer / (norms + stabilizer))
 
     return _rule("psac", bound, groups, wish, stabilizer=stabilizer)

@@ -17,12 +17,4 @@ from dpjax.federated.fedavg import fedavg, fedsgd
 from dpjax.federated.rounds import Info
 from dpjax.federated.weights import Weights
 
-__all__ = [
-    "Clients",
-    "Info",
-    "Weights",
-    "evaluate_clients",
-    "fedavg",
-    "fedsgd",
-    "scores",
-]
+__all__ = ["Clients", "Info", "Weights", "evaluate_clients", "fedavg", "fedsgd", "scores"]

@@ -82,4 +82,5 @@ def evaluate_clients(
 
 @partial(jax.jit, static_argnums=0)
 def _values(metric: Metric, params: PyTree, clients: Clients) -> Float[Array, " examples"]:
+    # All rows of all clients together: one call per client would compile each shape of its own.
     return jax.lax.map(partial(metric, params), clients.examples, batch_size=_TOGETHER)

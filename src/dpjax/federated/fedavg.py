@@ -197,9 +197,7 @@ def _algorithm(
         )
     # Their public total, not their drawn total, makes the mean.
     scale = len(clients) / weights.total_share
-    recipe = recipe_of(
-        call, local, server, mechanism, clients, scale=scale, microbatch_size=microbatch_size
-    )
+    recipe = recipe_of(call, local, server, mechanism, clients, scale, microbatch_size)
     rows = Row(jnp.arange(len(clients)), jnp.asarray(weights.shares), clients.counts)
     identity = {"algorithm": name, "weights": {"total": weights.total_share}}
     algorithm = assemble(recipe, rows, identity, shared=clients, budget=budget, info=round_info)
@@ -220,7 +218,6 @@ def recipe_of(
     server: optax.GradientTransformation,
     mechanism: Mechanism,
     clients: Clients,
-    *,
     scale: float,
     microbatch_size: int | None = None,
 ) -> Recipe:

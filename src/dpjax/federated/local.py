@@ -47,7 +47,8 @@ def trained(
     carry = _State(jnp.zeros(()), trees.zeros_wide(params), optimizer)
 
     def epoch(number: Int[Array, ""], carry: _State) -> _State:
-        # The client's rows in random order, then padding: jax.random.permutation needs a constant.
+        # The client's rows in random order, then padding. By sorting a number for each place: the
+        # client's size is traced, and jax.random.permutation needs a constant.
         places = jax.random.uniform(jax.random.fold_in(key, number), (clients.capacity,))
         own = jnp.arange(clients.capacity) < count
         order = jnp.argsort(jnp.where(own, places, 2.0))

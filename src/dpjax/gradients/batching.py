@@ -60,6 +60,7 @@ def sum_over(
         block = None if settle is None else (microbatches_in_block(size), settle)
         return sampling.fold(draw, size, add_rows, zero, (which, shares), block)
 
+    # Devices meet once a step, in `join`; noise is added after it, once.
     return on_each(share, layout)(draw, data, zero, state)
 
 
@@ -109,9 +110,9 @@ def _compensated(total: Total) -> tuple[PyTree, PyTree]:
         back = rounded - high
         return rounded, low + ((high - (rounded - back)) + (block - back))
 
-    parts = zip(*map(jax.tree.leaves, (total.high, total.low, total.block)), strict=True)
+    leaves = zip(*map(jax.tree.leaves, (total.high, total.low, total.block)), strict=True)
     structure = jax.tree.structure(total.block)
-    high, low = zip(*(two_sum(*part) for part in parts), strict=True)
+    high, low = zip(*(two_sum(*leaf) for leaf in leaves), strict=True)
     return structure.unflatten(high), structure.unflatten(low)
 
 
@@ -139,7 +140,7 @@ def _joined(
         return value, lost, more
     leaves, structure = jax.tree.flatten(value)
     lacking = [0.0] * len(leaves) if lost is None else jax.tree.leaves(lost)
-    parts = [_in_two(*part) for part in zip(leaves, lacking, reach, strict=True)]
+    parts = [_in_two(*leaf) for leaf in zip(leaves, lacking, reach, strict=True)]
     value, lost = map(structure.unflatten, zip(*parts, strict=True))
     # In one call, so that XLA can make one collective of them.
     return jax.lax.psum((value, lost, more), layout.axes)
@@ -165,25 +166,26 @@ class Rows(NamedTuple):
 Engine = Callable[[Traced, Clipping, PyTree, Rows, PyTree], ClippedSum]
 """``(loss, rule, params, rows, start) -> clipped sum``, added to what was there at the start."""
 
+BoundEngine = Callable[[PyTree, Rows, PyTree], ClippedSum]
+"""An engine for one loss and one rule."""
 
-def laid_out(engine: Engine, layout: Layout) -> Engine:
+
+def laid_out(engine: BoundEngine, layout: Layout) -> BoundEngine:
     """An engine in the microbatches and on the devices of a layout."""
 
-    def in_turn(
-        loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
-    ) -> ClippedSum:
+    def in_turn(params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
         """One microbatch after the other, in one compiled loop; the last one is padded."""
         count, size = rows.mask.shape[0], layout.microbatch_size
         if count <= size:
-            return engine(loss, rule, params, rows, start)
+            return engine(params, rows, start)
         # Blocks of equal length, so that at most one microbatch in each is padding.
         trips = -(-count // size)
         blocks = -(-trips // microbatches_in_block(size))
         shape = (blocks, -(-trips // blocks), size)
 
         def add(block: PyTree, some: Rows) -> tuple[PyTree, ClippedSum]:
-            part = engine(loss, rule, params, some, block)
-            return part.value, part._replace(value=None)
+            after = engine(params, some, block)
+            return after.value, after._replace(value=None)
 
         def add_block(total: Total, some: Rows) -> tuple[Total, ClippedSum]:
             block, parts = jax.lax.scan(add, total.block, some)
@@ -198,14 +200,12 @@ def laid_out(engine: Engine, layout: Layout) -> Engine:
         parts = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 3)[:count], parts)
         return parts._replace(value=value)
 
-    def spread(
-        loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
-    ) -> ClippedSum:
+    def spread(params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
         """Each device loops over its own share, and they meet once."""
 
         def share(which: Any, params: PyTree, some: Rows) -> ClippedSum:
             # From zeros and not from `start`, which would be added once a device.
-            return in_turn(loss, rule, params, some, trees.zeros_wide(params))
+            return in_turn(params, some, trees.zeros_wide(params))
 
         count = rows.mask.shape[0]
         # Masked rows make the shares equal; shard_map needs an even split.

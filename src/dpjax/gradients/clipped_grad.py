@@ -19,7 +19,7 @@ from dpjax.clipping.shards import refuse_explicit, refuse_tracking
 from dpjax.data.arrays import arrays
 from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._estimated_norms.jl import projected
-from dpjax.gradients.batching import Engine, Rows
+from dpjax.gradients.batching import BoundEngine, Engine, Rows
 from dpjax.gradients.engines import ENGINES, named
 from dpjax.gradients.layout import Request, run_laid_out
 from dpjax.gradients.loss_checks import check_loss, check_params
@@ -123,8 +123,11 @@ def clipped_grad(
         rows = Rows(batch, real, _held_weights(weights, size, rule.partition.size))
         # In float32 or wider: the sum must not lose what one example adds.
         start = trees.zeros_wide(params) if start is None else start
-        run = functools.partial(_engine, name, rule)
-        total = run_laid_out("clipped_grad", request, run, traced, rule, params, rows, start, key)
+
+        def run(key: Key) -> BoundEngine:
+            return functools.partial(_engine(name, rule, key), traced, rule)
+
+        total = run_laid_out("clipped_grad", request, run, traced, params, rows, start, key)
         return total._replace(rule=rule.limits(params))
 
     return clipped

@@ -42,6 +42,7 @@ def explain(loss: LossFn, params: PyTree, example: PyTree) -> str:
         else:
             counts = Counter(site.equation.primitive.name for site in sites)
             uses = ", ".join(use if n == 1 else f"{n} x {use}" for use, n in counts.items())
+            # The choice of the engine itself, which it makes by shapes.
             choice = foresee(leaves[i], sites, i)
             rule = choice.rule + (", kept" if choice.keep else "")
             rows.append((name, uses, rule, f"{choice.operations:,}"))

@@ -46,6 +46,7 @@ def evaluate(
 
     for equation in program.eqns:
         outputs = rule(equation, [read(v) for v in equation.invars])
+        # Values that no later equation reads stay: to drop them would take a pass for last uses.
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(v) for v in program.outvars]
 
@@ -71,8 +72,8 @@ def parts(equation: JaxprEqn) -> Iterator[Any]:
 
 def inner_programs(equation: JaxprEqn) -> list[Jaxpr]:
     """The programs inside an equation: of a call, a loop, every branch of a `cond`."""
-    opened = [part.jaxpr if isinstance(part, ClosedJaxpr) else part for part in parts(equation)]
-    return [part for part in opened if isinstance(part, Jaxpr)]
+    opened = [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in parts(equation)]
+    return [x for x in opened if isinstance(x, Jaxpr)]
 
 
 def own_vjp(equation: JaxprEqn) -> bool:

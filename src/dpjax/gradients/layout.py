@@ -25,11 +25,11 @@ from dpjax import meshes, trees
 from dpjax.gradients import platforms
 from dpjax.gradients._bookkeeping.cost import foresee
 from dpjax.gradients._bookkeeping.primitives import known
-from dpjax.gradients.batching import MOST, Engine, Layout, Rows, laid_out
+from dpjax.gradients.batching import MOST, BoundEngine, Layout, Rows, laid_out
 from dpjax.gradients.engines import named
 from dpjax.gradients.jaxprs import convolutions, equations, evaluate, inner_programs
 from dpjax.gradients.traced import Traced
-from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
+from dpjax.types import ClippedSum, Key, LossFn, PyTree
 
 # The share of the memory for one microbatch on an accelerator.
 _SHARE = 1 / 8
@@ -94,9 +94,8 @@ def _layout(request: Request, loss: Traced, params: PyTree, example: PyTree) -> 
 def run_laid_out(
     call: str,
     request: Request,
-    engine: Callable[[Key], Engine],
+    engine: Callable[[Key], BoundEngine],
     loss: Traced,
-    rule: Clipping,
     params: PyTree,
     rows: Rows,
     start: PyTree,
@@ -118,7 +117,7 @@ def run_laid_out(
             ours = committed == tuple(jax.local_devices()[: len(committed)])
             beside = request._replace(devices=len(committed) if ours else 1)
             chosen = _layout(beside, loss, params, example)
-        return laid_out(engine(key), chosen)(loss, rule, params, rows, start)
+        return laid_out(engine(key), chosen)(params, rows, start)
 
     with platforms.traced_for(platforms.of(devices)):
         return platforms.dependent(run, *parts.values())
@@ -167,8 +166,8 @@ def _together(loss: Traced, params: PyTree, example: PyTree, batch_size: int, en
     """Examples in flight, on all devices of a CPU or on one accelerator: a power of two, or all."""
     if engine != "ghost" and platforms.on_cpu() and _trains_kernels(loss, params, example):
         return 1
-    each = bytes_per_example(loss, params, example, engine)
-    fits = _budget(loss, params, example, engine) / max(1, each)
+    per_example = bytes_per_example(loss, params, example, engine)
+    fits = _budget(loss, params, example, engine) / max(1, per_example)
     return min(batch_size, 2 ** max(0, round(math.log2(fits))))
 
 
@@ -184,27 +183,26 @@ def bytes_per_example(loss: Traced, params: PyTree, example: PyTree, engine: str
     """An estimate of the memory for one example in flight, from the values that depend on it."""
     program, leaves = jax.make_jaxpr(loss)(params, example).jaxpr, jax.tree.leaves(params)
     moving = [i >= len(leaves) for i in range(len(program.invars))]
+
+    def written(equation: JaxprEqn, entering: list[bool]) -> int:
+        # The book-keeping engine stores what XLA does not fuse.
+        fused = engine == "ghost" and not known(equation.primitive.name).writes
+        if fused or not any(entering):
+            return 0
+        return _bytes(v.aval for v in equation.outvars if hasattr(v.aval, "shape"))
+
+    stored = _total(program, moving, written)
     if engine != "ghost":
         # Cotangents and scaled copies of all values, and two gradients of every leaf.
-        return 4 * _program_bytes(program, moving) + 2 * _bytes(leaves)
+        return 4 * stored + 2 * _bytes(leaves)
+    # The trace that the engine will use, so the forecast knows which leaves are materialised.
     traced = loss.program(params, example)
     numbers = sum(leaves[i].size for i in traced.materialised)
     for i, leaf in enumerate(leaves):
         if sites := [site for site in traced.sites if i in site.leaves]:
             numbers += foresee(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), sites, i).numbers
     # Sites compute norms in float32: 4 bytes per number.
-    return _program_bytes(program, moving, fused=True) + 4 * numbers
-
-
-def _program_bytes(jaxpr: Jaxpr, moving: Sequence[bool], fused: bool = False) -> int:
-    """Bytes of the values that depend on moving inputs; if fused, what XLA writes."""
-
-    def written(equation: JaxprEqn, entering: list[bool]) -> int:
-        if not any(entering) or (fused and not known(equation.primitive.name).writes):
-            return 0
-        return _bytes(v.aval for v in equation.outvars if hasattr(v.aval, "shape"))
-
-    return _total(jaxpr, moving, written)
+    return stored + 4 * numbers
 
 
 def _frozen_bytes(loss: Traced, params: PyTree, example: PyTree) -> int:
@@ -221,9 +219,9 @@ def _frozen_bytes(loss: Traced, params: PyTree, example: PyTree) -> int:
 
 
 def _total(
-    jaxpr: Jaxpr, moving: Sequence[bool], each: Callable[[JaxprEqn, list[bool]], int]
+    jaxpr: Jaxpr, moving: Sequence[bool], bytes_of: Callable[[JaxprEqn, list[bool]], int]
 ) -> int:
-    """The sum of ``each(equation, which of its inputs move)`` over a program and its loops."""
+    """The sum of ``bytes_of(equation, which of its inputs move)`` over a program and its loops."""
     total = 0
 
     def count(equation: JaxprEqn, entering: list[bool]) -> list[bool]:
@@ -232,8 +230,8 @@ def _total(
         for program in inner:
             # The last inputs are the program's own. Under vmap a `cond` runs all its branches.
             own = ([False] * len(program.invars) + entering)[len(entering) :]
-            total += _total(program, own, each) * equation.params.get("length", 1)
-        total += 0 if inner else each(equation, entering)
+            total += _total(program, own, bytes_of) * equation.params.get("length", 1)
+        total += 0 if inner else bytes_of(equation, entering)
         return [any(entering)] * len(equation.outvars)
 
     evaluate(jaxpr, [False] * len(jaxpr.constvars), moving, count, literal=lambda _: False)

@@ -99,11 +99,11 @@ def closed_over(program: ClosedJaxpr, examples: int) -> tuple[int, ...] | None:
     return next((shape for shape in shapes if examples > 1 and shape[:1] == (examples,)), None)
 
 
-def _constants(part: Any) -> Iterator[Any]:
-    if isinstance(part, ClosedJaxpr):
-        yield from part.consts
-        part = part.jaxpr
-    if isinstance(part, Jaxpr):
-        for equation in part.eqns:
+def _constants(value: Any) -> Iterator[Any]:
+    if isinstance(value, ClosedJaxpr):
+        yield from value.consts
+        value = value.jaxpr
+    if isinstance(value, Jaxpr):
+        for equation in value.eqns:
             for inner in parts(equation):
                 yield from _constants(inner)

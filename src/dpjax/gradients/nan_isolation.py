@@ -33,31 +33,30 @@ Harmless = Callable[[Traced, PyTree, PyTree], int]
 
 def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
     """An engine that takes example after example where their convolutions would mix."""
-    # One example a microbatch: no convolution of it has another example in its groups.
-    alone = laid_out(engine, Layout(1))
 
     def guarded(
         loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
     ) -> ClippedSum:
+        run = partial(engine, loss, rule)
         if not differentiates_kernels(loss, params, trees.one_row(rows.batch), harmless):
-            return engine(loss, rule, params, rows, start)
+            return run(params, rows, start)
         # XLA partitions exactly these convolutions wrongly, with or without NaN.
         refuse_split("clipped_grad", rows.batch)
-        if _grouped_by_rows(lambda some: engine(loss, rule, params, some, start), rows):
-            return alone(loss, rule, params, rows, start)
-        together = engine(loss, rule, params, rows, start)
+        # One example a microbatch: no convolution of it has another example in its groups.
+        alone = partial(laid_out(run, Layout(1)), params, rows, start)
+        if _grouped_by_rows(lambda some: run(params, some, start), rows):
+            return alone()
+        together = run(params, rows, start)
         if platforms.on_cpu():
             return together
         # Other compilers were not tested, so a non-finite norm may have spread there.
         broken = ~jnp.all(jnp.isfinite(together.norms))
-        return jax.lax.cond(
-            broken, lambda: alone(loss, rule, params, rows, start), lambda: together
-        )
+        return jax.lax.cond(broken, alone, lambda: together)
 
     return guarded
 
 
-def each(function: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
+def map_rows(function: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
     """`jax.vmap` of a function over rows, or `jax.lax.map` where their convolutions would mix."""
     together = jax.vmap(function)
     return jax.lax.map(function, rows) if _grouped_by_rows(together, rows) else together(rows)

@@ -7,12 +7,13 @@ So it is a fair baseline for the time of a private step, and it speeds up non-pr
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dpjax import clipping, trees
+from dpjax import trees
 from dpjax.clipping.shards import refuse_explicit, refuse_tracking
 from dpjax.gradients._bookkeeping.ghost import backward, by_patches, wide_leaves
 from dpjax.gradients._bookkeeping.leaf_sums import into_table, summed, weighted_sum
@@ -20,7 +21,7 @@ from dpjax.gradients.batching import Rows
 from dpjax.gradients.layout import Request, run_laid_out
 from dpjax.gradients.nan_isolation import differentiates_kernels, refuse_split
 from dpjax.gradients.traced import Traced
-from dpjax.types import ClippedSum, Clipping, LossFn, PyTree
+from dpjax.types import ClippedSum, LossFn, PyTree
 
 
 def plain_grad(
@@ -49,37 +50,32 @@ def plain_grad(
         refuse_tracking("gradients.plain_grad")
         refuse_explicit("gradients.plain_grad", "data", batch)
         refuse_explicit("gradients.plain_grad", "parameters", params)
+        # As the private engine with weights 1: a benchmark compares privacy and not two programs.
         rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))
+        traced, start = Traced(loss, has_aux), trees.zeros_wide(params)
+        engine, request = partial(_unclipped, traced), Request(size, devices=devices)
         total = run_laid_out(
-            "gradients.plain_grad",
-            Request(size, devices=devices),
-            lambda _: _unclipped,
-            Traced(loss, has_aux),
-            clipping.flat(jnp.inf),
-            params,
-            rows,
-            start=trees.zeros_wide(params),
+            "gradients.plain_grad", request, lambda _: engine, traced, params, rows, start
         )
         return jax.tree.map(lambda x: x / size, total.value)
 
     return gradient
 
 
-def _unclipped(
-    loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
-) -> ClippedSum:
-    del rule
+def _unclipped(loss: Traced, params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
     if differentiates_kernels(loss, params, trees.one_row(rows.batch), by_patches):
         refuse_split("gradients.plain_grad", rows.batch)
     leaves, ones = wide_leaves(params), jnp.where(rows.mask, rows.weights[:, 0], 0)
-    found = backward(loss, params, rows.batch)
+    losses, _, entries, gradients = backward(loss, params, rows.batch)
     sums = jax.tree.leaves(start)
-    for i, entries in found.entries.items():
-        put = into_table(i, entries)
-        part = None if put else summed(i, [entry.scaled(ones) for entry in entries], leaves)
-        sums[i] = put(sums[i], ones) if put else sums[i] + part
-    for i, each in found.gradients.items():
-        sums[i] = sums[i] + weighted_sum(each, ones)
+    # No norms are computed, which is all that is saved.
+    for i, sites in entries.items():
+        if put := into_table(i, sites):
+            sums[i] = put(sums[i], ones)
+        else:
+            sums[i] = sums[i] + summed(i, [entry.scaled(ones) for entry in sites], leaves)
+    for i, gradient in gradients.items():
+        sums[i] = sums[i] + weighted_sum(gradient, ones)
     value = jax.tree.structure(params).unflatten(sums)
     # The caller reads no norms.
-    return ClippedSum(value, found.losses, norms=rows.weights, factors=rows.weights)
+    return ClippedSum(value, losses, norms=rows.weights, factors=rows.weights)

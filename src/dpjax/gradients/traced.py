@@ -34,8 +34,8 @@ class Traced:
         """The loss, evaluated from its jaxpr: its Python code runs once for the same shapes."""
         leaves, key = _shapes(params, example)
         if key not in self.jaxprs:
-            jaxpr, found = jax.make_jaxpr(self.loss, return_shape=True)(params, example)
-            self.jaxprs[key] = jaxpr_as_fun(jaxpr), jax.tree.structure(found)
+            jaxpr, shape = jax.make_jaxpr(self.loss, return_shape=True)(params, example)
+            self.jaxprs[key] = jaxpr_as_fun(jaxpr), jax.tree.structure(shape)
         run, structure = self.jaxprs[key]
         return structure.unflatten(run(*leaves))
 

@@ -77,12 +77,13 @@ def sensitivity_of(strategy: Strategy, sampler: Sampler) -> float:
 @functools.lru_cache(maxsize=128)
 def overlaps_of(strategy: Strategy, sampler: Sampler) -> tuple[float, ...] | None:
     """How much two possible bins of an example have in common; None where that gains nothing."""
+    # Overlaps are found from the whole matrix.
     if not sampler.random_bins or strategy.steps > LARGEST_MATRIX:
         return None
     bins = participation_of(strategy, sampler).separation
-    found = overlaps(strategy, bins) / sensitivity_of(strategy, sampler) ** 2
+    shared = overlaps(strategy, bins) / sensitivity_of(strategy, sampler) ** 2
     # Where batches share more, the bound saves a twentieth of the noise at most, and soon nothing.
-    return tuple(found.tolist()) if np.mean(found) <= 0.75 else None
+    return tuple(shared.tolist()) if np.mean(shared) <= 0.75 else None
 
 
 def correlated_claim(strategy: Strategy, sampler: Sampler) -> str:
@@ -100,6 +101,7 @@ def correlated_event(strategy: Strategy, sampler: Sampler, multipliers: np.ndarr
     """The privacy event of the steps that ran, of these multipliers, with correlated noise."""
     check_run(f"Mechanism(noise={strategy.name})", strategy, sampler, len(multipliers))
     if is_amplified(strategy, sampler):
+        # Columns that do not overlap are separate releases: each is accounted by itself.
         event = sampler.event(multipliers)
         # Moves of two records overlap across cycles where there are several cycles and bands.
         apart = strategy.bands == 1 or len(multipliers) <= sampler.facts["cycle"]

@@ -190,6 +190,7 @@ class Mechanism:
     @property
     def gradient_multiplier(self) -> NoiseMultiplier:
         """The noise multiplier of the sums alone; with the count's it joins to the total."""
+        # Derived, and not a field: no caller can overwrite the total that is accounted.
         if self.adaptive is None:
             return self.noise_multiplier
         return left_for_gradients(self.noise_multiplier, self.count_multiplier)
@@ -337,6 +338,7 @@ class Mechanism:
         # Bisection tries factors for which the check of adapted bounds would raise.
         bare = dataclasses.replace(self, adaptive=None)
         method = method or accounting.tightest(self.event, self.relation)
+        # One factor for the whole schedule keeps its shape, and epsilon is monotone in it.
         factor = accounting.calibrate(
             lambda factor: bare.scaled(factor).event, epsilon, delta, method, self.relation
         )

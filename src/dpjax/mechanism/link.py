@@ -18,6 +18,7 @@ from dpjax import clipping, noise, trees
 from dpjax.noise import GaussianState
 from dpjax.noise.link import add_noise, noise_link
 from dpjax.noise.multiplier import WIDER
+from dpjax.noise.state import LinkNoise
 from dpjax.types import Key, Purpose, PyTree
 
 # A `Mechanism`, whose file imports this one.
@@ -32,10 +33,7 @@ def private(mechanism: Described, key: Key | None) -> optax.GradientTransformati
             "leave adaptive= out."
         )
     clip = clipping.clip_and_sum(mechanism.clipping)
-    mean_link = privatize(mechanism, key, "Mechanism.private")
-
-    def init(params: PyTree) -> Any:
-        return clip.init(params), mean_link.init(params)
+    links = optax.chain(clip, privatize(mechanism, key, "Mechanism.private"))
 
     def update(
         updates: PyTree,
@@ -53,11 +51,9 @@ def private(mechanism: Described, key: Key | None) -> optax.GradientTransformati
                 f"Mechanism.private: {sampler.name} draws are padded; give update(..., mask=mask), "
                 "of sampling.batch or draw.mask. mask=True says that all rows were drawn."
             )
-        total, shapes = clip.update(updates, state[0], params, mask=mask)
-        mean, after = mean_link.update(total, state[1], params)
-        return mean, (shapes, after)
+        return links.update(updates, state, params, mask=mask)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(links.init, update)
 
 
 def privatize(
@@ -68,30 +64,20 @@ def privatize(
     def release(
         total: PyTree, state: GaussianState, below: Float[Array, ""] | None
     ) -> tuple[PyTree, GaussianState]:
-        root, step = state.key, state.step
-        adapted: dict[str, Any] = {"bound_scale": state.scale, "below": below}
         mean, scale, memory = private_mean(
-            mechanism, total, root, step, memory=state.memory, **adapted
+            mechanism,
+            total,
+            state.key,
+            state.step,
+            memory=state.memory,
+            bound_scale=state.scale,
+            below=below,
         )
         return mean, state._replace(memory=memory, scale=scale)
 
-    link = noise_link(
-        name,
-        mechanism.gradient_multiplier,
-        mechanism.clipping,
-        key,
-        mechanism.deviations_on_sum,
-        release,
-        mechanism.noise,
-    )
-    if mechanism.adaptive is None:
-        return link
-
-    def init(params: PyTree) -> Any:
-        state: Any = link.init(params)
-        return state._replace(scale=jnp.ones((), jnp.float32))
-
-    return optax.GradientTransformationExtraArgs(init, link.update)
+    multiplier, adapts = mechanism.gradient_multiplier, mechanism.adaptive is not None
+    of_link = LinkNoise(mechanism.deviations_on_sum, multiplier, mechanism.noise)
+    return noise_link(name, mechanism.clipping, key, of_link, release, adapts)
 
 
 def private_mean(
@@ -123,27 +109,13 @@ def private_mean(
     mean = jax.tree.map(lambda x: x * share.astype(x.dtype), noisy)
     if mechanism.adaptive is None:
         return mean, bound_scale, memory
-    count = mechanism.count_multiplier
-    scale = followed(mechanism.adaptive, count, below, share, bound_scale, key, step)
-    return mean, scale, memory
-
-
-def followed(
-    quantile: clipping.Quantile,
-    multiplier: float,
-    below: Float[Array, ""] | None,
-    share: Array,
-    scale: Float[Array, ""],
-    key: Key,
-    step: Int[Array, ""],
-) -> Float[Array, ""]:
-    """The scale of adapted bounds at the next step; the noise of the count is added here, once."""
     if below is None:
         raise ValueError(
             "Mechanism.privatize: the bound is adapted, so update needs the count of the batch. "
             "Give below=quantile.below(rule, norms, mask)."
         )
-    # One example moves the count by 1/2: half the multiplier is the deviation of its noise.
+    # The noise of the count is added here, once. One example moves the count by 1/2, so half the
+    # multiplier is the deviation.
     drawn = WIDER * noise.standard_normal(trees.step_key(key, Purpose.COUNT, step), ())
-    fraction = (below + multiplier / 2 * drawn) * share + 0.5
-    return quantile.moved(scale, fraction)
+    fraction = (below + mechanism.count_multiplier / 2 * drawn) * share + 0.5
+    return mean, mechanism.adaptive.moved(bound_scale, fraction), memory

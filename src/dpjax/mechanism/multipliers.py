@@ -47,14 +47,10 @@ class Planned:
         """The value at each planned step."""
         return np.frombuffer(self.table, np.float32)
 
-    def first_without_size(self) -> int | None:
-        """The first planned step whose value is not positive and finite, if there is one."""
-        good = (self.values > 0) & np.isfinite(self.values)
-        return None if np.all(good) else int(np.argmin(good))
-
     def __call__(self, step: ArrayLike) -> Float[Array, "..."]:
         """The value at a step or at several steps; NaN beyond the plan."""
         step = jnp.asarray(step)
+        # Steps outside the plan read the appended last entry.
         answers = jnp.asarray(np.append(self.values, np.float32(np.nan)))
         return answers[jnp.where((step >= 0) & (step < self.values.size), step, -1)]
 

@@ -18,7 +18,7 @@ from jaxtyping import Array
 from dpjax import checks, trees
 from dpjax.noise.multiplier import WIDER, checked_multiplier, standard_deviations
 from dpjax.noise.normal import normal_in_parts, standard_normal
-from dpjax.noise.state import GaussianState, first_key, unless_unset
+from dpjax.noise.state import GaussianState, LinkNoise, first_key, unless_unset
 from dpjax.strategies import Strategy
 from dpjax.types import Clipping, Key, NoiseMultiplier, Partition, Purpose, PyTree, Sum
 
@@ -65,26 +65,26 @@ def gaussian(
 
 def noise_link(
     name: str,
-    multiplier: NoiseMultiplier,
     rule: Clipping,
     key: Key | None,
-    deviations: Callable[[Any], Sequence[Any]],
+    noise: LinkNoise,
     release: Callable[..., tuple[PyTree, GaussianState]],
-    strategy: Strategy | None = None,
+    adapts: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Every noise link: ``release(sum, state, count)`` gives the output and the next state."""
     if key is not None:
         checks.key(name, key)
 
     def init(params: PyTree) -> Any:
-        step = jnp.zeros((), jnp.int32)
-        return GaussianState(first_key(key, (step, params)), step, first_memory(strategy, params))
+        step, scale = jnp.zeros((), jnp.int32), jnp.ones((), jnp.float32) if adapts else None
+        first = first_key(key, (step, params))
+        return GaussianState(first, step, first_memory(noise.strategy, params), scale)
 
     def update(
         updates: Any, state: Any, params: PyTree | None = None, *, below: Any = None, **extra: Any
     ) -> tuple[PyTree, Any]:
         require_sum(updates, rule, name)
-        total, below = state.meeting(updates, deviations, multiplier, strategy, below)
+        total, below = state.meeting(updates, below, noise)
         if key is None:
             total = unless_unset(total, state.key, name)
         released, after = release(total, state, below)
@@ -116,7 +116,7 @@ def sum_link(
         )
         return noisy, state._replace(memory=memory)
 
-    return noise_link(name, multiplier, rule, key, deviations, release, strategy)
+    return noise_link(name, rule, key, LinkNoise(deviations, multiplier, strategy), release)
 
 
 def first_memory(strategy: Strategy | None, params: PyTree) -> PyTree:
@@ -165,6 +165,7 @@ def add_noise(
     if strategy is None:
         noisy = trees.random_like(standard_normal, noise_key, total, *more, use=_added, parts=parts)
         return noisy, memory
+    # The numbers of white noise, mixed with earlier steps' numbers, and then scaled.
     drawn = trees.random_like(standard_normal, noise_key, total, parts=parts)
     mixed, memory = strategy.next(drawn, memory, step)
     return jax.tree.map(_added, mixed, total, *more), memory

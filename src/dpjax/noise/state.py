@@ -19,9 +19,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dpjax import checks, trees
 from dpjax._display import veiled
+from dpjax.strategies import Strategy
 from dpjax.types import Key, NoiseMultiplier, PyTree, State, Sum
 
 T = TypeVar("T")
+
+
+class LinkNoise(NamedTuple):
+    """The noise of a link."""
+
+    deviations: Callable[[Any], Sequence[Any]]
+    """From a step to the standard deviation in each group."""
+    multiplier: NoiseMultiplier
+    strategy: Strategy | None = None
+    """How the noise of different steps is correlated; None for white noise."""
 
 
 class GaussianState(NamedTuple):
@@ -41,14 +52,7 @@ class GaussianState(NamedTuple):
     def __repr__(self) -> str:
         return veiled(self, "key", "memory")
 
-    def meeting(
-        self,
-        clipped: Sum,
-        deviations: Callable[[Any], Sequence[Any]],
-        multiplier: NoiseMultiplier,
-        strategy: Any,
-        below: Any = None,
-    ) -> tuple[PyTree, Any]:
+    def meeting(self, clipped: Sum, below: Any, noise: LinkNoise) -> tuple[PyTree, Any]:
         """The sum and the count that meet the noise, as received; `dpjax.testing` records them."""
         return clipped.value, below
 

@@ -56,10 +56,10 @@ def stated(
         if event == "subset":
             return without_replacement(multipliers, examples, int(batch_size))
         starts = np.arange(0, len(multipliers), cycle)
-        each = np.minimum.reduceat(multipliers, starts) if len(multipliers) else multipliers
+        least = np.minimum.reduceat(multipliers, starts) if len(multipliers) else multipliers
         values, steps = map(np.asarray, zip(*rates, strict=True))
-        rows = np.searchsorted(np.cumsum(steps), np.arange(len(each)), side="right")
-        return accounting.scheduled_gaussian(each, values[np.minimum(rows, len(values) - 1)])
+        rows = np.searchsorted(np.cumsum(steps), np.arange(len(least)), side="right")
+        return accounting.scheduled_gaussian(least, values[np.minimum(rows, len(values) - 1)])
 
     def participation(steps: int) -> strategies.Participation:
         # The last batch of a cycle can share an example with the first one of the next.

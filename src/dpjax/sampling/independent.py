@@ -96,6 +96,7 @@ def full(examples: int) -> Sampler:
       1.0
     """
     examples, _ = checked_sizes("full", examples, examples, LARGEST)
+    # Made once: a constant of the program, not a new array in every step.
     everything = jnp.arange(examples)
     return Sampler(
         name="full",
@@ -127,6 +128,7 @@ def fixed(examples: int, batch_size: int) -> Sampler:
     examples, batch_size = checked_whole_sizes("fixed", examples, batch_size)
 
     def draw(key: Key, step: Any) -> Draw:
+        # Batches of different steps are independent, as the event assumes.
         key, mask = trees.step_key(key, Purpose.SAMPLING, step), jnp.ones(batch_size, bool)
         if is_sparse(examples, batch_size):
             return Draw(distinct(key, examples, batch_size), mask)

@@ -77,12 +77,12 @@ class Block(NamedTuple):
 
 def block_of(rate: float) -> Block:
     """The blocks that draw each example with a probability of at most ``rate``, below 1."""
-    # Partial sums of the series of -log(1 - q) are below it, so 1 - exp(-each) is below the rate.
+    # Partial sums of the series of -log(1 - q) are below it, so 1 - exp(-mean) is below the rate.
     q = Fraction(rate)
-    each = sum((q**k / k for k in range(1, 24)), Fraction(0))
-    each = Fraction(int(each * 2**128), 2**128)  # a short fraction, rounded down as well
-    shift = min(_WIDEST, int(_MEAN / each).bit_length() - 1)
-    return Block(shift, np.array([_digits(tail) for tail in _tails(each * 2**shift)], np.uint32))
+    mean = sum((q**k / k for k in range(1, 24)), Fraction(0))
+    mean = Fraction(int(mean * 2**128), 2**128)  # a short fraction, rounded down as well
+    shift = min(_WIDEST, int(_MEAN / mean).bit_length() - 1)
+    return Block(shift, np.array([_digits(tail) for tail in _tails(mean * 2**shift)], np.uint32))
 
 
 def _tails(mean: Fraction) -> list[int]:
@@ -107,8 +107,8 @@ def scattered(key: Key, examples: int, block: Block) -> Draw:
     words = jax.random.bits(for_numbers, (1, count, block.tails.shape[1]), jnp.uint32)
     falls = _less(words, jnp.asarray(block.tails)[:, None])  # [balls, blocks]
     cells = jax.random.bits(for_cells, (balls, count), jnp.uint32) >> (32 - block.shift)
-    whole = jnp.arange(count, dtype=jnp.uint32) < (examples >> block.shift)
-    real = whole[None] | (cells < (examples & (2**block.shift - 1)))  # the last one may be cut
+    complete = jnp.arange(count, dtype=jnp.uint32) < (examples >> block.shift)
+    real = complete[None] | (cells < (examples & (2**block.shift - 1)))  # the last one may be cut
     chosen = falls & real & ~_repeated(cells, jnp.sum(falls, axis=0, dtype=jnp.int32))
     # In the order of blocks, so that a stream reads forwards.
     draw = listed(chosen.T.reshape(-1))
@@ -139,8 +139,8 @@ def _repeated(
     above = jnp.full_like(cells, 2**32 - 1)
     earlier = jnp.concatenate([above, cells])
 
-    def body(apart: Int[Array, ""], found: Array) -> Array:
-        return found | (jax.lax.dynamic_slice_in_dim(earlier, balls - apart, balls) == cells)
+    def body(apart: Int[Array, ""], repeated: Array) -> Array:
+        return repeated | (jax.lax.dynamic_slice_in_dim(earlier, balls - apart, balls) == cells)
 
     # Two balls of one block are fewer rows apart than the fullest block has balls.
     return jax.lax.fori_loop(1, jnp.max(falls), body, jnp.zeros_like(cells, bool))
@@ -149,8 +149,8 @@ def _repeated(
 def distinct(key: Key, examples: int, size: int) -> Array:
     """A uniform list of ``size`` distinct indices: places that repeat one are drawn again."""
     # Renaming the examples renames the lists and changes no probability: all are equally likely.
-    found = _redrawn(key, size, lambda key: _uniform(key, examples, size), _found_before)
-    return _joined(found[:, 0], found[:, 1], _WIDEST, examples)
+    digits = _redrawn(key, size, lambda key: _uniform(key, examples, size), _found_before)
+    return _joined(digits[:, 0], digits[:, 1], _WIDEST, examples)
 
 
 def _uniform(key: Key, examples: int, size: int) -> UInt[Array, "size 2"]:
@@ -166,7 +166,7 @@ def _uniform(key: Key, examples: int, size: int) -> UInt[Array, "size 2"]:
         high = words[:, 0] >> shifts[0] if highest else jnp.zeros(size, jnp.uint32)
         return jnp.stack([high, words[:, 1] >> shifts[1]], axis=1)
 
-    return _redrawn(key, size, digits, lambda found: ~_less(found, limit))
+    return _redrawn(key, size, digits, lambda indices: ~_less(indices, limit))
 
 
 def _redrawn(
@@ -175,20 +175,20 @@ def _redrawn(
     """Draws all places, then the wrong places again until none is wrong."""
 
     def body(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        turn, found, again = state
-        found = jnp.where(again[:, None], draw(jax.random.fold_in(key, turn)), found)
-        return turn + 1, found, wrong(found)
+        turn, drawn, again = state
+        drawn = jnp.where(again[:, None], draw(jax.random.fold_in(key, turn)), drawn)
+        return turn + 1, drawn, wrong(drawn)
 
     start = jnp.uint32(0), jnp.zeros((size, 2), jnp.uint32), jnp.ones(size, bool)
     return jax.lax.while_loop(lambda state: jnp.any(state[2]), body, start)[1]
 
 
-def _found_before(found: UInt[Array, "size 2"]) -> Bool[Array, " size"]:
+def _found_before(indices: UInt[Array, "size 2"]) -> Bool[Array, " size"]:
     """Which places hold the index of an earlier place."""
-    places = jnp.arange(len(found), dtype=jnp.int32)
-    high, low, order = jax.lax.sort((found[:, 0], found[:, 1], places), num_keys=3)
+    places = jnp.arange(len(indices), dtype=jnp.int32)
+    high, low, order = jax.lax.sort((indices[:, 0], indices[:, 1], places), num_keys=3)
     same = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
-    return jnp.zeros(len(found), bool).at[order[1:]].set(same)
+    return jnp.zeros(len(indices), bool).at[order[1:]].set(same)
 
 
 def permuted(key: Key, examples: int, starts: np.ndarray, offset: int | Int[Array, ""]) -> Array:
@@ -250,7 +250,6 @@ def _listed(chosen: Bool[Array, " examples"]) -> Draw:
 
 
 def _listed_in_turn(chosen: Bool[Array, " examples"]) -> Draw:
-    """`listed` as a sequential loop."""
     examples = jnp.arange(chosen.size, dtype=jnp.int32)
 
     # The chosen indices grow from the front, the others from the back.

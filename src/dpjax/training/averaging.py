@@ -64,10 +64,11 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
 
 def link_of(state: Any, kind: type[Any], call: str, link: str) -> Any:
     """The state of a link inside another state."""
-    found = next(iter(trees.nodes(state, kind)), None)
-    if found is None:
+    # By its type, wherever it stands: the optimizer around it may have any shape.
+    links = trees.nodes(state, kind)
+    if not links:
         raise ValueError(f"training.{call}: expected a state with training.{link} as a link.")
-    return found
+    return links[0]
 
 
 def averaged(optimizer_state: Any) -> PyTree:

@@ -150,6 +150,8 @@ class Checkpoints:
         notes = read(notes=self.args.JsonRestore())["notes"]
         # By jnp.dtype, which knows bfloat16's name.
         empty = [np.empty(shape, jnp.dtype(dtype)) for shape, dtype in notes["leaves"].values()]
+        # As NumPy arrays of the saved shapes: what they become on a device is decided against
+        # `like`, with an error that names the leaf.
         target = {str(i): x for i, x in enumerate(empty) if x.size}
         arrays = read(state=self.args.StandardRestore(target))["state"]
         numbers = [np.asarray(arrays.get(str(i), x)) for i, x in enumerate(empty)]

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import jax
+import numpy as np
 from absl import logging
 from jax.extend.core import ClosedJaxpr
 
@@ -72,21 +73,12 @@ def check_state(name: str, state: Any) -> None:
         )
 
 
-def planned_bounds(name: str, schedule: Schedule | None, mechanism: Mechanism) -> Planned | None:
-    """A schedule of bounds as its table."""
-    if schedule is None:
-        return None
-    if mechanism.adaptive is not None:
-        raise ValueError(
-            f"{name}(bound_schedule=...): the mechanism adapts its bounds. Leave one out."
-        )
-    return positive_plan(f"{name}: the factor on bounds", schedule, mechanism.steps)
-
-
 def positive_plan(what: str, schedule: Schedule, steps: int) -> Planned:
     """A schedule as its table, which must be positive at every step."""
     planned = Planned.of(schedule, steps)
-    if (step := planned.first_without_size()) is not None:
+    positive = (planned.values > 0) & np.isfinite(planned.values)
+    if not positive.all():
+        step = int(np.argmin(positive))
         raise ValueError(
             f"{what} is {planned.values[step]} at step {step} of {steps}; expected a finite, "
             "positive one."

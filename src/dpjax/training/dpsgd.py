@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 from dpjax import checks, ledger, meshes, trees
 from dpjax.mechanism import Mechanism
 from dpjax.training.assembly import assemble
-from dpjax.training.checks import check_kinds, checked_data, planned_bounds
+from dpjax.training.checks import check_kinds, checked_data, positive_plan
 from dpjax.training.recipe import Entry, Recipe
 from dpjax.types import Algorithm, LossFn, PyTree, Schedule
 
@@ -134,10 +134,16 @@ def on_examples(
 ) -> Algorithm:
     """The algorithm of a recipe whose rows are examples, checked."""
     check_kinds(recipe)
-    # One table is checked, run and compared: the function could answer otherwise when it is traced.
-    scales = planned_bounds(recipe.name, bound_schedule, recipe.mechanism)
+    name, mechanism, scales = recipe.name, recipe.mechanism, None
+    if bound_schedule is not None:
+        if mechanism.adaptive is not None:
+            raise ValueError(
+                f"{name}(bound_schedule=...): the mechanism adapts its bounds. Leave one out."
+            )
+        # One table is checked, run and compared: a traced function could answer otherwise.
+        scales = positive_plan(f"{name}: the factor on bounds", bound_schedule, mechanism.steps)
     identity = {
-        "algorithm": recipe.name.removeprefix("training."),
+        "algorithm": name.removeprefix("training."),
         "bound schedule": scales and trees.fingerprint(scales.values),
     }
     data = checked_data(recipe, data)

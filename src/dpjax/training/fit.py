@@ -142,6 +142,7 @@ def fit(
             folder = Folder(directory, identity)
             stack.callback(folder.close)
         run = Run(algorithm, terms, state, folder)
+        # Caught after the folder is locked, and restored before the lock is released.
         stop = stack.enter_context(Stop())
         stack.callback(run.close)
         if run.done > terms.end:

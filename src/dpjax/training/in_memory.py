@@ -7,18 +7,16 @@ Neither the size of a draw nor the number of steps compiles a second program.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from dpjax import meshes
 from dpjax.training.info import Seen, nothing_seen
-from dpjax.training.recipe import Recipe
+from dpjax.training.recipe import Home, Recipe
 from dpjax.training.step import private_step
 from dpjax.types import PyTree, State
 
@@ -29,13 +27,7 @@ _MOST = 512
 class InMemory:
     """Steps on data in device memory; ``shared`` as for `assemble`."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        data: PyTree,
-        home: Callable[[PyTree], Mesh | None],
-        shared: PyTree = None,
-    ) -> None:
+    def __init__(self, recipe: Recipe, data: PyTree, home: Home, shared: PyTree) -> None:
         self._home = home
         # Whole on every device: a draw takes rows from everywhere.
         held = meshes.whole((data, shared), recipe.mesh)

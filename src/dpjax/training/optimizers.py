@@ -34,6 +34,7 @@ def scaled_rate(base: float, batch_size: float) -> float:
       Tramèr and Boneh, "Differentially Private Learning Needs Better Features (or Much More
       Data)", 2021, appendix D.
     """
+    # The paper counts whole batches of 512.
     times = batch_size // 512
     return checks.positive("training.scaled_rate", "batch_size // 512", times) * base
 
@@ -121,6 +122,7 @@ def dp_adam(
         bound_scale: Any = 1.0,
         **extra: Any,
     ) -> tuple[PyTree, DPAdamState]:
+        # From the mechanism, so that schedules, groups and bounds that move are followed.
         variances = jnp.square(jnp.stack(mechanism.deviations_on_mean(state.step)) * bound_scale)
         first = optax.tree_utils.tree_update_moment(updates, state.first, b1, 1)
         second = optax.tree_utils.tree_update_moment(updates, state.second, b2, 2)
@@ -200,12 +202,7 @@ def lookahead(
         return LookaheadState(slow, first.init(optax.LookaheadParams(params, slow)))
 
     def update(
-        updates: PyTree,
-        state: Any,
-        params: Any = None,
-        *,
-        bound_scale: Any = 1.0,
-        **extra: Any,
+        updates: PyTree, state: Any, params: Any = None, *, bound_scale: Any = 1.0, **extra: Any
     ) -> tuple[PyTree, LookaheadState]:
         moved: Any
         both = optax.LookaheadParams(params, state.slow)

@@ -87,6 +87,7 @@ class Progress:
         row, speed = rows[-1], f"{self.units}_per_second"
         fields = {k: v for k, v in row.items() if k not in {*_QUIET, speed}}
         fields["private loss"] = row.get("private", {}).get("loss")
+        # What stands last is left out first where a terminal is narrow.
         nll = fields.pop("nll", None)
         # Rounded up, like every claim: the terminal must not show less than was spent.
         form = ".2f" if self.most >= 0.1 else ".2g"  # 0.0001 is not 0.01

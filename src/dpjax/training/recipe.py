@@ -18,13 +18,16 @@ from dpjax import trees
 from dpjax.gradients import layout
 from dpjax.gradients.batching import Layout
 from dpjax.gradients.loss_checks import require_one_example
-from dpjax.gradients.nan_isolation import each
+from dpjax.gradients.nan_isolation import map_rows
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.multipliers import Planned
 from dpjax.types import Key, LossFn, PyTree, State
 
 Entry = Callable[[Key, Int[Array, ""]], PyTree]
 """``entry(key, step)``, one more leaf of every example of a step."""
+
+Home = Callable[[PyTree], Mesh | None]
+"""From parameters to the mesh of their run; None if JAX places it on one device."""
 
 
 class Recipe(NamedTuple):
@@ -87,8 +90,8 @@ def layout_of(recipe: Recipe, params: PyTree, row: PyTree) -> Layout:
     )
 
 
-def home_of(recipe: Recipe, row: PyTree) -> Callable[[PyTree], Mesh | None]:
-    """From parameters to the mesh of their run; None if JAX places it on one device."""
+def home_of(recipe: Recipe, row: PyTree) -> Home:
+    """Where a run lies, chosen by shapes alone."""
 
     @functools.cache
     def of_shapes(structure: Any, kinds: tuple[Any, ...]) -> Mesh | None:
@@ -130,14 +133,10 @@ def with_entry(
 
 def weights_of(recipe: Recipe, state: State, examples: PyTree) -> Float[Array, " size"] | None:
     """The weight of each example."""
-    weigh = recipe.weights
-    if weigh is None:
+    if recipe.weights is None:
         return None
-
-    def weight(example: PyTree) -> Array:
-        return weigh(state.step, state.params, example)
-
+    weight = functools.partial(recipe.weights, state.step, state.params)
     # A weight that took a mean over the batch would move all contributions when one example leaves.
     program = jax.make_jaxpr(weight)(trees.one_row(examples)).jaxpr
     require_one_example(program, f"{recipe.name}: weights")
-    return each(weight, examples)
+    return map_rows(weight, examples)

@@ -92,6 +92,8 @@ def samples(state: Any) -> PyTree:
         raise ValueError(
             f"training.samples: the {int(sampled.step)} steps that ran kept no sample."
         )
+    # From the oldest to the newest: the last sample is the state's own parameters if the run
+    # ended on one.
     order = jnp.arange(max(0, taken - size), taken) % size
     return jax.tree.map(lambda ring: ring[order], sampled.ring)
 

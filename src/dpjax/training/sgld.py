@@ -128,6 +128,7 @@ def dp_sgld(
     mechanism = dataclasses.replace(silent, noise_multiplier=multiplier)
     steps = mechanism.steps
     burn_in = steps // 2 if burn_in is None else burn_in
+    # Samples are spread over what is left: neighbouring steps are hardly independent.
     every = max(1, (steps - burn_in) // samples) if every is None else every
     optimizer = optax.chain(
         # The Gaussian prior's gradient, w / s^2, over n, because the loss is a mean.
@@ -135,6 +136,7 @@ def dp_sgld(
         optax.scale_by_learning_rate(schedules.times(learning_rate, sampling.examples / 2)),
         keep_samples(samples, burn_in=burn_in, every=every),
     )
+    # DP-SGD with this multiplier and optimizer: draw, clipping, noise and ledger exist once.
     recipe = Recipe(
         name=call,
         loss=loss,

@@ -107,9 +107,9 @@ class _Placement:
         where[self.places] = np.arange(len(self.places))
 
         def put(array: np.ndarray, where: np.ndarray) -> jax.Array:
-            def part(at: Any) -> np.ndarray:
+            def rows_at(at: Any) -> np.ndarray:
                 return array[where[at[0]]]
 
-            return jax.make_array_from_callback((self.size, *array.shape[1:]), sharding, part)
+            return jax.make_array_from_callback((self.size, *array.shape[1:]), sharding, rows_at)
 
         return jax.tree.map(lambda x: put(x, where), rows), put(mask, np.arange(self.size))

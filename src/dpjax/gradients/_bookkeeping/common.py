@@ -86,8 +86,6 @@ def divided(
 def _parts(entry: Entry, leaves: Sequence[Array]) -> tuple[dict[int, Array], Array]:
     """What the scales of an entry multiply in the gradient of each leaf; and the scales."""
     site = entry.site
-    assert site.scales is not None
-    assert site.unscaled is not None
     ones = jnp.ones_like(site.unscaled(leaves))
     gradients = pulled(sorted(site.leaves), leaves, site.unscaled)(ones)
     return gradients, jax.vmap(site.scales, (None, 0, 0))(leaves, entry.data, entry.cotangent)
@@ -97,9 +95,9 @@ def norms_with(
     leaf: int, rest: Sequence[Entry], commons: Sequence[Common], leaves: Sequence[Array]
 ) -> tuple[Squares, Pieces | None]:
     """As `leaf_norms.norms`, with common gradients beside the entries, if there are any."""
-    squares, kept = norms(leaf, rest, leaves, bool(commons)) if rest else (jnp.zeros(()), None)
+    squares, pieces = norms(leaf, rest, leaves, bool(commons)) if rest else (jnp.zeros(()), None)
     if not commons:
-        return squares, kept
+        return squares, pieces
     total, lengths = squares, jnp.sqrt(squares)
     for k, one in enumerate(commons):
         lengths = lengths + jnp.sqrt(_dot(one, one))
@@ -108,7 +106,7 @@ def norms_with(
     # What cancels between the parts is lost relative to them, in the norm and in the sum.
     eps = jnp.finfo(leaves[leaf].dtype).eps
     squares = jnp.maximum(total, 0) + _ROUNDINGS * eps * lengths**2
-    return (jnp.sqrt(squares) + eps * lengths) ** 2, kept
+    return (jnp.sqrt(squares) + eps * lengths) ** 2, pieces
 
 
 def _dot(a: Common, b: Common) -> Squares:
@@ -143,13 +141,13 @@ def _cross(leaf: int, entry: Entry, common: Common, leaves: Sequence[Array]) -> 
     return _total(scales * terms)
 
 
-def _applied(x: Array, part: Array) -> Array:
+def _applied(x: Array, matrices: Array) -> Array:
     """Inputs ``[batch, blocks, inputs, positions]`` times the matrix of each block."""
-    if len(part) > 1:
-        return product("bhks,hkd->bhsd", x, part)
+    if len(matrices) > 1:
+        return product("bhks,hkd->bhsd", x, matrices)
     # As a product of two matrices, for which XLA need not copy into its layout.
     x = jnp.swapaxes(x, 2, 3)
-    return product("nk,kd->nd", x.reshape(-1, x.shape[3]), part[0]).reshape(*x.shape[:3], -1)
+    return product("nk,kd->nd", x.reshape(-1, x.shape[3]), matrices[0]).reshape(*x.shape[:3], -1)
 
 
 def _total(x: Array) -> Squares:

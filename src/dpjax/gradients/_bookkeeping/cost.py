@@ -64,7 +64,8 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     depth, rows = outers[0].g.shape[3], any(o.chosen for o in outers)
     by_rows, pairs = rows and len(outers) == 1, blocks * positions**2
     read = sum(math.prod(a.shape[1:]) for o in outers for a in (*o.x, o.g))
-    # A second product rounds otherwise, which `norms` bounds for an isometry alone.
+    # A second product rounds otherwise. For an isometry `norms` bounds that; other views would need
+    # an operator norm, so their gradients are kept.
     keep = leaf.size <= _ROOM * read or not isometric
     product = 0 if rows else blocks * positions * width * depth
     copied = sum(math.prod(x.shape[1:]) for o in outers if o.copied for x in o.x)
@@ -78,8 +79,8 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
         # A kept gradient may be formed at the loss's own precision; a second product may not.
         keep, instantiate, after = True, product + _KEPT * leaf.size, 0
         exact, twice = (1, _TWO) if all(o.short for o in outers) else (_EXACT, _EXACT)
-        each = _ADDED * depth + _COMPARED if by_rows else exact * (width + depth) + _PAIR
-        gram, again = pairs * each, twice * product
+        per_pair = _ADDED * depth + _COMPARED if by_rows else exact * (width + depth) + _PAIR
+        gram, again = pairs * per_pair, twice * product
     # These three take the norm of the view's gradient: that of the leaf's for an isometry alone.
     one_form = isometric and alike(outers) is not None
     if one_form and positions == 1 and not rows:

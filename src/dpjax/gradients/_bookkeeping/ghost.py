@@ -46,6 +46,7 @@ def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     for i, gradient in gradients.items():
         square = trees.group_norms([gradient], (0,), 1)[:, 0] ** 2
         squares[groups[i]] = squares[groups[i]] + square
+        # A materialised leaf has its per-example gradients: they are summed as they are.
         pieces[i] = Pieces([gradient])
     entries, commons = divided(entries, leaves)
     together = computed(entries, leaves)
@@ -63,16 +64,18 @@ def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
     sums = jax.tree.leaves(start)
     parts: dict[int, LeafSum] = {}
     for i, gradient in pieces.items():
-        each, sites = factors[:, groups[i]], entries.get(i, [])
+        scales, sites = factors[:, groups[i]], entries.get(i, [])
         if gradient is not None:
-            parts[i] = kept(gradient, each)
+            parts[i] = kept(gradient, scales)
         elif sites and (put := into_table(i, sites)):
-            sums[i] = put(sums[i], each)
+            # In place: a microbatch of a language model touches few rows of a table that is larger
+            # than all its other leaves.
+            sums[i] = put(sums[i], scales)
         elif sites:
-            parts[i] = recomputed(i, sites, each, leaves)
+            parts[i] = recomputed(i, sites, scales, leaves)
     sound = jnp.all(jnp.isfinite(lengths), axis=1)
-    for i, part in clipped_sums(parts, sound).items():
-        sums[i] = sums[i] + part.astype(sums[i].dtype)
+    for i, leaf_sum in clipped_sums(parts, sound).items():
+        sums[i] = sums[i] + leaf_sum.astype(sums[i].dtype)
     for i, shared in commons.items():
         for one in shared:
             sums[i] = sums[i] + one.sum(factors[:, groups[i]]).astype(sums[i].dtype)

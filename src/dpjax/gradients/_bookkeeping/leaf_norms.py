@@ -65,12 +65,12 @@ def norms(
     alone = forms[0] if len(entries) == 1 and entries[0].site.isometry else None
     if choice.rule == "instantiate" and alone is not None:
         place, gradients = placed(leaf, entries[0], alone, leaves, exact)
-        kept = Pieces(gradients, place)
+        pieces = Pieces(gradients, place)
     else:
-        kept = Pieces([instantiated([leaf], entries, forms, leaves, exact)[leaf]])
-    squares = added([squared(x) for x in kept.gradients])
+        pieces = Pieces([instantiated([leaf], entries, forms, leaves, exact)[leaf]])
+    squares = added([squared(x) for x in pieces.gradients])
     if choice.keep:
-        return squares, kept
+        return squares, pieces
     return _with_doubt(squares, [form for form in forms if form is not None]), None
 
 
@@ -141,6 +141,7 @@ def _lengths(form: Outer) -> tuple[Array, Array]:
 
 def _inner(p: Outer, q: Outer, precision: Any) -> Array:
     """Inner products of inputs ``[batch, blocks, positions of p, positions of q]``."""
+    # The inner product is symmetric, so one mixed case is enough.
     if p.chosen and not q.chosen:
         return jnp.swapaxes(_inner(q, p, precision), 2, 3)
     x, y = (jnp.concatenate(form.x, axis=2) for form in (p, q))

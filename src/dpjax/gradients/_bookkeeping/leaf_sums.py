@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ from dpjax.gradients._bookkeeping.cost import entire
 from dpjax.gradients._bookkeeping.outer_products import (
     HIGHEST,
     Outer,
-    keeps_bfloat16,
     precision_of,
     product,
     rounded,
@@ -48,8 +46,8 @@ class Entry(NamedTuple):
 
     def scaled(self, factors: Squares) -> Entry:
         """Each example's cotangent times its factor; 0 for a factor of 0."""
-        each = trees.expand(factors, self.cotangent)
-        return self._replace(cotangent=jnp.where(each != 0, each * self.cotangent, 0))
+        scale = trees.expand(factors, self.cotangent)
+        return self._replace(cotangent=jnp.where(scale != 0, scale * self.cotangent, 0))
 
 
 class Pieces(NamedTuple):
@@ -92,16 +90,13 @@ def recomputed(
 def clipped_sums(sums: Mapping[int, LeafSum], sound: Bool[Array, " batch"]) -> dict[int, Array]:
     """The clipped sum of each leaf; an example that is not sound contributes exactly 0."""
     # No branch for batches that are not sound, as it would compile every sum twice.
-    arrays, places = [], {}
-    for x in itertools.chain.from_iterable(leaf.arrays for leaf in sums.values()):
-        if id(x) not in places:
-            # In a list: a dictionary would order the program by addresses in memory.
-            places[id(x)] = len(arrays)
-            arrays.append(x)
-
+    # What several leaves read is masked once.
+    arrays = {id(x): x for leaf in sums.values() for x in leaf.arrays}
     # Accelerators mask as they read, and would wait at a loop.
-    arrays = (_masked_in_place if platforms.on_cpu() else _masked)(arrays, sound)
-    return {i: leaf.total([arrays[places[id(x)]] for x in leaf.arrays]) for i, leaf in sums.items()}
+    mask = _masked_in_place if platforms.on_cpu() else _masked
+    # In a list: JAX sorts dictionaries, and so would order the program by addresses in memory.
+    masked = dict(zip(arrays, mask(list(arrays.values()), sound), strict=True))
+    return {i: leaf.total([masked[id(x)] for x in leaf.arrays]) for i, leaf in sums.items()}
 
 
 def _masked(arrays: list[Array], sound: Bool[Array, " batch"]) -> list[Array]:
@@ -152,14 +147,14 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
         if form is not None and not form.chosen:
             # By all leaves of the site: JAX cannot differentiate by a padding value alone.
             pull_back = pulled(sorted(entry.site.leaves), leaves, entry.site.of)
-            part = pull_back(form.joined(_over_all(form)))[leaf]
+            of_site = pull_back(form.joined(_over_all(form)))[leaf]
         elif form is None and entire(leaves[leaf], [entry.site]):
             # The scaled cotangents of an elementwise use are the scaled gradients.
             gradients = instantiated([leaf], [entry], [None], leaves)[leaf]
-            part = weighted_sum(gradients, jnp.ones(len(gradients), gradients.dtype))
+            of_site = weighted_sum(gradients, jnp.ones(len(gradients), gradients.dtype))
         else:
-            part = _summing(leaf, entry, leaves)(entry.cotangent)
-        total = total + part
+            of_site = _summing(leaf, entry, leaves)(entry.cotangent)
+        total = total + of_site
     return total
 
 
@@ -228,7 +223,9 @@ def _products(entry: Entry, form: Outer, exact: bool) -> list[Array]:
     # Numbers of a `short` form are rounded, so that one pass is exact; others take all passes.
     all_passes = exact and not form.short
     precision = HIGHEST if all_passes else precision_of(entry.site.equation.params)
-    short = not exact and keeps_bfloat16(entry.site)
+    # A GPU keeps gradients in bfloat16, from which norm and sum are taken in float32.
+    dtypes = {x.dtype for x in (*entry.site.data, entry.site.output)}
+    short = not exact and platforms.on_gpu() and dtypes == {jnp.dtype(jnp.bfloat16)}
 
     def one(x: Array) -> Array:
         x, g = (a.astype(jnp.bfloat16) for a in (x, form.g)) if short else (x, form.g)
@@ -262,7 +259,8 @@ def instantiated(
 
         return pulled(sorted(union(e.site.leaves for e in entries)), leaves, run)(cotangents)
 
-    # One derivative for all: a value that they share may take longer than the sites.
+    # One derivative for all: a value that they share, such as a kernel or a norm of all parameters,
+    # may take longer than the sites.
     cotangents = [*map(added, by_view.values()), *(entry.cotangent for entry in rest)]
     gradients = jax.vmap(one)([entry.data for entry in rest], cotangents)
     return {leaf: gradients[leaf] for leaf in by}
@@ -276,6 +274,7 @@ def pulled(
     def of_some(chosen: dict[int, Array]) -> Any:
         return function([chosen.get(i, leaf) for i, leaf in enumerate(leaves)])
 
+    # Other leaves that the function reads are constants of this derivative.
     outputs, pull = jax.vjp(of_some, {i: leaves[i] for i in by})
 
     def back(cotangents: Any) -> dict[int, Array]:

@@ -67,12 +67,6 @@ def rounds(site: Site) -> bool:
     return known and precision_of(p) in (None, jax.lax.Precision.DEFAULT)
 
 
-def keeps_bfloat16(site: Site) -> bool:
-    """Whether a GPU keeps gradients in bfloat16, from which norm and sum are taken in float32."""
-    dtypes = {x.dtype for x in (*site.data, site.output)}
-    return dtypes == {jnp.dtype(jnp.bfloat16)} and platforms.on_gpu()
-
-
 def rounded(x: Array) -> Array:
     """An array with the digits that one pass of the matrix unit reads: 8 on a TPU, 11 on a GPU."""
     # The precision of bfloat16 and of TF32. A cast to bfloat16 and back might be optimised away.
@@ -159,6 +153,7 @@ def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
     around, window = x.shape[:lead], [shape[a] for a in space]
     x = _last_channels(x.reshape(-1, *x.shape[lead:]), numbers.lhs_spec)
     g = _last_channels(cotangent.reshape(-1, *cotangent.shape[lead:]), numbers.out_spec)
+    # The images of one example are further positions.
     positions = math.prod(g.shape[1:-1])
 
     def piece(patch: Array) -> Array:
@@ -172,7 +167,8 @@ def convolution(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
 
     def place(gradient: Array) -> Array:
         kernel = gradient.reshape(groups, *window, shape[channels], -1)
-        # Output channels are counted group by group.
+        # Output channels are counted group by group, so the axis of groups stands in front of the
+        # channels within one.
         kernel = jnp.moveaxis(kernel, 0, -2)
         kernel = kernel.reshape(*kernel.shape[:-2], -1)
         return jnp.transpose(kernel, np.argsort([*space, channels, out]).tolist())
@@ -205,6 +201,7 @@ def _transposed(
 
     def place(gradient: Array) -> Array:
         kernel_gradient = gradient.reshape(width, *kernel, outputs)
+        # The patches of the cotangent count the entries of the kernel from the last one.
         kernel_gradient = jnp.flip(kernel_gradient, range(1, 1 + len(kernel)))
         return jnp.transpose(kernel_gradient, np.argsort([channels, *space, out]).tolist())
 

@@ -36,6 +36,7 @@ def patches(
         return [_tiles(x, kernel, places)]
 
     def entry_of(entry: tuple[int, ...]) -> Array:
+        # Where the entry first touches the padded input; from there it moves on by the stride.
         starts = [e * spread for e, spread in zip(entry, p["rhs_dilation"], strict=True)]
         ends = [a + (n - 1) * s + 1 for a, n, s in zip(starts, places, strides, strict=True)]
         x_seen = jax.lax.slice(
@@ -45,6 +46,7 @@ def patches(
 
     entries = list(itertools.product(*map(range, kernel)))
     inputs = x.shape[-1] // p["feature_group_count"]
+    # On accelerators all entries are one product, which reads the cotangents once.
     few = min(-(-_PIECE // inputs), len(entries)) if platforms.on_cpu() else len(entries)
     if len(entries) > _WRITTEN_OUT and not platforms.on_cpu():
         return [_convolved(x, kernel, strides, p["rhs_dilation"])]

@@ -50,6 +50,7 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
     entering = {i: x for i, x in enumerate(inputs) if isinstance(x, View) and x.reads}
     views, sliced = list(entering.values()), [i >= last for i in entering]
     values = [jnp.asarray(x, dtype(v)) for x, v in zip(plain(inputs), equation.invars, strict=True)]
+    # Constants stay constants in the body: a view computed from one is a view there too.
     constants = [
         x if isinstance(x, View) and not x.reads else value
         for x, value in zip(inputs[:first], values[:first], strict=True)
@@ -65,13 +66,12 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
         return plain(outputs, child, "the carry of a scan")
 
     rows = trees.one_row(slices)
-    probe = settled(
-        Book({}), lambda book: jax.eval_shape(functools.partial(body, book), carry, rows)
-    )
+    probe = settled(lambda book: jax.eval_shape(functools.partial(body, book), carry, rows))
     for local, why in probe.materialised.items():
         book.materialise(views[local].leaves, f"{why}, in a scan")
 
     start, count = len(book.sites), len(probe.sites)
+    # Stacked over rounds: the scan hands each round its own slice of them.
     taps = None if book.taps is None else list(book.taps[start : start + count])
 
     def round_(carry: Any, xs: Any) -> tuple[Any, Any]:

@@ -56,15 +56,15 @@ class Site(NamedTuple):
     apply: Callable[..., Array]  # ``(leaves, data, memo={}) -> output`` in full precision
     data: tuple[jax.ShapeDtypeStruct, ...]  # for one example, as the output
     output: jax.ShapeDtypeStruct
+    # ``(leaves, data, cotangent) -> scales`` of ``slices``, and from leaves to what they multiply.
+    scales: Callable[[Leaves, Sequence[Array], Array], Array]
+    unscaled: Callable[[Leaves], Array]
     # For each scan around the equation, outermost first: whether the view is sliced by it (layer
     # after layer). Data, output and a sliced view have a leading axis for it.
     stacks: tuple[bool, ...] = ()
     # Leaves whose gradient at this site is one gradient for all examples, apart from one scale for
     # each slice; and the axes of the leaf that count the slices. See `common`.
     slices: Mapping[int, tuple[int, ...]] = {}
-    # ``(leaves, data, cotangent) -> scales``, and from leaves to what they multiply.
-    scales: Callable[[Leaves, Sequence[Array], Array], Array] | None = None
-    unscaled: Callable[[Leaves], Array] | None = None
 
 
 class Program(NamedTuple):
@@ -103,6 +103,7 @@ class Book:
         """A leaf as an input of a program: a view, unless it is materialised."""
         if leaf in self.materialised:
             return value
+        # A leaf is the identity view of itself: an isometry, with its own axes.
         alone, axes = frozenset([leaf]), tuple(range(value.ndim))
         # A frozen leaf in a scan still is a leaf from which its views are computed.
         trained_by = alone if trained else frozenset[int]()
@@ -110,9 +111,9 @@ class Book:
         return View(trained_by, alone, lambda leaves, *_: leaves[leaf], value, True, axes, own=own)
 
 
-def settled(book: Book, run: Callable[[Book], Any]) -> Book:
+def settled(run: Callable[[Book], Any]) -> Book:
     """The book of a run that materialises no further leaf."""
-    known = None
+    book, known = Book({}), None
     # A materialised leaf counts as data, which other leaves may then meet: repeat until stable.
     while known != book.materialised.keys():
         known = set(book.materialised)
@@ -135,6 +136,7 @@ def plain(values: Sequence[Any], book: Book | None = None, name: str = "") -> li
     """Plain values. With a book, views among them are materialised: their use is not linear."""
     for x in values:
         if isinstance(x, View) and book is not None:
+            # From here on JAX differentiates by the leaf for each example: exact, only slower.
             book.materialise(x.leaves, f"enters {name}")
     return [x.value if isinstance(x, View) else x for x in values]
 

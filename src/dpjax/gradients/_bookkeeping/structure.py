@@ -49,8 +49,8 @@ def slices(view: View) -> dict[int, tuple[int, ...]]:
     shape = view.value.shape
     counted = [a for a, size in enumerate(shape) if a not in view.constant and size > 1]
     axes = {leaf: [own[a] for a in counted] for leaf, own in view.own.items()}
-    found = {leaf: tuple(a for a in own if a is not None) for leaf, own in axes.items()}
-    return {leaf: own for leaf, own in found.items() if len(own) == len(counted)}
+    runs = {leaf: tuple(a for a in own if a is not None) for leaf, own in axes.items()}
+    return {leaf: own for leaf, own in runs.items() if len(own) == len(counted)}
 
 
 def _sources(

@@ -58,9 +58,7 @@ def trace(loss: LossFn, params: PyTree, example: PyTree) -> Program:
         return [*plain([value], book, "the result"), *plain(aux)]
 
     leaves, inputs = jax.tree.leaves(params), jax.tree.leaves(example)
-    book = settled(
-        Book({}), lambda book: jax.eval_shape(functools.partial(walk, book), leaves, inputs)
-    )
+    book = settled(lambda book: jax.eval_shape(functools.partial(walk, book), leaves, inputs))
     materialised = book.materialised
 
     def run(
@@ -101,12 +99,15 @@ def _step(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any]:
         book.materialise(other.leaves, f"meets a large leaf in {name}")
         mixed = [x if i == operand else other.value for i, x in enumerate(inputs)]
         return [_site(equation, mixed, operand, book)]
+    # No input comes from the data, so the result is a value of parameters alone again.
     if all(isinstance(x, View) for x in inputs):
         return _derive(equation, inputs, book)
     if sources and (better := rewritten(equation, inputs)):
         function, arguments = better
         program = jax.make_jaxpr(function)(*plain(arguments))
         return _walk(program.jaxpr, program.consts, arguments, book)
+    # Most large models have their layers in a scan. What enters a while loop or a conditional is
+    # materialised.
     if sources and name == "scan":
         return scan_sites(equation, inputs, book, _walk)
     floats = sources and _is(jnp.floating, equation.outvars[0].aval)
@@ -181,7 +182,8 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
         leaves = frozenset[int]()
     # A user's VJP may clip its cotangent: pulled back once for the sum of all examples, it would
     # not give the sum of their clipped gradients.
-    if leaves and _bends(equation):
+    inside = (e for program in inner_programs(equation) for e in equations(program))
+    if leaves and any(map(own_vjp, (equation, *inside))):
         book.materialise(leaves, f"{name} with a derivative of the user's own")
         return outputs
     # A view is recomputed in float32: an operation that rounds would give other values there.
@@ -216,11 +218,11 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
         return memo[id(views)]
 
     # Only a rearrangement keeps every norm, so only then is the view's norm the leaf's norm.
-    kept = _rearranged(name, views, outputs[0])
-    axes = kept.axes if kept else None
+    source = _rearranged(name, views, outputs[0])
+    axes = source.axes if source else None
     if name == "transpose" and axes is not None:
         axes = tuple(axes[i] for i in equation.params["permutation"])
-    elif name in {"reshape", "squeeze", "rev", "neg"} or (name == "sub" and views[1] is kept):
+    elif name in {"reshape", "squeeze", "rev", "neg"} or (name == "sub" and views[1] is source):
         # A change of sign keeps the norm at one site, but not inner products of two sites.
         axes = None
     made = (equation, tuple(views)) if len(outputs) == 1 else None
@@ -231,7 +233,7 @@ def _derive(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
         constant, axes_of = structure(equation, views, x)
         runs = {leaf: along for leaf, along in axes_of.items() if leaf in trained}
         of = functools.partial(lambda i, *given: compute(*given)[i], i)
-        return View(trained, reads, of, x, bool(kept), axes, depth, constant, runs, made)
+        return View(trained, reads, of, x, bool(source), axes, depth, constant, runs, made)
 
     return [view(i, x) for i, x in enumerate(outputs)]
 
@@ -254,18 +256,13 @@ def _rearranged(name: str, views: Sequence[View], output: Any) -> View | None:
     return trained[0] if moved else None
 
 
-def _bends(equation: JaxprEqn) -> bool:
-    """Whether the equation may run a user's VJP, which need not be linear: it may clip."""
-    inside = (e for program in inner_programs(equation) for e in equations(program))
-    return own_vjp(equation) or any(map(own_vjp, inside))
-
-
 def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Array:
     views = {i: x for i, x in enumerate(inputs) if isinstance(x, View)}
     sources = {i: view for i, view in views.items() if view.leaves}
     view, data = sources[operand], tuple(x for x in inputs if not isinstance(x, View))
     entrywise, flat = known(equation.primitive.name).entrywise, tuple(view.constant)
     sizes = [n for a, n in enumerate(view.value.shape) if a not in flat and n > 1]
+    # The forward pass keeps the dtypes of the model; `apply` is for the gradient, and is wide.
     (output,) = bind_fast(equation, plain(inputs))
     wide = trees.wide(output.dtype)
 
@@ -299,6 +296,7 @@ def _site(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> Ar
         places = (0 if a in flat else slice(None) for a in range(view.value.ndim))
         return view.of(leaves)[tuple(places)].reshape(sizes)
 
+    # The tap is zero: it changes no value, and its cotangent is the output's.
     tapped = book.tap(output)
     site = Site(
         leaves=union(view.leaves for view in sources.values()),

@@ -32,6 +32,7 @@ def projected(
     # Accelerators round products by default, differently for norms and sums.
     with jax.default_matmul_precision("highest"):
         _check(loss, params, trees.one_row(rows.batch))
+        # Norms in forward mode; then one reverse pass of the weighted loss gives the sum.
         norms = estimated_norms(loss, rule.projections or 1, params, rows.batch, key)
         real = rows.mask[:, None]
         factors = jnp.where(real, rule.factors(norms), 0) * rows.weights

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-# Inputs of at most 8 channels are slow; neighbours are added up to 48 output channels. Both timed.
+# Inputs of at most 8 channels are slow; neighbours are added up to 48 output channels. Both chosen
+# by ``make bench BENCH=primitives``.
 _FEW, _ENOUGH = 8, 48
 
 
@@ -117,6 +118,7 @@ def _abreast(parameters: dict[str, Any], count: int, x: Array, kernel: Array) ->
         "padding": (*beside, (low, high + max(0, missing))),
     }
     x, changed = _padded(x, changed)
+    # Shifted copies of the kernel look like more output channels, which XLA vectorises.
     kernels = jnp.concatenate([moved(places) for places in range(count)], out)
     y = _as_written(changed, x, kernels)
     y = y.reshape(*y.shape[:-2], rounds * count, -1)
@@ -177,7 +179,7 @@ def _kernel_cotangent(
         low = parameters["padding"][i][0]
         padding.append((low, taken + reach - given - low))
     last, inner = len(space) + 1, range(1, len(space) + 1)
-    found = jax.lax.conv_general_dilated(
+    for_kernel = jax.lax.conv_general_dilated(
         images,
         kernel,
         window_strides=parameters["rhs_dilation"],
@@ -189,7 +191,7 @@ def _kernel_cotangent(
         ),
         precision=parameters["precision"],
     )
-    return jnp.moveaxis(found, (last, 0, *inner), numbers.rhs_spec)
+    return jnp.moveaxis(for_kernel, (last, 0, *inner), numbers.rhs_spec)
 
 
 def _swap_channels(kernel: Array, out: int, channels: int, groups: int) -> Array:

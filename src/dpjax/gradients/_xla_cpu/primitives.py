@@ -68,8 +68,8 @@ def fast(function: Callable[..., Any]) -> Callable[..., Any]:
         return evaluate(inner.jaxpr, inner.consts, inputs, step)
 
     def evaluated(*arguments: Any) -> Any:
-        program, found = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        program, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
         outputs = evaluate(program.jaxpr, program.consts, jax.tree.leaves(arguments), step)
-        return jax.tree.structure(found).unflatten(outputs)
+        return jax.tree.structure(shape).unflatten(outputs)
 
     return evaluated
