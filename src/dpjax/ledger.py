@@ -255,6 +255,7 @@ def _digest(mechanism: Plan) -> np.ndarray:
     return np.frombuffer(content, np.uint32)[:_WORDS]
 
 
+# A run asks for them before each step.
 @functools.lru_cache(maxsize=128)
 def _multipliers(mechanism: Plan) -> np.ndarray:
     return mechanism.multipliers

@@ -122,11 +122,11 @@ def _from_near(spent: Callable[[float], float], target: float, value: float) -> 
     tight = _TIGHTNESS["pld"]
     slope, before, aim = -1.5, None, math.log(target) - tight / 2
     for _ in range(8):
-        if not 0 < (found := spent(value)) < math.inf:
+        if not 0 < (epsilon := spent(value)) < math.inf:
             return None
-        if target * (1 - tight) <= found <= target:
+        if target * (1 - tight) <= epsilon <= target:
             return value
-        here = math.log(value), math.log(found)
+        here = math.log(value), math.log(epsilon)
         if before:
             slope = (here[1] - before[1]) / (here[0] - before[0])
         if not slope < -0.5:

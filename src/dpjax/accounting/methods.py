@@ -112,7 +112,7 @@ def delta(
     row, parts = checked_method("accounting.delta", method), _sorted(event, neighbours, method)
     if not parts.private or parts.empty:
         return _as(row, 0.0 if parts.private else 1.0)
-    # Conversions of an infinite epsilon would compute inf - inf.
+    # An infinite epsilon allows everything, and conversions would compute inf - inf.
     return _as(row, 0.0 if math.isinf(epsilon) else row.profile(parts, neighbours).delta(epsilon))
 
 

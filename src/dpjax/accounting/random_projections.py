@@ -102,15 +102,15 @@ def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
 
 def steps_of(parts: Parts) -> Steps:
     """``{(rate, multiplier, projections): count}`` of the steps with estimated norms."""
-    found: Steps = {}
+    steps: Steps = {}
     for event, count in parts.foreign:
         rate = 1.0
         if isinstance(event, dp_accounting.PoissonSampledDpEvent):
             rate, event = event.sampling_probability, event.event
         if isinstance(event, ProjectedGaussianDpEvent):
             key = (float(rate), float(event.noise_multiplier), event.projections)
-            found[key] = found.get(key, 0) + count
-    return found
+            steps[key] = steps.get(key, 0) + count
+    return steps
 
 
 @functools.lru_cache(maxsize=64)
@@ -123,7 +123,8 @@ def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLoss
     )
     if beyond >= _RARE:
         return total
-    # Levels of the chance hold a known probability; rounding s up never lowers the loss.
+    # Levels of the chance, not of s: each holds a known probability, and rounding s up to the end
+    # of its level never lowers the loss.
     bulk = np.linspace(1.0, _RARE, _BULK, endpoint=False)
     chances = np.concatenate([bulk, np.geomspace(_RARE, beyond, _TAIL)])
     values, weight = np.sqrt(r / stats.chi2(r).ppf(chances)), beyond

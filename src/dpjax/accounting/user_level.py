@@ -74,6 +74,7 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
         )
     if not parts.private:
         return dp_accounting.NonPrivateDpEvent()
+    # Without sampling all records join or leave together: the signal is `records` times as large.
     unsampled = [gaussian(parts.unsampled_multiplier / records)] if parts.precision else []
     # Each record is drawn independently, so the signal of a step, the number of drawn records, is
     # binomial; the mixture over it is exact and far cheaper than group privacy's factor.
