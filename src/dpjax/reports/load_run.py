@@ -77,7 +77,7 @@ class SavedRun(NamedTuple):
     def supplied(self) -> bool:
         """Whether the caller supplied the key of this run, or of one before it."""
         facts = (self.card, self.identity, *self.mechanism.get("before", ()))
-        return any(each and each.get("randomness") == "supplied" for each in facts)
+        return any(run and run.get("randomness") == "supplied" for run in facts)
 
     @property
     def epsilons(self) -> dict[str, float]:
@@ -111,12 +111,6 @@ class SavedRun(NamedTuple):
         at = "" if math.isnan(delta) else f" at delta {upwards(delta, '.3g')}"
         by = f", by {last['method']}" if "method" in last else ""
         return at + by + " (an estimate)" * bool(last.get("estimate"))
-
-    @property
-    def measured_at(self) -> str:
-        """The parameters that ``evaluation.npz`` and ``diagnostics.npz`` are of, in words."""
-        averaged = str((self.diagnostics or {}).get("parameters")) == "averaged"
-        return "at the averaged parameters" if averaged else "at the released parameters"
 
     @property
     def delta(self) -> float:

@@ -69,7 +69,6 @@ class Evaluation:
         with contextlib.suppress(ValueError):  # a linear model has no pre-activations
             hidden = diagnostics.preactivation_norms(self.model, params, self.sample[0])
         measured: dict[str, Any] = {
-            "parameters": "averaged",
             "weight_names": list(weights),
             "weight_norms": list(weights.values()),
             "activation_names": list(hidden),
