@@ -243,7 +243,7 @@ def test_a_model_of_the_user_is_a_module_a_class_or_a_function(workshop):
     [
         ("--model=none_of_these:Net", "No module named 'none_of_these'"),
         ("--model={}:number", "expected a Flax module"),
-        ("--model={}:made --classes=4", "expected 4 numbers, one for each class"),
+        ("--model={}:made --classes=4", "expected 4 numbers"),
         ("--model={}:Batch", "batch_stats"),
         ("--model=wide_resnet --model_options=dept=3", "unexpected keyword argument 'dept'"),
         ("--model=linear --model_options=width", "'width': expected name=value"),

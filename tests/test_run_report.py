@@ -344,7 +344,7 @@ def test_without_its_other_files_a_run_still_has_a_page(tmp_path):
 def test_damaged_files_are_refused_in_words(tmp_path):
     for log in ("", "{half"):
         (tmp_path / "metrics.jsonl").write_text(log)
-        with pytest.raises(FileNotFoundError, match=r"no metrics\.jsonl with a row"):
+        with pytest.raises(FileNotFoundError, match=r"a metrics\.jsonl with a row"):
             reports.report(tmp_path)
     write(tmp_path)
     (tmp_path / "evaluation.npz").write_bytes(b"")

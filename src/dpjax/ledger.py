@@ -55,9 +55,7 @@ class Budget:
         object.__setattr__(self, "epsilon", epsilon)
         object.__setattr__(self, "delta", checked_delta("ledger.Budget", self.delta))
         if not checked_method("ledger.Budget", self.method or "rdp").proven:
-            raise ValueError(
-                f"ledger.Budget(method={self.method!r}): expected a proven method, 'rdp' or 'pld'."
-            )
+            raise ValueError(f"ledger.Budget(method={self.method!r}): not proven. Use 'rdp'.")
 
 
 class Ledger(NamedTuple):
@@ -141,9 +139,7 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
     """Refuses the next steps, before they run, unless all of them fit plan and budget."""
     done, planned = len(ran(ledger, mechanism)), mechanism.steps
     if done + steps > planned:
-        raise Refused(
-            f"ledger: step {done + steps} of {planned} planned steps. Plan more in the Mechanism."
-        )
+        raise Refused(f"ledger: step {done + steps} of {planned} planned steps. Plan more steps.")
     if budget is None:
         return
     method = _method(mechanism, budget)
@@ -230,9 +226,7 @@ def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
     # In memory no folder checks a state: steps at rate 1 must not have the price of a lower rate.
     done = ledger.steps
     if done and not np.array_equal(ledger.accounted, _digest(mechanism)):
-        raise Refused(
-            "ledger: the steps in this state ran under another mechanism. Use init(state.params)."
-        )
+        raise Refused("ledger: the steps ran under another mechanism. Use init(state.params).")
     if mechanism.steps < ledger.chosen:
         raise Refused(
             f"ledger: results ended this run, so all {int(ledger.chosen)} steps count that were "
@@ -242,8 +236,7 @@ def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
     multipliers, held = _multipliers(mechanism)[:done], ledger.expand()
     if not np.array_equal(held, multipliers.astype(held.dtype)):
         raise Refused(
-            f"ledger: the {done} steps in this state are not the first of the {mechanism.steps} "
-            "that this mechanism plans."
+            f"ledger: the {done} steps here are not the first of {mechanism.steps} planned."
         )
     return multipliers
 

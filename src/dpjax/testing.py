@@ -85,8 +85,7 @@ def assert_sensitivity(rule: Clipping, gradients: PyTree) -> None:
     rounding = 2e-6 * (rule.sensitivity + float(np.linalg.norm(total)))
     if not moved <= rule.sensitivity + rounding:
         raise LawBroken(
-            f"{rule.name}: one example moved the sum by {moved:.6g}; the rule's sensitivity is "
-            f"{rule.sensitivity:.6g}."
+            f"{rule.name}: one example moved the sum by {moved:.6g}, above {rule.sensitivity:.6g}."
         )
 
 
@@ -176,9 +175,7 @@ def assert_noise(
             measured.append((f" of {name or 'the array'}", root, *limits))
     for name, root, least, most in measured:
         if not least * deviation <= root <= most * deviation:
-            raise LawBroken(
-                f"the noise{name} has standard deviation {root:.6g}, expected {deviation:.6g}."
-            )
+            raise LawBroken(f"the noise{name} has deviation {root:.6g}, expected {deviation:.6g}.")
 
 
 def assert_private(
@@ -253,8 +250,7 @@ def assert_private(
         _, again = _runs(chain, begin, params, [batch] * steps, without)
         if trees.fingerprint(updates) != trees.fingerprint(again):
             raise LawBroken(
-                "two batches with one release give different updates: gradients pass beside the "
-                "noise."
+                "two batches with one release differ in updates: gradients pass beside the noise."
             )
 
 
@@ -327,10 +323,7 @@ def _runs(
     except (AttributeError, TypeError, ValueError) as error:
         raise LawBroken(f"the chain refuses to run: {error}") from error
     if len(measurements) != len(batches):
-        raise LawBroken(
-            f"the chain added noise {len(measurements)} times in {len(batches)} steps; expected "
-            "once each."
-        )
+        raise LawBroken(f"the chain added noise {len(measurements)} times in {len(batches)} steps.")
     return measurements, updates
 
 

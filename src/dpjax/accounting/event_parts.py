@@ -77,8 +77,7 @@ def split(event: DpEvent, records: int = 1) -> Parts:
         leaf, count = stack.pop()
         if not isinstance(leaf, DpEvent):
             raise TypeError(
-                f"accounting: {reprlib.repr(leaf)} was given; expected an event. "
-                "Of a dpjax.Mechanism it is mechanism.event."
+                f"accounting: got {reprlib.repr(leaf)}; expected an event, such as mechanism.event."
             )
         match leaf:
             case dp_accounting.NoOpDpEvent():

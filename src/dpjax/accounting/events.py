@@ -63,8 +63,7 @@ def check_rate(call: str, value: float) -> float:
     rate = checks.number(call, "sampling_rate", value)
     if not 0 <= rate <= 1:
         raise ValueError(
-            f"{call}(sampling_rate={rate}): expected a probability. Divide the batch size by the "
-            "number of examples."
+            f"{call}(sampling_rate={rate}): expected a probability, batch size over examples."
         )
     return rate
 

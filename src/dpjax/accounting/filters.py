@@ -98,8 +98,7 @@ class Filter:
             return float(renyi_divergence(noise_multiplier, sampling_rate, self.order)[0])
         if sampling_rate != 1:
             raise ValueError(
-                f"accounting.Filter(method='gdp'): sampling_rate={sampling_rate}; expected 1. "
-                "For sampled steps use method='rdp'."
+                f"accounting.Filter(method='gdp'): sampling_rate={sampling_rate}. Use method='rdp'."
             )
         # Through `split`, so that a multiplier of 0 costs infinity here as everywhere.
         parts = split(gaussian(noise_multiplier))
@@ -154,7 +153,6 @@ def best_order(event: DpEvent, epsilon: float, delta: float) -> float:
     usable = (left > 0) & (divergences > 0) & np.isfinite(divergences)
     if not np.any(usable):
         raise ValueError(
-            f"accounting.best_order(epsilon={epsilon}): the event fits at no order, or it costs "
-            "nothing. Allow a larger epsilon."
+            f"accounting.best_order(epsilon={epsilon}): the event fits at no order, or is free."
         )
     return float(ORDERS[usable][np.argmax(left[usable] / divergences[usable])])

@@ -172,8 +172,7 @@ def _sorted(event: DpEvent, neighbours: str, method: str, plan: DpEvent | None =
     # No Rényi divergence exists where a norm may be estimated too small by any factor.
     if method != "pld" and random_projections.steps_of(parts):
         raise ValueError(
-            f"accounting: method {method!r} has no answer for norms from random projections. "
-            "Use 'pld'."
+            f"accounting: method {method!r} has no answer for random projections. Use 'pld'."
         )
     return parts
 

@@ -84,13 +84,11 @@ def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
     # The mixture is over one random scale; replace-one would need the joint law of two.
     if neighbours == "replace-one":
         raise ValueError(
-            "accounting: norms from random projections have no proof for 'replace-one'. "
-            "Use 'add-or-remove', or clip by exact norms."
+            "accounting: random projections have no proof for 'replace-one'. Use 'add-or-remove'."
         )
     if len(steps) < len(parts.foreign):
         raise ValueError(
-            f"accounting: norms from random projections compose with Gaussians only; the event "
-            f"holds {parts.named}."
+            f"accounting: random projections compose with Gaussians only, not {parts.named}."
         )
     total = composed(parts, MIXED, neighbours)
     for projections in {r for _, _, r in steps}:

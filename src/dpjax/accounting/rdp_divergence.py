@@ -62,8 +62,7 @@ def renyi_divergence(
     )
     if not (np.all(orders > 1) and np.all(z >= 0) and np.all((q >= 0) & (q <= 1))):
         raise ValueError(
-            "accounting.renyi_divergence: expected orders above 1, multipliers of 0 or more and "
-            "rates in [0, 1]."
+            "accounting.renyi_divergence: expected orders > 1, multipliers >= 0, rates in [0, 1]."
         )
     out = np.empty((z.size, orders.size))
     finite = np.isfinite(orders)

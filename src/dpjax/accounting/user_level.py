@@ -104,8 +104,7 @@ def epsilon_for_users(
     checked_delta("accounting.epsilon_for_users", delta)
     if neighbours == "replace-one":
         raise ValueError(
-            "accounting.epsilon_for_users(neighbours='replace-one'): mixtures have no proof there. "
-            "Use 'add-or-remove'."
+            "accounting.epsilon_for_users: 'replace-one' has no proof. Use 'add-or-remove'."
         )
     try:
         return epsilon(for_groups(event, records), delta, "pld", neighbours)

@@ -95,16 +95,12 @@ def rebuild(folder: pathlib.Path, data_dir: str | None = None) -> Rebuilt:
     """Reads a run's folder and builds the run again; no folder records ``data_dir``."""
     run = read(folder, arrays=False)
     if run.card is None or "flags" not in (run.config or {}):
-        raise app.UsageError(
-            f"{folder}: expected the privacy.json and config.json of a finished `dpjax train`."
-        )
+        raise app.UsageError(f"{folder}: expected the folder of a finished `dpjax train`.")
     given = flags_of(run)
     given["data_dir"].value = data_dir
     planned = plan(given)
     if json.loads(json.dumps(planned.mechanism.facts)) != run.mechanism:
-        raise app.UsageError(
-            f"{folder}: expected the mechanism of run.json. Restore the data of the run."
-        )
+        raise app.UsageError(f"{folder}: expected the mechanism of run.json. Restore its data.")
     dataset, moments = inputs.with_features(given, planned.dataset), None
     if planned.normalization is not None:  # read, because a second query would spend privacy
         moments = inputs.read_moments(folder / MOMENTS, planned.normalization)

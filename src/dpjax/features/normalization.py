@@ -156,8 +156,7 @@ class Normalization:
         """
         if features.shape[0] != self.examples:
             raise ValueError(
-                f"features.Normalization.release: got {features.shape[0]} examples; expected "
-                f"{self.examples}, by which the sums are divided."
+                f"features.Normalization: got {len(features)} examples; expected {self.examples}."
             )
         means, squares = _statistics(features)
         mean, square = (

@@ -50,9 +50,7 @@ def group_norm(
     features = jnp.asarray(features)
     *rest, channels = features.shape
     if channels % groups:
-        raise ValueError(
-            f"features.group_norm(groups={groups}): groups must divide the {channels} channels."
-        )
+        raise ValueError(f"features.group_norm: {groups} groups must divide {channels} channels.")
     # A mean over a group in bfloat16 would keep two digits.
     split = features.astype(trees.wide(features.dtype)).reshape(*rest, groups, channels // groups)
     axes = (-4, -3, -1)

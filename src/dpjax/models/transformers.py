@@ -206,7 +206,7 @@ class ViT(nn.Module):
         parts.expect_image("ViT", x, smallest=self.patch)
         if x.shape[-3] % self.patch or x.shape[-2] % self.patch:
             raise ValueError(
-                f"models.ViT(patch={self.patch}): patch must divide both sides of {x.shape[-3:-1]}."
+                f"models.ViT: patch {self.patch} must divide the sides {x.shape[-3:-1]}."
             )
         h = parts.conv(
             self, x, self.width, self.patch, "embedding", strides=self.patch, padding="VALID"

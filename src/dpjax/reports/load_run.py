@@ -123,16 +123,16 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
     path = pathlib.Path(directory)
     rows = read_log(path / "metrics.jsonl")
     if not rows:
-        raise FileNotFoundError(
-            f"reports.report: {path} has no metrics.jsonl with a row; expected the folder of a run."
-        )
+        raise FileNotFoundError(f"reports.report: {path}: expected a metrics.jsonl with a row.")
     identity, card, config = (
         read_json(file) if file.is_file() else None
         for file in (path / "run.json", path / "privacy.json", path / "config.json")
     )
     # A killed run with `--overwrite` leaves the card of the run before it.
-    if card is not None and (why := _foreign(path, card, identity or {}, rows)):
-        return SavedRun(path, rows, identity, foreign=why)
+    if card is not None:
+        check_format(card.get("mechanism"), str(path / "privacy.json"))
+        if why := _foreign(card, identity or {}, rows):
+            return SavedRun(path, rows, identity, foreign=why)
     evaluation, diagnostics = (
         read_arrays(file, "reports.report") if arrays and file.is_file() else None
         for file in (path / "evaluation.npz", path / "diagnostics.npz")
@@ -142,14 +142,8 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
     return SavedRun(path, rows, identity, card, statement, config, evaluation, diagnostics)
 
 
-def _foreign(
-    path: pathlib.Path,
-    card: Mapping[str, Any],
-    identity: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-) -> str:
+def _foreign(card: dict[str, Any], identity: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """Why a card does not belong to the run with these rows and this identity, or nothing."""
-    check_format(card.get("mechanism"), str(path / "privacy.json"))
     steps = rows[-1].get("counted", rows[-1]["step"])
     if card.get("steps") != steps:
         return f"it counts {card.get('steps')} steps, and the log counts {steps:,}"

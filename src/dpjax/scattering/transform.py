@@ -85,8 +85,7 @@ def scatter(
     checks.one_of("scattering.scatter", "order", order, (0, 1, 2))
     if not jnp.issubdtype(images.dtype, jnp.floating):
         raise TypeError(
-            f"scattering.scatter: got {images.dtype} images; expected floating-point numbers. "
-            "Divide bytes by 255."
+            f"scattering.scatter: got {images.dtype} images; expected floats. Divide bytes by 255."
         )
     if images.ndim != 4 or min(images.shape[1:3]) < 2**J:
         raise ValueError(

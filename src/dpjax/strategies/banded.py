@@ -108,8 +108,7 @@ def banded(
     of = workload(call, steps, momentum, learning_rates)
     if of.rates is not None and (steps > LARGEST_MATRIX or error == "maximal"):
         raise ValueError(
-            f"{call}(learning_rates): expected the mean error and at most {LARGEST_MATRIX} steps "
-            "with them. Leave them out."
+            f"{call}(learning_rates): expected error='mean' and at most {LARGEST_MATRIX} steps."
         )
     fits = bands <= participation.separation or participation.most == 1
     return Toeplitz(

@@ -163,10 +163,7 @@ def _checked(call: str, steps: int, values: ArrayLike) -> tuple[float, ...]:
     narrow = np.trim_zeros(np.asarray(values, np.float32), "b")
     fits = narrow.ndim == 1 and 1 <= narrow.size <= steps and np.all(np.isfinite(narrow))
     if not fits or not narrow[0] > 0:  # C has no inverse with 0 on its diagonal
-        raise ValueError(
-            f"{call}: expected 1 to {steps} finite coefficients, one for each step, "
-            "the first coefficient above 0."
-        )
+        raise ValueError(f"{call}: expected 1 to {steps} finite coefficients, the first above 0.")
     return narrowed(narrow)
 
 

@@ -109,10 +109,7 @@ def rehearse(
     outputs = jax.eval_shape(model.apply, {"params": fresh}, x)
     # A label beyond the outputs would be clamped to the last one in silence.
     if getattr(outputs, "shape", None) != (classes,):
-        raise ValueError(
-            f"the model returns {outputs} for an example; expected {classes} numbers, one for "
-            "each class."
-        )
+        raise ValueError(f"the model returns {outputs} for an example; expected {classes} numbers.")
     number = jax.ShapeDtypeStruct((), jnp.int32)
     example = (x, number, number) if epochs else (x, number)
     jax.eval_shape(jax.grad(losses.of(model, loss)), fresh, example)
