@@ -61,6 +61,7 @@ class Budget:
 class Ledger(NamedTuple):
     """The multipliers of the steps that ran, run-length encoded, in order."""
 
+    # Run-length encoded, so that a million equal steps are one entry of the state.
     multipliers: np.ndarray
     counts: np.ndarray
     accounted: np.ndarray
@@ -138,6 +139,7 @@ def ended(
 def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None = None) -> None:
     """Refuses the next steps, before they run, unless all of them fit plan and budget."""
     done, planned = len(ran(ledger, mechanism)), mechanism.steps
+    # Apart from the budget: the cure is a longer plan, and not fewer steps.
     if done + steps > planned:
         raise Refused(f"ledger: step {done + steps} of {planned} planned steps. Plan more steps.")
     if budget is None:
@@ -215,7 +217,7 @@ def epsilon(
 def counted(ledger: Ledger, mechanism: Plan) -> np.ndarray:
     """The multiplier of each step that counts: that ran, or was planned where results ended it."""
     # A number of steps that follows from released results is a function of all steps that could
-    # have run: their epsilon holds for it.
+    # have run: their epsilon holds for it, and that of the steps alone is not proved.
     steps = ran(ledger, mechanism)
     return _multipliers(mechanism)[: max(int(ledger.chosen), len(steps))]
 

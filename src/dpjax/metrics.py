@@ -204,8 +204,8 @@ def _batch(name: str, logits: Any, labels: Any) -> tuple[Array, Array]:
     labels = labels if isinstance(labels, jax.Array) else np.asarray(labels)
     if labels.ndim == 2 and labels.shape[1] == 1:  # a column: argmax would make class 0 of each
         labels = labels[:, 0]
-    whole = jnp.issubdtype(labels.dtype, jnp.integer)
-    if logits.ndim != 2 or labels.shape != logits.shape[:1] or not labels.size or not whole:
+    counted = jnp.issubdtype(labels.dtype, jnp.integer)
+    if logits.ndim != 2 or labels.shape != logits.shape[:1] or not labels.size or not counted:
         raise ValueError(
             f"metrics.{name}: got logits {list(logits.shape)} and labels {labels.dtype}"
             f"{list(labels.shape)}; expected [batch, classes] and whole numbers [batch]. For "

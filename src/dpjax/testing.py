@@ -61,14 +61,14 @@ def influence(rule: Clipping, gradients: PyTree) -> float:
         taken = jax.tree.map(lambda x: jnp.asarray(x)[rows], gradients)
         return _vector(clipping.clip(rule, taken, mask)[0])
 
-    whole = summed(every, np.ones(size, bool))
+    total = summed(every, np.ones(size, bool))
     # An example can be masked like padding, or absent from the batch.
     without = [
         rest
         for i in every
         for rest in (summed(every, every != i), summed(every[every != i], np.ones(size - 1, bool)))
     ]
-    return float(max((np.linalg.norm(whole - rest) for rest in without), default=0.0))
+    return float(max((np.linalg.norm(total - rest) for rest in without), default=0.0))
 
 
 def assert_sensitivity(rule: Clipping, gradients: PyTree) -> None:
@@ -119,9 +119,9 @@ def assert_engines_agree(
     # The definition; every engine is compared with it and not with its neighbour.
     want = run("vmap", None)
     for engine, size in itertools.product(set(engines) - {"vmap"}, microbatch_sizes):
-        got = run(engine, size)
+        measured = run(engine, size)
         for name in ("value", "losses", "norms", "factors"):
-            a, b = _vector(getattr(want, name)), _vector(getattr(got, name))
+            a, b = _vector(getattr(want, name)), _vector(getattr(measured, name))
             # Engines sum in other orders, so rounding is relative to the largest number.
             scale = max(1.0, float(np.max(np.abs(a[np.isfinite(a)]), initial=0.0)))
             if not np.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
@@ -156,6 +156,7 @@ def assert_noise(
       >>> link = noise.gaussian(2.0, clipping.flat(3.0))
       >>> assert_noise(link, jnp.zeros(1_000_000), deviation=6.0)
     """
+    # On zeros the output is noise alone, so no gradient blurs the measurement.
     zeros: Any = Sum(jax.tree.map(jnp.zeros_like, params), _Every((), None, ()))
     try:
         noise, _ = link.update(zeros, link.init(params), params)
@@ -273,7 +274,7 @@ def _ratios(with_it: Sequence[Measurement], without: Sequence[Measurement]) -> I
                 np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64)) / deviation
                 for (a, b), deviation in zip(pairs, one.deviations, strict=True)
             ]
-        # With correlated noise, one step moves several rows of the run.
+        # With correlated noise, all rows of the run that one step moves, over their noise.
         share = 1.0 if one.strategy is None else float(one.strategy.column_norms()[step])
         given = one.multiplier
         # The type of step that a link passes: a schedule may cast it.

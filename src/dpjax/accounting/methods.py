@@ -178,4 +178,5 @@ def _sorted(event: DpEvent, neighbours: str, method: str, plan: DpEvent | None =
 
 
 def _as(row: Method, value: float) -> float:
+    # The type says what the number is: an estimate prints as one wherever it is used.
     return float(value) if row.proven else Estimate(value)

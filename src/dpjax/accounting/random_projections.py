@@ -60,6 +60,7 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
     """
     projections = checks.whole("accounting.with_projections", "projections", projections)
 
+    # The kinds that samplers make; the proof is of a Gaussian on a clipped sum alone.
     def projected(part: DpEvent) -> DpEvent:
         match part:
             case dp_accounting.GaussianDpEvent(noise_multiplier=z):
@@ -126,7 +127,7 @@ def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLoss
     bulk = np.linspace(1.0, _RARE, _BULK, endpoint=False)
     chances = np.concatenate([bulk, np.geomspace(_RARE, beyond, _TAIL)])
     values, weight = np.sqrt(r / stats.chi2(r).ppf(chances)), beyond
-    # Mixing two distributions rescales the weights of what was mixed before.
+    # From the rarest scale on: mixing rescales the weights of what was mixed before.
     for s, share in zip(values[:0:-1], -np.diff(chances)[::-1], strict=True):
         one = one_step(q, z / float(s), MIXED, neighbours)
         total = total.compute_mixture(one, weight / (weight + float(share)))

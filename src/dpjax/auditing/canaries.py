@@ -130,14 +130,14 @@ def _added(
     scores: Array,
     state: State,
     mean: PyTree,
-    *parts: PyTree,
+    *known: PyTree,
 ) -> Float[Array, " canaries"]:
     """Scores after one more step, from the state before it and the mean that it released."""
     params, examples = state.params, mechanism.sampling.examples
-    sizes = [trees.leading_size(part) for part in parts]
+    sizes = [trees.leading_size(rows) for rows in known]
     canaries, rest = (
-        with_entry(entry, state.key, state.step, part, (size,))
-        for part, size in zip(parts, sizes, strict=True)
+        with_entry(entry, state.key, state.step, rows, (size,))
+        for rows, size in zip(known, sizes, strict=True)
     )
     # Exact norms: the attacker need not estimate what it can compute.
     clipped = clipped_grad(loss, dataclasses.replace(mechanism.clipping, projections=None))

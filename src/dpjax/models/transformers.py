@@ -152,7 +152,8 @@ class TextTransformer(nn.Module):
         h = table(self.vocabulary, name="token")(tokens)
         if segments is not None:
             h = h + table(self.segments, name="segment")(segments)
-        # A lookup counts from the end: -100, padding elsewhere, would be a word.
+        # A lookup counts negative numbers from the end: -100, padding elsewhere, would be a word.
+        # Too large ones are NaN already.
         least = tokens if segments is None else jnp.minimum(tokens, segments)
         h = jnp.where((real & (least < 0))[..., None], jnp.nan, h)
         # The mask has axes for heads and queries: padding may attend, but no query attends to it.

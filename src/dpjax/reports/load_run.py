@@ -128,7 +128,7 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
         read_json(file) if file.is_file() else None
         for file in (path / "run.json", path / "privacy.json", path / "config.json")
     )
-    # A killed run with `--overwrite` leaves the card of the run before it.
+    # A killed run may leave the card of the run before it: that epsilon must not be on this page.
     if card is not None:
         check_format(card.get("mechanism"), str(path / "privacy.json"))
         if why := _foreign(card, identity or {}, rows):

@@ -99,6 +99,7 @@ def band(
 ) -> None:
     """A line through the mean of each row, a band over its range, and gaps for NaN."""
     middle, low, high = (np.full(len(table), np.nan) for _ in range(3))
+    # Rows without a number stay gaps in the line, instead of warnings of NumPy.
     some = ~np.isnan(table).all(axis=1)
     for values, of in ((middle, np.nanmean), (low, np.nanmin), (high, np.nanmax)):
         values[some] = of(table[some], axis=1)

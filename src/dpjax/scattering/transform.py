@@ -121,6 +121,7 @@ def _part_size(images: Array, J: int, L: int) -> int:
 
 def _cascade(images: Array, J: int, L: int, order: int) -> Array:
     """All paths of one part of the images, from pixels to features."""
+    # Rows first and columns last: transforms are then products with matrices on either side.
     field = _field(images, J)
     bank = filter_bank(field.shape[0], field.shape[-1], J, L)
     orders = [_average(field, bank, 0)[:, :, None]]
@@ -129,6 +130,7 @@ def _cascade(images: Array, J: int, L: int, order: int) -> Array:
         once = [_response(spectrum, bank, j, 0) for j in range(J)]
         orders += [_average(first, bank, j) for j, first in enumerate(once)]
         if order == 2:
+            # The coarsest scale has no coarser wavelet.
             orders += [_second_order(first, bank, j) for j, first in enumerate(once[:-1])]
     features = jnp.concatenate(orders, axis=2)
     height, _, _, width = features.shape

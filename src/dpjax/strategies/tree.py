@@ -66,8 +66,7 @@ class Tree(Strategy):
             return self._prefix_variances()
         if self.steps > LARGEST_MATRIX:
             raise ValueError(
-                f"strategy.errors of a tree: expected at most {LARGEST_MATRIX} steps with "
-                "momentum or learning rates. Leave them out."
+                f"strategy.errors of a tree: at most {LARGEST_MATRIX} steps with momentum or rates."
             )
         return np.sum(of.applied(self.inverse()) ** 2, axis=1)
 

@@ -31,6 +31,7 @@ class Evaluation:
         self, model: nn.Module, loss: Any, rule: dpjax.types.Clipping, dataset: data.Dataset
     ) -> None:
         self.model, self.loss, self.rule = model, loss, rule
+        # On the device once: every evaluation reads all of them.
         self.test = jax.tree.map(jnp.asarray, dataset.test)
         # A fixed sample: curves of norms compare the same examples over time.
         places = np.linspace(0, dataset.examples - 1, min(_SAMPLE, dataset.examples)).astype(int)
