@@ -56,15 +56,13 @@ def calibrate(
     _check("accounting.calibrate", epsilon, delta, method)
 
     @functools.cache
-    def spent(value: float) -> float:
-        return epsilon_of(make_event(value), delta, method, neighbours)
+    def spent(value: float, by: str = method) -> float:
+        return epsilon_of(make_event(value), delta, by, neighbours)
 
     # A PLD of a schedule takes ten seconds. The central limit takes none, and is nearly right.
     if method == "pld":
         with contextlib.suppress(ValueError):  # it may know no such event
-            guess = _least(
-                lambda value: epsilon_of(make_event(value), delta, "gdp", neighbours), epsilon, 1e-2
-            )
+            guess = _least(lambda value: spent(value, "gdp"), epsilon, 1e-2)
             if value := _from_near(spent, epsilon, guess):
                 return value
     return _least(spent, epsilon, _TIGHTNESS[method])

@@ -50,10 +50,8 @@ def test_loss(figure: Figure, run: SavedRun) -> str:
     The loss on test examples also depends on how confident the model is. If it rises while
     accuracy stays, the model becomes overconfident.
     """
-    try:
-        y = run.series("nll")  # classifiers log it, other models `test_loss`
-    except Missing:
-        y = run.series("test_loss")
+    is_classifier = any("nll" in row for row in run.rows)
+    y = run.series("nll" if is_classifier else "test_loss")
     against_epsilon(figure.subplots(), run, y, "mean loss of test examples", "blue")
     return f"{_end(y)} at the end, {np.nanmin(_means(y)):.3g} at best.{_groups(y)}"
 

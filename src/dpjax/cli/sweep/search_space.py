@@ -74,7 +74,8 @@ def pairs(text: str, flag: str) -> dict[str, str]:
         name, equals, value = (word.strip() for word in pair.partition("="))
         if not (name and equals and value) or name in (*settings, *OURS):
             raise app.UsageError(
-                f"--{flag}: {pair!r}: expected name=value once, and none of {', '.join(OURS)}."
+                f"--{flag}: {pair!r}: expected each flag once, none of {', '.join(OURS)}, as in "
+                "learning_rate=0.2,0.4;bound=1."
             )
         settings[name] = value
     return settings
