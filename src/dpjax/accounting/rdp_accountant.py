@@ -71,7 +71,7 @@ def total(parts: Parts, neighbours: str) -> np.ndarray:
     swap = neighbours == "replace-one"
     if swap and parts.sampled:
         raise ValueError(
-            "accounting: RDP has no proof for Poisson samples and 'replace-one'. Use method='pld'."
+            "accounting: RDP has no proof for Poisson sampling, 'replace-one'. Use method='pld'."
         )
     # An example and its replacement are in the same bin: given the bin, a plain Gaussian.
     parts = allocation.known_bins(parts) if swap else parts
