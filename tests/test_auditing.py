@@ -52,10 +52,13 @@ ADAPTED = clipping.Quantile(count_multiplier=1.5)
 ROWS = np.ones((2, 3), np.float32)
 BAD = {
     "adapted": (lambda: audit(ROWS, ROWS[0], adaptive=ADAPTED), "Use audit_algorithm"),
-    "more right than guessed": (lambda: BOUND(200, 100, canaries=200), "correct <= guesses"),
+    "more right than guessed": (
+        lambda: BOUND(200, 100, canaries=200),
+        "correct=200 <= guesses=100",
+    ),
     "per cents": (lambda: BOUND(60, 100, canaries=100, confidence=95), "not per cent"),
     "scores NaN": (lambda: GUESS([math.nan] * 4, [1, 1, 0, 0], 4), "no NaN"),
-    "members' numbers": (lambda: GUESS(SCORES, [0, 2, 3, 1], 2), "True or False"),
+    "members' numbers": (lambda: GUESS(SCORES, [0, 2, 3, 1], 2), "4 truth values"),
     "too many guesses": (lambda: GUESS(SCORES, [1, 0, 1, 0], 5), "at least 2 and at most 4"),
     "few scores": (
         lambda: auditing.audit_membership([1.0, 2.0, 3.0], np.zeros(9), delta=0.0),

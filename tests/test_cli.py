@@ -144,9 +144,13 @@ def test_a_missing_matplotlib_is_found_before_the_work(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # found, and not importable
     with pytest.raises(app.UsageError, match="or give --noreport"):
         command.run(parsed(), ["train"])
-    with pytest.raises(app.UsageError, match=r"cannot be imported \(.*--upgrade matplotlib\)\.$"):
+    with pytest.raises(
+        app.UsageError, match=r"cannot be imported \(.*pip install -U matplotlib\.$"
+    ):
         audit.run(AUDIT_FLAGS, ["audit", "run"])
-    with pytest.raises(app.UsageError, match=r"cannot be imported \(.*--upgrade matplotlib\)\.$"):
+    with pytest.raises(
+        app.UsageError, match=r"cannot be imported \(.*pip install -U matplotlib\.$"
+    ):
         compare.run(None, ["compare", "run"])
 
 
@@ -243,7 +247,7 @@ def test_a_model_of_the_user_is_a_module_a_class_or_a_function(workshop):
     [
         ("--model=none_of_these:Net", "No module named 'none_of_these'"),
         ("--model={}:number", "expected a Flax module"),
-        ("--model={}:made --classes=4", "expected 4 numbers, one for each class"),
+        ("--model={}:made --classes=4", "expected 4 numbers"),
         ("--model={}:Batch", "batch_stats"),
         ("--model=wide_resnet --model_options=dept=3", "unexpected keyword argument 'dept'"),
         ("--model=linear --model_options=width", "'width': expected name=value"),

@@ -179,7 +179,7 @@ def test_an_overwritten_and_killed_run_leaves_nothing_of_the_one_before(tmp_path
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--model=vit", "--model_options=patch=5"], "patch must divide both sides"),
+        (["--model=vit", "--model_options=patch=5"], "patch 5 must divide the sides"),
         (["--clipping=grouped", "--groups=100"], "only 4 leaves"),
         (
             ["--features=scattering", "--norm_groups=10", "--model=scatter_linear"],

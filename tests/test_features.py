@@ -114,7 +114,7 @@ def test_group_norm_is_the_definition():
             want = (part - part.mean()) / math.sqrt(part.var() + 1e-5)
             np.testing.assert_allclose(got[i, ..., channels], want, atol=1e-5)
     np.testing.assert_allclose(features.group_norm(x[1], groups=2), got[1], atol=1e-6)
-    with pytest.raises(ValueError, match="groups must divide the 6 channels"):
+    with pytest.raises(ValueError, match="4 groups must divide 6 channels"):
         features.group_norm(x, groups=4)
 
 

@@ -87,9 +87,9 @@ def test_the_step_that_would_pass_the_budget_is_refused_in_words():
 
 def test_a_ledger_of_another_mechanism_is_refused():
     book = walk(make(2.0, steps=5), 2)
-    with pytest.raises(ledger.Refused, match="not the first of the"):
+    with pytest.raises(ledger.Refused, match="not the first of"):
         ledger.admit(book, make(1.0, steps=5))
-    with pytest.raises(ledger.Refused, match=r"not the first of the 1 "):
+    with pytest.raises(ledger.Refused, match=r"not the first of 1 "):
         ledger.epsilon(book, make(2.0, steps=1), 1e-5)
 
 
@@ -160,7 +160,7 @@ def test_a_ledger_that_was_on_a_device_is_the_same():
             {"epsilon": 1.0, "delta": 1.0},
             r"^ledger\.Budget\(delta=1.0\): expected a number between",
         ),
-        ({"epsilon": 1.0, "delta": 1e-5, "method": "gdp"}, r"^ledger\.Budget\(.*a proven method"),
+        ({"epsilon": 1.0, "delta": 1e-5, "method": "gdp"}, r"^ledger\.Budget\(.*not proven"),
     ],
 )
 def test_budgets_that_mean_nothing_are_refused(options, message):

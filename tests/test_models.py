@@ -181,7 +181,7 @@ def test_every_name_makes_its_model():
         (models.TemperedCNN(), (28, 28), r"write x\[..., None\]"),
         (models.CIFARCNN(), (3, 3, 1), "sides from 8"),
         (models.WideResNet(depth=15), (8, 8, 1), r"6 n \+ 4"),
-        (models.ViT(patch=5), (8, 8, 1), "divide both sides"),
+        (models.ViT(patch=5), (8, 8, 1), "must divide the sides"),
         (TEXT.clone(layout="post"), (4,), "expected one of pre-norm, bert"),
     ],
 )

@@ -101,7 +101,7 @@ def test_every_claim_of_an_honest_card_holds(name):
     assert sum(bool(said.search(line)) for line in lines) == len(claimed)
 
 
-@kills("verify/epsilon.py", "(orders - k) * math.log1p(-rate)", "orders * math.log1p(-rate)")
+@kills("verify/epsilon.py", "- K) * math.log1p(-rate)", ") * math.log1p(-rate)")
 def test_the_formula_of_sampled_gaussians_is_that_of_the_accounting_library():
     """At whole orders; between them it is above, by little."""
     accountant = dp.rdp.RdpAccountant(epsilon.ORDERS.tolist())

@@ -55,14 +55,13 @@ class Budget:
         object.__setattr__(self, "epsilon", epsilon)
         object.__setattr__(self, "delta", checked_delta("ledger.Budget", self.delta))
         if not checked_method("ledger.Budget", self.method or "rdp").proven:
-            raise ValueError(
-                f"ledger.Budget(method={self.method!r}): expected a proven method, 'rdp' or 'pld'."
-            )
+            raise ValueError(f"ledger.Budget(method={self.method!r}): not proven. Use 'rdp'.")
 
 
 class Ledger(NamedTuple):
     """The multipliers of the steps that ran, run-length encoded, in order."""
 
+    # Run-length encoded, so that a million equal steps are one entry of the state.
     multipliers: np.ndarray
     counts: np.ndarray
     accounted: np.ndarray
@@ -141,10 +140,9 @@ def ended(
 def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None = None) -> None:
     """Refuses the next steps, before they run, unless all of them fit plan and budget."""
     done, planned = len(ran(ledger, mechanism)), mechanism.steps
+    # Apart from the budget: the cure is a longer plan, and not fewer steps.
     if done + steps > planned:
-        raise Refused(
-            f"ledger: step {done + steps} of {planned} planned steps. Plan more in the Mechanism."
-        )
+        raise Refused(f"ledger: step {done + steps} of {planned} planned steps. Plan more steps.")
     if budget is None:
         return
     method = _method(mechanism, budget)
@@ -221,7 +219,7 @@ def epsilon(
 def counted(ledger: Ledger, mechanism: Plan) -> np.ndarray:
     """The multiplier of each step that counts: that ran, or was planned where results ended it."""
     # A number of steps that follows from released results is a function of all steps that could
-    # have run: their epsilon holds for it.
+    # have run: their epsilon holds for it, and that of the steps alone is not proved.
     steps = ran(ledger, mechanism)
     return _multipliers(mechanism)[: max(int(ledger.chosen), len(steps))]
 
@@ -232,9 +230,7 @@ def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
     # In memory no folder checks a state: steps at rate 1 must not have the price of a lower rate.
     done = ledger.steps
     if done and not np.array_equal(ledger.accounted, _digest(mechanism)):
-        raise Refused(
-            "ledger: the steps in this state ran under another mechanism. Use init(state.params)."
-        )
+        raise Refused("ledger: the steps ran under another mechanism. Use init(state.params).")
     if mechanism.steps < ledger.chosen:
         raise Refused(
             f"ledger: results ended this run, so all {int(ledger.chosen)} steps count that were "
@@ -244,8 +240,7 @@ def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
     multipliers, held = _multipliers(mechanism)[:done], ledger.expand()
     if not np.array_equal(held, multipliers.astype(held.dtype)):
         raise Refused(
-            f"ledger: the {done} steps in this state are not the first of the {mechanism.steps} "
-            "that this mechanism plans."
+            f"ledger: the {done} steps here are not the first of {mechanism.steps} planned."
         )
     return multipliers
 
@@ -257,6 +252,7 @@ def _digest(mechanism: Plan) -> np.ndarray:
     return np.frombuffer(content, np.uint32)[:_WORDS]
 
 
+# A run asks for them before each step.
 @functools.lru_cache(maxsize=128)
 def _multipliers(mechanism: Plan) -> np.ndarray:
     return mechanism.multipliers

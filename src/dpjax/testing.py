@@ -86,8 +86,7 @@ def assert_sensitivity(rule: Clipping, gradients: PyTree) -> None:
     rounding = 2e-6 * (rule.sensitivity + float(np.linalg.norm(total)))
     if not moved <= rule.sensitivity + rounding:
         raise LawBroken(
-            f"{rule.name}: one example moved the sum by {moved:.6g}; the rule's sensitivity is "
-            f"{rule.sensitivity:.6g}."
+            f"{rule.name}: one example moved the sum by {moved:.6g}, above {rule.sensitivity:.6g}."
         )
 
 
@@ -158,6 +157,7 @@ def assert_noise(
       >>> link = noise.gaussian(2.0, clipping.flat(3.0))
       >>> assert_noise(link, jnp.zeros(1_000_000), deviation=6.0)
     """
+    # On zeros the output is noise alone, so no gradient blurs the measurement.
     zeros: Any = Sum(jax.tree.map(jnp.zeros_like, params), _Every((), None, ()))
     try:
         noise, _ = link.update(zeros, link.init(params), params)
@@ -177,9 +177,7 @@ def assert_noise(
             measured.append((f" of {name or 'the array'}", root, *limits))
     for name, root, least, most in measured:
         if not least * deviation <= root <= most * deviation:
-            raise LawBroken(
-                f"the noise{name} has standard deviation {root:.6g}, expected {deviation:.6g}."
-            )
+            raise LawBroken(f"the noise{name} has deviation {root:.6g}, expected {deviation:.6g}.")
 
 
 def assert_private(
@@ -254,8 +252,7 @@ def assert_private(
         _, again = _runs(chain, begin, params, [batch] * steps, without)
         if trees.fingerprint(updates) != trees.fingerprint(again):
             raise LawBroken(
-                "two batches with one release give different updates: gradients pass beside the "
-                "noise."
+                "two batches with one release differ in updates: gradients pass beside the noise."
             )
 
 
@@ -278,7 +275,7 @@ def _ratios(with_it: Sequence[Measurement], without: Sequence[Measurement]) -> I
                 np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64)) / deviation
                 for (a, b), deviation in zip(pairs, one.deviations, strict=True)
             ]
-        # With correlated noise, one step moves several rows of the run.
+        # With correlated noise, all rows of the run that one step moves, over their noise.
         share = 1.0 if one.strategy is None else float(one.strategy.column_norms()[step])
         given = one.multiplier
         # The type of step that a link passes: a schedule may cast it.
@@ -322,10 +319,7 @@ def _runs(
     except (AttributeError, TypeError, ValueError) as error:
         raise LawBroken(f"the chain refuses to run: {error}") from error
     if len(measurements) != len(batches):
-        raise LawBroken(
-            f"the chain added noise {len(measurements)} times in {len(batches)} steps; expected "
-            "once each."
-        )
+        raise LawBroken(f"the chain added noise {len(measurements)} times in {len(batches)} steps.")
     return measurements, updates
 
 

@@ -56,15 +56,13 @@ def calibrate(
     _check("accounting.calibrate", epsilon, delta, method)
 
     @functools.cache
-    def spent(value: float) -> float:
-        return epsilon_of(make_event(value), delta, method, neighbours)
+    def spent(value: float, by: str = method) -> float:
+        return epsilon_of(make_event(value), delta, by, neighbours)
 
     # A PLD of a schedule takes ten seconds. The central limit takes none, and is nearly right.
     if method == "pld":
         with contextlib.suppress(ValueError):  # it may know no such event
-            guess = _least(
-                lambda value: epsilon_of(make_event(value), delta, "gdp", neighbours), epsilon, 1e-2
-            )
+            guess = _least(lambda value: spent(value, "gdp"), epsilon, 1e-2)
             if value := _from_near(spent, epsilon, guess):
                 return value
     return _least(spent, epsilon, _TIGHTNESS[method])
@@ -122,11 +120,11 @@ def _from_near(spent: Callable[[float], float], target: float, value: float) -> 
     tight = _TIGHTNESS["pld"]
     slope, before, aim = -1.5, None, math.log(target) - tight / 2
     for _ in range(8):
-        if not 0 < (found := spent(value)) < math.inf:
+        if not 0 < (epsilon := spent(value)) < math.inf:
             return None
-        if target * (1 - tight) <= found <= target:
+        if target * (1 - tight) <= epsilon <= target:
             return value
-        here = math.log(value), math.log(found)
+        here = math.log(value), math.log(epsilon)
         if before:
             slope = (here[1] - before[1]) / (here[0] - before[0])
         if not slope < -0.5:

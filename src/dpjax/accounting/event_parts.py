@@ -77,8 +77,7 @@ def split(event: DpEvent, records: int = 1) -> Parts:
         leaf, count = stack.pop()
         if not isinstance(leaf, DpEvent):
             raise TypeError(
-                f"accounting: {reprlib.repr(leaf)} was given; expected an event. "
-                "Of a dpjax.Mechanism it is mechanism.event."
+                f"accounting: got {reprlib.repr(leaf)}; expected an event, such as mechanism.event."
             )
         match leaf:
             case dp_accounting.NoOpDpEvent():
@@ -86,7 +85,7 @@ def split(event: DpEvent, records: int = 1) -> Parts:
             case dp_accounting.NonPrivateDpEvent():
                 bare += count
             case dp_accounting.ComposedDpEvent():
-                stack.extend((part, count) for part in leaf.events)
+                stack.extend((event, count) for event in leaf.events)
             case dp_accounting.SelfComposedDpEvent():
                 stack.append((leaf.event, count * leaf.count))
             # `not >` is also true for NaN, which must count as no noise.
@@ -104,7 +103,7 @@ def split(event: DpEvent, records: int = 1) -> Parts:
                 together = records > 1 and isinstance(leaf, CorrelatedSampledDpEvent)
                 below = split(inner)
                 if rate == 1 or (rate > 0 and together):
-                    # Nothing is amplified, so the inner events compose exactly.
+                    # Nothing is amplified at rate 1, so the inner events compose exactly.
                     stack.append((inner, count))
                 elif rate > 0 and (below.sampled or below.foreign):
                     # Amplification has a closed form for a bare Gaussian alone. Anything else stays
@@ -113,6 +112,7 @@ def split(event: DpEvent, records: int = 1) -> Parts:
                 elif rate > 0 and not below.private:
                     bare += count
                 elif rate > 0 and below.precision and count:
+                    # Several Gaussians on one sample are one, so they share the amplification.
                     key = (rate, below.unsampled_multiplier)
                     sampled[key] = sampled.get(key, 0) + count
             case (

@@ -63,8 +63,7 @@ def check_rate(call: str, value: float) -> float:
     rate = checks.number(call, "sampling_rate", value)
     if not 0 <= rate <= 1:
         raise ValueError(
-            f"{call}(sampling_rate={rate}): expected a probability. Divide the batch size by the "
-            "number of examples."
+            f"{call}(sampling_rate={rate}): expected a probability, batch size over examples."
         )
     return rate
 
@@ -138,9 +137,8 @@ def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEv
 def runs_of(multipliers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Run-length encoded, in order: the numbers or rows, and how often in a row each stands."""
     # Compared, not subtracted: infinity minus infinity is NaN.
-    changes = np.any(
-        (multipliers[1:] != multipliers[:-1]).T, axis=tuple(range(multipliers.ndim - 1))
-    )
+    changes = multipliers[1:] != multipliers[:-1]
+    changes = changes.any(axis=1) if changes.ndim > 1 else changes
     starts = np.flatnonzero(np.append(True, changes)[: len(multipliers)])
     return multipliers[starts], np.diff(starts, append=len(multipliers))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import math
 from dataclasses import dataclass
 
@@ -96,11 +95,10 @@ class Filter:
     def cost(self, noise_multiplier: float, sampling_rate: float) -> float:
         """The cost of one step: its divergence at the order, or its squared signal."""
         if self.order is not None:
-            return _divergence(float(noise_multiplier), float(sampling_rate), float(self.order))
+            return float(renyi_divergence(noise_multiplier, sampling_rate, self.order)[0])
         if sampling_rate != 1:
             raise ValueError(
-                f"accounting.Filter(method='gdp'): sampling_rate={sampling_rate}; expected 1. "
-                "For sampled steps use method='rdp'."
+                f"accounting.Filter(method='gdp'): sampling_rate={sampling_rate}. Use method='rdp'."
             )
         # Through `split`, so that a multiplier of 0 costs infinity here as everywhere.
         parts = split(gaussian(noise_multiplier))
@@ -149,17 +147,12 @@ def best_order(event: DpEvent, epsilon: float, delta: float) -> float:
     """
     checks.positive("accounting.best_order", "epsilon", epsilon)
     checked_delta("accounting.best_order", delta)
+    # The order of expected steps is a guess: a bad one costs steps, and no privacy.
     divergences = total(split(event), "add-or-remove")
     left = limits(epsilon, delta, ORDERS)
     usable = (left > 0) & (divergences > 0) & np.isfinite(divergences)
     if not np.any(usable):
         raise ValueError(
-            f"accounting.best_order(epsilon={epsilon}): the event fits at no order, or it costs "
-            "nothing. Allow a larger epsilon."
+            f"accounting.best_order(epsilon={epsilon}): the event fits at no order, or is free."
         )
     return float(ORDERS[usable][np.argmax(left[usable] / divergences[usable])])
-
-
-@functools.lru_cache(maxsize=4096)
-def _divergence(multiplier: float, rate: float, order: float) -> float:
-    return float(renyi_divergence(multiplier, rate, [order])[0])

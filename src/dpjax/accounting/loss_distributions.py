@@ -41,6 +41,7 @@ def one_step(
 def composed(parts: Parts, grid: float, neighbours: str) -> PrivacyLossDistribution:
     """The loss of all parts together that are not foreign."""
     total = privacy_loss_distribution.identity(value_discretization_interval=grid)
+    # All unsampled Gaussians together are one, whose loss has a closed form.
     if parts.precision:
         total = total.compose(one_step(1.0, parts.unsampled_multiplier, grid, neighbours))
     for (q, z), count in parts.sampled.items():
@@ -126,7 +127,7 @@ def level_count(plan: Steps, most: int = LEVELS) -> int:
 
 def _at(steps: Steps, plan: Steps, count: int) -> list[tuple[float, float]]:
     """The steps, with their rates and multipliers at the levels of the plan."""
-    (q, z), (rates, multipliers) = (np.array(list(each)).T for each in (steps, plan))
+    (q, z), (rates, multipliers) = (np.array(list(pairs)).T for pairs in (steps, plan))
     grid = _grid(rates, count)
     up = grid[np.minimum(np.searchsorted(grid, q), grid.size - 1)]
     down = levels(z, count, multipliers)

@@ -112,7 +112,7 @@ def delta(
     row, parts = checked_method("accounting.delta", method), _sorted(event, neighbours, method)
     if not parts.private or parts.empty:
         return _as(row, 0.0 if parts.private else 1.0)
-    # Conversions of an infinite epsilon would compute inf - inf.
+    # An infinite epsilon allows everything, and conversions would compute inf - inf.
     return _as(row, 0.0 if math.isinf(epsilon) else row.profile(parts, neighbours).delta(epsilon))
 
 
@@ -172,11 +172,11 @@ def _sorted(event: DpEvent, neighbours: str, method: str, plan: DpEvent | None =
     # No Rényi divergence exists where a norm may be estimated too small by any factor.
     if method != "pld" and random_projections.steps_of(parts):
         raise ValueError(
-            f"accounting: method {method!r} has no answer for norms from random projections. "
-            "Use 'pld'."
+            f"accounting: method {method!r} has no answer for random projections. Use 'pld'."
         )
     return parts
 
 
 def _as(row: Method, value: float) -> float:
+    # The type says what the number is: an estimate prints as one wherever it is used.
     return float(value) if row.proven else Estimate(value)

@@ -60,6 +60,7 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
     """
     projections = checks.whole("accounting.with_projections", "projections", projections)
 
+    # The kinds that samplers make; the proof is of a Gaussian on a clipped sum alone.
     def projected(part: DpEvent) -> DpEvent:
         match part:
             case dp_accounting.GaussianDpEvent(noise_multiplier=z):
@@ -84,13 +85,11 @@ def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
     # The mixture is over one random scale; replace-one would need the joint law of two.
     if neighbours == "replace-one":
         raise ValueError(
-            "accounting: norms from random projections have no proof for 'replace-one'. "
-            "Use 'add-or-remove', or clip by exact norms."
+            "accounting: random projections have no proof for 'replace-one'. Use 'add-or-remove'."
         )
     if len(steps) < len(parts.foreign):
         raise ValueError(
-            f"accounting: norms from random projections compose with Gaussians only; the event "
-            f"holds {parts.named}."
+            f"accounting: random projections compose with Gaussians only, not {parts.named}."
         )
     total = composed(parts, MIXED, neighbours)
     for projections in {r for _, _, r in steps}:
@@ -102,15 +101,15 @@ def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
 
 def steps_of(parts: Parts) -> Steps:
     """``{(rate, multiplier, projections): count}`` of the steps with estimated norms."""
-    found: Steps = {}
+    steps: Steps = {}
     for event, count in parts.foreign:
         rate = 1.0
         if isinstance(event, dp_accounting.PoissonSampledDpEvent):
             rate, event = event.sampling_probability, event.event
         if isinstance(event, ProjectedGaussianDpEvent):
             key = (float(rate), float(event.noise_multiplier), event.projections)
-            found[key] = found.get(key, 0) + count
-    return found
+            steps[key] = steps.get(key, 0) + count
+    return steps
 
 
 @functools.lru_cache(maxsize=64)
@@ -123,11 +122,12 @@ def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLoss
     )
     if beyond >= _RARE:
         return total
-    # Levels of the chance hold a known probability; rounding s up never lowers the loss.
+    # Levels of the chance, not of s: each holds a known probability, and rounding s up to the end
+    # of its level never lowers the loss.
     bulk = np.linspace(1.0, _RARE, _BULK, endpoint=False)
     chances = np.concatenate([bulk, np.geomspace(_RARE, beyond, _TAIL)])
     values, weight = np.sqrt(r / stats.chi2(r).ppf(chances)), beyond
-    # Mixing two distributions rescales the weights of what was mixed before.
+    # From the rarest scale on: mixing rescales the weights of what was mixed before.
     for s, share in zip(values[:0:-1], -np.diff(chances)[::-1], strict=True):
         one = one_step(q, z / float(s), MIXED, neighbours)
         total = total.compute_mixture(one, weight / (weight + float(share)))

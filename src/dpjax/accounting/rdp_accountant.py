@@ -71,8 +71,7 @@ def total(parts: Parts, neighbours: str) -> np.ndarray:
     swap = neighbours == "replace-one"
     if swap and parts.sampled:
         raise ValueError(
-            "accounting: RDP has no proof for Poisson sampling with 'replace-one' neighbours. "
-            "Use method='pld', or 'add-or-remove'."
+            "accounting: RDP has no proof for Poisson sampling, 'replace-one'. Use method='pld'."
         )
     # An example and its replacement are in the same bin: given the bin, a plain Gaussian.
     parts = allocation.known_bins(parts) if swap else parts
@@ -117,6 +116,5 @@ def _halved(event: DpEvent) -> DpEvent:
                 event.source_dataset_size, event.sample_size, rewritten(inner, _halved)
             )
     raise ValueError(
-        f"accounting: RDP with neighbours='replace-one' has no proof for {event}. "
-        "Use 'add-or-remove' or 'zero-out'."
+        f"accounting: RDP with 'replace-one' has no proof for {event}. Use 'add-or-remove'."
     )

@@ -62,8 +62,7 @@ def renyi_divergence(
     )
     if not (np.all(orders > 1) and np.all(z >= 0) and np.all((q >= 0) & (q <= 1))):
         raise ValueError(
-            "accounting.renyi_divergence: expected orders above 1, multipliers of 0 or more and "
-            "rates in [0, 1]."
+            "accounting.renyi_divergence: expected orders > 1, multipliers >= 0, rates in [0, 1]."
         )
     out = np.empty((z.size, orders.size))
     finite = np.isfinite(orders)
@@ -95,17 +94,19 @@ def _divergences(z: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         out = orders / (2 * z[:, None] ** 2)
     sampled = np.flatnonzero((q > 0) & (q < 1) & (z > 0) & np.isfinite(z))
-    whole = orders == np.floor(orders)
-    for column in np.flatnonzero(whole):
+    # At whole orders the moment is a finite sum, which is exact; at others only the integral is.
+    is_whole = orders == np.floor(orders)
+    for column in np.flatnonzero(is_whole):
         log_a = _log_moment_whole(z[sampled], q[sampled], int(orders[column]))
         out[sampled, column] = log_a / (orders[column] - 1)
-    if not np.all(whole):
-        for size, rows in _by_grid_size(z, sampled, orders[~whole].max()).items():
+    fractions = orders[~is_whole]
+    if fractions.size:
+        for size, rows in _by_grid_size(z, sampled, fractions.max()).items():
             if size:
-                log_a = _log_moment_integral(z[rows], q[rows], orders[~whole], size)
-                out[np.ix_(rows, ~whole)] = log_a / (orders[~whole] - 1)
+                log_a = _log_moment_integral(z[rows], q[rows], fractions, size)
+                out[np.ix_(rows, ~is_whole)] = log_a / (fractions - 1)
             else:  # a divergence rises with its order
-                out[np.ix_(rows, ~whole)] = _divergences(z[rows], q[rows], np.ceil(orders[~whole]))
+                out[np.ix_(rows, ~is_whole)] = _divergences(z[rows], q[rows], np.ceil(fractions))
     return out
 
 

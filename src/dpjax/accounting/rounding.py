@@ -26,7 +26,8 @@ def _rounded(value: float, form: str, rounding: str) -> str:
         return f"{value:{form}}"
     exact = Decimal(repr(float(value)))  # the shortest decimal of this float, so 1e-5 stays 1e-5
     digits, kind = int(form[1:-1]), form[-1]
+    # The power of ten of the last printed digit, which is where the number is rounded.
     last = -digits if kind == "f" else exact.adjusted() - digits + 1
     with localcontext(prec=700):  # more than any float has
-        found = exact.quantize(Decimal(1).scaleb(last), rounding=rounding)
-    return f"{float(found):{form}}"
+        rounded = exact.quantize(Decimal(1).scaleb(last), rounding=rounding)
+    return f"{float(rounded):{form}}"

@@ -107,11 +107,11 @@ def select_best(
     checked_delta(call, delta)
     events = list(event) if isinstance(event, Iterable) else [event]
     # Any candidate may be the one that is published, so the search pays for the most expensive one.
-    alone = max(epsilon(each, delta, "rdp", neighbours) for each in events)
+    alone = max(epsilon(run, delta, "rdp", neighbours) for run in events)
     if not math.isfinite(alone):
         return Selection(math.inf, math.inf, math.inf, runs)
     # The theorems are stated for one divergence curve that bounds every run.
-    one = np.max([rdp_accountant.total(split(each), neighbours) for each in events], axis=0)
+    one = np.max([rdp_accountant.total(split(run), neighbours) for run in events], axis=0)
     curves = row.divergence(one, runs), math.ceil(runs) * one
     best, every = (rdp_accountant.to_epsilon(curve, delta) for curve in curves)
     return Selection(alone, best, every, runs)

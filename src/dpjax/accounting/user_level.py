@@ -74,6 +74,7 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
         )
     if not parts.private:
         return dp_accounting.NonPrivateDpEvent()
+    # Without sampling all records join or leave together: the signal is `records` times as large.
     unsampled = [gaussian(parts.unsampled_multiplier / records)] if parts.precision else []
     # Each record is drawn independently, so the signal of a step, the number of drawn records, is
     # binomial; the mixture over it is exact and far cheaper than group privacy's factor.
@@ -103,8 +104,7 @@ def epsilon_for_users(
     checked_delta("accounting.epsilon_for_users", delta)
     if neighbours == "replace-one":
         raise ValueError(
-            "accounting.epsilon_for_users(neighbours='replace-one'): mixtures have no proof there. "
-            "Use 'add-or-remove'."
+            "accounting.epsilon_for_users: 'replace-one' has no proof. Use 'add-or-remove'."
         )
     try:
         return epsilon(for_groups(event, records), delta, "pld", neighbours)

@@ -134,7 +134,7 @@ def audit_algorithm(
       ...     steps=1,
       ... )
       >>> data = jnp.array([[0.1], [0.2], [9.0]]) * jnp.ones(500)
-      >>> found = audit_algorithm(
+      >>> audit = audit_algorithm(
       ...     lambda sampling: dpjax.dpsgd(
       ...         lambda w, x: -jnp.vdot(w, x),
       ...         optax.sgd(1.0),
@@ -145,7 +145,7 @@ def audit_algorithm(
       ...     params=jnp.zeros(500),
       ...     canary=2,
       ... )
-      >>> round(float(found.measured[0]), 1), found.claimed, found.refutes
+      >>> round(float(audit.measured[0]), 1), audit.claimed, audit.refutes
       (0.5, 0.5, False)
 
     References:

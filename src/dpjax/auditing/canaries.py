@@ -130,14 +130,14 @@ def _added(
     scores: Array,
     state: State,
     mean: PyTree,
-    *parts: PyTree,
+    *known: PyTree,
 ) -> Float[Array, " canaries"]:
     """Scores after one more step, from the state before it and the mean that it released."""
     params, examples = state.params, mechanism.sampling.examples
-    sizes = [trees.leading_size(part) for part in parts]
+    sizes = [trees.leading_size(rows) for rows in known]
     canaries, rest = (
-        with_entry(entry, state.key, state.step, part, (size,))
-        for part, size in zip(parts, sizes, strict=True)
+        with_entry(entry, state.key, state.step, rows, (size,))
+        for rows, size in zip(known, sizes, strict=True)
     )
     # Exact norms: the attacker need not estimate what it can compute.
     clipped = clipped_grad(loss, dataclasses.replace(mechanism.clipping, projections=None))
@@ -170,17 +170,15 @@ def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[
       >>> guess_members(np.array([3.0, -1.0, 0.1, 2.0]), np.array([True, False, True, False]), 2)
       (2, 2)
     """
+    call = "auditing.guess_members"
     scores, truths = np.asarray(scores), np.asarray(members)
     if scores.ndim != 1 or np.any(np.isnan(scores)):
-        raise ValueError(
-            f"auditing.guess_members(scores of shape {scores.shape}): expected a vector, no NaN."
-        )
+        raise ValueError(f"{call}(scores of shape {scores.shape}): expected a vector, no NaN.")
     if truths.shape != scores.shape or not np.all((truths == 0) | (truths == 1)):
         raise ValueError(
-            f"auditing.guess_members(members of shape {truths.shape}): expected True or False for "
-            f"each of {scores.size} scores."
+            f"{call}(members of shape {truths.shape}): expected {scores.size} truth values."
         )
-    guesses = checks.whole("auditing.guess_members", "guesses", guesses, least=2, most=scores.size)
+    guesses = checks.whole(call, "guesses", guesses, least=2, most=scores.size)
     # Equal scores in a random order: in that of the rows, sorted members would be guessed right.
     ties = np.random.default_rng(0).permutation(scores.size)
     order, half, inside = np.lexsort((ties, scores)), guesses // 2, truths == 1
@@ -211,10 +209,7 @@ def epsilon_lower_bound(
     """
     call = "auditing.epsilon_lower_bound"
     if not 0 <= correct <= guesses <= canaries:
-        raise ValueError(
-            f"{call}(correct={correct}, guesses={guesses}, canaries={canaries}): expected correct "
-            "<= guesses <= canaries."
-        )
+        raise ValueError(f"{call}: expected {correct=} <= {guesses=} <= {canaries=}.")
     confidence = checks.fraction(call, "confidence", confidence, "Such as 0.95, not per cent.")
     from scipy.stats import binom  # a second that only audits of whole runs cost
 

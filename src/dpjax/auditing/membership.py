@@ -72,8 +72,8 @@ def audit_membership(
 
     Example:
       >>> draw = np.random.default_rng(0)
-      >>> found = audit_membership(draw.normal(3, 1, 2000), draw.normal(0, 1, 2000), delta=1e-5)
-      >>> 2 < found.epsilon < 6, found.auc > 0.97
+      >>> audit = audit_membership(draw.normal(3, 1, 2000), draw.normal(0, 1, 2000), delta=1e-5)
+      >>> 2 < audit.epsilon < 6, audit.auc > 0.97
       (True, True)
 
     References:
@@ -110,9 +110,8 @@ def _checked(name: str, scores: ArrayLike) -> Float[np.ndarray, " rows"]:
     return scores
 
 
-def _rates(scores: tuple[np.ndarray, ...], threshold: float) -> tuple[float, float]:
-    true, false = (float(np.mean(x >= threshold)) for x in scores)
-    return true, false
+def _rates(scores: tuple[np.ndarray, ...], threshold: float) -> tuple[float, ...]:
+    return tuple(float(np.mean(x >= threshold)) for x in scores)
 
 
 def _limits(scores: tuple[np.ndarray, ...], threshold: float, risk: float) -> tuple[Limits, Limits]:

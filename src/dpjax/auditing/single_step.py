@@ -65,6 +65,7 @@ def audit_step(mechanism: Mechanism, gradients: PyTree, canary: PyTree, key: Key
     without = privatized(clipping.clip(mechanism.clipping, gradients)[0], key)
     # One key: the noise of both batches cancels, and only its deviation has to be measured.
     noise = _measured(lambda key: privatized(like, key), key)
+    # Leaf by leaf: groups have noise of their own scale.
     moved = [
         np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64))
         for a, b in zip(with_canary, without, strict=True)

@@ -95,16 +95,12 @@ def rebuild(folder: pathlib.Path, data_dir: str | None = None) -> Rebuilt:
     """Reads a run's folder and builds the run again; no folder records ``data_dir``."""
     run = read(folder, arrays=False)
     if run.card is None or "flags" not in (run.config or {}):
-        raise app.UsageError(
-            f"{folder}: expected the privacy.json and config.json of a finished `dpjax train`."
-        )
+        raise app.UsageError(f"{folder}: expected the folder of a finished `dpjax train`.")
     given = flags_of(run)
     given["data_dir"].value = data_dir
     planned = plan(given)
     if json.loads(json.dumps(planned.mechanism.facts)) != run.mechanism:
-        raise app.UsageError(
-            f"{folder}: expected the mechanism of run.json. Restore the data of the run."
-        )
+        raise app.UsageError(f"{folder}: expected the mechanism of run.json. Restore its data.")
     dataset, moments = inputs.with_features(given, planned.dataset), None
     if planned.normalization is not None:  # read, because a second query would spend privacy
         moments = inputs.read_moments(folder / MOMENTS, planned.normalization)
@@ -138,7 +134,8 @@ def audit_run(given: flags.FlagValues, rebuilt: Rebuilt, out: pathlib.Path) -> l
         f"{guesses.false_positives:.1%} of others; {ASSUMED}"
     )
     bounds = guesses.epsilon, rebuilt.run.epsilon, guesses.confidence
-    # Never a verdict: no coin decided which rows are for the test.
+    # Never a verdict: no coin decided which rows are for the test, and rows of another year have
+    # other losses under a sound model too.
     lines = [step, canaries, Line("losses of the released model", words, *bounds, refutes=False)]
     audits = [line._asdict() for line in lines]
     facts = {"run": str(rebuilt.run.path), "delta": delta, "publish": PRIVATE, "audits": audits}
@@ -246,7 +243,7 @@ def audit_losses(
 
 
 def draw(
-    lines: Sequence[Line], found: Any, scores: tuple[np.ndarray, np.ndarray], delta: float
+    lines: Sequence[Line], guesses: Any, scores: tuple[np.ndarray, np.ndarray], delta: float
 ) -> bytes:
     """Bounds beside claims, and the curve of the loss thresholds beside what its claim allows."""
     bound, claim = style.PALETTE["clay"], style.PALETTE["blue"]
@@ -266,7 +263,7 @@ def draw(
         right.plot(false, true, color=bound)
         most = np.exp(min(lines[-1].claimed, 50)) * np.linspace(0, 1, 200) + delta
         right.plot(np.linspace(0, 1, 200), np.minimum(most, 1), color=claim)
-        right.plot(found.false_positives, found.true_positives, color="black", **style.DOTS)
+        right.plot(guesses.false_positives, guesses.true_positives, color="black", **style.DOTS)
         right.set_title(ASSUMED.replace(" train", "\ntrain"), fontsize="small")
         right.set(xlabel="others guessed to be members", ylabel="members guessed")
         return style.png(figure, PRIVATE)

@@ -15,6 +15,5 @@ def require_matplotlib(otherwise: str = "") -> None:
         importlib.import_module("matplotlib.figure")
     except Exception as error:  # ImportError, or AttributeError of another NumPy
         raise app.UsageError(
-            f"Matplotlib draws the figures and cannot be imported ({error}). Install it (pip "
-            f"install --upgrade matplotlib){otherwise}."
+            f"Matplotlib cannot be imported ({error}). Run pip install -U matplotlib{otherwise}."
         ) from error

@@ -52,10 +52,10 @@ class Dataset(NamedTuple, Generic[_Train]):
         return x[indices], y[indices]
 
 
-def _shapes(part: Split | Stream) -> str:
-    if isinstance(part, Stream):
-        return f"a Stream of {len(part)} examples"
-    return f"({', '.join(f'{x.dtype}{list(x.shape)}' for x in part)})"
+def _shapes(rows: Split | Stream) -> str:
+    if isinstance(rows, Stream):
+        return f"a Stream of {len(rows)} examples"
+    return f"({', '.join(f'{x.dtype}{list(x.shape)}' for x in rows)})"
 
 
 def hold_out(split: Split, size: int) -> tuple[Split, Split]:

@@ -34,6 +34,7 @@ def read(name: str, source: Source, path: Path) -> Dataset[Split]:
     arrays = read_arrays(path, f"data.load({name!r})")
     for images, labels in _LAYOUTS:
         keys = [key.format(part) for part in ("train", "test") for key in (images, labels)]
+        # The first layout whose four arrays exist; a file may hold further arrays.
         if set(keys) <= set(arrays):
             x = [unit(_pixels(arrays, images, p, call), call) for p in ("train", "test")]
             y = [whole(arrays[labels.format(p)], call) for p in ("train", "test")]

@@ -61,6 +61,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
     if name == "digits":
         return _digits()
     source, folder = _source(name, "load"), _folder(data_dir)
+    # A file of the user comes first: it needs no network, and the user put it there.
     if folder and (path := source.path(folder)).is_file():
         return checked(read(name, source, path), source.shape, str(path))
     parts = {part: _whole(rows) for part, rows in _from_tfds(name, source, folder).items()}

@@ -80,10 +80,9 @@ def load_file(
 
 def _arrays(path: Path, call: str) -> list[Split]:
     arrays = read_arrays(path, call)
-    for names in (["x_train", "y_train", "x_test", "y_test"], ["x", "y"]):
-        if set(names) <= set(arrays):
-            found = [arrays[name] for name in names]
-            return [_paired(x, y, call) for x, y in zip(found[::2], found[1::2], strict=True)]
+    for pairs in ((("x_train", "y_train"), ("x_test", "y_test")), (("x", "y"),)):
+        if {name for pair in pairs for name in pair} <= set(arrays):
+            return [_paired(arrays[x], arrays[y], call) for x, y in pairs]
     raise ValueError(
         f"{call}: the file holds {sorted(arrays)}; expected x and y, or a train and a test part."
     )

@@ -170,6 +170,8 @@ class Stream:
                 record = self.source[index] if records is None else records[place]
                 example = record if self.example is None else self.example(record)
             except Exception as error:
+                # In a thread pool the traceback of the user's code does not say which record
+                # failed.
                 why = f"could not be read ({type(error).__name__}: {error})"
                 raise RuntimeError(f"data.Stream: example {index} {why}.") from error
             yield example

@@ -68,6 +68,7 @@ def clipping_bias(
       Chen, Wu and Hong, "Understanding Gradient Clipping in Private SGD", 2020.
     """
     size = trees.leading_size(batch)
+    # In microbatches: per-example gradients of a large model fill the memory.
     sums = jax.jit(partial(_sums, loss, rule))
     clipped, unclipped, norms = zip(
         *(

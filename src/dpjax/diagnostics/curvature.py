@@ -54,8 +54,8 @@ def sharpness(
 
     Example:
       >>> loss = lambda w, x: 0.5 * x * (w[0] ** 2 - 3 * w[1] ** 2)
-      >>> found = sharpness(loss, jnp.ones(2), jnp.ones(4), key=jax.random.key(0))
-      >>> round(float(found.value), 2)
+      >>> sharpest = sharpness(loss, jnp.ones(2), jnp.ones(4), key=jax.random.key(0))
+      >>> round(float(sharpest.value), 2)
       3.0
 
     References:

@@ -77,6 +77,7 @@ def ntk(
         for leaf in jax.tree.leaves(rows)
     ]
     groups = partition.assign(params) if partition else (0,) * len(leaves)
+    # Without factors the kernel is that of plain gradient descent, symmetric and positive.
     columns = jnp.ones((size, max(groups) + 1)) if factors is None else jnp.asarray(factors)
     wide = jnp.repeat(columns, leaves[0].shape[0] // size, axis=0)
     # The columns alone, by the factor of the example whose gradient moves the weights: so the
@@ -98,8 +99,8 @@ def definiteness(matrix: Num[ArrayLike, "n n"], tolerance: float = 1e-5) -> Defi
       tolerance: Smaller numbers, relative to the norm of $A$, count as 0.
 
     Example:
-      >>> found = definiteness(jnp.array([[1.0, 0.1], [1.0, 0.2]]))
-      >>> found.symmetric, found.positive_quadratic, found.positive_eigenvalues
+      >>> kernel = definiteness(jnp.array([[1.0, 0.1], [1.0, 0.2]]))
+      >>> kernel.symmetric, kernel.positive_quadratic, kernel.positive_eigenvalues
       (False, False, True)
 
     References:
@@ -111,7 +112,8 @@ def definiteness(matrix: Num[ArrayLike, "n n"], tolerance: float = 1e-5) -> Defi
     # A zero matrix is symmetric and positive; 1e-300 only prevents the division by 0.
     asymmetry = float(np.linalg.norm(a - a.T) / (2 * max(np.linalg.norm(a), 1e-300)))
     quadratic = float(np.linalg.eigvalsh((a + a.T) / 2)[0])
-    # Of the matrix itself, which may have complex ones: the loss falls by their real parts.
+    # Of the matrix itself, which may have complex ones: the loss falls by their real parts, and the
+    # quadratic form can be negative although these are positive.
     eigenvalues = np.linalg.eigvals(a)
     eigenvalue, turning = float(eigenvalues.real.min()), float(np.abs(eigenvalues.imag).max())
     floor = -tolerance * max(float(np.linalg.norm(a, 2)), 1e-300)

@@ -55,13 +55,13 @@ def preactivation_norms(model: nn.Module, params: PyTree, x: PyTree) -> dict[str
     """
 
     def norms(x: PyTree) -> dict[str, Array]:
-        _, kept = model.apply({"params": params}, x, mutable=["preactivations"])
-        if not jax.tree.leaves(kept):
+        _, sown = model.apply({"params": params}, x, mutable=["preactivations"])
+        if not jax.tree.leaves(sown):
             raise ValueError(
                 f"diagnostics.preactivation_norms: {type(model).__name__} keeps none. In the "
                 "module, call self.sow('preactivations', 'hidden', h) before each activation."
             )
-        named = zip(trees.leaf_names(kept), jax.tree.leaves(kept), strict=True)
+        named = zip(trees.leaf_names(sown), jax.tree.leaves(sown), strict=True)
         return {name.removeprefix("preactivations/"): length(h) for name, h in named}
 
     # By vmap, because a model may be written for one example only.

@@ -110,6 +110,7 @@ def cached(
     kind = [inputs.dtype.name, inputs.dtype.str]
     facts = {"name": name, "kind": kind, "shape": inputs.shape, "settings": dict(settings)}
     hashed = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    # All bytes: a changed image must not be given the features of the old one.
     hashed.update(np.ascontiguousarray(inputs).reshape(-1).view(np.uint8).data)
     path = Path(directory, f"{name}-{hashed.hexdigest()[:32]}.npy")
     if path.is_file():

@@ -156,8 +156,7 @@ class Normalization:
         """
         if features.shape[0] != self.examples:
             raise ValueError(
-                f"features.Normalization.release: got {features.shape[0]} examples; expected "
-                f"{self.examples}, by which the sums are divided."
+                f"features.Normalization: got {len(features)} examples; expected {self.examples}."
             )
         means, squares = _statistics(features)
         mean, square = (
@@ -187,12 +186,14 @@ class Normalization:
 def _statistics(features: Features) -> tuple[Array, Array]:
     """Channel means and mean squares of each example: ``[examples, channels]``."""
     features = features.astype(trees.wide(features.dtype))
+    # Over places within an example: its contribution stays one vector, however large the image.
     return jnp.mean(features, axis=(1, 2)), jnp.mean(features**2, axis=(1, 2))
 
 
 def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float) -> Array:
     """The noisy sum of rows that are clipped to a bound: one Gaussian query on all examples."""
     rule = clipping.flat(bound)
+    # The rule and the noise link of training, whose tests also cover this query.
     factors = rule.factors(trees.group_norms(rows, (0,), 1))
     total, lost = _summed(rows, factors)
     # The purpose keeps this noise apart from training steps with the same root key.

@@ -50,12 +50,11 @@ def group_norm(
     features = jnp.asarray(features)
     *rest, channels = features.shape
     if channels % groups:
-        raise ValueError(
-            f"features.group_norm(groups={groups}): groups must divide the {channels} channels."
-        )
+        raise ValueError(f"features.group_norm: {groups} groups must divide {channels} channels.")
     # A mean over a group in bfloat16 would keep two digits.
     split = features.astype(trees.wide(features.dtype)).reshape(*rest, groups, channels // groups)
     axes = (-4, -3, -1)
+    # Of this example alone: a statistic over the batch would let examples see each other.
     mean = jnp.mean(split, axis=axes, keepdims=True)
     scaled = (split - mean) / jnp.sqrt(jnp.var(split, axis=axes, keepdims=True) + stabilizer)
     return scaled.reshape(features.shape).astype(features.dtype)
@@ -84,6 +83,7 @@ def normalize(
       Array([[[[2., 0.]]]], dtype=float32)
     """
     features = jnp.asarray(features)
+    # A variance of 0 says that noise dominates: its root would amplify the channel.
     scale = jnp.where(moments.variance > 0, jax.lax.rsqrt(moments.variance + stabilizer), 0)
     mean, scale = (jnp.broadcast_to(x, features.shape) for x in (moments.mean, scale))
     return (features - mean) * scale

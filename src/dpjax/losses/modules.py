@@ -74,12 +74,14 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
         )
     if "rngs" in options:
         raise ValueError(f"losses.of(rngs=...): expected none. {_OWN_KEY}")
+    # By argument name, so that one `of` serves all losses; read once, not in every trace.
     named = inspect.signature(loss).parameters
 
     def per_example(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:
         if isinstance(params, Mapping) and {"params", "batch_stats"} & params.keys():
             raise ValueError(f"losses.of: got the variables {sorted(params)}. {_STATE}")
         x, y, *epoch = unpacked("of", example)
+        # An argument `epoch` with a default serves runs without `per_step` too.
         more: dict[str, Any] = {"epoch": epoch[0]} if epoch else {}
         # No other collection is mutable: batch statistics raise and are refused below.
         mutable = ["preactivations"] if "hidden" in named else False

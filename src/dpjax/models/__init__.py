@@ -44,6 +44,7 @@ __all__ = [
     "tempered_sigmoid",
 ]
 
+# Read-only: a name on a command line means the same network in every run.
 _NAMED: MappingProxyType[str, Callable[..., nn.Module]] = MappingProxyType(
     {
         "cifar_cnn": CIFARCNN,

@@ -39,7 +39,8 @@ def tempered_sigmoid(
     call = "models.tempered_sigmoid"
     scale = checks.positive(call, "scale", scale)
     inverse_temperature = checks.positive(call, "inverse_temperature", inverse_temperature)
-    # The second form: the first subtracts nearly equal numbers around zero.
+    # The second form: the first subtracts nearly equal numbers around zero. In Python floats, which
+    # are exactly 1 and 0 with the defaults: the result is tanh.
     half, centre = scale / 2, scale / 2 - float(offset)
 
     def activation(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -48,6 +49,7 @@ def tempered_sigmoid(
     return activation
 
 
+# Unbounded ones too: the papers compare tempered sigmoids with them.
 _NAMED = MappingProxyType(
     {
         "elu": jax.nn.elu,

@@ -137,6 +137,7 @@ class CIFARCNN(nn.Module):
         return parts.conv(self, x, self.classes, 3).mean(axis=(-3, -2))
 
     def _trunk(self, x: Images) -> Array:
+        # Papernot et al. (2021), table 2: both networks for CIFAR-10 share these blocks.
         for channels in (32, 64, 128):
             for _ in range(2):
                 x = parts.activated(self, self.activation, parts.conv(self, x, channels, 3))
@@ -241,6 +242,7 @@ class ScatterCIFARCNN(ScatterCNN):
         for block in range(2):
             for _ in range(2 if self.as_printed else 1):
                 x = parts.activated(self, self.activation, parts.conv(self, x, 64, 3))
+            # The published code has fewer poolings than the table of the paper, and is the default.
             if block == 0 or self.as_printed:
                 x = self.pooling(x, (2, 2), strides=(2, 2))
         return parts.dense(self, parts.flat(x), self.classes)

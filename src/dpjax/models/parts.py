@@ -91,6 +91,7 @@ def activated(module: nn.Module, activation: Activation, h: Float[Array, "..."])
 
 def flat(x: Float[Array, "*batch height width channels"]) -> Float[Array, "*batch pixels"]:
     """An image, or each of a batch, as one vector."""
+    # Counted from the end: models serve one example, as losses need it, and a batch.
     return x.reshape(*x.shape[:-3], -1)
 
 
@@ -116,7 +117,7 @@ def standardized(x: Array, kernel: Array, *arguments: Any, **options: Any) -> Ar
     fan_in = math.prod(kernel.shape[:-1])
     centred = kernel - jnp.mean(kernel, axis=(0, 1, 2), keepdims=True)
     variance = jnp.mean(centred * centred, axis=(0, 1, 2), keepdims=True)
-    # Of parameters alone, so the engine follows it as a view.
+    # Of parameters alone, so the engine follows it as a view: no kernel gradient per example.
     kernel = centred * jax.lax.rsqrt(fan_in * variance + 1e-4)
     return jax.lax.conv_general_dilated(x, kernel, *arguments, **options)
 

@@ -152,7 +152,8 @@ class TextTransformer(nn.Module):
         h = table(self.vocabulary, name="token")(tokens)
         if segments is not None:
             h = h + table(self.segments, name="segment")(segments)
-        # A lookup counts from the end: -100, padding elsewhere, would be a word.
+        # A lookup counts negative numbers from the end: -100, padding elsewhere, would be a word.
+        # Too large ones are NaN already.
         least = tokens if segments is None else jnp.minimum(tokens, segments)
         h = jnp.where((real & (least < 0))[..., None], jnp.nan, h)
         # The mask has axes for heads and queries: padding may attend, but no query attends to it.
@@ -206,7 +207,7 @@ class ViT(nn.Module):
         parts.expect_image("ViT", x, smallest=self.patch)
         if x.shape[-3] % self.patch or x.shape[-2] % self.patch:
             raise ValueError(
-                f"models.ViT(patch={self.patch}): patch must divide both sides of {x.shape[-3:-1]}."
+                f"models.ViT: patch {self.patch} must divide the sides {x.shape[-3:-1]}."
             )
         h = parts.conv(
             self, x, self.width, self.patch, "embedding", strides=self.patch, padding="VALID"

@@ -80,6 +80,7 @@ def _epsilons(
 
 
 def _why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:
+    # The first reason that holds: a reader can act on one sentence.
     if math.isinf(mechanism.clipping.sensitivity) and len(ran):
         return f"The rule's bound is infinite: one {mechanism.unit} can move the sum by any amount."
     if not np.all(ran > 0):

@@ -50,10 +50,8 @@ def test_loss(figure: Figure, run: SavedRun) -> str:
     The loss on test examples also depends on how confident the model is. If it rises while
     accuracy stays, the model becomes overconfident.
     """
-    try:
-        y = run.series("nll")  # classifiers log it, other models `test_loss`
-    except Missing:
-        y = run.series("test_loss")
+    is_classifier = any("nll" in row for row in run.rows)
+    y = run.series("nll" if is_classifier else "test_loss")
     against_epsilon(figure.subplots(), run, y, "mean loss of test examples", "blue")
     return f"{_end(y)} at the end, {np.nanmin(_means(y)):.3g} at best.{_groups(y)}"
 
@@ -195,8 +193,8 @@ def gradients(figure: Figure, run: SavedRun) -> str:
     left_out = f" {np.sum(~finite):,} norms are not finite." if not finite.all() else ""
     if shown < norms.shape[1]:
         left_out += f" The first {shown} of {norms.shape[1]} groups are drawn."
-    sample = f"Of {len(norms):,} training examples {run.measured_at}"
-    return f"{sample}, {above:.0%} are above the bound; median {middle:.3g}.{left_out}"
+    share = f"Of {len(norms):,} training examples, {above:.0%} are above the bound"
+    return f"{share}; median {middle:.3g}.{left_out}"
 
 
 def classes(figure: Figure, run: SavedRun) -> str:
@@ -302,15 +300,10 @@ SEEDED = "its key was supplied: do not publish it to those who know the key"
 
 def of_what_was_released(run: SavedRun) -> str:
     """The badge of a figure that is computed from the trained model, protected by its noise."""
+    # Without a finite proven epsilon the parameters protect no one, and neither does their figure.
     if math.isinf(run.epsilon):
         return PRIVATE
     return SEEDED if run.supplied else RELEASED
-
-
-def _of_activations(run: SavedRun) -> str:
-    # A diagnostics file that does not say whose activations it holds counts as training data.
-    of = (run.diagnostics or {}).get("activations_of", "train")
-    return of_what_was_released(run) if str(of) == "test" else PRIVATE
 
 
 class Plot(NamedTuple):
@@ -352,7 +345,7 @@ PLOTS = (
     Plot(confusion, of_what_was_released),
     Plot(calibration, of_what_was_released),
     Plot(weights, of_what_was_released),
-    Plot(activations, _of_activations),
+    Plot(activations, PRIVATE),
 )
 
 

@@ -26,8 +26,8 @@ _SEEN_BY = (
 )
 
 _PARAMETERS = (
-    "Test results, and norms at the end, are {}, which params.msgpack holds. Training losses, "
-    "norms and clipping over time are at the parameters of the steps, before any average."
+    "Test results, and norms at the end, are at the parameters that params.msgpack holds. Training "
+    "losses, norms and clipping over time are at the parameters of the steps, before any average."
 )
 
 
@@ -104,6 +104,7 @@ def _header(run: SavedRun) -> Iterator[str]:
     if run.foreign:
         words = f"privacy.json is of an earlier run in this folder: {run.foreign}."
         yield f'<p class="notice">{escape(words)} The page leaves out what belongs to it.</p>'
+    # The best proven bound is the claim; the small print has the others.
     (best, _), *others = run.epsilons.items()
     bounds = [f"by {best}", *(f"{three_digits(value)} by {name}" for name, value in others)]
     numbers = [
@@ -116,7 +117,7 @@ def _header(run: SavedRun) -> Iterator[str]:
     ]
     yield '<dl class="numbers">'
     for name, number, small in numbers:
-        if number:
+        if number:  # one that this run does not have leaves no empty tile
             words = f"<dd><small>{escape(small)}</small></dd>" if small else ""
             yield f'<div><dt>{escape(name)}</dt><dd class="big">{number}</dd>{words}</div>'
     yield "</dl>\n</header>"
@@ -142,7 +143,7 @@ def _promise(run: SavedRun) -> Iterator[str]:
     yield section(note, missing if run.statement is None else statement_html(run.statement))
     yield f'<h2>What happened</h2>\n<p class="aside">{_SEEN_BY}</p>'
     if run.evaluation is not None or run.diagnostics is not None:
-        yield f'<p class="aside">{_PARAMETERS.format(run.measured_at)}</p>'
+        yield f'<p class="aside">{_PARAMETERS}</p>'
 
 
 def _made_with(config: dict[str, Any]) -> Iterator[str]:

@@ -77,7 +77,7 @@ class SavedRun(NamedTuple):
     def supplied(self) -> bool:
         """Whether the caller supplied the key of this run, or of one before it."""
         facts = (self.card, self.identity, *self.mechanism.get("before", ()))
-        return any(each and each.get("randomness") == "supplied" for each in facts)
+        return any(run and run.get("randomness") == "supplied" for run in facts)
 
     @property
     def epsilons(self) -> dict[str, float]:
@@ -113,12 +113,6 @@ class SavedRun(NamedTuple):
         return at + by + " (an estimate)" * bool(last.get("estimate"))
 
     @property
-    def measured_at(self) -> str:
-        """The parameters that ``evaluation.npz`` and ``diagnostics.npz`` are of, in words."""
-        averaged = str((self.diagnostics or {}).get("parameters")) == "averaged"
-        return "at the averaged parameters" if averaged else "at the released parameters"
-
-    @property
     def delta(self) -> float:
         """The delta at which epsilon is stated."""
         return _number((self.card or self.rows[-1]).get("delta"))
@@ -129,16 +123,16 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
     path = pathlib.Path(directory)
     rows = read_log(path / "metrics.jsonl")
     if not rows:
-        raise FileNotFoundError(
-            f"reports.report: {path} has no metrics.jsonl with a row; expected the folder of a run."
-        )
+        raise FileNotFoundError(f"reports.report: {path}: expected a metrics.jsonl with a row.")
     identity, card, config = (
         read_json(file) if file.is_file() else None
         for file in (path / "run.json", path / "privacy.json", path / "config.json")
     )
-    # A killed run with `--overwrite` leaves the card of the run before it.
-    if card is not None and (why := _foreign(path, card, identity or {}, rows)):
-        return SavedRun(path, rows, identity, foreign=why)
+    # A killed run may leave the card of the run before it: that epsilon must not be on this page.
+    if card is not None:
+        check_format(card.get("mechanism"), str(path / "privacy.json"))
+        if why := _foreign(card, identity or {}, rows):
+            return SavedRun(path, rows, identity, foreign=why)
     evaluation, diagnostics = (
         read_arrays(file, "reports.report") if arrays and file.is_file() else None
         for file in (path / "evaluation.npz", path / "diagnostics.npz")
@@ -148,14 +142,8 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
     return SavedRun(path, rows, identity, card, statement, config, evaluation, diagnostics)
 
 
-def _foreign(
-    path: pathlib.Path,
-    card: Mapping[str, Any],
-    identity: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-) -> str:
+def _foreign(card: dict[str, Any], identity: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """Why a card does not belong to the run with these rows and this identity, or nothing."""
-    check_format(card.get("mechanism"), str(path / "privacy.json"))
     steps = rows[-1].get("counted", rows[-1]["step"])
     if card.get("steps") != steps:
         return f"it counts {card.get('steps')} steps, and the log counts {steps:,}"

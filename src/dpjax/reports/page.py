@@ -105,6 +105,6 @@ def _value(entry: Any) -> str:
         return "not set"
     if isinstance(entry, str):
         return entry
-    if isinstance(entry, list) and all(isinstance(part, str) for part in entry):
+    if isinstance(entry, list) and all(isinstance(word, str) for word in entry):
         return ", ".join(entry) or "none"
     return json.dumps(entry, ensure_ascii=False)

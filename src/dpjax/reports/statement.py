@@ -157,6 +157,7 @@ def _why_unproved(mechanism: Mechanism, proven: list[float]) -> str:
 def _facts(claim: Claim, ledger: Ledger | None, scaled_by: str | None) -> Iterator[str]:
     mechanism, ran = claim.mechanism, claim.ran
     neighbours, unit = mechanism.relation, mechanism.unit
+    # First who is protected: without unit and neighbours an epsilon says nothing.
     yield f"  unit          one {unit}"
     yield f"  neighbours    {neighbours.value}: {_NEIGHBOURS[neighbours].format(unit=unit)}"
     yield from _sampler(mechanism, len(ran))
@@ -219,9 +220,9 @@ def _sampler(mechanism: Mechanism, steps: int) -> Iterator[str]:
     if sampling.random_bins:  # sums are divided by batch_size, and bins can be larger
         size = sampling.examples / cycle
     # A cycle whose examples have coins is one of parts of the data.
-    part = sampling.facts.get("place") == "coin"
-    turn = f" of a part, each {cycle} steps" if part else ""
-    rate = f"rate {(cycle if part else 1) * size / sampling.examples:.3g}{turn}"
+    in_parts = sampling.facts.get("place") == "coin"
+    turn = f" of a part, each {cycle} steps" if in_parts else ""
+    rate = f"rate {(cycle if in_parts else 1) * size / sampling.examples:.3g}{turn}"
     by_bins = sampling.name == "scored"
     yield (
         f"  sampler       {sampling.name}: {size:g} of "
@@ -263,10 +264,10 @@ def _noise(mechanism: Mechanism, ran: np.ndarray, scaled_by: str | None) -> Iter
     if len(ran) and not math.isinf(sensitivity):
         moved = sensitivity * mechanism.strategy_sensitivity
         on_mean = _range(on_sum * moved / mechanism.batch_size)
-        each = f"{_listed(mechanism.deviations_on_mean(0))} by group," if by_group else on_mean
+        size = f"{_listed(mechanism.deviations_on_mean(0))} by group," if by_group else on_mean
         start = ", at first" * bool(mechanism.adaptive)
         fresh = ", before it is correlated" * bool(mechanism.noise)
-        yield f"                = standard deviation {each} on the mean{start}{fresh}"
+        yield f"                = standard deviation {size} on the mean{start}{fresh}"
         if scaled_by is not None:
             yield f"                before {scaled_by}, which scales sum and noise alike"
 

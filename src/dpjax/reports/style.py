@@ -19,30 +19,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PALETTE = {
-    "ink": "#20262e",
-    "muted": "#66707c",
-    "rule": "#dddfdc",
-    "paper": "#fdfdfb",
-    "blue": "#2b5f93",
-    "clay": "#b4562b",
-    "green": "#3d7a57",
-    "violet": "#75549a",
-    "ochre": "#94701c",
-    "teal": "#23797d",
+_COLORS = {  # of the light page, and of the dark one
+    "ink": ("#20262e", "#e4e6e8"),
+    "muted": ("#66707c", "#97a1ac"),
+    "rule": ("#dddfdc", "#343b44"),
+    "paper": ("#fdfdfb", "#15191e"),
+    "blue": ("#2b5f93", "#7db1e4"),
+    "clay": ("#b4562b", "#e8956a"),
+    "green": ("#3d7a57", "#7fc49c"),
+    "violet": ("#75549a", "#b99ae0"),
+    "ochre": ("#94701c", "#d3b05c"),
+    "teal": ("#23797d", "#6fc2c6"),
 }
-DARK = {
-    "ink": "#e4e6e8",
-    "muted": "#97a1ac",
-    "rule": "#343b44",
-    "paper": "#15191e",
-    "blue": "#7db1e4",
-    "clay": "#e8956a",
-    "green": "#7fc49c",
-    "violet": "#b99ae0",
-    "ochre": "#d3b05c",
-    "teal": "#6fc2c6",
-}
+PALETTE = {name: light for name, (light, _) in _COLORS.items()}
+DARK = {name: dark for name, (_, dark) in _COLORS.items()}
 SERIES = ("blue", "clay", "green", "violet", "ochre", "teal")
 
 WIDTH = 5.4  # inches; at this width the text is 8 pixels high on a screen of 400
@@ -109,6 +99,7 @@ def band(
 ) -> None:
     """A line through the mean of each row, a band over its range, and gaps for NaN."""
     middle, low, high = (np.full(len(table), np.nan) for _ in range(3))
+    # Rows without a number stay gaps in the line, instead of warnings of NumPy.
     some = ~np.isnan(table).all(axis=1)
     for values, of in ((middle, np.nanmean), (low, np.nanmin), (high, np.nanmax)):
         values[some] = of(table[some], axis=1)
@@ -135,8 +126,11 @@ def svg(figure: Figure, name: str, label: str) -> str:
         '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
         f'viewBox="{box.group(1) if box else ""}" role="img" aria-label="{escape(label)}">'
     )
+    # Matplotlib writes a style sheet into each SVG; the page has one for all figures.
     text = re.sub(r"<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    # Matplotlib's size is in points; the page scales the view box to its column.
     text = re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1)
+    # Ids are unique in one figure, and a page holds many.
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     # Colours become CSS variables, so that one drawing serves the light and the dark page.
     for color, value in PALETTE.items():

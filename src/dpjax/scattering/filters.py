@@ -30,6 +30,7 @@ def padded_size(size: int, J: int) -> int:
     return (size // 2**J + 2) * 2**J
 
 
+# Filters are built while a program is traced, and several programs share a shape.
 @functools.lru_cache(maxsize=32)
 def filter_bank(rows: int, columns: int, J: int, L: int) -> Bank:
     r"""All filters for padded images of this shape.

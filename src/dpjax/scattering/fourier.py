@@ -49,7 +49,7 @@ def spectrum_of(field: Array, blocks: int) -> Float[Array, "rows *images_and_pat
 
 def _parts(real: np.ndarray, imaginary: np.ndarray, blocks: int) -> np.ndarray:
     """Lays the last axes of two arrays side by side, block by block."""
-    split = [part.reshape(*part.shape[:-1], blocks, 1, -1) for part in (real, imaginary)]
+    split = [x.reshape(*x.shape[:-1], blocks, 1, -1) for x in (real, imaginary)]
     return np.concatenate(split, axis=-2).reshape(*real.shape[:-1], -1)
 
 
@@ -77,7 +77,8 @@ def moduli(spectrum: Array, blocks: int) -> Float[Array, "rows *images_and_paths
     half = on_columns(spectrum, matrix / (rows * columns))
     cosine, sine = _waves(np.arange(rows // 2 + 1), np.arange(rows), rows)
     even, odd = jnp.split(on_rows(np.concatenate([cosine, sine]), half), 2)
-    (a, b), (c, d) = (jnp.split(part, 2, axis=-1) for part in (even, odd))
+    (a, b), (c, d) = (jnp.split(x, 2, axis=-1) for x in (even, odd))
+    # Opposite rows share their cosines, and their sines up to a sign.
     return jnp.concatenate([_norm(a - d, b + c), _norm(a + d, b - c)[1 : (rows + 1) // 2]])
 
 

@@ -85,8 +85,7 @@ def scatter(
     checks.one_of("scattering.scatter", "order", order, (0, 1, 2))
     if not jnp.issubdtype(images.dtype, jnp.floating):
         raise TypeError(
-            f"scattering.scatter: got {images.dtype} images; expected floating-point numbers. "
-            "Divide bytes by 255."
+            f"scattering.scatter: got {images.dtype} images; expected floats. Divide bytes by 255."
         )
     if images.ndim != 4 or min(images.shape[1:3]) < 2**J:
         raise ValueError(
@@ -122,6 +121,7 @@ def _part_size(images: Array, J: int, L: int) -> int:
 
 def _cascade(images: Array, J: int, L: int, order: int) -> Array:
     """All paths of one part of the images, from pixels to features."""
+    # Rows first and columns last: transforms are then products with matrices on either side.
     field = _field(images, J)
     bank = filter_bank(field.shape[0], field.shape[-1], J, L)
     orders = [_average(field, bank, 0)[:, :, None]]
@@ -130,6 +130,7 @@ def _cascade(images: Array, J: int, L: int, order: int) -> Array:
         once = [_response(spectrum, bank, j, 0) for j in range(J)]
         orders += [_average(first, bank, j) for j, first in enumerate(once)]
         if order == 2:
+            # The coarsest scale has no coarser wavelet.
             orders += [_second_order(first, bank, j) for j, first in enumerate(once[:-1])]
     features = jnp.concatenate(orders, axis=2)
     height, _, _, width = features.shape

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from dpjax import checks
 from dpjax.strategies import search, series
 from dpjax.strategies.participation import Participation, or_once
-from dpjax.strategies.strategy import LARGEST_MATRIX, Strategy
+from dpjax.strategies.strategy import LARGEST_MATRIX, Strategy, narrowed
 from dpjax.strategies.toeplitz import InverseToeplitz, Toeplitz
 from dpjax.strategies.workload import Workload, workload
 
@@ -109,8 +108,7 @@ def banded(
     of = workload(call, steps, momentum, learning_rates)
     if of.rates is not None and (steps > LARGEST_MATRIX or error == "maximal"):
         raise ValueError(
-            f"{call}(learning_rates): expected the mean error and at most {LARGEST_MATRIX} steps "
-            "with them. Leave them out."
+            f"{call}(learning_rates): expected error='mean' and at most {LARGEST_MATRIX} steps."
         )
     fits = bands <= participation.separation or participation.most == 1
     return Toeplitz(
@@ -128,8 +126,7 @@ def _searched(
     if participation.most == 1:
         # One step of an example meets no other: as if they were a whole run apart.
         participation = Participation(separation=steps, most=1)
-    found = search.banded_coefficients(steps, bands, participation, of, error)
-    return tuple(float(np.float32(value)) for value in found)
+    return narrowed(search.banded_coefficients(steps, bands, participation, of, error))
 
 
 def _sizes(call: str, steps: int, bands: int) -> tuple[int, int]:

@@ -48,7 +48,7 @@ class Buffered(Strategy):
 
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         r"""$x_t = z_t - \sum_i a_i s_i$, and then $s_i \leftarrow \lambda_i s_i + x_t$."""
-        scales, decays = (jnp.asarray(each, jnp.float32) for each in (self.scales, self.decays))
+        scales, decays = (jnp.asarray(x, jnp.float32) for x in (self.scales, self.decays))
         scale = streams.sound(step, self.steps)
 
         def one(leaf: Array, sums: Array) -> tuple[Array, Array]:
@@ -57,12 +57,12 @@ class Buffered(Strategy):
 
         return streams.mapped(one, z, memory)
 
-    def _reciprocal(self, length: int) -> Float[np.ndarray, " length"]:
+    def _reciprocal(self) -> Float[np.ndarray, " steps"]:
         """Pole by pole: the combined polynomial of nearly equal poles would lose all digits."""
         weights = np.sqrt(self.scales)
         # The zeros of c are the eigenvalues of a symmetric matrix, and so real.
         zeros = np.linalg.eigvalsh(np.diag(self.decays) - np.outer(weights, weights))
-        return series.quotient(np.array(self.decays), zeros, length)
+        return series.quotient(np.array(self.decays), zeros, self.steps)
 
 
 def buffered(

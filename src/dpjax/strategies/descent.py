@@ -43,15 +43,15 @@ def minimum(objective: Callable[[np.ndarray], Valued], x: np.ndarray) -> np.ndar
 
 def _scaled(gradient: np.ndarray, pairs: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
     """The inverse Hessian that the last steps suggest, times the gradient (two-loop recursion)."""
-    found = gradient.copy()
+    direction = gradient.copy()
     shares = []
     for moved, turned in reversed(pairs):
-        share = (moved @ found) / (moved @ turned)
-        found -= share * turned
+        share = (moved @ direction) / (moved @ turned)
+        direction -= share * turned
         shares.append(share)
     if pairs:
         moved, turned = pairs[-1]
-        found *= (moved @ turned) / (turned @ turned)
+        direction *= (moved @ turned) / (turned @ turned)
     for (moved, turned), share in zip(pairs, reversed(shares), strict=True):
-        found += (share - (turned @ found) / (moved @ turned)) * moved
-    return found
+        direction += (share - (turned @ direction) / (moved @ turned)) * moved
+    return direction

@@ -34,8 +34,7 @@ class Participation:
     def __post_init__(self) -> None:
         call = "strategies.Participation"
         object.__setattr__(self, "separation", checks.whole(call, "separation", self.separation))
-        if self.most is not None:
-            object.__setattr__(self, "most", checks.whole(call, "most", self.most))
+        object.__setattr__(self, "most", checks.whole_or_none(call, "most", self.most))
 
     def within(self, steps: int) -> int:
         """The largest number of steps that one example can have in a run of ``steps`` steps."""

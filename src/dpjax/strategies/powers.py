@@ -45,15 +45,15 @@ def least_error(
         if np.max(x) > 4 or np.sum(np.exp(x)) > 40:
             return math.inf, x
         poles, zeros = unpacked(x + directions)
-        found = np.log(variance(poles, zeros, steps, of, error))
-        found += np.log(squared_sensitivity(poles, zeros, steps, participation))
-        return float(found[0].real), np.imag(found) / _TINY
+        values = np.log(variance(poles, zeros, steps, of, error))
+        values += np.log(squared_sensitivity(poles, zeros, steps, participation))
+        return float(values[0].real), np.imag(values) / _TINY
 
-    found = []
+    minima = []
     for slowest in (3.0 / steps, 0.3 / steps):
         rates = np.geomspace(min(slowest, 0.1), 1.5, 2 * buffers)
-        found.append(descent.minimum(objective, np.log(np.diff(rates, prepend=0.0))))
-    poles, zeros = unpacked(min(found, key=lambda x: objective(x)[0])[None])
+        minima.append(descent.minimum(objective, np.log(np.diff(rates, prepend=0.0))))
+    poles, zeros = unpacked(min(minima, key=lambda x: objective(x)[0])[None])
     decays = np.exp(-poles)
     return (_residues(poles, zeros) * decays)[0], decays[0]
 
@@ -86,14 +86,15 @@ def squared_sensitivity(
     collected = np.cumsum(np.exp(-apart * poles[:, None] * np.arange(most)[:, None]), axis=1)
     at_steps = 1 + np.sum(weights[:, None] * (collected - 1), axis=2)
     pairs = poles[:, :, None] + poles[:, None]
-    found = np.sum(at_steps**2, axis=1)
-    parts = (collected[:, :-1], apart), (collected[:, -1:], steps - (most - 1) * apart)
-    for part, length in parts:
+    total = np.sum(at_steps**2, axis=1)
+    # Between two steps of the pattern, and from the last one to the end of the run.
+    stretches = (collected[:, :-1], apart), (collected[:, -1:], steps - (most - 1) * apart)
+    for amounts, length in stretches:
         between = np.exp(-pairs) * np.expm1(-pairs * (length - 1)) / np.expm1(-pairs)
-        weighted = weights[:, None] * part
+        weighted = weights[:, None] * amounts
         inner = np.swapaxes(weighted, 1, 2) @ weighted
-        found += np.sum(inner * between, axis=(1, 2))
-    return found
+        total += np.sum(inner * between, axis=(1, 2))
+    return total
 
 
 def _residues(powers: Rates, others: Rates) -> Rates:

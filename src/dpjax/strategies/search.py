@@ -83,12 +83,12 @@ def banded_coefficients(
         return np.cumsum(np.square(x)[::-1])[::-1] if decreasing else np.concatenate([[1.0], x])
 
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
-        found = unpacked(x)
-        inverse = series.reciprocal(found, steps)
+        column = unpacked(x)
+        inverse = series.reciprocal(column, steps)
         spread, by_inverse = variance_of(inverse)
-        solved = series.filtered([1.0], found, by_inverse[::-1])[::-1]
+        solved = series.filtered([1.0], column, by_inverse[::-1])[::-1]
         by_spread = -series.correlated(solved, inverse, bands)
-        squared, by_squared = squared_sensitivity(np.pad(found, (0, steps - bands)), participation)
+        squared, by_squared = squared_sensitivity(np.pad(column, (0, steps - bands)), participation)
         gradient = by_spread / spread + by_squared[:bands] / squared
         by_steps = np.cumsum(gradient) * 2 * x if decreasing else gradient[1:]
         return math.log(spread * squared), by_steps

@@ -135,13 +135,13 @@ def _largest_cycle(diagonals: Sequence[np.ndarray], participation: Participation
     """The largest sum over evenly spaced steps: more of them only add to a sum of magnitudes."""
     steps, apart = len(diagonals[0]), participation.separation
     most, longest = participation.within(steps), -(-steps // apart)
-    found = np.zeros((longest - most + 1, apart))
+    sums = np.zeros((longest - most + 1, apart))
     for distance, products in enumerate(diagonals[:most]):
         # A column for each first step; the windows of a pattern begin at each of its steps.
         cycles = np.pad(products, (0, longest * apart - len(products))).reshape(longest, apart)
         windows = np.lib.stride_tricks.sliding_window_view(cycles, most - distance, axis=0)
-        found += np.sum(windows[: len(found)], axis=-1) * (1 if distance == 0 else 2)
-    return float(np.max(found))
+        sums += np.sum(windows[: len(sums)], axis=-1) * (1 if distance == 0 else 2)
+    return float(np.max(sums))
 
 
 def _additions(strategy: Strategy) -> int:

@@ -21,8 +21,7 @@ def filtered(above: ArrayLike, below: ArrayLike, values: ArrayLike) -> np.ndarra
     # Imported here: scipy.signal imports scipy.stats, which takes half a second.
     from scipy.signal import lfilter
 
-    given = (np.asarray(each, np.float64) for each in (above, below, values))
-    return np.asarray(lfilter(*given, axis=0))
+    return np.asarray(lfilter(above, below, values, axis=0))
 
 
 def product(
@@ -51,10 +50,11 @@ def quotient(
     poles: Float[np.ndarray, " d"], zeros: Float[np.ndarray, " d"], length: int
 ) -> Float[np.ndarray, " length"]:
     r"""1 / c of a series c with poles p and zeros q: $\prod_i (1 - p_i x) / (1 - q_i x)$."""
-    found = np.eye(1, length)[0]
+    inverse = np.eye(1, length)[0]
+    # In order: a pole beside its nearest zero keeps the coefficients between them small.
     for above, below in zip(np.sort(poles), np.sort(zeros), strict=True):
-        found = filtered([1.0, -above], [1.0, -below], found)
-    return found
+        inverse = filtered([1.0, -above], [1.0, -below], inverse)
+    return inverse
 
 
 def square_root(length: int, power: float = -0.5) -> Float[np.ndarray, " length"]:

@@ -81,7 +81,6 @@ class Strategy:
     @property
     def coefficients(self) -> Float[np.ndarray, " bands"] | None:
         """The first column of C up to its last number that is not zero; None if not Toeplitz."""
-        raise NotImplementedError
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -100,6 +99,7 @@ class Strategy:
     def column_squares(self) -> Float[np.ndarray, " steps"]:
         """The squared norm of each column of C."""
         assert self.coefficients is not None
+        # A column has as many terms as there are rows from the diagonal down.
         sums = np.cumsum(np.square(self.coefficients))
         return sums[np.minimum(np.arange(self.steps, 0, -1), sums.size) - 1]
 
@@ -114,12 +114,12 @@ class Strategy:
 
     def inverse(self) -> Float[np.ndarray, "steps steps"]:
         """The inverse of C in float64, for runs of a moderate number of steps."""
-        inverse, scales = series.lower_triangular(self._reciprocal(self.steps)), self._scales()
+        inverse, scales = series.lower_triangular(self._reciprocal()), self._scales()
         return inverse if scales is None else inverse * scales[:, None]
 
     def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
         """The squared norm of each row of W times the inverse, for the workload W."""
-        return toeplitz_squares(self._reciprocal(self.steps), self._scales(), of)
+        return toeplitz_squares(self._reciprocal(), self._scales(), of)
 
     def squared_bounds(self, participation: Participation) -> Iterator[float]:
         """Bounds on the squared `sensitivity` beside bounds from column norms alone."""
@@ -179,7 +179,7 @@ class Strategy:
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         raise NotImplementedError
 
-    def _reciprocal(self, length: int) -> Float[np.ndarray, " length"]:
+    def _reciprocal(self) -> Float[np.ndarray, " steps"]:
         """The first column of the inverse of a Toeplitz matrix."""
         raise NotImplementedError
 

@@ -58,9 +58,9 @@ class Toeplitz(Strategy):
 
     def matrix(self) -> Float[np.ndarray, "steps steps"]:
         """C."""
-        whole = series.lower_triangular(series.padded(self.values, self.steps))
+        plain = series.lower_triangular(series.padded(self.values, self.steps))
         scales = self._scales()
-        return whole if scales is None else whole / scales
+        return plain if scales is None else plain / scales
 
     def squared_bounds(self, participation: Participation) -> Iterator[float]:
         """By the products of columns in the bands."""
@@ -100,8 +100,8 @@ class Toeplitz(Strategy):
 
         return streams.mapped(one, z, memory)
 
-    def _reciprocal(self, length: int) -> Float[np.ndarray, " length"]:
-        return series.reciprocal(np.array(self.values), length)
+    def _reciprocal(self) -> Float[np.ndarray, " steps"]:
+        return series.reciprocal(np.array(self.values), self.steps)
 
     def _scales(self) -> Float[np.ndarray, " steps"] | None:
         """Normalized, the norm of each column of T."""
@@ -153,8 +153,8 @@ class InverseToeplitz(Strategy):
 
         return streams.mapped(one, z, memory)
 
-    def _reciprocal(self, length: int) -> Float[np.ndarray, " length"]:
-        return series.padded(self.values, length)
+    def _reciprocal(self) -> Float[np.ndarray, " steps"]:
+        return series.padded(self.values, self.steps)
 
 
 def _checked(call: str, steps: int, values: ArrayLike) -> tuple[float, ...]:
@@ -163,10 +163,7 @@ def _checked(call: str, steps: int, values: ArrayLike) -> tuple[float, ...]:
     narrow = np.trim_zeros(np.asarray(values, np.float32), "b")
     fits = narrow.ndim == 1 and 1 <= narrow.size <= steps and np.all(np.isfinite(narrow))
     if not fits or not narrow[0] > 0:  # C has no inverse with 0 on its diagonal
-        raise ValueError(
-            f"{call}: expected 1 to {steps} finite coefficients, one for each step, "
-            "the first coefficient above 0."
-        )
+        raise ValueError(f"{call}: expected 1 to {steps} finite coefficients, the first above 0.")
     return narrowed(narrow)
 
 

@@ -36,10 +36,6 @@ class Tree(Strategy):
     kind: ClassVar[str] = "tree"
 
     @property
-    def coefficients(self) -> None:
-        """None: not Toeplitz."""
-
-    @property
     def remembers(self) -> int:
         """The noise sum of a left sibling on each level: the levels below the root."""
         return (self.steps - 1).bit_length()
@@ -50,15 +46,15 @@ class Tree(Strategy):
 
     def matrix(self) -> Float[np.ndarray, "steps steps"]:
         """Row t: the weights of left siblings, spread over their steps."""
-        whole = np.zeros((self.steps, self.steps))
+        c = np.zeros((self.steps, self.steps))
         for t in range(self.steps):
             weights, precision = self._weights(t, np)
-            whole[t, t] = math.sqrt(precision)
+            c[t, t] = math.sqrt(precision)
             for level in range(self.remembers):
                 first = ((t >> level) - 1) << level
                 if t >> level & 1:
-                    whole[t, first : first + (1 << level)] = -weights[level] * whole[t, t]
-        return whole
+                    c[t, first : first + (1 << level)] = -weights[level] * c[t, t]
+        return c
 
     def inverse(self) -> Float[np.ndarray, "steps steps"]:
         """By forward substitution."""
@@ -70,8 +66,7 @@ class Tree(Strategy):
             return self._prefix_variances()
         if self.steps > LARGEST_MATRIX:
             raise ValueError(
-                f"strategy.errors of a tree: expected at most {LARGEST_MATRIX} steps with "
-                "momentum or learning rates. Leave them out."
+                f"strategy.errors of a tree: at most {LARGEST_MATRIX} steps with momentum or rates."
             )
         return np.sum(of.applied(self.inverse()) ** 2, axis=1)
 
@@ -134,11 +129,11 @@ class Tree(Strategy):
         The sums of its children are s times their shares plus and minus one independent number.
         """
         full, last = self._variances()
-        whole = edge = (np.ones(1), np.zeros(1))
+        inner = edge = (np.ones(1), np.zeros(1))  # of a full node, and of the last that has steps
         for level in range(self.remembers):
             if (self.steps - 1) >> level & 1:
-                edge = _joined(whole, edge, full[level], last[level])
-            whole = _joined(whole, whole, full[level], full[level])
+                edge = _joined(inner, edge, full[level], last[level])
+            inner = _joined(inner, inner, full[level], full[level])
         slope, variance = edge
         return variance + slope**2 * last[-1]
 

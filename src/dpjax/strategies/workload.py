@@ -27,10 +27,10 @@ class Workload(NamedTuple):
 
     def applied(self, noise: Float[np.ndarray, "steps n"]) -> Float[np.ndarray, "steps n"]:
         """The workload matrix times the rows of ``noise``."""
-        found = series.filtered([1.0], [1.0, -self.momentum], noise)
+        moves = series.filtered([1.0], [1.0, -self.momentum], noise)
         if self.rates is not None:
-            found = found * np.asarray(self.rates)[:, None]
-        return np.cumsum(found, axis=0)
+            moves = moves * np.asarray(self.rates)[:, None]
+        return np.cumsum(moves, axis=0)
 
 
 def workload(call: str, steps: int, momentum: float, learning_rates: ArrayLike | None) -> Workload:

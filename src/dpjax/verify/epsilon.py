@@ -11,7 +11,6 @@ r"""The epsilon of noisy sums: one formula for each kind, and Google's dp-accoun
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections import Counter
 
@@ -30,6 +29,10 @@ RELATION = {
 }
 WHOLE = np.array([*range(2, 64), 72, 80, 96, 128, 192, 256, 384, 512, 768, 1024])
 ORDERS = np.concatenate([1 + np.arange(2, 10) / 100, 1 + np.arange(1, 100) / 10, WHOLE[9:]])
+K = np.arange(max(WHOLE) + 1)
+_INSIDE = gammaln(WHOLE[:, None] + 1) - gammaln(K + 1) - gammaln(np.abs(WHOLE[:, None] - K) + 1)
+# The logarithms of all binomial coefficients of the whole orders, ``[orders, k]``.
+LOG_BINOMIALS = np.where(WHOLE[:, None] >= K, _INSIDE, -np.inf)
 POINTS = 10_000_000  # losses of a step, which dp-accounting keeps in a dictionary, in memory
 
 
@@ -51,17 +54,12 @@ def by_rdp(card: Card, steps: Counter[Step]) -> dict[str, float]:
         else:  # nothing is proved
             return {}
     if not exchange:
-        divergences = divergences + saved_by_bins(card)
+        for run in (*card.mechanism.before, *[card.mechanism] * bool(card.steps)):
+            if run.noise is not None and run.multiplier_and_steps:
+                divergences = divergences + saved(run, ORDERS)
     epsilon, _ = dp.rdp.compute_epsilon(ORDERS.tolist(), divergences.tolist(), card.delta)
     classic = (divergences - math.log(card.delta) / (ORDERS - 1))[(ORDERS >= 1.1) & (ORDERS <= 63)]
     return {"rdp": float(epsilon), "rdp-classic": float(np.min(classic))}
-
-
-def saved_by_bins(card: Card) -> np.ndarray:
-    """What random bins take from the divergences of Gaussians, which leave the bins out."""
-    runs = (*card.mechanism.before, *[card.mechanism] * bool(card.steps))
-    correlated = (run for run in runs if run.noise is not None and run.multiplier_and_steps)
-    return sum((saved(run, ORDERS) for run in correlated), start=0 * ORDERS)
 
 
 def poisson_divergences(rate: float, multiplier: float) -> np.ndarray:
@@ -73,20 +71,11 @@ def poisson_divergences(rate: float, multiplier: float) -> np.ndarray:
     for whole orders (Mironov, Talwar and Zhang, *Rényi differential privacy of the sampled Gaussian
     mechanism*, 2019, section 3.3), and between them at most a line, since it is convex.
     """
-    orders, k = WHOLE[:, None], np.arange(max(WHOLE) + 1)
-    terms = log_binomials() + k * math.log(rate) + (orders - k) * math.log1p(-rate)
-    terms += k * (k - 1) / (2 * multiplier**2)
+    terms = LOG_BINOMIALS + K * math.log(rate) + (WHOLE[:, None] - K) * math.log1p(-rate)
+    terms += K * (K - 1) / (2 * multiplier**2)
     largest = terms.max(axis=1)
     moments = largest + np.log(np.exp(terms - largest[:, None]).sum(axis=1))
     return np.interp(ORDERS, [1, *WHOLE], [0, *moments]) / (ORDERS - 1)
-
-
-@functools.cache
-def log_binomials() -> np.ndarray:
-    """The logarithms of all binomial coefficients of the whole orders, ``[orders, k]``."""
-    orders, k = WHOLE[:, None], np.arange(max(WHOLE) + 1)
-    inside = gammaln(orders + 1) - gammaln(k + 1) - gammaln(np.maximum(orders - k, 0) + 1)
-    return np.where(k <= orders, inside, -np.inf)
 
 
 def by_losses(card: Card, steps: Counter[Step]) -> float:

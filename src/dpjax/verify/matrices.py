@@ -32,8 +32,7 @@ def require_hidden(run: Run) -> None:
     least = sensitivity(run.noise, run.sampling)
     if not run.noise.sensitivity >= least * (1 - 1e-6):
         raise Unreadable(
-            f"noise was scaled to a sensitivity of {run.noise.sensitivity:.6g}, and one example "
-            f"moves this run by {least:.6g}."
+            f"noise was scaled to {run.noise.sensitivity:.6g}, and one example moves {least:.6g}."
         )
 
 
@@ -63,8 +62,7 @@ def sensitivity(noise: Any, sampling: Sampling) -> float:
         case "any":  # the end of a cycle and the start of the next can meet
             return math.sqrt(largest(noise, cycles, 1))
     raise Unreadable(
-        f"noise is correlated, and {sampling.name} batches can hold one example at any step: no "
-        "sensitivity is known for that."
+        f"noise is correlated, and no sensitivity is known for {sampling.name} batches."
     )
 
 

@@ -40,8 +40,8 @@ def steps_of(card: Card) -> Counter[Step] | None:
         return None
     earlier = sum((steps_of_run(run, planned(run)) for run in before), Counter[Step]())
     queries = Counter(Step(z) for run in runs for z in run.preparation)
-    steps, whole = (earlier + steps_of_run(card.mechanism, pairs) for pairs in (ran, plan))
-    noisy = queries + at_levels(card, steps, whole)
+    steps, all_planned = (earlier + steps_of_run(card.mechanism, pairs) for pairs in (ran, plan))
+    noisy = queries + at_levels(card, steps, all_planned)
     # Infinite noise, and a rate of 0, release nothing.
     return Counter({s: n for s, n in noisy.items() if s.rate > 0 and s.multiplier < math.inf})
 

@@ -88,9 +88,7 @@ def plan(given: flags.FlagValues, folder: pathlib.Path, tried: Candidates) -> li
         replace(path, json.dumps(planned, indent=2) + "\n")
     planned = read_json(path)
     if planned["search"] != search:
-        raise app.UsageError(
-            f"--out={folder}: another search is there, of {planned['search']}. Give another --out."
-        )
+        raise app.UsageError(f"--out={folder}: another search is there. Give another --out.")
     return [Trial(**trial) for trial in planned["trials"]]
 
 

@@ -71,9 +71,7 @@ def prices(
     described = [run.mechanism for run in runs] + [mechanism.facts for mechanism in possible]
     # A relation is proved for all runs together or not at all.
     if len(protected := {protects(mechanism) for mechanism in described}) > 1:
-        raise ValueError(
-            f"costs do not add: they protect {' and '.join(sorted(protected))}. Search each alone."
-        )
+        raise ValueError(f"costs do not add: they protect {' and '.join(sorted(protected))}.")
     relation = described[0]["neighbours"]
 
     def cost(event: dp_accounting.DpEvent) -> tuple[float, str]:

@@ -35,6 +35,7 @@ LOSSES: dict[str, Callable[..., losses.ExampleLoss]] = {
     "huber": lambda: losses.one_hot(losses.huber()),
 }
 
+# Each takes the flags, the learning rate or its schedule, and the mechanism.
 OPTIMIZERS: dict[str, Callable[[flags.FlagValues, Any, Any], optax.GradientTransformation]] = {
     "sgd": lambda given, rate, _: optax.sgd(rate, momentum=given.momentum),
     "nesterov": lambda given, rate, _: optax.sgd(rate, momentum=given.momentum, nesterov=True),

@@ -31,6 +31,7 @@ class Evaluation:
         self, model: nn.Module, loss: Any, rule: dpjax.types.Clipping, dataset: data.Dataset
     ) -> None:
         self.model, self.loss, self.rule = model, loss, rule
+        # On the device once: every evaluation reads all of them.
         self.test = jax.tree.map(jnp.asarray, dataset.test)
         # A fixed sample: curves of norms compare the same examples over time.
         places = np.linspace(0, dataset.examples - 1, min(_SAMPLE, dataset.examples)).astype(int)
@@ -69,7 +70,6 @@ class Evaluation:
         with contextlib.suppress(ValueError):  # a linear model has no pre-activations
             hidden = diagnostics.preactivation_norms(self.model, params, self.sample[0])
         measured: dict[str, Any] = {
-            "parameters": "averaged",
             "weight_names": list(weights),
             "weight_norms": list(weights.values()),
             "activation_names": list(hidden),
@@ -110,10 +110,7 @@ def rehearse(
     outputs = jax.eval_shape(model.apply, {"params": fresh}, x)
     # A label beyond the outputs would be clamped to the last one in silence.
     if getattr(outputs, "shape", None) != (classes,):
-        raise ValueError(
-            f"the model returns {outputs} for an example; expected {classes} numbers, one for "
-            "each class."
-        )
+        raise ValueError(f"the model returns {outputs} for an example; expected {classes} numbers.")
     number = jax.ShapeDtypeStruct((), jnp.int32)
     example = (x, number, number) if epochs else (x, number)
     jax.eval_shape(jax.grad(losses.of(model, loss)), fresh, example)

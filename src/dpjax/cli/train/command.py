@@ -135,6 +135,7 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
     dataset, moments = inputs.with_features(given, planned.dataset), None
     processes.from_first(lambda: run_files.prepare(folder, overwrite=given.overwrite))
     if planned.normalization is not None:
+        # One release, in the first process, which alone writes files.
         asked = folder / run_files.MOMENTS, planned.normalization, dataset.train[0], given.seed
         moments = processes.from_first(lambda: inputs.release_once(*asked))
     dataset = inputs.with_scale(given, dataset, moments)

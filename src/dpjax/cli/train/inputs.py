@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from absl import flags
 
 import dpjax
-from dpjax import data, features, noise, scattering
+from dpjax import data, features, noise, scattering, trees
 from dpjax._files import replacing
 from dpjax.training.run_folder import held
 
@@ -38,12 +39,12 @@ def scale(given: flags.FlagValues, x: Any, moments: features.Moments | None) -> 
 
 def input_shape(given: flags.FlagValues, dataset: data.Dataset) -> jax.ShapeDtypeStruct:
     """Shape and dtype of one input of the network, computed without reading data."""
-    x, _ = dataset.train.row if isinstance(dataset.train, data.Stream) else dataset.train
-    shape = x.shape if isinstance(dataset.train, data.Stream) else x.shape[1:]
+    train = dataset.train
+    x, _ = train.row if isinstance(train, data.Stream) else trees.one_row(train)
     if given.features == "none":
-        return jax.ShapeDtypeStruct(shape, x.dtype)
+        return x
     # On shapes: a wrong flag is found before minutes of scattering.
-    row = jax.eval_shape(scattering.scatter, jax.ShapeDtypeStruct((1, *shape), x.dtype))
+    row = jax.eval_shape(scattering.scatter, jax.ShapeDtypeStruct((1, *x.shape), x.dtype))
     channels: Any = jax.ShapeDtypeStruct(row.shape[-1:], row.dtype)
     moments = features.Moments(channels, channels) if given.normalization == "data" else None
     return jax.eval_shape(lambda row, moments: scale(given, row, moments)[0], row, moments)
@@ -53,11 +54,8 @@ def with_features(given: flags.FlagValues, dataset: data.Dataset) -> data.Datase
     """Images as features, each of its own image alone."""
     if given.features == "none":
         return dataset
-    (x, labels), (x_test, test_labels) = (
-        (jnp.asarray(features.scattered(images, directory=given.cache_dir)), labels)
-        for images, labels in (dataset.train, dataset.test)
-    )
-    return dataset._replace(train=(x, labels), test=(x_test, test_labels))
+    scattered = partial(features.scattered, directory=given.cache_dir)
+    return _changed(dataset, lambda images: jnp.asarray(scattered(images)))
 
 
 def with_scale(
@@ -66,9 +64,12 @@ def with_scale(
     """Scales features, if there are any."""
     if given.features == "none":
         return dataset
-    (x, labels), (x_test, test_labels) = dataset.train, dataset.test
-    x, x_test = map(jax.jit(partial(scale, given, moments=moments)), (x, x_test))
-    return dataset._replace(train=(x, labels), test=(x_test, test_labels))
+    return _changed(dataset, jax.jit(partial(scale, given, moments=moments)))
+
+
+def _changed(dataset: data.Dataset, change: Callable[[Any], Any]) -> data.Dataset:
+    train, test = ((change(x), labels) for x, labels in (dataset.train, dataset.test))
+    return dataset._replace(train=train, test=test)
 
 
 def release_once(
