@@ -221,7 +221,7 @@ def test_equal_steps_are_counted_wherever_they_stand():
     assert many == accounting.subsampled_gaussian(1.0, 0.1, 1_000_000)
 
 
-@kills("accounting/event_parts.py", "sampled.get(key, 0) + count", "count", case="rdp", slow=True)
+@kills("accounting/event_parts.py", "sampled.get(key, 0) + count", "count", case="rdp")
 @pytest.mark.parametrize("method", ["rdp", "rdp-classic", "pld"])
 def test_singletons_equal_grouped(method):
     step = dp_accounting.PoissonSampledDpEvent(0.01, dp_accounting.GaussianDpEvent(1.38))
@@ -482,7 +482,6 @@ def test_closed_form_without_sampling(z, n, delta):
     ".self_compose(count)",
     ".self_compose(1)",
     case="add-or-remove",
-    slow=True,
 )
 @pytest.mark.parametrize("neighbours", ["add-or-remove", "replace-one"])
 def test_losses_of_one_step_compose_as_the_accountant_composes_events(neighbours):

@@ -162,8 +162,8 @@ def test_what_cannot_be_written_is_not_released(tmp_path, monkeypatch, lost):
     assert steps_of(tmp_path) == [2, 4, 6]
 
 
-@kills("training/fit.py", "terms.has_row(run.done):  # or", "False:  # or", slow=True)
-@kills("training/runner.py", "[] if self.at_row else list(facts", "[] and list(facts", slow=True)
+@kills("training/fit.py", "terms.has_row(run.done):  # or", "False:  # or")
+@kills("training/runner.py", "[] if self.at_row else list(facts", "[] and list(facts")
 @pytest.mark.parametrize("moment", ["evaluate", "row", "card"])
 def test_a_death_between_checkpoint_and_card_loses_no_row(tmp_path, monkeypatch, moment):
     algorithm, seen = runs.make(steps=6), []
@@ -201,7 +201,7 @@ def test_a_death_between_checkpoint_and_card_loses_no_row(tmp_path, monkeypatch,
     assert counted(tmp_path) == 6
 
 
-@kills("training/run_folder.py", "if steps > (0 if", "if False and (0 if", slow=True)
+@kills("training/run_folder.py", "if steps > (0 if", "if False and (0 if")
 @pytest.mark.parametrize("hurt", ["cut off", "exchanged", "gone"])
 def test_a_damaged_checkpoint_ends_the_run_and_its_steps_are_spent(tmp_path, hurt):
     algorithm = runs.make(steps=6)
@@ -356,12 +356,7 @@ def test_no_checkpoint_holds_a_key_from_which_noise_follows(tmp_path, key):
         assert explains(state.noise_key, step, drawn) == (key is not None)
 
 
-@kills(
-    "training/keys.py",
-    "key=given.key, noise_key=given.noise_key",
-    "noise_key=given.noise_key",
-    slow=True,
-)
+@kills("training/keys.py", "key=given.key, noise_key=given.noise_key", "noise_key=given.noise_key")
 @pytest.mark.parametrize("draws", ["poisson", "shuffled"])
 def test_a_supplied_key_resumes_to_the_last_bit(tmp_path, draws):
     sampler = getattr(sampling, draws)(200, 20)
@@ -399,7 +394,7 @@ def test_a_run_keeps_its_randomness_and_its_supplied_key(tmp_path):
     "self.draw(key, step) if self.coins",
     slow=True,
 )
-@kills("sampling/cycles.py", "key if fresh is None else fresh", "key", slow=True)
+@kills("sampling/cycles.py", "key if fresh is None else fresh", "key")
 def test_each_start_renews_draws_and_keeps_what_lasts_for_the_run(tmp_path):
     """Coins are new; the order of an epoch and the parts of a cycle stay."""
     cyclic = sampling.cyclic_poisson(2000, 100, cycle=4)

@@ -23,7 +23,7 @@ MUTANTS = list(mutants())
 
 
 def test_there_are_enough_and_no_two_alike():
-    assert sum(not m.slow for m in MUTANTS) >= 70
+    assert sum(not m.slow for m in MUTANTS) >= 100
     assert len({m[1:] for m in MUTANTS}) == len(MUTANTS)
 
 

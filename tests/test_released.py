@@ -46,12 +46,7 @@ def left(folder):
     return card, dpjax.training.released_params(folder, {"w": jnp.zeros(1)})
 
 
-@kills(
-    "training/released.py",
-    "    replace(path / _FILE",
-    "    (lambda *_, **__: 0)(path / _FILE",
-    slow=True,
-)
+@kills("training/released.py", "    replace(path / _FILE", "    (lambda *_, **__: 0)(path / _FILE")
 def test_every_row_leaves_card_statement_and_parameters(tmp_path):
     run, seen = algorithm(), []
 
@@ -97,10 +92,8 @@ def test_a_run_that_results_ended_counts_all_planned_steps(tmp_path):
     assert dpjax.ledger.epsilon(state.ledger, MECHANISM) == MECHANISM.epsilon()
 
 
-@kills(
-    "training/runner.py", "(least := counted(self.rows)) or self", "(least := 0) or self", slow=True
-)
-@kills("training/run_folder.py", "counted(read_log(folder", "len(read_log(folder", slow=True)
+@kills("training/runner.py", "(least := counted(self.rows)) or self", "(least := 0) or self")
+@kills("training/run_folder.py", "counted(read_log(folder", "len(read_log(folder")
 def test_a_stop_by_results_is_not_forgotten(tmp_path, monkeypatch):
     """Not by another folder, nor by a run that was killed as it stopped."""
     run, (one, two) = algorithm(), (tmp_path / name for name in ("one", "two"))

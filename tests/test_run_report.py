@@ -295,9 +295,7 @@ def test_ids_do_not_clash_and_colors_are_the_pages(whole):
 EARLIER = Spent(sampling=sampling.poisson(1000, 10), runs=((2.0, 5),))
 
 
-@kills(
-    "reports/load_run.py", 'if card["mechanism"] !=', 'if False and card["mechanism"] !=', slow=True
-)
+@kills("reports/load_run.py", 'if card["mechanism"] !=', 'if False and card["mechanism"] !=')
 @pytest.mark.parametrize(
     "changes",
     [{"noise_multiplier": 2.5}, {"before": [EARLIER]}],
@@ -539,9 +537,7 @@ def pictures(notebook, monkeypatch):
     return seen
 
 
-@kills(
-    "reports/live.py", "PRIVATE if hidden else", "RELEASED if hidden else", case="named", slow=True
-)
+@kills("reports/live.py", "PRIVATE if hidden else", "RELEASED if hidden else", case="named")
 @pytest.mark.parametrize(
     ("names", "changes", "labels", "note"),
     [

@@ -257,12 +257,9 @@ def spent(z=2.0, steps=50, **changes):
     return Spent(mechanism.facts, steps)
 
 
-@kills("cli/sweep/search_cost.py", "by_one = max(", "by_one = min(", slow=True)
+@kills("cli/sweep/search_cost.py", "by_one = max(", "by_one = min(")
 @kills(
-    "cli/sweep/search_cost.py",
-    "compose(*(run.event for run in runs)))",
-    "compose(runs[0].event))",
-    slow=True,
+    "cli/sweep/search_cost.py", "compose(*(run.event for run in runs)))", "compose(runs[0].event))"
 )
 def test_the_dearest_run_and_all_of_them():
     cheap = accounting.subsampled_gaussian(4.0, 0.1, 50)
@@ -355,8 +352,8 @@ def test_a_range_is_no_list_of_every_cost():
 # --- a secret number of runs ---
 
 
-@kills("cli/sweep/command.py", "trial._replace(repeat=secrets.randbits(64))", "trial", slow=True)
-@kills("cli/sweep/command.py", "public = number_of_runs(given) is None", "public = True", slow=True)
+@kills("cli/sweep/command.py", "trial._replace(repeat=secrets.randbits(64))", "trial")
+@kills("cli/sweep/command.py", "public = number_of_runs(given) is None", "public = True")
 @pytest.mark.parametrize("secret", [True, False])
 def test_results_that_tell_a_secret_number_of_runs_are_their_owners_alone(
     secret, stand_in, tmp_path, monkeypatch

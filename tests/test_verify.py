@@ -125,10 +125,7 @@ def levelled(sampler, multipliers, steps, methods=("rdp",)):
 
 @kills("verify/steps.py", 'step.multiplier, side="right") - 1', "step.multiplier)", slow=True)
 @kills(
-    "verify/steps.py",
-    "np.searchsorted(rates, step.rate)",
-    "np.searchsorted(rates, step.rate) - 1",
-    slow=True,
+    "verify/steps.py", "np.searchsorted(rates, step.rate)", "np.searchsorted(rates, step.rate) - 1"
 )
 def test_schedules_are_rounded_to_the_levels_of_the_card_and_cost_no_less():
     """Levels of the plan, whatever of it ran: as in dpjax.accounting, which is another program."""
@@ -375,12 +372,7 @@ def parsed(card):
 
 
 @kills("verify/matrices.py", "np.all(falling == column)", "True", case="rising", slow=True)
-@kills(
-    "sampling/events.py",
-    "strategies.apart(1, -(-steps // cycle))",
-    "strategies.cycles(cycle)",
-    slow=True,
-)
+@kills("sampling/events.py", "strategies.apart(1, -(-steps // cycle))", "strategies.cycles(cycle)")
 @kills(
     "sampling/events.py", "return strategies.cycles(cycle)", "return strategies.once()", slow=True
 )
