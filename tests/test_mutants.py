@@ -20,6 +20,7 @@ SOURCES = pathlib.Path(dpjax.__file__).parent
 # Where time is short, as on a machine that others use too, mutants are left out after so long.
 ENDS = time.monotonic() + 60 * float(os.environ.get("DPJAX_TEST_MINUTES", "inf"))
 MUTANTS = list(mutants())
+FIRST = {m.killer.partition("::")[0]: m for m in reversed(MUTANTS) if not m.slow}.values()
 
 
 def test_there_are_enough_and_no_two_alike():
@@ -39,10 +40,13 @@ def judge(tmp_path_factory):
         yield server
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [pytest.param(m, id=m.name, marks=pytest.mark.slow if m.slow else ()) for m in MUTANTS],
-)
+def mark(mutant):
+    """`make test` runs one mutant of each file of tests."""
+    when = pytest.mark.slow if mutant.slow else () if mutant in FIRST else pytest.mark.thorough
+    return pytest.param(mutant, id=mutant.name, marks=when)
+
+
+@pytest.mark.parametrize("mutant", [mark(m) for m in MUTANTS])
 def test_mutant_is_killed(mutant, judge):
     if time.monotonic() > ENDS:
         pytest.skip("DPJAX_TEST_MINUTES are over")
