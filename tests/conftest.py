@@ -28,6 +28,9 @@ ROOMS = (
     "adaptive clipping filters golden gradients groups ledger mechanism noise sampling trees types"
 )
 STRICT = {f"test_{room}" for room in ROOMS.split()}
+# What is not the guarantee is left to `.ci/run`, as are the examples of docstrings.
+SHELF = "arrays diagnostics docs features finetuning metrics pretrained run_report scattering sgld"
+THOROUGH = {f"test_{shelf}" for shelf in SHELF.split()} | {"test_testing"}
 
 PHASES = set(hypothesis.Phase)
 hypothesis.settings.register_profile(
@@ -60,12 +63,14 @@ os.environ["PYTHONWARNINGS"] = ",".join(["error", *entries])
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks the cases that `sample` leaves out as slow, and puts mutants last.
+    """Marks the cases that `sample` leaves out as slow, the shelf as thorough; mutants come last.
 
     Mutants mean little before the tests that kill them have passed.
     """
     cases = collections.defaultdict(list)
     for item in items:
+        if item.path.stem in THOROUGH or isinstance(item, pytest.DoctestItem):
+            item.add_marker("thorough")
         if mark := item.get_closest_marker("sample"):
             cases[item.parent, item.originalname].append((item, mark.args[0]))
     for found in cases.values():

@@ -387,12 +387,14 @@ SCHEDULED = [  # the factor that spends a target, by rdp
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "target", "factor"), SCHEDULED)
 def test_calibrate_a_schedule(name, target, factor):
     calibrated(lambda c: curriculum(name, c), target, 1e-5, "rdp", factor, 1e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("q", "z", "delta", "target", "method", "expected"),
@@ -477,6 +479,7 @@ def test_closed_form_without_sampling(z, n, delta):
     assert accounting.epsilon(event, delta, "rdp") >= exact
 
 
+@pytest.mark.thorough
 @kills(
     "accounting/loss_distributions.py",
     ".self_compose(count)",

@@ -66,6 +66,7 @@ TRAJECTORIES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("bound", "records", "settings", "want"), TRAJECTORIES)
 @pytest.mark.parametrize("streamed", [False, True])
@@ -80,6 +81,7 @@ def test_the_bound_takes_the_published_ways(bound, records, settings, want, stre
     np.testing.assert_allclose(found, want, rtol=1e-4)
 
 
+@pytest.mark.thorough
 @kills("training/recipe.py", "return state.bound_scale if", "return 1.0 if", slow=True)
 def test_sums_are_clipped_to_the_bound_of_their_step():
     """Records 8.5 and -7.25 at the bounds 10, 9, 8, 7.5 and 7."""
@@ -106,6 +108,7 @@ def test_it_finds_the_quantile_wherever_it_begins():
         assert abs(np.mean(norms <= found) - 0.2) < 0.06
 
 
+@pytest.mark.thorough
 def test_one_scale_moves_the_bounds_of_all_groups():
     """Of four pairs of example and group three are below: a fraction of 3/4."""
     params = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
@@ -160,6 +163,7 @@ def beside(total, count):
     return 1 / math.sqrt(total**-2 - count**-2)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_the_noise_of_the_mean_is_what_the_count_leaves_times_the_bound(scheduled):
@@ -186,6 +190,7 @@ def test_the_noise_of_the_mean_is_what_the_count_leaves_times_the_bound(schedule
     np.testing.assert_allclose(state.ledger.expand(), totals, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_each_group_gets_its_share_of_what_is_left():
     params = {"a": jnp.zeros(400_000), "b": jnp.zeros(400_000)}
     mechanism = mechanism_with(
@@ -323,6 +328,7 @@ def test_errors_teach(act, message):
         act()
 
 
+@pytest.mark.thorough
 def test_a_loop_that_passes_the_count_is_private():
     """The count is released too, so two batches with one release have one count."""
     rule, quantile = clipping.flat(1.0), clipping.Quantile(count_multiplier=13.0)

@@ -17,6 +17,7 @@ import dpjax
 from dpjax import auditing, clipping, federated, sampling, strategies, training
 
 
+@pytest.mark.thorough
 def test_the_audit_sees_a_step_that_is_not_as_stated():
     """Half the noise doubles the separation of two neighbouring batches."""
     like, canary = {"w": jnp.zeros((1, 50_000))}, {"w": jnp.zeros(50_000).at[0].set(9.0)}
@@ -203,6 +204,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @kills("auditing/algorithm_step.py", "max(self.lower) <= self", "max(self.lower) > self", slow=True)
 @pytest.mark.parametrize("name", BROKEN)
@@ -300,6 +302,7 @@ SAMPLERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_without_some_rows_all_others_are_drawn(name):
     lacking = auditing.without(SAMPLERS[name], [0, 5])
@@ -311,6 +314,7 @@ def test_without_some_rows_all_others_are_drawn(name):
     assert lacking.batch_size == SAMPLERS[name].batch_size
 
 
+@pytest.mark.thorough
 def test_a_row_that_is_never_drawn_is_answered_in_a_sentence(monkeypatch):
     monkeypatch.setattr("dpjax.auditing.algorithm_step._SEEDS", 64)
     never = auditing.without(sampling.poisson(8, 2), [0])

@@ -158,6 +158,7 @@ CLIPPED, W = dpjax.clipped_grad(loss, RULE), jnp.zeros(3)
 DATA = jnp.asarray(np.random.default_rng(0).normal(size=(12, 3)), jnp.float32)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_record_says_by_which_rule_and_is_no_sum_itself(jitted):
     other = dpjax.clipped_grad(loss, clipping.flat(10.0))
@@ -191,6 +192,7 @@ def in_a_fold(link, state):
     return link.update(total.sum, state, W)[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loop", [in_a_scan, in_a_fold])
 def test_microbatches_are_added_to_one_sum(loop):
     """Inside `jit`: the commonest loop of one's own."""
@@ -199,6 +201,7 @@ def test_microbatches_are_added_to_one_sum(loop):
     np.testing.assert_allclose(jax.jit(partial(loop, link))(link.init(W)), whole, rtol=1e-5)
 
 
+@pytest.mark.thorough
 @kills("gradients/clipped_grad.py", "start.rule != rule.limits(params)", "False")
 def test_a_sum_is_continued_by_its_own_rule_alone():
     total, narrow = CLIPPED(W, DATA[:7]), dpjax.clipped_grad(loss, clipping.flat(0.5))
@@ -210,6 +213,7 @@ def test_a_sum_is_continued_by_its_own_rule_alone():
             clipped(W, DATA, start=start)
 
 
+@pytest.mark.thorough
 def test_records_are_trees_that_keep_their_rule():
     record = CLIPPED(W, DATA)
     for copied in (jax.device_get(record), jax.tree.map(jnp.copy, record)):
@@ -300,6 +304,7 @@ def test_renew_gives_a_run_other_noise_and_the_same_draws():
     assert noise.renew(state._replace(key=unset)).key != unset
 
 
+@pytest.mark.thorough
 def test_flax_optimizers_carry_the_link():
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
@@ -348,6 +353,7 @@ def test_private_takes_no_padding_for_examples(name):
 CHAIN = mechanism_with(200, 20, noise_multiplier=0.0, clipping=clipping.flat(100.0))
 
 
+@pytest.mark.thorough
 def test_a_chain_draws_masks_and_steps():
     """README's loop: the rows of the draw count, and few shapes are compiled."""
     data = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
@@ -389,6 +395,7 @@ OTHERS = (
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS.split()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [*QUICK, *OTHERS])
 def test_any_optimizer_behind_the_noise_is_as_private_as_its_multiplier(name):
     optimizer = getattr(optax, name)

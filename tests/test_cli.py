@@ -313,6 +313,7 @@ def trained(folder, *words):
     return json.loads((folder / "config.json").read_text())
 
 
+@pytest.mark.thorough
 def test_a_run_leaves_its_files_and_is_shown_again(workshop, tmp_path, capsys):
     config = trained(tmp_path / "run", "--seed=1")
     said = capsys.readouterr().out
@@ -344,6 +345,7 @@ def test_a_run_leaves_its_files_and_is_shown_again(workshop, tmp_path, capsys):
     assert more["flags"]["continue_from"] == str(tmp_path / "run")
 
 
+@pytest.mark.thorough
 def test_a_stopped_run_is_described_and_resumed(workshop, tmp_path, monkeypatch):
     measured = classifier.Evaluation.evaluate
 

@@ -205,6 +205,7 @@ def test_an_example_exactly_on_its_bound_is_within_for_every_engine(engine):
     assert float(below) == 0.5
 
 
+@pytest.mark.thorough
 @kills("types.py", "(norms, _LEAST)", "(norms, jnp.finfo(norms.dtype).tiny)", slow=True)
 @pytest.mark.parametrize(
     "rule",
@@ -222,6 +223,7 @@ def test_what_squares_to_nothing_is_not_made_longer_than_the_bound(rule, entry):
     testing.assert_sensitivity(rule, jnp.asarray(gradients))
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @kills(
     "types.py",

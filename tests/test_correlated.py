@@ -53,6 +53,7 @@ def mechanism(steps=6, **options):
     return mechanism_with(12, 4, sampling=batches, steps=steps, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", STRATEGIES)
 @kills("noise/link.py", "return [x * scale for", "return [x for", slow=True)
@@ -227,6 +228,7 @@ class TestEvents:
         cost = accounting.epsilon(thrice, 1e-3)
         assert cost == mechanism(before=runs[1:]).epsilon(1e-3) > 1.4 * planned.epsilon(1e-3)
 
+    @pytest.mark.thorough
     @kills("mechanism/card.py", '"projections", "noise", ', '"projections", ', slow=True)
     def test_a_ledger_knows_the_strategy(self):
         state = small_run().step(small_run().init(ZEROS, jax.random.key(2)))[0]
@@ -347,6 +349,7 @@ class TestDescription:
         assert all(good for good, _ in verify.findings(card))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.sample(1)
 def test_a_users_chain_is_measured_over_the_run(name, monkeypatch):

@@ -28,6 +28,7 @@ def demo(tmp_path_factory):
     return folder, Outcome(done.stdout, done.stderr)
 
 
+@pytest.mark.thorough
 def test_the_demo_keeps_its_promise(demo):
     folder, outcome = demo
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -53,6 +54,7 @@ def test_the_demo_keeps_its_promise(demo):
     )
 
 
+@pytest.mark.thorough
 def test_the_demo_ends_with_a_report_in_which_no_figure_is_missing(demo):
     folder, _ = demo
     page = (folder / "report.html").read_text()
@@ -219,6 +221,7 @@ CURRICULA = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("words", "steps", "last"), CURRICULA, ids=str)
 def test_every_curriculum_arrives_where_it_goes(words, steps, last):
     given = copy.deepcopy(FLAGS_OF_TRAIN)

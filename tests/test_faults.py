@@ -51,6 +51,7 @@ def counted(folder):
 # --- Killed processes -----------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kills_", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_kills_neither_lose_nor_repeat_a_release(server, tmp_path, kills_):
     """SIGKILL at random moments: in a step, in a save, between a checkpoint and its row."""
@@ -131,6 +132,7 @@ def test_a_row_is_saved_then_evaluated_then_logged_then_released(tmp_path, monke
     runs.fit(tmp_path, runs.make(steps=4), **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lost", ["skipped", "failed", "row"])
 def test_what_cannot_be_written_is_not_released(tmp_path, monkeypatch, lost):
     """A checkpoint that Orbax skips without a word, one that fails, and a row."""
@@ -238,6 +240,7 @@ def sharper(w, x):
     return jnp.sum(jnp.abs(w - x))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", [{"loss": sharper}, {"rate": 0.3}])
 def test_a_changed_run_resumes_and_repeats_no_released_step(tmp_path, change):
     algorithm, releases, ran = runs.make(steps=8), {}, []
@@ -388,6 +391,7 @@ def test_a_run_keeps_its_randomness_and_its_supplied_key(tmp_path):
     assert card["randomness"] == "supplied"
 
 
+@pytest.mark.thorough
 @kills(
     "types.py",
     "self.draw(key, step, noise_key) if self.coins",
@@ -425,6 +429,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_resumed_strategy_has_the_law_of_its_noise(name):
     """The covariance of all steps, over 2,000 runs that were resumed with a new key in between."""
@@ -501,6 +506,7 @@ def test_another_run_is_refused_by_name(tmp_path, other):
     assert steps_of(tmp_path) == log
 
 
+@pytest.mark.thorough
 def test_permuted_rows_are_refused_where_they_matter(tmp_path):
     for sampler, refused in (
         (sampling.shuffled(200, 20), True),
@@ -519,6 +525,7 @@ def test_permuted_rows_are_refused_where_they_matter(tmp_path):
             assert runs.fit(folder, algorithms[1])[0].ledger.steps == 4
 
 
+@pytest.mark.thorough
 def test_another_model_is_refused_by_its_leaves(tmp_path):
     mechanism = runs.make(steps=4).mechanism
     both = lambda w, x: runs.loss(w["a"], x) + runs.loss(w["b"], x)  # noqa: E731
@@ -542,6 +549,7 @@ def test_a_run_that_spent_nothing_makes_room_unless_it_asked_queries(tmp_path):
             runs.fit(folder, runs.make(steps=4))
 
 
+@pytest.mark.thorough
 def test_a_run_continues_another_and_pays_for_both(tmp_path):
     runs.cut_off(tmp_path / "a", runs.make(steps=20), after=6, evaluate_every=3)
     before = training.earlier(tmp_path / "a")
@@ -593,6 +601,7 @@ def test_a_state_that_was_put_on_a_device_resumes_and_evaluate_may_keep_paramete
     assert len(np.unique(np.stack(params), axis=0)) == 4
 
 
+@pytest.mark.thorough
 @kills("training/runner.py", '"seen": self.seen', '"seen": []', slow=True)
 def test_rules_with_several_groups_resume(tmp_path):
     """Infos that are lists survive the checkpoint between two rows."""
@@ -610,6 +619,7 @@ def test_rules_with_several_groups_resume(tmp_path):
     assert len(rows[0][0]["private"]["norm"]) == 2
 
 
+@pytest.mark.thorough
 def test_a_forgotten_run_makes_room_and_files_of_others_stay(tmp_path):
     runs.fit(tmp_path, runs.make(steps=2))
     (tmp_path / "mine").write_text("stays")

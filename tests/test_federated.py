@@ -148,6 +148,7 @@ def test_no_client_moves_the_sum_by_more_than_the_sensitivity(name, project):
     holds()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(set(RULES) - {"hard_threshold", "screen"}))
 @pytest.mark.sample(1)
 def test_the_sensitivity_is_attained_by_heavy_clients_that_move_far(name):
@@ -206,6 +207,7 @@ def test_an_epoch_sees_each_example_of_a_client_once(size):
         np.testing.assert_allclose(change * 2, [*each, 0, 0], rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_the_whole_round_is_what_a_loop_in_python_does():
     """Gradient descent of each client on all it has, clipped, averaged, by another program."""
     sizes, rate = (1, 5, 2, 9, 0, 4), 0.3

@@ -427,6 +427,7 @@ def test_ghost_is_the_definition(names):
     assert_is_the_definition(names)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", [["embedding", "conv strided"], *GROUPS])
 def test_the_forms_of_accelerators_are_the_definition(names):
     with platforms.traced_for(platforms.ACCELERATOR):
@@ -648,6 +649,7 @@ def test_a_convolution_of_few_channels_is_itself(outputs, stride, padding):
     np.testing.assert_allclose(fast(x, kernel), written(x, kernel), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("padding", [((1, 2), (0, 3)), ((0, 0), (-1, -1))])
 @pytest.mark.parametrize(
@@ -684,6 +686,7 @@ POOLS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", POOLS)
 def test_a_max_pool_gives_each_cotangent_to_the_first_of_its_winners(name):
@@ -699,6 +702,7 @@ def test_a_max_pool_gives_each_cotangent_to_the_first_of_its_winners(name):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_plain_gradient_is_that_of_jax():
     loss, params, batch = case("tied weights")
     want = jax.grad(lambda p: jnp.mean(jax.vmap(loss, (None, 0))(p, batch)))(params)
@@ -960,6 +964,7 @@ REGIONS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", REGIONS)
 @pytest.mark.sample(1)
 def test_what_a_rematerialised_region_holds_is_found(name):

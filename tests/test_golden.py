@@ -87,6 +87,7 @@ def test_ten_steps_on_the_digits():
     assert mechanism.epsilon(1e-5, "pld") == pytest.approx(2.145836, rel=1e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.promotes
 def test_three_rounds_of_clients():
     """The draw, the order of local examples, the weights and the noise of (key, round)."""

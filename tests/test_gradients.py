@@ -33,6 +33,7 @@ def loss(w, x):
     return 0.5 * jnp.sum((w - x) ** 2)
 
 
+@pytest.mark.thorough
 def test_aux_comes_out_a_row_an_example():
     def with_aux(w, x):
         return loss(w, x), {"residual": w - x, "first": x[0]}
@@ -245,6 +246,7 @@ def test_weights_are_held_to_one():
         clipped_grad(loss, rule)(params, batch, weights=jnp.ones(4))
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("engine", gradients.ENGINES)
 @pytest.mark.parametrize(("size", "examples"), [(2, 5), (5, 5), (2, 40)])
@@ -328,6 +330,7 @@ def test_a_sum_in_two_parts_moves_by_one_bound(devices):
     assert abs(with_it - without - 1 / 3) < 1e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.promotes
 @kills(
@@ -590,6 +593,7 @@ def _convolved(counter, params, example):
     return jnp.sum(jnp.tanh(x + params["bias"]) ** 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("network", [_dense, _convolved])
 @pytest.mark.parametrize("engine", ["ghost", "vmap", "scan"])
 @pytest.mark.promotes

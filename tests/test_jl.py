@@ -87,6 +87,7 @@ def test_the_sum_is_that_of_the_definition(microbatch_size):
         np.testing.assert_allclose(found.value[name], value[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 @kills(
     "gradients/_estimated_norms/jl.py",
     "jnp.mean(jnp.square(products), axis=0)",

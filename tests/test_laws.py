@@ -219,6 +219,7 @@ def test_engines_agree_in_float64():
         assert {leaf.dtype for leaf in jax.tree.leaves(value)} == {jnp.dtype("float64")}
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
 @pytest.mark.parametrize("rule", [*ON_ONE_GROUP, BY_LAYER[0]])
@@ -238,6 +239,7 @@ def test_order_padding_and_emptiness(rule, engine):
         assert all(not np.any(leaf) for leaf in jax.tree.leaves(empty.value))
 
 
+@pytest.mark.thorough
 def test_an_empty_draw_is_a_step_of_pure_noise():
     sampler = sampling.poisson(1000, 0.001)
     mechanism = mechanism_for(clipping.flat(1.0), sampler=sampler)
@@ -595,6 +597,7 @@ def test_what_ran_is_what_is_accounted():
 # Law 7: interrupted equals uninterrupted ------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_state_that_went_through_bytes_resumes_bit_for_bit():
     mechanism, optimizer = mechanism_with(100, 20, steps=8), optax.adam(0.01)
 

@@ -206,6 +206,7 @@ def test_batch_statistics_are_answered_in_a_sentence(caplog):
     assert not caplog.text
 
 
+@pytest.mark.thorough
 def test_augmentation_by_rbg_draws_for_each_example():
     def total(rows):
         loss = losses.augmented(

@@ -240,6 +240,7 @@ def test_an_error_of_composite_without_weight_may_overflow():
     assert float(early) == pytest.approx(0.5e36, rel=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.promotes
 def test_composite_takes_narrow_labels_of_many_classes():
     """Where a whole number of the label's dtype does not reach the number of classes."""
@@ -248,6 +249,7 @@ def test_composite_takes_narrow_labels_of_many_classes():
     assert loss(logits, jnp.asarray(100, jnp.uint8), hidden=[logits], epoch=0) == want
 
 
+@pytest.mark.thorough
 def test_composite_of_a_label_outside_the_classes_pulls_at_nothing():
     loss = losses.composite()
     value, slopes = jax.value_and_grad(
@@ -257,6 +259,7 @@ def test_composite_of_a_label_outside_the_classes_pulls_at_nothing():
     assert not any(leaf.any() for leaf in jax.tree.leaves(slopes))
 
 
+@pytest.mark.thorough
 def test_of_gives_a_loss_the_preactivations_and_the_epoch():
     model = models.MLP(features=(4, 6), classes=3)
     x, y = RNG.normal(size=5).astype("f4"), jnp.array(2)

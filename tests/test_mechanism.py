@@ -64,6 +64,7 @@ def test_a_schedule_is_evaluated_once():
     assert longer.multipliers.tolist() == 11 * [1.0], "a longer plan evaluates the schedule again"
 
 
+@pytest.mark.thorough
 @kills(
     "noise/multiplier.py",
     "jnp.asarray(noise_multiplier(step), jnp.float32)",
@@ -102,6 +103,7 @@ def test_heterogeneous_noise_is_not_averaged():
     assert mechanism.epsilon(1e-5) == pytest.approx(1.6291, rel=0.002)
 
 
+@pytest.mark.thorough
 def test_calibration():
     base = make(60_000, 256, steps=14_063)
     calibrated = base.calibrate(2.0, 1e-5, "rdp")
@@ -112,6 +114,7 @@ def test_calibration():
     assert linear.multipliers[-1] * 5 == pytest.approx(linear.multipliers[0], rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_calibrated_mechanism_remembers_what_it_was_calibrated_for():
     base = make(1000, 20, steps=50)
     tight = base.calibrate(2.0, 1e-6)

@@ -32,6 +32,7 @@ from dpjax.training.recipe import Recipe, reach_of
 KEY = jax.random.key(0)
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @kills("noise/normal.py", "z.imag, z.real)", "z.real, z.imag)", slow=True)
 @pytest.mark.parametrize("shapes", [[(3, 5)], [(), (2, 1023), (1, 2, 3)], [(7, 600), (0, 4)]])
@@ -118,6 +119,7 @@ print(jax.device_count(), chosen.shares)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("word", "chosen", "want", "said"),

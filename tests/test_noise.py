@@ -62,6 +62,7 @@ def test_the_halves_of_a_draw_know_nothing_of_each_other():
         assert abs(np.corrcoef(f(along), f(across))[0, 1]) < 0.005
 
 
+@pytest.mark.thorough
 def test_what_a_draw_waits_for_changes_no_number():
     """Neither NaN, nor an empty array, nor one of another type."""
     key, shape = jax.random.key(0), (5, 3)

@@ -240,6 +240,7 @@ def test_the_committed_epsilons_are_those_of_the_settings():
 LOGITS = jnp.array([2.0, -1.0, 0.5, 0.0])
 
 
+@pytest.mark.thorough
 def test_the_losses_of_the_ablation():
     chosen, y = Choice(threshold=7, beta=11, gamma=5), jnp.array(2)
     error = LOGITS - jax.nn.one_hot(2, 4)

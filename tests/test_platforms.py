@@ -139,6 +139,7 @@ def in_one_pass(formula, a, b, precision=outer_products.HIGHEST):
     return jnp.einsum(formula, a, b, precision=outer_products.HIGHEST)
 
 
+@pytest.mark.thorough
 @kills("gradients/_bookkeeping/cost.py", "keep, instantiate, after = True,", "instantiate, after =")
 def test_a_gradient_of_low_precision_is_kept_for_its_sum(monkeypatch):
     """Its norm and its sum are of the same numbers, so its rounding cannot pass the bound."""
@@ -165,6 +166,7 @@ def test_an_example_of_2048_tokens_has_no_table_of_its_own():
         assert "rows" in gradients.explain(lambda table, ids: jnp.sum(table[ids] ** 2), *shapes)
 
 
+@pytest.mark.thorough
 @kills(
     "gradients/_bookkeeping/leaf_sums.py", "high, rounded(x - high)", "high, 0 * high", slow=True
 )
@@ -240,6 +242,7 @@ def of_sides(w, x, **options):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("rule", "kernel", "image", "options"),

@@ -190,6 +190,7 @@ TREES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TREES)
 def test_parameters_of_any_tree_are_left_and_read_again(name, tmp_path):
     """Leaves without a number of their own come back where they were."""

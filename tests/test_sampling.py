@@ -116,6 +116,7 @@ def test_a_bin_is_drawn_at_its_own_rate_of_the_step():
     assert abs(counts[3:, 0].mean() - 50) < 4  # 4 of its deviations
 
 
+@pytest.mark.thorough
 def test_one_bin_at_one_rate_is_poisson_sampling():
     one = sampling.scored(np.zeros(100, int), [[0.1]], steps_per_row=1, batch_size=10)
     other = sampling.poisson(100, 10)

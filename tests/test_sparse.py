@@ -73,6 +73,7 @@ def block_for(tails, shift):
     return sparse.Block(shift, np.array(tails, np.uint32))
 
 
+@pytest.mark.thorough
 @kills("sampling/sparse.py", "below = (a < b) | ((a == b) & below)", "below = (a <= b)", slow=True)
 def test_words_become_balls_and_balls_become_examples(monkeypatch):
     """Eleven examples in blocks of four: the last block has a cell without an example."""
@@ -91,6 +92,7 @@ def test_words_become_balls_and_balls_become_examples(monkeypatch):
     assert (int(empty.size), empty.indices.tolist()) == (0, [*range(9)])
 
 
+@pytest.mark.thorough
 def test_balls_on_one_cell_count_once_however_far_apart(monkeypatch):
     words, cells = [[0, 0, 0]], [[3], [1], [2], [3]]
     given = iter([np.array([words]), np.array(cells) << 30])
@@ -99,6 +101,7 @@ def test_balls_on_one_cell_count_once_however_far_apart(monkeypatch):
     assert sampling.on_host(draw).tolist() == [3, 1, 2]
 
 
+@pytest.mark.thorough
 @kills("sampling/sparse.py", "for_cells = jax.random.split(key)", "for_cells = key, key", slow=True)
 def test_numbers_of_balls_say_nothing_about_cells():
     """With one key, the first ball of a full block would have a small word, and a low cell."""
@@ -157,6 +160,7 @@ def test_lists_of_distinct_indices_are_equally_likely():
     assert np.sum((seen - 200) ** 2) / 200 < 119 + 6 * 15
 
 
+@pytest.mark.thorough
 @kills("sampling/sparse.py", "(high == highest) & (low > last)", "low > last + 2**shift", slow=True)
 @pytest.mark.parametrize("examples", [3, 97, 1024])
 @pytest.mark.sample(3)
@@ -168,6 +172,7 @@ def test_a_permutation_sends_no_two_indices_to_one(examples):
     assert examples < 97 or np.mean(found[0] == found[1]) < 0.1
 
 
+@pytest.mark.thorough
 def test_a_permutation_sends_an_index_everywhere():
     send = jax.jit(jax.vmap(lambda key: sparse.permuted(key, 60, np.arange(2), 0)))
     found = np.asarray(send(jax.random.split(jax.random.key(3), 12_000)))
@@ -177,6 +182,7 @@ def test_a_permutation_sends_an_index_everywhere():
     assert np.mean(found[:, 0] < found[:, 1]) == pytest.approx(0.5, abs=0.025)
 
 
+@pytest.mark.thorough
 def test_the_sum_of_a_place_and_a_step_carries():
     examples, key = 10**12, jax.random.key(0)
     starts = np.arange(5) * 123_456_789_123 + 2**20 - 1
@@ -185,6 +191,7 @@ def test_the_sum_of_a_place_and_a_step_carries():
         np.testing.assert_array_equal(found, sparse.permuted(key, examples, starts + offset, 0))
 
 
+@pytest.mark.thorough
 @kills(
     "sampling/epochs.py",
     "chosen = batch(key, step // turn,",

@@ -167,6 +167,7 @@ def test_the_stream_is_the_inverse_of_the_matrix(maker):
         np.testing.assert_allclose(strategy.column_norms(), norms, rtol=1e-9)
 
 
+@pytest.mark.thorough
 def test_noise_of_float32_parameters_stays_float32_beside_64_bits():
     z = jnp.ones(3, jnp.float32)
     with jax.enable_x64(True):

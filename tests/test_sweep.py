@@ -118,6 +118,7 @@ def test_a_search_trains_ranks_and_is_not_repeated(tmp_path, capsys):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")} == before
 
 
+@pytest.mark.thorough
 def test_a_run_that_fails_is_reported_and_tried_again_and_the_others_continue(
     stand_in, tmp_path, capsys
 ):

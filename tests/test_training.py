@@ -76,6 +76,7 @@ def test_the_ledger_refuses_before_the_first_step():
         fit(make(budget=ledger.Budget(epsilon=2.0, delta=1e-5)))
 
 
+@pytest.mark.thorough
 def test_the_log_keeps_the_two_doors_apart(tmp_path):
     evaluate = lambda state: {"accuracy": jnp.float32(0.5)}  # noqa: E731
     _, history = fit(make(), evaluate=evaluate, directory=tmp_path)
@@ -101,6 +102,7 @@ def on_the_board(folder):
     return seen
 
 
+@pytest.mark.thorough
 def test_a_board_shows_the_log(tmp_path):
     _, rows = fit(make(), directory=tmp_path, evaluate_every=10)
     seen = on_the_board(tmp_path)
@@ -158,6 +160,7 @@ def test_an_evaluation_stops_the_run_and_the_ledger_has_what_ran(tmp_path, capsy
     assert evaluate.calls == 4, "a run that was stopped is over"
 
 
+@pytest.mark.thorough
 def test_an_interrupt_and_a_resumed_run_are_a_sentence_each(tmp_path, capsys):
     def interrupt(state):
         if state.step == 1:
@@ -212,6 +215,7 @@ def test_examples_that_count_as_nothing_are_counted_and_spoil_no_mean(caplog):
     assert caplog.text.count("2 of 50 examples up to step 1 had no finite gradient") == 1
 
 
+@pytest.mark.thorough
 def test_empty_draws_pass_debug_nans_and_leave_no_gap_in_the_log():
     with jax.debug_nans(True):
         _, rows = fit(make(batch=0.2))
@@ -279,6 +283,7 @@ def test_a_state_that_run_has_used_up_is_refused():
     assert algorithm.step(after)[0].ledger.steps == 2
 
 
+@pytest.mark.thorough
 def test_an_optimizer_with_arguments_of_its_own_runs():
     state, _ = first_step(make(optimizer=optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))))
     assert state.params.shape == (3,)
@@ -356,6 +361,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", [clipping.flat(0.5), clipping.hard_threshold(0.5, screen=5.0)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -424,6 +430,7 @@ class TestAdam:
         for name, part in zip("ab", want, strict=True):
             np.testing.assert_allclose(updates[name], -1 / np.sqrt(1 - part), rtol=1e-5)
 
+    @pytest.mark.thorough
     def test_lookahead_passes_the_scale_of_the_bounds_to_it(self):
         mechanism = self.mechanism(1.0)
         optimizer = training.lookahead(training.dp_adam(0.1, mechanism, b2=0.5), 5, 0.5)
@@ -433,12 +440,14 @@ class TestAdam:
         np.testing.assert_allclose(found.noise / 0.5, np.square(100.0 / 50), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_steps_run_with_64_bits():
     with jax.enable_x64(True):
         state, _ = fit(make(steps=3, microbatch_size=2))
     assert np.all(np.isfinite(state.params))
 
 
+@pytest.mark.thorough
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adamw(0.1)])
 def test_bfloat16_parameters_stay_bfloat16(optimizer):
@@ -616,6 +625,7 @@ class TestBoundSchedule:
         with mock.patch.object(self, "late", -1.0):
             return algorithm, algorithm.run(start(algorithm), steps)
 
+    @pytest.mark.thorough
     @kills("training/step.py", "p, x: loss(p, x) / scale", "p, x: loss(p, x)", slow=True)
     def test_it_is_clipping_to_the_bound_of_the_step(self):
         _, (state, infos) = self.run(clipping.flat(0.4), bound_schedule=self.schedule)
@@ -628,6 +638,7 @@ class TestBoundSchedule:
         np.testing.assert_allclose(np.linalg.norm(state.params), want, rtol=1e-5)
         np.testing.assert_array_equal(infos.clipped[:, 0], [1, 1, 1, 0])
 
+    @pytest.mark.thorough
     @kills(
         "training/step.py",
         "mean = jax.tree.map(lambda x: (x * scale).astype(x.dtype), mean)",
@@ -674,6 +685,7 @@ def run_timed(per_step, steps, seed=0, state=None, **options):
 
 
 class TestPerStep:
+    @pytest.mark.thorough
     @pytest.mark.sample(1)
     @kills("training/recipe.py", "(key, step))", "(key, 0 * step))", case="None-vmap", slow=True)
     @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
