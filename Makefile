@@ -25,10 +25,10 @@ help: ## say what can be made
 demo: $(VENV)/ready-run ## train a small private model and write its report to runs/demo
 	$(PY) -m dpjax train --overwrite --out runs/demo $(ARGS)
 
-test: $(VENV)/ready-dev ## run the tests and the examples in the documentation
+test: $(VENV)/ready-dev ## run the tests of the guarantee, in four minutes
 	$(PY) -m pytest -n auto --dist worksteal -q --durations=15 $(ARGS)
 
-test-all: $(VENV)/ready-dev ## the same, with the slow ones
+test-all: $(VENV)/ready-dev ## run all tests, also the slow ones (hours)
 	$(PY) -m pytest -p tests.guards -n auto --dist worksteal -q -m "" $(ARGS)
 
 format: $(VENV)/ready-dev ## rewrite the code in the house format

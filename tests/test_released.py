@@ -134,12 +134,7 @@ def test_a_run_that_results_ended_has_no_shorter_plan():
             refused()
 
 
-@kills(
-    "training/runner.py",
-    "mechanism, budget, least",
-    "mechanism, None, least",
-    slow=True,
-)
+@kills("training/runner.py", "mechanism, budget, least", "mechanism, None, least", slow=True)
 def test_a_budget_bounds_what_a_stop_by_results_costs(tmp_path):
     """It was fixed before the results, so no more steps could run than it allows."""
     budget = ledger.Budget(epsilon=2.5, delta=1e-3)

@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 SOURCES = ROOT / "src" / "dpjax"
 
 # Lines, of all files of Python (and of notebooks, for experiments).
-CEILINGS = {"src": 27_000, "tests": 21_300, "experiments": 9_000}
+CEILINGS = {"src": 27_000, "tests": 21_350, "experiments": 9_000}
 CODE = 15_350  # lines of src without blank lines, comments and docstrings
 RAISES = 0.05  # of the code
 MEDIAN_ERROR = 90  # characters
