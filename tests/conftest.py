@@ -29,8 +29,9 @@ ROOMS = (
 )
 STRICT = {f"test_{room}" for room in ROOMS.split()}
 # What is not the guarantee is left to `.ci/run`, as are the examples of docstrings.
-SHELF = "arrays diagnostics docs features finetuning metrics pretrained run_report scattering sgld"
-THOROUGH = {f"test_{shelf}" for shelf in SHELF.split()} | {"test_testing"}
+SHELF = "activations arrays diagnostics docs features finetuning losses metrics models papers"
+SHELF += " pretrained run_report scattering sgld sweep testing"
+THOROUGH = {f"test_{name}" for name in SHELF.split()}
 
 PHASES = set(hypothesis.Phase)
 hypothesis.settings.register_profile(
