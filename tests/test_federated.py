@@ -401,7 +401,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path):
     state = start(long_run(), 5)
     whole, rows = dpjax.fit(long_run(), state, directory=tmp_path / "whole", **options)
     with pytest.raises(InterruptedError):
-        dpjax.fit(dies_after(long_run(), 8), state, directory=tmp_path / "cut", **options)
+        dpjax.fit(dies_after(long_run(), 7), state, directory=tmp_path / "cut", **options)
     saved = [p.name for p in (tmp_path / "cut" / "checkpoints").glob("[0-9]*")]
     assert max(map(int, saved)) == 6
     again, others = dpjax.fit(long_run(), state, directory=tmp_path / "cut", **options)
