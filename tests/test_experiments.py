@@ -185,7 +185,7 @@ def test_an_overwritten_and_killed_run_leaves_nothing_of_the_one_before(tmp_path
         (["--clipping=grouped", "--groups=100"], "only 4 leaves"),
         (
             ["--features=scattering", "--norm_groups=10", "--model=scatter_linear"],
-            "must divide the 81 channels",
+            "must divide 81 channels",
         ),
         (["--loss_options=gamma=2"], "unexpected keyword argument 'gamma'"),
         (["target_epsilon=0.5"], "which begin with two dashes"),
@@ -284,7 +284,7 @@ def test_rates_by_score_are_recomputed_step_by_step(tmp_path):
     (tmp_path / "privacy.json").write_text(json.dumps(card))
     assert run("dpjax", "verify", tmp_path / "privacy.json").stdout.count("holds") == 3
     drawn = card["mechanism"]["sampling"]
-    assert set(drawn) - {"rates"} == set(card["mechanism"]["before"][0]["sampling"])
+    assert set(drawn) == set(card["mechanism"]["before"][0]["sampling"])
     assert sampler.fingerprint not in json.dumps(card), "it tells who is in which bin"
     drawn["rates"][0][0] = 0.06
     (tmp_path / "false.json").write_text(json.dumps(card))
