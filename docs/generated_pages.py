@@ -27,6 +27,7 @@ PAGES = {
 NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 OPTIONS = "{show_root_heading: true, show_root_toc_entry: true, show_root_full_path: false}"
 MATHML = math_core.LatexToMathML(fancy_error=False)
+KINDS = ["function", "class", "attribute"]
 PUBLIC = {}  # what a table may say, and its anchor
 
 
@@ -115,7 +116,8 @@ def public_names(package):
     def rank(room, name):
         named = re.findall(r"`(\w+)", package[room].docstring.value)
         uses = len(re.findall(rf"\b({room}|dpjax)\.{name}\b", used))
-        return named.index(name) if name in named else len(named), -uses
+        place = named.index(name) if name in named else len(named)
+        return place, -uses, KINDS.index(package[room][name].kind.value)
 
     rooms = set(map(str, package.exports)) & set(package.modules)
     return {
