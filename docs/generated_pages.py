@@ -78,7 +78,8 @@ def on_page_content(content, page, **kwargs):
         raise PluginError(f"{page.file.src_uri}: a formula is not LaTeX: {error}") from error
     # Tables of arguments have rows of a class, and no links: an argument may be named as a module.
     room = pathlib.PurePath(page.file.src_uri).stem * page.file.src_uri.startswith("reference/")
-    row = r"(?<=<tr>).*?(?=</tr>)"
+    # The first column of a page about another library has that library's names.
+    row = rf"(?<={'</td>' if page.file.src_uri.startswith('migrate/') else '<tr>'}).*?(?=</tr>)"
     return re.sub(row, lambda row: linked(row[0], room), content, flags=re.DOTALL)
 
 
