@@ -8,6 +8,8 @@ ARGS ?=
 # Which of experiments/benchmarks: steps, accounting, compilation, devices, draws,
 # optimizers, strategies or zoo.
 BENCH ?= steps
+# Of `make docs-open`.
+PORT ?= 8000
 # Versions as the lock has them. Newer ones: `make test VENV=.venv-newest LOCK= PYTHON=...`.
 VENV ?= .venv
 LOCK ?= .ci/lock.txt
@@ -16,7 +18,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all format lint types docs dist bench bench-peers clean rebuild
+.PHONY: help demo test test-all format lint types docs docs-open dist bench bench-peers clean rebuild
 .DELETE_ON_ERROR:
 
 help: ## say what can be made
@@ -44,8 +46,12 @@ types: $(VENV)/ready-dev ## check types
 	$(PY) -m pyright --pythonpath $(PY)
 
 docs: $(VENV)/ready-docs ## build the documentation in build/docs; a warning fails it
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q -f docs/mkdocs.yml
-	@echo "dpjax: open build/docs/index.html"
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -f docs/mkdocs.yml
+	@echo "dpjax: open build/docs/index.html, or serve it with make docs-open"
+
+docs-open: docs ## build the documentation and serve it at 127.0.0.1:8000, or PORT=
+	@echo "dpjax: open http://127.0.0.1:$(PORT)/ in a browser; Ctrl-C ends the server"
+	@$(PY) -m http.server --bind 127.0.0.1 --directory build/docs $(PORT) >/dev/null
 
 dist: $(VENV)/ready-run ## build wheel and sdist, and try both in empty environments
 	@$(PIP) install -q build

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of the documentation that are made from other files of the project.
+"""Pages made from other files of the project, formulas as MathML, and links to functions.
 
-mkdocs calls `on_files` before it builds: the public names of each room, the notebooks, the results,
-CONTRIBUTING.md and CHANGELOG.md become pages without a second copy in the repository.  Figures of
-the papers are drawn from the committed results, in 20 seconds.
+mkdocs calls `on_files` before it builds: the reference, the notebooks, the results, the report's
+colours, CONTRIBUTING.md and CHANGELOG.md become files of the site, without a second copy in the
+repository. Figures of the papers are drawn from the committed results, in 20 seconds.
 """
 
-import ast
 import base64
+import html
 import json
 import pathlib
+import re
 import sys
 
+import griffe
+import math_core
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -20,45 +24,133 @@ PAGES = {
     "changelog.md": ROOT / "CHANGELOG.md",
     "results.md": ROOT / "experiments" / "results" / "README.md",
 }
+NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
+OPTIONS = "{show_root_heading: true, show_root_toc_entry: true, show_root_full_path: false}"
+MATHML = math_core.LatexToMathML(fancy_error=False)
+KINDS = ["function", "class", "attribute"]
+PUBLIC = {}  # what a table may say, and its anchor
 
 
 def on_files(files, config):
     """Adds the generated pages to the files of the site."""
-    for name, path in PAGES.items():
-        files.append(File.generated(config, name, content=path.read_text()))
-    for room, names in public_names().items():
-        page = f"# `dpjax.{room}`\n\n::: dpjax.{room}\n    options:\n      members: {names}\n"
-        files.append(File.generated(config, f"reference/{room}.md", content=page))
-    for path in sorted((ROOT / "experiments" / "notebooks").glob("*.ipynb")):
-        page, pictures = notebook_page(path.stem, json.loads(path.read_text()))
-        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=page))
-        for name, picture in pictures.items():
-            files.append(File.generated(config, f"notebooks/{name}", content=picture))
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(ROOT / "src")]
     from experiments import gallery
 
+    from dpjax.reports import style
+
+    def add(name, content):
+        files.append(File.generated(config, name, content=content))
+
+    for name, path in PAGES.items():
+        text = path.read_text().replace("](docs/pages/", "](")
+        add(name, NOT_SEARCHED * (name == "changelog.md") + text)
+    package = loaded()
+    tops = [member for member in map(package.members.get, package.exports) if member.is_alias]
+    PUBLIC.update({member.name: member.target_path for member in tops})
+    names = public_names(package)
+    for room in names:
+        PUBLIC.update({f"{room}.{name}": f"dpjax.{room}.{name}" for name in names[room]})
+        add(f"reference/{room}.md", room_page(package[room], names[room]))
+    table = package.docstring.value.split("\n\n")[1]
+    table = re.sub(rf"`({'|'.join(names)})`", r"[`\1`](\1.md)", table)
+    add("reference/index.md", f"# Reference\n\n{table}\n")
+    for path in sorted((ROOT / "experiments" / "notebooks").glob("*.ipynb")):
+        page, pictures = notebook_page(path.stem, json.loads(path.read_text()))
+        add(f"notebooks/{path.stem}.md", page)
+        for name, picture in pictures.items():
+            add(f"notebooks/{name}", picture)
     page, pictures = gallery.gallery()
-    files.append(File.generated(config, "gallery.md", content=page))
+    add("gallery.md", page)
     for name, picture in pictures.items():
-        files.append(File.generated(config, f"gallery/{name}", content=picture))
+        add(f"gallery/{name}", picture)
+    schemes = {"default": style.PALETTE, "slate": style.DARK}
+    add("stylesheets/colors.css", "\n".join(map(colors, schemes, schemes.values())))
     return files
 
 
-def public_names():
-    """The rooms with their ``__all__``, read from the source."""
-    src = ROOT / "src" / "dpjax"
-    doors = [*src.glob("[a-z]*.py"), *src.glob("[a-z]*/__init__.py")]
-    public = exported((src / "__init__.py").read_text())
-    rooms = {p.stem if p.parent == src else p.parent.name: p.read_text() for p in sorted(doors)}
-    return {room: exported(text) for room, text in rooms.items() if room in public}
+def on_page_content(content, page, **kwargs):
+    """Formulas and names in tables, when Markdown has become HTML."""
+    del kwargs
+    formula = r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>'
+    try:
+        content = re.sub(formula, mathml, content, flags=re.DOTALL)
+    except math_core.LatexError as error:
+        raise PluginError(f"{page.file.src_uri}: a formula is not LaTeX: {error}") from error
+    # Tables of arguments have rows of a class, and no links: an argument may be named as a module.
+    room = pathlib.PurePath(page.file.src_uri).stem * page.file.src_uri.startswith("reference/")
+    # The first column of a page about another library has that library's names.
+    row = rf"(?<={'</td>' if page.file.src_uri.startswith('migrate/') else '<tr>'}).*?(?=</tr>)"
+    return re.sub(row, lambda row: linked(row[0], room), content, flags=re.DOTALL)
 
 
-def exported(source):
-    """``__all__`` of a module, or an empty list."""
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return ast.literal_eval(node.value)
-    return []
+def mathml(formula):
+    """The MathML of a formula that arithmatex has found, in the same element."""
+    tag, text = formula[1], " ".join(html.unescape(formula[2]).split())
+    converted = MATHML.convert_with_local_state(text, displaystyle=tag == "div")
+    return f'<{tag} class="arithmatex">{converted}</{tag}>'
+
+
+def linked(row, room):
+    """A row of a table whose public names are links; on the page of a module without its prefix."""
+
+    def link(code):
+        name = code[1].removeprefix("dpjax.")
+        path = PUBLIC.get(f"{room}.{name}") or PUBLIC.get(name)
+        return f'<autoref identifier="{path}">{code[0]}</autoref>' if path else code[0]
+
+    return re.sub(r"<code>([\w.]+)(?:\([^<]*)?</code>(?!</a)", link, row)
+
+
+def loaded():
+    """The package as griffe reads it from the source."""
+    extensions = griffe.load_extensions(str(ROOT / "docs" / "griffe_extensions.py"))
+    return griffe.load(
+        "dpjax", search_paths=[ROOT / "src"], extensions=extensions, resolve_aliases=True
+    )
+
+
+def public_names(package):
+    """The modules with their ``__all__``: first what the docstring names, then by use in guides."""
+    guides = [*(ROOT / "docs" / "pages").rglob("*.md"), ROOT / "README.md"]
+    used = "\n".join(path.read_text() for path in guides)
+
+    def rank(room, name):
+        named = re.findall(r"`(\w+)", package[room].docstring.value)
+        uses = len(re.findall(rf"\b({room}|dpjax)\.{name}\b", used))
+        place = named.index(name) if name in named else len(named)
+        return place, -uses, KINDS.index(package[room][name].kind.value)
+
+    rooms = set(map(str, package.exports)) & set(package.modules)
+    return {
+        room: sorted(map(str, package[room].exports), key=lambda name, room=room: rank(room, name))
+        for room in sorted(rooms)
+    }
+
+
+def room_page(room, names):
+    """The page of a module: its docstring, the names that this does not list, and each of them."""
+    listed = re.findall(r"`(\w+)", "".join(re.findall(r"^\|[^|]*", room.docstring.value, re.M)))
+    rest = [f"| `{name}` | {sentence(room[name])} |" for name in names if name not in listed]
+    parts = [
+        f"---\ntitle: {room.name}\n---",
+        f"# `{room.path}` {{ #{room.path} }}",
+        f"::: {room.path}\n    options: {{members: false}}",
+        "\n".join(["| name | what it is |", "|---|---|", *rest] * bool(rest)),
+        *(f"::: {room.path}.{name}\n    options: {OPTIONS}" for name in names),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def sentence(member):
+    """The first sentence of a docstring, for a cell of a table."""
+    text = member.docstring.value if member.docstring else ""
+    return " ".join(re.split(r"(?<=\.)\s|\n\n", text)[0].split()).replace("|", r"\|")
+
+
+def colors(scheme, values):
+    """The colours of the report as variables of CSS, for the light or the dark page."""
+    variables = "".join(f"--{name}:{value};" for name, value in values.items())
+    return f"[data-md-color-scheme={scheme}]{{{variables}}}"
 
 
 def notebook_page(stem, notebook):

@@ -4,6 +4,8 @@
 import inspect
 import pathlib
 import re
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -69,15 +71,35 @@ def test_a_page_for_each_library():
     assert {other_of(block) for _, block in WITH_OTHERS} == set(OTHERS)
 
 
-def test_every_public_name_is_documented_in_the_reference():
-    rooms = {n for n in dpjax.__all__ if isinstance(getattr(dpjax, n), types.ModuleType)}
+def public_names():
+    """The modules of dpjax, with their ``__all__``."""
+    rooms = {name: getattr(dpjax, name) for name in dpjax.__all__}
+    return {n: room.__all__ for n, room in rooms.items() if isinstance(room, types.ModuleType)}
+
+
+def test_every_module_has_a_page_and_every_function_a_docstring():
     config = (PAGES.parent / "mkdocs.yml").read_text()
-    assert set(re.findall(r"reference/(\w+)\.md", config)) == rooms
-    for room in rooms:
-        for name in (found := getattr(dpjax, room)).__all__:
-            value = getattr(found, name)
+    assert set(re.findall(r"reference/(\w+)\.md", config)) == {"index", *public_names()}
+    for room, names in public_names().items():
+        for name in names:
+            value = getattr(getattr(dpjax, room), name)
             if inspect.isfunction(value) or inspect.isclass(value):
                 assert inspect.getdoc(value), f"dpjax.{room}.{name} is not documented"
+
+
+@pytest.mark.thorough
+def test_the_site_has_every_public_name_and_needs_no_network(tmp_path):
+    pytest.importorskip("mkdocs", reason="`make docs` installs it")
+    config = str(PAGES.parent / "mkdocs.yml")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", config]
+    subprocess.run([*build, "-d", str(tmp_path)], check=True, cwd=ROOT)
+    for room, names in public_names().items():
+        page = (tmp_path / "reference" / f"{room}.html").read_text()
+        anchors = set(re.findall(r'id="dpjax\.([\w.]+)"', page))
+        assert {room, *(f"{room}.{name}" for name in names)} <= anchors
+    for page in tmp_path.rglob("*.html"):
+        assert not re.search(r'(src|rel="stylesheet" href)="(https?:)?//', page.read_text()), page
+        assert not re.search(r'class="arithmatex">\\', page.read_text()), page
 
 
 def test_the_tables_of_results_are_current():
