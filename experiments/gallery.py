@@ -47,7 +47,8 @@ class Drawn(NamedTuple):
         by_verdict: dict[str, list[str]] = {}
         keys = set(self.figure.row_keys()) if self.figure.judged else ()
         for result in judged:
-            if result.verdict and result.row in keys:
+            figures = result.claim.figures
+            if self.name in figures or (not figures and result.row in keys):
                 words = result.verdict.partition(":")[0]
                 by_verdict.setdefault(words, []).append(result.claim.system)
         if self.picture is None:

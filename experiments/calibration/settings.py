@@ -170,13 +170,14 @@ def shapes(model: Any, example: Any) -> Any:
 def _claims() -> list[Claim]:
     claims = [
         Claim(f"{WORDS[task]}: {of}, {way}", [f"{task} {way}"], number, measure=of.lower(),
-              why=ABSENT.get(task, ""))
+              why=ABSENT.get(task, ""), baseline=way in (PLAIN, SMALL))
         for task, printed in PRINTED.items()
         for way, numbers in printed.items()
         for number, of in zip(numbers, ("ECE", "MCE"), strict=True)
     ]  # fmt: skip
     for way, number in ((SMALL, 96), (LARGE, 95)):  # in section 5.4
-        claims.append(Claim(f"MNIST: accuracy, {way}", [f"mnist {way}"], number))
+        claim = Claim(f"MNIST: accuracy, {way}", [f"mnist {way}"], number, baseline=way == SMALL)
+        claims.append(claim)
     small, large = ["mnist small R"], ["mnist large R"]
     claims.append(Claim(f"MNIST: {CALIBRATES}", large, "below", than=small, measure="ece"))
     for name in REGRESSIONS:

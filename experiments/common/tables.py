@@ -15,22 +15,12 @@ import math
 import pathlib
 import re
 import statistics
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from experiments.common import markdown
-from experiments.common.claims import (
-    BETTER,
-    FAILS,
-    HOLDS,
-    NOT_RUN,
-    OPEN,
-    RULE,
-    Claim,
-    Judged,
-    judged,
-    number,
-)
+from experiments.common.claims import RULE, VERDICTS, Claim, Judged, judged, number
 from experiments.common.paper import Paper
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -48,7 +38,6 @@ CLAIMS = """\
 The published epsilon is by the paper's accounting for what it says that it ran; rdp and pld bound
 what ran here, at delta 1e-5 except for the regressions. Where the two sides of a comparison cost
 differently, both epsilons are given. ECE and MCE are calibration errors, in per cent."""
-VERDICTS = (HOLDS, BETTER, FAILS, OPEN, NOT_RUN)
 WORKLOADS = {
     "W1": "MNIST CNN, batch 256",
     "W2": "CIFAR CNN of 550,570 parameters, batch 256",
@@ -87,7 +76,7 @@ def judged_claims(paper: Paper) -> Iterator[tuple[Judged, list[str]]]:
     """The claims of one paper with what ran, and its epsilons; of both sides if they differ."""
     costs, rows = load("epsilons")[paper.name], load(paper.name)["rows"]
     for claim in paper.claims:
-        result = judged(claim, rows)
+        result = judged(claim, rows, costs)
         ours, theirs = (
             costs.get(claim.spent(row), ["", "", ""]) for row in (result.row, result.other)
         )
@@ -113,9 +102,7 @@ def claim_rows(paper: Paper) -> Iterator[str]:
 
 def here(result: Judged) -> str:
     """What ran: a number, or two that are compared."""
-    if result.claim.sweep:
-        return ", ".join(f"{setting:.2f}" for setting in result.ours)
-    digits = 3 if result.claim.measure == "mse" else 1
+    digits = 2 if callable(result.claim.measure) else 3 if result.claim.measure == "mse" else 1
     sides = [spread(side, digits) for side in (result.ours, result.theirs) if side]
     return " against ".join(sides) if result.ours else ""
 
@@ -129,16 +116,19 @@ def spread(numbers: list[float], digits: int) -> str:
 
 
 def verdicts() -> str:
-    found = [result for paper in papers() for result, _ in judged_claims(paper) if result.verdict]
-    lines = []
-    for own, words in ((False, "claims of the papers"), (True, "comparisons of this repository")):
-        of = [result.verdict for result in found if result.claim.own == own]
-        count = {word: sum(v.startswith(word) for v in of) for word in VERDICTS}
-        lines.append(
-            f"Of {len(of)} {words}, {count[HOLDS]} hold, {count[BETTER]} have better numbers and "
-            f"{count[FAILS]} do not hold; open: {count[OPEN]}; not run: {count[NOT_RUN]}."
-        )
-    return " ".join(lines)
+    """How many claims have each verdict."""
+    groups: dict[str, list[Judged]] = {}
+    for result in (result for paper in papers() for result, _ in judged_claims(paper)):
+        claim = result.claim
+        words = "printed epsilons" if claim.measure == "epsilon" else "claims of the papers"
+        words = "comparisons of this repository" if claim.own else words
+        groups.setdefault(words, []).append(result)
+    return " ".join(f"Of {len(of)} {words}: {counted(of)}." for words, of in groups.items())
+
+
+def counted(results: Iterable[Judged]) -> str:
+    count = Counter(result.verdict.partition(":")[0] for result in results)
+    return ", ".join(f"{count[word]} {word}" for word in VERDICTS if count[word])
 
 
 def rows_of(paper: str) -> Iterator[str]:

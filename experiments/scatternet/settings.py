@@ -48,7 +48,7 @@ MOMENTS, SEARCH = 8.0, 20.0  # noise of the two queries for moments, and of two 
 
 WORDS = {"mnist": "MNIST", "fashion": "FashionMNIST", "cifar": "CIFAR-10"}
 CLAIMS = [
-    Claim(f"{WORDS[dataset]}: {rest}", [key], PRINTED[key])
+    Claim(f"{WORDS[dataset]}: {rest}", [key], PRINTED[key], baseline="pixels" in key)
     for key in ROWS
     for dataset, rest in [key.split(" ", 1)]
 ] + [
@@ -57,6 +57,7 @@ CLAIMS = [
         [f"{dataset} wavelets linear"],
         "above",
         than=[f"{dataset} pixels cnn"],
+        paired=False,
     )
     for dataset, word in WORDS.items()
 ]
