@@ -18,9 +18,9 @@ One rule gives all verdicts. It was fixed before the rows were judged by it.
   error within 5 %, whichever is wider. The error is what an accuracy lacks to 100 %; ECE, MCE and
   mse are errors. The standard error counts both sides: a paper without a spread counts as one run
   with the spread found here. If two standard errors are more than half of the error, the verdict is
-  *within noise*. Beyond both limits a worse mean is *not reached*; a better one is *reproduced:
-  better*, which of a baseline weakens what the paper claims over it.
-* **The best of five runs**, where a paper prints that, is held against the best of five here.
+  *within noise*. Beyond both limits a worse mean is *not reached*, and a better one *reproduced:
+  better*, which of a baseline weakens what the paper claims over it. A best of five runs is held
+  against the best of five here.
 * **"Above" and "below"** are *reproduced* if the first side leads beyond chance, *refuted* if it
   trails beyond chance, and *within noise* otherwise, by a one-sided t-test at 5 %. Runs of one seed
   are pairs where they share start, batches and noise; elsewhere the test is Welch's. No correction
@@ -31,11 +31,9 @@ One rule gives all verdicts. It was fixed before the rows were judged by it.
   ten, *refuted* if it leads at one of ten or fewer, and *not reached* otherwise. Points of one run
   depend on one another, so a verdict on fewer than three seeds says how many there are.
 * **An epsilon** is *reproduced* if the noise, batch size and steps that the paper prints cost at
-  most as much by PLD, with Poisson batches and the true sensitivity, and *refuted* if they cost
-  more.
-* **Open** is a claim with fewer than three pairs, or three runs for a number, or five for a best
-  of five; and a worse result while a rate did not run that the claim needs. A worse result that a
-  known limit of the runs here may explain is *not reached*, with that limit.
+  most as much by PLD, with Poisson batches and the true sensitivity, and *refuted* otherwise.
+* **Open** is a claim with fewer than three pairs, or three runs for a number, or five for a best of
+  five. A worse result that a named limit of the runs here may explain is *not reached*.
 
 Of rows at several rates the best mean counts, on test data."""
 
@@ -47,6 +45,7 @@ NOISE, OPEN, NOT_RUN = "within noise", "open", "not run"
 VERDICTS = (REPRODUCED, REFUTED, MISSED, NOISE, OPEN, NOT_RUN)
 _SCALE = {"ece": 100, "mce": 100, "mse": 1}  # of errors; the first two are published in per cent
 
+Rows = Mapping[str, Mapping[str, Any]]  # runs by key and seed
 Curve = Callable[[Mapping[str, Any]], Sequence[float]]  # the points of a run
 
 
@@ -61,10 +60,8 @@ class Claim(NamedTuple):
       measure: The number of a run, "epsilon", or what reads the points of a curve from a run.
       at: The epoch whose accuracy is meant; 0 for the last.
       why: Why nothing ran, if the reason is not time.
-      needs: By rate, the keys of its rows; without one of them a negative verdict stays open.
       own: Whether the comparison is of this repository, and not of the paper.
       best: Of how many runs the paper prints the best; 0 for a mean or a single run.
-      baseline: Whether the paper compares its own system with this one.
       paired: Whether runs of one seed share start, batches and noise.
       limit: What may explain a worse result here; of an epsilon, why it cannot be recomputed.
       factor: What the numbers of ``than`` are multiplied by.
@@ -78,10 +75,8 @@ class Claim(NamedTuple):
     measure: str | Curve = "accuracy"
     at: int = 0
     why: str = ""
-    needs: Mapping[str, Sequence[str]] = {}
     own: bool = False
     best: int = 0
-    baseline: bool = False
     paired: bool = True
     limit: str = ""
     factor: float = 1.0
@@ -117,42 +112,32 @@ class Judged(NamedTuple):
     verdict: str
 
 
-def judged(
-    claim: Claim,
-    rows: Mapping[str, Mapping[str, Any]],
-    costs: Mapping[str, Sequence[str]] | None = None,
-) -> Judged:
+def judged(claim: Claim, rows: Rows, costs: Mapping[str, Sequence[str]]) -> Judged:
     """The verdict of a claim by `RULE`; ``costs`` are the epsilons of rows, by PLD the last."""
     if claim.measure == "epsilon":
-        return _spent(claim, costs or {})
+        return _spent(claim, costs)
     row, ours = _speaking(claim, claim.rows, rows)
     other, theirs = _speaking(claim, claim.than, rows)
     verdict = _verdict(claim, ours, theirs)
-    worse = verdict.startswith((REFUTED, MISSED))
-    absent = [rate for rate, keys in claim.needs.items() if not any(key in rows for key in keys)]
-    if worse and absent:
-        verdict = f"{OPEN}: rate {', '.join(absent)} did not run"
-    elif worse and claim.limit:
+    if claim.limit and verdict.startswith((REFUTED, MISSED)):
         verdict = f"{MISSED}: {claim.limit}"
-    sides = ([statistics.mean(points) for points in side.values()] for side in (ours, theirs))
-    return Judged(claim, row, next(sides), other, next(sides), verdict)
+    means = [[statistics.mean(points) for points in side.values()] for side in (ours, theirs)]
+    return Judged(claim, row, means[0], other, means[1], verdict)
 
 
-def curve(name: str, read: Callable[[Any], float] = lambda value: value) -> Curve:
+def curve(name: str, read: Callable[[Any], Any] = lambda value: value) -> Curve:
     """A number of the logs, at each look that has it."""
     return lambda run: [read(look[name]) for look in run.get("way", ()) if name in look]
 
 
 def _spent(claim: Claim, costs: Mapping[str, Sequence[str]]) -> Judged:
     """The verdict on an epsilon, by the row that costs most."""
-    pld = {row: float(cost[-1]) for row in claim.rows if (cost := costs.get(claim.spent(row)))}
-    if not pld:
-        return Judged(claim, None, [], None, [], NOT_RUN)
-    row = max(pld, key=pld.__getitem__)
-    holds = pld[row] <= float(claim.published)
-    verdict = REPRODUCED if holds else f"{REFUTED}: it costs {pld[row]:.4g}"
-    verdict = f"{OPEN}: {claim.limit}" if claim.limit else verdict
-    return Judged(claim, row, [pld[row]], None, [], verdict)
+    known = {row: cost for row in claim.rows if (cost := costs.get(claim.spent(row)))}
+    row = max(known, key=lambda row: float(known[row][-1]), default=None)
+    pld = known[row][-1] if row else "nan"
+    verdict = REPRODUCED if float(pld) <= float(claim.published) else f"{REFUTED}: it costs {pld}"
+    verdict = f"{OPEN}: {claim.limit}" if claim.limit else verdict if row else NOT_RUN
+    return Judged(claim, row, [float(pld)], None, [], verdict)
 
 
 def _verdict(claim: Claim, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
@@ -168,12 +153,19 @@ def _verdict(claim: Claim, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -
         pairs = [pair for s in seeds for pair in zip(ours[s], theirs[s], strict=False)]
         sides: Any = list(zip(*pairs, strict=True)) or [(), ()]
     else:
-        seeds, sides = (), [[points[0] for points in side.values()] for side in (ours, theirs)]
+        seeds, pairs, sides = (
+            (),
+            (),
+            [[points[0] for points in side.values()] for side in (ours, theirs)],
+        )
     if (count := min(map(len, sides))) < FEWEST:
         return f"{OPEN}: {count} of {FEWEST} pairs"
     if callable(claim.measure):
+        ahead = sum(claim.sign * (a - claim.factor * b) > 0 for a, b in pairs)
+        share = ahead / len(pairs)
+        verdict = REPRODUCED if share >= MOST else REFUTED if 1 - share >= MOST else MISSED
         few = f", {len(seeds)} seed{'s' * (len(seeds) > 1)}" * (len(seeds) < FEWEST)
-        return _led(claim, *sides) + few
+        return f"{verdict}: leads at {ahead} of {count} points{few}"
     return _compared(claim, *sides)
 
 
@@ -188,9 +180,7 @@ def _measured(claim: Claim, numbers: list[float]) -> str:
         return REPRODUCED
     if abs(lead) <= noise:
         return REPRODUCED if noise <= error / 2 else NOISE
-    if lead > 0:
-        return f"{REPRODUCED}: better" + ", a baseline" * claim.baseline
-    return MISSED
+    return f"{REPRODUCED}: better" if lead > 0 else MISSED
 
 
 def _compared(claim: Claim, ours: Sequence[float], theirs: Sequence[float]) -> str:
@@ -219,45 +209,29 @@ def _chance(claim: Claim, better: Sequence[float], worse: Sequence[float]) -> fl
     return test.pvalue
 
 
-def _led(claim: Claim, ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """The verdict on two curves, by the points at which the first one leads."""
-    ahead = sum(claim.sign * (a - b) > 0 for a, b in zip(ours, theirs, strict=True))
-    most = MOST * len(ours)
-    verdict = REPRODUCED if ahead >= most else REFUTED if len(ours) - ahead >= most else MISSED
-    return f"{verdict}: leads at {ahead} of {len(ours)} points"
+def _speaking(claim: Claim, keys: Sequence[str], rows: Rows) -> tuple[str | None, dict[str, Any]]:
+    """The row with the best mean, and the points of each of its seeds."""
+    of = {key: {s: p for s, run in rows[key].items() if (p := _points(claim, run))}
+          for key in keys if key in rows}  # fmt: skip
+
+    def mean(key: str) -> float:
+        numbers = [claim.sign * points[0] for points in of[key].values()]
+        if callable(claim.measure):  # as in figures the row with the best accuracy counts
+            numbers = [number(run.get("accuracy")) for run in rows[key].values()]
+        return statistics.mean(numbers) if math.isfinite(sum(numbers)) else -math.inf
+
+    row = max((key for key in of if of[key]), key=mean, default=None)
+    return row, of.get(row or "", {})
 
 
-def _speaking(
-    claim: Claim, keys: Sequence[str], rows: Mapping[str, Mapping[str, Any]]
-) -> tuple[str | None, dict[str, list[float]]]:
-    """The row that counts, and the numbers of each of its seeds."""
-    of = {key: _numbers(claim, rows[key], keys is claim.than) for key in keys if key in rows}
-    means = {key: _score(claim, rows[key], seeds) for key, seeds in of.items() if seeds}
-    order = sorted(means, key=lambda key: -math.inf if math.isnan(means[key]) else means[key])
-    return (order[-1], of[order[-1]]) if order else (None, {})
-
-
-def _score(claim: Claim, runs: Mapping[str, Any], seeds: Mapping[str, list[float]]) -> float:
-    """By what the best of several rows is chosen: as in figures by accuracy, if of a curve."""
+def _points(claim: Claim, run: Mapping[str, Any]) -> Sequence[float]:
+    """The number of a run, or the points of its curve."""
     if callable(claim.measure):
-        return statistics.mean(number(run.get("accuracy")) for run in runs.values())
-    return claim.sign * statistics.mean(points[0] for points in seeds.values())
-
-
-def _numbers(claim: Claim, seeds: Mapping[str, Any], than: bool) -> dict[str, list[float]]:
-    factor = claim.factor if than else 1.0
-
-    def points(run: Mapping[str, Any]) -> Sequence[float | None]:
-        if callable(claim.measure):
-            return claim.measure(run)
-        if claim.at:
-            way = run.get("way", ())
-            return [100 * way[claim.at - 1][claim.measure]] if len(way) >= claim.at else []
-        return [run[claim.measure]] if claim.measure in run else []
-
-    scale = factor * (1 if callable(claim.measure) else _SCALE.get(claim.measure, 1))
-    found = {seed: [scale * number(point) for point in points(run)] for seed, run in seeds.items()}
-    return {seed: numbers for seed, numbers in found.items() if numbers}
+        return claim.measure(run)
+    scale = 100 if claim.at else _SCALE.get(claim.measure, 1)
+    if claim.at:
+        run = dict(*run.get("way", ())[claim.at - 1 : claim.at])
+    return [scale * number(run[claim.measure])] if claim.measure in run else []
 
 
 def number(value: float | None) -> float:
