@@ -19,8 +19,8 @@ One rule gives all verdicts. It was fixed before the rows were judged by it.
   mse are errors. The standard error counts both sides: a paper without a spread counts as one run
   with the spread found here. If two standard errors are more than half of the error, the verdict is
   *within noise*. Beyond both limits a worse mean is *not reached*, and a better one *reproduced:
-  better*, which of a baseline weakens what the paper claims over it. A best of five runs is held
-  against the best of five here.
+  better*; a better baseline weakens what the paper claims over it. A best of five runs is compared
+  with the best of five here.
 * **"Above" and "below"** are *reproduced* if the first side leads beyond chance, *refuted* if it
   trails beyond chance, and *within noise* otherwise, by a one-sided t-test at 5 %. Runs of one seed
   are pairs where they share start, batches and noise; elsewhere the test is Welch's. No correction

@@ -36,13 +36,13 @@ PACKAGES = (
 )
 EPSILONS = """\
 Each epsilon is of the noise, batch size and steps that the paper prints, with Poisson batches. That
-is not all that the papers ran: they shuffle batches, for which no bound as small is proved, and
+is not all that the papers ran: most shuffle batches, for which no bound as small is proved, and
 Tramèr and Boneh take medians of private norms. The paper's accounting is rdp-classic (An and Shi:
 rdp; Bu et al.: gdp)."""
 CLAIMS = """\
 The published epsilon is by the paper's accounting for what it says that it ran; rdp and pld bound
-what ran here, at delta 1e-5 except for the regressions. Where the two sides of a comparison cost
-differently, both epsilons are given. ECE and MCE are calibration errors, in per cent."""
+what ran here, at delta 1e-5 except for SNLI and the regressions; two epsilons belong to the two
+sides. ECE and MCE are calibration errors, in per cent. Of curves the means of points are shown."""
 WORKLOADS = {
     "W1": "MNIST CNN, batch 256",
     "W2": "CIFAR CNN of 550,570 parameters, batch 256",
@@ -51,9 +51,9 @@ WORKLOADS = {
     "W5": "Transformer, 64 tokens, batch 64",
 }
 WORDS = """\
-*Reproduced*: found here too. *Refuted*: shown here to be false. *Not reached*: worse here, perhaps
-by our settings. *Within noise*: too small a difference for these runs. *Open*: too few runs. *Not
-run*: no data, weights or time."""
+*Reproduced*: found here too. *Refuted*: shown to be false. *Not reached*: worse here, perhaps by
+our settings. *Within noise*: too close for these runs. *Open*: too few runs. *Not run*: data,
+weights or time are missing."""
 HEADLINES = (  # claims of the README, one of each paper
     ("tramer2021", "CIFAR-10: linear on wavelets above a CNN on pixels"),
     ("papernot2021", "FashionMNIST: tanh above ReLU"),
@@ -334,7 +334,7 @@ def readme_rows() -> str:
         count = counted(result for result, _ in found if not result.claim.own)
         lines.append(markdown.line(*cells, result.verdict, count))
     head = "| paper | claim | here (range; seeds) | true epsilon | verdict | all of its claims |"
-    return markdown.table(head, [*lines, "", WORDS, "", verdicts()])
+    return markdown.table(head, [*lines, "", verdicts(), WORDS])
 
 
 def main() -> None:

@@ -93,7 +93,7 @@ TABLES = {
 
 def recognised(run: Any) -> list[float]:
     """Per cent of cars and trucks that are recognised after epoch 2, and of cats after epoch 20."""
-    seen = curve("confusion")(run)
+    seen: Any = curve("confusion")(run)
     places = ((1, 1), (1, 9), (4, 3)) if seen else ()
     return [100 * seen[at][11 * of] / sum(seen[at][10 * of : 10 * of + 10]) for at, of in places]
 
@@ -101,7 +101,7 @@ def recognised(run: Any) -> list[float]:
 PERCENT = curve("accuracy", lambda part: 100 * part)
 INSIDE = (  # what the figures show inside runs, the composite beside cross-entropy
     (PIXELS[:1], "sharpness", "below", curve("sharpness"), ("2",)),
-    (PIXELS[:1], "sharpness in 5 epochs", "below", lambda run: curve("sharpness")(run)[:3], ("2",)),
+    (PIXELS[:1], "early sharpness", "below", lambda run: curve("sharpness")(run)[:3], ("2",)),
     (PIXELS, "last weights", "below", curve("weights", lambda of: [*of.values()][-1]), ("5", "11")),
     (PIXELS, "logits", "below", curve("preactivations", lambda of: of["logits"]), ("5", "12")),
     (PIXELS, "gradient norms", "below", curve("norm"), ("6", "14")),
