@@ -18,13 +18,15 @@ from experiments.common.paper import Paper
 
 
 def costs(paper: Paper) -> dict[str, list[str]]:
-    """The epsilons of all rows that ran, and of their first epochs where a claim is about them."""
+    """The epsilons of rows that ran or have a printed epsilon, and of first epochs with a claim."""
     ran = {key: of for key, of in tables.load(paper.name)["rows"].items() if key in paper.rows}
     spent = {key: epsilons(paper, key, run=next(iter(of.values()))) for key, of in ran.items()}
     for claim in paper.claims:
         if claim.at:
             for key in {*claim.rows, *claim.than} & set(ran):
-                spent[f"{key}, {claim.at} epochs"] = epsilons(paper, key, claim.at)
+                spent[claim.spent(key)] = epsilons(paper, key, claim.at)
+        elif claim.measure == "epsilon" and not set(claim.rows) & set(ran):
+            spent[claim.rows[0]] = epsilons(paper, claim.rows[0])
     return {key: words for key, words in spent.items() if words}
 
 
@@ -38,10 +40,10 @@ def epsilons(
         return []  # counts, and no training
     if run is not None and "pld" in run:
         return runs.cost(paper, paper.rows[key], run)
-    mechanism, claimed, convention = paper.epsilons(paper.rows[key], epochs)
+    mechanism, *how = paper.epsilons(paper.rows[key], epochs)
     if not mechanism.multipliers.all():
         return []
-    return runs.epsilons(mechanism, claimed, convention)
+    return runs.epsilons(mechanism, *how)
 
 
 def written(content: dict[str, Any]) -> str:

@@ -47,9 +47,10 @@ class Drawn(NamedTuple):
         by_verdict: dict[str, list[str]] = {}
         keys = set(self.figure.row_keys()) if self.figure.judged else ()
         for result in judged:
-            if result.verdict and result.row in keys:
-                words = result.verdict.partition(":")[0]
-                by_verdict.setdefault(words, []).append(result.claim.system)
+            claim, words = result.claim, result.verdict.partition(":")[0]
+            if self.name in claim.figures or (not claim.figures and result.row in keys):
+                system = "epsilon of " * (claim.measure == "epsilon") + claim.system
+                by_verdict.setdefault(words, []).append(system)
         if self.picture is None:
             parts.append("**Here.** Not run.")
         elif not self.figure.lines:

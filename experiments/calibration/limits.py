@@ -23,6 +23,7 @@ import dpjax
 from dpjax import clipping, data, diagnostics, models, sampling
 from dpjax.diagnostics import ntk
 from experiments.common import runs
+from experiments.common.claims import Claim
 
 INPUTS, WIDTH, RATE, STEPS, TRIALS = 4, 2, 0.005, 20_000, 50
 TIME, RATES, NOISES = 100.0, (1.0, 0.25, 0.0625), (2.0, 10.0)
@@ -129,3 +130,15 @@ FIGURE_1 = {
     for rate in RATES
     for bound, noise in ((1.0, 0.0), *((1.0, noise) for noise in NOISES), (math.inf, 0.0))
 }
+_END = f"at {RATES[-1]} over {round(TIME / RATES[-1])}"
+CLAIMS = [
+    Claim(f"digits: noise {noise:g} level with none in the limit of small steps",
+          [f"digits R=1.0 {noise} {_END}"], "level", [f"digits R=1.0 0.0 {_END}"], figures=("1",))
+    for noise in NOISES
+] + [
+    Claim(f"table 1, {way}: large R keeps what small R loses, in more of 50 networks",
+          [f"kernel large R, {way}"], "above", [f"kernel small R, {way}"],
+          lambda run, of=TABLE_1[f"small R, {way}"].guaranteed:
+          [run[name] for name, kept in zip(COLUMNS, of, strict=True) if kept == "n"])
+    for way in ("flat", "layerwise")
+]  # fmt: skip

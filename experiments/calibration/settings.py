@@ -175,6 +175,15 @@ def _claims() -> list[Claim]:
         for way, numbers in printed.items()
         for number, of in zip(numbers, ("ECE", "MCE"), strict=True)
     ]  # fmt: skip
+    for task, setting in SETTINGS.items():
+        key = f"{task} {SMALL}" + " squared_error" * (task in REGRESSIONS)
+        limit = "the text has one epoch, and 15 have this epsilon" * (task == "cifar10")
+        claims.append(Claim(WORDS[task], [key], setting.printed, measure="epsilon", limit=limit))
+    for of in ("accuracy", "ece"):
+        system, most, least = f"MNIST: {of}, R = 500 below 0.1", "mnist R = 500", "mnist R = 0.1"
+        claims.append(Claim(system, [most], "below", [least], of, figures=("6-right",)))
+    system, large = "MNIST, large R: global clipping level with flat", ["mnist large R"]
+    claims.append(Claim(system, ["mnist global, large R"], "level", large))
     for way, number in ((SMALL, 96), (LARGE, 95)):  # in section 5.4
         claims.append(Claim(f"MNIST: accuracy, {way}", [f"mnist {way}"], number))
     small, large = ["mnist small R"], ["mnist large R"]

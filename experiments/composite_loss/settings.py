@@ -12,9 +12,9 @@ prints the best of five runs, which is above their mean; figures here are means 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from experiments.common.claims import Claim
+from experiments.common.claims import Claim, curve
 from experiments.scatternet import settings as scatternet
 from experiments.scatternet.settings import WORDS
 
@@ -89,7 +89,25 @@ TABLES = {
     "1": [key_of(network, loss) for network in CHOSEN for loss in BOTH],
     "as printed": [key_of(network, loss, True) for network in WAVELETS for loss in BOTH],
 }
-PRINTED = {key_of(*row): end for row, (end, _) in ACCURACIES.items() if end is not None}
+
+
+def recognised(run: Any) -> list[float]:
+    """Per cent of cars and trucks that are recognised after epoch 2, and of cats after epoch 20."""
+    seen: Any = curve("confusion")(run)
+    places = ((1, 1), (1, 9), (4, 3)) if seen else ()
+    return [100 * seen[at][11 * of] / sum(seen[at][10 * of : 10 * of + 10]) for at, of in places]
+
+
+PERCENT = curve("accuracy", lambda part: 100 * part)
+INSIDE = (  # what the figures show inside runs, the composite beside cross-entropy
+    (PIXELS[:1], "sharpness", "below", curve("sharpness"), ("2",)),
+    (PIXELS[:1], "early sharpness", "below", lambda run: curve("sharpness")(run)[:3], ("2",)),
+    (PIXELS, "last weights", "below", curve("weights", lambda of: [*of.values()][-1]), ("5", "11")),
+    (PIXELS, "logits", "below", curve("preactivations", lambda of: of["logits"]), ("5", "12")),
+    (PIXELS, "gradient norms", "below", curve("norm"), ("6", "14")),
+    (PIXELS, "cosines in epoch 1", "above", lambda r: [*curve("cosines")(r), []][0], ("7",)),
+    (PIXELS[2:], "cars, trucks, cats recognised", "above", recognised, ("8",)),
+)
 
 
 def _claims() -> list[Claim]:
@@ -99,10 +117,14 @@ def _claims() -> list[Claim]:
         words, (most, epochs) = f"{WORDS[dataset]}, {rest}", EARLY[network]
         sides = {loss: [key_of(network, loss)] for loss in PARTS}
         times = (("", 0), (f", below {most:g}", epochs))
+        if dataset == "cifar":  # the accuracies that it prints of an early epoch
+            system, rows = f"{words}, {epochs} epochs", sides["all"]
+            printed.append(Claim(system, rows, most, measure="epsilon", at=epochs))
         for loss in ("all", "CE"):
             for number, (when, at) in zip(ACCURACIES.get((network, loss), ()), times, strict=False):
                 if number is not None:
-                    printed.append(Claim(f"{words}: {loss}{when}", sides[loss], number, at=at))
+                    system = f"{words}: {loss}{when}"
+                    printed.append(Claim(system, sides[loss], number, at=at, best=5))
         for other, claims in (("CE", compared), ("SSE+focal", ablation)):
             for when, at in times:
                 system = f"{words}: all above {other}{when}"
@@ -113,10 +135,17 @@ def _claims() -> list[Claim]:
         why = f"{minutes} minutes a run of SSE+CE" if minutes else ""
         system = f"{words}: SSE+focal above SSE+CE"
         ablation.append(Claim(system, focal, "above", than=sides["SSE+CE"], why=why))
-    for better, worse in (("SSE", "SAE"), ("SSE", "Huber 1.0"), ("Huber 1.0", "Huber 0.1")):
+    for better, worse in (("SSE", "SAE"), ("Huber 1.0", "Huber 0.1")):
         ours, than = ([key_of("mnist pixels cnn", loss)] for loss in (better, worse))
-        ablation.append(Claim(f"MNIST, pixels cnn: {better} above {worse}", ours, "above", than))
-    return printed + compared + ablation
+        system = f"MNIST, pixels cnn: {better} above {worse}"
+        ablation.append(Claim(system, ours, "above", than, PERCENT, figures=("15",)))
+    inside = [
+        Claim(f"{WORDS[network.split()[0]]}: {what} of all {side} CE", [key_of(network, "all")],
+              side, [key_of(network, "CE")], measure, figures=figures)
+        for networks, what, side, measure, figures in INSIDE
+        for network in networks
+    ]  # fmt: skip
+    return printed + compared + ablation + inside
 
 
 CLAIMS = _claims()

@@ -191,6 +191,5 @@ PAPER = Paper(
     claims=settings.CLAIMS,
     figures={},
     small=settings.SMALL,
-    printed={},
     note="Comparisons of this repository: the paper has other networks.",
 )

@@ -97,7 +97,6 @@ PAPER = Paper(
     claims=settings.CLAIMS,
     figures=figures.FIGURES,
     small=settings.SMALL,
-    printed=settings.PRINTED,
     note="The paper names no activation; what it says of its network implies ReLU. For\n"
     "CIFAR-10 its text has delta 1e-6 and its table 3 has 1e-5, which counts here. There groups\n"
     "and flat clipping ran at one rate; elsewhere each is at the best rate that ran.\n"

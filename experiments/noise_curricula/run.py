@@ -100,5 +100,4 @@ PAPER = Paper(
     claims=settings.CLAIMS,
     figures=figures.FIGURES,
     small=settings.SMALL,
-    printed=settings.PRINTED,
 )

@@ -100,5 +100,4 @@ PAPER = Paper(
     claims=settings.CLAIMS,
     figures={},
     small=settings.SMALL,
-    printed=settings.PRINTED,
 )
