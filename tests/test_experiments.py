@@ -72,7 +72,8 @@ def test_the_same_command_shows_a_finished_run_again_and_another_is_refused(demo
     words = next(line for line in outcome.stdout.splitlines() if line.startswith("Test accuracy"))
     assert words in again.stdout
     assert (folder / "params.msgpack").read_bytes() == before
-    assert not again.stderr, "no step was run"
+    assert again.stderr.count("\n") == 1, "no step was run"
+    assert "no step runs again" in again.stderr
     refused = run("dpjax", "train", "--out", folder, "--bound=1", status=1).stderr
     for word in ("bounds: [0.5] there, [1.0] now", "--overwrite", "--continue_from"):
         assert word in refused

@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from experiments.common import markdown
+from experiments.common import markdown, runs
 from experiments.common.claims import (
     BETTER,
     FAILS,
@@ -330,11 +330,12 @@ def readme_rows() -> str:
     return markdown.table(head, [*lines, "", verdicts()])
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Writes both files."""
+    runs.only_flags(argv)
     (RESULTS / "README.md").write_text(page())
     markdown.rewrite(str(ROOT / "README.md"), {"results": readme_rows()})
 
 
 if __name__ == "__main__":
-    main()
+    runs.start(main)

@@ -116,15 +116,13 @@ class SavedRun(NamedTuple):
     def guess(self) -> float:
         """The accuracy of always guessing the most frequent test label; NaN without labels."""
         counts = np.unique((self.evaluation or {}).get("labels", []), return_counts=True)[1]
-        return round(counts.max() / counts.sum(), 6) if counts.size else math.nan
+        return round(float(counts.max() / counts.sum()), 6) if counts.size else math.nan
 
     @property
     def beside_a_guess(self) -> str:
         """What `guess` reaches, in words, and whether the model is no better; may be empty."""
-        no_better = "The model is no better than always" * (self.accuracy <= self.guess)
-        words = (
-            f"{no_better or 'Always'} guessing the most frequent class: {100 * self.guess:.1f} %."
-        )
+        always = "The model is no better than always" if self.accuracy <= self.guess else "Always"
+        words = f"{always} guessing the most frequent class: {100 * self.guess:.1f} %."
         return "" if math.isnan(self.guess) else words
 
     @property
