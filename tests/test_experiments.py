@@ -431,3 +431,20 @@ def test_correlated_noise_is_compared_with_fresh_noise(tmp_path):
     for (found,) in (seeds.values() for seeds in rows.values()):
         assert found["epsilon"] <= 2
         assert found["accuracy"] > 80
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("binary", "listed"),
+    [
+        ("tempered_sigmoids", "seeds smoke out runs data_dir cache_dir table figure row plot"),
+        ("calibration", "seeds table vit bert snli"),
+        ("federated", "concentration largest_weight smoke out data_dir"),
+        ("benchmarks.draws", "smoke out"),
+    ],
+)
+def test_help_lists_the_flags_of_an_experiment_and_its_claim(binary, listed):
+    said = run(f"experiments.{binary}", "--help", status=1).stdout  # the status of absl's help
+    assert "claim  " in said
+    for flag in listed.split():
+        assert re.search(rf"^  --(\[no\])?{flag}:", said, re.M), flag
