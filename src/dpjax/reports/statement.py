@@ -10,6 +10,7 @@ import contextlib
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -322,7 +323,7 @@ def _methods_section(claim: Claim) -> Iterator[str]:
         f"({mechanism.relation.value}), by the {method} accountant ({', '.join(versions)})."
         f"{f' {SUPPLIED}' * claim.supplied}"
     )
-    indents = {"initial_indent": "  in a paper    ", "subsequent_indent": " " * 16}
+    indents: Any = {"initial_indent": "  in a paper    ", "subsequent_indent": " " * 16}
     yield from (*textwrap.wrap(words, 100, break_on_hyphens=False, **indents), "")
 
 
