@@ -314,8 +314,7 @@ class Mechanism:
             256 at epsilon 3, a multiplier of 0.59 where "rdp" needs 0.65.
 
         Returns:
-          A new mechanism; its epsilon is within about 1e-4 below. ``target.method`` and a line of
-          the log (of level INFO) say which accountant it used.
+          A new mechanism, about 1e-4 below ``epsilon``; ``target.method`` names the accountant.
 
         Example:
           >>> from dpjax import clipping, sampling
