@@ -26,7 +26,7 @@ from typing import Any
 
 import jax
 import optax
-from absl import app, logging
+from absl import logging
 
 import dpjax
 from dpjax import clipping, data, models, sampling, strategies
@@ -113,4 +113,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    runs.start(main, "seeds", "smoke", "out", "runs", "data_dir", "cache_dir", "row")

@@ -11,8 +11,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from absl import app
-
 from experiments.common import runs, tables
 from experiments.common.paper import Paper
 
@@ -64,4 +62,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    runs.start(main, "data_dir")

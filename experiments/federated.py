@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
+from absl import flags
 
 import dpjax
 from dpjax import clipping, data, federated, losses, metrics, models, sampling
@@ -110,4 +110,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    runs.start(main, "smoke", "out", "data_dir")

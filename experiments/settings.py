@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, logging
+from absl import logging
 
 import dpjax
 from dpjax import clipping, losses, metrics, models, sampling, training
@@ -297,4 +297,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    runs.start(main, "seeds", "smoke", "out", "runs", "data_dir", "row", "page")

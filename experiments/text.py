@@ -41,7 +41,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, logging
+from absl import logging
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import dpjax
@@ -376,4 +376,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    runs.start(main, "seeds", "smoke", "out", "runs", "data_dir", "row", "page")

@@ -54,7 +54,7 @@ def with_extras():
     dpjax("train", "--out=demo", *SHORT, says="demo/report.html")
     dpjax("report", "own", says="own/report.html")
     dpjax("compare", "own", "demo", says="comparison.png")
-    dpjax("audit", "demo", "--pairs=5", "--canaries=20", "--steps=2", says="proves nothing")
+    dpjax("audit", "demo", "--pairs=5", "--canaries=20", "--steps=2", says="never prove one")
     search = ("--grid=bound=0.5,1", f"--fixed={';'.join(word[2:] for word in SHORT)}")
     dpjax("sweep", *search, "--out=sweep", says="all runs together")
 

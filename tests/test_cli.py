@@ -132,6 +132,23 @@ def test_remarks_of_orbax_are_not_shown_and_its_errors_are():
     assert cli._not_of_orbax(record(logging.WARNING, "dpjax/training/run_folder.py"))
 
 
+@pytest.mark.thorough
+def test_warnings_of_a_command_are_a_plain_line_each_and_come_once(tmp_path):
+    words = (
+        "train",
+        "--delta=0.5",
+        "--steps=1",
+        "--batch_size=8",
+        "--noreport",
+        f"--out={tmp_path}",
+    )
+    done = subprocess.run([sys.executable, "-m", "dpjax", *words], capture_output=True, text=True)
+    warning = (
+        "Warning: delta 0.5 is not below 1/1437: publishing one whole record would satisfy it."
+    )
+    assert [line for line in done.stderr.splitlines() if "delta" in line] == [warning]
+
+
 def test_a_path_begins_at_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     given = copy.deepcopy(FLAGS)

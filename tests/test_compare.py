@@ -59,12 +59,12 @@ def test_runs_that_differ_in_seed_and_folder_alone_are_one_line_of_the_table(
     unknown = "not written"
     assert [re.split("  +", line) for line in lines[:4]] == [
         [*compare.COLUMNS],
-        ["rule=x", "92.00 % ± 2.83", "2 runs", "20 to 30", "1.5", "1e-05", "10.0 s", unknown],
-        ["rule=flat", "80.00 %", "1 run", "20", "2", "1e-05", "10.0 s", unknown],
-        [str(again), "20.00 %", "1 run", "20", "1", "1e-05", unknown, unknown],
+        ["rule=x", "92.00 % ± 2.83", "2 runs", "20 to 30", "1.50", "1e-05", "10.0 s", unknown],
+        ["rule=flat", "80.00 %", "1 run", "20", "2.00", "1e-05", "10.0 s", unknown],
+        [str(again), "20.00 %", "1 run", "20", "1.00", "1e-05", unknown, unknown],
     ]
     # 1 + 1.5 + 2 + 1, and four times 1e-5.
-    assert "All 4 together cost at most epsilon 5.5 at delta 4e-05" in lines[5]
+    assert "All 4 together cost at most epsilon 5.50 at delta 4e-05" in lines[5]
     assert "among runs by private data" in lines[5]
     ((figure, badge),) = figures
     assert not badge
@@ -103,7 +103,7 @@ def test_costs_of_other_units_and_neighbours_do_not_add(tmp_path):
     one, clients, swapped = runs_of(
         ran("a"), ran("b", unit="client"), ran("c", neighbours="replace-one")
     )
-    assert "cost at most epsilon 2 at delta 2e-05." in compare.price([one, one])
+    assert "cost at most epsilon 2.00 at delta 2e-05." in compare.price([one, one])
     assert compare.price([one, clients]).endswith(
         "Their costs do not add: these runs protect zero-out neighbours of one client and zero-out "
         "neighbours of one example."
@@ -143,7 +143,7 @@ def test_steps_without_a_finite_epsilon_are_not_drawn(tmp_path):
         curve([1.0, INF], [None, 3.0])
 
 
-@kills("cli/compare.py", "upwards(epsilon, '.3g')", "format(epsilon, '.3g')")
+@kills("cli/compare.py", "{three_digits(epsilon)}", "{epsilon:.3g}")
 def test_the_table_and_the_price_are_rounded_up(tmp_path):
     runs = runs_of(*(write(tmp_path / name, [0.5], epsilons=[2.0001]) for name in "ab"))
     assert {compare.line(group)[4] for group in compare.groups_of(runs)} == {"2.01"}

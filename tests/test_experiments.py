@@ -49,7 +49,7 @@ def test_the_demo_keeps_its_promise(demo):
     # Progress and nothing else: no warnings, no noise of the libraries below.
     assert all(line.startswith("step ") for line in outcome.stderr.splitlines())
     assert (
-        "112 steps with noise multiplier 5.376 cost epsilon 3 at delta=1e-05 (pld)"
+        "112 steps with noise multiplier 5.376 cost epsilon 3.00 at delta=1e-05, by pld"
         in outcome.stdout
     )
 
@@ -72,7 +72,8 @@ def test_the_same_command_shows_a_finished_run_again_and_another_is_refused(demo
     words = next(line for line in outcome.stdout.splitlines() if line.startswith("Test accuracy"))
     assert words in again.stdout
     assert (folder / "params.msgpack").read_bytes() == before
-    assert not again.stderr, "no step was run"
+    assert again.stderr.count("\n") == 1, "no step was run"
+    assert "no step runs again" in again.stderr
     refused = run("dpjax", "train", "--out", folder, "--bound=1", status=1).stderr
     for word in ("bounds: [0.5] there, [1.0] now", "--overwrite", "--continue_from"):
         assert word in refused
@@ -430,3 +431,20 @@ def test_correlated_noise_is_compared_with_fresh_noise(tmp_path):
     for (found,) in (seeds.values() for seeds in rows.values()):
         assert found["epsilon"] <= 2
         assert found["accuracy"] > 80
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("binary", "listed"),
+    [
+        ("tempered_sigmoids", "seeds smoke out runs data_dir cache_dir table figure row plot"),
+        ("calibration", "seeds table vit bert snli"),
+        ("federated", "concentration largest_weight smoke out data_dir"),
+        ("benchmarks.draws", "smoke out"),
+    ],
+)
+def test_help_lists_the_flags_of_an_experiment_and_its_claim(binary, listed):
+    said = run(f"experiments.{binary}", "--help", status=1).stdout  # the status of absl's help
+    assert "claim  " in said
+    for flag in listed.split():
+        assert re.search(rf"^  --(\[no\])?{flag}:", said, re.M), flag

@@ -17,7 +17,7 @@ from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, ledger, reports, sampling, schedules, strategies, verify
-from dpjax.accounting.rounding import downwards, upwards
+from dpjax.accounting.rounding import downwards, three_digits, upwards
 from dpjax.mechanism import Spent
 
 FIXED_BEFORE = Spent(sampling=sampling.fixed(1000, 10), runs=((1.0, 5),))
@@ -39,16 +39,16 @@ def test_the_statement_says_all_that_a_reader_must_know():
         "standard deviation 0.008594 on the mean",
         "steps         14,063",
         "delta         1e-05",
-        "2.597   rdp",
-        "3.009   rdp-classic",
-        "2.38",
+        "2.60   rdp",
+        "3.01   rdp-classic",
+        "2.39   pld",
         "an estimate, not a bound",
         "Not covered",
         "hyper-parameters",
         "@inproceedings{abadi2016deep",
     ):
         assert fact in words, fact
-    assert "(2.382, 1e-05)-differentially private" in words
+    assert "(2.39, 1e-05)-differentially private, as proved by PLD." in words
     assert "NOT" not in words
     assert "supplied" not in words
 
@@ -71,12 +71,41 @@ def test_a_claim_is_rounded_up(value, form, printed):
     assert downwards(-value, form) == f"-{printed}"
 
 
+def test_epsilons_have_three_digits():
+    printed = {3.0: "3.00", 2.3801: "2.39", 0.04121: "0.0413", 187.0: "187", math.inf: "inf"}
+    assert {value: three_digits(value) for value in printed} == printed
+    assert three_digits(2.3899, downwards) == "2.38"
+
+
+def test_the_paragraph_for_a_paper_names_mechanism_sampling_epsilon_and_accountant():
+    spent = Spent(sampling=sampling.poisson(1000, 10), runs=((1.0, 5),))
+    earlier = {"before": (spent,), "preparation": (8.0, 8.0)}
+    for changes, facts in (
+        (
+            {},
+            (
+                "with Poisson sampling of 256 of 60,000",
+                "per-example clipping (flat, sensitivity 2)",
+            ),
+        ),
+        (
+            {},
+            ("multiplier 1.1. This is (2.39, 1e-05)-", "(add-or-remove), by the PLD acc", "jax 0"),
+        ),
+        (earlier, ("Together with 5 steps of an earlier run and 2 Gaussian queries on all the",)),
+    ):
+        words = " ".join(dpjax.statement(make(**changes), 1e-5).split())
+        for fact in facts:
+            assert fact in words.partition("in a paper")[2], fact
+    assert "in a paper" not in dpjax.statement(make(noise_multiplier=0.0), 1e-5)
+
+
 def test_no_verdict_claims_less_than_is_proved():
     mechanism = make(sampling=sampling.poisson(1000, 10), noise_multiplier=1.02, steps=100)
     verdict = dpjax.statement(mechanism, 1e-5).splitlines()[2]
     claimed = float(verdict.strip(" (").split(",")[0])
     proved = mechanism.epsilon(1e-5, "pld")
-    assert proved <= claimed < 1.001 * proved
+    assert proved <= claimed < 1.01 * proved
 
 
 def test_the_statement_of_what_ran():
@@ -86,7 +115,7 @@ def test_the_statement_of_what_ran():
         book = ledger.admit(book, mechanism)
     words = dpjax.statement(mechanism, 1e-5, ledger=book)
     assert "steps         4 (of 10 planned)" in words
-    assert f"{upwards(ledger.epsilon(book, mechanism, 1e-5)):>8}   rdp" in words
+    assert f"{three_digits(ledger.epsilon(book, mechanism, 1e-5)):>8}   rdp" in words
     for call in (dpjax.statement, reports.card):
         with pytest.raises(ValueError, match=r"'pdl'.*expected one of rdp, "):
             call(mechanism, 1e-5, methods=["pdl"])
@@ -173,7 +202,7 @@ def test_shuffled_batches_show_both_numbers():
     shuffled = sampling.shuffled(60_000, 600)
     words = dpjax.statement(make(sampling=shuffled, noise_multiplier=1.38, steps=2000), 1e-5)
     assert "zero-out" in words
-    assert "18.44   pld" in words
+    assert "18.5   pld" in words
     assert "as if Poisson" in words
     assert "It does not hold" in words
     # An earlier run by another sampler leaves no figure to compare with.
@@ -224,6 +253,7 @@ def test_a_notebook_shows_all_words_of_a_statement_and_no_others(mechanism):
     words = dpjax.statement(mechanism, 1e-5, ledger=ledger.empty(), supplied=True)
     shown = text(ET.fromstring(f"<div>{words._repr_html_()}</div>"))
     bare = re.sub(r"^  - ", "", words, flags=re.MULTILINE).replace("References", FOLDED)
+    bare = bare.replace("1e-05", "10\N{MINUS SIGN}5")
     assert "".join(shown.split()) == "".join(bare.split())
     assert repr(words) == words
     assert json.loads(json.dumps(words)) == words

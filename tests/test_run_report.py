@@ -57,13 +57,14 @@ DIAGNOSTICS = {
     "activation_names": np.array(["first", "second"]),
 }
 SEEN = {
-    "accuracy": "80.0 % at the end, 80.0 % at best.",
+    "accuracy": "80.0 % at the end, 80.0 % at best. Always guessing the most frequent class: "
+    "40.0 %.",
     "test_loss": "0.1 at the end, 0.1 at best.",
     "training_loss": "0.2 at the end.",
     "noise": "From 2 to 1.5, over 10 accounted steps.",
     "clipping": "75 % of the examples were above the bound; the cosine was 0.90.",
     "norms": "1.5 at the end.",
-    "shades": "In bounds, the fullest bin at the end is 0.22 to 4.6.",
+    "shades": "Most frequent at the end: 0.22 to 4.6 times the bound.",
     "gradients": "Of 4 training examples, 50% are above the bound; median 0.625.",
     "weights": "The largest is 3, of <b>$first$.",
     "activations": "The largest is 4, of second.",
@@ -253,7 +254,7 @@ def test_a_card_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch):
     with pytest.raises(load_run.Missing, match=r"evaluation.npz is not of this run"):
         run.array("evaluation", "labels")
     page = parsed(reports.report(tmp_path))
-    assert "(15, 10−5)-differentially private" in text(page.find(".//header"))
+    assert "(15.0, 10−5)-differentially private" in text(page.find(".//header"))
     assert "it counts 10 steps" in text(page.find(".//header"))
     assert "2.25" not in text(page)
 
@@ -426,13 +427,19 @@ def test_nulls_leave_gaps(tmp_path):
     run = load_run.read(write(tmp_path, rows, card={**CARD, "mechanism": mechanism, "steps": 3}))
     figure, seen = drawn(figures.accuracy, run)
     np.testing.assert_array_equal(figure.axes[0].lines[0].get_ydata(), [25, np.nan, 75])
-    assert seen == "75.0 % at the end, 75.0 % at best."
+    assert seen.startswith("75.0 % at the end, 75.0 % at best.")
     figure, seen = drawn(figures.norms, run)
     line, bound = figure.axes[0].lines
     np.testing.assert_array_equal(line.get_ydata(), [2, np.nan, 2])  # the mean of both groups
     assert np.all(np.asarray(bound.get_ydata()) == 0.5)
     assert seen == "2 at the end. The line is the mean of 2 groups, the band their range."
     assert len(figure.axes[0].collections) == 1, "the band from the shortest to the longest group"
+
+
+def test_a_model_that_is_no_better_than_a_guess_is_named(tmp_path):
+    for accuracy, said in ((0.9, False), (0.4, True), (0.3, True)):
+        page = parsed(reports.report(write(tmp_path, [row(10, accuracy=accuracy)])))
+        assert ("no better than always guessing" in text(page.find(".//header"))) == said
 
 
 def test_where_epsilon_is_not_finite_steps_are_the_axis(tmp_path):
@@ -500,7 +507,6 @@ def test_small_numbers_are_powers_and_claims_are_rounded_up():
     assert page.power(2.5e-6) == "2.5 × 10<sup>\N{MINUS SIGN}6</sup>"
     assert page.power(1.2301e-5) == "1.24 × 10<sup>\N{MINUS SIGN}5</sup>"
     assert page.power(0.01) == "0.01"
-    assert [page.three_digits(claim) for claim in (3.0, 2.3801)] == ["3.00", "2.39"]
 
 
 @pytest.fixture

@@ -136,7 +136,7 @@ def test_a_run_that_fails_is_reported_and_tried_again_and_the_others_continue(
     sweep(*words)
     said = capsys.readouterr().out
     assert "6 runs; 4 have finished" in said
-    assert "70.45 % ± 0.07     2    2.000  x=70" in said
+    assert "70.45 % ± 0.07     2     2.00  x=70" in said
     every = accounting.epsilon(accounting.compose(*[ONE] * 6), 1e-5, "pld")
     assert prices(out)[1] == pytest.approx(every)
     assert lives(out / "x=50,seed=4") == ["begin", "end"]
@@ -384,7 +384,7 @@ def test_results_that_tell_a_secret_number_of_runs_are_their_owners_alone(
 
 def test_the_table_of_a_search_is_rounded_up_and_has_runs_without_an_accuracy(tmp_path):
     row = {"mean": 50.0, "deviation": None, "runs": 1, "epsilon": 2.0001, "settings": {"x": "1"}}
-    assert "2.001" in search.table([row])
+    assert "2.01" in search.table([row])
     trials = {}
     for name, last in (("a", None), ("b", 0.5)):  # an earlier accuracy is of other parameters
         rows = [{"step": 1, "epsilon": 1.0, "accuracy": 0.9}, {"step": 2, "epsilon": None}]

@@ -4,6 +4,7 @@
 import io
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -174,6 +175,12 @@ def test_an_interrupt_and_a_resumed_run_are_a_sentence_each(tmp_path, capsys):
         fit(algorithm, evaluate=interrupt, evaluate_every=1, directory=tmp_path)
     dpjax.fit(algorithm, start(algorithm), directory=tmp_path)
     assert "resumes at step 2 of 3." in capsys.readouterr().err
+    dpjax.fit(algorithm, start(algorithm), directory=tmp_path)
+    assert "has ended, at step 3 of 3" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "metrics.jsonl").unlink()  # as if killed before the first checkpoint
+    dpjax.fit(algorithm, start(algorithm), directory=tmp_path)
+    assert "has no checkpoint and starts again" in capsys.readouterr().err
 
 
 @kills("training/fit.py", "if processes.any_process(stop.asked):", "if interrupted:", slow=True)
@@ -333,7 +340,7 @@ def test_a_terminal_gets_one_live_line(monkeypatch):
     assert show.take_rate() == 0, "compilation is no throughput"
     private = {"private": {"loss": 0.3}}
     numbers = {"accuracy": 0.5, "nll": 0.7, "examples_per_second": 10.0}
-    show.line([{"step": 5, "epsilon": 0.991, **numbers, **private}])
+    show.line([{"step": 5, "epsilon": 0.9991, **numbers, **private}])
     show.shown -= 1
     show.begin()
     show.tick(6)

@@ -19,7 +19,7 @@ from small_mechanisms import mechanism_with
 from dpjax import clipping, ledger, reports, sampling, strategies, verify
 from dpjax.accounting import loss_distributions
 from dpjax.accounting.event_parts import split
-from dpjax.accounting.rounding import upwards
+from dpjax.accounting.rounding import three_digits, upwards
 from dpjax.mechanism import Spent
 from dpjax.verify import cards, epsilon, facts, matrices, steps
 from dpjax.verify.facts import BOUNDS
@@ -225,10 +225,11 @@ def test_strategies_that_no_mechanism_has_are_refused(options, path, value, expe
 @kills("verify/cards.py", "rounding=ROUND_CEILING", 'rounding="ROUND_HALF_EVEN"', slow=True)
 def test_no_verdict_prints_less_than_is_claimed(honest):
     for value in (0.30703772616587044, 2.1, 9.99961, 1e-5, 0.0, 1234.5, 5e-324, np.inf):
-        assert cards.upwards(value) == upwards(value)
+        assert cards.upwards(value) == three_digits(value)
+        assert cards.upwards(value, ".3g") == upwards(value, ".3g")
     claimed = honest["epsilon"]["rdp"]["value"]
     rdp, gdp = verdicts(honest)[1]
-    assert f"epsilon {upwards(claimed)} for one example at delta=1e-05; recomputed" in rdp
+    assert f"epsilon {three_digits(claimed)} for one example at delta=1e-05; recomputed" in rdp
     assert gdp.endswith(": not checked, and no bound")
 
 

@@ -239,6 +239,14 @@ def named(row: str) -> bool:
     return any(word in row for word in ROW.value or [""])
 
 
+def start(main: Callable[[list[str]], None], *shared: str) -> None:
+    """Runs a binary; --help lists its own flags and these shared ones, given by their names."""
+    flags.disclaim_key_flags()  # absl lists what the calling module declares
+    for name in shared:
+        flags.declare_key_flag(name)
+    app.run(main)
+
+
 def only_flags(argv: Sequence[str]) -> None:
     """Refuses words that no flag reads."""
     if argv[1:]:
@@ -298,7 +306,9 @@ def show(paper: Paper) -> str:
     return table(HEAD, lines)
 
 
-def main(paper: Paper) -> None:
+def main(paper: Paper, *own: str) -> None:
+    """Runs a paper; ``own`` are the flags of its package."""
+
     def run(argv: list[str]) -> None:
         known = {"table": paper.tables, "figure": paper.figures}
         for name, values in known.items():
@@ -309,4 +319,5 @@ def main(paper: Paper) -> None:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser("~/.cache/dpjax"))
         print(f"\n{show(paper)}\n{paper.note}".rstrip())
 
-    app.run(run)
+    shared = ("seeds", "smoke", "out", "runs", "data_dir", "cache_dir")
+    start(run, *shared, "table", "figure", "row", "plot", *own)

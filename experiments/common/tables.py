@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from experiments.common import markdown
+from experiments.common import markdown, runs
 from experiments.common.claims import RULE, VERDICTS, Judged, judged, number
 from experiments.common.paper import Paper
 
@@ -337,11 +337,12 @@ def readme_rows() -> str:
     return markdown.table(head, [*lines, "", verdicts(), WORDS])
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Writes both files."""
+    runs.only_flags(argv)
     (RESULTS / "README.md").write_text(page())
     markdown.rewrite(str(ROOT / "README.md"), {"results": readme_rows()})
 
 
 if __name__ == "__main__":
-    main()
+    runs.start(main)

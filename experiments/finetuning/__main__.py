@@ -2,7 +2,7 @@
 """`python -m experiments.finetuning`."""
 
 from experiments.common import runs
-from experiments.finetuning.run import PAPER
+from experiments.finetuning.run import PAPER, __doc__  # noqa: F401 (--help prints it)
 
 if __name__ == "__main__":
-    runs.main(PAPER)
+    runs.main(PAPER, "weights")

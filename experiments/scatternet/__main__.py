@@ -2,7 +2,7 @@
 """`python -m experiments.scatternet`."""
 
 from experiments.common import runs
-from experiments.scatternet.run import PAPER
+from experiments.scatternet.run import PAPER, __doc__  # noqa: F401 (--help prints it)
 
 if __name__ == "__main__":
     runs.main(PAPER)

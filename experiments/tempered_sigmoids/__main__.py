@@ -2,7 +2,7 @@
 """`python -m experiments.tempered_sigmoids`."""
 
 from experiments.common import runs
-from experiments.tempered_sigmoids.run import PAPER
+from experiments.tempered_sigmoids.run import PAPER, __doc__  # noqa: F401 (--help prints it)
 
 if __name__ == "__main__":
     runs.main(PAPER)

@@ -44,6 +44,12 @@ def rate(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.12g}"
 
 
+def duration(seconds: float) -> str:
+    """A time as terminal and page print it: ``9.5 s`` or ``2 min 3 s``."""
+    minutes, rest = divmod(seconds, 60)
+    return f"{int(minutes):,} min {int(rest)} s" if minutes else f"{rest:.1f} s"
+
+
 def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
     """A table of names and values, which are escaped; a line break in a value stays one."""
     lines = "".join(

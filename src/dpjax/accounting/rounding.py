@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds printed epsilons up, so that no page claims less than was proved.
 
-If 2.6544 is proved, printing 2.654 claims a guarantee that is not proved. Every claim goes through
-`upwards`, for epsilon and for delta, and every lower bound of an audit through `downwards`.
+If 2.6544 is proved, printing 2.65 claims a guarantee that is not proved. `three_digits` prints
+every epsilon, `upwards` every delta, and `downwards` rounds lower bounds of audits.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, localcontext
 
 
@@ -19,6 +20,11 @@ def upwards(value: float, form: str = ".4g") -> str:
 def downwards(value: float, form: str = ".4g") -> str:
     """As `upwards`, for a lower bound: never above its value."""
     return _rounded(value, form, ROUND_FLOOR)
+
+
+def three_digits(epsilon: float, rounded: Callable[[float, str], str] = upwards) -> str:
+    """An epsilon as all lines, tables and pages print it: ``3.00``, ``0.0412``, ``187``."""
+    return f"{float(rounded(epsilon, '.3g')):#.3g}".rstrip(".")
 
 
 def _rounded(value: float, form: str, rounding: str) -> str:

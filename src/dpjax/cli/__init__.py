@@ -13,6 +13,7 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
+from logging import Formatter
 from typing import Any
 
 from absl import app, flags, logging
@@ -66,13 +67,13 @@ def run_command(name: str) -> None:
     typed = importlib.import_module(f"dpjax.cli.flag_sets.{name}")
     program, *words = sys.argv
     if any(word in _HELP for word in words):
-        print(f"{inspect.getdoc(typed)}\n\n{described(typed.FLAGS)}")
+        print(f"{inspect.getdoc(typed)}\n\n{described(typed.FLAGS) or 'It has no flags.'}")
         return
 
     def run(_: list[str]) -> None:
         given = copy.deepcopy(typed.FLAGS)  # parsing changes the copy alone
         logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
-        logging.get_absl_handler().addFilter(_not_of_orbax)
+        _print_plainly()
         try:
             argv = given([program, *words])
             # Ignored, `train --steps 2 target_epsilon=0.5` would run at the default epsilon.
@@ -87,6 +88,20 @@ def run_command(name: str) -> None:
             sys.exit(130)  # as a shell reports a program that Ctrl-C ended
 
     app.run(run, argv=[program])
+
+
+def _print_plainly() -> None:
+    """Prints each message once, as ``Warning: ...`` without absl's time, process and file."""
+    handler, printed = logging.get_absl_handler(), set[str]()
+
+    def is_new(record: Any) -> bool:
+        record.title, before = record.levelname.capitalize(), len(printed)
+        printed.add(record.getMessage())
+        return len(printed) > before
+
+    handler.addFilter(_not_of_orbax)
+    handler.addFilter(is_new)
+    handler.setFormatter(Formatter("%(title)s: %(message)s"))
 
 
 def _not_of_orbax(record: Any) -> bool:

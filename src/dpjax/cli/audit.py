@@ -21,7 +21,7 @@ from absl import app, flags, logging
 import dpjax
 from dpjax import auditing, losses
 from dpjax._files import replace
-from dpjax.accounting.rounding import downwards, upwards
+from dpjax.accounting.rounding import downwards, three_digits, upwards
 from dpjax.cli import compilation_cache
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.flag_sets.train import FLAGS
@@ -56,8 +56,8 @@ class Line(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.audit:<40}{downwards(self.bound, '.3f'):>9}{upwards(self.claimed, '.3f'):>9}"
-            f"{self.confidence:>8.1%}  {self.measured}"
+            f"{self.audit:<40}{three_digits(self.bound, downwards):>9}"
+            f"{three_digits(self.claimed):>9}{self.confidence:>8.1%}  {self.measured}"
         )
 
 
@@ -276,4 +276,4 @@ def conclude(lines: Sequence[Line], seconds: float) -> None:
         sys.exit(f"A LOWER BOUND EXCEEDS ITS CLAIM: {'; '.join(broken)}")
     if above := [line.audit for line in lines if line.bound > line.claimed]:
         print(f"Above the claim, and no verdict: {'; '.join(above)}. It is {ASSUMED}.")
-    print("No audit refutes its claim, which proves nothing.")
+    print("No audit contradicts its claim. An audit can refute a claim, never prove one.")

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import app, flags
 
+from dpjax._display import duration
 from dpjax._files import replace
-from dpjax.accounting.rounding import upwards
+from dpjax.accounting.rounding import three_digits, upwards
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.mechanism.card import protects
 from dpjax.reports import style
@@ -140,9 +141,9 @@ def line(group: RunGroup) -> list[str]:
         f"{finals.mean():.2f} %{spread}" if len(finals) else "none",
         f"{count} run{'s' * (count > 1)}",
         f"{steps[0]:,}" + f" to {steps[-1]:,}" * (len(steps) > 1),
-        upwards(max(run.epsilon for run in group.runs), ".3g"),
-        upwards(group.runs[0].delta, ".6g"),
-        "not written" if np.isnan(seconds).any() else f"{np.mean(seconds):.1f} s",
+        three_digits(max(run.epsilon for run in group.runs)),
+        upwards(group.runs[0].delta, ".3g"),
+        "not written" if np.isnan(seconds).any() else duration(float(np.mean(seconds))),
         ", ".join(protected(group.runs)) or "not written",
     ]
 
@@ -164,5 +165,5 @@ def price(runs: list[SavedRun]) -> str:
     delta = float(sum(Decimal(repr(run.delta)) for run in runs))  # three times 1e-5 is 3e-5
     if math.isinf(epsilon):
         return "One of these runs has no proven epsilon, so neither have all of them together."
-    at = f"{upwards(epsilon, '.3g')} at delta {upwards(delta, '.3g')}"
+    at = f"{three_digits(epsilon)} at delta {upwards(delta, '.3g')}"
     return f"{chosen}All {len(runs)} together cost at most epsilon {at}."

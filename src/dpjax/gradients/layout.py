@@ -143,8 +143,7 @@ def _warn_of_idle_cores() -> None:
     number, chosen = meshes.host_devices(), getattr(jax.config, "jax_num_cpu_devices", -1)
     if chosen < 0 and number > jax.local_device_count():
         logging.warning(
-            "dpjax: JAX has one device for %d cores. JAX_NUM_CPU_DEVICES=%d makes steps of "
-            "convolutional networks a third shorter; with 1 this message ends.",
+            "dpjax: JAX has one device for %d cores. JAX_NUM_CPU_DEVICES=%d uses them; 1 silences.",
             os.cpu_count(),
             number,
         )

@@ -314,7 +314,7 @@ class Mechanism:
             256 at epsilon 3, a multiplier of 0.59 where "rdp" needs 0.65.
 
         Returns:
-          A new mechanism, with ``target``; its epsilon is within about 1e-4 below.
+          A new mechanism, about 1e-4 below ``epsilon``; ``target.method`` names the accountant.
 
         Example:
           >>> from dpjax import clipping, sampling
@@ -342,6 +342,7 @@ class Mechanism:
         factor = accounting.calibrate(
             lambda factor: bare.scaled(factor).event, epsilon, delta, method, self.relation
         )
+        logging.info("Mechanism.calibrate: epsilon %g at delta %g, by %s.", epsilon, delta, method)
         target = Target(float(epsilon), float(delta), method)
         return dataclasses.replace(self.scaled(factor), target=target)
 

@@ -37,11 +37,14 @@ def accuracy(figure: Figure, run: SavedRun) -> str:
     """Test accuracy against epsilon.
 
     A dot is an evaluation; the epsilon spent grows to the right. Where the curve is flat, more
-    epsilon did not improve accuracy.
+    epsilon did not improve accuracy. The dashed line is always guessing the most frequent class.
     """
-    y = 100 * run.series("accuracy")
-    against_epsilon(figure.subplots(), run, y, "test accuracy (%)", "blue")
-    return f"{_end(y, '{:.1f} %')} at the end, {np.nanmax(_means(y)):.1f} % at best.{_groups(y)}"
+    y, axes = 100 * run.series("accuracy"), figure.subplots()
+    against_epsilon(axes, run, y, "test accuracy (%)", "blue")
+    if not math.isnan(run.guess):
+        axes.axhline(100 * run.guess, color=_CLAY, linewidth=1.2, linestyle="--")
+    best = f"{_end(y, '{:.1f} %')} at the end, {np.nanmax(_means(y)):.1f} % at best."
+    return f"{best}{_groups(y)} {run.beside_a_guess}".rstrip()
 
 
 def test_loss(figure: Figure, run: SavedRun) -> str:
@@ -156,7 +159,7 @@ def shades(figure: Figure, run: SavedRun) -> str:
     if not share[-1].any():
         return "No norm at the end is a finite number of bounds."
     at = int(share[-1].argmax())
-    return f"In bounds, the fullest bin at the end is {edges[at]:.2g} to {edges[at + 1]:.2g}."
+    return f"Most frequent at the end: {edges[at]:.2g} to {edges[at + 1]:.2g} times the bound."
 
 
 def gradients(figure: Figure, run: SavedRun) -> str:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from dpjax._display import rate
+from dpjax._display import duration
 from dpjax._files import replace
-from dpjax.accounting.rounding import upwards
+from dpjax.accounting.rounding import three_digits
 from dpjax.reports.figures import PLOTS, RELEASED, Plot
 from dpjax.reports.load_run import Missing, SavedRun, read
-from dpjax.reports.page import page, power, section, statement_html, table, three_digits
+from dpjax.reports.page import page, power, section, statement_html, table
 from dpjax.reports.statement import SUPPLIED
 from dpjax.reports.style import WIDTH, canvas, png, style, svg
 
@@ -96,7 +96,6 @@ def _header(run: SavedRun) -> Iterator[str]:
     units = f"{run.mechanism.get('unit', 'example')}s"
     yield f'<header>\n<p class="kicker">A run of dpjax, in {escape(run.path.resolve().name)}</p>'
     yield f"<h1>{escape(_name(run))}</h1>"
-    speed = last.get(f"{units}_per_second")
     accuracy = "" if math.isnan(run.accuracy) else f"{100 * run.accuracy:.1f} %"
     yield f'<p class="verdict">{_verdict(run, accuracy)}</p>'
     if run.supplied:
@@ -110,10 +109,10 @@ def _header(run: SavedRun) -> Iterator[str]:
     numbers = [
         ("epsilon", three_digits(run.epsilon), "; ".join(bounds)),
         ("delta", power(run.delta), ""),
-        ("test accuracy", accuracy, ""),
+        ("test accuracy", accuracy, run.beside_a_guess),
         ("steps", f"{last['step']:,}", ""),
-        (f"{units} per second", "" if speed is None else rate(speed), ""),
-        ("time", _seconds(config["seconds"]) if "seconds" in config else "", ""),
+        (f"{units} per second", run.speed, "median, in steps alone"),
+        ("training time", duration(config["seconds"]) if "seconds" in config else "", ""),
     ]
     yield '<dl class="numbers">'
     for name, number, small in numbers:
@@ -127,7 +126,7 @@ def _verdict(run: SavedRun, accuracy: str) -> str:
     right = f", with {accuracy} test accuracy" if accuracy else ""
     # An infinite epsilon means two things: known not to be private, or merely not proved.
     if not math.isinf(run.epsilon):
-        return f"({upwards(run.epsilon)}, {power(run.delta)})-differentially private{right}."
+        return f"({three_digits(run.epsilon)}, {power(run.delta)})-differentially private{right}."
     if run.card is not None and run.card.get("not_private"):
         return f"<strong>Not</strong> differentially private: epsilon is infinite{right}."
     return f"<strong>Not proved</strong> to be differentially private{right}."
@@ -162,8 +161,3 @@ def _name(run: SavedRun) -> str:
     config = run.config or {}
     model, dataset = config.get("model"), config.get("dataset")
     return f"{model} on {dataset}" if model and dataset else run.path.resolve().name
-
-
-def _seconds(time: float) -> str:
-    minutes, seconds = divmod(time, 60)
-    return f"{seconds:.1f} s" if not minutes else f"{int(minutes):,} min {int(seconds)} s"

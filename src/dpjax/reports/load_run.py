@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from dpjax import accounting
+from dpjax._display import rate
 from dpjax._files import read_arrays, read_json, read_log
 from dpjax.accounting.rounding import upwards
 from dpjax.mechanism.card import check_format
@@ -102,7 +103,27 @@ class SavedRun(NamedTuple):
     @property
     def accuracy(self) -> float:
         """The test accuracy of the released parameters, a fraction; NaN if it is not one number."""
-        return _number(self.rows[-1].get("accuracy"))
+        return round(_number(self.rows[-1].get("accuracy")), 6)  # it is of float32
+
+    @property
+    def speed(self) -> str:
+        """The median of the log's examples or clients per second; empty without one."""
+        name = f"{self.mechanism.get('unit', 'example')}s_per_second"
+        speeds = [_number(row.get(name)) for row in self.rows if name in row]
+        return rate(float(np.median(speeds))) if speeds else ""
+
+    @property
+    def guess(self) -> float:
+        """The accuracy of always guessing the most frequent test label; NaN without labels."""
+        counts = np.unique((self.evaluation or {}).get("labels", []), return_counts=True)[1]
+        return round(float(counts.max() / counts.sum()), 6) if counts.size else math.nan
+
+    @property
+    def beside_a_guess(self) -> str:
+        """What `guess` reaches, in words, and whether the model is no better; may be empty."""
+        always = "The model is no better than always" if self.accuracy <= self.guess else "Always"
+        words = f"{always} guessing the most frequent class: {100 * self.guess:.1f} %."
+        return "" if math.isnan(self.guess) else words
 
     @property
     def stated(self) -> str:

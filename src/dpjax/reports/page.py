@@ -7,6 +7,7 @@ All text from a run passes through `escape`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from importlib import resources
@@ -56,16 +57,15 @@ def table(rows: Mapping[str, Any], kind: str = "facts") -> str:
 
 def power(number: float) -> str:
     """A small number, such as delta, as HTML with a power of ten, rounded up."""
-    mantissa, _, exponent = upwards(number, ".3g").partition("e")
+    return _as_power(upwards(number, ".3g"))
+
+
+def _as_power(text: str) -> str:
+    mantissa, _, exponent = text.partition("e")
     if not exponent:
         return escape(mantissa)
     tens = f"10<sup>{int(exponent)}</sup>".replace("-", "\N{MINUS SIGN}")
     return tens if mantissa == "1" else f"{mantissa} × {tens}"
-
-
-def three_digits(claim: float) -> str:
-    """A claim, rounded up, with all of its three digits: ``3.00`` and not ``3``."""
-    return f"{float(upwards(claim, '.3g')):#.3g}".rstrip(".")
 
 
 def statement_html(text: str) -> str:
@@ -83,7 +83,8 @@ def statement_html(text: str) -> str:
             "<details><summary>References, as BibTeX</summary>"
             f"<pre>{escape(references.strip())}</pre></details>"
         )
-    return "\n".join(parts)
+    # As the head of the page writes delta.
+    return re.sub(r"\b[\d.]+e-\d+\b", lambda found: _as_power(found[0]), "\n".join(parts))
 
 
 def _labelled(lines: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from dpjax import accounting
-from dpjax.accounting.rounding import upwards
+from dpjax._versions import version
+from dpjax.accounting.rounding import three_digits, upwards
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.mechanism.correlated import is_amplified
@@ -109,6 +112,7 @@ def statement(
         "",
         *_figures(claim),
         "",
+        *_methods_section(claim),
         "Not covered",
         _NOT_COVERED.format(unit=mechanism.unit, together=_TOGETHER[mechanism.unit]),
         "",
@@ -119,19 +123,15 @@ def statement(
 
 
 def _verdict(claim: Claim) -> Iterator[str]:
-    methods, unit = claim.epsilons.items(), claim.mechanism.unit
-    proven = [value for method, value in methods if accounting.METHODS[method].proven]
-    # The smallest of several upper bounds is one: methods are not chosen by looking at data.
-    best = min(proven, default=math.inf)
-    if math.isfinite(best):
-        pair = f"({upwards(best)}, {upwards(claim.delta, '.6g')})"
-        yield f"  {pair}-differentially private, as proved by the best accountant."
+    unit, (private, method) = claim.mechanism.unit, _guarantee(claim)
+    if private:
+        yield f"  {private}, as proved by {method}."
     elif claim.not_private:
         yield "  This computation is NOT differentially private (epsilon is infinite)."
         yield f"  {claim.not_private}"
     else:
         yield "  This computation is NOT PROVED to be differentially private."
-        yield f"  {_why_unproved(claim.mechanism, proven)}"
+        yield f"  {_why_unproved(claim.mechanism, method)}"
     if claim.supplied:
         yield f"  {SUPPLIED}"
     examples = claim.mechanism.sampling.examples
@@ -143,8 +143,17 @@ def _verdict(claim: Claim) -> Iterator[str]:
         )
 
 
-def _why_unproved(mechanism: Mechanism, proven: list[float]) -> str:
-    if not proven:
+def _guarantee(claim: Claim) -> tuple[str, str]:
+    """What is proved, in words or empty, and by which accountant."""
+    # The smallest of several upper bounds is one: methods are not chosen by looking at data.
+    proven = ((e, m) for m, e in claim.epsilons.items() if accounting.METHODS[m].proven)
+    epsilon, method = min(proven, default=(math.inf, ""))
+    pair = f"({three_digits(epsilon)}, {upwards(claim.delta, '.3g')})"
+    return f"{pair}-differentially private" * math.isfinite(epsilon), method.upper()
+
+
+def _why_unproved(mechanism: Mechanism, method: str) -> str:
+    if not method:
         return "No method proves a number for the whole: each method refuses a part of it."
     if any(run.projections is not None for run in (mechanism.clipping, *mechanism.before)):
         return (
@@ -174,7 +183,7 @@ def _facts(claim: Claim, ledger: Ledger | None, scaled_by: str | None) -> Iterat
         yield f"                results chose where to stop, so {len(ran):,} that could run count"
     elif len(ran) < mechanism.steps:
         yield "                if results chose where to stop, all planned steps count"
-    yield f"  delta         {upwards(claim.delta, '.6g')}"
+    yield f"  delta         {upwards(claim.delta, '.3g')}"
 
 
 def _clipping(mechanism: Mechanism) -> Iterator[str]:
@@ -273,8 +282,10 @@ def _noise(mechanism: Mechanism, ran: np.ndarray, scaled_by: str | None) -> Iter
 
 
 def _figures(claim: Claim) -> Iterator[str]:
-    for method, value in claim.epsilons.items():
-        yield f"  epsilon       {upwards(value):>8}   {method}: {accounting.METHODS[method].words}"
+    # The claim first: the smallest proven one.
+    rows = [(accounting.METHODS[method], value) for method, value in claim.epsilons.items()]
+    for row, value in sorted(rows, key=lambda pair: (not pair[0].proven, pair[1])):
+        yield f"  epsilon       {three_digits(value):>8}   {row.name}: {row.words}"
     if not claim.epsilons:
         yield f"  epsilon       {'none':>8}   no method has a number for this"
     # The papers print the Poisson figure for shuffled batches: a reader can compare with print.
@@ -285,9 +296,35 @@ def _figures(claim: Claim) -> Iterator[str]:
         with contextlib.suppress(ValueError):  # earlier runs may leave no figure to compare with
             value = accounting.epsilon(event, claim.delta, "rdp-classic")
             yield (
-                f"  as if Poisson {upwards(value):>8}   rdp-classic: the papers' figure for such "
-                "batches. It does not hold for them: nothing proves amplification here."
+                f"  as if Poisson {three_digits(value):>8}   rdp-classic: the papers' figure for "
+                "such batches. It does not hold for them: nothing proves amplification here."
             )
+
+
+def _methods_section(claim: Claim) -> Iterator[str]:
+    """A paragraph for the methods section of a paper, if there is a guarantee."""
+    private, method = _guarantee(claim)
+    if not private:
+        return
+    mechanism, rule, unit = claim.mechanism, claim.mechanism.clipping, claim.mechanism.unit
+    drawn = mechanism.sampling.name.replace("poisson", "Poisson").replace("_", " ")
+    moved = f"sensitivity {rule.sensitivity:.4g}" + " at first" * bool(mechanism.adaptive)
+    also = [f"{spent.steps:,} steps of an earlier run" for spent in mechanism.before]
+    if mechanism.preparation:
+        also.append(f"{len(mechanism.preparation)} Gaussian queries on all the data")
+    together = f"Together with {' and '.join(also)} this" if also else "This"
+    versions = (f"{name} {version(name)}" for name in ("dpjax", "dp-accounting", "jax"))
+    neighbours = _NEIGHBOURS[mechanism.relation].format(unit=unit)
+    words = (
+        f"We ran {len(claim.ran):,} steps with {drawn} sampling of {mechanism.batch_size:g} of "
+        f"{mechanism.sampling.examples:,} {unit}s, per-{unit} clipping ({rule.name}, {moved}) and "
+        f"{'correlated ' * bool(mechanism.noise)}Gaussian noise with multiplier "
+        f"{_range(claim.ran)}. {together} is {private} for {neighbours} "
+        f"({mechanism.relation.value}), by the {method} accountant ({', '.join(versions)})."
+        f"{f' {SUPPLIED}' * claim.supplied}"
+    )
+    indents: Any = {"initial_indent": "  in a paper    ", "subsequent_indent": " " * 16}
+    yield from (*textwrap.wrap(words, 100, break_on_hyphens=False, **indents), "")
 
 
 def _each(values: Sequence[float]) -> str:

@@ -152,8 +152,8 @@ def fit(
             )
         show = Progress(run.done, terms.end, most, unit=terms.mechanism.unit, show=progress)
         stack.callback(show.close)
-        if terms.begin < run.done < terms.end:
-            show.say(f"The run in {directory} resumes at step {run.done:,} of {terms.end:,}.")
+        if folder is not None and folder.is_resumed:
+            show.say(_resumed(folder, run))
         _loop(run, stop, show, evaluate)
         return renewed(run.state, terms.mechanism), run.rows
 
@@ -201,6 +201,16 @@ def _most(algorithm: Algorithm, terms: Terms) -> float:
     # Epsilons at two deltas, or by two methods, are not shown as one.
     same = budget and mechanism.stated(budget.delta, budget.method) == shown
     return budget.epsilon if same else planned
+
+
+def _resumed(folder: Folder, run: Run) -> str:
+    """What this call does with the run that is in the folder."""
+    done, end, where = f"{run.done:,}", f"{run.terms.end:,}", f"The run in {folder.path}"
+    if run.over:
+        return f"{where} has ended, at step {done} of {end}: no step runs again."
+    if run.done:
+        return f"{where} resumes at step {done} of {end}."
+    return f"{where} has no checkpoint and starts again. Unsaved steps cost nothing."
 
 
 def _loop(run: Run, stop: Stop, show: Progress, evaluate: Evaluate | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from dpjax import processes
 from dpjax._display import rate
 from dpjax._files import FIELDS
-from dpjax.accounting.rounding import upwards
+from dpjax.accounting.rounding import three_digits
 
 Follow = Callable[[Sequence[Mapping[str, Any]]], object]
 """Gets all rows of the log after each new one."""
@@ -50,8 +50,8 @@ class Progress:
         self.pieces: list[str] = []
 
     def say(self, words: str) -> None:
-        """Shows a sentence in a line of its own."""
-        if self.enabled:
+        """Shows a sentence in a line of its own, also where a function gets the rows."""
+        if self.enabled or self.follow is not None:
             print(words, file=self.stream, flush=True)
 
     def begin(self) -> None:
@@ -90,8 +90,7 @@ class Progress:
         # What stands last is left out first where a terminal is narrow.
         nll = fields.pop("nll", None)
         # Rounded up, like every claim: the terminal must not show less than was spent.
-        form = ".2f" if self.most >= 0.1 else ".2g"  # 0.0001 is not 0.01
-        self.pieces = [f"epsilon {upwards(row['epsilon'], form)} of {upwards(self.most, form)}"]
+        self.pieces = [f"epsilon {three_digits(row['epsilon'])} of {three_digits(self.most)}"]
         self.pieces += [f"{k} {v:.3f}" for k, v in fields.items() if isinstance(v, float)]
         self.pieces += [f"{rate(row[speed])} {self.units}/s"] if speed in row else []
         self.pieces += [f"nll {nll:.3f}"] if isinstance(nll, float) else []

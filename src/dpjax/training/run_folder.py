@@ -36,6 +36,7 @@ class Folder:
         self.path = pathlib.Path(directory).absolute()
         self.identity = json.loads(json.dumps(identity))
         self.log = self.path / "metrics.jsonl"
+        self.is_resumed = False  # known to the first process
         with contextlib.ExitStack() as stack:
             processes.from_first(lambda: self._open(stack))
             self.checkpoints = Checkpoints(self.path / "checkpoints")
@@ -57,6 +58,7 @@ class Folder:
                 if there.get(name) != now.get(name)
             ]
             if not lines:
+                self.is_resumed = True
                 return
             # A first step that does not compile would otherwise block the folder. Queries of
             # preparation are spent before the first step.

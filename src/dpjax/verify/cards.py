@@ -28,8 +28,8 @@ _USAGE = """\
 usage: dpjax verify RUN, with a run's folder or its privacy.json
 
 Recomputes the epsilon of each method on the card from the facts beside it, without dpjax.
-A line begins with what was checked and ends with the verdict. The exit status is 0 if every line
-holds, and 1 if one does not hold, promises nothing, is not for release or cannot be read."""
+A line begins with what was checked and ends with the verdict. The exit status is 0 if all claims
+hold, and 1 if one does not, or the card makes none, must not be published or cannot be read."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -128,11 +128,14 @@ def claims(card: Card) -> Iterator[tuple[bool, str]]:
         yield (
             verdict == "holds",
             f"{name:12} claims epsilon {upwards(value)} for one {card.mechanism.unit} at "
-            f"delta={upwards(card.delta, 6)}; recomputed {upwards(smallest)} by {best}, the best "
-            f"accountant here: {verdict}",
+            f"delta={upwards(card.delta, '.3g')}; recomputed {upwards(smallest)} by {best}, the "
+            f"best accountant here: {verdict}",
         )
     for name in claimed.keys() - set(BOUNDS):
-        yield True, f"{name:12} estimates epsilon {claimed[name]:.4g}: not checked, and no bound"
+        yield (
+            True,
+            f"{name:12} estimates epsilon {upwards(claimed[name])}: not checked, and no bound",
+        )
 
 
 def recomputed(card: Card, bounds: dict[str, float]) -> dict[str, float]:
@@ -160,14 +163,14 @@ def obstacles(card: Card) -> Iterator[tuple[bool, str]]:
     if card.delta * card.mechanism.sampling.examples >= 1:
         yield (
             False,
-            f"promises nothing: delta={upwards(card.delta, 6)} is not below one over the number "
-            f"of {card.mechanism.unit}s, and publishing one of them would satisfy it",
+            f"promises nothing: delta={upwards(card.delta, '.3g')} is not below one over the "
+            f"number of {card.mechanism.unit}s, and publishing one of them would satisfy it",
         )
 
 
-def upwards(value: float, digits: int = 4) -> str:
-    """A number in few digits, never below its value: a claim rounded down would not be proved."""
+def upwards(value: float, form: str = "#.3g") -> str:
+    """A number in three digits, never below its value: a claim rounded down would not be proved."""
     if not math.isfinite(value):
         return f"{value:g}"
-    with localcontext(prec=digits, rounding=ROUND_CEILING):
-        return f"{float(+Decimal(repr(float(value)))):.{digits}g}"
+    with localcontext(prec=3, rounding=ROUND_CEILING):
+        return f"{float(+Decimal(repr(float(value)))):{form}}".rstrip(".")

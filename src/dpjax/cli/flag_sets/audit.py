@@ -7,8 +7,8 @@ A RUN is a folder that `dpjax train` wrote.  Three audits: how far one row moves
 (white box); which canaries took part in a second training with the run's settings; and which rows
 the released model was trained on, by their losses.  The first two may refute the claim, and then
 the exit status is 1: the program itself decides who takes part.  The bound by losses holds only if
-train and test rows are of one distribution, so it is printed and is no verdict.  An audit without
-a finding proves nothing.  `audit.json` and `audit.png` are computed from private data without noise
+train and test rows are of one distribution, so it is printed and is no verdict.  Audits can refute
+a claim, never prove it.  `audit.json` and `audit.png` are computed from private data without noise
 and must not be published.
 """
 

@@ -12,8 +12,8 @@ Examples:
   dpjax train --dataset=mnist --model=scatter_cnn --features=scattering --normalization=data
 
 The output folder receives `report.html` (figures, each with a note on who may see it),
-`metrics.jsonl` (a line per evaluation), `params.msgpack` (Flax; may be released; averaged once the
-run has ended, and until then of the last line's step), `privacy.json` (from which `dpjax verify`
+`metrics.jsonl` (a line per evaluation), `params.msgpack` (Flax; may be released; of the last
+evaluation, and averaged once the run has ended), `privacy.json` (from which `dpjax verify`
 recomputes epsilon), `statement.txt`, `config.json`, and `checkpoints` (secret).  `run.json` and
 `lock` say which run is there, and that no second process trains in it.  The same command resumes a
 run that was killed.
@@ -114,7 +114,9 @@ _privacy.whole(
 _optimization = Group(FLAGS, "Optimization")
 _optimization.choice("optimizer", "sgd", names.OPTIMIZERS, "Optimizer.")
 _optimization.number("learning_rate", 0.4, "Learning rate.", 0)
-_optimization.yes_no("rate_per_512", False, "Multiply the rate by the 512s in the batch size.")
+_optimization.yes_no(
+    "rate_per_512", False, "Scale the rate with the batch: times batch_size // 512."
+)
 _optimization.whole("warmup_steps", 0, "Steps over which the learning rate rises from 0.", 0)
 _optimization.number("momentum", 0.9, "Momentum of SGD.", 0, 1)
 _optimization.number("floor", 1e-8, "Smallest second moment of dp_adam.", 0)

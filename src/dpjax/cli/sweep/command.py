@@ -21,7 +21,7 @@ from absl import app, flags
 
 from dpjax import accounting, noise
 from dpjax._files import read_json, replace
-from dpjax.accounting.rounding import upwards
+from dpjax.accounting.rounding import three_digits, upwards
 from dpjax.checks import Refused
 from dpjax.cli.compare import plot
 from dpjax.cli.flag_checks import require_matplotlib
@@ -198,7 +198,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         spread = "" if row["deviation"] is None else f" ± {row['deviation']:.2f}"
         mean = "none" if row["mean"] is None else f"{row['mean']:.2f} %{spread}"
-        spent, name = upwards(row["epsilon"], ".3f"), words(row["settings"])
+        spent, name = three_digits(row["epsilon"]), words(row["settings"])
         lines.append(f"{mean:>17}  {row['runs']:>4}  {spent:>7}  {name}")
     return "\n".join(lines)
 
@@ -215,9 +215,9 @@ def costs(given: flags.FlagValues, tried: Candidates, runs: Runs) -> tuple[dict[
     begun = [folder for folder in runs if folder in done or (folder / "run.json").exists()]
     spent = [search_cost.spent_in(folder) for folder in begun]
     prices = search_cost.prices(spent, delta, number, possible, unknown)
-    lines = [f"What this search costs at delta={upwards(delta, '.6g')}:"]
+    lines = [f"What this search costs at delta={upwards(delta, '.3g')}:"]
     lines += [f"  {price}" for price in prices]
-    lines.append("Test data by which a run is chosen have to be public: no line protects them.")
+    lines.append("Choosing by public test data costs no more. Private test data are not protected.")
     if given.seed is not None:
         lines.append("The keys follow from --seed: this holds against those who do not know it.")
     written = {"delta": delta, "seed": given.seed, "prices": [price._asdict() for price in prices]}

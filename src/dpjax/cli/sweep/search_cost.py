@@ -16,7 +16,7 @@ from absl import app, flags
 
 from dpjax import accounting, training
 from dpjax._files import read_json
-from dpjax.accounting.rounding import upwards
+from dpjax.accounting.rounding import three_digits
 from dpjax.cli.sweep.search_space import Candidates, Range, every, words
 from dpjax.cli.train import build, inputs
 from dpjax.cli.train.command import load
@@ -36,7 +36,7 @@ class Price(NamedTuple):
 
     def __str__(self) -> str:
         epsilon = self.epsilon
-        known = "not known" if epsilon is None else f"epsilon {upwards(epsilon, '.3f')}"
+        known = "not known" if epsilon is None else f"epsilon {three_digits(epsilon)}"
         return f"{known:<16}{self.what}, by {self.method.upper()}: {self.holds}"
 
 

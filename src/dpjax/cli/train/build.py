@@ -19,7 +19,7 @@ from absl import app, flags
 
 import dpjax
 from dpjax import accounting, losses, models, processes, strategies, training
-from dpjax.accounting.rounding import upwards
+from dpjax.accounting.rounding import three_digits
 from dpjax.cli.flag_sets import names
 from dpjax.mechanism.card import spent_of
 from dpjax.models.activations import by_name as activation_by_name
@@ -196,7 +196,7 @@ def steps_that_fit(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> int:
         first = dataclasses.replace(mechanism, steps=1).epsilon(given.delta)
         raise app.UsageError(
             f"--max_epsilon={given.max_epsilon:g}: not one step fits, which costs epsilon "
-            f"{upwards(first)}. Raise --noise_multiplier."
+            f"{three_digits(first)}. Raise --noise_multiplier."
         )
     return steps
 

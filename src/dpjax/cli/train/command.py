@@ -18,8 +18,9 @@ from absl import app, flags
 
 import dpjax
 from dpjax import data, features, losses, processes, reports, training
+from dpjax._display import duration
 from dpjax._files import read_json
-from dpjax.accounting.rounding import upwards
+from dpjax.accounting.rounding import three_digits, upwards
 from dpjax.cli import compilation_cache
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.flag_sets import names
@@ -27,6 +28,7 @@ from dpjax.cli.flag_sets.train import settings
 from dpjax.cli.machine_flags import meet, mesh_in_force
 from dpjax.cli.train import build, inputs, run_files
 from dpjax.cli.train.classifier import Evaluation, first_parameters, held, rehearse
+from dpjax.reports.load_run import read
 
 # What the library and the user's model raise for flags that describe no run.
 _MISTAKES = (ArithmeticError, MemoryError, TypeError, ValueError)
@@ -151,7 +153,7 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
 
     first = first_parameters(planned.model, dataset, planned.earlier)
     key = None if given.seed is None else jax.random.key(given.seed)
-    state, history = dpjax.fit(
+    state, _ = dpjax.fit(
         algorithm,
         algorithm.init(first, key),
         evaluate=evaluate,
@@ -165,7 +167,7 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
     average = held(training.averaged(state.optimizer))
     if processes.first_process():
         evaluation.write(folder, average)
-        report(given, dataset, history)
+        report(given, dataset)
 
 
 def announce(given: flags.FlagValues, planned: Planned) -> None:
@@ -178,8 +180,8 @@ def announce(given: flags.FlagValues, planned: Planned) -> None:
     words = f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g}"
     if mechanism.before:
         words += ", together with the earlier runs,"
-    at = f"delta={upwards(given.delta, '.6g')} ({planned.method})"
-    print(f"{words} cost epsilon {upwards(planned.epsilon)} at {at}", flush=True)
+    at = f"{three_digits(planned.epsilon)} at delta={upwards(given.delta, '.3g')}"
+    print(f"{words} cost epsilon {at}, by {planned.method}", flush=True)
     if given.seed is not None:
         print(f"--seed={given.seed} is no secret: epsilon holds against those who do not know it.")
 
@@ -206,14 +208,15 @@ def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any]
     return describe
 
 
-def report(given: flags.FlagValues, dataset: data.Dataset, history: list[dict[str, Any]]) -> None:
+def report(given: flags.FlagValues, dataset: data.Dataset) -> None:
     """Writes and prints what a run that has ended leaves."""
     folder = pathlib.Path(given.out)
     print((folder / "statement.txt").read_text().partition("\n\nReferences\n")[0])
-    accuracy = history[-1]["accuracy"] if history else float("nan")
-    print(f"\nTest accuracy {accuracy:.1%} on {dataset.name} {dataset.note}".rstrip())
+    run, config = read(folder), read_json(folder / "config.json")
+    accuracy = f"Test accuracy {100 * run.accuracy:.1f} % on {dataset.name} {dataset.note}".rstrip()
+    print(f"\n{accuracy}. {run.beside_a_guess}")
+    speed = f", {run.speed} examples/s in steps alone" if run.speed else ""
+    print(f"Trained in {duration(config['seconds'])} on {config['hardware']['device']}{speed}")
     if given.report:
         print(f"To look at: {reports.report(folder)}")
-    config = read_json(folder / "config.json")
-    print(f"{config['seconds']} s on {config['hardware']['device']}")
     print(f"Files in {folder}. Recompute epsilon: dpjax verify {shlex.quote(str(folder))}")
