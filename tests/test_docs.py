@@ -59,10 +59,11 @@ WITH_OTHERS = [(p, b) for p in WITH_CODE for b in blocks_of(p) if other_of(b)]
 @pytest.mark.filterwarnings("default")  # the libraries' own warnings are not ours
 @pytest.mark.parametrize(("page", "block"), WITH_OTHERS, ids=[other_of(b) for _, b in WITH_OTHERS])
 def test_the_code_of_another_library_runs(page, block, tmp_path, monkeypatch):
-    if other_of(block) == "opacus" and workers.PEERS.exists():  # `make bench-peers` makes it
+    name = other_of(block) or ""
+    if name == "opacus" and workers.PEERS.exists():  # `make bench-peers` makes it
         subprocess.run([workers.PEERS, "-W", "ignore", "-c", block], check=True, cwd=tmp_path)
         return
-    library = pytest.importorskip(other_of(block), reason="optional; the block runs where it is")
+    library = pytest.importorskip(name, reason="optional; the block runs where it is")
     if library.__name__ == "tensorflow_datasets":
         records = [{"image": np.zeros((28, 28, 1), "uint8"), "label": i % 10} for i in range(200)]
         monkeypatch.setattr(library, "data_source", lambda name, split: records)
