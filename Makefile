@@ -108,7 +108,7 @@ $(PEERS)/ready: .ci/peers.txt | $(VENV)/ready-run
 	@rm -rf $(PEERS) && $(PY) -m venv $(PEERS) && echo '*' > $(PEERS)/.gitignore
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check install -q \
-	  -c .ci/peers.txt opacus jax-privacy -e .
+	  -c .ci/peers.txt opacus jax-privacy -e '.[data]'
 	@touch $@
 
 rebuild:

@@ -162,6 +162,8 @@ def row_of(setting: Setting) -> str:
     return "digits " + (", ".join(f"{k} {v}" for k, v in changed.items()) or "defaults")
 
 
+_CIFAR10 = "batch 4096, rate 0.8, momentum 0.9, 780 steps"
+_GROUPS = "cifar10 paper, 16 groups, batch 1024, momentum 0.9"
 # The tables of the guide whose rows are other experiments': name, file of results, row.
 PAPERS: dict[str, list[tuple[str, str, str]]] = {
     "features": [
@@ -218,6 +220,10 @@ PAPERS: dict[str, list[tuple[str, str, str]]] = {
         ("MNIST, tanh", "papernot2021", "mnist tanh, 14100 steps"),
         ("FashionMNIST, ReLU", "papernot2021", "fashion_mnist ReLU, 9400 steps"),
         ("FashionMNIST, tanh", "papernot2021", "fashion_mnist tanh, 9400 steps"),
+        ("CIFAR-10, ReLU", "papernot2021", f"cifar10 ReLU, {_CIFAR10}"),
+        ("CIFAR-10, tanh", "papernot2021", f"cifar10 tanh, {_CIFAR10}"),
+        ("CIFAR-10, 16 groups, ReLU", "liu2021", f"{_GROUPS}, relu, 1625 steps"),
+        ("CIFAR-10, 16 groups, tanh", "liu2021", f"{_GROUPS}, 1625 steps"),
     ],
 }
 

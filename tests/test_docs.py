@@ -10,6 +10,7 @@ import types
 
 import numpy as np
 import pytest
+from experiments.benchmarks import workers
 from experiments.common import markdown, tables
 
 import dpjax
@@ -21,7 +22,7 @@ WITH_CODE = sorted(p for p in PAGES.rglob("*.md") if "```python" in p.read_text(
 
 # Libraries of users that dpjax does not need, and so may be missing where the tests run. The last
 # one downloads its data sets.
-OTHERS = ("haiku", "torch", "grain", "datasets", "pandas", "tensorflow_datasets")
+OTHERS = ("haiku", "opacus", "torch", "grain", "datasets", "pandas", "wandb", "tensorflow_datasets")
 
 
 def blocks_of(page):
@@ -38,11 +39,11 @@ def run(page, blocks):
 
 
 # `make test` runs these pages; most of the time of the others is compilation.
-QUICK = {"concepts.md", "tf_privacy.md", "own_loop.md"}
-SLOW = [pytest.mark.slow]
+QUICK = dict.fromkeys(("concepts.md", "tf_privacy.md", "own_loop.md"), ())
+MARKS = QUICK | {"opacus.md": pytest.mark.thorough}
 CASES = [
-    pytest.param(page, id=str(page.relative_to(PAGES)), marks=SLOW * (page.name not in QUICK))
-    for page in WITH_CODE
+    pytest.param(p, id=str(p.relative_to(PAGES)), marks=MARKS.get(p.name, pytest.mark.slow))
+    for p in WITH_CODE
 ]
 
 
@@ -59,7 +60,11 @@ WITH_OTHERS = [(p, b) for p in WITH_CODE for b in blocks_of(p) if other_of(b)]
 @pytest.mark.filterwarnings("default")  # the libraries' own warnings are not ours
 @pytest.mark.parametrize(("page", "block"), WITH_OTHERS, ids=[other_of(b) for _, b in WITH_OTHERS])
 def test_the_code_of_another_library_runs(page, block, tmp_path, monkeypatch):
-    library = pytest.importorskip(other_of(block), reason="optional; the block runs where it is")
+    name = other_of(block) or ""
+    if name == "opacus" and workers.PEERS.exists():  # `make bench-peers` makes it
+        subprocess.run([workers.PEERS, "-W", "ignore", "-c", block], check=True, cwd=tmp_path)
+        return
+    library = pytest.importorskip(name, reason="optional; the block runs where it is")
     if library.__name__ == "tensorflow_datasets":
         records = [{"image": np.zeros((28, 28, 1), "uint8"), "label": i % 10} for i in range(200)]
         monkeypatch.setattr(library, "data_source", lambda name, split: records)

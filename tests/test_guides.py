@@ -35,6 +35,8 @@ ABOVE = [
     ("augmentation", "the image", "4 shifted views"),
     ("activations", "MNIST, tanh", "MNIST, ReLU"),
     ("activations", "FashionMNIST, tanh", "FashionMNIST, ReLU"),
+    ("activations", "CIFAR-10, ReLU", "CIFAR-10, tanh"),
+    ("activations", "CIFAR-10, 16 groups, tanh", "CIFAR-10, 16 groups, ReLU"),
     ("optimizers", "SGD", "heavy ball"),
     ("optimizers", "SGD", "Adam"),
     ("optimizers", "SGD", "RMSprop"),

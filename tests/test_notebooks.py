@@ -22,7 +22,8 @@ def test_notebooks_show_what_stands_below_their_cells(path):
 
 
 def test_there_are_notebooks_to_run():
-    assert [path.stem for path in notebooks.NOTEBOOKS] == ["epsilons", "links", "own_data"]
+    stems = [path.stem for path in notebooks.NOTEBOOKS]
+    assert stems == ["chain", "epsilons", "links", "own_data", "papers"]
 
 
 def test_the_statement_that_a_notebook_shows_has_the_epsilon_that_its_cell_asks_for():
@@ -46,8 +47,8 @@ def test_notebooks_are_complete(path):
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
     install = "".join(code[0]["source"])
     # Names on an index can belong to others: the source is a folder, a wheel or a repository.
-    assert re.search(r'find_spec\("dpjax"\) is None:\n.*"install", "-q", SOURCE', install)
-    assert 'SOURCE = "../.."' in install
+    assert re.search(r'SOURCE = .*"dpjax-\*.whl".*"../.."', install)
+    assert re.search(r'"dpjax", "sklearn".*\n.*"install", "-q", f"{SOURCE}\[data,plots\]"', install)
     outputs = [output for cell in code for output in cell["outputs"]]
     assert any(notebooks.PNG in output.get("data", {}) for output in outputs)
     assert " at 0x" not in json.dumps(outputs)
