@@ -137,7 +137,6 @@ def of_clients(local: bool, **options: Any) -> Build:
 
 
 def schedule(step: Any) -> Any:
-    """More noise at first."""
     return MULTIPLIER * (1.5 - 0.5 * jnp.asarray(step) / STEPS)
 
 

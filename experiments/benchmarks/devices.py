@@ -163,7 +163,6 @@ def refusing(made: Contestant) -> Contestant:
 def measure(
     name: str, chosen: list[str], batch_size: int, rounds: int, seconds: float, python: str
 ) -> dict[str, Any]:
-    """The steps of one model, in turns."""
     loss, params, given = problem(name, batch_size)
     makes: dict[str, Callable[[], Contestant]] = {}
     for step in chosen:

@@ -34,12 +34,10 @@ LABELS = {"bias": "frozen", "kernel": "trained"}
 
 
 def two() -> dict[str, optax.GradientTransformation]:
-    """One optimizer a label."""
     return {"frozen": optax.set_to_zero(), "trained": inner()}
 
 
 def inner() -> optax.GradientTransformation:
-    """What wrappers wrap."""
     return optax.sgd(RATE)
 
 

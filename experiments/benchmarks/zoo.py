@@ -33,7 +33,6 @@ SMOKE = ["weight decay", "graph network"]
 
 
 def private(case: Case, bound: float, engine: str = "auto") -> Run:
-    """The clipped sum and the norms."""
 
     def run(params: Any, batch: Any) -> Any:
         found = dpjax.clipped_grad(case.loss, clipping.flat(bound), engine=engine)(params, batch)
@@ -43,7 +42,6 @@ def private(case: Case, bound: float, engine: str = "auto") -> Run:
 
 
 def plain(case: Case) -> Run:
-    """JAX's gradient of the mean loss."""
 
     def mean(params: Any, batch: Any) -> jax.Array:
         return jnp.mean(jax.vmap(case.loss, (None, 0))(params, batch))

@@ -167,7 +167,6 @@ def size_of(row: Method) -> Size:
 
 
 def mechanism_of(row: Method, size: Size, params: Any) -> dpjax.Mechanism:
-    """What runs and is accounted."""
     return dpjax.Mechanism(
         sampling=sampling.poisson(size.units, size.batch),
         clipping=row.rule(params),

@@ -93,7 +93,6 @@ class Claim(NamedTuple):
         return -1 if self.published == "below" or self.measure in _SCALE else 1
 
     def error(self, number: float) -> float:
-        """The error that a number means."""
         return number if self.measure in _SCALE else 100 - number
 
     def spent(self, row: str | None) -> str:
@@ -170,7 +169,6 @@ def _verdict(claim: Claim, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -
 
 
 def _measured(claim: Claim, numbers: list[float]) -> str:
-    """The verdict on a printed number."""
     published = float(claim.published)
     best = max if claim.sign > 0 else min
     ours = best(numbers[: claim.best]) if claim.best else statistics.mean(numbers)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 
 
 def line(*cells: str) -> str:
-    """One line of a table."""
     return f"| {' | '.join(cells)} |"
 
 

@@ -118,7 +118,6 @@ def here(result: Judged) -> str:
 
 
 def spread(numbers: list[float], digits: int) -> str:
-    """Mean, range and number of seeds."""
     mean, low, high = (
         f"{number:.{digits}f}" for number in (statistics.mean(numbers), min(numbers), max(numbers))
     )
@@ -338,7 +337,6 @@ def readme_rows() -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Writes both files."""
     runs.only_flags(argv)
     (RESULTS / "README.md").write_text(page())
     markdown.rewrite(str(ROOT / "README.md"), {"results": readme_rows()})

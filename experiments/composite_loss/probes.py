@@ -26,7 +26,6 @@ accuracy = logged("epsilon", "accuracy", ("epsilon (rdp)", "test accuracy, %"), 
 
 
 def asks_epoch(loss: losses.ExampleLoss) -> bool:
-    """Whether a loss takes the epoch."""
     return "epoch" in inspect.signature(loss).parameters
 
 

@@ -62,7 +62,6 @@ class EfficientNetLite0(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch height width channels"]) -> Array:
-        """Takes standardised images."""
         x = nn.relu6(_conv(x, 32, 3, 2, "stem"))
         index = 0
         for blocks, kernel, stride, expansion, channels in self.stages:

@@ -82,7 +82,6 @@ def prepared(row: Row, key: Any) -> data.Dataset:
 
 
 def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]:
-    """One training run of a row."""
     dataset = prepared(row, jax.random.key(seed))
     model = models.by_name(row.model, dataset.classes, torch_init=True)
     optimizer = optax.sgd(row.rate, momentum=0.9)

@@ -28,7 +28,6 @@ from experiments.tempered_sigmoids.settings import SETTINGS, Row
 
 
 def mechanism_of(row: Row) -> dpjax.Mechanism:
-    """What runs and is accounted."""
     setting = SETTINGS[row.dataset]
     return dpjax.Mechanism(
         sampling=sampling.poisson(setting.examples, setting.batch),
