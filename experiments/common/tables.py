@@ -51,8 +51,8 @@ WORKLOADS = {
     "W5": "Transformer, 64 tokens, batch 64",
 }
 WORDS = """\
-*Reproduced*: found here too. *Refuted*: shown to be false. *Not reached*: worse here, perhaps by
-our settings. *Within noise*: too close for these runs. *Open*: too few runs. *Not run*: data,
+*Reproduced*: found here too. *Refuted*: shown to be false. *Not reached*: worse here, perhaps by \
+our settings. *Within noise*: too close for these runs. *Open*: too few runs. *Not run*: data, \
 weights or time are missing."""
 HEADLINES = (  # claims of the README, one of each paper
     ("tramer2021", "CIFAR-10: linear on wavelets above a CNN on pixels"),
