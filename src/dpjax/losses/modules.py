@@ -84,9 +84,9 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
         # An argument `epoch` with a default serves runs without `per_step` too.
         more: dict[str, Any] = {"epoch": epoch[0]} if epoch else {}
         # No other collection is mutable: batch statistics raise and are refused below.
-        mutable = ["preactivations"] if "hidden" in named else False
+        mutable = {"mutable": ["preactivations"]} if "hidden" in named else {}
         try:
-            output = model.apply({"params": params}, x, mutable=mutable, **options)
+            output = model.apply({"params": params}, x, **mutable, **options)
         except (flax.errors.ScopeCollectionNotFound, flax.errors.ModifyScopeVariableError) as error:
             raise ValueError(f"losses.of: {type(model).__name__} keeps state. {_STATE}") from error
         except flax.errors.InvalidRngError as error:
