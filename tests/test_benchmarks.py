@@ -86,7 +86,7 @@ def test_optimizers_run_or_say_why_not(tmp_path):
     assert ran == {"adam", "training.dp_adam"}
     assert found["contrib.sam"]["dpsgd"] == "runs"
     refused = found["lbfgs"]
-    assert refused["dpsgd"].startswith("TypeError: dpsgd: the optimizer does not run on gradients")
+    assert refused["dpsgd"].startswith("TypeError: scale_by_zoom_linesearch"), "Optax's own error"
     assert refused["chain"].startswith("LawBroken: the chain refuses to run")
 
 
