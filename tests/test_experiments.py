@@ -407,7 +407,7 @@ def test_a_run_is_audited_beside_its_claims(demo, tmp_path):
     assert losses["bound"] <= 3.0
     assert "do not publish" in facts["publish"]
     assert "do not publish" in outcome.stdout
-    assert "No audit refutes its claim" in outcome.stdout
+    assert "No audit contradicts its claim" in outcome.stdout
     assert "only if train and test rows are of one distribution" in losses["measured"]
     for name in ("audit.json", "audit.png"):
         assert (tmp_path / name).stat().st_mode & 0o077 == 0, "private numbers"
