@@ -95,9 +95,10 @@ def _print_plainly() -> None:
     handler, printed = logging.get_absl_handler(), set[str]()
 
     def is_new(record: Any) -> bool:
-        record.title, before = record.levelname.capitalize(), len(printed)
-        printed.add(record.getMessage())
-        return len(printed) > before
+        record.title, message = record.levelname.capitalize(), record.getMessage()
+        again = message in printed
+        printed.add(message)
+        return not again
 
     handler.addFilter(_not_of_orbax)
     handler.addFilter(is_new)

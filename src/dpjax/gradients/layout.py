@@ -143,7 +143,8 @@ def _warn_of_idle_cores() -> None:
     number, chosen = meshes.host_devices(), getattr(jax.config, "jax_num_cpu_devices", -1)
     if chosen < 0 and number > jax.local_device_count():
         logging.warning(
-            "dpjax: JAX has one device for %d cores. JAX_NUM_CPU_DEVICES=%d uses them; 1 silences.",
+            "dpjax: JAX has one device for %d cores. Set JAX_NUM_CPU_DEVICES=%d to use them, or "
+            "1 to silence this.",
             os.cpu_count(),
             number,
         )

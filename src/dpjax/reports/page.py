@@ -78,13 +78,14 @@ def statement_html(text: str) -> str:
     if open_ends.strip():
         ends = (f"<li>{escape(line.strip(' -'))}</li>" for line in open_ends.strip().splitlines())
         parts.append(f"<p>Not covered</p>\n<ul>{''.join(ends)}</ul>")
+    # Delta as the head of the page writes it; BibTeX stays as it is.
+    told = re.sub(r"\b[\d.]+e-\d+\b", lambda number: _as_power(number[0]), "\n".join(parts))
     if references.strip():
-        parts.append(
-            "<details><summary>References, as BibTeX</summary>"
+        told += (
+            "\n<details><summary>References, as BibTeX</summary>"
             f"<pre>{escape(references.strip())}</pre></details>"
         )
-    # As the head of the page writes delta.
-    return re.sub(r"\b[\d.]+e-\d+\b", lambda found: _as_power(found[0]), "\n".join(parts))
+    return told
 
 
 def _labelled(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
