@@ -59,6 +59,7 @@ def on_files(files, config):
         add(f"notebooks/{path.stem}.md", page)
         for name, picture in pictures.items():
             add(f"notebooks/{name}", picture)
+    add("assets/speed.png", gallery.speed_picture())
     page, pictures = gallery.gallery()
     add("gallery.md", page)
     for name, picture in pictures.items():
