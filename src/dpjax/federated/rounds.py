@@ -28,10 +28,10 @@ class Row(NamedTuple):
 
 
 def client_loss(local: Local) -> LossFn:
-    """``loss(clients, params, (client, share, size, key))``, with minus the update as gradient."""
+    """``loss(params, (client, share, size, key), clients)``, with minus the update as gradient."""
 
     def loss(
-        clients: Clients, params: PyTree, example: tuple[Array, Array, Array, Key]
+        params: PyTree, example: tuple[Array, Array, Array, Key], clients: Clients
     ) -> Float[Array, ""]:
         client, _, _, key = example
         # Local training is not differentiated: the update is a constant, and its product with (p -

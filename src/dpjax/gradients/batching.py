@@ -167,7 +167,7 @@ Engine = Callable[[Traced, Clipping, PyTree, Rows, PyTree], ClippedSum]
 """``(loss, rule, params, rows, start) -> clipped sum``, added to what was there at the start."""
 
 BoundEngine = Callable[[PyTree, Rows, PyTree], ClippedSum]
-"""An engine for one loss and one rule."""
+"""An engine for one loss and one rule; with the parameters go the weights that are frozen."""
 
 
 def laid_out(engine: BoundEngine, layout: Layout) -> BoundEngine:
@@ -203,14 +203,16 @@ def laid_out(engine: BoundEngine, layout: Layout) -> BoundEngine:
     def spread(params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
         """Each device loops over its own share, and they meet once."""
 
-        def share(which: Any, params: PyTree, some: Rows) -> ClippedSum:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), start)
+
+        def share(which: Any, params: PyTree, some: Rows, zeros: PyTree) -> ClippedSum:
             # From zeros and not from `start`, which would be added once a device.
-            return in_turn(params, some, trees.zeros_wide(params))
+            return in_turn(params, some, zeros)
 
         count = rows.mask.shape[0]
         # Masked rows make the shares equal; shard_map needs an even split.
         even = _padded(rows, -(-count // layout.shares) * layout.shares)
-        shares = on_each(share, layout, split={1})(params, even)
+        shares = on_each(share, layout, split={1})(params, even, zeros)
         value = jax.tree.map(lambda s, x: s + jnp.sum(x, axis=0), start, shares.value)
         shares = shares._replace(value=None)
         shares = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], shares)

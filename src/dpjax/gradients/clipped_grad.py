@@ -42,7 +42,7 @@ def clipped_grad(
 
     Args:
       loss: ``loss(params, example) -> scalar``, a pure function of *one* example: the leaves
-        of ``batch`` without their leading axis.
+        of ``batch`` without their leading axis. With ``frozen``: ``loss(params, example, frozen)``.
       rule: A `dpjax.clipping` rule.
       engine: It, ``microbatch_size`` and ``devices`` change only the speed. ``"ghost"``, also
         ``"auto"``: book-keeping, without per-example gradients. ``"scan"``: per-example gradients,
@@ -56,13 +56,16 @@ def clipped_grad(
         stay there, unless ``devices`` is given; in your own `jax.jit` this is not seen: give 1.
 
     Returns:
-      A function ``(params, batch, mask=None, weights=None, key=None, start=None) -> ClippedSum``.
+      A function of ``(params, batch, mask=None, weights=None, key=None, start=None, frozen=None)``
+      that returns a `ClippedSum`.
 
       * ``weights`` ``[batch]`` or ``[batch, groups]`` multiply the factors.
       * ``key`` is only for `dpjax.clipping.jl`, which draws its directions from it: a fresh key for
         each step, one key for all parts of a batch.
       * ``start`` is the `ClippedSum` of other examples of the same step, by an equal rule, to which
         this one is added. A loop begins with `dpjax.clipping.empty_sum`.
+      * ``frozen`` are public weights that are not trained, in any dtype. Inside ``jax.jit`` they are
+        arguments: a loss that closes over them makes them constants of the program.
 
     Sensitivity:
       ``rule.sensitivity``, if the loss of an example sees no other example, and if each weight
@@ -96,6 +99,7 @@ def clipped_grad(
         weights: Any = None,
         key: Key = None,
         start: PyTree = None,
+        frozen: PyTree = None,
     ) -> ClippedSum:
         # Python's numbers too; what is no array is refused by name.
         params = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, Number) else x, params)
@@ -114,7 +118,7 @@ def clipped_grad(
         refuse_explicit("clipped_grad", "data", batch)
         refuse_explicit("clipped_grad", "parameters", params)
         traced = Traced(loss, has_aux)
-        check_loss(traced, params, trees.one_row(batch), "clipped_grad")
+        check_loss(traced.beside(frozen), params, trees.one_row(batch), "clipped_grad")
         # Without examples every engine returns zeros.
         name = "vmap" if size == 0 else engine
         together = microbatch_size or (size if name == "vmap" else None)
@@ -125,9 +129,11 @@ def clipped_grad(
         start = trees.zeros_wide(params) if start is None else start
 
         def run(key: Key) -> BoundEngine:
-            return functools.partial(_engine(name, rule, key), traced, rule)
+            chosen = _engine(name, rule, key)
+            return lambda held, *rest: chosen(traced.beside(held[1]), rule, held[0], *rest)
 
-        total = run_laid_out("clipped_grad", request, run, traced, params, rows, start, key)
+        arguments = (traced, params, rows, start, key, frozen)
+        total = run_laid_out("clipped_grad", request, run, *arguments)
         return total._replace(rule=rule.limits(params))
 
     return clipped

@@ -100,24 +100,26 @@ def run_laid_out(
     rows: Rows,
     start: PyTree,
     key: Key = None,
+    frozen: PyTree = None,
 ) -> ClippedSum:
-    """Runs an engine on a batch, in the layout of its arrays' devices."""
+    """Runs ``engine(key)((params, frozen), rows, start)`` in the layout of its arrays' devices."""
     devices, example = request.devices, trees.one_row(rows.batch)
-    parts = {"params": params, "batch": rows, "key": key, "start": start}
+    parts = {"params": params, "batch": rows, "key": key, "start": start, "frozen": frozen}
     mesh = meshes.automatic(devices) if isinstance(devices, Mesh) else meshes.of_host(devices or 1)
     if mesh is not None:
         parts = {part: meshes.gathered(tree, mesh) for part, tree in parts.items()}
     committed = meshes.committed(call, **parts)
 
-    def run(params: PyTree, rows: Rows, key: Key, start: PyTree) -> ClippedSum:
+    def run(params: PyTree, rows: Rows, key: Key, start: PyTree, frozen: PyTree) -> ClippedSum:
         # Chosen here, because the layout is that of the platform for which this is traced.
-        chosen = _layout(request, loss, params, example)
+        beside = loss.beside(frozen)
+        chosen = _layout(request, beside, params, example)
         if chosen.mesh and committed and committed != tuple(chosen.mesh.devices.flat):
             # JAX would refuse the arrays on other devices than theirs. A single share runs on any.
             ours = committed == tuple(jax.local_devices()[: len(committed)])
-            beside = request._replace(devices=len(committed) if ours else 1)
-            chosen = _layout(beside, loss, params, example)
-        return laid_out(engine(key), chosen)(params, rows, start)
+            there = request._replace(devices=len(committed) if ours else 1)
+            chosen = _layout(there, beside, params, example)
+        return laid_out(engine(key), chosen)((params, frozen), rows, start)
 
     with platforms.traced_for(platforms.of(devices)):
         return platforms.dependent(run, *parts.values())

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import logging
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from dpjax import trees
 from dpjax.gradients.jaxprs import equations, own_vjp, parts
@@ -92,18 +92,13 @@ def has_own_derivatives(program: Jaxpr) -> bool:
     return any(e.primitive.name.startswith("custom_") or own_vjp(e) for e in equations(program))
 
 
-def closed_over(program: ClosedJaxpr, examples: int) -> tuple[int, ...] | None:
-    """The shape of a constant that has a row for each example of the data, if there is one."""
-    shapes = (getattr(constant, "shape", ()) for constant in _constants(program))
-    # A single row would match every scalar that was given an axis.
-    return next((shape for shape in shapes if examples > 1 and shape[:1] == (examples,)), None)
-
-
-def _constants(value: Any) -> Iterator[Any]:
-    if isinstance(value, ClosedJaxpr):
-        yield from value.consts
-        value = value.jaxpr
-    if isinstance(value, Jaxpr):
-        for equation in value.eqns:
+def constants(program: Any) -> Iterator[Any]:
+    """The arrays that a program holds, also those that JAX writes into its equations."""
+    if isinstance(program, ClosedJaxpr):
+        yield from program.consts
+        program = program.jaxpr
+    if isinstance(program, Jaxpr):
+        for equation in program.eqns:
+            yield from (v.val for v in equation.invars if isinstance(v, Literal) and v.aval.shape)
             for inner in parts(equation):
-                yield from _constants(inner)
+                yield from constants(inner)

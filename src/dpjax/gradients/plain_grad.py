@@ -34,7 +34,7 @@ def plain_grad(
     The arguments are as for `dpjax.clipped_grad`.
 
     Returns:
-      A function ``(params, batch) -> gradients``, in float32 or wider.
+      A function ``(params, batch, frozen=None) -> gradients``, in float32 or wider.
 
     Privacy:
       None.
@@ -45,7 +45,7 @@ def plain_grad(
       Array([-2., -3.], dtype=float32)
     """
 
-    def gradient(params: PyTree, batch: PyTree) -> PyTree:
+    def gradient(params: PyTree, batch: PyTree, frozen: PyTree = None) -> PyTree:
         size = trees.leading_size(batch)
         refuse_tracking("gradients.plain_grad")
         refuse_explicit("gradients.plain_grad", "data", batch)
@@ -55,14 +55,24 @@ def plain_grad(
         traced, start = Traced(loss, has_aux), trees.zeros_wide(params)
         engine, request = partial(_unclipped, traced), Request(size, devices=devices)
         total = run_laid_out(
-            "gradients.plain_grad", request, lambda _: engine, traced, params, rows, start
+            "gradients.plain_grad",
+            request,
+            lambda _: engine,
+            traced,
+            params,
+            rows,
+            start,
+            frozen=frozen,
         )
         return jax.tree.map(lambda x: x / size, total.value)
 
     return gradient
 
 
-def _unclipped(loss: Traced, params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
+def _unclipped(
+    loss: Traced, held: tuple[PyTree, PyTree], rows: Rows, start: PyTree
+) -> ClippedSum:
+    params, loss = held[0], loss.beside(held[1])
     if differentiates_kernels(loss, params, trees.one_row(rows.batch), by_patches):
         refuse_split("gradients.plain_grad", rows.batch)
     leaves, ones = wide_leaves(params), jnp.where(rows.mask, rows.weights[:, 0], 0)

@@ -24,11 +24,20 @@ _PRECISION = "jax_default_matmul_precision"
 class Traced:
     """``(params, example) -> (scalar, aux)``: a loss that remembers its trace."""
 
-    def __init__(self, loss: LossFn, has_aux: bool = False) -> None:
-        self.loss = loss if has_aux else lambda params, example: (loss(params, example), None)
+    def __init__(self, loss: LossFn, has_aux: bool = False, frozen: PyTree = None) -> None:
+        def whole(params: PyTree, example: PyTree) -> Any:
+            out = loss(params, example) if frozen is None else loss(params, example, frozen)
+            return out if has_aux else (out, None)
+
+        self.loss = whole
+        self._given = loss, has_aux
         self.jaxprs: dict[Any, tuple[Any, Any]] = {}
         self.gradients: dict[Any, Jaxpr] = {}
         self.programs: dict[Any, Program] = {}
+
+    def beside(self, frozen: PyTree) -> Traced:
+        """The loss beside these arrays, in the trace in which they are valid."""
+        return self if frozen is None else Traced(*self._given, frozen)
 
     def __call__(self, params: PyTree, example: PyTree) -> Any:
         """The loss, evaluated from its jaxpr: its Python code runs once for the same shapes."""

@@ -40,8 +40,8 @@ def assemble(
 ) -> Algorithm:
     """The algorithm of a recipe; ``identity`` tells the run from others, beside mechanism and data.
 
-    ``shared`` are arrays that ``recipe.loss`` takes before the parameters: a closure would copy
-    them into the program as constants.
+    ``shared`` are arrays that ``recipe.loss`` takes after the example: a closure would copy them
+    into the program as constants.
     """
     name, mechanism = recipe.name, recipe.mechanism
     if budget is not None:
@@ -72,7 +72,9 @@ class _Assembly:
         self.with_shared = bound_to(recipe, shared)
         self.home = home_of(self.with_shared, self.row)
         self.steps = (
-            Streamed(recipe, data) if self.stream else InMemory(recipe, data, self.home, shared)
+            Streamed(recipe, data, shared)
+            if self.stream
+            else InMemory(recipe, data, self.home, shared)
         )
         self.warned = False
 
@@ -90,8 +92,7 @@ class _Assembly:
             loss = Traced(self.with_shared.loss)
             program = check_loss(loss, params, example_of(self.recipe, self.row), name)
             warn_of_batch_norm(name, params)
-            if self.shared is None:  # a client's loss closes over all clients
-                warn_of_constants(name, program, self.mechanism.sampling.examples)
+            warn_of_constants(name, program, self.row, self.mechanism.sampling.examples)
             home = self.home(params)
             if home is None:
                 meshes.committed(name, parameters=params, data=self.data)
@@ -139,18 +140,20 @@ class _Assembly:
     @functools.cached_property
     def content(self) -> str:
         """A hash of the rows in their order; made once, as it reads all of them."""
-        everything = self.data if self.shared is None else (self.data, self.shared)
+        alone = self.shared is None or self.recipe.frozen
+        everything = self.data if alone else (self.data, self.shared)
         return self.data.fingerprint if self.stream else trees.fingerprint(everything)
 
     def identity(self, state: State) -> dict[str, Any]:
         """What the run is, in JSON types; see `Algorithm`."""
-        rows = zip(trees.leaf_names(self.row), jax.tree.leaves(self.row), strict=True)
         identity = {
             **self.facts,
             **self.mechanism.identity,
             "examples": self.mechanism.sampling.examples,
-            "row": {name or "array": f"{x.dtype}{list(x.shape)}" for name, x in rows},
+            "row": _kinds(self.row),
         }
+        if self.recipe.frozen:  # by shapes: a checkpoint does not hold them
+            identity["frozen"] = _kinds(self.shared)
         # Permuted rows would put an example into two batches of an epoch.
         independent = self.mechanism.sampling.independent
         return identity if independent else {**identity, "rows": self.content}
@@ -160,6 +163,12 @@ class _Assembly:
         if self.mechanism.adaptive is None:
             return {}
         return {"bound": float(state.bound_scale) * np.array(self.mechanism.clipping.bounds)}
+
+
+def _kinds(tree: PyTree) -> dict[str, str]:
+    """The dtype and shape of each leaf, by its name."""
+    leaves = zip(trees.leaf_names(tree), jax.tree.leaves(tree), strict=True)
+    return {name or "array": f"{x.dtype}{list(x.shape)}" for name, x in leaves}
 
 
 def checked_params(name: str, params: PyTree, key: Key | None) -> PyTree:

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.extend.core import ClosedJaxpr
@@ -15,13 +16,14 @@ from dpjax import checks, trees
 from dpjax.data import Dataset, Stream
 from dpjax.data.arrays import arrays
 from dpjax.gradients.engines import named
-from dpjax.gradients.loss_checks import closed_over
+from dpjax.gradients.loss_checks import constants
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.multipliers import Planned
 from dpjax.training.recipe import Recipe
 from dpjax.types import PyTree, Schedule
 
 # Flax names a layer BatchNorm_0; others write batch_norm or bn.
+LARGE = 64 * 2**20  # bytes of constants, from which compiling takes seconds longer
 _BATCH_NORM = re.compile(r"batch_?norm|(^|/)bn_?\d*(/|$)", re.IGNORECASE)
 
 
@@ -110,17 +112,25 @@ def checked_data(recipe: Recipe, data: PyTree) -> PyTree:
     return data
 
 
-def warn_of_constants(name: str, loss: ClosedJaxpr, examples: int) -> None:
-    """Warns about a constant of the loss that has a row for each example of the data."""
-    # A warning, since frozen weights may have this length by chance.
-    if shape := closed_over(loss, examples):
+def warn_of_constants(name: str, loss: ClosedJaxpr, row: PyTree, examples: int) -> None:
+    """Warns of a loss that closes over the data, or over large weights."""
+    held = list(constants(loss))
+    data = {((examples, *leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(row)}
+    shapes = [x.shape for x in held if (np.shape(x), jnp.result_type(x)) in data]
+    # A single row would match every scalar that was given an axis.
+    if shapes and examples > 1:
         logging.warning(
-            "%s: the loss closes over an array of shape %s, one row for each of the %d examples. "
-            "If these are the data, each loss sees all examples, and clipping bounds nothing: "
-            "give them as data. If they are fixed weights, all is well.",
+            "%s: the loss closes over an array of shape %s, as the data have it. If these are the "
+            "data, each loss sees all examples, and clipping bounds nothing: give them as data.",
             name,
-            shape,
-            examples,
+            shapes[0],
+        )
+    if (size := sum(np.size(x) * jnp.result_type(x).itemsize for x in held)) > LARGE:
+        logging.warning(
+            "%s: the loss closes over %d MiB, which become constants of the compiled program. Give "
+            "weights that are not trained as frozen=: loss(params, example, frozen).",
+            name,
+            size // 2**20,
         )
 
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from dpjax import checks, ledger, meshes, trees
+from dpjax.data.arrays import arrays
 from dpjax.mechanism import Mechanism
 from dpjax.training.assembly import assemble
 from dpjax.training.checks import check_kinds, checked_data, positive_plan
@@ -30,6 +31,7 @@ def dpsgd(
     microbatch_size: int | None = None,
     budget: ledger.Budget | None = None,
     mesh: Mesh | None = None,
+    frozen: PyTree = None,
 ) -> Algorithm:
     """Differentially private stochastic gradient descent.
 
@@ -55,6 +57,9 @@ def dpsgd(
       mesh: The devices of the run, of this process or of several. Its axis ``model`` splits
         parameters and optimizer, all other axes the batch; see `dpjax.meshes`. By default the
         mesh of `jax.set_mesh`, else all devices of all processes, where there are several.
+      frozen: Public weights that are not trained, of any dtype; the loss is then
+        ``loss(params, example, frozen)``. They are no constants of the program, and in no
+        checkpoint. On a mesh they keep their `PartitionSpec`, or ``model`` splits them.
 
     Returns:
       An `Algorithm`: ``init(params, key=None) -> state``, ``step(state) -> (state, info)``.
@@ -117,8 +122,9 @@ def dpsgd(
         weights=weights,
         microbatch_size=microbatch_size,
         mesh=meshes.of(mesh),
+        frozen=frozen is not None,
     )
-    return on_examples(recipe, data, budget, bound_schedule)
+    return on_examples(recipe, data, budget, bound_schedule, frozen)
 
 
 def entry_of(per_step: Callable[[Int[Array, ""]], PyTree] | None) -> Entry | None:
@@ -131,6 +137,7 @@ def on_examples(
     data: PyTree,
     budget: ledger.Budget | None,
     bound_schedule: Schedule | None = None,
+    frozen: PyTree = None,
 ) -> Algorithm:
     """The algorithm of a recipe whose rows are examples, checked."""
     check_kinds(recipe)
@@ -147,4 +154,5 @@ def on_examples(
         "bound schedule": scales and trees.fingerprint(scales.values),
     }
     data = checked_data(recipe, data)
-    return assemble(recipe._replace(bound_scales=scales), data, identity, budget=budget)
+    recipe, frozen = recipe._replace(bound_scales=scales), arrays(frozen, f"{name}: frozen")
+    return assemble(recipe, data, identity, shared=frozen, budget=budget)

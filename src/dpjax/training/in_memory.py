@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from dpjax import meshes
 from dpjax.training.info import Seen, nothing_seen
-from dpjax.training.recipe import Home, Recipe
+from dpjax.training.recipe import Home, Recipe, held_on
 from dpjax.training.step import private_step
 from dpjax.types import PyTree, State
 
@@ -30,10 +31,16 @@ class InMemory:
     def __init__(self, recipe: Recipe, data: PyTree, home: Home, shared: PyTree) -> None:
         self._home = home
         # Whole on every device: a draw takes rows from everywhere.
-        held = meshes.whole((data, shared), recipe.mesh)
+        data = meshes.whole(data, recipe.mesh)
+        shared = held_on(recipe, shared, recipe.mesh)
+
         # The layout's mesh is known with the parameters. Left where they are, arrays that are
         # committed to one device would be refused by JAX, and others copied in every dispatch.
-        self._held_on = functools.lru_cache(maxsize=1)(functools.partial(meshes.whole, held))
+        @functools.lru_cache(maxsize=1)
+        def held(mesh: Mesh | None) -> tuple[PyTree, PyTree]:
+            return meshes.whole(data, mesh), held_on(recipe, shared, mesh)
+
+        self._held_on = held
         self._compiled = functools.lru_cache(maxsize=4)(functools.partial(_compiled, recipe))
 
     def run(self, state: State, count: int) -> tuple[State, Seen]:

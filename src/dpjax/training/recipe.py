@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from dpjax import trees
+from dpjax import meshes, trees
 from dpjax.gradients import layout
 from dpjax.gradients.batching import Layout
 from dpjax.gradients.loss_checks import require_one_example
@@ -49,6 +49,8 @@ class Recipe(NamedTuple):
     """How many examples each row holds, where a row is a client. Rows of 0 are masked."""
     mesh: Mesh | None = None
     """The user's choice of devices, if any; `home_of` has the devices of the run."""
+    frozen: bool = False
+    """Whether the shared arrays are public weights, and no data."""
 
     @property
     def rescales(self) -> bool:
@@ -66,7 +68,14 @@ def bound_to(recipe: Recipe, shared: PyTree) -> Recipe:
     """The recipe with the shared arrays in its loss."""
     if shared is None:
         return recipe
-    return recipe._replace(loss=functools.partial(recipe.loss, shared))
+    return recipe._replace(loss=lambda params, example: recipe.loss(params, example, shared))
+
+
+def held_on(recipe: Recipe, shared: PyTree, mesh: Mesh | None) -> PyTree:
+    """The shared arrays on the devices of a run: weights may be split, data are whole on each."""
+    if recipe.frozen and mesh is not None:
+        return meshes.placed(shared, mesh)
+    return meshes.whole(shared, mesh)
 
 
 def extra_arguments(optimizer: optax.GradientTransformation, bound_scale: Any) -> dict[str, Any]:

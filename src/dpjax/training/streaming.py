@@ -20,7 +20,7 @@ from dpjax.data import Stream
 from dpjax.gradients.batching import Layout, microbatches_in_block, on_each
 from dpjax.sampling import on_host
 from dpjax.training.info import Seen, Sums, no_sums
-from dpjax.training.recipe import Recipe, layout_of
+from dpjax.training.recipe import Recipe, bound_to, held_on, layout_of
 from dpjax.training.step import add_clipped, end_block, release, without_optimizer
 from dpjax.types import PyTree, State
 
@@ -28,14 +28,16 @@ from dpjax.types import PyTree, State
 class Streamed:
     """Steps on data that are read by index, with the methods of `InMemory`."""
 
-    def __init__(self, recipe: Recipe, stream: Stream) -> None:
-        self._recipe, self._stream = recipe, stream
+    def __init__(self, recipe: Recipe, stream: Stream, shared: PyTree) -> None:
+        self._recipe, self._stream = bound_to(recipe, shared), stream
         self._programs_on = functools.lru_cache(maxsize=4)(functools.partial(_programs, recipe))
+        held = functools.partial(held_on, recipe, shared)
+        self._held_on = functools.lru_cache(maxsize=1)(held)
 
     def run(self, state: State, count: int) -> tuple[State, Seen]:
         """Takes steps; see `InMemory.run`."""
         layout = layout_of(self._recipe, state.params, self._stream.row)
-        its = self._programs_on(layout)
+        its, shared = self._programs_on(layout), self._held_on(layout.mesh)
         size, first, seen = layout.microbatch_size * layout.shares, int(state.step), []
         block = microbatches_in_block(layout.microbatch_size)
         draws = []
@@ -48,7 +50,7 @@ class Streamed:
         for microbatches in draws:
             sums = its.begin(state)
             for number, piece in enumerate(microbatches, 1):
-                sums = its.add(state, *place(next(batches), len(piece)), sums)
+                sums = its.add((state, shared), *place(next(batches), len(piece)), sums)
                 if sums.gradients.high is not None and not number % block:
                     sums = its.settle(sums)
             state, last = its.finish(state, sums)
@@ -61,11 +63,14 @@ def _programs(recipe: Recipe, layout: Layout) -> types.SimpleNamespace:
         empty = on_each(lambda _, params: no_sums(recipe.mechanism, params, layout), layout)
         return empty(state.params)
 
-    def add(state: State, rows: PyTree, mask: Any, sums: Sums) -> Sums:
-        def share(which: Any, state: State, rows: PyTree, mask: Any, sums: Sums) -> Sums:
-            return add_clipped(recipe, state, rows, mask, jax.tree.map(lambda x: x[0], sums))
+    def add(held: tuple[State, PyTree], rows: PyTree, mask: Any, sums: Sums) -> Sums:
+        def share(which: Any, held: Any, rows: PyTree, mask: Any, sums: Sums) -> Sums:
+            state, shared = held
+            its = bound_to(recipe, shared)
+            return add_clipped(its, state, rows, mask, jax.tree.map(lambda x: x[0], sums))
 
-        return on_each(share, layout, split={1, 2, 3})(without_optimizer(state), rows, mask, sums)
+        held = without_optimizer(held[0]), held[1]
+        return on_each(share, layout, split={1, 2, 3})(held, rows, mask, sums)
 
     # Only the last program of a step may reuse the state's buffers: microbatches share them.
     return types.SimpleNamespace(
