@@ -128,7 +128,7 @@ def test_the_speed_page_has_the_committed_figures():
     from experiments.common import markdown, tables
 
     page = (EXPERIMENTS.parent / "docs" / "pages" / "speed.md").read_text()
-    shown = {name: tables.step_table(name) for name in ("steps", "h100")}
+    shown = {name: tables.step_tables(name) for name in ("steps", "h100")}
     assert markdown.filled(page, shown) == page
 
 
