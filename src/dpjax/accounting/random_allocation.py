@@ -52,6 +52,7 @@ _QUIET = 1e4  # more noise counts as this much: its factors would be 1 but for r
 _SHARE = 1e-3  # of delta, that all infinite losses together may have
 _MANY = 32  # different multipliers of an epoch, and different epochs; more are rounded down
 
+Pairs: TypeAlias = tuple[tuple[float, int], ...]
 Epochs: TypeAlias = list[tuple[RandomAllocationDpEvent, int]]
 
 
@@ -83,16 +84,21 @@ def rounded(epochs: Epochs) -> Epochs:
     for event, count in epochs:
         pairs = event.noise_multipliers
         if len(epochs) > _MANY:
-            pairs = ((pairs[0][0], sum(bins for _, bins in pairs)),)
-        fineness = 64.0
-        # Levels do not depend on the run, so that a longer one never costs less.
-        while len(pairs) > _MANY or (len(epochs) > _MANY and fineness == 64):
-            levels: Counter[float] = Counter()
-            for z, bins in pairs:
-                levels[min(z, 2.0 ** (math.floor(fineness * math.log2(z)) / fineness))] += bins
-            pairs, fineness = tuple(sorted(levels.items())), fineness / 2
+            pairs = _below(64, ((pairs[0][0], sum(bins for _, bins in pairs)),))
+        given, fineness = pairs, 64.0
+        while len(pairs) > _MANY:
+            pairs, fineness = _below(fineness, given), fineness / 2
         few[RandomAllocationDpEvent(event.batches, pairs)] += count
     return sorted(few.items(), key=lambda row: (row[0].batches, row[0].noise_multipliers))
+
+
+def _below(fineness: float, pairs: Pairs) -> Pairs:
+    """Multipliers down to powers of ``2^(1 / fineness)``."""
+    # Levels do not depend on the run, so that a longer one never costs less.
+    levels: Counter[float] = Counter()
+    for z, bins in pairs:
+        levels[min(z, 2.0 ** (math.floor(fineness * math.log2(z)) / fineness))] += bins
+    return tuple(sorted(levels.items()))
 
 
 @functools.lru_cache(maxsize=64)
@@ -103,16 +109,19 @@ def loss(event: RandomAllocationDpEvent, grid: float, tail: float) -> PrivacyLos
     step = min(math.exp(-1 / (2 * z**2)) / z for z, _ in groups) / _FINE
     for _ in range(2):  # with too many points, once more for a coarser lattice
         low, top = _window(groups, bins, tail, step)
-        span = max(top - low, _largest(groups[0][0], tail))
-        step = max(step, span / _POINTS)
-    first, size = math.floor(low / step), fft.next_fast_len(math.ceil(span / step) + 4, real=True)
+        step = max(step, max(top - low, _largest(groups[0][0], tail)) / _POINTS)
+    first = math.floor(low / step)
+    size = fft.next_fast_len(math.ceil((top - low) / step) + 4, real=True)
     # Transforms, of the law of all factors so far, and of the sum of laws in which one of them has
     # its law under P; by the product rule.
     plain, chosen, lost = np.ones(1), np.zeros(1), 0.0
     for z, n in groups:
-        points = step * np.arange(math.ceil(_largest(z, tail) / step) + 1)
-        law, beyond = _spread(z, points)
-        factor, weighted = fft.rfft(law, size), fft.rfft(points * law, size)
+        places = np.arange(math.ceil(_largest(z, tail) / step) + 1)
+        law, beyond = _spread(z, step * places)
+        # The window can be narrower than one factor; the transform repeats outside it.
+        factor, weighted = (
+            fft.rfft(np.bincount(places % size, part, size)) for part in (law, step * places * law)
+        )
         power = factor ** (n - 1)
         chosen = chosen * power * factor + plain * n * power * weighted
         plain = plain * power * factor
@@ -194,9 +203,9 @@ def _window(
             bounds = (plain + more - math.log(tail)) / angles
         return float(np.nanmin(bounds)) if angles[0] > 0 else float(np.nanmax(bounds))
 
-    scale = np.geomspace(1e-2, 1e4, 300)
-    top = bound(scale / (deviation + largest), True)
-    return max(0.0, bound(-scale / deviation, False)), top
+    slow, fast = 1e-2 / (deviation + largest), 1e4 / deviation
+    top = bound(np.geomspace(slow, fast, 400), True)
+    return max(0.0, bound(-np.geomspace(slow, fast, 400), False)), top
 
 
 def _on_grid(mass: np.ndarray, losses: np.ndarray, grid: float, infinite: float) -> DensePLDPmf:

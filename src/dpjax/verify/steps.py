@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from dpjax.verify.facts import MOST_LEVELS, Card, Number, Run, Unreadable, read
 from dpjax.verify.matrices import is_amplified
+
+FEW = 32  # different multipliers of an epoch, and different epochs, that are not rounded
 
 
 class Step(NamedTuple):
@@ -20,11 +23,14 @@ class Step(NamedTuple):
     rate: float = 1.0
     subset: tuple[int, int] | None = None
     """The sizes of the data and of a batch, if all batches have one size."""
+    bins: int = 0
+    epoch: tuple[tuple[float, int], ...] = ()
+    """Of an epoch of random allocation: how many of its bins ran with which multipliers."""
 
     @property
     def is_sampled(self) -> bool:
         """Whether it is more than a Gaussian on all the data."""
-        return self.rate < 1 or self.subset is not None
+        return self.rate < 1 or self.subset is not None or bool(self.epoch)
 
 
 def steps_of(card: Card) -> Counter[Step] | None:
@@ -66,6 +72,8 @@ def steps_of_run(run: Run, pairs: np.ndarray) -> Counter[Step]:
     if run.noise is not None and not is_amplified(run.noise, sampling):
         # The noise hides all steps of an example together.
         return Counter(map(Step, multipliers[:1].tolist()))
+    if sampling.event == "allocation":
+        return epochs(np.repeat(multipliers, counts.astype(int)), sampling.cycle)
     if sampling.cycle > 1 or len(sampling.rates) > 1:  # places of steps count
         multipliers = np.repeat(multipliers, counts.astype(int))
         # One batch a cycle, at an unknown place: the least noise is counted.
@@ -80,6 +88,33 @@ def steps_of_run(run: Run, pairs: np.ndarray) -> Counter[Step]:
     for multiplier, rate, count in zip(multipliers.tolist(), rates.tolist(), counts, strict=True):
         steps[Step(multiplier, rate, subset)] += int(count)
     return steps
+
+
+def epochs(multipliers: np.ndarray, bins: int) -> Counter[Step]:
+    """Epochs in which an example is in a random one of so many steps."""
+    found = Counter(
+        tuple(sorted(Counter(multipliers[start : start + bins].tolist()).items()))
+        for start in range(0, len(multipliers), bins)
+    )
+    steps: Counter[Step] = Counter()
+    for epoch, count in found.items():
+        if len(found) > FEW:
+            epoch = below(64, [(epoch[0][0], sum(n for _, n in epoch))])
+        given, fineness = epoch, 64
+        while len(epoch) > FEW:
+            epoch, fineness = below(fineness, given), fineness / 2
+        noisy = tuple((z, n) for z, n in epoch if z < math.inf)
+        steps[Step(epoch[0][0], bins=bins, epoch=noisy)] += count
+    return steps
+
+
+def below(fineness: float, epoch: Iterable[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
+    """The multipliers rounded down to powers of ``2^(1 / fineness)``, which costs no less."""
+    levels: Counter[float] = Counter()
+    for z, n in epoch:
+        level = 2.0 ** (math.floor(fineness * math.log2(z)) / fineness) if z < math.inf else z
+        levels[level] += n
+    return tuple(sorted(levels.items()))
 
 
 def at_levels(card: Card, steps: Counter[Step], plan: Counter[Step]) -> Counter[Step]:
