@@ -3,8 +3,8 @@
 
 An *event* (dp_accounting's `DpEvent`) says which noisy queries ran, on which random samples and how
 often. `epsilon`, `delta`, `calibrate` and `largest_steps` read events alone. Four methods answer:
-RDP (the default), PLD (tighter, slower), RDP with the conversion that older papers print, and the
-CLT estimate of Gaussian DP.
+RDP (the default; a mechanism's is `default_method`), PLD (tighter, slower), RDP with the conversion
+that older papers print, and the CLT estimate of Gaussian DP.
 
 A noise multiplier in an event is relative to the *add-or-remove* sensitivity (one example joins or
 leaves). ``neighbours="replace-one"`` doubles the sensitivity, and this room alone converts it.

@@ -74,9 +74,9 @@ def _bounds(parts: Parts, neighbours: str) -> Iterator[Profile]:
 
 def _by_epochs(parts: Parts, neighbours: str) -> Iterator[Profile]:
     """By losses of whole epochs of random allocation, where all else is a Gaussian."""
-    epochs = [row for row in parts.foreign if isinstance(row[0], RandomAllocationDpEvent)]
-    others = [row for row in parts.foreign if row not in epochs]
-    rest, like = allocation.known_bins(parts._replace(foreign=tuple(others))), as_sampled(parts)
+    epochs = [(e, n) for e, n in parts.foreign if isinstance(e, RandomAllocationDpEvent)]
+    like = as_sampled(parts)
+    rest = allocation.known_bins(parts._replace(foreign=like.foreign))
     # An example that is replaced stays in its bin: `known_bins` bounds it.
     if not epochs or rest.foreign or neighbours == "replace-one":
         return

@@ -31,13 +31,11 @@ References:
 
 import functools
 import math
-from collections import Counter
 from typing import TypeAlias
 
 import numpy as np
 from dp_accounting.pld.pld_pmf import DensePLDPmf
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
-from scipy import fft
 from scipy.special import ndtr, ndtri
 
 from dpjax.accounting.event_parts import Parts
@@ -50,15 +48,13 @@ _POINTS = 2**22  # of the lattice: a second
 _UNIT = 2.0**-52  # the distance of floats above 1
 _QUIET = 1e4  # more noise counts as this much: its factors would be 1 but for rounding
 _SHARE = 1e-3  # of delta, that all infinite losses together may have
-_MANY = 32  # different multipliers of an epoch, and different epochs; more are rounded down
 
-Pairs: TypeAlias = tuple[tuple[float, int], ...]
 Epochs: TypeAlias = list[tuple[RandomAllocationDpEvent, int]]
 
 
 def profile(epochs: Epochs, rest: Parts, grid: float, neighbours: str) -> Profile:
     """What composed losses of epochs, and of the Gaussians of ``rest``, prove."""
-    epochs = rounded(epochs)
+    epochs = sorted(epochs, key=lambda row: (row[0].batches, row[0].noise_multipliers))
     parts, count = rest._replace(foreign=tuple(epochs)), sum(n for _, n in epochs)
 
     def at(delta: float) -> Profile:
@@ -78,40 +74,16 @@ def profile(epochs: Epochs, rest: Parts, grid: float, neighbours: str) -> Profil
     return Profile(lambda delta: at(delta).epsilon(delta), delta_at)
 
 
-def rounded(epochs: Epochs) -> Epochs:
-    """At most a few different epochs, of a few different multipliers each, that cost no less."""
-    few: Counter[RandomAllocationDpEvent] = Counter()
-    for event, count in epochs:
-        pairs = event.noise_multipliers
-        if len(epochs) > _MANY:
-            pairs = _below(64, ((pairs[0][0], sum(bins for _, bins in pairs)),))
-        given, fineness = pairs, 64.0
-        while len(pairs) > _MANY:
-            pairs, fineness = _below(fineness, given), fineness / 2
-        few[RandomAllocationDpEvent(event.batches, pairs)] += count
-    return sorted(few.items(), key=lambda row: (row[0].batches, row[0].noise_multipliers))
-
-
-def _below(fineness: float, pairs: Pairs) -> Pairs:
-    """Multipliers down to powers of ``2^(1 / fineness)``."""
-    # Levels do not depend on the run, so that a longer one never costs less.
-    levels: Counter[float] = Counter()
-    for z, bins in pairs:
-        levels[min(z, 2.0 ** (math.floor(fineness * math.log2(z)) / fineness))] += bins
-    return tuple(sorted(levels.items()))
-
-
 @functools.lru_cache(maxsize=64)
 def loss(event: RandomAllocationDpEvent, grid: float, tail: float) -> PrivacyLossDistribution:
     """The loss of one epoch; a few times ``tail`` of the mass becomes an infinite loss."""
     groups = [(min(z, _QUIET), n) for z, n in event.noise_multipliers]
     bins, idle = event.batches, event.batches - sum(n for _, n in groups)
     step = min(math.exp(-1 / (2 * z**2)) / z for z, _ in groups) / _FINE
-    for _ in range(2):  # with too many points, once more for a coarser lattice
-        low, top = _window(groups, bins, tail, step)
-        step = max(step, max(top - low, _largest(groups[0][0], tail)) / _POINTS)
-    first = math.floor(low / step)
-    size = fft.next_fast_len(math.ceil((top - low) / step) + 4, real=True)
+    low, top = _window(groups, bins, tail, step)
+    if (coarser := max(top - low, _largest(groups[0][0], tail)) / _POINTS) > step:
+        step, (low, top) = coarser, _window(groups, bins, tail, coarser)
+    first, size = math.floor(low / step), 2 ** math.ceil(math.log2((top - low) / step + 4))
     # Transforms, of the law of all factors so far, and of the sum of laws in which one of them has
     # its law under P; by the product rule.
     plain, chosen, lost = np.ones(1), np.zeros(1), 0.0
@@ -120,14 +92,15 @@ def loss(event: RandomAllocationDpEvent, grid: float, tail: float) -> PrivacyLos
         law, beyond = _spread(z, step * places)
         # The window can be narrower than one factor; the transform repeats outside it.
         factor, weighted = (
-            fft.rfft(np.bincount(places % size, part, size)) for part in (law, step * places * law)
+            np.fft.rfft(np.bincount(places % size, part, size))
+            for part in (law, step * places * law)
         )
         power = factor ** (n - 1)
         chosen = chosen * power * factor + plain * n * power * weighted
         plain = plain * power * factor
         lost += n * beyond / bins
     with_it, without = (
-        np.roll(fft.irfft(transform, size), -first).clip(0)
+        np.roll(np.fft.irfft(transform, size), -first).clip(0)
         for transform in ((chosen + idle * plain) / bins, plain)
     )
     ratios = (step * (first + np.arange(size)) + idle) / bins

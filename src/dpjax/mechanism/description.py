@@ -281,9 +281,8 @@ class Mechanism:
             logging.warning(text, delta, self.sampling.examples)
 
     def _method(self, given: str | None) -> str:
-        if given or self.target is not None:
-            return given or self.target.method
-        return _usual_method(self)
+        chosen = None if self.target is None else self.target.method
+        return given or chosen or _usual_method(self)
 
     def epsilon(self, delta: float | None = None, method: str | None = None) -> float:
         """The epsilon of the whole computation at ``delta``.

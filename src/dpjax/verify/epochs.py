@@ -25,7 +25,7 @@ Law: TypeAlias = tuple[np.ndarray, np.ndarray]  # positive points, and their mas
 
 
 def by_ratios(steps: Counter[Step], delta: float) -> float:
-    """The epsilon of these steps, of which no sample has a fixed size, in the worse order."""
+    """The epsilon of these steps, without samples of a fixed size, in the worse order."""
     total = np.ones(1), np.ones(1)
     for step, count in steps.items():
         total = paired(np.multiply, total, repeated(np.multiply, ratio(step), count))

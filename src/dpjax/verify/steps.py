@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from dpjax.verify.facts import MOST_LEVELS, Card, Number, Run, Unreadable, read
 from dpjax.verify.matrices import is_amplified
 
-FEW = 32  # different multipliers of an epoch, and different epochs, that are not rounded
+DISTINCT = 16  # multipliers of an epoch of random allocation; more are rounded
 
 
 class Step(NamedTuple):
@@ -91,30 +90,16 @@ def steps_of_run(run: Run, pairs: np.ndarray) -> Counter[Step]:
 
 
 def epochs(multipliers: np.ndarray, bins: int) -> Counter[Step]:
-    """Epochs in which an example is in a random one of so many steps."""
-    found = Counter(
-        tuple(sorted(Counter(multipliers[start : start + bins].tolist()).items()))
-        for start in range(0, len(multipliers), bins)
-    )
+    """Epochs in which an example is in one of their steps, drawn at random."""
     steps: Counter[Step] = Counter()
-    for epoch, count in found.items():
-        if len(found) > FEW:
-            epoch = below(64, [(epoch[0][0], sum(n for _, n in epoch))])
-        given, fineness = epoch, 64
-        while len(epoch) > FEW:
-            epoch, fineness = below(fineness, given), fineness / 2
-        noisy = tuple((z, n) for z, n in epoch if z < math.inf)
-        steps[Step(epoch[0][0], bins=bins, epoch=noisy)] += count
+    for start in range(0, len(multipliers), bins):
+        rows = sorted(z for z in multipliers[start : start + bins].tolist() if z < math.inf)
+        if len(set(rows)) > DISTINCT:  # each sixteenth counts with its least noise
+            share = math.ceil(len(rows) / DISTINCT)
+            rows = [rows[place - place % share] for place in range(len(rows))]
+        if rows:
+            steps[Step(rows[0], bins=bins, epoch=tuple(sorted(Counter(rows).items())))] += 1
     return steps
-
-
-def below(fineness: float, epoch: Iterable[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
-    """The multipliers rounded down to powers of ``2^(1 / fineness)``, which costs no less."""
-    levels: Counter[float] = Counter()
-    for z, n in epoch:
-        level = 2.0 ** (math.floor(fineness * math.log2(z)) / fineness) if z < math.inf else z
-        levels[level] += n
-    return tuple(sorted(levels.items()))
 
 
 def at_levels(card: Card, steps: Counter[Step], plan: Counter[Step]) -> Counter[Step]:
