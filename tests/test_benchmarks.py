@@ -27,6 +27,17 @@ def test_accountants_agree(tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+@pytest.mark.slow
+def test_random_allocation_is_between_its_bounds(tmp_path):
+    out = tmp_path / "allocation.json"
+    run("experiments.benchmarks.allocation", "--smoke", "--out", out)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["below"] <= row["epsilon"] <= 1.003 * row["below"]
+    assert row["epsilon"] < row["poisson"]
+    for found, (mean, error) in zip(row["orders"], row["monte_carlo"], strict=True):
+        assert abs(found - mean) <= 4 * error
+
+
 def test_a_worker_that_takes_too_long_is_stopped():
     from experiments.benchmarks import workers
 
@@ -128,7 +139,7 @@ def test_the_speed_page_has_the_committed_figures():
     from experiments.common import markdown, tables
 
     page = (EXPERIMENTS.parent / "docs" / "pages" / "speed.md").read_text()
-    shown = {name: tables.step_table(name) for name in ("steps", "h100")}
+    shown = {name: tables.step_tables(name) for name in ("steps", "h100")}
     assert markdown.filled(page, shown) == page
 
 

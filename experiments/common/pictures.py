@@ -78,10 +78,12 @@ def bars(values: Mapping[str, Sequence[float | None]], names: Sequence[str], x: 
             places = [place + (i - (len(values) - 1) / 2) * high for place in range(len(names))]
             widths = [math.nan if length is None else length for length in lengths]
             look = {"label": who, "color": style.PALETTE[style.SERIES[i]]}
-            drawn = axes.barh(places, widths, 0.9 * high, left=0, **look)
-            axes.bar_label(drawn, [f"{w:.3g}" for w in widths], padding=2, fontsize=6)
+            beyond = [width - 1 for width in widths]  # from 1: the axis has no zero
+            drawn = axes.barh(places, beyond, 0.9 * high, left=1, **look)
+            axes.bar_label(drawn, [f"{w:.3g}" for w in widths], padding=2, fontsize=7)
         axes.axvline(1, color=style.PALETTE["ink"], linewidth=0.8)
         axes.set_xscale("log")
+        axes.margins(x=0.1)
         _ticks(axes)
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()

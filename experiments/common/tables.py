@@ -143,7 +143,7 @@ def measure(seeds: Mapping[str, Any]) -> str:
     return next((of for of in ("accuracy", "mse") if all(of in s for s in seeds.values())), "")
 
 
-SIDES = ("plain JAX", "dpjax", "jax_privacy", "Opacus")
+SIDES = ("plain JAX", "dpjax", "jax_privacy", "Opacus", "PyTorch, plain")
 
 
 def sides(workload: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,8 +151,8 @@ def sides(workload: Mapping[str, Any]) -> dict[str, Any]:
     ran = {who: f for who, f in workload["contestants"].items() if "median_ms" in f}
     modes = [figure for who, figure in ran.items() if who.startswith("opacus")]
     best = min(modes, key=lambda figure: figure["median_ms"], default=None)
-    shown = ran["plain"], ran["dpjax auto"], ran.get("jax_privacy"), best
-    return {**dict(zip(SIDES, shown, strict=True)), "PyTorch": ran.get("torch plain")}
+    of = ran["plain"], ran["dpjax auto"], ran.get("jax_privacy"), best, ran.get("torch plain")
+    return dict(zip(SIDES, of, strict=True))
 
 
 def digits(value: float) -> str:
@@ -160,19 +160,20 @@ def digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def step_table(name: str) -> str:
+def step_tables(name: str) -> str:
     """Time and memory of a step beside plain JAX and the peers, one row for each model."""
-    rows = []
+    times, memory = [], []
     for model, workload in load(name)["workloads"].items():
-        found = sides(workload)
+        found, model = sides(workload), f"{model}, batch {workload['batch_size']:,}"
         cells = [
             f"{digits(f['median_ms'])} ({digits(f['ratio'])})" if f else "-" for f in found.values()
         ]
+        times.append(markdown.line(model, *cells))
         held = [f and f.get("planned_bytes", f.get("peak_bytes")) for f in found.values()]
-        cells += ["-" if b is None else f"{b / 2**20:,.0f}" for b in held[:4]]
-        rows.append(markdown.line(f"{model}, batch {workload['batch_size']:,}", *cells))
-    names = [*SIDES, "PyTorch, plain", *(f"MiB: {side}" for side in SIDES)]
-    return markdown.table(f"| ms | {' | '.join(names)} |", rows)
+        cells = ["-" if b is None else f"{b / 2**20:,.0f}" for b in held]
+        memory.append(markdown.line(model, *cells))
+    heads = (f"| {unit} | {' | '.join(SIDES)} |" for unit in ("ms", "MiB"))
+    return "\n\n".join(map(markdown.table, heads, (times, memory)))
 
 
 def strategy_rows() -> Iterator[str]:
@@ -276,7 +277,7 @@ def page() -> str:
         parts += [f"### {paper.title}: rows", rows]
     parts += [
         "## One step, forward to update, in milliseconds on two CPU cores",
-        step_table("steps"),
+        step_tables("steps"),
         "Medians of alternated rounds in one run, by\n"
         '`make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2"`.',
         "## DP-SGD beside correlated noise, at equal epsilon",
@@ -300,7 +301,7 @@ def page() -> str:
             "| model | parameters | plain | private | ratio | disagreement |", zoo_rows()
         ),
         "## One step on an H100",
-        step_table("h100"),
+        step_tables("h100"),
         f"Milliseconds, and in brackets over plain JAX, with JAX {load('h100')['jax']}, "
         f"{load('h100')['note']}.",
         f"## Audits: lower bounds on epsilon at delta {audits['delta']:g}",
@@ -332,14 +333,14 @@ def readme_rows() -> str:
         count = counted(result for result, _ in found if not result.claim.own)
         lines.append(markdown.line(*cells, result.verdict, count))
     head = "| paper | claim | here (range; seeds) | true epsilon | verdict | all of its claims |"
-    return markdown.table(head, [*lines, "", verdicts(), WORDS])
+    return markdown.table(head, [*lines, "", f"{verdicts()} {WORDS}"])
 
 
 def main(argv: list[str]) -> None:
     runs.only_flags(argv)
     (RESULTS / "README.md").write_text(page())
     markdown.rewrite(str(ROOT / "README.md"), {"results": readme_rows()})
-    speed = {name: step_table(name) for name in ("steps", "h100")}
+    speed = {name: step_tables(name) for name in ("steps", "h100")}
     markdown.rewrite(str(ROOT / "docs" / "pages" / "speed.md"), speed)
 
 

@@ -169,4 +169,5 @@ def price(runs: list[SavedRun]) -> str:
     if math.isinf(epsilon):
         return "One of these runs has no proven epsilon, so neither have all of them together."
     at = f"{three_digits(epsilon)} at delta {upwards(delta, '.3g')}"
-    return f"{chosen}All {len(runs)} together cost at most epsilon {at}."
+    together = f"All {len(runs)} together cost" if len(runs) > 1 else "It costs"
+    return f"{chosen}{together} at most epsilon {at}."
