@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from dpjax import sampling, trees
+from dpjax import sampling
 from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, Draw, PyTree
 
@@ -202,7 +202,6 @@ def laid_out(engine: BoundEngine, layout: Layout) -> BoundEngine:
 
     def spread(params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
         """Each device loops over its own share, and they meet once."""
-
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), start)
 
         def share(which: Any, params: PyTree, some: Rows, zeros: PyTree) -> ClippedSum:

@@ -64,8 +64,8 @@ def clipped_grad(
         each step, one key for all parts of a batch.
       * ``start`` is the `ClippedSum` of other examples of the same step, by an equal rule, to which
         this one is added. A loop begins with `dpjax.clipping.empty_sum`.
-      * ``frozen`` are public weights that are not trained, in any dtype. Inside ``jax.jit`` they are
-        arguments: a loss that closes over them makes them constants of the program.
+      * ``frozen`` are public weights that are not trained, in any dtype. A loss that closes over
+        them, inside ``jax.jit``, makes them constants of the program.
 
     Sensitivity:
       ``rule.sensitivity``, if the loss of an example sees no other example, and if each weight

@@ -99,6 +99,8 @@ def constants(program: Any) -> Iterator[Any]:
         program = program.jaxpr
     if isinstance(program, Jaxpr):
         for equation in program.eqns:
-            yield from (v.val for v in equation.invars if isinstance(v, Literal) and v.aval.shape)
+            yield from (
+                v.val for v in equation.invars if isinstance(v, Literal) and jnp.ndim(v.val)
+            )
             for inner in parts(equation):
                 yield from constants(inner)

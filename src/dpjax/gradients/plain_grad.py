@@ -69,9 +69,7 @@ def plain_grad(
     return gradient
 
 
-def _unclipped(
-    loss: Traced, held: tuple[PyTree, PyTree], rows: Rows, start: PyTree
-) -> ClippedSum:
+def _unclipped(loss: Traced, held: tuple[PyTree, PyTree], rows: Rows, start: PyTree) -> ClippedSum:
     params, loss = held[0], loss.beside(held[1])
     if differentiates_kernels(loss, params, trees.one_row(rows.batch), by_patches):
         refuse_split("gradients.plain_grad", rows.batch)

@@ -11,6 +11,7 @@ import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
 from dpjax.types import LossFn, PyTree
@@ -39,8 +40,9 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
         all examples and steps would share one dropout mask.
 
     Returns:
-      ``loss(params, example)`` with ``example = (x, y)``, one example without a batch axis,
-      and ``params`` the inner tree, ``variables["params"]``.
+      ``loss(params, example, frozen=None)`` with ``example = (x, y)``, one example without a batch
+      axis, and ``params`` the inner tree, ``variables["params"]``; or a part of it, with the rest
+      as ``frozen`` (`dpjax.dpsgd`).
 
     Privacy:
       Batch statistics are refused: with them the output for one example depends on the others, and
@@ -77,10 +79,14 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
     # By argument name, so that one `of` serves all losses; read once, not in every trace.
     named = inspect.signature(loss).parameters
 
-    def per_example(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:
+    def per_example(
+        params: PyTree, example: tuple[Any, ...], frozen: PyTree = None
+    ) -> Float[Array, ""]:
         if isinstance(params, Mapping) and {"params", "batch_stats"} & params.keys():
             raise ValueError(f"losses.of: got the variables {sorted(params)}. {_STATE}")
         x, y, *epoch = unpacked("of", example)
+        if frozen is not None:
+            params = unflatten_dict({**flatten_dict(frozen), **flatten_dict(params)})
         # An argument `epoch` with a default serves runs without `per_step` too.
         more: dict[str, Any] = {"epoch": epoch[0]} if epoch else {}
         # No other collection is mutable: batch statistics raise and are refused below.

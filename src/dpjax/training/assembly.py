@@ -80,7 +80,7 @@ class _Assembly:
 
     def init(self, params: PyTree, key: Key | None = None) -> State:
         """The first state, on the devices of the run."""
-        name = self.name
+        name, shared = self.name, self.shared
         check_untraced(f"{name}: init", (key, params))
         self.warned = False
         with meshes.in_force(self.mesh):
@@ -92,7 +92,7 @@ class _Assembly:
             loss = Traced(self.with_shared.loss)
             program = check_loss(loss, params, example_of(self.recipe, self.row), name)
             warn_of_batch_norm(name, params)
-            warn_of_constants(name, program, self.row, self.mechanism.sampling.examples)
+            warn_of_constants(name, program, shared, self.mechanism.sampling.examples)
             home = self.home(params)
             if home is None:
                 meshes.committed(name, parameters=params, data=self.data)

@@ -112,18 +112,21 @@ def checked_data(recipe: Recipe, data: PyTree) -> PyTree:
     return data
 
 
-def warn_of_constants(name: str, loss: ClosedJaxpr, row: PyTree, examples: int) -> None:
-    """Warns of a loss that closes over the data, or over large weights."""
-    held = list(constants(loss))
-    data = {((examples, *leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(row)}
-    shapes = [x.shape for x in held if (np.shape(x), jnp.result_type(x)) in data]
-    # A single row would match every scalar that was given an axis.
-    if shapes and examples > 1:
+def warn_of_constants(name: str, loss: ClosedJaxpr, shared: PyTree, examples: int) -> None:
+    """Warns of a loss that closes over the data, or over large weights; ``shared`` are neither."""
+    given = {id(leaf) for leaf in jax.tree.leaves(shared)}
+    held = [x for x in constants(loss) if id(x) not in given]
+    # Of a model with such a width it is a weight. A single row would match any lone axis.
+    widths = {size for v in loss.jaxpr.invars for size in v.aval.shape}
+    shapes = [np.shape(x) for x in held if np.shape(x)[:1] == (examples,)]
+    if shapes and examples > 1 and examples not in widths:
         logging.warning(
-            "%s: the loss closes over an array of shape %s, as the data have it. If these are the "
-            "data, each loss sees all examples, and clipping bounds nothing: give them as data.",
+            "%s: the loss closes over an array of shape %s, one row for each of the %d examples. "
+            "If these are the data, each loss sees all examples, and clipping bounds nothing: "
+            "give them as data. If they are fixed weights, all is well.",
             name,
             shapes[0],
+            examples,
         )
     if (size := sum(np.size(x) * jnp.result_type(x).itemsize for x in held)) > LARGE:
         logging.warning(

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
@@ -154,5 +156,6 @@ def on_examples(
         "bound schedule": scales and trees.fingerprint(scales.values),
     }
     data = checked_data(recipe, data)
-    recipe, frozen = recipe._replace(bound_scales=scales), arrays(frozen, f"{name}: frozen")
+    recipe = recipe._replace(bound_scales=scales)
+    frozen = jax.tree.map(jnp.asarray, arrays(frozen, f"{name}: frozen"))
     return assemble(recipe, data, identity, shared=frozen, budget=budget)
