@@ -33,6 +33,20 @@ class AllocatedGaussianDpEvent(DpEvent):
     overlaps: tuple[float, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class RandomAllocationDpEvent(DpEvent):
+    """One epoch of Gaussian steps, in which each example is in one step at random.
+
+    Attributes:
+      batches: The bins of a whole epoch, one of which each example falls into.
+      noise_multipliers: Pairs, sorted: a multiplier, and how many bins ran with it; fewer than
+        ``batches`` in all where the run ended within the epoch.
+    """
+
+    batches: int
+    noise_multipliers: tuple[tuple[float, int], ...]
+
+
 class CorrelatedSampledDpEvent(dp_accounting.PoissonSampledDpEvent):
     """A Poisson-sampled Gaussian below correlated noise, where moves of two records overlap."""
 
@@ -149,6 +163,18 @@ def without_replacement(multipliers: ArrayLike, examples: int, batch_size: int) 
     draw = functools.partial(dp_accounting.SampledWithoutReplacementDpEvent, examples, batch_size)
     steps = [draw(dp_accounting.GaussianDpEvent(z)) for z in values.tolist()]
     return compose(*map(dp_accounting.SelfComposedDpEvent, steps, counts.tolist()))
+
+
+def random_allocation(multipliers: ArrayLike, batches: int) -> DpEvent:
+    """Gaussian steps in epochs of random allocation; equal epochs are grouped."""
+    table = np.asarray(multipliers, np.float64)
+    epochs: dict[tuple[tuple[float, int], ...], int] = {}
+    for start in range(0, table.size, batches):
+        values, counts = np.unique(table[start : start + batches], return_counts=True)
+        pairs = tuple(zip(values.tolist(), counts.tolist(), strict=True))
+        epochs[pairs] = epochs.get(pairs, 0) + 1
+    parts = [RandomAllocationDpEvent(batches, pairs) for pairs in epochs]
+    return compose(*map(dp_accounting.SelfComposedDpEvent, parts, epochs.values()))
 
 
 def compose(*events: DpEvent) -> DpEvent:

@@ -34,7 +34,8 @@ def stated(
       examples: As for `Sampler`.
       batch_size: As for `Sampler`.
       event: ``"poisson"``: each example joins by a coin of its own; ``"subset"``: uniform batches
-        of exactly ``batch_size``; ``"none"``: the choice of batches is a release without noise.
+        of exactly ``batch_size``; ``"allocation"``: each example joins one step of a cycle,
+        drawn afresh in each; ``"none"``: the choice of batches is a release without noise.
       rates: Pairs: a sampling rate, and how many steps in turn have it. The last one stays.
       cycle: In how many steps in turn an example is in one batch at most, at an unknown place. The
         event of a cycle is one step with the cycle's least multiplier.
@@ -49,12 +50,14 @@ def stated(
         from dp_accounting import NonPrivateDpEvent
 
         from dpjax import accounting
-        from dpjax.accounting.events import without_replacement
+        from dpjax.accounting.events import random_allocation, without_replacement
 
         if event == "none":
             return NonPrivateDpEvent()
         if event == "subset":
             return without_replacement(multipliers, examples, int(batch_size))
+        if event == "allocation":
+            return random_allocation(multipliers, cycle)
         starts = np.arange(0, len(multipliers), cycle)
         least = np.minimum.reduceat(multipliers, starts) if len(multipliers) else multipliers
         values, steps = map(np.asarray, zip(*rates, strict=True))
