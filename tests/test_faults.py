@@ -406,6 +406,7 @@ def test_each_start_renews_draws_and_keeps_what_lasts_for_the_run(tmp_path):
     for sampler, stays in [
         (sampling.poisson(2000, 100), False),
         (sampling.shuffled(2000, 100), True),
+        (sampling.random_allocation(2000, 20), True),
         (cyclic, False),
     ]:
         mechanism = mechanism_with(sampling=sampler, steps=8)
