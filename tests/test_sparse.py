@@ -263,18 +263,17 @@ def chi_square(counts, expected):
 def test_bins_are_uniform_and_independent_and_their_sizes_are_multinomial(monkeypatch, many):
     """Over examples and epochs; pieces as of large data sets, where laws can be counted."""
     monkeypatch.setattr(allocation, "is_sparse", lambda *_: many)
-    examples, bins, keys = 200, 4, 3000
+    examples, bins, keys = 200, 4, 1200
     sampler = sampling.random_allocation(examples, bins)
 
     @jax.jit
     @jax.vmap
     def bins_of_two_epochs(key):
-        draws = [sampler.draw(key, step) for step in range(2 * bins)]
-        places = [jnp.where(draw.mask, draw.indices, examples) for draw in draws]
-        empty = jnp.zeros((2, examples + 1), jnp.int32)
-        for step, at in enumerate(places):
-            empty = empty.at[step // bins, at].add(step % bins)
-        return empty[:, :examples]
+        draws = jax.vmap(lambda step: sampler.draw(key, step))(jnp.arange(2 * bins))
+        places = jnp.where(draws.mask, draws.indices, examples).reshape(2, bins, -1)
+        numbers = jnp.arange(bins)[None, :, None]
+        empty = jnp.full((2, examples + 1), -1)
+        return empty.at[jnp.arange(2)[:, None, None], places].set(numbers)[:, :examples]
 
     found = np.asarray(bins_of_two_epochs(jax.random.split(jax.random.key(1), keys)))
     pairs = [(found[:, 0, 3], found[:, 0, 150]), (found[:, 0, 3], found[:, 1, 3])]
@@ -284,12 +283,12 @@ def test_bins_are_uniform_and_independent_and_their_sizes_are_multinomial(monkey
     for number in range(bins):
         sizes = np.sum(found[:, 0] == number, axis=1)
         law = scipy.stats.binom(examples, 1 / bins)
-        edges = law.ppf(np.arange(1, 20) / 20)
+        edges = np.unique(law.ppf(np.arange(1, 10) / 10))
         expected = keys * np.diff([0, *law.cdf(edges), 1])
-        counts = np.bincount(np.searchsorted(edges, sizes), minlength=20)
+        counts = np.bincount(np.searchsorted(edges, sizes), minlength=len(expected))
         assert chi_square(counts, expected) < 5
     first, last = (np.sum(found[:, 0] == number, axis=1) for number in (0, bins - 1))
-    assert np.corrcoef(first, last)[0, 1] == pytest.approx(-1 / (bins - 1), abs=0.06)
+    assert np.corrcoef(first, last)[0, 1] == pytest.approx(-1 / (bins - 1), abs=0.09)
 
 
 @pytest.mark.parametrize("bins", [1, 3, 58, 2**16, 65_537, 2**31 - 1])
@@ -313,13 +312,16 @@ def test_no_bin_has_more_words_than_another(monkeypatch, bins):
 def test_the_law_of_a_size_is_poisson_to_seventy_bits(mean):
     least, tails = allocation.poisson_table(mean)
     found = masses(tails)
-    whole = sum(mean**j / math.factorial(j) for j in range(2 * int(mean) + 80))
-    poisson = [mean**j / math.factorial(j) / whole for j in range(2 * int(mean) + 80)]
-    found = [Fraction(0)] * least + found
-    apart = sum(abs(a - b) for a, b in itertools.zip_longest(found, poisson, fillvalue=0))
-    assert apart / 2 < Fraction(1, 2**70)
+    weights = [2 ** (3 * int(mean) + 400)]  # exp(mean) is below 2^(1.5 mean)
+    for j in range(1, 2 * int(mean) + 80):
+        weights.append(weights[-1] * mean.numerator // (mean.denominator * j))
+    found = [0] * least + [int(mass * 2**96) for mass in found]
+    whole = sum(weights)
+    wanted = [weight * 2**96 // whole for weight in weights]
+    apart = sum(abs(a - b) for a, b in itertools.zip_longest(found, wanted, fillvalue=0))
+    assert apart / 2 < 2 ** (96 - 70) - len(weights)
     # The word decides: equal to a tail is not below it.
-    words = jnp.asarray(np.concatenate([tails[:3], tails[-2:], [[0, 0, 0]]]))
+    words = jnp.asarray(np.concatenate([tails[:3], tails[-2:], 0 * tails[:1]]))
     want = [0, 1, 2, len(tails) - 2, len(tails) - 1, len(tails)]
     assert allocation._fallen(words, jnp.asarray(tails)).tolist() == want
 

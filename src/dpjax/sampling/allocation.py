@@ -94,10 +94,13 @@ def random_allocation(examples: int, batches: int) -> Sampler:
             return listed(bins_of(key, examples, batches) == number)
         for_order, for_sizes = jax.random.split(key)
         start, size = piece(for_sizes, number)
-        indices = permuted(for_order, examples, np.arange(capacity), start)
-        mask = jnp.arange(capacity, dtype=jnp.int32) < size
-        # In order, so that a stream reads forwards; the padding behind them stays.
-        ordered = jnp.sort(jnp.where(mask, indices, LARGEST))
+        # Padding lies before the last pieces: beyond the order, cycles may never return to it.
+        first = jnp.minimum(start, examples - capacity)
+        indices = permuted(for_order, examples, np.arange(capacity), first)
+        places = jnp.arange(capacity, dtype=jnp.int32)
+        drawn = (places >= start - first) & (places < start - first + size)
+        # In the order of the data, so that a stream reads forwards.
+        ordered, mask = jnp.sort(jnp.where(drawn, indices, LARGEST)), places < size
         return Draw(jnp.where(mask, ordered, indices), mask)
 
     kind = "pseudo-random" if sparse else "random"
