@@ -19,7 +19,14 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).parent.parent
+FIRST = "## Beside other libraries"  # where the front page of the site leaves the README
+NEXT = """Next: [a first private model](first_model.md), [your model](your_model.md) and
+[your data](your_data.md), [images and augmentation](cifar10.md), a
+[guide to settings](settings.md), [noise schedules](noise_schedules.md), the
+[concepts](concepts.md), the [sharp edges](sharp_edges.md).
+Not sure yet? [Choosing a library](choosing.md)."""
 PAGES = {
+    "index.md": ROOT / "README.md",
     "contributing.md": ROOT / "CONTRIBUTING.md",
     "changelog.md": ROOT / "CHANGELOG.md",
     "results.md": ROOT / "experiments" / "results" / "README.md",
@@ -43,6 +50,8 @@ def on_files(files, config):
 
     for name, path in PAGES.items():
         text = path.read_text().replace("](docs/pages/", "](")
+        if name == "index.md":
+            text = text.partition(FIRST)[0] + NEXT
         add(name, NOT_SEARCHED * (name == "changelog.md") + text)
     package = loaded()
     tops = [member for member in map(package.members.get, package.exports) if member.is_alias]
@@ -59,6 +68,7 @@ def on_files(files, config):
         add(f"notebooks/{path.stem}.md", page)
         for name, picture in pictures.items():
             add(f"notebooks/{name}", picture)
+    add("assets/speed.png", gallery.speed_picture())
     page, pictures = gallery.gallery()
     add("gallery.md", page)
     for name, picture in pictures.items():
@@ -160,6 +170,8 @@ def notebook_page(stem, notebook):
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             parts.append(source)
+            continue
+        if source.startswith("# Installs dpjax"):
             continue
         parts.append(f"```python\n{source}\n```")
         for output in cell["outputs"]:

@@ -103,3 +103,13 @@ def gallery() -> tuple[str, dict[str, bytes]]:
                 parts.append(f"![{figure.figure.shows}](gallery/{figure.file})")
             parts.append(figure.caption(judged))
     return "\n\n".join(parts) + "\n", files
+
+
+def speed_picture() -> bytes:
+    """How many times a plain step three libraries take, for each model."""
+    models = tables.load("steps")["workloads"]
+    bars = {
+        side: [found[side] and found[side]["ratio"] for found in map(tables.sides, models.values())]
+        for side in tables.SIDES[1:-1]
+    }
+    return pictures.bars(bars, list(models), "time of a private step / plain JAX's")

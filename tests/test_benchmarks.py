@@ -5,12 +5,8 @@ import json
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
 import pytest
 from run_binary import EXPERIMENTS, run
-
-from dpjax import losses, models
 
 
 @pytest.mark.slow
@@ -29,6 +25,17 @@ def test_accountants_agree(tmp_path):
     for rows in json.loads(out.read_text())["questions"].values():
         ours, theirs = (rows[f"{who} rdp"]["answer"] for who in ("dpjax", "dp-accounting"))
         assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_random_allocation_is_between_its_bounds(tmp_path):
+    out = tmp_path / "allocation.json"
+    run("experiments.benchmarks.allocation", "--smoke", "--out", out)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["below"] <= row["epsilon"] <= 1.003 * row["below"]
+    assert row["epsilon"] < row["poisson"]
+    for found, (mean, error) in zip(row["orders"], row["monte_carlo"], strict=True):
+        assert abs(found - mean) <= 4 * error
 
 
 def test_a_worker_that_takes_too_long_is_stopped():
@@ -55,26 +62,6 @@ def test_first_steps_are_timed_plain_and_private(tmp_path):
     found = json.loads(path.read_text())["models"]["linear"]
     assert 0 < found["plain"]["first_s"] < found["private"]["first_s"]
     assert found["private"]["again_s"] < found["private"]["first_s"]
-
-
-@pytest.mark.slow
-def test_adapters_add_their_product_to_the_kernels():
-    from experiments.benchmarks import devices
-
-    model = models.TextTransformer(vocabulary=9, length=5, width=16, depth=1, heads=2, padding=None)
-    tokens, label = jnp.arange(5), jnp.array(1)
-    params = model.init(jax.random.key(0), tokens)["params"]
-    pairs = devices.adapters(jax.random.key(1), width=16, depth=1)
-    pairs = jax.tree.map(lambda leaf: leaf + 0.1, pairs)
-    loss = losses.of(model, losses.cross_entropy)
-    merged = jax.tree.map(jnp.asarray, params)
-    attention = merged["Transformer"]["encoderblock_0"]["MultiHeadDotProductAttention_1"]
-    for name, pair in pairs.items():
-        layer = attention[name.split("/")[-1]]
-        layer["kernel"] += (pair["down"] @ pair["up"]).reshape(layer["kernel"].shape)
-    found = devices.adapted(loss, params)(pairs, (tokens, label))
-    assert jnp.allclose(found, loss(merged, (tokens, label)), rtol=1e-2)
-    assert not jnp.allclose(found, loss(params, (tokens, label)), rtol=1e-2)
 
 
 @pytest.mark.slow
@@ -131,40 +118,29 @@ def test_a_page_keeps_all_but_the_text_between_its_markers(tmp_path):
         markdown.rewrite(str(page), {"steps": "new"})
 
 
-@pytest.mark.slow
-def test_steps_are_measured_on_the_device_that_is_found(tmp_path):
-    path = tmp_path / "devices.json"
-    outcome = run("experiments.benchmarks.devices", "--smoke", "--steps=auto", "--out", path)
-    found = json.loads(path.read_text())["models"]["W4"]
-    assert (found["away"], found["norms"]) == (0, 0)  # from the CPU, on the CPU
-    assert "| W4 | auto |" in outcome.stdout
-
-
-def test_the_table_of_measured_steps_is_current():
-    """``make bench BENCH=devices ARGS="--out ... --page docs/pages/speed.md"`` writes it."""
-    from experiments.benchmarks import devices
-
-    page = (EXPERIMENTS.parent / "docs" / "pages" / "speed.md").read_text()
-    report = json.loads((EXPERIMENTS / "results" / "devices.json").read_text())
-    assert devices.markdown.filled(page, {"measured steps": devices.table(report)}) == page
-
-
 def test_a_step_that_fails_leaves_the_others_their_rows():
-    from experiments.benchmarks import contestants, devices, steps
+    from experiments.benchmarks import contestants, steps
 
     def fails(count):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nallocations")
+        raise contestants.Refused("RESOURCE_EXHAUSTED: out of memory")
 
     failing = contestants.Contestant(fails, dict, lambda: True, lambda: None, {})
     running = failing._replace(run=lambda count: 0.5)
-    makes = {"plain": lambda: running, "vmap": lambda: devices.refusing(failing)}
-    ready, figures = steps.start(makes)
+    ready, figures = steps.start({"plain": lambda: running, "dpjax vmap": lambda: failing})
     assert list(ready) == ["plain"]
-    figures["plain"] |= {"median_ms": 2.0, "planned_bytes": None}
-    report = {"kind": "TPU v5", "models": {"W1": {"batch_size": 256, "steps": figures}}}
-    table = devices.table(report)
-    assert "| W1 | plain | 2.000 (1.00) | - |" in table
-    assert "| W1 | vmap | RESOURCE_EXHAUSTED: out of memory |" in table
+    figures["plain"]["rounds_ms"] = [2.0]
+    steps.summarise(figures)
+    table = steps.table("MLP", {"parameters": 1, "batch_size": 2, "contestants": figures})
+    assert "RESOURCE_EXHAUSTED: out of memory" in table
+
+
+def test_the_speed_page_has_the_committed_figures():
+    """``python -m experiments.common.tables`` writes it."""
+    from experiments.common import markdown, tables
+
+    page = (EXPERIMENTS.parent / "docs" / "pages" / "speed.md").read_text()
+    shown = {name: tables.step_tables(name) for name in ("steps", "h100")}
+    assert markdown.filled(page, shown) == page
 
 
 @pytest.mark.slow

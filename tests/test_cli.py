@@ -75,6 +75,7 @@ def test_the_console_script_and_the_module_are_the_command():
     ("words", "answer"),
     [
         (["trian"], "dpjax trian: expected one of train"),
+        (["train", "--epsilon=3"], "Did you mean --target_epsilon?"),
         (["train", "--dataset=mnits"], "--dataset=mnits: expected my.npz, my.csv, or one of"),
         (["train", "--loss=hinge"], "value should be one of"),
         (["train", "--stpes=3"], "Did you mean: steps"),

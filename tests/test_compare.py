@@ -73,7 +73,7 @@ def test_runs_that_differ_in_seed_and_folder_alone_are_one_line_of_the_table(
     labels = [line.get_label().strip() for line in spent.lines]
     assert labels == ["rule=x", "rule=flat", str(again)]
     assert len(taken.lines) == 3
-    assert [len(axes.collections) for axes in figure.axes] == [1, 1], "a band where runs repeat"
+    assert [len(axes.collections) for axes in figure.axes] == [4, 4], "three ends and a band"
     assert len(figure.legends[0].get_texts()) == 3
 
 

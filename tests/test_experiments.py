@@ -154,7 +154,7 @@ def test_an_overwritten_and_killed_run_leaves_nothing_of_the_one_before(tmp_path
     folder = tmp_path / "run"
     run("dpjax", "train", "--out", folder, "--steps=2", "--hidden=8")
     (folder / "notes.txt").write_text("the user's own")
-    assert {"privacy.json", "params.msgpack", "figures/weights.png"} <= files_of(folder).keys()
+    assert {"privacy.json", "params.msgpack", "figures/confusion.png"} <= files_of(folder).keys()
     new = ["--overwrite", "--epochs=4000", "--noise_multiplier=9", "--evaluations=1000"]
     command = [sys.executable, "-m", "dpjax", "train", "--out", folder, "--hidden=8", *new]
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

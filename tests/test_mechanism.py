@@ -176,8 +176,10 @@ def test_replace_one_is_asked_for_and_doubled():
     replaced = dataclasses.replace(full, neighbours="replace-one")
     assert replaced.epsilon(1e-5, "pld") == pytest.approx(4.377, rel=0.005)
     assert replaced.epsilon(1e-5) == pytest.approx(4.7285, rel=0.002)
+    sampled = make(neighbours="replace-one")
+    assert sampled.epsilon(1e-5) == sampled.epsilon(1e-5, "pld")  # RDP has no answer
     with pytest.raises(ValueError, match="pld"):
-        make(neighbours="replace-one").epsilon(1e-5)
+        sampled.epsilon(1e-5, "rdp")
 
 
 TEACHES = [

@@ -51,10 +51,8 @@ PROBABILITIES = np.where(np.eye(3)[GUESSES] > 0, 0.8, 0.1)
 DIAGNOSTICS = {
     "norms": np.array([[0.0], [0.25], [1.0], [2.0]]),
     "bounds": np.array([0.5]),
-    "weight_norms": np.array([3.0, 1.0]),
-    "weight_names": np.array(["<b>$first$", "second"]),
-    "activation_norms": np.array([2.0, 4.0]),
-    "activation_names": np.array(["first", "second"]),
+    "activation_norms": np.array([4.0, 2.0]),
+    "activation_names": np.array(["<b>$first$", "second"]),
 }
 SEEN = {
     "accuracy": "80.0 % at the end, 80.0 % at best. Always guessing the most frequent class: "
@@ -66,8 +64,7 @@ SEEN = {
     "norms": "1.5 at the end.",
     "shades": "Most frequent at the end: 0.22 to 4.6 times the bound.",
     "gradients": "Of 4 training examples, 50% are above the bound; median 0.625.",
-    "weights": "The largest is 3, of <b>$first$.",
-    "activations": "The largest is 4, of second.",
+    "activations": "The largest is 4, of <b>$first$.",
     "classes": "Lowest: class 2, 50.0 % of 4 examples.",
     "confusion": "Most often class 2 was taken for class 0: 2 of 4 examples.",
     "calibration": "Expected calibration error (ECE) 0.000, largest (MCE) 0.000.",

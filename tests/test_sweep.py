@@ -114,7 +114,7 @@ def test_a_search_trains_ranks_and_is_not_repeated(tmp_path, capsys):
     assert not (best / "report.html").exists(), "only if it is wanted"
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")}
     sweep(*words, "--noplot")
-    assert "2 runs; 2 have finished" in capsys.readouterr().out
+    assert "0 of 2 runs to do" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")} == before
 
 
@@ -135,7 +135,7 @@ def test_a_run_that_fails_is_reported_and_tried_again_and_the_others_continue(
     (tmp_path / "gate").touch()
     sweep(*words)
     said = capsys.readouterr().out
-    assert "6 runs; 4 have finished" in said
+    assert "2 of 6 runs to do" in said
     assert "70.45 % ± 0.07     2     2.00  x=70" in said
     every = accounting.epsilon(accounting.compose(*[ONE] * 6), 1e-5, "pld")
     assert prices(out)[1] == pytest.approx(every)

@@ -176,7 +176,11 @@ CHANGES = [
     (["mechanism", "format"], 1, "the card is of format 1; expected 4"),
     (["mechanism", "sampling", "rates"], [[1.5, 1]], "is 1.5; expected a number from 0, at most 1"),
     (["mechanism", "sampling", "rates"], [], "the card cannot be accounted"),
-    (["mechanism", "sampling", "event"], "own", "expected one of 'poisson', 'subset', 'none'"),
+    (
+        ["mechanism", "sampling", "event"],
+        "own",
+        "expected one of 'poisson', 'subset', 'allocation', 'none'",
+    ),
 ]
 
 

@@ -70,16 +70,16 @@ def with_torch(mode: str | None, task: dict[str, Any]) -> tuple[Any, dict[str, A
         # TF32 for all products, as JAX has it; by default PyTorch has it for convolutions alone.
         torch.set_float32_matmul_precision("high")
     make, shape = torch_models.NETWORKS[task["workload"]]
-    batch_size, vocabulary = task["batch_size"], task["vocabulary"]
-    network = make().to(device)
-    held = sum(p.numel() for p in network.parameters())
+    batch_size, network = task["batch_size"], make().to(device)
+    held = sum(p.numel() for p in network.parameters() if p.requires_grad)
     if held != task["parameters"]:
-        raise RuntimeError(f"the network has {held:,} parameters, not {task['parameters']:,}")
-    if vocabulary is None:
-        x = torch.randn(batch_size, *shape, device=device)
+        raise RuntimeError(f"the network trains {held:,} parameters, not {task['parameters']:,}")
+    if task["text"]:
+        x = torch.randint(torch_models.TOKENS, (batch_size, *shape), device=device)
+        y = x.roll(-1, 1).flatten()
     else:
-        x = torch.randint(vocabulary, (batch_size, *shape), device=device)
-    y = torch.randint(torch_models.CLASSES, (batch_size,), device=device)
+        x = torch.randn(batch_size, *shape, device=device)
+        y = torch.randint(torch_models.CLASSES, (batch_size,), device=device)
     network, optimizer, criterion = trained_by(mode, network, task)
     rise = memory.of_torch()
 
@@ -87,7 +87,10 @@ def with_torch(mode: str | None, task: dict[str, Any]) -> tuple[Any, dict[str, A
         started = time.perf_counter()
         for _ in range(steps):
             optimizer.zero_grad()
-            criterion(network(x), y).backward()
+            logits = network(x)
+            # Opacus' ghost mode joins the tokens of an example by their shape.
+            shape = {"shape": logits.shape} if mode == "ghost" and task["text"] else {}
+            criterion(logits.flatten(0, -2), y, **shape).backward()
             optimizer.step()
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -108,7 +111,8 @@ def trained_by(mode: str | None, network: Any, task: dict[str, Any]) -> tuple[An
     """The network, its SGD and its loss; with a mode, as Opacus makes them private."""
     import torch
 
-    sgd = torch.optim.SGD(network.parameters(), lr=task["learning_rate"])
+    trained = [p for p in network.parameters() if p.requires_grad]
+    sgd = torch.optim.SGD(trained, lr=task["learning_rate"])
     loss = torch.nn.CrossEntropyLoss()
     if mode is None:
         return network, sgd, loss

@@ -1,63 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The five problems that training steps are timed on: network, shape of an input, batch.
+"""The six models that training steps are timed on, with the shape of an input and a batch.
 
-They differ in what is hard about them: W1 is small, W2 spends its time in convolutions, W3
-has wide inputs and a large batch, W4 is matrix products alone and soon limited by memory, W5
-has attention, layer norms and an embedding.  Inputs and labels are noise: speed does not
-depend on what they say.  The networks come from `dpjax.models`; the peers' (`torch_models`)
-have the same layers, and both sides are held to the number of parameters written here.
+Inputs and labels are noise: speed does not depend on what they say. The peers' networks
+(`torch_models`) have the same layers, and both sides are held to the number of parameters written
+here.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import optax
 
 from dpjax import losses, models
 
-SEED, CLASSES = 0, 10
+SEED, CLASSES, TOKENS, LENGTH = 0, 10, 10_000, 64
+
+
+class ResNet18(nn.Module):
+    """ResNet-18 for images of 32 x 32, with group normalisation."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        conv = functools.partial(nn.Conv, use_bias=False, padding=1)
+        norm = functools.partial(nn.GroupNorm, 32, reduction_axes=(-3, -2, -1))
+        x = nn.relu(norm()(conv(64, (3, 3))(x)))
+        for channels, first in ((64, 1), (128, 2), (256, 2), (512, 2)):
+            for strides in (first, 1):
+                y = nn.relu(norm()(conv(channels, (3, 3), strides)(x)))
+                y = norm()(conv(channels, (3, 3))(y))
+                if strides > 1:
+                    x = norm()(conv(channels, (1, 1), strides, padding=0)(x))
+                x = nn.relu(x + y)
+        return nn.Dense(CLASSES)(x.mean((-3, -2)))
+
+
+class Decoder(nn.Module):
+    """A causal Transformer of two layers in the manner of GPT-2; with a rank, LoRA beside it."""
+
+    rank: int = 0
+    width: int = 128
+    heads: int = 4
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(TOKENS, self.width, name="tokens")(tokens)
+        x = x + self.param("positions", nn.initializers.normal(0.02), (LENGTH, self.width))
+        for i in range(2):
+            h = nn.LayerNorm(name=f"{i}_before")(x)
+            q, k, v = (
+                self.dense(f"{i}_{name}", h, self.width).reshape(LENGTH, self.heads, -1)
+                for name in ("query", "key", "value")
+            )
+            h = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+            x = x + self.dense(f"{i}_out", h, self.width)
+            h = self.dense(f"{i}_up", nn.LayerNorm(name=f"{i}_between")(x), 4 * self.width)
+            x = x + self.dense(f"{i}_down", nn.gelu(h), self.width)
+        return nn.Dense(TOKENS, name="head")(nn.LayerNorm(name="last")(x))
+
+    def dense(self, name: str, x: jax.Array, width: int) -> jax.Array:
+        y = nn.Dense(width, name=name)(x)
+        if not self.rank:
+            return y
+        thin = nn.Dense(self.rank, use_bias=False, name=f"{name}_lora_a")(x)
+        return y + nn.Dense(width, use_bias=False, name=f"{name}_lora_b")(thin)
 
 
 class Workload(NamedTuple):
     model: nn.Module
-    parameters: int | None  # expected; None for those without a peer
+    parameters: int  # that are trained
     shape: tuple[int, ...]
     batch_size: int
-    vocabulary: int | None = None  # of inputs that are tokens; None if they are numbers
+    text: bool = False  # tokens, each the label of those before it
 
 
-TEXTS = models.TextTransformer(
-    classes=CLASSES,
-    vocabulary=10_000,
-    length=64,
-    width=128,
-    depth=4,
-    heads=4,
-    padding=None,
-    activation=nn.gelu,  # by its tanh approximation, as the peers' is
-)
 WORKLOADS = {
-    "W1": Workload(models.TemperedCNN(), 26_010, (28, 28, 1), 256),
-    "W2": Workload(models.CIFARDenseCNN(), 550_570, (32, 32, 3), 256),
-    "W3": Workload(models.ScatterCIFARCNN(), 187_210, (8, 8, 243), 1024),
-    "W4": Workload(models.MLP(features=(256, 256)), 269_322, (784,), 1024),
-    "W5": Workload(TEXTS, 2_082_826, (64,), 64, 10_000),
+    "tempered CNN": Workload(models.TemperedCNN(), 26_010, (28, 28, 1), 256),
+    "WideResNet-16-4": Workload(models.WideResNet(), 2_748_890, (32, 32, 3), 32),
+    "MLP on a table": Workload(models.MLP(features=(256, 256)), 94_218, (100,), 1024),
+    "ResNet-18": Workload(ResNet18(), 11_173_962, (32, 32, 3), 32),
+    "decoder of 2 layers": Workload(Decoder(), 2_974_992, (LENGTH,), 64, text=True),
+    "LoRA on the decoder": Workload(Decoder(rank=8), 36_864, (LENGTH,), 64, text=True),
 }
 
 
 def problem(workload: Workload) -> tuple[Any, Any, Any]:
-    """The loss of one example, the first parameters, and a batch of noise with labels."""
-    model, expected, shape, size, vocabulary = workload
+    """The loss of one example, the parameters that are trained, and a batch of noise."""
+    model, expected, shape, size, text = workload
     for_x, for_y, for_params = jax.random.split(jax.random.key(SEED), 3)
-    if vocabulary is None:
-        x = jax.random.normal(for_x, (size, *shape))
+    if text:
+        x = jax.random.randint(for_x, (size, *shape), 0, TOKENS)
+        batch = x, jnp.roll(x, -1, axis=1)
     else:
-        x = jax.random.randint(for_x, (size, *shape), 0, vocabulary)
-    params = jax.jit(model.init)(for_params, x[0])["params"]
+        x = jax.random.normal(for_x, (size, *shape))
+        batch = x, jax.random.randint(for_y, (size,), 0, CLASSES)
+    params = dict(jax.jit(model.init)(for_params, x[0])["params"])
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+    loss = losses.of(model, lambda logits, y: jnp.mean(cross_entropy(logits, y)))
+    if getattr(model, "rank", 0):
+        frozen = {name: params.pop(name) for name in list(params) if "lora" not in name}
+        whole = loss
+
+        def loss(params: Any, example: Any) -> jax.Array:
+            return whole({**frozen, **params}, example)
+
     held = sum(leaf.size for leaf in jax.tree.leaves(params))
-    if expected not in (None, held):
-        raise RuntimeError(f"workloads: {model} has {held:,} parameters, expected {expected:,}.")
-    batch = x, jax.random.randint(for_y, (size,), 0, CLASSES)
-    return losses.of(model, losses.cross_entropy), params, batch
+    if expected != held:
+        raise RuntimeError(f"workloads: {model} trains {held:,} parameters, expected {expected:,}.")
+    return loss, params, batch

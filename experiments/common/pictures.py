@@ -69,6 +69,29 @@ def image(drawn: Sequence[Panel], columns: int = 3) -> bytes:
         return png(figure)
 
 
+def bars(values: Mapping[str, Sequence[float | None]], names: Sequence[str], x: str) -> bytes:
+    """A group of bars for each name, on a logarithmic axis with a line at 1."""
+    with style.style():
+        figure = style.canvas(6.4, 0.55 * len(names) + 0.6)
+        axes, high = style.panel(figure, x, ""), 0.8 / len(values)
+        for i, (who, lengths) in enumerate(values.items()):
+            places = [place + (i - (len(values) - 1) / 2) * high for place in range(len(names))]
+            widths = [math.nan if length is None else length for length in lengths]
+            look = {"label": who, "color": style.PALETTE[style.SERIES[i]]}
+            beyond = [width - 1 for width in widths]  # from 1: the axis has no zero
+            drawn = axes.barh(places, beyond, 0.9 * high, left=1, **look)
+            axes.bar_label(drawn, [f"{w:.3g}" for w in widths], padding=2, fontsize=7)
+        axes.axvline(1, color=style.PALETTE["ink"], linewidth=0.8)
+        axes.set_xscale("log")
+        axes.margins(x=0.1)
+        _ticks(axes)
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        style.legend(axes)
+        return png(figure)
+
+
 def looks_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """The dash and the color of each line; an error if there are more lines than looks."""
     names = list(dict.fromkeys(names))

@@ -43,13 +43,6 @@ CLAIMS = """\
 The published epsilon is by the paper's accounting for what it says that it ran; rdp and pld bound
 what ran here, at delta 1e-5 except for SNLI and the regressions; two epsilons belong to the two
 sides. ECE and MCE are calibration errors, in per cent. Of curves the means of points are shown."""
-WORKLOADS = {
-    "W1": "MNIST CNN, batch 256",
-    "W2": "CIFAR CNN of 550,570 parameters, batch 256",
-    "W3": "CNN on wavelet features, batch 1,024",
-    "W4": "MLP 784-256-256-10, batch 1,024",
-    "W5": "Transformer, 64 tokens, batch 64",
-}
 WORDS = """\
 *Reproduced*: found here too. *Refuted*: shown to be false. *Not reached*: worse here, perhaps by \
 our settings. *Within noise*: too close for these runs. *Open*: too few runs. *Not run*: data, \
@@ -150,14 +143,37 @@ def measure(seeds: Mapping[str, Any]) -> str:
     return next((of for of in ("accuracy", "mse") if all(of in s for s in seeds.values())), "")
 
 
-def step_rows() -> Iterator[str]:
-    """Milliseconds of one step beside plain JAX and the peers, one row per workload."""
-    for name, workload in load("steps")["workloads"].items():
-        contestants = workload["contestants"].items()
-        taken = {who: c["median_ms"] for who, c in contestants if "median_ms" in c}
-        opacus = min(ms for who, ms in taken.items() if who.startswith("opacus"))
-        each = taken["plain"], taken["dpjax auto"], opacus, taken["torch plain"]
-        yield markdown.line(WORKLOADS[name], *(f"{ms:.3g}" for ms in each))
+SIDES = ("plain JAX", "dpjax", "jax_privacy", "Opacus", "PyTorch, plain")
+
+
+def sides(workload: Mapping[str, Any]) -> dict[str, Any]:
+    """Of one model the contestants that a table shows, Opacus in its fastest mode."""
+    ran = {who: f for who, f in workload["contestants"].items() if "median_ms" in f}
+    modes = [figure for who, figure in ran.items() if who.startswith("opacus")]
+    best = min(modes, key=lambda figure: figure["median_ms"], default=None)
+    of = ran["plain"], ran["dpjax auto"], ran.get("jax_privacy"), best, ran.get("torch plain")
+    return dict(zip(SIDES, of, strict=True))
+
+
+def digits(value: float) -> str:
+    """Three digits, without powers of ten."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def step_tables(name: str) -> str:
+    """Time and memory of a step beside plain JAX and the peers, one row for each model."""
+    times, memory = [], []
+    for model, workload in load(name)["workloads"].items():
+        found, model = sides(workload), f"{model}, batch {workload['batch_size']:,}"
+        cells = [
+            f"{digits(f['median_ms'])} ({digits(f['ratio'])})" if f else "-" for f in found.values()
+        ]
+        times.append(markdown.line(model, *cells))
+        held = [f and f.get("planned_bytes", f.get("peak_bytes")) for f in found.values()]
+        cells = ["-" if b is None else f"{b / 2**20:,.0f}" for b in held]
+        memory.append(markdown.line(model, *cells))
+    heads = (f"| {unit} | {' | '.join(SIDES)} |" for unit in ("ms", "MiB"))
+    return "\n\n".join(map(markdown.table, heads, (times, memory)))
 
 
 def strategy_rows() -> Iterator[str]:
@@ -190,19 +206,6 @@ def correlated_rows() -> Iterator[str]:
             accuracy = spread([run["accuracy"] for run in found], 1) if found else "not run"
             cells += [accuracy, f"{found[0]['error']:.3g}" if found else ""]
         yield markdown.line(dataset, epsilon, *cells)
-
-
-def device_rows() -> Iterator[str]:
-    """Steps that were measured on an accelerator, a row for each model."""
-    for model, found in load("devices")["models"].items():
-        steps = {n: figure for n, figure in found["steps"].items() if "median_ms" in figure}
-        plain, cells = steps["plain"]["median_ms"], []
-        opacus = [f["median_ms"] for name, f in steps.items() if name.startswith("opacus")]
-        steps["opacus"] = {"median_ms": min(opacus, default=None)}
-        for name in ("plain", "noised", "auto", "vmap", "jax_privacy", "opacus"):
-            ms = steps.get(name, {}).get("median_ms")
-            cells.append("-" if ms is None else f"{ms:.3g} ({ms / plain:.2f})")
-        yield markdown.line(WORKLOADS.get(model, model), *cells)
 
 
 def audit_rows() -> Iterator[str]:
@@ -274,7 +277,7 @@ def page() -> str:
         parts += [f"### {paper.title}: rows", rows]
     parts += [
         "## One step, forward to update, in milliseconds on two CPU cores",
-        markdown.table("| | plain JAX | dpjax | Opacus, best mode | PyTorch, plain |", step_rows()),
+        step_tables("steps"),
         "Medians of alternated rounds in one run, by\n"
         '`make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2"`.',
         "## DP-SGD beside correlated noise, at equal epsilon",
@@ -298,12 +301,9 @@ def page() -> str:
             "| model | parameters | plain | private | ratio | disagreement |", zoo_rows()
         ),
         "## One step on an H100",
-        markdown.table(
-            "| | plain JAX | with noise | dpjax | `vmap` | jax_privacy | Opacus |", device_rows()
-        ),
-        f"Milliseconds, and ratios to plain JAX, on {load('devices')['kind']} with JAX "
-        f"{load('devices')['jax']},\nby `make bench BENCH=devices`. Opacus in its fastest mode, "
-        "on W1 to W3 alone.",
+        step_tables("h100"),
+        f"Milliseconds, and in brackets over plain JAX, with JAX {load('h100')['jax']}, "
+        f"{load('h100')['note']}.",
         f"## Audits: lower bounds on epsilon at delta {audits['delta']:g}",
         markdown.table(
             "| | one step | epsilon above | claimed | a run: epsilon above | claimed |",
@@ -333,13 +333,15 @@ def readme_rows() -> str:
         count = counted(result for result, _ in found if not result.claim.own)
         lines.append(markdown.line(*cells, result.verdict, count))
     head = "| paper | claim | here (range; seeds) | true epsilon | verdict | all of its claims |"
-    return markdown.table(head, [*lines, "", verdicts(), WORDS])
+    return markdown.table(head, [*lines, "", f"{verdicts()} {WORDS}"])
 
 
 def main(argv: list[str]) -> None:
     runs.only_flags(argv)
     (RESULTS / "README.md").write_text(page())
     markdown.rewrite(str(ROOT / "README.md"), {"results": readme_rows()})
+    speed = {name: step_tables(name) for name in ("steps", "h100")}
+    markdown.rewrite(str(ROOT / "docs" / "pages" / "speed.md"), speed)
 
 
 if __name__ == "__main__":

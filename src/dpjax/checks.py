@@ -7,6 +7,7 @@ so NumPy and JAX scalars, and 3.0 for 3, mean the same everywhere.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Collection
 from typing import Any, TypeVar
@@ -97,6 +98,8 @@ def one_of(call: str, name: str, value: Any, choices: Collection[Any], hint: str
     """One of a few values."""
     # Identity first: NaN and arrays compare unlike anything else.
     good = any(value is choice or value == choice for choice in choices)
+    if near := difflib.get_close_matches(str(value), map(str, choices), 1):
+        hint = f"Did you mean {near[0]}?"
     _expect(good, call, name, value, f"one of {', '.join(map(str, choices))}", hint)
     return value
 

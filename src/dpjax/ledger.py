@@ -36,7 +36,8 @@ class Budget:
       epsilon: The largest epsilon.
       delta: The delta beside it.
       method: The `dpjax.accounting` method that computes epsilon; a proven one. By default that
-        of ``mechanism.target``, so that a budget admits what was calibrated for it, or "rdp".
+        of ``mechanism.target``, so that a budget admits what was calibrated for it, or
+        `dpjax.accounting.default_method`.
 
     Example:
       >>> Budget(epsilon=3.0, delta=1e-5)
@@ -192,6 +193,9 @@ def _affordable(mechanism: Plan, epsilon: float, delta: float, method: str) -> i
     def passes(steps: int) -> bool:
         return not _prefix_epsilon(mechanism, steps, delta, method) <= epsilon
 
+    # The usual plan fits, which is one question to a slow accountant.
+    if mechanism.steps and not passes(mechanism.steps):
+        return mechanism.steps
     return bisect.bisect_left(range(1, mechanism.steps + 1), True, key=passes)
 
 
@@ -208,7 +212,8 @@ def epsilon(
       ledger: The steps.
       mechanism: Under which they ran.
       delta: The delta beside it; by default that of ``mechanism.target``.
-      method: The `dpjax.accounting` method; by default that of ``mechanism.target``, or "rdp".
+      method: The `dpjax.accounting` method; by default that of ``mechanism.target``, or
+        `dpjax.accounting.default_method`.
 
     Raises:
       Refused: They ran under another mechanism.

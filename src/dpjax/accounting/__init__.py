@@ -3,8 +3,8 @@
 
 An *event* (dp_accounting's `DpEvent`) says which noisy queries ran, on which random samples and how
 often. `epsilon`, `delta`, `calibrate` and `largest_steps` read events alone. Four methods answer:
-RDP (the default), PLD (tighter, slower), RDP with the conversion that older papers print, and the
-CLT estimate of Gaussian DP.
+RDP (the default; a mechanism's is `default_method`), PLD (tighter, slower), RDP with the conversion
+that older papers print, and the CLT estimate of Gaussian DP.
 
 A noise multiplier in an event is relative to the *add-or-remove* sensitivity (one example joins or
 leaves). ``neighbours="replace-one"`` doubles the sensitivity, and this room alone converts it.
@@ -14,6 +14,7 @@ from dpjax.accounting.calibration import calibrate, largest_steps
 from dpjax.accounting.event_parts import NEIGHBOURS
 from dpjax.accounting.events import (
     AllocatedGaussianDpEvent,
+    RandomAllocationDpEvent,
     compose,
     effective_multiplier,
     gaussian,
@@ -22,7 +23,15 @@ from dpjax.accounting.events import (
 )
 from dpjax.accounting.filters import Filter, best_order
 from dpjax.accounting.loss_distributions import levels
-from dpjax.accounting.methods import METHODS, Method, delta, epsilon, levels_of, tightest
+from dpjax.accounting.methods import (
+    METHODS,
+    Method,
+    default_method,
+    delta,
+    epsilon,
+    levels_of,
+    tightest,
+)
 from dpjax.accounting.profiles import Estimate
 from dpjax.accounting.random_projections import ProjectedGaussianDpEvent, with_projections
 from dpjax.accounting.rdp_divergence import ORDERS, renyi_divergence
@@ -39,10 +48,12 @@ __all__ = [
     "Filter",
     "Method",
     "ProjectedGaussianDpEvent",
+    "RandomAllocationDpEvent",
     "Selection",
     "best_order",
     "calibrate",
     "compose",
+    "default_method",
     "delta",
     "draw_runs",
     "effective_multiplier",

@@ -42,7 +42,7 @@ import numpy as np
 from scipy.special import logsumexp
 
 from dpjax.accounting.event_parts import Parts, squared
-from dpjax.accounting.events import AllocatedGaussianDpEvent
+from dpjax.accounting.events import AllocatedGaussianDpEvent, RandomAllocationDpEvent
 from dpjax.accounting.rdp_divergence import ORDERS
 
 # A bin is 32 random bits modulo the number of bins, so its probability is at most 2^-32 more than
@@ -54,21 +54,40 @@ def divergence(event: AllocatedGaussianDpEvent, orders: np.ndarray) -> np.ndarra
     """Rényi divergence for an example that joins or leaves, ``[orders]``."""
     precision = event.noise_multiplier**-2
     shared = np.asarray(event.overlaps) * precision
-    above = math.log1p(shared.size * _WORD)
     steps = np.arange(1, math.ceil(orders.max()))
     sums = np.asarray(logsumexp(np.multiply.outer(steps, shared), axis=1))
-    rises = sums - math.log(shared.size) + above
+    rises = sums - math.log(shared.size)
+    return _bound(rises, orders, shared.max(), shared.mean(), shared.size)
+
+
+def divergence_of_epoch(event: RandomAllocationDpEvent, orders: np.ndarray) -> np.ndarray:
+    """As `divergence`, for fresh bins and independent noise: bins have nothing in common."""
+    precision = event.noise_multipliers[0][0] ** -2  # the least noise, as if all bins ran with it
+    steps, bins = np.arange(1, math.ceil(orders.max())), event.batches
+    rises = np.logaddexp(math.log1p(-1 / bins), steps * precision - math.log(bins))
+    return _bound(rises, orders, precision, precision / bins, bins)
+
+
+def _bound(
+    rises: np.ndarray, orders: np.ndarray, largest: float, mean: float, bins: int
+) -> np.ndarray:
+    """From ``log E_b exp(j K_1b)`` for whole j, and from the largest and the mean ``K_1b``."""
+    above = math.log1p(bins * _WORD)
     # log A is convex in the order: between whole orders it is below the chord.
-    log_a = np.interp(orders, np.arange(steps.size + 1) + 1, np.append(0.0, np.cumsum(rises)))
+    log_a = np.interp(
+        orders, np.arange(rises.size + 1) + 1, np.append(0.0, np.cumsum(rises + above))
+    )
     leaves = log_a / (orders - 1)
-    joins = (shared.max() + (orders - 1) * shared.mean() * math.exp(above)) / 2
+    joins = (largest + (orders - 1) * mean * math.exp(above)) / 2
     # Given its bin, the example is hidden by the whole Gaussian.
-    return np.minimum(np.maximum(leaves, joins), orders * precision / 2)
+    return np.minimum(np.maximum(leaves, joins), orders * largest / 2)
 
 
 @functools.lru_cache(maxsize=64)
-def curve(event: AllocatedGaussianDpEvent) -> np.ndarray:
+def curve(event: AllocatedGaussianDpEvent | RandomAllocationDpEvent) -> np.ndarray:
     """On `ORDERS`, which a ledger needs again at every step."""
+    if isinstance(event, RandomAllocationDpEvent):
+        return divergence_of_epoch(event, ORDERS)
     return divergence(event, ORDERS)
 
 
@@ -78,6 +97,9 @@ def known_bins(parts: Parts) -> Parts:
     for event, count in parts.foreign:
         if isinstance(event, AllocatedGaussianDpEvent):
             precisions.append(count / squared(event.noise_multiplier))
+        elif isinstance(event, RandomAllocationDpEvent):
+            # A bin of the least noise costs most; all records of one user can be in it.
+            precisions.append(count / squared(event.noise_multipliers[0][0]))
         else:
             others.append((event, count))
     return parts._replace(foreign=tuple(others), precision=math.fsum(precisions))

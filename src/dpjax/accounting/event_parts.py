@@ -19,6 +19,7 @@ from dpjax.accounting.events import (
     BARE,
     AllocatedGaussianDpEvent,
     CorrelatedSampledDpEvent,
+    RandomAllocationDpEvent,
     check_rate,
 )
 
@@ -52,6 +53,18 @@ class Parts(NamedTuple):
     def named(self) -> str:
         """The foreign events in words, for errors."""
         return ", ".join(dict.fromkeys(type(event).__name__ for event, _ in self.foreign))
+
+
+def as_sampled(parts: Parts) -> Parts:
+    """Parts with Poisson samples of the same variance of losses in place of random allocations."""
+    sampled = dict(parts.sampled)
+    for event, count in parts.foreign:
+        if isinstance(event, RandomAllocationDpEvent):
+            for z, bins in event.noise_multipliers:
+                pair = (math.sqrt(bins) / event.batches, z)
+                sampled[pair] = sampled.get(pair, 0) + count
+    others = (row for row in parts.foreign if not isinstance(row[0], RandomAllocationDpEvent))
+    return parts._replace(sampled=dict(sorted(sampled.items())), foreign=tuple(others))
 
 
 def relation(neighbours: str) -> NeighboringRelation:
@@ -94,6 +107,10 @@ def split(event: DpEvent, records: int = 1) -> Parts:
                 | dp_accounting.LaplaceDpEvent(noise_multiplier=z)
                 | AllocatedGaussianDpEvent(noise_multiplier=z)
             ) if not z > BARE:
+                bare += count
+            case RandomAllocationDpEvent(noise_multipliers=pairs) if not all(
+                z > BARE for z, _ in pairs
+            ):
                 bare += count
             case dp_accounting.GaussianDpEvent(noise_multiplier=z):
                 # They compose exactly: their precisions add up to the precision of one Gaussian.

@@ -14,8 +14,15 @@ from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RandomizedResponse
 from dp_accounting.pld import PLDAccountant
 from scipy.special import logsumexp
 
-from dpjax.accounting import allocation, profiles, random_projections, rdp_accountant
-from dpjax.accounting.event_parts import Parts, relation
+from dpjax.accounting import (
+    allocation,
+    profiles,
+    random_allocation,
+    random_projections,
+    rdp_accountant,
+)
+from dpjax.accounting.event_parts import Parts, as_sampled, relation
+from dpjax.accounting.events import RandomAllocationDpEvent
 from dpjax.accounting.loss_distributions import MIXED, composed, proven
 from dpjax.accounting.profiles import Profile
 
@@ -56,12 +63,26 @@ def _bounds(parts: Parts, neighbours: str) -> Iterator[Profile]:
     yield from _by_rdp(plain, neighbours) if parts.foreign else [_unsampled(plain, neighbours)]
     if (known := allocation.known_bins(parts)) != parts:
         yield from _bounds(known, neighbours)
+        yield from _by_epochs(parts, neighbours)
     elif _size(parts, neighbours) <= _FAR:
         grid = _grid(parts, neighbours)
         if parts.foreign:
             yield proven(_accountant(parts, grid, neighbours), parts)
         else:
             yield proven(composed(parts, grid, neighbours), parts)
+
+
+def _by_epochs(parts: Parts, neighbours: str) -> Iterator[Profile]:
+    """By losses of whole epochs of random allocation, where all else is a Gaussian."""
+    epochs = [(e, n) for e, n in parts.foreign if isinstance(e, RandomAllocationDpEvent)]
+    like = as_sampled(parts)
+    rest = allocation.known_bins(parts._replace(foreign=like.foreign))
+    # An example that is replaced stays in its bin: `known_bins` bounds it.
+    if not epochs or rest.foreign or neighbours == "replace-one":
+        return
+    if _size(like, neighbours) <= _FAR:
+        grid = _grid(like._replace(foreign=()), neighbours)
+        yield random_allocation.profile(epochs, rest, grid, neighbours)
 
 
 def _unsampled(parts: Parts, neighbours: str) -> Profile:

@@ -14,7 +14,7 @@ import dp_accounting
 import numpy as np
 from scipy.special import log_ndtr
 
-from dpjax.accounting.event_parts import Parts
+from dpjax.accounting.event_parts import Parts, as_sampled
 
 
 class Profile(NamedTuple):
@@ -68,8 +68,10 @@ def central_limit(parts: Parts, neighbours: str) -> Profile:
     """The profile of the Gaussian that many small sampled steps look like.
 
     ``mu^2 = sum q^2 (exp(1/z^2) - 1)`` over sampled steps, and ``1/z^2`` over unsampled ones: Bu,
-    Dong, Long, Su, *Deep learning with Gaussian differential privacy*, 2020, §3.
+    Dong, Long, Su, *Deep learning with Gaussian differential privacy*, 2020, §3. An epoch of random
+    allocation has the same variance of its ratio, with q^2 = bins^-2 for each of its steps.
     """
+    parts = as_sampled(parts)
     if parts.foreign or (neighbours == "replace-one" and parts.sampled):
         raise ValueError(
             "accounting: method 'gdp' knows Gaussians only, unsampled ones if 'replace-one'; "

@@ -17,7 +17,7 @@ from dp_accounting.rdp import rdp_privacy_accountant as library
 
 from dpjax.accounting import allocation
 from dpjax.accounting.event_parts import Parts, relation
-from dpjax.accounting.events import AllocatedGaussianDpEvent, rewritten
+from dpjax.accounting.events import AllocatedGaussianDpEvent, RandomAllocationDpEvent, rewritten
 from dpjax.accounting.profiles import Profile
 from dpjax.accounting.rdp_divergence import CLASSIC, ORDERS, curves
 
@@ -87,7 +87,7 @@ def total(parts: Parts, neighbours: str) -> np.ndarray:
 
 def _foreign(event: DpEvent, neighbours: str) -> np.ndarray:
     swap = neighbours == "replace-one"
-    if isinstance(event, AllocatedGaussianDpEvent):
+    if isinstance(event, AllocatedGaussianDpEvent | RandomAllocationDpEvent):
         return allocation.curve(event)
     accountant = library.RdpAccountant(ORDERS.tolist(), relation(neighbours))
     try:

@@ -31,6 +31,13 @@ COMMANDS = {
     "sweep": "train with many settings, and compute the privacy cost of the search",
     "audit": "measure lower bounds on the epsilon of a run, beside its claim",
 }
+# What other libraries and papers call it, and the name of the flag here.
+_OTHERWISE = {
+    "epsilon": "target_epsilon",
+    "lr": "learning_rate",
+    "sigma": "noise_multiplier",
+    "max_grad_norm": "bound",
+}
 _HELP = ("-h", "--help", "-help", "-?")
 _MORE = "`dpjax SUBCOMMAND --help` lists the flags; `dpjax --version` prints the version."
 
@@ -80,6 +87,10 @@ def run_command(name: str) -> None:
             if not typed.WORDS and (extra := " ".join(argv[1:])):
                 raise app.UsageError(f"{extra}: expected flags alone, which begin with two dashes.")
             importlib.import_module(f"dpjax.cli.{name}").run(given, argv)
+        except flags.UnrecognizedFlagError as error:
+            known = _OTHERWISE.get(error.flagname)
+            said = f"Did you mean --{known}?" if known in typed.FLAGS else ""
+            sys.exit(f"{error} {said}\nFor all flags: {program} --help")
         except (flags.Error, app.UsageError) as error:
             sys.exit(f"{error}\nFor all flags: {program} --help")
         except KeyboardInterrupt as stopped:

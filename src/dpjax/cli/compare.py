@@ -108,8 +108,11 @@ def draw(groups: list[RunGroup], badge: str) -> bytes:
             color, look = style.SERIES[number % len(style.SERIES)], style.DOTS
             label = f" {group.label}"  # no legend shows a label with an underscore in front
             try:
-                style.band(spent, *curve(group, "epsilon"), color, label, **look)
-                style.band(taken, *curve(group, "step"), color, **look)
+                for axes, axis in ((spent, "epsilon"), (taken, "step")):
+                    x, right = curve(group, axis)
+                    style.band(axes, x, right, color, label * (axis == "epsilon"), **look)
+                    end = np.nanmean(right[-1])  # what one asks for: the end of each curve
+                    axes.scatter(x[-1], end, s=36, color=style.PALETTE[color])
             except Missing as reason:
                 print(f"Not drawn: {group.label} ({reason})")
         if spent.lines:
@@ -166,4 +169,5 @@ def price(runs: list[SavedRun]) -> str:
     if math.isinf(epsilon):
         return "One of these runs has no proven epsilon, so neither have all of them together."
     at = f"{three_digits(epsilon)} at delta {upwards(delta, '.3g')}"
-    return f"{chosen}All {len(runs)} together cost at most epsilon {at}."
+    together = f"All {len(runs)} together cost" if len(runs) > 1 else "It costs"
+    return f"{chosen}{together} at most epsilon {at}."

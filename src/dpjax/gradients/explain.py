@@ -26,13 +26,14 @@ def explain(loss: LossFn, params: PyTree, example: PyTree) -> str:
       >>> loss = lambda p, x: jnp.sum(jnp.tanh(x @ p["kernel"] + p["bias"]) ** p["power"])
       >>> params = {"bias": jnp.zeros(3), "kernel": jnp.zeros((2, 3)), "power": jnp.ones(())}
       >>> print(explain(loss, params, jnp.zeros(2)))
+      leaf    used by      norm by      products
       bias    add          derivative         24
       kernel  dot_general  product             5
       power   materialised: enters pow
     """
     program = Traced(loss).program(params, example)
     leaves = jax.tree.leaves(jax.eval_shape(lambda x: x, params))
-    rows: list[tuple[str, ...]] = []
+    rows: list[tuple[str, ...]] = [("leaf", "used by", "norm by", "products")]
     for i, name in enumerate(trees.leaf_names(params)):
         sites = [site for site in program.sites if i in site.leaves]
         if i in program.materialised:

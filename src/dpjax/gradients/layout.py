@@ -34,7 +34,7 @@ from dpjax.types import ClippedSum, Key, LossFn, PyTree
 # The share of the memory for one microbatch on an accelerator.
 _SHARE = 1 / 8
 # On a CPU: bytes in flight on all devices together, plus these multiples of the bytes of parameters
-# and of frozen weights, which have no sum. Chosen by timing the clipped sums of W1 to W5 in
+# and of frozen weights, which have no sum. Chosen by timing the clipped sums of five models in
 # microbatches of each power of two.
 _CACHES, _PASSES, _FROZEN_PASSES = 4 * 2**20, 4, 2
 

@@ -8,6 +8,7 @@ and the JSON description all derive from a `Mechanism`, so no number is given tw
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -280,7 +281,8 @@ class Mechanism:
             logging.warning(text, delta, self.sampling.examples)
 
     def _method(self, given: str | None) -> str:
-        return given or ("rdp" if self.target is None else self.target.method)
+        chosen = None if self.target is None else self.target.method
+        return given or chosen or _usual_method(self)
 
     def epsilon(self, delta: float | None = None, method: str | None = None) -> float:
         """The epsilon of the whole computation at ``delta``.
@@ -288,7 +290,7 @@ class Mechanism:
         Args:
           delta: Choose it below 1 / examples. By default that of `target`.
           method: A `dpjax.accounting` method: "rdp", "pld", "rdp-classic" or "gdp". By default
-            that of `target`, or "rdp".
+            that of `target`, or `dpjax.accounting.default_method`.
         """
         delta, method = self.stated(delta, method)
         self._warn_of_delta(delta)
@@ -416,6 +418,12 @@ class Mechanism:
           >>> updates, state = optimizer.update(gradients, state, params, mask=mask)
         """
         return link.private(self, key)
+
+
+# A ledger asks before each step.
+@functools.lru_cache(maxsize=128)
+def _usual_method(mechanism: Mechanism) -> str:
+    return accounting.default_method(mechanism.event, mechanism.relation)
 
 
 def _check_adaptive(rule: Clipping, multipliers: np.ndarray, count: float) -> None:

@@ -83,14 +83,16 @@ def noise(figure: Figure, run: SavedRun) -> str:
     if not runs:
         raise Missing("privacy.json says that no step counts")
     z, counts = (np.array(side, float) for side in zip(*runs, strict=True))
+    if np.all(z == z[0]):
+        raise Missing(f"it is {z[0]:.4g} at every step")
     edges = np.concatenate([[0], np.cumsum(counts)])
     axes = panel(figure, "step", "noise multiplier")
     # Steps, not a line: a multiplier holds from one change to the next.
     axes.stairs(z, edges, baseline=None, color=_BLUE, linewidth=1.6)
     axes.set_ylim(0, 1.2 * z.max() or 1)
-    values = f"{z[0]:.4g}" if np.all(z == z[0]) else f"From {z[0]:.4g} to {z[-1]:.4g}"
     earlier = " Earlier runs are not drawn." if run.mechanism.get("before") else ""
-    return f"{values}, over {int(edges[-1]):,} accounted steps.{earlier}"
+    steps = f"over {int(edges[-1]):,} accounted steps"
+    return f"From {z[0]:.4g} to {z[-1]:.4g}, {steps}.{earlier}"
 
 
 def clipping(figure: Figure, run: SavedRun) -> str:
@@ -278,22 +280,27 @@ def calibration(figure: Figure, run: SavedRun) -> str:
     return f"Expected calibration error (ECE) {ece:.3f}, largest (MCE) {mce:.3f}."
 
 
-def weights(figure: Figure, run: SavedRun) -> str:
-    """Weight norms.
-
-    The norm of each layer's weights. Noise makes all of them grow. A layer with a much larger norm
-    than the others saturates the next activation.
-    """
-    return _lollipops(figure, run, "weight", "norm of the weights", "blue")
-
-
 def activations(figure: Figure, run: SavedRun) -> str:
     """Pre-activation norms.
 
     The norm of each layer's output before its activation. The larger it is, the more units are
     saturated, and the larger are the gradients that are clipped.
     """
-    return _lollipops(figure, run, "activation", "norm of the pre-activations", "green")
+    values = run.array("diagnostics", "activation_norms").astype(float).ravel()
+    names = [str(name) for name in run.array("diagnostics", "activation_names").ravel()]
+    values = np.where(np.isfinite(values), values, np.nan)
+    figure.set_size_inches(WIDTH, 0.9 + 0.22 * max(3, len(names)))
+    axes, rows = panel(figure, "norm of the pre-activations", ""), np.arange(len(names))
+    axes.hlines(rows, 0, values, color=PALETTE["green"], linewidth=1.6)
+    axes.plot(values, rows, "o", color=PALETTE["green"], markersize=5)
+    axes.set_yticks(rows, names, parse_math=False)
+    axes.set(xlim=(0, None), ylim=(len(names) - 0.5, -0.5))
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    if np.isnan(values).all():
+        return "None of them is finite."
+    at = int(np.nanargmax(values))
+    return f"The largest is {values[at]:.3g}, of {names[at]}."
 
 
 RELEASED = "released"
@@ -347,7 +354,6 @@ PLOTS = (
     Plot(classes, of_what_was_released),
     Plot(confusion, of_what_was_released),
     Plot(calibration, of_what_was_released),
-    Plot(weights, of_what_was_released),
     Plot(activations, PRIVATE),
 )
 
@@ -423,24 +429,6 @@ def _predictions(run: SavedRun) -> tuple[Array, Array]:
         raise Missing("evaluation.npz holds probabilities that are not finite")
     logits = np.log(np.maximum(p, np.finfo(np.float32).tiny))
     return jnp.asarray(logits, jnp.float32), jnp.asarray(labels)
-
-
-def _lollipops(figure: Figure, run: SavedRun, what: str, label: str, color: str) -> str:
-    values = run.array("diagnostics", f"{what}_norms").astype(float).ravel()
-    names = [str(name) for name in run.array("diagnostics", f"{what}_names").ravel()]
-    values = np.where(np.isfinite(values), values, np.nan)
-    figure.set_size_inches(WIDTH, 0.9 + 0.22 * max(3, len(names)))
-    axes, rows = panel(figure, label, ""), np.arange(len(names))
-    axes.hlines(rows, 0, values, color=PALETTE[color], linewidth=1.6)
-    axes.plot(values, rows, "o", color=PALETTE[color], markersize=5)
-    axes.set_yticks(rows, names, parse_math=False)
-    axes.set(xlim=(0, None), ylim=(len(names) - 0.5, -0.5))
-    axes.tick_params(axis="y", length=0)
-    axes.grid(visible=False, axis="y")
-    if np.isnan(values).all():
-        return "None of them is finite."
-    at = int(np.nanargmax(values))
-    return f"The largest is {values[at]:.3g}, of {names[at]}."
 
 
 def _groups(table: np.ndarray) -> str:

@@ -6,6 +6,10 @@ The guarantee needs this:
     **Whichever bins the other examples of an epoch have, an example is in each bin with
     probability at most $1/t$, and in one bin at most.**
 
+A bin that is less likely is a uniform one whose example takes part by a coin. So an epoch is a
+mixture, over these coins, of epochs in which the example adds nothing to some steps, and
+divergences are jointly convex.
+
 **Few examples** have words of their own: a uniform 64-bit word modulo $t$. The words beyond the
 last multiple of $t$ are no bin, so no bin is likelier than $1/t$. An example has such a word with
 probability below $2^{-64}\, t$, and then misses the epoch.

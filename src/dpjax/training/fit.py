@@ -50,7 +50,8 @@ def fit(
         each waits for a checkpoint.
       delta: The delta at which epsilon is shown; by default that of the budget, or of
         ``mechanism.target``, or 1e-5.
-      method: The `dpjax.accounting` method; by default of the budget or the target, or "rdp".
+      method: The `dpjax.accounting` method; by default of the budget or the target, or
+        `dpjax.accounting.default_method`.
       directory: The folder of this run alone. Each row leaves ``privacy.json`` (the card),
         ``statement.txt`` and ``params.msgpack`` (`released_params` reads it), which may be
         released, and ``metrics.jsonl``, ``run.json`` (the identity of the run), ``checkpoints``

@@ -77,7 +77,7 @@ def parsed(path: pathlib.Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise Unreadable(f"{path}: no such file; expected a run's folder or card.") from None
+        raise Unreadable("no such file; expected a run's folder or card.") from None
     except (OSError, ValueError, RecursionError) as error:
         raise Unreadable(f"{path.name} is not JSON ({error}).") from None
     if not isinstance(value, dict):

@@ -6,6 +6,7 @@ r"""The epsilon of noisy sums: one formula for each kind, and Google's dp-accoun
 | Gaussian on all the data | closed form | closed form |
 | Gaussian on a Poisson sample | whole orders in closed form | dp-accounting |
 | Gaussian on a uniform subset | dp-accounting | |
+| epoch of random allocation | | `dpjax.verify.epochs` |
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import dp_accounting as dp
 import numpy as np
 from scipy.special import erfcx, gammaln
 
+from dpjax.verify.epochs import by_ratios
 from dpjax.verify.facts import Card
 from dpjax.verify.matrices import saved
 from dpjax.verify.steps import Step
@@ -42,6 +44,8 @@ def by_rdp(card: Card, steps: Counter[Step]) -> dict[str, float]:
     for step, count in steps.items():
         # A replacement moves a sum twice as far.
         multiplier = step.multiplier / (2 if exchange else 1)
+        if step.epoch:  # its losses alone are recomputed
+            return {}
         if not step.is_sampled:
             divergences = divergences + count * ORDERS / (2 * multiplier**2)
         elif step.subset is None and not exchange:
@@ -84,6 +88,9 @@ def by_losses(card: Card, steps: Counter[Step]) -> float:
     # Without their sampling, the same steps cost no less.
     signal = exchange * math.sqrt(math.fsum(n / step.multiplier**2 for step, n in steps.items()))
     epsilon, sampled = of_gaussian(signal, card.delta), [s for s in steps if s.is_sampled]
+    if any(step.epoch for step in sampled):
+        known = exchange == 2 or any(step.subset for step in sampled)
+        return epsilon if known else min(epsilon, by_ratios(steps, card.delta))
     spare = card.delta - rounding_error(steps)
     if not sampled or spare <= 0 or (width := grid(steps, exchange)) is None:
         return epsilon

@@ -46,7 +46,7 @@ class Sampling:
     examples: Count
     batch_size: Positive
     neighbours: Neighbours
-    event: Literal["poisson", "subset", "none"]
+    event: Literal["poisson", "subset", "allocation", "none"]
     rates: list[tuple[Rate, Count]]
     cycle: Count
     place: Literal[None, "any", "same", "random", "coin"]

@@ -12,6 +12,8 @@ import numpy as np
 from dpjax.verify.facts import MOST_LEVELS, Card, Number, Run, Unreadable, read
 from dpjax.verify.matrices import is_amplified
 
+DISTINCT = 16  # multipliers of an epoch of random allocation; more are rounded
+
 
 class Step(NamedTuple):
     """A sum over a sample of the data, with Gaussian noise."""
@@ -20,11 +22,14 @@ class Step(NamedTuple):
     rate: float = 1.0
     subset: tuple[int, int] | None = None
     """The sizes of the data and of a batch, if all batches have one size."""
+    bins: int = 0
+    epoch: tuple[tuple[float, int], ...] = ()
+    """Of an epoch of random allocation: how many of its bins ran with which multipliers."""
 
     @property
     def is_sampled(self) -> bool:
         """Whether it is more than a Gaussian on all the data."""
-        return self.rate < 1 or self.subset is not None
+        return self.rate < 1 or self.subset is not None or bool(self.epoch)
 
 
 def steps_of(card: Card) -> Counter[Step] | None:
@@ -66,6 +71,8 @@ def steps_of_run(run: Run, pairs: np.ndarray) -> Counter[Step]:
     if run.noise is not None and not is_amplified(run.noise, sampling):
         # The noise hides all steps of an example together.
         return Counter(map(Step, multipliers[:1].tolist()))
+    if sampling.event == "allocation":
+        return epochs(np.repeat(multipliers, counts.astype(int)), sampling.cycle)
     if sampling.cycle > 1 or len(sampling.rates) > 1:  # places of steps count
         multipliers = np.repeat(multipliers, counts.astype(int))
         # One batch a cycle, at an unknown place: the least noise is counted.
@@ -79,6 +86,19 @@ def steps_of_run(run: Run, pairs: np.ndarray) -> Counter[Step]:
     steps: Counter[Step] = Counter()
     for multiplier, rate, count in zip(multipliers.tolist(), rates.tolist(), counts, strict=True):
         steps[Step(multiplier, rate, subset)] += int(count)
+    return steps
+
+
+def epochs(multipliers: np.ndarray, bins: int) -> Counter[Step]:
+    """Epochs in which an example is in one of their steps, drawn at random."""
+    steps: Counter[Step] = Counter()
+    for start in range(0, len(multipliers), bins):
+        rows = sorted(z for z in multipliers[start : start + bins].tolist() if z < math.inf)
+        if len(set(rows)) > DISTINCT:  # each sixteenth counts with its least noise
+            share = math.ceil(len(rows) / DISTINCT)
+            rows = [rows[place - place % share] for place in range(len(rows))]
+        if rows:
+            steps[Step(rows[0], bins=bins, epoch=tuple(sorted(Counter(rows).items())))] += 1
     return steps
 
 

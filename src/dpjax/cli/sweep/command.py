@@ -137,7 +137,7 @@ def run_missing(given: flags.FlagValues, runs: Runs) -> int:
     """Runs all unfinished runs; returns the number of failures."""
     done = finished(runs)
     left = {f: command(given, trial, f) for f, trial in runs.items() if f not in done}
-    print(f"{len(runs)} runs; {len(done)} have finished", flush=True)
+    print(f"{len(runs) - len(done)} of {len(runs)} runs to do", flush=True)
     failed = 0
     for count, ended in enumerate(child_processes.run_all(left, given.jobs), 1):
         folder, status, seconds = ended

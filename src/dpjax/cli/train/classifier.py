@@ -66,12 +66,10 @@ class Evaluation:
         probabilities = jax.nn.softmax(self.logits(params, x))
         with replacing(folder / "evaluation.npz", public=True) as file:
             np.savez(file, labels=y, probabilities=probabilities)
-        weights, hidden = diagnostics.weight_norms(params), {}
+        hidden = {}
         with contextlib.suppress(ValueError):  # a linear model has no pre-activations
             hidden = diagnostics.preactivation_norms(self.model, params, self.sample[0])
         measured: dict[str, Any] = {
-            "weight_names": list(weights),
-            "weight_norms": list(weights.values()),
             "activation_names": list(hidden),
             "activation_norms": list(hidden.values()),
         }

@@ -219,4 +219,4 @@ def report(given: flags.FlagValues, dataset: data.Dataset) -> None:
     print(f"Trained in {duration(config['seconds'])} on {config['hardware']['device']}{speed}")
     if given.report:
         print(f"To look at: {reports.report(folder)}")
-    print(f"Files in {folder}. Recompute epsilon: dpjax verify {shlex.quote(str(folder))}")
+    print(f"All files are in {folder}. Recompute epsilon: dpjax verify {shlex.quote(str(folder))}")

@@ -27,7 +27,7 @@ _TRAFFIC, _SMALL = 8, 10
 # On accelerators, in multiplications of one pass: a number that is written, squared and scaled; an
 # inner product of positions; a multiplication at the highest precision, and of a sum of rounded
 # numbers. Of a table: comparing two positions, and multiplying by a factor of 0 or 1. Read from
-# expected cycles for TPU v5e (docs/pages/speed.md).
+# expected cycles for TPU v5e (docs/pages/engine.md).
 _KEPT, _PAIR, _EXACT, _TWO = 1250, 20_000, 16, 2
 _COMPARED, _ADDED = 500, 4
 # The Gram rule compiles a program for each pair of sites: 20 sites took more than a minute.
