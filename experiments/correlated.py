@@ -6,7 +6,7 @@ verdict   the error falls to 0.55 of DP-SGD's at epsilon 8; accuracies are level
 time      15 to 50 core seconds a run, of CIFAR-10 60 to 140, on busy cores; 135 runs
 hardware  CPU cores
 command   python -m experiments.correlated --seeds=3 --out=experiments/results/correlated.json
-epochs    the same with --seeds=5 --row=poisson,allocation,shuffled
+epochs    the same with --seeds=5 --row=poisson --row=allocation --row=shuffled
 
 All methods take 15 epochs with one momentum and one rate, and are calibrated by one accountant
 (PLD) for add-or-remove neighbours, `shuffled` for zero-out.

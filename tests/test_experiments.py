@@ -11,13 +11,13 @@ import time
 
 import numpy as np
 import pytest
+from experiments.correlated import METHODS
 from mutation import kills
 from run_binary import Outcome, run
 
 import dpjax
 from dpjax.cli.flag_sets.train import FLAGS as FLAGS_OF_TRAIN
 from dpjax.cli.train.build import build_mechanism
-from experiments.correlated import METHODS
 
 
 @pytest.fixture(scope="module")
