@@ -6,13 +6,16 @@ verdict   the error falls to 0.55 of DP-SGD's at epsilon 8; accuracies are level
 time      15 to 50 core seconds a run, of CIFAR-10 60 to 140, on busy cores; 135 runs
 hardware  CPU cores
 command   python -m experiments.correlated --seeds=3 --out=experiments/results/correlated.json
+epochs    the same with --seeds=5 --row=poisson --row=allocation --row=shuffled
 
-All methods take equally many steps with one momentum and one rate, and are calibrated by one
-accountant (PLD) for one neighbouring relation.
+All methods take 15 epochs with one momentum and one rate, and are calibrated by one accountant
+(PLD) for add-or-remove neighbours, `shuffled` for zero-out.
 
   poisson    DP-SGD: fresh noise, Poisson batches
   banded     BandMF with 16 bands, Poisson batches from 16 parts in turn: amplified
   buffered   BLT with its buffers, each example in one random batch of every epoch: not amplified
+  allocation DP-SGD, each example in one random batch of every epoch, drawn afresh: amplified
+  shuffled   DP-SGD, shuffled batches: not amplified
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from experiments.scatternet import run as scatternet
 from experiments.scatternet.settings import ROWS, SMALL
 
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
-METHODS = ("poisson", "banded", "buffered")
+METHODS = ("poisson", "banded", "buffered", "allocation", "shuffled")
 BATCH, EPOCHS, MOMENTUM, BANDS = 1024, 15, 0.9, 16
 # Of each data set, one rate for all methods and epsilons, chosen in advance.
 RATES = {"mnist": 2.0, "fashion_mnist": 2.0, "cifar10": 0.5, "digits": 0.5}
@@ -51,6 +54,10 @@ def mechanism_of(method: str, examples: int, epsilon: float, batch: int) -> dpja
         bands = min(BANDS, examples // batch)
         batches = sampling.cyclic_poisson(examples, batch, cycle=bands)
         options["noise"] = strategies.banded(steps, bands, momentum=MOMENTUM)
+    elif method != "buffered":
+        steps = EPOCHS * (examples // batch)  # whole epochs
+        name = {"allocation": "random_allocation"}.get(method, method)
+        batches = sampling.by_name(name, examples, batch)
     else:
         batches = sampling.balls_in_bins(examples, batch)
         apart = batches.participation(steps)
@@ -109,7 +116,12 @@ def main(argv: list[str]) -> None:
                 one = partial(run, dataset, mechanism)
                 done = [results.of(name, seed, one) for seed in runs.seeds()]
                 accuracy = runs.spread([row["accuracy"] for row in done])
-                print(name, accuracy, f"error {done[0]['error']:.4g}", sep="  ", flush=True)
+                # With compilation and evaluation, which are alike; a resumed run has no time.
+                times = [row["core_seconds"] for row in done if "core_seconds" in row]
+                each = f"{1e3 * min(times) / mechanism.steps:.3g} ms a step" if times else ""
+                noise = f"multiplier {done[0]['noise_multiplier']:.4g}"
+                error = f"error {done[0]['error']:.4g}"
+                print(name, accuracy, noise, error, each, sep="  ", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import time
 
 import numpy as np
 import pytest
+from experiments.correlated import METHODS
+from mutation import kills
 from run_binary import Outcome, run
 
 import dpjax
@@ -422,12 +424,20 @@ def test_an_algorithm_is_audited_by_its_name(tmp_path):
     assert "may be published" in outcome.stdout
 
 
+@kills("cli/train/build.py", "examples / batches.batch_size", "examples / given.batch_size")
+def test_epochs_of_random_allocation_are_whole():
+    given = copy.deepcopy(FLAGS_OF_TRAIN)
+    given(["train", "--sampling=random_allocation", "--noise_multiplier=1", "--epochs=3"])
+    mechanism = build_mechanism(given, 1437)  # in batches of 512
+    assert (mechanism.steps, mechanism.batch_size) == (3 * 2, 1437 / 2)
+
+
 @pytest.mark.slow
 def test_correlated_noise_is_compared_with_fresh_noise(tmp_path):
     path = tmp_path / "correlated.json"
     run("experiments.correlated", "--smoke", "--out", path)
     rows = json.loads(path.read_text())["rows"]
-    assert [name.split()[2] for name in rows] == ["poisson", "banded", "buffered"]
+    assert [name.split()[2] for name in rows] == [*METHODS]
     for (found,) in (seeds.values() for seeds in rows.values()):
         assert found["epsilon"] <= 2
         assert found["accuracy"] > 80

@@ -361,9 +361,9 @@ def test_no_checkpoint_holds_a_key_from_which_noise_follows(tmp_path, key):
 
 @kills("training/keys.py", "key=given.key, noise_key=given.noise_key", "noise_key=given.noise_key")
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("draws", ["shuffled", "poisson"])
+@pytest.mark.parametrize("draws", ["shuffled", "random_allocation", "poisson"])
 def test_a_supplied_key_resumes_to_the_last_bit(tmp_path, draws):
-    sampler = getattr(sampling, draws)(200, 20)
+    sampler = sampling.by_name(draws, 200, 20)
     mechanism, key = mechanism_with(sampling=sampler, steps=12), jax.random.key(3)
     algorithm = dpjax.dpsgd(runs.loss, optax.adam(0.1), mechanism, runs.DATA)
     options = {"evaluate_every": 4, "save_every": 5}
@@ -406,6 +406,7 @@ def test_each_start_renews_draws_and_keeps_what_lasts_for_the_run(tmp_path):
     for sampler, stays in [
         (sampling.poisson(2000, 100), False),
         (sampling.shuffled(2000, 100), True),
+        (sampling.random_allocation(2000, 20), True),
         (cyclic, False),
     ]:
         mechanism = mechanism_with(sampling=sampler, steps=8)

@@ -74,6 +74,7 @@ SAMPLERS = {
     "full": lambda: sampling.full(40),
     "cyclic_poisson": lambda: sampling.cyclic_poisson(40, 10, cycle=2),
     "balls_in_bins": lambda: sampling.balls_in_bins(40, 10),
+    "random_allocation": lambda: sampling.random_allocation(40, 4),
     "curriculum": lambda: sampling.curriculum(np.arange(40)[::-1], 10, public=True),
     "scored": lambda: sampling.scored(
         np.arange(40) % 2, [[0.25, 0.0], [0.25, 0.5]], steps_per_row=1, batch_size=10
@@ -501,7 +502,7 @@ def test_draws_differ_between_steps_and_keys(name):
     assert not np.any(np.all(found == other, axis=1))
 
 
-@pytest.mark.parametrize("name", ["shuffled", "curriculum"])
+@pytest.mark.parametrize("name", ["shuffled", "random_allocation", "curriculum"])
 def test_an_epoch_sees_everyone_once(name):
     found = draws(SAMPLERS[name](), 12).reshape(3, 4, 40).sum(axis=1)
     assert np.all(found == 1)

@@ -11,7 +11,8 @@ from jax.extend.core import jaxprs_in_params
 from mutation import kills
 from small_mechanisms import mechanism_with
 
-from dpjax import sampling, schedules
+from dpjax import sampling, schedules, strategies
+from dpjax.accounting import events
 from dpjax.types import Draw
 
 LINEAR = schedules.CURRICULA["linear-down"](epochs=20, steps_per_epoch=100)
@@ -127,6 +128,21 @@ def test_one_bin_at_one_rate_is_poisson_sampling():
     assert one.event(multipliers) == other.event(multipliers)
 
 
+@kills(
+    "sampling/events.py",
+    "random_allocation(multipliers, cycle)",
+    "random_allocation(multipliers, 1)",
+)
+def test_random_allocation_counts_its_epochs_and_the_steps_of_the_last():
+    sampler = sampling.random_allocation(100, 4)
+    assert (sampler.batch_size, str(sampler.neighbours)) == (25.0, "add-or-remove")
+    whole, cut = events.random_allocation([2.0] * 4, 4), events.random_allocation([2.0], 4)
+    assert sampler.event(np.full(8, 2.0)) == events.random_allocation([2.0] * 8, 4)
+    assert str(sampler.event(np.full(5, 2.0))) == str(events.compose(whole, cut))
+    with pytest.raises(ValueError, match="random_allocation"):
+        mechanism_with(sampling=sampler, steps=8, noise=strategies.white(8))
+
+
 def test_full_batches_are_plain_gaussians():
     full, poisson = sampling.full(1279), sampling.poisson(1279, 1279)
     found = epsilon(full, 35.0, 2000, "pld", delta=1 / (1.1 * 1279))
@@ -161,6 +177,7 @@ def test_samplers_whose_steps_share_a_draw_say_so():
         sampling.curriculum(np.arange(40), 10, public=True),
         sampling.cyclic_poisson(40, 10, cycle=2),
         sampling.balls_in_bins(40, 10),
+        sampling.random_allocation(40, 4),
     ]
     found = [each.name for each in (*alone, *shared) if not each.independent]
     assert found == [each.name for each in shared]
@@ -186,6 +203,11 @@ def test_no_array_of_a_draw_is_larger_than_the_batch_needs(name):
         draw = sampling.by_name(name, examples, 256).draw
         for size in sizes(jax.make_jaxpr(draw)(jax.random.key(0), 0).jaxpr):
             assert size <= (50_000 if examples == 2**16 + 1 else 48 * 2**14)
+
+
+def test_no_array_of_random_allocation_is_larger_than_batches_and_root_need():
+    draw = sampling.random_allocation(10**9, 10**9 // 4096).draw
+    assert max(sizes(jax.make_jaxpr(draw)(jax.random.key(0), 0).jaxpr)) < 1_500_000
 
 
 def sizes(jaxpr):
@@ -232,6 +254,8 @@ def test_a_rate_for_a_batch_size_is_noticed(caplog):
         (lambda: sampling.poisson(0, 1), "at least 1"),
         (lambda: sampling.poisson(100, 1e-8), "out of bounds"),
         (lambda: sampling.shuffled(100, 2.5), r"whole number.*Round a quotient"),
+        (lambda: sampling.random_allocation(2**31, 58), "at most 2147483647"),
+        (lambda: sampling.random_allocation(40, 41), "at least 1 and at most 40"),
         (lambda: sampling.cyclic_poisson(100, 20, cycle=6), "cycle of at most 5"),
         (lambda: sampling.curriculum([0.3, 0.1], 1), "np.argsort"),
         (lambda: bins([0.1, 0.2]), r"expected rates \[rows, bins\]"),
@@ -252,6 +276,7 @@ EVERY = {
     "fixed": sampling.fixed(40, 10),
     "shuffled": sampling.shuffled(40, 10),
     "balls_in_bins": sampling.balls_in_bins(40, 10),
+    "random_allocation": sampling.random_allocation(40, 4),
     "cyclic_poisson": sampling.cyclic_poisson(40, 10, cycle=2),
     "curriculum": sampling.curriculum(np.arange(40), 10, public=True),
     "scored": sampling.scored(

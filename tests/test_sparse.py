@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 from mutation import kills
 
 from dpjax import sampling
-from dpjax.sampling import sparse
+from dpjax.sampling import allocation, sparse
 from dpjax.types import Draw
 
 RATES = [1 / 16, 0.01, 1e-3, 2.0**-17, 4096 / 10**12, 3e-10, 2.0**-32, 2.0**-63]
@@ -48,7 +49,7 @@ def test_the_rate_that_runs_is_below_the_accounted_one_whatever_else_is_drawn(ra
 @pytest.mark.parametrize("each", [Fraction(1, 3), Fraction(2)])
 def test_four_cells_of_a_block_are_independent(each):
     """All sixteen sets of cells: balls on exactly these cells, counted in fractions."""
-    found = masses([sparse._digits(tail) for tail in sparse._tails(4 * each)])
+    found = masses([sparse.digits(tail) for tail in sparse._tails(4 * each)])
 
     def hits(balls, cells):  # onto: by inclusion and exclusion
         terms = ((-1) ** k * math.comb(cells, k) * (cells - k) ** balls for k in range(cells + 1))
@@ -63,7 +64,7 @@ def test_four_cells_of_a_block_are_independent(each):
 
 def test_the_law_of_a_block_is_poisson_to_seventy_bits():
     mean = Fraction(8)  # the largest, with the most in its tail
-    found = masses([sparse._digits(tail) for tail in sparse._tails(mean)])
+    found = masses([sparse.digits(tail) for tail in sparse._tails(mean)])
     poisson = [mean**j / math.factorial(j) / exponential(mean)[0] for j in range(80)]
     apart = sum(abs(a - b) for a, b in itertools.zip_longest(found, poisson, fillvalue=0))
     assert apart / 2 < Fraction(1, 2**70)
@@ -146,7 +147,7 @@ def test_wide_integers_change_no_draw(name):
         assert sampling.on_host(wide).tolist() == sampling.on_host(plain).tolist()
 
 
-@kills("sampling/sparse.py", "~_less(indices, limit)", "~_less(indices, limit + 1)", slow=True)
+@kills("sampling/sparse.py", "~less(indices, limit)", "~less(indices, limit + 1)", slow=True)
 @kills("sampling/sparse.py", "[order[1:]].set(same)", "[order[1:]].set(False)", slow=True)
 @pytest.mark.slow
 def test_lists_of_distinct_indices_are_equally_likely():
@@ -226,3 +227,114 @@ def test_who_is_chosen_is_listed_on_every_platform(listed, rate):
     np.testing.assert_array_equal(draw.mask, np.arange(101) < wanted.size)
     np.testing.assert_array_equal(draw.indices[: wanted.size], wanted)
     np.testing.assert_array_equal(draw.indices[wanted.size :], np.flatnonzero(~chosen)[::-1])
+
+
+# Random allocation ------------------------------------------------------------------------
+
+DRAWN = [sampling.random_allocation(2**16 + 5, 40), sampling.random_allocation(500, 7)]
+
+
+@kills("sampling/allocation.py", "(chosen >= 0) & (chosen < number)", "chosen < number")
+@pytest.mark.parametrize("sampler", DRAWN, ids=["pieces", "words"])
+def test_every_example_is_once_in_an_epoch_and_draws_are_in_order(sampler):
+    draw, steps = jax.jit(sampler.draw), sampler.facts["cycle"]
+    found = [sampling.on_host(draw(jax.random.key(0), step)) for step in range(steps + 1)]
+    together = np.concatenate(found[:steps])
+    np.testing.assert_array_equal(np.sort(together), np.arange(sampler.examples))
+    assert all(np.all(np.diff(each) > 0) for each in found)
+    assert np.mean(np.isin(found[steps], found[0])) < 0.3  # the next epoch is another one
+    plain = sampler.draw(jax.random.key(0), 3)  # without jit
+    np.testing.assert_array_equal(sampling.on_host(plain), found[3])
+
+
+def chi_square(counts, expected):
+    """In standard deviations above its mean."""
+    degrees = np.size(counts) - 1
+    return (np.sum((counts - expected) ** 2 / expected) - degrees) / math.sqrt(2 * degrees)
+
+
+@kills(
+    "sampling/allocation.py",
+    "(key, Purpose.SAMPLING, step // batches)",
+    "(key, Purpose.SAMPLING, 0)",
+)
+@kills("sampling/allocation.py", "+ jnp.sum(chosen == number", "+ 0 * jnp.sum(chosen == number")
+@pytest.mark.parametrize("many", [False, True], ids=["words", "pieces"])
+def test_bins_are_uniform_and_independent_and_their_sizes_are_multinomial(monkeypatch, many):
+    """Over examples and epochs; pieces as of large data sets, where laws can be counted."""
+    monkeypatch.setattr(allocation, "is_sparse", lambda *_: many)
+    examples, bins, keys = 200, 4, 1200
+    sampler = sampling.random_allocation(examples, bins)
+
+    @jax.jit
+    @jax.vmap
+    def bins_of_two_epochs(key):
+        draws = jax.vmap(lambda step: sampler.draw(key, step))(jnp.arange(2 * bins))
+        places = jnp.where(draws.mask, draws.indices, examples).reshape(2, bins, -1)
+        numbers = jnp.arange(bins)[None, :, None]
+        empty = jnp.full((2, examples + 1), -1)
+        return empty.at[jnp.arange(2)[:, None, None], places].set(numbers)[:, :examples]
+
+    found = np.asarray(bins_of_two_epochs(jax.random.split(jax.random.key(1), keys)))
+    pairs = [(found[:, 0, 3], found[:, 0, 150]), (found[:, 0, 3], found[:, 1, 3])]
+    for one, other in pairs:
+        counts = np.bincount(bins * one + other, minlength=bins**2)
+        assert chi_square(counts, keys / bins**2) < 5
+    for number in range(bins):
+        sizes = np.sum(found[:, 0] == number, axis=1)
+        law = scipy.stats.binom(examples, 1 / bins)
+        edges = np.unique(law.ppf(np.arange(1, 10) / 10))
+        expected = keys * np.diff([0, *law.cdf(edges), 1])
+        counts = np.bincount(np.searchsorted(edges, sizes), minlength=len(expected))
+        assert chi_square(counts, expected) < 5
+    first, last = (np.sum(found[:, 0] == number, axis=1) for number in (0, bins - 1))
+    assert np.corrcoef(first, last)[0, 1] == pytest.approx(-1 / (bins - 1), abs=0.09)
+
+
+@pytest.mark.parametrize("bins", [1, 3, 58, 2**16, 65_537, 2**31 - 1])
+@kills(
+    "sampling/allocation.py",
+    "less(jnp.asarray(digits(last",
+    "less(jnp.asarray(digits(last + 1",
+    slow=True,
+)
+def test_no_bin_has_more_words_than_another(monkeypatch, bins):
+    """A word modulo the number of bins; words beyond the last multiple of it are no bin."""
+    last = 2**64 // bins * bins - 1
+    numbers = [0, bins, 2**40 + 12_345, 2**63 + 2**31 + 7, last, min(last + 1, 2**64 - 1)]
+    words = jnp.array([sparse.digits(number, 2) for number in numbers], jnp.uint32)
+    monkeypatch.setattr(jax.random, "bits", lambda *_: words)
+    wanted = [number % bins if number <= last else -1 for number in numbers]
+    assert allocation.bins_of(jax.random.key(0), len(numbers), bins).tolist() == wanted
+
+
+@pytest.mark.parametrize("mean", [Fraction(1, 3), Fraction(7), Fraction(2**40 + 1, 2**31)])
+def test_the_law_of_a_size_is_poisson_to_seventy_bits(mean):
+    least, tails = allocation.poisson_table(mean)
+    found = masses(tails)
+    weights = [2 ** (3 * int(mean) + 400)]  # exp(mean) is below 2^(1.5 mean)
+    for j in range(1, 2 * int(mean) + 80):
+        weights.append(weights[-1] * mean.numerator // (mean.denominator * j))
+    found = [0] * least + [int(mass * 2**96) for mass in found]
+    whole = sum(weights)
+    wanted = [weight * 2**96 // whole for weight in weights]
+    apart = sum(abs(a - b) for a, b in itertools.zip_longest(found, wanted, fillvalue=0))
+    assert apart / 2 < 2 ** (96 - 70) - len(weights)
+    # As many more than the least as there are tails above the word.
+    words = np.concatenate([tails, tails + np.uint32([0, 0, 1]), tails // 2])
+    want = np.sum(sparse.less(words[:, None], tails[None]), axis=1)
+    assert np.array_equal(allocation._fallen(jnp.asarray(words), jnp.asarray(tails)), want)
+
+
+def test_a_thousand_million_examples_are_drawn_in_memory_of_the_batch():
+    sampler = sampling.random_allocation(10**9, 10**9 // 4096)
+    draw = jax.jit(sampler.draw)
+    found = [sampling.on_host(draw(jax.random.key(2), step)) for step in (*range(30), 244_139)]
+    sizes = np.array([len(each) for each in found])
+    assert np.all(sizes < sampler.capacity)
+    assert sizes.mean() == pytest.approx(4096, abs=5 * 64 / math.sqrt(31))
+    together = np.concatenate(found)
+    assert len(np.unique(together)) == len(together)
+    assert (together.min() >= 0, together.max() < 10**9) == (True, True)
+    for parts in (together * 256 // 10**9, together % 256):
+        assert chi_square(np.bincount(parts, minlength=256), len(together) / 256) < 6

@@ -96,6 +96,8 @@ def given_a_key(key):
         sampling.fixed(20, 5),
         sampling.shuffled(20, 5),
         sampling.balls_in_bins(20, 5),
+        sampling.random_allocation(20, 4),
+        sampling.random_allocation(10**6, 20_000),
         sampling.cyclic_poisson(20, 5, cycle=2),
     ]
     traced = [

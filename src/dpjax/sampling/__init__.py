@@ -4,12 +4,13 @@
 A draw is a pure function of ``(key, step)``: a resumed run replays nothing. The list of drawn
 examples is secret; data set size, expected batch size and rates are public.
 
-`poisson`, `fixed` and `shuffled` draw small batches of large data sets in time and memory of the
-batch, by `dpjax.sampling.sparse`. Indices are int32. Beyond 2^31 - 1 examples they are pairs of
-32-bit words, which `on_host` joins for a `dpjax.data.Stream`. For a loop of one's own, the method
-``sampler.batch(data, key, step)`` gives rows and mask.
+`poisson`, `fixed`, `shuffled` and `random_allocation` draw small batches of large data sets in time
+and memory of the batch, by `dpjax.sampling.sparse`. Indices are int32. Beyond 2^31 - 1 examples
+they are pairs of 32-bit words, which `on_host` joins for a `dpjax.data.Stream`. For a loop of one's
+own, the method ``sampler.batch(data, key, step)`` gives rows and mask.
 """
 
+from dpjax.sampling.allocation import random_allocation
 from dpjax.sampling.cycles import balls_in_bins, cyclic_poisson
 from dpjax.sampling.draws import fold, on_host
 from dpjax.sampling.epochs import curriculum, shuffled
@@ -28,6 +29,7 @@ __all__ = [
     "full",
     "on_host",
     "poisson",
+    "random_allocation",
     "scored",
     "shuffled",
 ]

@@ -28,6 +28,7 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
       Shuffling is *not* Poisson sampling; the Poisson epsilon claims too much for it. The
       proved event, for zero-out neighbours: an example is in at most one batch an epoch, so
       each epoch is one Gaussian with the epoch's smallest multiplier, without amplification.
+      `random_allocation` trains in epochs at about the epsilon of Poisson sampling.
 
     Example:
       >>> sampler, key = shuffled(examples=6, batch_size=3), jax.random.key(0)

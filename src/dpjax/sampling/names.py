@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from dpjax import checks
+from dpjax.sampling.allocation import random_allocation
 from dpjax.sampling.cycles import balls_in_bins, cyclic_poisson
 from dpjax.sampling.epochs import shuffled
 from dpjax.sampling.independent import fixed, full, poisson
@@ -16,6 +17,7 @@ _BY_SIZE = {
     "full": lambda examples, batch_size: full(examples),
     "fixed": fixed,
     "shuffled": shuffled,
+    "random_allocation": lambda examples, size: random_allocation(examples, int(examples // size)),
     "balls_in_bins": balls_in_bins,
     "cyclic_poisson": cyclic_poisson,
 }
@@ -23,6 +25,8 @@ _BY_SIZE = {
 
 def by_name(name: str, examples: int, batch_size: float, **options: Any) -> Sampler:
     """Builds the sampler of this name; ``options`` is the ``cycle`` of `cyclic_poisson`.
+
+    `random_allocation` has ``examples // batch_size`` batches, so theirs is at least that size.
 
     Example:
       >>> by_name("fixed", 100, 10).claim

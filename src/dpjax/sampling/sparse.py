@@ -82,7 +82,7 @@ def block_of(rate: float) -> Block:
     mean = sum((q**k / k for k in range(1, 24)), Fraction(0))
     mean = Fraction(int(mean * 2**128), 2**128)  # a short fraction, rounded down as well
     shift = min(_WIDEST, int(_MEAN / mean).bit_length() - 1)
-    return Block(shift, np.array([_digits(tail) for tail in _tails(mean * 2**shift)], np.uint32))
+    return Block(shift, np.array([digits(tail) for tail in _tails(mean * 2**shift)], np.uint32))
 
 
 def _tails(mean: Fraction) -> list[int]:
@@ -96,8 +96,9 @@ def _tails(mean: Fraction) -> list[int]:
     return [sum(chances[j:]) for j in range(1, _BALLS + 1)]
 
 
-def _digits(number: int) -> list[int]:
-    return [(number >> (32 * i)) % 2**32 for i in reversed(range(_WORDS))]
+def digits(number: int, words: int = _WORDS) -> list[int]:
+    """A number as words of 32 bits, the most significant one first."""
+    return [(number >> (32 * i)) % 2**32 for i in reversed(range(words))]
 
 
 def scattered(key: Key, examples: int, block: Block) -> Draw:
@@ -105,7 +106,7 @@ def scattered(key: Key, examples: int, block: Block) -> Draw:
     count, balls = block.count(examples), len(block.tails)
     for_numbers, for_cells = jax.random.split(key)
     words = jax.random.bits(for_numbers, (1, count, block.tails.shape[1]), jnp.uint32)
-    falls = _less(words, jnp.asarray(block.tails)[:, None])  # [balls, blocks]
+    falls = less(words, jnp.asarray(block.tails)[:, None])  # [balls, blocks]
     cells = jax.random.bits(for_cells, (balls, count), jnp.uint32) >> (32 - block.shift)
     complete = jnp.arange(count, dtype=jnp.uint32) < (examples >> block.shift)
     real = complete[None] | (cells < (examples & (2**block.shift - 1)))  # the last one may be cut
@@ -121,7 +122,7 @@ def scattered(key: Key, examples: int, block: Block) -> Draw:
     return Draw(jnp.where(draw.size > 0, indices, others), draw.mask)
 
 
-def _less(words: UInt[Array, "*a words"], than: UInt[Array, "*b words"]) -> Bool[Array, "..."]:
+def less(words: UInt[Array, "*a words"], than: UInt[Array, "*b words"]) -> Bool[Array, "..."]:
     """Whether one number is below another; the most significant word first."""
     below = jnp.zeros((), bool)
     for i in reversed(range(words.shape[-1])):
@@ -166,7 +167,7 @@ def _uniform(key: Key, examples: int, size: int) -> UInt[Array, "size 2"]:
         high = words[:, 0] >> shifts[0] if highest else jnp.zeros(size, jnp.uint32)
         return jnp.stack([high, words[:, 1] >> shifts[1]], axis=1)
 
-    return _redrawn(key, size, digits, lambda indices: ~_less(indices, limit))
+    return _redrawn(key, size, digits, lambda indices: ~less(indices, limit))
 
 
 def _redrawn(

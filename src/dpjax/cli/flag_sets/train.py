@@ -89,7 +89,7 @@ _privacy.number(
 _privacy.number("delta", 1e-5, "Delta of the guarantee.", 0, 1)
 _accountants = ["tightest", "rdp", "pld"]  # the first is pld where that has a proof, else rdp
 _privacy.choice("accountant", "tightest", _accountants, "Accountant that computes epsilon.")
-_samplers = ["poisson", "fixed", "shuffled", "balls_in_bins", "cyclic_poisson"]
+_samplers = ["poisson", "random_allocation", "fixed", "shuffled", "balls_in_bins", "cyclic_poisson"]
 _privacy.choice("sampling", "poisson", _samplers, "How batches are drawn.")
 _privacy.choice(
     "noise",

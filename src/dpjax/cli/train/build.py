@@ -113,13 +113,13 @@ def build_mechanism(
 ) -> dpjax.Mechanism:
     """The private computation, after ``queries`` with these noise multipliers on all the data."""
     options: dict[str, Any] = {"groups": given.groups} if given.clipping == "grouped" else {}
-    steps = given.steps
-    if steps is None:
-        steps = round(given.epochs * examples / given.batch_size)
-    if not steps:
-        raise ValueError(f"--epochs={given.epochs:g} --steps={given.steps}: expected a step.")
     facts = {"cycle": given.bands} if given.sampling == "cyclic_poisson" else {}
     batches = dpjax.sampling.by_name(given.sampling, examples, given.batch_size, **facts)
+    steps = given.steps
+    if steps is None:  # by the sampler's size: an epoch of random_allocation has whole batches
+        steps = round(given.epochs * examples / batches.batch_size)
+    if not steps:
+        raise ValueError(f"--epochs={given.epochs:g} --steps={given.steps}: expected a step.")
     before = ()
     if given.continue_from is not None:  # what that run spent, and the runs before it
         before = spent_of(**processes.from_first(lambda: spending(given.continue_from)))

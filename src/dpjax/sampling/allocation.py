@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Random allocation: in each epoch, every example falls into one of the batches, afresh.
+
+The guarantee needs this:
+
+    **Whichever bins the other examples of an epoch have, an example is in each bin with
+    probability at most $1/t$, and in one bin at most.**
+
+A bin that is less likely is a uniform one whose example takes part by a coin. So an epoch is a
+mixture, over these coins, of epochs in which the example adds nothing to some steps, and
+divergences are jointly convex.
+
+**Few examples** have words of their own: a uniform 64-bit word modulo $t$. The words beyond the
+last multiple of $t$ are no bin, so no bin is likelier than $1/t$. An example has such a word with
+probability below $2^{-64}\, t$, and then misses the epoch.
+
+**Many examples** are put in a pseudo-random order, and bins are consecutive pieces of it, so that a
+draw takes time of its batch. In a uniform order, examples have independent uniform bins if and only
+if the sizes of bins are multinomial. These have a short exact form. Draw a Poisson number $k_s$ for
+each bin, all with one mean $\lambda$. Given their sum, they are the sizes of as many independent
+uniform choices. The rest of the examples choose one by one, by words as above. With
+$\lambda t = N - 11 \sqrt{N}$ the rest is positive, and at most $22 \sqrt{N}$, but for a probability
+below $2^{-80}$.
+
+Poisson numbers come from a table of integer probabilities, which moves the law of a bin by less
+than $2^{-70}$, and a draw of more examples than it has room for is as rare. The order is a Feistel
+network over threefry (`sparse.permuted`): as for the noise, the guarantee assumes that its
+pseudo-random numbers pass for random ones. The table and the words take time of the number of
+bins and of $\sqrt{N}$ at each step, because a draw keeps nothing from the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, UInt
+
+from dpjax import trees
+from dpjax.sampling.events import stated
+from dpjax.sampling.sizes import checked_count, is_sparse
+from dpjax.sampling.sparse import LARGEST, digits, less, listed, permuted
+from dpjax.types import Draw, Key, Purpose, Sampler
+
+# Of 32 bits: words of a coin, and of a number from a table.
+_COIN, _WORDS = 2, 3
+
+
+def random_allocation(examples: int, batches: int) -> Sampler:
+    r"""Every example once an epoch: in one of its ``batches``, uniform, independent and afresh.
+
+    Step $s$ is batch $s \bmod \mathrm{batches}$ of its epoch, so ``steps=15 * batches`` is 15
+    epochs. Sizes of batches vary, as Poisson's do, and no batch is truncated. Up to 65,536
+    examples, or with fewer than 16 batches, bins are exact. Beyond, they are pieces of a
+    pseudo-random order, as those of `shuffled`, and a draw takes time and memory of its batch, of
+    the number of batches and of the square root of ``examples``.
+
+    Args:
+      examples: Size of the data set, at most $2^{31} - 1$.
+      batches: The number of steps of an epoch. Sums are divided by ``examples / batches``, the
+        expected size of a batch.
+
+    Privacy:
+      With add-or-remove neighbours: an epoch is a Gaussian mechanism whose example is in one
+      unknown step. Its epsilon is about that of Poisson sampling, and an epoch that ends early
+      counts the steps that ran. Correlated noise is refused: nothing is proved for noise that
+      epochs with independent bins share. To see each example $k$ times in $t$ steps, take $k$
+      epochs of $t / k$ batches.
+
+    Example:
+      >>> sampler, key = random_allocation(examples=6, batches=2), jax.random.key(0)
+      >>> epoch = [sampler.draw(key, step) for step in (0, 1)]
+      >>> sorted(int(i) for draw in epoch for i in draw.indices[: draw.size])
+      [0, 1, 2, 3, 4, 5]
+
+    References:
+      Feldman and Shenfeld, "Privacy Amplification by Random Allocation", 2025; Chua, Ghazi,
+      Harrison, Kamath, Kumar, Leeman, Manurangsi, Sinha and Zhang, "Balls-and-Bins Sampling for
+      DP-SGD", 2024.
+    """
+    examples = checked_count("random_allocation", "examples", examples)
+    batches = checked_count("random_allocation", "batches", batches, examples)
+    batch_size = examples / batches
+    sparse = is_sparse(examples, batch_size)
+    # Bernstein's inequality for a binomial size: exp(-60) is below 2^-86.
+    room = batch_size + 20 + math.sqrt(400 + 120 * batch_size)
+    capacity = min(examples, math.ceil(room)) if sparse else examples
+    piece = _pieces(examples, batches) if sparse else None
+
+    def draw(key: Key, step: Any) -> Draw:
+        key, number = trees.step_key(key, Purpose.SAMPLING, step // batches), step % batches
+        if piece is None:
+            return listed(bins_of(key, examples, batches) == number)
+        for_order, for_sizes = jax.random.split(key)
+        start, size = piece(for_sizes, number)
+        # Padding lies before the last pieces: beyond the order, cycles may never return to it.
+        first = jnp.minimum(start, examples - capacity)
+        indices = permuted(for_order, examples, np.arange(capacity), first)
+        places = jnp.arange(capacity, dtype=jnp.int32)
+        drawn = (places >= start - first) & (places < start - first + size)
+        # In the order of the data, so that a stream reads forwards.
+        ordered, mask = jnp.sort(jnp.where(drawn, indices, LARGEST)), places < size
+        return Draw(jnp.where(mask, ordered, indices), mask)
+
+    kind = "pseudo-random" if sparse else "random"
+    return Sampler(
+        name="random_allocation",
+        capacity=capacity,
+        draw=draw,
+        claim=f"one {kind} batch of each epoch for each example; amplification is proved",
+        **stated(examples, batch_size, event="allocation", cycle=batches),
+    )
+
+
+def bins_of(key: Key, size: int, bins: int) -> Int[Array, " size"]:
+    """Independent uniform bins; -1, which is none, with probability below bins * 2^-64."""
+    words = jax.random.bits(key, (size, _COIN), jnp.uint32)
+    last = 2 ** (32 * _COIN) - 2 ** (32 * _COIN) % bins - 1
+    # A remainder stays below 2^32 as more bits follow it.
+    found, width, left = words[:, 0] % bins, 32 - bins.bit_length(), 32
+    while left:
+        more = min(width, left)
+        left -= more
+        found = ((found << more) | ((words[:, 1] >> left) & (2**more - 1))) % bins
+    beyond = less(jnp.asarray(digits(last, _COIN), jnp.uint32), words)
+    return jnp.where(beyond, -1, found.astype(jnp.int32))
+
+
+def _pieces(
+    examples: int, bins: int
+) -> Callable[[Key, Int[Array, ""]], tuple[Int[Array, ""], Int[Array, ""]]]:
+    """From a key and a bin to the start and the size of its piece of the order."""
+    slack = 11 * math.isqrt(examples)
+    least, tails = poisson_table(Fraction((examples - slack) * 2**32 // bins, 2**32))
+
+    def piece(key: Key, number: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
+        for_table, for_rest = jax.random.split(key)
+        words = jax.random.bits(for_table, (bins, _WORDS), jnp.uint32)
+        sizes = least + _fallen(words, jnp.asarray(tails))
+        rest = examples - jnp.sum(sizes, dtype=jnp.int32)
+        chosen = bins_of(for_rest, 2 * slack + 2, bins)
+        chosen = jnp.where(jnp.arange(len(chosen), dtype=jnp.int32) < rest, chosen, -1)
+        before = jnp.arange(bins, dtype=jnp.int32) < number
+        start = jnp.sum(jnp.where(before, sizes, 0), dtype=jnp.int32)
+        start += jnp.sum((chosen >= 0) & (chosen < number), dtype=jnp.int32)
+        return start, sizes[number] + jnp.sum(chosen == number, dtype=jnp.int32)
+
+    return piece
+
+
+def poisson_table(mean: Fraction) -> tuple[int, np.ndarray]:
+    """A number, and the probabilities ``[numbers, words]`` of more than it: 1 more, 2 more, ..."""
+    # From the likeliest number outwards, until a weight is 2^-104 of the largest.
+    (a, b), mode = mean.as_integer_ratio(), int(mean)
+    above, below = [2**128], [2**128]
+    while above[-1] > 2**24:
+        above.append(above[-1] * a // (b * (mode + len(above))))
+    while below[-1] > 2**24 and len(below) <= mode:
+        below.append(below[-1] * b * (mode + 1 - len(below)) // a)
+    weights = np.array([*below[:0:-1], *above], object)
+    tails = np.cumsum(weights[:0:-1])[::-1] * 2 ** (32 * _WORDS) // weights.sum()
+    return mode + 1 - len(below), np.array([digits(tail, _WORDS) for tail in tails], np.uint32)
+
+
+def _fallen(words: UInt[Array, "n words"], tails: UInt[Array, "m words"]) -> Int[Array, " n"]:
+    """How many of the falling numbers are above each word, by bisection."""
+    top = len(tails).bit_length() - 1
+
+    def body(i: Int[Array, ""], found: Array) -> Array:
+        more = found + (1 << (top - i))
+        above = less(words, tails[jnp.minimum(more, len(tails)) - 1])
+        return jnp.where((more <= len(tails)) & above, more, found)
+
+    return jax.lax.fori_loop(
+        jnp.int32(0), jnp.int32(top + 1), body, jnp.zeros(len(words), jnp.int32)
+    )
