@@ -24,9 +24,9 @@ below $2^{-80}$.
 
 Poisson numbers come from a table of integer probabilities, which moves the law of a bin by less
 than $2^{-70}$, and a draw of more examples than it has room for is as rare. The order is a Feistel
-network over threefry (`sparse.permuted`): as for the noise, the guarantee assumes that its
-pseudo-random numbers pass for random ones. The table and the words take time of the number of
-bins and of $\sqrt{N}$ at each step, because a draw keeps nothing from the last one.
+network over threefry (`sparse.permuted`): the guarantee assumes that it passes for a uniform order,
+as the noise assumes that threefry passes for random bits. The table and the words take time of the
+number of bins and of $\sqrt{N}$ at each step, because a draw keeps nothing from the last one.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def random_allocation(examples: int, batches: int) -> Sampler:
     Step $s$ is batch $s \bmod \mathrm{batches}$ of its epoch, so ``steps=15 * batches`` is 15
     epochs. Sizes of batches vary, as Poisson's do, and no batch is truncated. Up to 65,536
     examples, or with fewer than 16 batches, bins are exact. Beyond, they are pieces of a
-    pseudo-random order, as those of `shuffled`, and a draw takes time and memory of its batch, of
-    the number of batches and of the square root of ``examples``.
+    pseudo-random order, and a draw takes time and memory of its batch, of the number of batches and
+    of the square root of ``examples``.
 
     Args:
       examples: Size of the data set, at most $2^{31} - 1$.
