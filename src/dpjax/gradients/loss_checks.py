@@ -93,7 +93,7 @@ def has_own_derivatives(program: Jaxpr) -> bool:
 
 
 def constants(program: Any) -> Iterator[Any]:
-    """The arrays that a program holds, also those that JAX writes into its equations."""
+    """The arrays that a program holds, also in its equations, where JAX may write them."""
     if isinstance(program, ClosedJaxpr):
         yield from program.consts
         program = program.jaxpr
