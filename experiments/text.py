@@ -99,8 +99,9 @@ def train(
     data: Any,
     params: Any,
     seed: int,
+    frozen: Any = None,
 ) -> Any:
-    algorithm = dpjax.dpsgd(loss, optax.adam(rate), mechanism, data)
+    algorithm = dpjax.dpsgd(loss, optax.adam(rate), mechanism, data, frozen=frozen)
     state = algorithm.init(params, key=jax.random.key(seed))
     return dpjax.fit(algorithm, state, evaluate_every=mechanism.steps, progress=False)[0].params
 
@@ -166,10 +167,10 @@ def sentiment(
 
     per_phrase = losses.of(MODEL, losses.cross_entropy)
 
-    def loss(params: Any, example: tuple[Any, Any]) -> Any:
+    def loss(params: Any, example: tuple[Any, Any], frozen: Any) -> Any:
         return per_phrase(assembled(frozen, params), example)
 
-    last = train(loss, rate, mechanism, (x, y), trained, seed)
+    last = train(loss, rate, mechanism, (x, y), trained, seed, frozen)
     return {
         "accuracy": accuracy(assembled(frozen, last)),
         "trained": sum(leaf.size for leaf in trained.values()),
