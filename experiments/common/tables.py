@@ -143,6 +143,28 @@ def measure(seeds: Mapping[str, Any]) -> str:
     return next((of for of in ("accuracy", "mse") if all(of in s for s in seeds.values())), "")
 
 
+def epoch_rows() -> Iterator[str]:
+    """Accuracy and multiplier of three samplers with fresh noise, one row each setting."""
+    rows = load("correlated")["rows"]
+    for name in sorted(row for row in rows if " allocation " in row):
+        dataset, epsilon = name.split(" allocation at epsilon ")
+        cells = []
+        for method in ("poisson", "allocation", "shuffled"):
+            found = list(rows.get(f"{dataset} {method} at epsilon {epsilon}", {}).values())
+            accuracy = spread([run["accuracy"] for run in found], 1) if found else "not run"
+            cells += [accuracy, f"{found[0]['noise_multiplier']:.3g}" if found else ""]
+        yield markdown.line(dataset, epsilon, *cells)
+
+
+def allocation_rows() -> Iterator[str]:
+    """Epsilon of random allocation beside a bound from below, Monte Carlo and Poisson batches."""
+    for found in load("allocation")["rows"]:
+        bins, epochs, z = found["row"]
+        estimates = (f"{value:.3f} ± {error:.3f}" for value, error in found["monte_carlo"])
+        numbers = (f"{found[name]:.4f}" for name in ("epsilon", "below", "poisson"))
+        yield markdown.line(f"{bins}, {epochs}, {z:g}", *numbers, *estimates)
+
+
 SIDES = ("plain JAX", "dpjax", "jax_privacy", "Opacus", "PyTorch, plain")
 
 
@@ -288,6 +310,22 @@ def page() -> str:
             "| buffered, balls in bins | error |",
             correlated_rows(),
         ),
+        "## Epochs at equal epsilon",
+        "Linear models on wavelets, 15 epochs of batches of 1,024 with fresh noise: accuracy, and\n"
+        "the noise multiplier; by `python -m experiments.correlated --seeds=5`. Epsilon by PLD at\n"
+        "1e-5, of shuffled batches for zero-out neighbours, without amplification.",
+        markdown.table(
+            "| data | epsilon | Poisson | noise | random allocation | noise | shuffled | noise |",
+            epoch_rows(),
+        ),
+        "## Epsilon of random allocation at delta 1e-5",
+        markdown.table(
+            "| bins, epochs, multiplier | PLD | at least | Poisson | Monte Carlo, with against "
+            "without | reversed |",
+            allocation_rows(),
+        ),
+        "The bound from below is that of `dpjax verify`; errors of Monte Carlo are one standard\n"
+        "deviation. `make bench BENCH=allocation`.",
         "## Strategies of correlated noise",
         "Root mean squared error of prefix sums at multiplier 1, and seconds of the search, one\n"
         "after the other on two cores that a dozen other programs shared: ratios mean more than\n"
