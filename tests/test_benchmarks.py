@@ -65,6 +65,15 @@ def test_first_steps_are_timed_plain_and_private(tmp_path):
 
 
 @pytest.mark.slow
+def test_frozen_weights_are_measured_in_both_ways_and_stay_split(tmp_path):
+    path = tmp_path / "frozen.json"
+    run("experiments.benchmarks.frozen", "--smoke", "--out", path)
+    (row,) = json.loads(path.read_text())["rows"].values()
+    assert row["argument"]["bytes"] < row["closure"]["bytes"]
+    assert "model" in row["split"]["spec"]
+
+
+@pytest.mark.slow
 def test_optimizers_run_or_say_why_not(tmp_path):
     path = tmp_path / "optimizers.json"
     run("experiments.benchmarks.optimizers", "--smoke", "--out", path)
