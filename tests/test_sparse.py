@@ -321,9 +321,10 @@ def test_the_law_of_a_size_is_poisson_to_seventy_bits(mean):
     apart = sum(abs(a - b) for a, b in itertools.zip_longest(found, wanted, fillvalue=0))
     assert apart / 2 < 2 ** (96 - 70) - len(weights)
     # As many more than the least as there are tails above the word.
-    words = np.concatenate([tails, tails + np.uint32([0, 0, 1]), tails // 2])
+    tails = jnp.asarray(tails)
+    words = jnp.concatenate([tails, tails + jnp.uint32([0, 0, 1]), tails // 2])
     want = np.sum(sparse.less(words[:, None], tails[None]), axis=1)
-    assert np.array_equal(allocation._fallen(jnp.asarray(words), jnp.asarray(tails)), want)
+    assert np.array_equal(allocation._fallen(words, tails), want)
 
 
 def test_a_thousand_million_examples_are_drawn_in_memory_of_the_batch():

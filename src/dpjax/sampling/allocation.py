@@ -133,12 +133,12 @@ def bins_of(key: Key, size: int, bins: int) -> Int[Array, " size"]:
 
 def _pieces(
     examples: int, bins: int
-) -> Callable[[Key, Int[Array, ""]], tuple[Int[Array, ""], Int[Array, ""]]]:
+) -> Callable[[Key, Any], tuple[Int[Array, ""], Int[Array, ""]]]:
     """From a key and a bin to the start and the size of its piece of the order."""
     slack = 11 * math.isqrt(examples)
     least, tails = poisson_table(Fraction((examples - slack) * 2**32 // bins, 2**32))
 
-    def piece(key: Key, number: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    def piece(key: Key, number: Any) -> tuple[Int[Array, ""], Int[Array, ""]]:
         for_table, for_rest = jax.random.split(key)
         words = jax.random.bits(for_table, (bins, _WORDS), jnp.uint32)
         sizes = least + _fallen(words, jnp.asarray(tails))
