@@ -15,6 +15,7 @@ _WORKS = MappingProxyType(
         "client": "mcmahan2018learning",
         "rdp": "mironov2017renyi",
         "pld": "doroshenko2022connect",
+        "random_allocation": "feldman2025privacy",
         "grouped": "liu2021grouped",
         "adaptive": "andrew2021differentially",
         "preparation": "tramer2021differentially",
@@ -30,7 +31,8 @@ def references(mechanism: Mechanism, methods: Iterable[str]) -> Iterator[str]:
     entries = {entry.partition("{")[2].partition(",")[0]: entry for entry in text.split("\n\n")}
     prepared = ["preparation"] * bool(mechanism.preparation)
     adapted = ["adaptive"] * (mechanism.adaptive is not None)
+    named = (mechanism.sampling.name, mechanism.clipping.name)
     # In the order in which a reader meets them; a rule without a paper has no row.
-    for key in ("dpsgd", mechanism.unit, *methods, mechanism.clipping.name, *adapted, *prepared):
+    for key in ("dpsgd", mechanism.unit, *methods, *named, *adapted, *prepared):
         if key in _WORKS:
             yield entries[_WORKS[key]].strip()
