@@ -18,7 +18,7 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 
 from dpjax import accounting, sampling
-from dpjax.accounting.rounding import upwards
+from dpjax.accounting.rounding import three_digits
 from dpjax.cli import compare
 from dpjax.cli.flag_sets.sweep import FLAGS
 from dpjax.cli.sweep import child_processes, search_cost, search_space
@@ -108,7 +108,7 @@ def test_a_search_trains_ranks_and_is_not_repeated(tmp_path, capsys):
     every = accounting.epsilon(accounting.compose(*[one] * 2), 1e-5, "pld")
     assert prices(tmp_path) == pytest.approx([accounting.epsilon(one, 1e-5, "pld"), every])
     for price in prices(tmp_path):
-        assert f"epsilon {upwards(price, '.3f')}" in said
+        assert f"epsilon {three_digits(price)}" in said
     best = tmp_path / rows[0]["folders"][0]
     assert (best / "params.msgpack").exists()
     assert not (best / "report.html").exists(), "only if it is wanted"
