@@ -54,7 +54,7 @@ def mechanism_of(method: str, examples: int, epsilon: float, batch: int) -> dpja
         bands = min(BANDS, examples // batch)
         batches = sampling.cyclic_poisson(examples, batch, cycle=bands)
         options["noise"] = strategies.banded(steps, bands, momentum=MOMENTUM)
-    elif method != "buffered":
+    elif method in ("allocation", "shuffled"):
         steps = EPOCHS * (examples // batch)  # whole epochs
         name = {"allocation": "random_allocation"}.get(method, method)
         batches = sampling.by_name(name, examples, batch)

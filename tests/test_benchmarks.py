@@ -143,6 +143,13 @@ def test_a_step_that_fails_leaves_the_others_their_rows():
     assert "RESOURCE_EXHAUSTED: out of memory" in table
 
 
+def test_sums_of_one_device_are_not_apart():
+    from experiments.benchmarks import steps, workloads
+
+    problem = workloads.problem(workloads.WORKLOADS["MLP on a table"]._replace(batch_size=2))
+    assert steps.apart(*problem) == {"away": 0, "norms": 0}
+
+
 def test_the_speed_page_has_the_committed_figures():
     """``python -m experiments.common.tables`` writes it."""
     from experiments.common import markdown, tables

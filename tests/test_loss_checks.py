@@ -228,6 +228,17 @@ def test_a_loss_that_closes_over_the_data_is_told(caplog):
     started(lambda w, i: jnp.sum(w * (inputs[i] - inputs.mean(axis=0))), jnp.arange(7))
     assert "closes over an array of shape (7, 3), one row for each of the 7" in caplog.text
     caplog.clear()
-    frozen = jnp.ones((3, 3))
+    frozen, wide = jnp.ones((3, 3)), jnp.ones((7, 3))
     started(lambda w, x: jnp.sum(frozen @ (w * x)))
+    started(lambda w, x: jnp.sum(w * (x @ wide)), jnp.ones((7, 7)))  # a width of 7
     assert "closes over" not in caplog.text
+
+
+def test_data_that_jax_writes_into_equations_are_seen(caplog):
+    inputs, before = jnp.arange(21.0).reshape(7, 3), jax.config.jax_use_simplified_jaxpr_constants
+    jax.config.update("jax_use_simplified_jaxpr_constants", True)
+    try:
+        started(lambda w, i: jnp.sum(w * inputs[i]), jnp.arange(7))
+    finally:
+        jax.config.update("jax_use_simplified_jaxpr_constants", before)
+    assert "closes over an array of shape (7, 3)" in caplog.text

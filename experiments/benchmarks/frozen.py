@@ -14,6 +14,7 @@ the rise of the process above what it held with the weights. Of four host device
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import sys
 import tempfile
@@ -62,7 +63,7 @@ def started(kind: str, mib: int, **options: Any) -> tuple[Any, Any]:
         steps=2,
     )
     if kind == "closure":
-        closed = lambda params, x: loss(params, x, frozen)  # noqa: E731
+        closed = functools.partial(loss, frozen=frozen)
         algorithm = dpjax.dpsgd(closed, optax.sgd(0.1), mechanism, data)
     else:
         algorithm = dpjax.dpsgd(loss, optax.sgd(0.1), mechanism, data, frozen=frozen, **options)

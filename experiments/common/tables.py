@@ -13,7 +13,6 @@ import importlib
 import json
 import math
 import pathlib
-import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -143,19 +142,6 @@ def measure(seeds: Mapping[str, Any]) -> str:
     return next((of for of in ("accuracy", "mse") if all(of in s for s in seeds.values())), "")
 
 
-def epoch_rows() -> Iterator[str]:
-    """Accuracy and multiplier of three samplers with fresh noise, one row each setting."""
-    rows = load("correlated")["rows"]
-    for name in sorted(row for row in rows if " allocation " in row):
-        dataset, epsilon = name.split(" allocation at epsilon ")
-        cells = []
-        for method in ("poisson", "allocation", "shuffled"):
-            found = list(rows.get(f"{dataset} {method} at epsilon {epsilon}", {}).values())
-            accuracy = spread([run["accuracy"] for run in found], 1) if found else "not run"
-            cells += [accuracy, f"{found[0]['noise_multiplier']:.3g}" if found else ""]
-        yield markdown.line(dataset, epsilon, *cells)
-
-
 def allocation_rows() -> Iterator[str]:
     """Epsilon of random allocation beside a bound from below, Monte Carlo and Poisson batches."""
     for found in load("allocation")["rows"]:
@@ -217,16 +203,17 @@ def strategy_rows() -> Iterator[str]:
         yield markdown.line(name, *cells)
 
 
-def correlated_rows() -> Iterator[str]:
-    """Accuracy and error of three methods, one row per data set and epsilon."""
+def method_rows(methods: tuple[str, str, str], number: str) -> Iterator[str]:
+    """Accuracy and one number of three methods, one row per data set and epsilon."""
     rows = load("correlated")["rows"]
-    settings = {tuple(re.split(r" \w+ at epsilon ", name)) for name in rows}
+    settings = {tuple(row.split(f" {methods[1]} at epsilon ")) for row in rows}
+    settings = {setting for setting in settings if len(setting) == 2}
     for dataset, epsilon in sorted(settings, key=lambda pair: (pair[0], float(pair[1]))):
         cells = []
-        for method in ("poisson", "banded", "buffered"):
+        for method in methods:
             found = list(rows.get(f"{dataset} {method} at epsilon {epsilon}", {}).values())
             accuracy = spread([run["accuracy"] for run in found], 1) if found else "not run"
-            cells += [accuracy, f"{found[0]['error']:.3g}" if found else ""]
+            cells += [accuracy, f"{found[0][number]:.3g}" if found else ""]
         yield markdown.line(dataset, epsilon, *cells)
 
 
@@ -308,7 +295,7 @@ def page() -> str:
         markdown.table(
             "| data | epsilon | Poisson, fresh noise | error | 16 bands, cyclic Poisson | error "
             "| buffered, balls in bins | error |",
-            correlated_rows(),
+            method_rows(("poisson", "banded", "buffered"), "error"),
         ),
         "## Epochs at equal epsilon",
         "Linear models on wavelets, 15 epochs of batches of 1,024 with fresh noise: accuracy, and\n"
@@ -316,7 +303,7 @@ def page() -> str:
         "1e-5, of shuffled batches for zero-out neighbours, without amplification.",
         markdown.table(
             "| data | epsilon | Poisson | noise | random allocation | noise | shuffled | noise |",
-            epoch_rows(),
+            method_rows(("poisson", "allocation", "shuffled"), "noise_multiplier"),
         ),
         "## Epsilon of random allocation at delta 1e-5",
         markdown.table(

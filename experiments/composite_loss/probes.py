@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from dpjax import data, diagnostics, losses, metrics, types
 from experiments.common.figures import Draw, Runs, logged
@@ -59,7 +60,7 @@ class Watch:
     def _norms(self, params: Any, x: Any) -> Mapping[str, Any]:
         hidden = diagnostics.preactivation_norms(self.model, params, x)
         logits = jnp.linalg.norm(self.model.apply({"params": params}, x), axis=-1)
-        weights = diagnostics.weight_norms(params)
+        weights = {name: optax.tree.norm(layer) for name, layer in params.items()}
         return {"weights": weights, "preactivations": {**hidden, "logits": jnp.mean(logits)}}
 
     def _closely(self, params: Any, rows: Any, epoch: Any) -> Mapping[str, Any]:

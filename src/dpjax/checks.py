@@ -98,7 +98,7 @@ def one_of(call: str, name: str, value: Any, choices: Collection[Any], hint: str
     """One of a few values."""
     # Identity first: NaN and arrays compare unlike anything else.
     good = any(value is choice or value == choice for choice in choices)
-    if near := difflib.get_close_matches(str(value), map(str, choices), 1):
+    if not good and (near := difflib.get_close_matches(str(value), map(str, choices), 1)):
         hint = f"Did you mean {near[0]}?"
     _expect(good, call, name, value, f"one of {', '.join(map(str, choices))}", hint)
     return value

@@ -31,13 +31,8 @@ COMMANDS = {
     "sweep": "train with many settings, and compute the privacy cost of the search",
     "audit": "measure lower bounds on the epsilon of a run, beside its claim",
 }
-# What other libraries and papers call it, and the name of the flag here.
-_OTHERWISE = {
-    "epsilon": "target_epsilon",
-    "lr": "learning_rate",
-    "sigma": "noise_multiplier",
-    "max_grad_norm": "bound",
-}
+# What users typed, and the name of the flag.
+_OTHERWISE = {"epsilon": "target_epsilon", "lr": "learning_rate"}
 _HELP = ("-h", "--help", "-help", "-?")
 _MORE = "`dpjax SUBCOMMAND --help` lists the flags; `dpjax --version` prints the version."
 

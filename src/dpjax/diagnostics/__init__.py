@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Diagnostics of private training: clipping bias, norms by layer, curvature, kernels.
 
-All functions except `weight_norms` read gradients or data without noise: their results are
-private.
+All functions read gradients or data without noise: their results are private.
 """
 
 from dpjax.diagnostics.bias import Bias, clipping_bias
 from dpjax.diagnostics.curvature import Sharpness, sharpness
 from dpjax.diagnostics.kernel import Definiteness, definiteness, ntk
-from dpjax.diagnostics.layers import preactivation_norms, weight_norms
+from dpjax.diagnostics.layers import preactivation_norms
 from dpjax.diagnostics.vectors import cosine
 
 __all__ = [
@@ -21,5 +20,4 @@ __all__ = [
     "ntk",
     "preactivation_norms",
     "sharpness",
-    "weight_norms",
 ]

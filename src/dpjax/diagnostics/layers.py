@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms of weights and of pre-activations, by layer.
+"""Norms of pre-activations, by layer.
 
-In private training with the cross-entropy both grow, and gradients with them; bounded activations
+In private training with the cross-entropy they grow, and gradients with them; bounded activations
 and the penalty of losing_less_2022 prevent this.
 """
 
@@ -15,23 +15,6 @@ from jaxtyping import Array
 from dpjax import trees
 from dpjax.diagnostics.vectors import length
 from dpjax.types import PyTree
-
-
-def weight_norms(params: PyTree) -> dict[str, Array]:
-    """The norm of the weights of each layer: all leaves whose names share their prefix.
-
-    Privacy:
-      A function of the parameters alone: if these were released, the norms are free.
-
-    Example:
-      >>> weight_norms({"Dense_0": {"bias": jnp.array([3.0]), "kernel": jnp.array([[4.0]])}})
-      {'Dense_0': Array(5., dtype=float32)}
-    """
-    layers: dict[str, list[Array]] = {}
-    for name, leaf in zip(trees.leaf_names(params), jax.tree.leaves(params), strict=True):
-        # As in `clipping.by_layer`, but leaves at the top of the tree are layers of their own.
-        layers.setdefault(name.rpartition("/")[0] or name, []).append(leaf)
-    return {name: length(leaves) for name, leaves in layers.items()}
 
 
 def preactivation_norms(model: nn.Module, params: PyTree, x: PyTree) -> dict[str, Array]:

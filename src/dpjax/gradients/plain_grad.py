@@ -54,16 +54,8 @@ def plain_grad(
         rows = Rows(batch, jnp.ones(size, bool), jnp.ones((size, 1), jnp.float32))
         traced, start = Traced(loss, has_aux), trees.zeros_wide(params)
         engine, request = partial(_unclipped, traced), Request(size, devices=devices)
-        total = run_laid_out(
-            "gradients.plain_grad",
-            request,
-            lambda _: engine,
-            traced,
-            params,
-            rows,
-            start,
-            frozen=frozen,
-        )
+        arguments = (traced, params, rows, start, None, frozen)
+        total = run_laid_out("gradients.plain_grad", request, lambda _: engine, *arguments)
         return jax.tree.map(lambda x: x / size, total.value)
 
     return gradient

@@ -282,7 +282,11 @@ class Mechanism:
 
     def _method(self, given: str | None) -> str:
         chosen = None if self.target is None else self.target.method
-        return given or chosen or _usual_method(self)
+        return given or chosen or self._usual_method
+
+    @functools.cached_property  # a ledger asks before each step
+    def _usual_method(self) -> str:
+        return accounting.default_method(self.event, self.relation)
 
     def epsilon(self, delta: float | None = None, method: str | None = None) -> float:
         """The epsilon of the whole computation at ``delta``.
@@ -418,12 +422,6 @@ class Mechanism:
           >>> updates, state = optimizer.update(gradients, state, params, mask=mask)
         """
         return link.private(self, key)
-
-
-# A ledger asks before each step.
-@functools.lru_cache(maxsize=128)
-def _usual_method(mechanism: Mechanism) -> str:
-    return accounting.default_method(mechanism.event, mechanism.relation)
 
 
 def _check_adaptive(rule: Clipping, multipliers: np.ndarray, count: float) -> None:
