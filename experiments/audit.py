@@ -42,7 +42,7 @@ from dpjax import (
     strategies,
     training,
 )
-from dpjax.cli.audit import HEAD, OF_A_RUN, Line, conclude, line_of_step
+from dpjax.cli.audit import HEAD, OF_A_RUN, Line, conclude, curve_of, line_of_step
 from dpjax.mechanism.card import strict
 from experiments.common import runs
 
@@ -217,9 +217,10 @@ def audit(audited: Audited) -> tuple[Line, Line]:
     state, _ = dpjax.fit(algorithm, state, progress=False, delta=DELTA, method=method)
     scores = sum(x[name] @ np.asarray(state.params[name]) for name in x)
     right, guesses = auditing.guess_members(scores, members, GUESSES)
-    bound = auditing.epsilon_lower_bound(right, guesses, canaries=ROWS, delta=DELTA)
+    curve, assumed = curve_of(mechanism, STEPS)
+    bound = auditing.epsilon_lower_bound(right, guesses, canaries=ROWS, delta=DELTA, curve=curve)
     claimed = mechanism.epsilon(DELTA, method)
-    words = f"{right} of {guesses} guesses right"
+    words = f"{right} of {guesses} guesses right; {assumed}"
     run = Line(f"{audited.name}: run", words, bound, claimed, OF_A_RUN, bound > claimed)
     return line_of_step(separation, DELTA, f"{audited.name}: step"), run
 

@@ -424,8 +424,9 @@ def test_a_run_is_audited_beside_its_claims(name, workshop, tmp_path):
     trained(tmp_path / "run", *NOISES[name], "--steps=4", "--delta=1e-3")
     rebuilt = audit.rebuild(tmp_path / "run")
     given = copy.deepcopy(AUDIT_FLAGS)
-    given(["audit", "--steps=2", "--pairs=8", "--canaries=20"])
-    step, canaries, losses = audit.audit_run(given, rebuilt, tmp_path)
+    given(["audit", "--steps=2", "--pairs=8", "--canaries=20", "--attacks=canaries,lira"])
+    given["shadows"].value = 4
+    step, canaries, *ratios = audit.audit_run(given, rebuilt, tmp_path)
     assert "2 steps" in canaries.measured
     claimed, part = rebuilt.run.epsilon, rebuilt.planned.mechanism
     if name == "white":
@@ -435,8 +436,9 @@ def test_a_run_is_audited_beside_its_claims(name, workshop, tmp_path):
     else:
         assert step.audit == "first step of correlated noise"
         assert step.claimed < accounting.epsilon(accounting.gaussian(1.0), 1e-3, "pld")
-    assert not losses.refutes
-    for file in ("audit.json", "audit.png"):
+    assert [ratio.audit[:12] for ratio in ratios] == ["LiRA, online", "LiRA, offlin"]
+    assert not any(ratio.refutes for ratio in ratios)
+    for file in ("audit.json", "audit.html"):
         assert (tmp_path / file).stat().st_mode & 0o077 == 0, "private numbers"
     np.savez("my.npz", x=np.zeros((40, 3)), y=np.arange(40) % 3)
     with pytest.raises(app.UsageError, match=r"expected the mechanism of run\.json"):
@@ -464,20 +466,22 @@ def test_losses_of_another_distribution_are_no_verdict(tmp_path, monkeypatch, ca
     """A sound run whose test rows are of another kind than its train rows."""
     far = np.arange(4000) / 4000
     found = auditing.audit_membership(far + 1, far, delta=1e-3)
+    attack = audit.Attack("losses", found, (far + 1, far), (np.arange(4000) % 2,) * 2)
     sound = audit.Line("step", "measured", 0.5, 1.0, 0.95, False)
     for name in ("audit_step", "line_of_step", "audit_canaries"):
         monkeypatch.setattr(audit, name, lambda *_: sound)
-    monkeypatch.setattr(audit, "audit_losses", lambda *_: (found, (far + 1, far)))
-    monkeypatch.setattr(audit, "draw", lambda *_: b"")
+    monkeypatch.setattr(audit, "attack_losses", lambda *_: attack)
     run = types.SimpleNamespace(delta=1e-3, epsilon=1.0, path=tmp_path)
     plan = types.SimpleNamespace(mechanism=mechanism_with())
     rebuilt = types.SimpleNamespace(run=run, planned=plan)
-    given = types.SimpleNamespace(pairs=8, canaries=20, steps=2)
+    given = types.SimpleNamespace(pairs=8, canaries=20, steps=2, attacks=audit.ATTACKS[:2])
     lines = audit.audit_run(given, rebuilt, tmp_path)
     assert lines[-1].bound > lines[-1].claimed
     assert audit.ASSUMED in lines[-1].measured
     audit.conclude(lines, 1.0)
     said = capsys.readouterr().out
-    assert "Above the claim, and no verdict: losses of the released model." in said
+    assert "Above the claim, and no verdict: losses." in said
+    page = (tmp_path / "audit.html").read_text()
+    assert "do not publish" in page and "1.000" in page, "every class is told apart"
     with pytest.raises(SystemExit, match=r"EXCEEDS ITS CLAIM: step$"):
         audit.conclude([sound._replace(refutes=True)], 1.0)

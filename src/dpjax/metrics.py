@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypeAlias
 
+import math
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -220,3 +221,14 @@ def _batch(name: str, logits: Any, labels: Any) -> tuple[Array, Array]:
                 f"{logits.shape[-1]} classes; classes are counted from 0."
             )
     return logits, jnp.asarray(labels)
+
+
+def auroc(scores, labels):
+    import numpy as np
+
+    a, b = np.asarray(scores)[labels == 1], np.sort(np.asarray(scores)[labels == 0])
+    if not len(a) * len(b):
+        return math.nan
+    return float(
+        np.mean(np.searchsorted(b, a, "left") + np.searchsorted(b, a, "right")) / 2 / len(b)
+    )

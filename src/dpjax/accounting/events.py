@@ -74,6 +74,25 @@ def correlated_samples(event: DpEvent) -> DpEvent:
     return rewritten(event, marked)
 
 
+def with_noise(event: DpEvent, factor: float) -> DpEvent:
+    """The event with this many times its Gaussian noise."""
+
+    def louder(part: DpEvent) -> DpEvent:
+        match part:
+            case dp_accounting.GaussianDpEvent(noise_multiplier=z):
+                return dp_accounting.GaussianDpEvent(factor * z)
+            case dp_accounting.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
+                return type(part)(rate, with_noise(inner, factor))
+            case AllocatedGaussianDpEvent(noise_multiplier=z):
+                return dataclasses.replace(part, noise_multiplier=factor * z)
+            case RandomAllocationDpEvent(noise_multipliers=pairs):
+                scaled = tuple((factor * z, bins) for z, bins in pairs)
+                return dataclasses.replace(part, noise_multipliers=scaled)
+        return part
+
+    return rewritten(event, louder)
+
+
 def check_rate(call: str, value: float) -> float:
     """The sampling rate as a float; raises unless it is a probability, 0 and 1 included."""
     rate = checks.number(call, "sampling_rate", value)

@@ -9,12 +9,13 @@ An audit without a finding proves nothing.
 |---|---|
 | how far does one example move one step, in units of its noise? | `audit_step`, `audit_algorithm` |
 | which canaries took part in a run? | `score_canaries`, `guess_members`, `epsilon_lower_bound` |
-| which rows was a released model trained on? | `audit_membership` |
+| which rows was a released model trained on? | `audit_membership`, `lira` |
 """
 
 from dpjax.auditing.algorithm_step import Separation, audit_algorithm, without
-from dpjax.auditing.canaries import epsilon_lower_bound, guess_members, recording, score_canaries
-from dpjax.auditing.membership import Membership, audit_membership
+from dpjax.auditing.canaries import guess_members, recording, score_canaries
+from dpjax.auditing.membership import Membership, audit_membership, lira
+from dpjax.auditing.one_run import epsilon_lower_bound
 from dpjax.auditing.single_step import audit_step
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "audit_step",
     "epsilon_lower_bound",
     "guess_members",
+    "lira",
     "recording",
     "score_canaries",
     "without",

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Canaries: a lower bound on epsilon from a single run.
+"""Canaries: rows that join a run by fair coins, and guesses about which of them did.
 
-Right guesses about which canaries took part, each by a fair coin, refute small epsilons. Any score
-is valid; a better one refutes more.
+Any score is valid; a better one guesses more canaries right. `epsilon_lower_bound` reads the number.
 """
 
 from __future__ import annotations
@@ -184,48 +183,3 @@ def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[
     order, half, inside = np.lexsort((ties, scores)), guesses // 2, truths == 1
     right = np.sum(inside[order[-half:]]) + np.sum(~inside[order[:half]])
     return int(right), 2 * half
-
-
-def epsilon_lower_bound(
-    correct: int, guesses: int, *, canaries: int, delta: float = 0.0, confidence: float = 0.95
-) -> float:
-    r"""The largest epsilon that this number of right guesses refutes, from a single run.
-
-    If a run is $(\epsilon, \delta)$-private, the number of right guesses about canaries that
-    joined by fair coins is stochastically at most binomial with probability
-    $e^\epsilon / (1 + e^\epsilon)$, up to a term in $\delta$.
-
-    ``canaries`` counts those without a guess too, and ``delta`` is that of the claim. The bound is
-    at most 50, and 0 if nothing is refuted.
-
-    Example:
-      >>> round(epsilon_lower_bound(100, 100, canaries=100), 2)
-      3.49
-      >>> epsilon_lower_bound(50, 100, canaries=100)
-      0.0
-
-    References:
-      Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", 2023, theorem 5.2.
-    """
-    call = "auditing.epsilon_lower_bound"
-    if not 0 <= correct <= guesses <= canaries:
-        raise ValueError(f"{call}: expected {correct=} <= {guesses=} <= {canaries=}.")
-    confidence = checks.fraction(call, "confidence", confidence, "Such as 0.95, not per cent.")
-    from scipy.stats import binom  # a second that only audits of whole runs cost
-
-    def p_value(epsilon: float) -> float:
-        # With pure epsilon each guess is right with at most this chance.
-        chance, steps = 1 / (1 + np.exp(-epsilon)), np.arange(1, correct + 1)
-        # Delta turns a bounded number of wrong guesses into right ones.
-        below = np.cumsum(binom.pmf(correct - steps, guesses, chance))
-        slack = np.max(below / steps, initial=0.0)
-        return float(binom.sf(correct - 1, guesses, chance) + 2 * canaries * delta * slack)
-
-    # By bisection: the p-value grows with epsilon. An epsilon of 50 bounds nothing in practice.
-    low, high = 0.0, 50.0
-    if p_value(low) > 1 - confidence:
-        return 0.0
-    while high - low > 1e-6:
-        middle = (low + high) / 2
-        low, high = (middle, high) if p_value(middle) <= 1 - confidence else (low, middle)
-    return low

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three audits of a run that `dpjax train` left in a folder, as lines beside its claims."""
+"""Audits of a run that `dpjax train` left in a folder, as lines beside its claims."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from html import escape
 from typing import Any, NamedTuple
 
 import jax
@@ -19,18 +21,19 @@ import optax
 from absl import app, flags, logging
 
 import dpjax
-from dpjax import auditing, losses
+from dpjax import auditing, losses, metrics, training
+from dpjax._display import duration
 from dpjax._files import replace
 from dpjax.accounting.rounding import downwards, three_digits, upwards
 from dpjax.cli import compilation_cache
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.flag_sets.train import FLAGS
 from dpjax.cli.train import inputs
-from dpjax.cli.train.classifier import first_parameters
+from dpjax.cli.train.classifier import first_parameters, held
 from dpjax.cli.train.command import Planned, plan
 from dpjax.cli.train.run_files import MOMENTS
 from dpjax.mechanism.card import strict
-from dpjax.reports import style
+from dpjax.reports import page, style
 from dpjax.reports.figures import PRIVATE
 from dpjax.reports.load_run import SavedRun, read
 from dpjax.training import released_params
@@ -40,8 +43,10 @@ OF_A_STEP, OF_A_RUN = 0.999, 0.95
 ASSUMED = "a bound only if train and test rows are of one distribution"
 HEAD = f"{'audit':<40}{'epsilon >':>9}{'claimed':>9}{'':>8}  measured"
 
+ATTACKS = ("canaries", "loss", "lira")
 _MOST = 10_000  # rows whose losses are compared
 _KNOWN = 2_000  # rows whose gradients the attacker subtracts
+_ATTACKED = 1_000  # members, and as many others, that shadow models are asked about
 
 
 class Line(NamedTuple):
@@ -61,6 +66,42 @@ class Line(NamedTuple):
         )
 
 
+class Attack(NamedTuple):
+    """An attack on the released model: scores of members and of other rows, and their classes."""
+
+    name: str
+    found: auditing.Membership
+    scores: tuple[np.ndarray, np.ndarray]
+    labels: tuple[np.ndarray, np.ndarray]
+
+    def line(self, run: SavedRun) -> Line:
+        """Never a verdict: no coin decided which rows are for the test."""
+        # Rows of another year have other losses under a sound model too.
+        found = self.found
+        words = f"AUROC {found.auroc.value:.3f}; members found {self.rates()}; {ASSUMED}"
+        bounds = found.epsilon, run.epsilon, found.confidence
+        return Line(self.name, words, *bounds, refutes=False)
+
+    def rates(self) -> str:
+        """The rates of true positives; one that rests on no row by its interval alone."""
+        return ", ".join(
+            (f"{share.value:.1%}" if share.value == share.value else "")
+            + f" ({share.low:.1%} to {share.high:.1%}) at {at:.1%}"
+            for at, share in self.found.true_positives.items()
+        ).replace("  ", " ")
+
+    def by_class(self) -> dict[str, str]:
+        """The AUROC of each class."""
+        (ins, outs), (of_ins, of_outs) = self.scores, self.labels
+        parts = {c: (ins[of_ins == c], outs[of_outs == c]) for c in np.unique(of_ins).tolist()}
+        return {
+            str(
+                c
+            ): f"{metrics.auroc(np.concatenate(part), np.repeat([1, 0], [*map(len, part)])):.3f}"
+            for c, part in parts.items()
+        }
+
+
 class Rebuilt(NamedTuple):
     """A run, built again from its folder, with parameters before and after its training."""
 
@@ -77,6 +118,8 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         raise app.UsageError("expected the folder of one run: dpjax audit runs/demo")
     require_matplotlib()
     logging.set_verbosity(logging.ERROR)  # nothing is released, so public seeds need no warning
+    if unknown := set(given.attacks) - set(ATTACKS):
+        raise app.UsageError(f"--attacks={','.join(unknown)}: expected {', '.join(ATTACKS)}.")
     started, folder = time.time(), pathlib.Path(argv[1])
     compilation_cache.switch_on()
     out = folder if given.out is None else pathlib.Path(given.out)
@@ -86,7 +129,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     except (OSError, ValueError) as error:
         raise app.UsageError(f"{folder}: {error}") from error
     print("\n".join(map(str, (HEAD, *lines))))
-    print(f"Wrote {out / 'audit.json'} and {out / 'audit.png'}.")
+    print(f"Wrote {out / 'audit.json'} and {out / 'audit.html'}.")
     print(f"The bounds and what was measured are {PRIVATE}. The claims may be published.")
     conclude(lines, time.time() - started)
 
@@ -123,24 +166,25 @@ def flags_of(run: SavedRun) -> flags.FlagValues:
 
 
 def audit_run(given: flags.FlagValues, rebuilt: Rebuilt, out: pathlib.Path) -> list[Line]:
-    """Audits a run, and writes numbers and plot into a folder."""
-    delta, correlated = rebuilt.run.delta, rebuilt.planned.mechanism.noise is not None
+    """Audits a run, and writes numbers and page into a folder."""
+    run, correlated = rebuilt.run, rebuilt.planned.mechanism.noise is not None
     name = "first step of correlated noise" if correlated else "one step in which the row is drawn"
-    step = line_of_step(audit_step(rebuilt, given.pairs, OF_A_STEP), delta, name)
-    canaries = audit_canaries(rebuilt, given.canaries, given.steps, OF_A_RUN)
-    guesses, scores = audit_losses(rebuilt, OF_A_RUN)
-    words = (
-        f"AUC {guesses.auc:.3f}, {guesses.true_positives:.1%} of members and "
-        f"{guesses.false_positives:.1%} of others; {ASSUMED}"
-    )
-    bounds = guesses.epsilon, rebuilt.run.epsilon, guesses.confidence
-    # Never a verdict: no coin decided which rows are for the test, and rows of another year have
-    # other losses under a sound model too.
-    lines = [step, canaries, Line("losses of the released model", words, *bounds, refutes=False)]
-    audits = [line._asdict() for line in lines]
-    facts = {"run": str(rebuilt.run.path), "delta": delta, "publish": PRIVATE, "audits": audits}
+    lines = [line_of_step(audit_step(rebuilt, given.pairs, OF_A_STEP), run.delta, name)]
+    attacks = []
+    if "canaries" in given.attacks:
+        lines.append(audit_canaries(rebuilt, given.canaries, given.steps, OF_A_RUN))
+    if "loss" in given.attacks:
+        attacks.append(attack_losses(rebuilt, OF_A_RUN))
+    if "lira" in given.attacks:
+        attacks += attack_shadows(rebuilt, given.shadows, OF_A_RUN)
+    lines += [attack.line(run) for attack in attacks]
+    facts = {"run": str(run.path), "delta": run.delta, "publish": PRIVATE}
+    facts["audits"] = [line._asdict() for line in lines]
+    facts["by_class"] = {attack.name: attack.by_class() for attack in attacks}
     replace(out / "audit.json", json.dumps(strict(facts), indent=2) + "\n")
-    replace(out / "audit.png", draw(lines, guesses, scores, delta))
+    replace(
+        out / "audit.html", page.page(f"Audit of {run.path.name}", written(lines, attacks, run))
+    )
     return lines
 
 
@@ -199,11 +243,21 @@ def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int, confidence: 
         per_step=planned.per_step,
     )
     right, guesses = auditing.guess_members(scores, members, count // 5)
-    options = {"canaries": count, "delta": delta, "confidence": confidence}
+    curve, assumed = curve_of(mechanism, steps)
+    options = {"canaries": count, "delta": delta, "confidence": confidence, "curve": curve}
     bound = auditing.epsilon_lower_bound(right, guesses, **options)
     claimed = mechanism.epsilon_of(mechanism.multipliers[:steps], delta, planned.method)
-    words = f"{right} of {guesses} guesses right, {count} canaries, {steps} steps"
+    words = f"{right} of {guesses} guesses right, {count} canaries, {steps} steps; {assumed}"
     return Line("canaries in a second run", words, bound, claimed, confidence, bound > claimed)
+
+
+def curve_of(mechanism: dpjax.Mechanism, steps: int) -> tuple[Any, str]:
+    """The trade-off curve that canaries refute, and its name: the run's own, where it is known."""
+    event = mechanism.event_of(mechanism.multipliers[:steps])
+    replaced = mechanism.relation is dpjax.types.Neighbours.REPLACE_ONE
+    if replaced or mechanism.clipping.projections is not None:
+        return "any", "any curve"
+    return event, "its own curve"
 
 
 def with_canaries(
@@ -224,10 +278,8 @@ def with_canaries(
     return places, (x, y)
 
 
-def audit_losses(
-    rebuilt: Rebuilt, confidence: float
-) -> tuple[auditing.Membership, tuple[np.ndarray, np.ndarray]]:
-    """Guesses training rows from the losses of the released parameters; and these scores."""
+def attack_losses(rebuilt: Rebuilt, confidence: float) -> Attack:
+    """Guesses training rows from the losses of the released parameters."""
     dataset, loss = rebuilt.dataset, losses.of(rebuilt.planned.model, losses.cross_entropy)
 
     @jax.jit
@@ -235,38 +287,105 @@ def audit_losses(
         return jax.lax.map(lambda row: -loss(rebuilt.released, row), rows, batch_size=500)
 
     some = np.linspace(0, dataset.examples - 1, min(_MOST, dataset.examples)).astype(int)
-    members = np.asarray(scores(jax.tree.map(jnp.asarray, dataset.rows(some))))
-    others = np.asarray(scores(jax.tree.map(lambda x: jnp.asarray(x[:_MOST]), dataset.test)))
-    delta = rebuilt.run.delta
-    audit = auditing.audit_membership(members, others, delta=delta, confidence=confidence)
-    return audit, (members, others)
+    parts = dataset.rows(some), jax.tree.map(lambda x: x[:_MOST], dataset.test)
+    told = tuple(np.asarray(scores(jax.tree.map(jnp.asarray, rows))) for rows in parts)
+    return attack_of("losses of the released model", rebuilt, told, parts, confidence)
 
 
-def draw(
-    lines: Sequence[Line], guesses: Any, scores: tuple[np.ndarray, np.ndarray], delta: float
-) -> bytes:
-    """Bounds beside claims, and the curve of the loss thresholds beside what its claim allows."""
-    bound, claim = style.PALETTE["clay"], style.PALETTE["blue"]
+def attack_shadows(rebuilt: Rebuilt, count: int, confidence: float) -> Iterator[Attack]:
+    """Likelihood ratios, from models that the run's own algorithm trains on halves of the rows."""
+    planned, dataset, draw = rebuilt.planned, rebuilt.dataset, np.random.default_rng(0)
+    size = min(_ATTACKED, dataset.examples // 2, len(dataset.test[0]))
+    places = draw.permutation(dataset.examples)[:size]
+    others = draw.permutation(len(dataset.test[0]))[:size]
+    parts = dataset.rows(places), jax.tree.map(lambda x: np.asarray(x)[others], dataset.test)
+    both = jax.tree.map(lambda a, b: np.concatenate([a, b]), *parts)
+    odds = jax.jit(partial(log_odds, planned.model))
+    joined = np.zeros((count, 2 * size), bool)
+    told = np.zeros(joined.shape)
+    mechanism = dataclasses.replace(planned.mechanism, preparation=(), before=())
+    began = time.time()
+    for number in range(count):
+        # Pairs of models share the attacked rows out, so that each row is in half of all models.
+        half = (
+            draw.permutation(2 * size)[:size]
+            if number % 2 == 0
+            else np.flatnonzero(~joined[number - 1])
+        )
+        joined[number, half] = True
+        rows = jax.tree.map(np.array, dataset.train)
+        for whole, attacked in zip(rows, both, strict=True):
+            whole[places] = attacked[half]
+        algorithm = planned.algorithm(mechanism, rows)
+        state = algorithm.init(rebuilt.first, jax.random.key(number))
+        state, _ = dpjax.fit(algorithm, state, evaluate_every=mechanism.steps, progress=False)
+        told[number] = odds(held(training.averaged(state.optimizer)), both)
+        left = (time.time() - began) / (number + 1) * (count - number - 1)
+        print(f"shadow model {number + 1} of {count}, {duration(left)} left", file=sys.stderr)
+    target = np.asarray(odds(rebuilt.released, both))
+    for name, online in (("LiRA, online", True), ("LiRA, offline", False)):
+        scores = auditing.lira(target, told, joined, online=online)
+        pair = scores[:size], scores[size:]
+        yield attack_of(f"{name}, {count} shadow models", rebuilt, pair, parts, confidence)
+
+
+def attack_of(name: str, rebuilt: Rebuilt, scores: Any, rows: Any, confidence: float) -> Attack:
+    """An attack from its scores, and the rows of members and others."""
+    found = auditing.audit_membership(*scores, delta=rebuilt.run.delta, confidence=confidence)
+    return Attack(name, found, scores, tuple(np.asarray(y) for _, y in rows))
+
+
+def log_odds(model: Any, params: Any, rows: Any) -> jax.Array:
+    """How much likelier the model holds the label of each row than all others, in logarithms."""
+
+    def one(row: Any) -> jax.Array:
+        x, y = row
+        logits = model.apply({"params": params}, x)
+        rest = jnp.where(jnp.arange(logits.size) == y, -jnp.inf, logits)
+        return logits[y] - jax.nn.logsumexp(rest)
+
+    return jax.lax.map(one, rows, batch_size=500)
+
+
+def written(lines: Sequence[Line], attacks: Sequence[Attack], run: SavedRun) -> Iterator[str]:
+    """The parts of the page: bounds beside claims, and the curve of each attack."""
+    yield f'<h1>Audit of {escape(run.path.name)}</h1>\n<p class="badge private">{PRIVATE}</p>'
+    bounds = {
+        line.audit: f"epsilon above {three_digits(line.bound, downwards)}, claimed "
+        f"{three_digits(line.claimed)}; {line.measured}"
+        for line in lines
+    }
+    yield page.section(
+        "<h3>Lower bounds</h3><p>Each beside what is claimed.</p>", page.table(bounds)
+    )
+    if attacks:
+        note = (
+            "<h3>Attacks on the released model</h3><p>Members found, by the share of other rows "
+            "that are taken for members. Grey: guessing. Blue: the most that the claim allows.</p>"
+        )
+        yield page.section(note, drawn(attacks, run), tag="figure")
+    for attack in attacks:
+        note = f"<h3>{escape(attack.name)}</h3><p>AUROC of each class.</p>"
+        yield page.section(note, page.table(attack.by_class()))
+
+
+def drawn(attacks: Sequence[Attack], run: SavedRun) -> str:
+    """Curves of true and false positives on logarithmic axes, as SVG."""
     with style.style():
-        figure = style.canvas(7.6, 3.1)
-        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-        for place, line in enumerate(reversed(lines)):
-            left.hlines(place, line.bound, line.claimed, style.PALETTE["rule"], linewidth=4)
-            left.plot([line.bound], [place], color=bound, **style.DOTS)
-            left.plot([line.claimed], [place], color=claim, **style.DOTS)
-        left.set_yticks(range(len(lines)), [line.audit for line in reversed(lines)])
-        left.set(xlim=(0, None), ylim=(-0.5, len(lines) - 0.5))
-        left.set_xlabel("epsilon: lower bound (clay) and claim (blue)")
-        members, others = (np.sort(losses) for losses in scores)
-        at = np.unique(np.concatenate(scores))
-        true, false = (1 - np.searchsorted(x, at) / len(x) for x in (members, others))
-        right.plot(false, true, color=bound)
-        most = np.exp(min(lines[-1].claimed, 50)) * np.linspace(0, 1, 200) + delta
-        right.plot(np.linspace(0, 1, 200), np.minimum(most, 1), color=claim)
-        right.plot(guesses.false_positives, guesses.true_positives, color="black", **style.DOTS)
-        right.set_title(ASSUMED.replace(" train", "\ntrain"), fontsize="small")
-        right.set(xlabel="others guessed to be members", ylabel="members guessed")
-        return style.png(figure, PRIVATE)
+        figure = style.canvas(style.WIDTH, 3.6)
+        axes = style.panel(figure, "others taken for members", "members found")
+        rates = np.geomspace(1e-4, 1, 200)
+        axes.plot(rates, rates, color=style.PALETTE["muted"], linewidth=0.8)
+        most = np.exp(min(run.epsilon, 50)) * rates + run.delta
+        axes.plot(rates, np.minimum(most, 1), color=style.PALETTE["blue"], linewidth=0.8)
+        for attack, color in zip(attacks, style.SERIES[1:], strict=False):
+            members, others = (np.sort(x) for x in attack.scores)
+            at = np.unique(np.concatenate(attack.scores))
+            true, false = (1 - np.searchsorted(x, at) / len(x) for x in (members, others))
+            axes.plot(false, true, color=style.PALETTE[color], label=attack.name)
+        axes.set(xscale="log", yscale="log", xlim=(5e-4, 1), ylim=(5e-4, 1.1))
+        style.legend(axes)
+        return style.svg(figure, "attacks", "Members found by the rate of false positives.")
 
 
 def conclude(lines: Sequence[Line], seconds: float) -> None:

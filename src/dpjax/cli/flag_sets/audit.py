@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Audits a run: lower bounds on what an attacker can tell, beside the epsilon that it claims.
 
-usage: dpjax audit RUN [--out=FOLDER]
+usage: dpjax audit RUN [--attacks=canaries,loss,lira] [--out=FOLDER]
 
-A RUN is a folder that `dpjax train` wrote.  Three audits: how far one row moves the first step
-(white box); which canaries took part in a second training with the run's settings; and which rows
-the released model was trained on, by their losses.  The first two may refute the claim, and then
-the exit status is 1: the program itself decides who takes part.  The bound by losses holds only if
-train and test rows are of one distribution, so it is printed and is no verdict.  Audits can refute
-a claim, never prove it.  `audit.json` and `audit.png` are computed from private data without noise
-and must not be published.
+A RUN is a folder that `dpjax train` wrote.  It is always measured how far one row moves the first
+step (white box).  Attacks: `canaries` guesses which canaries took part in a second training with
+the run's settings; `loss` guesses the rows that the released model was trained on by their losses;
+`lira` guesses them by likelihood ratios, from --shadows models that the run's own algorithm trains
+on halves of the rows, which takes as many trainings.  Step and canaries may refute the claim, and
+then the exit status is 1: the program itself decides who takes part.  The bounds of the others hold
+only if train and test rows are of one distribution, so they are printed and are no verdict.  Audits
+can refute a claim, never prove it.  `audit.json` and `audit.html` are computed from private data
+without noise and must not be published.
 """
 
 from absl import flags
@@ -19,6 +21,8 @@ from dpjax.cli.flag_sets import Group
 WORDS = "RUN"
 FLAGS = flags.FlagValues()
 _audit = Group(FLAGS, "Audit")
+_audit.several("attacks", ["canaries", "loss"], "Attacks: canaries, loss, lira.")
+_audit.whole("shadows", 32, "Shadow models of lira; an even number, 4 or more.", 4)
 _audit.whole("canaries", None, "Number of canaries; by default up to 1,000.")
 _audit.whole("steps", 200, "Most steps of the second training.", 1)
 _audit.whole("pairs", 200, "Pairs of steps that measure the noise.", 1)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lower bound on epsilon from the right guesses about the canaries of a single run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from dp_accounting import DpEvent
+from scipy.special import ndtr, ndtri
+
+from dpjax import accounting, checks
+from dpjax.accounting import profiles
+from dpjax.accounting.event_parts import split
+from dpjax.accounting.events import with_noise
+from dpjax.accounting.methods import METHODS, checked_delta
+
+CURVES = ("gaussian", "any")
+_POINTS = np.append(0.0, np.geomspace(1e-3, 50, 80))  # epsilons that describe a curve
+
+
+def epsilon_lower_bound(
+    correct: int,
+    guesses: int,
+    *,
+    canaries: int,
+    delta: float,
+    confidence: float = 0.95,
+    curve: str | DpEvent = "gaussian",
+) -> float:
+    r"""The largest epsilon that this number of right guesses refutes, from a single run.
+
+    Canaries join by fair coins. If a run is private, few numbers of right guesses are likely; the
+    bound is the epsilon at ``delta`` of the most private run that is refuted, among the runs of a
+    family:
+
+    | ``curve`` | the family |
+    |---|---|
+    | ``"gaussian"`` | runs whose trade-off curve is that of one Gaussian (Gaussian DP) |
+    | an event | the run that the event describes, with its noise scaled |
+    | ``"any"`` | all runs that are $(\epsilon, \delta)$-private; far lower bounds |
+
+    Many steps of DP-SGD are close to one Gaussian, but not below it at every point: only the run's
+    own event, or ``"any"``, refutes a claim. With ``delta=0`` the family is ``"any"``.
+
+    Args:
+      correct: The number of right guesses.
+      guesses: The number of guesses.
+      canaries: The number of canaries, those without a guess too.
+      delta: The delta of the claim.
+      confidence: The confidence of the bound.
+      curve: The family, as above.
+
+    Returns:
+      The bound, at most 50; 0 if nothing is refuted.
+
+    Example:
+      >>> round(epsilon_lower_bound(950, 1000, canaries=1000, delta=1e-5), 2)
+      5.08
+      >>> round(epsilon_lower_bound(950, 1000, canaries=1000, delta=1e-5, curve="any"), 2)
+      2.7
+      >>> epsilon_lower_bound(500, 1000, canaries=1000, delta=1e-5)
+      0.0
+
+    References:
+      Mahloujifar, Melis and Chaudhuri, "Auditing f-Differential Privacy in One Run", 2025, for
+      curves; Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", 2023,
+      theorem 5.2, for "any".
+    """
+    call = "auditing.epsilon_lower_bound"
+    if not 0 <= correct <= guesses <= canaries:
+        raise ValueError(f"{call}: expected {correct=} <= {guesses=} <= {canaries=}.")
+    confidence = checks.fraction(call, "confidence", confidence, "Such as 0.95, not per cent.")
+    numbers, risk = (correct, guesses, canaries), 1 - confidence
+    if isinstance(curve, DpEvent):
+        return _of_event(curve, numbers, delta, risk)
+    checks.one_of(call, "curve", curve, CURVES, "Or give an event.")
+    if curve == "any" or delta == 0:
+        return _largest(lambda epsilon: _any_refuted(epsilon, numbers, delta, risk), 0.0, 50.0)
+    checked_delta(call, delta)
+    mu = _largest(lambda mu: refuted(lambda r: float(ndtr(ndtri(r) - mu)), *numbers, risk), 0, 20.0)
+    return profiles.gaussian(mu).epsilon(delta)
+
+
+def refuted(
+    least: Callable[[float], float], correct: int, guesses: int, canaries: int, risk: float
+) -> bool:
+    """Whether a trade-off curve makes this many right guesses, or more, rarer than ``risk``.
+
+    ``least`` is the smallest false-positive rate that the curve allows at a true-positive rate.
+    """
+    # Assume that the chance of j right guesses or more is `risk` at j = correct. `right` and
+    # `wrong` are what a random canary then adds to the chance that j guesses or more are right and
+    # its own is right, or wrong. To flip its coin makes one right guess wrong, so that `wrong` at j
+    # is at least what the curve allows beside `right` at j + 1. All j together have a chance of 1.
+    right, wrong = risk * correct / canaries, risk * (guesses - correct) / canaries
+    for j in range(correct - 1, -1, -1):
+        more = max(wrong, least(right))
+        if more == wrong:  # and so at all smaller j
+            break
+        right += j / (guesses - j) * (more - wrong)
+        wrong = more
+        if right + wrong > guesses / canaries:
+            return True
+    return right + wrong > guesses / canaries
+
+
+def _of_event(event: DpEvent, numbers: tuple[int, int, int], delta: float, risk: float) -> float:
+    method = accounting.tightest(event)
+
+    def holds(octaves: float) -> bool:
+        profile = METHODS[method].profile(split(with_noise(event, 2.0**-octaves)), "add-or-remove")
+        deltas, factors = np.array([profile.delta(e) for e in _POINTS]), np.exp(_POINTS)
+
+        def least(right: float) -> float:
+            # Both directions of each (epsilon, delta); some of them bound less than all, never
+            # more.
+            below = np.max((right - deltas) / factors)
+            return max(0.0, float(below), float(np.max(1 - deltas - factors * (1 - right))))
+
+        return refuted(least, *numbers, risk)
+
+    if not holds(-8.0):
+        return 0.0
+    octaves = _largest(holds, -8.0, 8.0, digits=4e-3)
+    return accounting.epsilon(with_noise(event, 2.0**-octaves), delta, method)
+
+
+def _any_refuted(epsilon: float, numbers: tuple[int, int, int], delta: float, risk: float) -> bool:
+    from scipy.stats import binom  # a second that only audits of whole runs cost
+
+    correct, guesses, canaries = numbers
+    # With pure epsilon each guess is right with at most this chance.
+    chance, steps = 1 / (1 + np.exp(-epsilon)), np.arange(1, correct + 1)
+    # Delta turns a bounded number of wrong guesses into right ones.
+    below = np.cumsum(binom.pmf(correct - steps, guesses, chance))
+    slack = np.max(below / steps, initial=0.0)
+    return binom.sf(correct - 1, guesses, chance) + 2 * canaries * delta * slack <= risk
+
+
+def _largest(
+    holds: Callable[[float], bool], low: float, high: float, digits: float = 1e-6
+) -> float:
+    """The largest number at which ``holds`` does, by bisection; ``low`` if it does nowhere."""
+    if not holds(low):
+        return low
+    while high - low > digits:
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
