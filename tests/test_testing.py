@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The laws that users run pass for sound parts and raise for broken ones."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from mutation import kills
 from small_mechanisms import mechanism_with
 
+import dpjax
 from dpjax import clipping, gradients, noise, sampling, schedules, testing
 
 GRADIENTS = {"w": jnp.array([[3.0, 4.0], [0.3, 0.4], [30.0, 0.0]])}
@@ -85,6 +87,75 @@ def test_wrong_noise_of_one_leaf_is_caught(leaf, factor):
     testing.assert_noise(LINK, params | {"none": jnp.zeros((0, 3))}, 2.0)
     with pytest.raises(testing.LawBroken, match=f"noise of {leaf} has"):
         testing.assert_noise(wrong_in(leaf, factor), params, 2.0)
+
+
+def test_a_step_with_the_noise_of_another_is_caught():
+    def update(updates, state, params=None):
+        inner, kept = state
+        new, inner = LINK.update(updates, inner, params)
+        return (new, (inner, new)) if kept is None else (kept, (inner, None))
+
+    reused = optax.GradientTransformation(lambda p: (LINK.init(p), None), update)
+    with pytest.raises(testing.LawBroken, match="steps 0 and 1 have the same noise"):
+        testing.assert_noise(reused, LIKE, 2.0)
+
+
+DRAWS = {
+    "poisson": sampling.poisson(60, 12),
+    "full": sampling.full(60),
+    "shuffled": sampling.shuffled(60, 12),
+    "random_allocation": sampling.random_allocation(60, 5),
+    "cyclic_poisson": sampling.cyclic_poisson(60, 6, cycle=2),
+    "balls_in_bins": sampling.balls_in_bins(60, 12),
+    "fixed": sampling.fixed(60, 12),
+}
+
+
+def drawing(name, change):
+    """A sampler that draws in another way than it states."""
+    stated = DRAWS[name]
+    return dataclasses.replace(stated, draw=lambda key, step: change(stated, key, step))
+
+
+WRONG_DRAWS = {
+    "a rate of its double": (
+        drawing("poisson", lambda s, k, t: sampling.poisson(60, 24).draw(k, t)),
+        "expected a rate of 0.2",
+    ),
+    "a fixed size": (
+        drawing("poisson", lambda s, k, t: sampling.fixed(60, 12).draw(k, t)),
+        "from 12 to 12 vary less",
+    ),
+    "padding counted": (
+        drawing("poisson", lambda s, k, t: s.draw(k, t)._replace(mask=jnp.ones(60, bool))),
+        "expected a rate of 0.2",
+    ),
+    "with replacement": (
+        drawing(
+            "poisson",
+            lambda s, k, t: dpjax.types.Draw(
+                jax.random.randint(jax.random.fold_in(k, t), (12,), 0, 60), jnp.ones(12, bool)
+            ),
+        ),
+        "holds an example twice",
+    ),
+    "bins afresh at each step": (
+        drawing("shuffled", lambda s, k, t: sampling.fixed(60, 12).draw(k, t)),
+        "twice in a cycle of 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_right_draws_pass(name):
+    testing.assert_sampling(DRAWS[name])
+
+
+@pytest.mark.parametrize("name", WRONG_DRAWS)
+def test_wrong_draws_are_caught(name):
+    sampler, found = WRONG_DRAWS[name]
+    with pytest.raises(testing.LawBroken, match=found):
+        testing.assert_sampling(sampler)
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,14 @@ from dpjax import accounting, checks, clipping, trees
 from dpjax.gradients import ENGINES, clipped_grad
 from dpjax.noise import GaussianState
 from dpjax.noise.state import LinkNoise
-from dpjax.types import ClippedSum, Clipping, Limits, LossFn, NoiseMultiplier, PyTree, Sum
+from dpjax.types import ClippedSum, Clipping, Limits, LossFn, NoiseMultiplier, PyTree, Sampler, Sum
 
 __all__ = [
     "LawBroken",
     "assert_engines_agree",
     "assert_noise",
     "assert_private",
+    "assert_sampling",
     "assert_sensitivity",
     "influence",
 ]
@@ -141,14 +142,14 @@ def assert_noise(
 ) -> None:
     """Raises unless the output of a link (or a whole chain) has noise of this deviation.
 
-    The chain runs for one update on the sum over no examples, zeros of the shapes of ``params``, so
-    its output is noise alone. It begins behind the clipping: `assert_private` measures chains with
+    The chain runs for three updates on the sum over no examples, zeros of the shapes of ``params``,
+    so its output is noise alone. It begins behind the clipping: `assert_private` measures chains with
     `dpjax.clip_and_sum`. All leaves together are measured, and each leaf by itself, as well as its
     size allows: a leaf of 1,000 numbers to a seventh, one of 1e6 to half a per cent.
 
     A chain without a noise link, with two, or with another link before it is refused, and so are
-    groups whose multipliers give their noise other deviations. Two runs with equal keys are not
-    found, nor a wrong deviation in later steps. If the chain divides by the expected batch size or
+    groups whose multipliers give their noise other deviations, and a step with the noise of the one
+    before it. Two runs with equal keys are not found, nor a wrong deviation in later steps. If the chain divides by the expected batch size or
     multiplies by a learning rate, so must ``deviation``. The tolerance is relative; the default
     needs 1e6 numbers or more.
 
@@ -159,10 +160,14 @@ def assert_noise(
     """
     # On zeros the output is noise alone, so no gradient blurs the measurement.
     zeros: Any = Sum(jax.tree.map(jnp.zeros_like, params), _Every((), None, ()))
+    released, state = [], link.init(params)
     try:
-        noise, _ = link.update(zeros, link.init(params), params)
+        for _ in range(3):
+            noise, state = link.update(zeros, state, params)
+            released.append(noise)
     except (AttributeError, TypeError, ValueError) as error:
         raise LawBroken(f"the chain refuses to run: {error}") from error
+    noise = released[0]
     if isinstance(noise, Sum):
         raise LawBroken("the chain adds no noise: a clipped sum comes out.")
     from scipy.stats import chi2
@@ -178,6 +183,63 @@ def assert_noise(
     for name, root, least, most in measured:
         if not least * deviation <= root <= most * deviation:
             raise LawBroken(f"the noise{name} has deviation {root:.6g}, expected {deviation:.6g}.")
+    for step, (one, other) in enumerate(itertools.pairwise(map(_vector, released))):
+        # Their difference would show the examples without any noise.
+        if deviation and np.array_equal(one, other):
+            raise LawBroken(f"steps {step} and {step + 1} have the same noise.")
+
+
+def assert_sampling(sampler: Sampler, *, steps: int = 400, seed: int = 0) -> None:
+    """Raises unless draws are as likely as the sampler states to the accountant.
+
+    No draw holds an example twice or a row that does not exist, and no example is drawn more often
+    than its stated rate allows by chance, nor twice in a cycle. Batches of a sampler that states
+    Poisson sampling must vary in size as such batches do; equal sizes are the common mistake.
+
+    Args:
+      sampler: A sampler, of your own too, with what it states as `Sampler.facts`.
+      steps: How many steps are drawn; a wrong rate shows the better the more there are.
+      seed: The seed of the draws.
+
+    Example:
+      >>> from dpjax import sampling
+      >>> assert_sampling(sampling.poisson(examples=100, batch_size=20))
+    """
+    from scipy.stats import binom, chi2
+
+    key = jax.random.key(seed)
+
+    @jax.jit
+    def counts(step: Any) -> Any:
+        indices, mask = sampler.draw(key, step)
+        inside = (indices >= 0) & (indices < sampler.examples)
+        times = jnp.zeros(sampler.examples, jnp.int32).at[indices].add(mask)
+        return times, jnp.all(inside | ~mask)
+
+    times, inside = map(np.asarray, jax.lax.map(counts, jnp.arange(steps)))
+    if not inside.all() or times.max(initial=0) > 1:
+        raise LawBroken(f"{sampler.name}: a draw holds an example twice, or one that is not there.")
+    cycle, rates = sampler.facts["cycle"], sampler.facts["rates"]
+    whole = times[: steps - steps % cycle].reshape(-1, cycle, sampler.examples).sum(axis=1)
+    if cycle > 1 and whole.max(initial=0) > 1:
+        raise LawBroken(f"{sampler.name}: an example is drawn twice in a cycle of {cycle} steps.")
+    if sampler.facts["event"] != "poisson":
+        return
+    # Sampled cycles draw all of an example's steps by one coin each.
+    most = max(rate for rate, _ in rates)
+    drawn = int(whole.sum(axis=0).max())
+    if drawn > binom.ppf(1 - 1e-9 / sampler.examples, len(whole), most):
+        raise LawBroken(
+            f"{sampler.name}: an example is in {drawn} of {len(whole)} draws; expected a rate of "
+            f"{most:.4g}."
+        )
+    sizes, examples = times.sum(axis=1), sampler.examples
+    spread = float(np.var(sizes, ddof=1)) * (steps - 1) / (examples * most * (1 - most) or 1)
+    if len(rates) == 1 and cycle == 1 and most < 1 and spread < chi2(steps - 1).ppf(1e-9):
+        raise LawBroken(
+            f"{sampler.name}: batch sizes from {sizes.min()} to {sizes.max()} vary less than those "
+            "of Poisson sampling."
+        )
 
 
 def assert_private(
