@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from dpjax import checks
 from dpjax.data.dataset import Dataset, Split
 from dpjax.data.declared import GAPS, Column, declared, is_learnt, text
 from dpjax.data.files import distinct, read_table
@@ -28,8 +27,8 @@ def table(
     | kind | declared | becomes |
     |---|---|---|
     | ``number`` | ``low``, ``high`` | a number in [-1, 1]; beyond its range it is clipped |
-    | ``category`` | ``values``; ``other = true`` | one-hot; other words have a place, or are an error |
-    | ``date`` | ``since``, ``days``; ``format`` | as a number of days; ``2021-03-31``, or a format |
+    | ``category`` | ``values``; ``other = true`` | one-hot; ``other`` is for unlisted words |
+    | ``date`` | ``since``, ``days``; ``format`` | a number in [-1, 1]; such as ``2021-03-31`` |
     | ``label`` | ``values`` | the class, in the order of the words |
     | ``target`` | ``low``, ``high`` | a number in [-1, 1] to be learnt |
     | ``ignore`` | | nothing |
@@ -115,10 +114,12 @@ def _owners(frame: Any, first: str, unit: str | None, call: str) -> np.ndarray:
     """Whose row each is, numbered from 0; without a unit each row is its own."""
     if unit is None:
         return np.arange(len(frame[first]))
-    words = np.array([text(cell) for cell in frame[unit]])
-    if (gaps := np.isin(np.char.lower(words), [*GAPS])).any():
-        row = gaps.argmax() + 1
-        raise ValueError(f"{call}: row {row}, column {unit!r}: a gap; expected whose row it is.")
+    words = [text(cell) for cell in frame[unit]]
+    for row, word in enumerate(words, 1):
+        if word.lower() in GAPS:
+            raise ValueError(
+                f"{call}: row {row}, column {unit!r}: a gap; expected whose row it is."
+            )
     return np.unique(words, return_inverse=True)[1]
 
 
