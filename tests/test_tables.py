@@ -109,7 +109,7 @@ def test_each_kind_becomes_its_numbers():
         "age": [25, None, 130],
         "weight": ["20", 120.0, "1e9"],
         "sex": ["M", " F ", "M"],
-        "ward": [1.0, "3", float("nan")],
+        "ward": ["1.0", "3", float("nan")],
         "seen": ["2010-01-01", datetime.date(2011, 5, 16), datetime.datetime(2031, 1, 1, 12)],
         "note": [object(), None, 3],
         "died": ["yes", "no", "yes"],

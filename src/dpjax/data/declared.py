@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import math
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -176,8 +177,8 @@ def _column(entries: Any, call: str) -> Column | None:
 def text(cell: Any) -> str:
     """A cell of a frame or a file as a word; a number without a fraction as a whole number."""
     word = "" if cell is None else str(cell).strip()
-    # pandas makes 1.0 of a code 1 where another row of the column has a gap.
-    return word if isinstance(cell, str) else word.removesuffix(".0")
+    # pandas makes and writes 1.0 for a code 1 where another row of the column has a gap.
+    return word[:-2] if re.fullmatch(r"-?\d+\.0", word) else word
 
 
 def number(word: str) -> float:
