@@ -3,8 +3,12 @@
 
 import copy
 import datetime
+import os
+import pathlib
 import random
 import re
+import subprocess
+import sys
 import tomllib
 
 import jax
@@ -18,6 +22,7 @@ from dpjax.cli import columns as drafts
 from dpjax.cli.flag_sets.train import FLAGS
 from dpjax.cli.train import build, command
 
+ROOT = pathlib.Path(__file__).parent.parent
 DECLARED = """
 [age]
 kind = "number"
@@ -176,7 +181,7 @@ def test_all_rows_of_a_person_are_on_one_side():
     found = data.table(frame_of(rows), COLUMNS, "patient")
     train, test = ({*x[:, 0]} for x, _ in (found.train, found.test))
     assert (len(train), len(test), train & test) == (24, 6, set())
-    owners = found.owners
+    owners = np.asarray(found.owners)
     assert (found.units, found.examples, owners.min(), owners.max()) == (24, 48, 0, 23)
     assert len({*zip(owners.tolist(), found.train[0][:, 0].tolist(), strict=True)}) == 24
     by_row = data.table(frame_of(rows), COLUMNS | {"patient": {"kind": "ignore"}})
@@ -426,3 +431,31 @@ def test_persons_are_what_is_sampled_and_counted(folder):
     given = parsed("--dataset=visits.csv", *words[:3])
     given["steps"].value = None
     assert command.plan(given).mechanism.steps == 40 * 24 / 4
+
+
+@pytest.mark.thorough
+def test_the_commands_of_the_page_lead_from_a_csv_to_a_statement(tmp_path):
+    """In the folder that the page's code fills, with two steps and no figures."""
+    page = (ROOT / "docs" / "pages" / "tutorials" / "table.md").read_text()
+    write, declare, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    draft, train, verify = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+
+    def ran(command):
+        command = command.replace("dpjax ", f"{sys.executable} -m dpjax ")
+        command = command.replace("python -m dpjax.", f"{sys.executable} -m dpjax.")
+        options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT / "src")}}
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, **options)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    subprocess.run([sys.executable, "-c", write], cwd=tmp_path, check=True)
+    ran(draft)
+    drafted = (tmp_path / "columns.toml").read_text()
+    subprocess.run([sys.executable, "-c", declare], cwd=tmp_path, check=True)
+    declared = tomllib.loads((tmp_path / "columns.toml").read_text())
+    kinds = [[c["kind"] for c in t.values()] for t in (tomllib.loads(drafted), declared)]
+    assert kinds[0] == kinds[1]
+    said = ran(f"{train.strip()} --steps=2 --noreport")
+    assert "on tumours (values beyond their ranges are clipped" in said
+    assert "one example" in (tmp_path / "runs" / "tumours" / "statement.txt").read_text()
+    assert "epsilon" in ran(verify)

@@ -15,7 +15,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple
 
 from dpjax import checks
 
@@ -91,8 +91,13 @@ class Column(NamedTuple):
     """A column: its kind, the encoding of its cells, and the word that a gap counts as."""
 
     kind: str
-    form: Any  # a Number, Date or Category
+    form: Any  # a Number, Date or Category; None if the column is not read
     fill: str | None
+
+    @property
+    def is_learnt(self) -> bool:
+        """Whether it is what a model learns, rather than what it reads."""
+        return self.kind in ("label", "target")
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -115,9 +120,6 @@ class Column(NamedTuple):
         return self.form.numbers(word)
 
 
-Columns: TypeAlias = Mapping[str, Column | None]
-"""Columns by name; None is one that is not read."""
-
 # The keys that a kind needs, and those it may have.
 _KEYS: dict[str, tuple[Any, set[str], set[str]]] = {
     "number": (Number, {"low", "high"}, {"fill"}),
@@ -131,7 +133,7 @@ _KEYS: dict[str, tuple[Any, set[str], set[str]]] = {
 
 def declared(
     columns: Mapping[str, Any] | str | os.PathLike[str], call: str, unit: str | None = None
-) -> Columns:
+) -> dict[str, Column]:
     """Columns but ``unit`` from a TOML file or its content; checked, with one label or target."""
     if not isinstance(columns, Mapping):
         call, path = f"{call}: {os.fspath(columns)}", Path(columns)
@@ -141,18 +143,13 @@ def declared(
             raise ValueError(f"{call}: expected TOML ({error}).") from error
     kinds = {name: entries for name, entries in columns.items() if name != unit}
     made = {name: _column(entries, f"{call}: [{name}]") for name, entries in kinds.items()}
-    learnt = [name for name, column in made.items() if column and is_learnt(column)]
+    learnt = [name for name, column in made.items() if column.is_learnt]
     if len(learnt) != 1:
         raise ValueError(f"{call}: got {learnt} to be learnt; expected one label or one target.")
     return made
 
 
-def is_learnt(column: Column) -> bool:
-    """Whether a column is what a model learns, rather than what it reads."""
-    return column.kind in ("label", "target")
-
-
-def _column(entries: Any, call: str) -> Column | None:
+def _column(entries: Any, call: str) -> Column:
     if not isinstance(entries, Mapping):
         raise ValueError(f"{call}: got {entries!r:.50}; expected a kind and what belongs to it.")
     kind = checks.one_of(call, "kind", entries.get("kind"), _KEYS)
@@ -166,8 +163,8 @@ def _column(entries: Any, call: str) -> Column | None:
         )
     fill = None if "fill" not in given else text(given.pop("fill"))
     try:
-        column = form and Column(kind, form(**given), fill)
-        if column and fill is not None:
+        column = Column(kind, form and form(**given), fill)
+        if fill is not None:
             column.numbers("")  # a fill that is no value of the column
     except (TypeError, ValueError) as error:
         raise ValueError(f"{call}: {str(error).rstrip('.')}.") from error

@@ -67,7 +67,7 @@ def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
 
 
 def distinct(header: list[str], call: str) -> list[str]:
-    """The names of columns, each of which occurs once."""
+    """The names of columns, if each occurs once."""
     if twice := {name for name in header if header.count(name) > 1}:
         raise ValueError(f"{call}: column {min(twice)!r} occurs twice; expected each once.")
     return header

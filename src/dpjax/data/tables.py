@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dpjax.data.dataset import Dataset, Split
-from dpjax.data.declared import GAPS, Column, declared, is_learnt, text
+from dpjax.data.declared import GAPS, Column, declared, text
 from dpjax.data.files import distinct, read_table
 
 
@@ -72,18 +72,14 @@ def table(
     forms = declared(columns, "data.table", unit)
     # A frame of pandas may have a name twice, and one of Polars iterates over its columns.
     names = distinct(list(getattr(frame, "columns", frame)), call)
-    expected = [*forms, *[unit] * (unit is not None)]
-    if absent := [column for column in expected if column not in names]:
-        raise ValueError(f"{call}: got columns {', '.join(names)}; expected {absent[0]!r} too.")
-    if odd := [column for column in names if column not in expected]:
-        hint = 'With kind = "ignore" it is not read.'
-        raise ValueError(f"{call}: column {odd[0]!r} is not declared. {hint}")
+    _match(names, [*forms, *filter(None, [unit])], call)
     owners = _owners(frame, names[0], unit, call)
     test = _held_out(owners, call)
-    cells = {key: _encoded(key, form, frame[key], call) for key, form in forms.items() if form}
-    features = {key: form for key, form in forms.items() if form and not is_learnt(form)}
-    x = np.concatenate([cells[key] for key in features], axis=1)
-    goal, y = next((forms[key], y) for key, y in cells.items() if key not in features)
+    read = {key: form for key, form in forms.items() if form.form is not None}
+    cells = {key: _encoded(key, form, frame[key], call) for key, form in read.items()}
+    (learnt,) = [key for key, form in read.items() if form.is_learnt]
+    y, goal = cells.pop(learnt), read.pop(learnt)
+    x = np.concatenate([*cells.values()], axis=1)
     y = y.argmax(axis=1).astype(np.int32) if goal.kind == "label" else y[:, 0]
     held = "a fifth" if unit is None else f"a fifth by {unit!r}"
     return Dataset(
@@ -93,10 +89,19 @@ def table(
         classes=len(goal.values) or None,
         note=f"(values beyond their ranges are clipped; {held} held out for the test)",
         class_names=goal.values,
-        columns=tuple(f"{key}{part}" for key, form in features.items() for part in form.parts),
+        columns=tuple(f"{key}{part}" for key, form in read.items() for part in form.parts),
         owners=None if unit is None else np.unique(owners[~test], return_inverse=True)[1],
-        target_range=None if goal.values else (goal.form.low, goal.form.high),
+        target_range=(goal.form.low, goal.form.high) if goal.kind == "target" else None,
     )
+
+
+def _match(names: list[str], expected: list[str], call: str) -> None:
+    """Refuses a table without a declared column, or with one that is not declared."""
+    if absent := [column for column in expected if column not in names]:
+        raise ValueError(f"{call}: got columns {', '.join(names)}; expected {absent[0]!r} too.")
+    if odd := [column for column in names if column not in expected]:
+        hint = 'With kind = "ignore" it is not read.'
+        raise ValueError(f"{call}: column {odd[0]!r} is not declared. {hint}")
 
 
 def _encoded(name: str, column: Column, cells: Any, call: str) -> np.ndarray:

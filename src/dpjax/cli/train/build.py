@@ -140,7 +140,7 @@ def build_mechanism(
     """
     options: dict[str, Any] = {"groups": given.groups} if given.clipping == "grouped" else {}
     facts = {"cycle": given.bands} if given.sampling == "cyclic_poisson" else {}
-    unit = {}
+    unit: dict[str, Any] = {}
     if owners is None:
         batches = dpjax.sampling.by_name(given.sampling, examples, given.batch_size, **facts)
     elif given.sampling != "poisson":

@@ -137,7 +137,7 @@ def load(given: flags.FlagValues) -> data.Dataset:
     """The data set of the flags."""
     try:
         if given.columns:
-            return data.table(given.dataset, given.columns, given.unit_column)
+            return data.table(given.dataset, given.columns, given.unit_column or None)
         if names.is_file(given.dataset):
             return data.load_file(given.dataset, given.classes, given.label)
         return (data.stream if given.stream else data.load)(given.dataset, given.data_dir)
