@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import types
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from absl import app
 from mutation import kills
 
 from dpjax import data
+from dpjax.cli import audit
 from dpjax.cli import columns as drafts
 from dpjax.cli.flag_sets.train import FLAGS
 from dpjax.cli.train import build, command
@@ -431,6 +433,23 @@ def test_persons_are_what_is_sampled_and_counted(folder):
     given = parsed("--dataset=visits.csv", *words[:3])
     given["steps"].value = None
     assert command.plan(given).mechanism.steps == 40 * 24 / 4
+    visits = (folder / "visits.csv").read_text()
+    (folder / "visits.csv").write_text(visits.replace("patient", "Patient ID", 1))
+    given["unit_column"].value = "Patient ID"
+    assert command.plan(given).mechanism.unit == "patient"
+
+
+def test_audits_are_of_classifiers_whose_unit_is_a_row(monkeypatch, tmp_path):
+    steps = {"multiplier_and_steps": [[1.0, 2]]}
+    run = types.SimpleNamespace(card={}, config={"flags": {}}, mechanism=steps)
+    monkeypatch.setattr(audit, "read", lambda *_, **__: run)
+    part = (np.zeros((2, 3)), np.zeros(2))
+    for classes, owners in ((None, None), (2, np.arange(2))):
+        dataset = data.Dataset("own", part, part, classes, owners=owners)
+        planned = types.SimpleNamespace(dataset=dataset)
+        monkeypatch.setattr(audit, "plan", lambda _, planned=planned: planned)
+        with pytest.raises(app.UsageError, match="a classifier whose unit is one example"):
+            audit.rebuild(tmp_path)
 
 
 @pytest.mark.thorough

@@ -147,7 +147,9 @@ def build_mechanism(
         raise ValueError(f"--sampling={given.sampling}: expected poisson with --unit_column.")
     else:
         batches = dpjax.sampling.persons(owners, given.batch_size, given.most_rows)
-        unit = {"unit": re.sub(r"\W+", "_", given.unit_column).strip("_")}
+        # Statements speak of one patient where the column is "Patient ID".
+        noun = re.sub(r"[\W_]+id$", "", given.unit_column.lower())
+        unit = {"unit": re.sub(r"\W+", "_", noun).strip("_")}
     steps = given.steps
     if steps is None:  # by the sampler's size: an epoch of random_allocation has whole batches
         steps = round(given.epochs * examples / batches.batch_size)
