@@ -71,7 +71,9 @@ def persons(owners: ArrayLike, batch_size: float, most_rows: int = 1) -> Sampler
         real = jnp.arange(most_rows) < taken[:, None]
         # A row of the same person: zeros may have a NaN gradient, and so may other people's rows.
         places = jnp.where(real, places, places[:, :1])
-        return Draw(ordered[starts[people.indices][:, None] + places], real & people.mask[:, None])
+        return Draw(
+            ordered[starts[people.indices][:, None] + places], real & people.mask[:, None]
+        )
 
     kind, proof = of_people.claim.split("; ")
     each = "one row" if most_rows == 1 else f"up to {most_rows} rows"

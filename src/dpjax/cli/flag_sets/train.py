@@ -56,7 +56,7 @@ _data.text(
     "unit_column",
     None,
     "With --columns: the column that says whose row it is. The guarantee is then for a person with "
-    "all rows, batches and epochs count persons, and statements speak of one patient if it is patient.",
+    "all rows, by the name of the column; batches and epochs count persons.",
 )
 _data.whole("most_rows", 1, "Rows of a person that one step reads, with --unit_column.", 1)
 _data.path("data_dir", None, "Folder of the data; by default the environment's DPJAX_DATA_DIR.")
