@@ -44,6 +44,9 @@ CONFIG = {
     "versions": {"dpjax": "0.1.0"},
 }
 STATEMENT = "Privacy statement\n\n  (2.25, 1e-05) <private>\n\nReferences\n@misc{x&y}\n"
+BOARD = (
+    "Statement for a board\n\nWhat\n\n  1 < 2\n  words\n\n  10 %     at most 30 %\n\n  - a & b\n"
+)
 # 8 of 10 are right; of class 2, a half. Confidence is 0.8 throughout, so nothing is miscalibrated.
 LABELS = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 2])
 GUESSES = np.array([0, 0, 0, 1, 1, 1, 2, 2, 0, 0])
@@ -97,6 +100,7 @@ def write(path, rows=None, *, card=CARD, config=CONFIG, statement=STATEMENT, **d
         (path / "privacy.json").write_text(json.dumps(card))
         (path / "config.json").write_text(json.dumps(config))
         (path / "statement.txt").write_text(statement)
+        (path / "board.txt").write_text(BOARD)
         np.savez(path / "evaluation.npz", labels=LABELS, probabilities=PROBABILITIES)
         np.savez(path / "diagnostics.npz", **{**DIAGNOSTICS, **diagnostics})
     return path
@@ -205,6 +209,9 @@ def test_numbers_of_the_header_and_the_flags(whole):
     ):
         assert words in head, words
     assert "The key" not in head
+    assert "board.txt. What 1 < 2 words 10 %at most 30 % a & b" in text(
+        parsed(whole / "report.html")
+    )
     lines = parsed(whole / "report.html").iter("tr")
     cells = [(text(line.find("th")), text(line.find("td"))) for line in lines]
     for pair in (("hidden", "128, 64"), ("seed", "not set"), ("bound", "0.5"), ("dpjax", "0.1.0")):
@@ -246,7 +253,8 @@ def test_a_card_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch):
     rows = [row(step, epsilon=step / 2) for step in (10, 20, 30)]
     run = load_run.read(write(tmp_path, rows))
     assert run.foreign == "it counts 10 steps, and the log counts 30"
-    assert (run.card, run.statement, run.config, run.evaluation, run.diagnostics) == (None,) * 5
+    assert (run.card, run.statement, run.board, run.config, run.evaluation) == (None,) * 5
+    assert run.diagnostics is None
     assert run.epsilons == {"the log": 15.0}
     with pytest.raises(load_run.Missing, match=r"evaluation.npz is not of this run"):
         run.array("evaluation", "labels")

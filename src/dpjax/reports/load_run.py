@@ -34,6 +34,7 @@ class SavedRun(NamedTuple):
     identity: dict[str, Any] | None = None
     card: dict[str, Any] | None = None
     statement: str | None = None
+    board: str | None = None
     config: dict[str, Any] | None = None
     evaluation: Mapping[str, np.ndarray] | None = None
     diagnostics: Mapping[str, np.ndarray] | None = None
@@ -158,9 +159,11 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
         read_arrays(file, "reports.report") if arrays and file.is_file() else None
         for file in (path / "evaluation.npz", path / "diagnostics.npz")
     )
-    words = path / "statement.txt"
-    statement = words.read_text(encoding="utf-8") if words.is_file() else None
-    return SavedRun(path, rows, identity, card, statement, config, evaluation, diagnostics)
+    words = (
+        file.read_text(encoding="utf-8") if file.is_file() else None
+        for file in (path / "statement.txt", path / "board.txt")
+    )
+    return SavedRun(path, rows, identity, card, *words, config, evaluation, diagnostics)
 
 
 def _foreign(card: dict[str, Any], identity: dict[str, Any], rows: list[dict[str, Any]]) -> str:
