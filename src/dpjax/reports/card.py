@@ -34,7 +34,6 @@ from dpjax.mechanism import Mechanism, Spent
 from dpjax.mechanism.card import randomness, strict
 from dpjax.types import Sampler
 
-
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
 
 

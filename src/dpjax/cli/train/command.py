@@ -27,7 +27,7 @@ from dpjax.cli.flag_sets import names
 from dpjax.cli.flag_sets.train import settings
 from dpjax.cli.machine_flags import meet, mesh_in_force
 from dpjax.cli.train import build, inputs, run_files
-from dpjax.cli.train.classifier import Evaluation, first_parameters, held, rehearse
+from dpjax.cli.train.evaluation import Evaluation, first_parameters, held, rehearse
 from dpjax.reports.load_run import read
 
 # What the library and the user's model raise for flags that describe no run.
