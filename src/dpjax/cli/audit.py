@@ -99,6 +99,9 @@ def rebuild(folder: pathlib.Path, data_dir: str | None = None) -> Rebuilt:
     given = flags_of(run)
     given["data_dir"].value = data_dir
     planned = plan(given)
+    # Canaries have labels, and samplers of persons draw no single row.
+    if planned.dataset.classes is None or planned.dataset.owners is not None:
+        raise app.UsageError(f"{folder}: expected a classifier whose unit is one example.")
     if json.loads(json.dumps(planned.mechanism.facts)) != run.mechanism:
         raise app.UsageError(f"{folder}: expected the mechanism of run.json. Restore its data.")
     dataset, moments = inputs.with_features(given, planned.dataset), None

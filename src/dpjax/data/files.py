@@ -54,7 +54,7 @@ def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
         header, *rows = [row for row in reader if row] or [[]]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{call}: expected a table of text in UTF-8 ({error}).") from error
-    header = [name.strip() for name in header]
+    header = distinct([name.strip() for name in header], call)
     # Without names a table would silently lose its first row; pandas writes a column without one.
     if len(header) < 2 or "" in header or any(map(_is_number, header)):
         raise ValueError(
@@ -64,6 +64,13 @@ def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
         if len(row) != len(header):
             raise ValueError(f"{call}: row {number} has {len(row)} of {len(header)} columns.")
     return header, rows
+
+
+def distinct(header: list[str], call: str) -> list[str]:
+    """The names of columns, each of which occurs once."""
+    if twice := {name for name in header if header.count(name) > 1}:
+        raise ValueError(f"{call}: column {min(twice)!r} occurs twice; expected each once.")
+    return header
 
 
 def numbers(header: list[str], rows: list[list[str]], call: str) -> np.ndarray:

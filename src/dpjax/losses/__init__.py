@@ -7,7 +7,7 @@ with NNX or Equinox, works too.
 """
 
 from dpjax.losses.augmentation import augmented
-from dpjax.losses.classification import cross_entropy, focal, one_hot
+from dpjax.losses.classification import cross_entropy, focal, one_hot, weighted
 from dpjax.losses.combined import composite
 from dpjax.losses.modules import ExampleLoss, of
 from dpjax.losses.regression import absolute, huber, squared_error
@@ -23,4 +23,5 @@ __all__ = [
     "of",
     "one_hot",
     "squared_error",
+    "weighted",
 ]

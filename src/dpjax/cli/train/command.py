@@ -90,15 +90,17 @@ def plan(given: flags.FlagValues) -> Planned:
     for one, other in (("noise_multiplier", "target_epsilon"), ("steps", "epochs")):
         if given[one].value is not None and given[other].present:
             raise app.UsageError(f"--{one} --{other}: expected one of the two, or --max_epsilon.")
+    check_columns(given)
     try:
         # Data come first, because classes, sizes and sampling rate follow from them.
         dataset = load(given)
-        classes, examples = dataset.classes or 0, dataset.examples
+        # A number that is learnt is the one output of the model.
+        classes, examples = dataset.classes or 1, dataset.units
         model = build.build_model(given, classes)
-        loss = build.LOSSES[given.loss](**build.read_options(given.loss_options))
+        loss = build.build_loss(given, dataset.classes)
         normalization = inputs.build_normalization(given, examples)
         queries = () if normalization is None else normalization.multipliers
-        mechanism = build.build_mechanism(given, examples, queries)
+        mechanism = build.build_mechanism(given, examples, queries, dataset.owners)
         optimizer = build.build_optimizer(given, mechanism)
         method = build.accountant(given, mechanism)
         epsilon = mechanism.epsilon(given.delta, method)
@@ -120,9 +122,22 @@ def plan(given: flags.FlagValues) -> Planned:
     return Planned(*made, method, epsilon, per_epoch, earlier, budget)
 
 
+def check_columns(given: flags.FlagValues) -> None:
+    """Refuses flags of a table that would have no effect, or that say twice what the label is."""
+    needs = {"label": False, "classes": False, "stream": False, "unit_column": True}
+    for name, declared in needs.items():
+        if given[name].value and bool(given.columns) != declared:
+            raise app.UsageError(
+                f"--{name}: expected {'with' if declared else 'without'} --columns, which declares "
+                "the label and all other columns."
+            )
+
+
 def load(given: flags.FlagValues) -> data.Dataset:
     """The data set of the flags."""
     try:
+        if given.columns:
+            return data.table(given.dataset, given.columns, given.unit_column)
         if names.is_file(given.dataset):
             return data.load_file(given.dataset, given.classes, given.label)
         return (data.stream if given.stream else data.load)(given.dataset, given.data_dir)
@@ -161,13 +176,21 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
         delta=given.delta,
         method=planned.method,
         directory=folder,
-        configuration={f"--{name}": value for name, value in settings(given).items()},
+        configuration=configuration(given),
         save_every=given.save_every,
     )
     average = held(training.averaged(state.optimizer))
     if processes.first_process():
         evaluation.write(folder, average)
         report(given, dataset)
+
+
+def configuration(given: flags.FlagValues) -> dict[str, Any]:
+    """What identifies the run: its flags, and the declarations that a flag names."""
+    flags_given = {f"--{name}": value for name, value in settings(given).items()}
+    if not given.columns:
+        return flags_given
+    return flags_given | {"declared columns": pathlib.Path(given.columns).read_text("utf-8-sig")}
 
 
 def announce(given: flags.FlagValues, planned: Planned) -> None:
