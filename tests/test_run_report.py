@@ -60,6 +60,7 @@ DIAGNOSTICS = {
 SEEN = {
     "accuracy": "80.0 % at the end, 80.0 % at best. Always guessing the most frequent class: "
     "40.0 %.",
+    "error": "3 at the end, 3 at best.",
     "test_loss": "0.1 at the end, 0.1 at best.",
     "training_loss": "0.2 at the end.",
     "noise": "From 2 to 1.5, over 10 accounted steps.",
@@ -125,7 +126,9 @@ def stairs(figure):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    path = write(tmp_path_factory.mktemp("runs") / "whole")
+    # Of a classifier and of a regression, which no run is.
+    rows = [row(step, rmse=13 - step) for step in range(1, 11)]
+    path = write(tmp_path_factory.mktemp("runs") / "whole", rows)
     before = dict(matplotlib.rcParams)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -202,6 +205,7 @@ def test_numbers_of_the_header_and_the_flags(whole):
     for words in (
         "mlp on digits & <i>more</i>",
         "(2.25, 10−5)-differentially private, with 80.0 % test accuracy.",
+        "test RMSE3.000",
         "epsilon2.25by pld; 2.50 by rdp",
         "steps10",
         "examples per second12,300",
@@ -412,7 +416,7 @@ def test_a_figure_without_meaning_costs_no_other_figure(
 
 def test_a_row_of_another_kind_has_a_page(tmp_path, monkeypatch):
     """`fit` logs one accuracy for each class; null and text were written by others."""
-    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:3])
+    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:4])
     rows = [row(1, accuracy=[0.5, 0.25]), row(2, accuracy=[0.5, 0.25], nll="low", delta=None)]
     run = load_run.read(write(tmp_path, rows, card=None))
     assert math.isnan(run.accuracy)
@@ -443,8 +447,34 @@ def test_nulls_leave_gaps(tmp_path):
 
 def test_a_model_that_is_no_better_than_a_guess_is_named(tmp_path):
     for accuracy, said in ((0.9, False), (0.4, True), (0.3, True)):
-        page = parsed(reports.report(write(tmp_path, [row(10, accuracy=accuracy)])))
-        assert ("no better than always guessing" in text(page.find(".//header"))) == said
+        run = load_run.read(write(tmp_path, [row(10, accuracy=accuracy)]))
+        assert ("no better than always guessing" in run.beside_a_guess) == said
+    targets = np.array([1.0, 5.0])
+    np.savez(tmp_path / "evaluation.npz", targets=targets, predictions=targets)
+    for rmse, said in ((1.9, False), (2.0, True)):
+        only = {"step": 10, "epsilon": 1.0, "rmse": rmse, "mae": 1.5, "r2": 0.5}
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(only))
+        run = load_run.read(tmp_path)
+        assert ("no better than always guessing the mean" in run.beside_a_guess) == said
+        assert (
+            run.others_beside_a_guess
+            == "test MAE 1.500 (a guess: 2.000), R2 0.500 (a guess: 0.000)"
+        )
+
+
+@kills("reports/load_run.py", "> 1.5 * guesses", "> 0 * guesses")
+def test_unlike_and_two_classes_have_further_measures(tmp_path):
+    measured = {"balanced_accuracy": 0.6, "auroc": 0.7, "average_precision": 0.3}
+    for ones, unlike in ((1, True), (4, False)):
+        write(tmp_path, [row(10, **measured)])
+        np.savez(tmp_path / "evaluation.npz", labels=np.arange(10) < ones)
+        run = load_run.read(tmp_path)
+        assert (
+            "balanced accuracy 60.0 % (a guess: 50.0 %), " in run.others_beside_a_guess
+        ) == unlike
+        assert run.others_beside_a_guess.endswith(
+            f"AUROC 0.700 (a guess: 0.500), average precision 0.300 (a guess: {ones / 10:.3f})"
+        )
 
 
 def test_where_epsilon_is_not_finite_steps_are_the_axis(tmp_path):

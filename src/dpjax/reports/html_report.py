@@ -13,7 +13,7 @@ from dpjax._display import duration
 from dpjax._files import replace
 from dpjax.accounting.rounding import three_digits
 from dpjax.reports.figures import PLOTS, RELEASED, Plot
-from dpjax.reports.load_run import Missing, SavedRun, read
+from dpjax.reports.load_run import MEASURES, Missing, SavedRun, read, shown
 from dpjax.reports.page import board_html, page, power, section, statement_html, table
 from dpjax.reports.statement import SUPPLIED
 from dpjax.reports.style import WIDTH, canvas, png, style, svg
@@ -97,8 +97,8 @@ def _header(run: SavedRun) -> Iterator[str]:
     units = f"{run.mechanism.get('unit', 'example')}s"
     yield f'<header>\n<p class="kicker">A run of dpjax, in {escape(run.path.resolve().name)}</p>'
     yield f"<h1>{escape(_name(run))}</h1>"
-    accuracy = "" if math.isnan(run.accuracy) else f"{100 * run.accuracy:.1f} %"
-    yield f'<p class="verdict">{_verdict(run, accuracy)}</p>'
+    reached = [(MEASURES[name], shown(name, value)) for name, value in run.measures.items()]
+    yield f'<p class="verdict">{_verdict(run, *reached[:1])}</p>'
     if run.supplied:
         yield f'<p class="notice">{SUPPLIED}</p>'
     if run.foreign:
@@ -110,7 +110,8 @@ def _header(run: SavedRun) -> Iterator[str]:
     numbers = [
         ("epsilon", three_digits(run.epsilon), "; ".join(bounds)),
         ("delta", power(run.delta), ""),
-        ("test accuracy", accuracy, run.beside_a_guess),
+        *((name, value, run.beside_a_guess) for name, value in reached[:1]),
+        *((name, value, "") for name, value in reached[1:]),
         ("steps", f"{last['step']:,}", ""),
         (f"{units} per second", run.speed, "median, in steps alone"),
         ("training time", duration(config["seconds"]) if "seconds" in config else "", ""),
@@ -123,8 +124,8 @@ def _header(run: SavedRun) -> Iterator[str]:
     yield "</dl>\n</header>"
 
 
-def _verdict(run: SavedRun, accuracy: str) -> str:
-    right = f", with {accuracy} test accuracy" if accuracy else ""
+def _verdict(run: SavedRun, *reached: tuple[str, str]) -> str:
+    right = "".join(f", with {value} {name}" for name, value in reached)
     # An infinite epsilon means two things: known not to be private, or merely not proved.
     if not math.isinf(run.epsilon):
         return f"({three_digits(run.epsilon)}, {power(run.delta)})-differentially private{right}."
