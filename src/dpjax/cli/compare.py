@@ -88,18 +88,18 @@ def measures_of(runs: Iterable[SavedRun]) -> list[str]:
     return [name for name in MEASURES if name in measured] or ["accuracy"]
 
 
-def guess(runs: Iterable[SavedRun]) -> str:
-    """What always guessing has on the test examples of these runs, in a line, if it is known."""
-    runs = list(runs)
-    known = {name: {run.guesses[name] for run in runs if name in run.guesses} for name in MEASURES}
+def guess(runs: Sequence[SavedRun]) -> str:
+    """What always guessing has on the test examples of all these runs, in a line, if known."""
+    measures = measures_of(runs)
+    known = {name: {run.guesses.get(name) for run in runs} - {None} for name in measures}
+    # Runs on other test examples have other guesses.
     words = [
-        f"{MEASURES[name]} {shown(name, *known[name])}"
-        for name in measures_of(runs)
-        if len(known[name]) == 1  # of one test set
+        f"{MEASURES[name]} {shown(name, *values)}"
+        for name, values in known.items()
+        if len(values) == 1
     ]
-    return f"Always guessing the most frequent label, or the mean: {', '.join(words)}.\n" * bool(
-        words
-    )
+    what = "mean of the test targets" if measures[0] == "rmse" else "most frequent class"
+    return f"Always guessing the {what}: {', '.join(words)}.\n" * bool(words)
 
 
 def curve(group: RunGroup, axis: str, measure: str) -> tuple[np.ndarray, np.ndarray]:

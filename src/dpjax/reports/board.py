@@ -103,10 +103,10 @@ def _promise(claim: Claim) -> str:
         reason = claim.not_private or "No guarantee is proved for this computation."
         return f"Nothing is promised. {reason}"
     return (
-        f"One {unit} is protected: how much all that was released can depend on the data of one "
-        f"{unit} is limited, against everyone, whatever else they know, now or later. In numbers: "
-        f"({three_digits(epsilon)}, {upwards(claim.delta, '.3g')})-differential privacy, proved by "
-        f"{method.upper()}."
+        f"One {unit} is protected: there is a limit to how much all that was released can depend "
+        f"on the data of one {unit}. It holds against everyone, whatever else they know, now or "
+        f"later. In numbers: ({three_digits(epsilon)}, {upwards(claim.delta, '.3g')})-differential "
+        f"privacy, proved by {method.upper()}."
     )
 
 
@@ -115,8 +115,8 @@ def _attack(claim: Claim) -> Iterator[str]:
     yield from _filled(
         f"Suppose that an attacker knows everything but whether the data of one {mechanism.unit} "
         f"were used{_INSTEAD[mechanism.relation]}, and guesses it from what was released. An alarm "
-        "says that they were used. Of the cases in which they were not, some share has a false "
-        "alarm; of those in which they were, at most this share has a true one:"
+        "says that they were used. Of the cases without these data, the share on the left has a "
+        "false alarm; of the cases with them, at most the share on the right has a true one:"
     )
     yield from ("", "  false alarms       true alarms, at most")
     for wrong, right in claim.true_positive_rates:
