@@ -26,7 +26,7 @@ from dpjax.cli import audit, compare, compilation_cache
 from dpjax.cli.flag_sets import names
 from dpjax.cli.flag_sets.audit import FLAGS as AUDIT_FLAGS
 from dpjax.cli.flag_sets.train import FLAGS, settings
-from dpjax.cli.train import build, classifier, command, inputs
+from dpjax.cli.train import build, command, evaluation, inputs
 from dpjax.training.run_folder import held
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -357,7 +357,7 @@ def test_a_run_leaves_its_files_and_is_shown_again(workshop, tmp_path, capsys):
 
 @pytest.mark.thorough
 def test_a_stopped_run_is_described_and_resumed(workshop, tmp_path, monkeypatch):
-    measured = classifier.Evaluation.evaluate
+    measured = evaluation.Evaluation.evaluate
 
     def interrupted(self, state):
         if state.ledger.steps == 2:
@@ -365,7 +365,7 @@ def test_a_stopped_run_is_described_and_resumed(workshop, tmp_path, monkeypatch)
         return measured(self, state)
 
     with monkeypatch.context() as stopped:
-        stopped.setattr(classifier.Evaluation, "evaluate", interrupted)
+        stopped.setattr(evaluation.Evaluation, "evaluate", interrupted)
         with pytest.raises(KeyboardInterrupt):
             trained(tmp_path / "run")
     before = json.loads((tmp_path / "run" / "config.json").read_text())

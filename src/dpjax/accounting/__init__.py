@@ -31,6 +31,7 @@ from dpjax.accounting.methods import (
     epsilon,
     levels_of,
     tightest,
+    true_positive_rate,
 )
 from dpjax.accounting.profiles import Estimate
 from dpjax.accounting.random_projections import ProjectedGaussianDpEvent, with_projections
@@ -76,5 +77,6 @@ __all__ = [
     "select_best",
     "subsampled_gaussian",
     "tightest",
+    "true_positive_rate",
     "with_projections",
 ]

@@ -26,8 +26,8 @@ from dpjax.cli import compilation_cache
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.flag_sets.train import FLAGS
 from dpjax.cli.train import inputs
-from dpjax.cli.train.classifier import first_parameters
 from dpjax.cli.train.command import Planned, plan
+from dpjax.cli.train.evaluation import first_parameters
 from dpjax.cli.train.run_files import MOMENTS
 from dpjax.mechanism.card import strict
 from dpjax.reports import style

@@ -152,9 +152,7 @@ def _verdict(claim: Claim) -> Iterator[str]:
 
 def _guarantee(claim: Claim) -> tuple[str, str]:
     """What is proved, in words or empty, and by which accountant."""
-    # The smallest of several upper bounds is one: methods are not chosen by looking at data.
-    proven = ((e, m) for m, e in claim.epsilons.items() if accounting.METHODS[m].proven)
-    epsilon, method = min(proven, default=(math.inf, ""))
+    epsilon, method = claim.proven
     pair = f"({three_digits(epsilon)}, {upwards(claim.delta, '.3g')})"
     return f"{pair}-differentially private" * math.isfinite(epsilon), method.upper()
 

@@ -113,6 +113,7 @@ class Card:
     delta: Annotated[float, Limits(0, 1, above=True)]
     levels: Levels | None
     epsilon: dict[Literal["rdp", "pld", "rdp-classic", "gdp"], Claim]
+    true_positive_rates: list[tuple[Positive, Rate]]
     not_private: str | None
     randomness: Randomness
     versions: Any

@@ -27,8 +27,8 @@ from dpjax.cli.flag_sets import names
 from dpjax.cli.flag_sets.train import settings
 from dpjax.cli.machine_flags import meet, mesh_in_force
 from dpjax.cli.train import build, inputs, run_files
-from dpjax.cli.train.classifier import Evaluation, first_parameters, held, rehearse
-from dpjax.reports.load_run import read
+from dpjax.cli.train.evaluation import Evaluation, first_parameters, held, rehearse
+from dpjax.reports.load_run import MEASURES, read, shown
 
 # What the library and the user's model raise for flags that describe no run.
 _MISTAKES = (ArithmeticError, MemoryError, TypeError, ValueError)
@@ -236,8 +236,11 @@ def report(given: flags.FlagValues, dataset: data.Dataset) -> None:
     folder = pathlib.Path(given.out)
     print((folder / "statement.txt").read_text().partition("\n\nReferences\n")[0])
     run, config = read(folder), read_json(folder / "config.json")
-    accuracy = f"Test accuracy {100 * run.accuracy:.1f} % on {dataset.name} {dataset.note}".rstrip()
-    print(f"\n{accuracy}. {run.beside_a_guess}")
+    for name, value in list(run.measures.items())[:1]:
+        reached = f"{MEASURES[name]} {shown(name, value)} on {dataset.name} {dataset.note}"
+        print(f"\n{reached[0].upper()}{reached[1:].rstrip()}. {run.beside_a_guess}")
+    if others := run.others_beside_a_guess:
+        print(f"{others[0].upper()}{others[1:]}.")
     speed = f", {run.speed} examples/s in steps alone" if run.speed else ""
     print(f"Trained in {duration(config['seconds'])} on {config['hardware']['device']}{speed}")
     if given.report:

@@ -9,8 +9,6 @@ detect labels out of range.
 | NaN among the logits | no prediction: wrong, and in no column of the table; the rest is NaN |
 | no example of a class | NaN for that class |
 | bfloat16, float16, whole numbers | probabilities, sums and counts are float32 |
-
-These numbers have no noise: on training data they are as private as the data.
 """
 
 from __future__ import annotations
@@ -25,17 +23,6 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Integer
 
 from dpjax import checks
-
-__all__ = [
-    "Reliability",
-    "accuracy",
-    "confusion",
-    "ece",
-    "mce",
-    "nll",
-    "per_class_accuracy",
-    "reliability",
-]
 
 Logits: TypeAlias = Float[ArrayLike, "batch classes"]
 Labels: TypeAlias = Integer[ArrayLike, " batch"]
@@ -98,6 +85,41 @@ def per_class_accuracy(logits: Logits, labels: Labels) -> Float[Array, " classes
     logits, labels = _batch("per_class_accuracy", logits, labels)
     counts, rights = _counted(_predicted(logits) == labels, labels, logits.shape[-1])
     return rights / counts
+
+
+def balanced_accuracy(logits: Logits, labels: Labels) -> Float[Array, ""]:
+    """The mean of `per_class_accuracy` over the classes that have examples.
+
+    The arguments are as in `accuracy`. To always guess one class gives 1 / classes, however
+    frequent it is.
+
+    Example:
+      >>> logits = jnp.array([[1.0, 0.0]] * 4)
+      >>> float(balanced_accuracy(logits, jnp.array([0, 0, 0, 1])))
+      0.5
+    """
+    return jnp.nanmean(per_class_accuracy(logits, labels))
+
+
+def brier(logits: Logits, labels: Labels) -> Float[Array, ""]:
+    r"""The Brier score: the mean squared error of the probabilities.
+
+    $$ \frac1n \sum_i \sum_c (p_i[c] - [c = y_i])^2 $$
+
+    and half of that for two classes, which is the mean of $(p_i[1] - y_i)^2$. The arguments are as
+    in `accuracy`.
+
+    Example:
+      >>> float(brier(jnp.zeros((2, 2)), jnp.array([0, 1])))
+      0.25
+
+    References:
+      Brier, "Verification of forecasts expressed in terms of probability", 1950.
+    """
+    logits, labels = _batch("brier", logits, labels)
+    classes = logits.shape[-1]
+    gaps = jax.nn.softmax(_wide(logits)) - jax.nn.one_hot(labels, classes)
+    return jnp.mean(jnp.sum(gaps**2, axis=-1)) / (2 if classes == 2 else 1)
 
 
 def nll(logits: Logits, labels: Labels) -> Float[Array, ""]:
