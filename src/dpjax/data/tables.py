@@ -81,7 +81,7 @@ def table(
     y, goal = cells.pop(learnt), read.pop(learnt)
     x = np.concatenate([*cells.values()], axis=1)
     y = y.argmax(axis=1).astype(np.int32) if goal.kind == "label" else y[:, 0]
-    held = "a fifth" if unit is None else f"a fifth by {unit!r}"
+    held = f"a fifth of the {'rows' if unit is None else 'persons'}"
     return Dataset(
         name=name,
         train=(x[~test], y[~test]),
