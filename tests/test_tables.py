@@ -235,7 +235,7 @@ def open_quote(draw, rows, header):
     row = draw.randrange(len(rows))
     place = draw.randrange(len(header))
     rows[row][place] = '"' + rows[row][place].replace(",", "")
-    return "own.csv'): "
+    return f"row {row + 1}: "
 
 
 def empty(draw, rows, header):
