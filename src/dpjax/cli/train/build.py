@@ -71,16 +71,14 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
 
 
 def build_loss(given: flags.FlagValues, classes: int | None) -> losses.ExampleLoss:
-    """The loss of the flags, for a number of classes, or for a target that is a number."""
+    """The loss of the flags; without a number of classes, of a target that is a number."""
     table = REGRESSIONS if classes is None else LOSSES
     if given.loss not in table:
         raise ValueError(f"--loss={given.loss}: expected one of {', '.join(table)} for a target.")
     loss, weights = table[given.loss](**read_options(given.loss_options)), given.class_weights
-    if not weights:
-        return loss
-    if len(weights) != classes:
+    if weights and len(weights) != classes:
         raise ValueError(f"--class_weights={','.join(weights)}: expected one for each class.")
-    return losses.weighted(loss, [float(weight) for weight in weights])
+    return losses.weighted(loss, list(map(float, weights))) if weights else loss
 
 
 def build_model(given: flags.FlagValues, classes: int) -> Any:
@@ -134,10 +132,7 @@ def build_mechanism(
     queries: tuple[float, ...] = (),
     owners: np.ndarray | None = None,
 ) -> dpjax.Mechanism:
-    """The private computation, after ``queries`` with these noise multipliers on all the data.
-
-    With ``owners`` of the rows, ``examples`` is the number of persons.
-    """
+    """The private computation, after ``queries`` with these noise multipliers on all the data."""
     options: dict[str, Any] = {"groups": given.groups} if given.clipping == "grouped" else {}
     facts = {"cycle": given.bands} if given.sampling == "cyclic_poisson" else {}
     unit: dict[str, Any] = {}
