@@ -165,9 +165,7 @@ def persons_or_rows(
 
     Example:
       >>> plan = {"steps": 10, "epsilon": 3.0, "delta": 1e-5}
-      >>> [
-      ...     persons_or_rows(2000, 100, 4, **plan, bound_ratio=ratio).less for ratio in (1, 0.5)
-      ... ]
+      >>> [persons_or_rows(2000, 100, 4, **plan, bound_ratio=ratio).less for ratio in (1, 0.5)]
       ['rows', 'persons']
 
     References:

@@ -140,8 +140,9 @@ class Stream:
         count = max(1, min(self.workers, indices.size))
         parts = (np.array_split(rows, count) for rows in (indices.ravel(), *flat))
         shares = zip(*parts, strict=True)
-        room = [x.reshape(*indices.shape, *r.shape) for x, r in zip(flat, leaves, strict=True)]
-        return room, [pool.submit(self._fill, mine.tolist(), some) for mine, *some in shares]
+        promises = [pool.submit(self._fill, mine.tolist(), room) for mine, *room in shares]
+        pairs = zip(flat, leaves, strict=True)
+        return [x.reshape(*indices.shape, *leaf.shape) for x, leaf in pairs], promises
 
     def _finish(self, room: list[np.ndarray], promises: list[Future[None]]) -> PyTree:
         for promise in promises:

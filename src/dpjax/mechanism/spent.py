@@ -15,6 +15,7 @@ from dpjax.mechanism.correlated import check_run, correlated_event
 from dpjax.strategies import Strategy
 from dpjax.types import Sampler
 
+
 class Target(NamedTuple):
     """What `dpjax.Mechanism.calibrate` was asked for, and the accountant that answered."""
 

@@ -51,9 +51,9 @@ def fold(
         )
     which, of = share
     # Padded, so that the last microbatches are never shifted back.
-    more, drawn = [(0, of * size), (0, 0)][: draw.mask.ndim], draw.size
-    indices = jnp.pad(draw.indices, more)
-    of_rows = None if draw.mask.ndim == 1 else jnp.pad(draw.mask, more)
+    pads, drawn = [(0, of * size), (0, 0)][: draw.mask.ndim], draw.size
+    indices = jnp.pad(draw.indices, pads)
+    of_rows = None if draw.mask.ndim == 1 else jnp.pad(draw.mask, pads)
 
     # A while loop on the size of the draw: an exact Poisson draw of any size runs in one program.
     def body(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:

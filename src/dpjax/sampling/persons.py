@@ -58,8 +58,7 @@ def persons(owners: ArrayLike, batch_size: float, most_rows: int = 1) -> Sampler
     most_rows = checks.whole(call, "most_rows", most_rows)
     _, counts = np.unique(ids, return_counts=True)
     of_people = poisson(len(counts), batch_size)
-    # The rows of the first person, then those of the second: who owns how many is in no program's
-    # shapes.
+    # Person after person; the shapes of a draw do not follow from how many rows each of them owns.
     ordered, sizes = jnp.asarray(np.argsort(ids, kind="stable"), jnp.int32), jnp.asarray(counts)
     starts = jnp.asarray(np.cumsum(counts) - counts, jnp.int32)
 
@@ -68,12 +67,10 @@ def persons(owners: ArrayLike, batch_size: float, most_rows: int = 1) -> Sampler
         count = sizes[people.indices].astype(jnp.int32)
         taken = jnp.minimum(count, most_rows)
         places = subsets(trees.step_key(key, Purpose.ROWS, step), count, taken, most_rows)
-        real = jnp.arange(most_rows) < taken[:, None]
+        real = jnp.arange(most_rows)[None] < taken[:, None]
         # A row of the same person: zeros may have a NaN gradient, and so may other people's rows.
         places = jnp.where(real, places, places[:, :1])
-        return Draw(
-            ordered[starts[people.indices][:, None] + places], real & people.mask[:, None]
-        )
+        return Draw(ordered[starts[people.indices][:, None] + places], real & people.mask[:, None])
 
     kind, proof = of_people.claim.split("; ")
     each = "one row" if most_rows == 1 else f"up to {most_rows} rows"
