@@ -89,8 +89,15 @@ TIED = {
 }
 
 
-@kills("metrics.py", "ends = np.append(np.flatnonzero(np.diff(scores[order])), ", "ends = (")
-@kills("metrics.py", "stats.rankdata(scores)", "stats.rankdata(scores, 'min')", slow=True)
+@kills(
+    "metrics.py",
+    "np.flatnonzero(np.diff(scores[order]))",
+    "np.arange(len(scores) - 1)",
+    case="ties",
+)
+@kills(
+    "metrics.py", "stats.rankdata(scores)", "stats.rankdata(scores, 'min')", case="ties", slow=True
+)
 @pytest.mark.parametrize("name", TIED)
 def test_areas_under_curves_equal_the_reference(name):
     """Scikit-learn's, to 1e-12, with ties and for few of label 1."""
