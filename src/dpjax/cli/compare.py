@@ -91,15 +91,11 @@ def measures_of(runs: Iterable[SavedRun]) -> list[str]:
 def guess(runs: Sequence[SavedRun]) -> str:
     """What always guessing has on the test examples of all these runs, in a line, if known."""
     measures = measures_of(runs)
-    known = {name: {run.guesses.get(name) for run in runs} - {None} for name in measures}
+    known = [(name, {run.guesses.get(name, math.nan) for run in runs}) for name in measures]
     # Runs on other test examples have other guesses.
-    words = [
-        f"{MEASURES[name]} {shown(name, *values)}"
-        for name, values in known.items()
-        if len(values) == 1
-    ]
+    one = [f"{MEASURES[name]} {shown(name, *values)}" for name, values in known if len(values) == 1]
     what = "mean of the test targets" if measures[0] == "rmse" else "most frequent class"
-    return f"Always guessing the {what}: {', '.join(words)}.\n" * bool(words)
+    return f"Always guessing the {what}: {', '.join(one)}.\n" * any(run.guesses for run in runs)
 
 
 def curve(group: RunGroup, axis: str, measure: str) -> tuple[np.ndarray, np.ndarray]:
@@ -134,6 +130,7 @@ def draw(groups: list[RunGroup], badge: str) -> bytes:
         for number, group in enumerate(groups):
             color, look = style.SERIES[number % len(style.SERIES)], style.DOTS
             label = f" {group.label}"  # no legend shows a label with an underscore in front
+            end = None
             try:
                 for axes, axis in ((taken, "step"), (spent, "epsilon")):
                     x, values = curve(group, axis, measure)
@@ -141,11 +138,10 @@ def draw(groups: list[RunGroup], badge: str) -> bytes:
                     end = np.nanmean(values[-1])  # what one asks for: the end of each curve
                     axes.scatter(x[-1], end, s=36, color=style.PALETTE[color])
             except Missing as reason:
-                if axis == "step":
+                if end is None:
                     print(f"Not drawn: {group.label} ({reason})")
-                    continue
-                line = {"color": style.PALETTE[color], "linestyle": "--", "linewidth": 1.2}
-                spent.axhline(end, label=label, **line)
+                else:
+                    spent.axhline(end, label=label, color=style.PALETTE[color], linestyle="--")
         if spent.lines:
             where = {"loc": "outside lower left", "frameon": False, "labelcolor": "linecolor"}
             figure.legend(*spent.get_legend_handles_labels(), **where)

@@ -28,13 +28,11 @@ import numpy as np
 from dpjax import accounting, checks
 from dpjax._versions import version
 from dpjax.accounting.methods import checked_delta, profile_of
-from dpjax.accounting.profiles import most_true_positives
+from dpjax.accounting.profiles import Profile, most_true_positives
 from dpjax.ledger import Ledger, counted
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.mechanism.card import randomness, strict
 from dpjax.types import Sampler
-
-FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
 
 
 class Claim(NamedTuple):
@@ -46,21 +44,8 @@ class Claim(NamedTuple):
     epsilons: dict[str, float]  # by every method that has an answer for this sampler
     not_private: str | None  # what was released without noise; None may still mean no proof
     supplied: bool  # whether the caller gave the key of this run, or of one before it
-    bounded_by: str | None  # the proven method that bounds the attacks
-
-    @property
-    def proven(self) -> tuple[float, str]:
-        """The smallest proven epsilon and its method; infinite, of no method, without one."""
-        # The smallest of several upper bounds is one: methods are not chosen by looking at data.
-        values = ((e, m) for m, e in self.epsilons.items() if accounting.METHODS[m].proven)
-        return min(values, default=(math.inf, ""))
-
-    @property
-    def true_positive_rates(self) -> tuple[tuple[float, float], ...]:
-        """Of membership attacks: rates of false positives, and of true ones at most."""
-        if self.bounded_by is None:
-            return tuple((rate, 1.0) for rate in FALSE_POSITIVE_RATES)
-        return _attacks(self.mechanism, tuple(self.ran.tolist()), self.bounded_by)
+    proven: tuple[float, str]  # the smallest proven epsilon and its method, "" without one
+    bounded_by: str  # the proven method that bounds attacks
 
 
 def claim_of(
@@ -79,13 +64,15 @@ def claim_of(
         checks.one_of(call, "methods", name, accounting.METHODS)
     asked = tuple(name for name in accounting.METHODS if methods is None or name in methods)
     epsilons = dict(_epsilons(mechanism, tuple(ran.tolist()), delta, asked))
-    proven = [name for name in epsilons if accounting.METHODS[name].proven]
-    # The first named one is "rdp" if it has an answer: a running run has no seconds for "pld".
-    bounded_by = min(proven, key=epsilons.get if methods is None else proven.index, default=None)
+    proven = [(e, name) for name, e in epsilons.items() if accounting.METHODS[name].proven]
+    # The smallest of several upper bounds is one: methods are not chosen by looking at data.
+    best = min(proven, default=(math.inf, ""))
+    # A running run names its methods, "rdp" first, and has no second for the curve of "pld".
+    _, bounded_by = best if methods is None or not proven else proven[0]
     supplied = supplied or (ledger is not None and bool(ledger.supplied))
     supplied = supplied or any(spent.supplied for spent in mechanism.before)
     why = _why_infinite(mechanism, ran)
-    return Claim(mechanism, ran, delta, epsilons, why, supplied, bounded_by)
+    return Claim(mechanism, ran, delta, epsilons, why, supplied, best, bounded_by)
 
 
 # Statement and card of one run ask for the same numbers, which can take seconds.
@@ -102,14 +89,21 @@ def _epsilons(
     return tuple(epsilons)
 
 
+def attacks(claim: Claim) -> tuple[tuple[float, float], ...]:
+    """Of membership attacks: three rates of false positives, and of true ones at most."""
+    return _attacks(claim.mechanism, tuple(claim.ran.tolist()), claim.bounded_by)
+
+
 @functools.lru_cache(maxsize=16)  # for card and board
 def _attacks(
     mechanism: Mechanism, multipliers: tuple[float, ...], method: str
 ) -> tuple[tuple[float, float], ...]:
-    event = mechanism.event_of(np.array(multipliers, np.float64))
-    plan = mechanism.event if method == "pld" else None
-    profile = profile_of(event, method, mechanism.relation, plan)
-    return tuple((rate, most_true_positives(profile, rate)) for rate in FALSE_POSITIVE_RATES)
+    profile = Profile(lambda _: math.inf, lambda _: 1.0)
+    if method:
+        event = mechanism.event_of(np.array(multipliers, np.float64))
+        plan = mechanism.event if method == "pld" else None
+        profile = profile_of(event, method, mechanism.relation, plan)
+    return tuple((rate, most_true_positives(profile, rate)) for rate in (0.001, 0.01, 0.1))
 
 
 def _why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:
@@ -172,7 +166,7 @@ def card(
             method: {"value": float(value), "proven": accounting.METHODS[method].proven}
             for method, value in claim.epsilons.items()
         },
-        "true_positive_rates": claim.true_positive_rates,
+        "true_positive_rates": attacks(claim),
         "not_private": claim.not_private,
         "randomness": randomness(claim.supplied),
         "versions": {

@@ -14,7 +14,7 @@ from dpjax._files import replace
 from dpjax.accounting.rounding import three_digits
 from dpjax.reports.figures import PLOTS, RELEASED, Plot
 from dpjax.reports.load_run import MEASURES, Missing, SavedRun, read, shown
-from dpjax.reports.page import board_html, page, power, section, statement_html, table
+from dpjax.reports.page import page, power, section, statement_html, table
 from dpjax.reports.statement import SUPPLIED
 from dpjax.reports.style import WIDTH, canvas, png, style, svg
 
@@ -143,11 +143,8 @@ def _promise(run: SavedRun) -> Iterator[str]:
     )
     yield section(note, missing if run.statement is None else statement_html(run.statement))
     if run.board is not None:
-        note = (
-            "<h3>Statement for a board</h3><p>The same promise in plain words, for those who "
-            "decide on the data, such as an ethics board: board.txt.</p>"
-        )
-        yield section(note, board_html(run.board))
+        note = "<h3>Statement for a board</h3><p>The promise in plain words: board.txt.</p>"
+        yield section(note, f"<pre>{escape(run.board.partition(chr(10))[2].strip())}</pre>")
     yield f'<h2>What happened</h2>\n<p class="aside">{_SEEN_BY}</p>'
     if run.evaluation is not None or run.diagnostics is not None:
         yield f'<p class="aside">{_PARAMETERS}</p>'

@@ -147,7 +147,7 @@ class SavedRun(NamedTuple):
 
     @property
     def measures(self) -> dict[str, float]:
-        """Those of `MEASURES` that the last row has; balanced accuracy of unlike classes alone."""
+        """The `MEASURES` of the last row; balanced accuracy of unlike classes alone."""
         last = {name: _number(self.rows[-1].get(name)) for name in MEASURES}
         guesses = self.guesses
         if not guesses.get("accuracy", 0) > 1.5 * guesses.get("balanced_accuracy", 1):
@@ -208,11 +208,11 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
         read_arrays(file, "reports.report") if arrays and file.is_file() else None
         for file in (path / "evaluation.npz", path / "diagnostics.npz")
     )
-    words = (
+    statement, board = (
         file.read_text(encoding="utf-8") if file.is_file() else None
         for file in (path / "statement.txt", path / "board.txt")
     )
-    return SavedRun(path, rows, identity, card, *words, config, evaluation, diagnostics)
+    return SavedRun(path, rows, identity, card, statement, board, config, evaluation, diagnostics)
 
 
 def _foreign(card: dict[str, Any], identity: dict[str, Any], rows: list[dict[str, Any]]) -> str:

@@ -88,24 +88,6 @@ def statement_html(text: str) -> str:
     return told
 
 
-def board_html(text: str) -> str:
-    """The HTML of a statement for a board, without its title; it has all words of the text."""
-    parts = []
-    for block in text.strip().split("\n\n")[1:]:
-        lines = [line.strip() for line in block.splitlines()]
-        rows = [re.split(" {3,}", line) for line in lines]
-        if lines[0].startswith("- "):
-            items = "".join(f"<li>{escape(line[2:])}</li>" for line in lines)
-            parts.append(f"<ul>{items}</ul>")
-        elif all(len(row) == 2 for row in rows):
-            parts.append(_display.table("", [(left, right) for left, right in rows]))
-        elif block.startswith(" "):
-            parts.append(f"<p>{escape(' '.join(lines))}</p>")
-        else:
-            parts.append(f"<p><strong>{escape(block)}</strong></p>")
-    return "\n".join(parts)
-
-
 def _labelled(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Labels with their values; a line without a label continues the value above it."""
     label, values = "", []

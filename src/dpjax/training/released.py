@@ -37,7 +37,8 @@ def write_released(
         # Loss distributions of many different steps take seconds: the last card has them.
         methods = None if last else ("rdp", "rdp-classic", method)
         facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
-        card, board = (make(mechanism, delta, **facts) for make in (reports.card, reports.board))
+        card = reports.card(mechanism, delta, **facts)
+        board = reports.board(mechanism, delta, **facts)
         facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
         words = reports.statement(mechanism, delta, **facts)
         replace(path / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)

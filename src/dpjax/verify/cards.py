@@ -14,14 +14,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from dpjax.verify.epsilon import (
-    EPSILONS,
-    by_losses,
-    by_rdp,
-    deltas_by_rdp,
-    divergences_of,
-    most_true_positives,
-)
+from dpjax.verify.epsilon import EPSILONS, by_losses, by_rdp, most_true_positives
 from dpjax.verify.facts import BOUNDS, Card, Unreadable, card_of
 from dpjax.verify.matrices import require_hidden
 from dpjax.verify.steps import steps_of
@@ -166,12 +159,10 @@ def no_less(card: Card, deltas: np.ndarray) -> bool:
 
 def recomputed(card: Card, bounds: dict[str, float]) -> tuple[dict[str, float], np.ndarray]:
     """Epsilon by each method that is needed to confirm these bounds, and deltas at `EPSILONS`."""
-    exact, deltas, steps = dict.fromkeys(BOUNDS, math.inf), np.ones_like(EPSILONS), steps_of(card)
-    if steps is None:
-        return exact, deltas
-    if (divergences := divergences_of(card, steps)) is not None:
-        exact, deltas = by_rdp(divergences, card.delta), deltas_by_rdp(divergences)
-    smallest = exact["rdp"]
+    if (steps := steps_of(card)) is None:
+        return dict.fromkeys(BOUNDS, math.inf), np.ones_like(EPSILONS)
+    exact, deltas = by_rdp(card, steps)
+    smallest = exact.get("rdp", math.inf)
     # Distributions take seconds. They confirm what whole orders cannot.
     slow = min(bounds.values()) < smallest * (1 - TOLERANCE) or not no_less(card, deltas)
     if "pld" in bounds or slow:

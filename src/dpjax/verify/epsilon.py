@@ -41,14 +41,14 @@ EPSILONS = np.append(0, np.geomspace(1e-4, 16, 1200))
 POINTS = 10_000_000  # losses of a step, which dp-accounting keeps in a dictionary, in memory
 
 
-def divergences_of(card: Card, steps: Counter[Step]) -> np.ndarray | None:
-    """The Rényi divergences of all steps at `ORDERS`, or None where nothing is proved."""
+def by_rdp(card: Card, steps: Counter[Step]) -> tuple[dict[str, float], np.ndarray]:
+    """Epsilon by Rényi divergences, with both conversions, and deltas at `EPSILONS`."""
     divergences, exchange = 0 * ORDERS, card.mechanism.neighbours == "replace-one"
     for step, count in steps.items():
         # A replacement moves a sum twice as far.
         multiplier = step.multiplier / (2 if exchange else 1)
         if step.epoch:  # its losses alone are recomputed
-            return None
+            return {}, np.ones_like(EPSILONS)
         if not step.is_sampled:
             divergences = divergences + count * ORDERS / (2 * multiplier**2)
         elif step.subset is None and not exchange:
@@ -58,34 +58,20 @@ def divergences_of(card: Card, steps: Counter[Step]) -> np.ndarray | None:
             noise = dp.GaussianDpEvent(multiplier)
             accountant.compose(dp.SampledWithoutReplacementDpEvent(*step.subset, noise), count)
             divergences = divergences + accountant.rdp
-        else:
-            return None
+        else:  # nothing is proved
+            return {}, np.ones_like(EPSILONS)
     if not exchange:
         for run in (*card.mechanism.before, *[card.mechanism] * bool(card.steps)):
             if run.noise is not None and run.multiplier_and_steps:
                 divergences = divergences + saved(run, ORDERS)
-    return divergences
-
-
-def by_rdp(divergences: np.ndarray, delta: float) -> dict[str, float]:
-    """Epsilon by Rényi divergences, with the improved and with the classic conversion."""
-    epsilon, _ = dp.rdp.compute_epsilon(ORDERS.tolist(), divergences.tolist(), delta)
-    classic = (divergences - math.log(delta) / (ORDERS - 1))[(ORDERS >= 1.1) & (ORDERS <= 63)]
-    return {"rdp": float(epsilon), "rdp-classic": float(np.min(classic))}
-
-
-def deltas_by_rdp(divergences: np.ndarray) -> np.ndarray:
-    r"""Delta at each of `EPSILONS`, by the improved conversion.
-
-    $$ \delta = \min_\alpha \frac1\alpha \Big( 1 - \frac1\alpha \Big)^{\alpha - 1}
-       e^{(\alpha - 1)(D_\alpha - \varepsilon)} $$
-
-    (Canonne, Kamath and Steinke, *The discrete Gaussian for differential privacy*, 2020,
-    proposition 12), and at most $(1 - e^{-D_1})^{1/2}$ (Bretagnolle and Huber, 1979).
-    """
+    epsilon, _ = dp.rdp.compute_epsilon(ORDERS.tolist(), divergences.tolist(), card.delta)
+    classic = (divergences - math.log(card.delta) / (ORDERS - 1))[(ORDERS >= 1.1) & (ORDERS <= 63)]
+    # Canonne, Kamath and Steinke, "The discrete Gaussian for differential privacy", 2020,
+    # proposition 12; the second bound is of Bretagnolle and Huber (1979).
     gaps = divergences - EPSILONS[:, None] + np.log1p(-1 / ORDERS)
-    improved = np.exp(np.minimum((ORDERS - 1) * gaps - np.log(ORDERS), 0).min(axis=1))
-    return np.minimum(improved, np.sqrt(-np.expm1(-divergences.min())))
+    deltas = np.exp(np.minimum((ORDERS - 1) * gaps - np.log(ORDERS), 0).min(axis=1))
+    deltas = np.minimum(deltas, np.sqrt(-np.expm1(-divergences.min())))
+    return {"rdp": float(epsilon), "rdp-classic": float(np.min(classic))}, deltas
 
 
 def most_true_positives(deltas: np.ndarray, false_positives: float) -> float:

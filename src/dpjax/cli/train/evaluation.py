@@ -84,7 +84,7 @@ class Evaluation:
         replace(folder / "params.msgpack", serialized(params), public=True)
         x, y = self.test
         outputs = self.outputs(params, x)
-        seen = {"labels": y, "probabilities": jax.nn.softmax(outputs)}
+        seen: dict[str, Any] = {"labels": y, "probabilities": jax.nn.softmax(outputs)}
         if self.classes is None:
             seen = {"targets": self.quantities(y), "predictions": self.quantities(outputs)}
         with replacing(folder / "evaluation.npz", public=True) as file:

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accuracy and calibration of predictions.
+"""What a model reaches on examples with known answers.
 
-All are functions of arrays of logits and labels and may be called inside `jax.jit`, which does not
-detect labels out of range.
+Metrics of logits and labels may be called inside `jax.jit`, which does not detect labels out of
+range. Metrics of one number an example, a score or a predicted quantity, are NumPy's, in float64.
 
 | edge case | value |
 |---|---|
 | NaN among the logits | no prediction: wrong, and in no column of the table; the rest is NaN |
+| NaN among scores or quantities; scores of one class alone | NaN |
 | no example of a class | NaN for that class |
 | bfloat16, float16, whole numbers | probabilities, sums and counts are float32 |
+
+These numbers have no noise: on training data they are as private as the data.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -20,10 +24,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Float, Int, Integer, Num
+from scipy import stats
 
 from dpjax import checks
 
+__all__ = [
+    "Reliability",
+    "accuracy",
+    "auroc",
+    "average_precision",
+    "balanced_accuracy",
+    "bootstrap",
+    "brier",
+    "confusion",
+    "ece",
+    "mae",
+    "mce",
+    "nll",
+    "per_class_accuracy",
+    "r2",
+    "reliability",
+    "rmse",
+]
+
+Numbers: TypeAlias = Num[ArrayLike, " batch"]
 Logits: TypeAlias = Float[ArrayLike, "batch classes"]
 Labels: TypeAlias = Integer[ArrayLike, " batch"]
 
@@ -200,6 +225,140 @@ def mce(logits: Logits, labels: Labels, *, bins: int = 15) -> Float[Array, ""]:
     """
     table = reliability(logits, labels, bins=bins)
     return jnp.max(jnp.abs(table.accuracy - table.confidence))
+
+
+def auroc(scores: Numbers, labels: Numbers) -> float:
+    r"""The area under the ROC curve: how often an example of label 1 has the higher score.
+
+    $$ \Pr(s_1 > s_0) + \tfrac12 \Pr(s_1 = s_0) $$
+
+    Args:
+      scores: Higher for label 1, ``[batch]`` or a column ``[batch, 1]``; of two logits, the second
+        less the first.
+      labels: 0 and 1, as many.
+
+    A guess has 0.5.
+
+    Example:
+      >>> auroc([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1])
+      0.75
+    """
+    scores, right = _scored("auroc", scores, labels)
+    ones, zeros = right.sum(), (~right).sum()
+    if not ones * zeros or np.isnan(scores).any():
+        return np.nan
+    # Equal scores share the mean of their ranks, which counts a tie half (Mann and Whitney, 1947).
+    above = stats.rankdata(scores)[right].sum() - ones * (ones + 1) / 2
+    return float(above / (ones * zeros))
+
+
+def average_precision(scores: Numbers, labels: Numbers) -> float:
+    r"""The mean precision over all thresholds t, each weighted by the recall that it adds.
+
+    $$ \sum_t (\text{recall}_t - \text{recall}_{t-1}) \, \text{precision}_t $$
+
+    The arguments are as in `auroc`. A guess has the share of label 1.
+
+    Example:
+      >>> round(average_precision([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1]), 4)
+      0.8333
+    """
+    scores, right = _scored("average_precision", scores, labels)
+    if right.all() or not right.any() or np.isnan(scores).any():
+        return np.nan
+    order = np.argsort(-scores, kind="stable")
+    # A threshold takes all examples of one score together.
+    ends = np.append(np.flatnonzero(np.diff(scores[order])), len(scores) - 1)
+    hits = np.cumsum(right[order])[ends]
+    return float(np.diff(hits, prepend=0) @ (hits / (ends + 1)) / hits[-1])
+
+
+def bootstrap(
+    metric: Callable[[Any, Any], Any],
+    scores: ArrayLike,
+    labels: ArrayLike,
+    *,
+    level: float = 0.95,
+    draws: int = 1000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """The ends of an interval for ``metric(scores, labels)``, from draws with replacement.
+
+    Args:
+      metric: Such as `auroc`; draws for which it is NaN, such as of one class, do not count.
+      scores: The first argument of the metric: an example a row.
+      labels: The second one.
+      level: The share of the draws inside; as many are below as above.
+      draws: How many draws.
+      seed: Of the draws.
+
+    The interval is about these test examples: another training has another noise.
+
+    Example:
+      >>> scores = np.linspace(0, 1, 200)
+      >>> bootstrap(auroc, scores, scores + np.sin(37 * np.arange(200)) / 2 > 0.5, draws=100)
+      (0.81..., 0.90...)
+    """
+    level = checks.fraction("metrics.bootstrap", "level", level, "0.95 is usual.")
+    draws = checks.whole("metrics.bootstrap", "draws", draws, "1000 is usual.")
+    scores, labels, random = np.asarray(scores), np.asarray(labels), np.random.default_rng(seed)
+    rows = (random.integers(0, len(labels), len(labels)) for _ in range(draws))
+    values = [float(metric(scores[row], labels[row])) for row in rows]
+    low, high = np.nanquantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def rmse(predictions: Numbers, targets: Numbers) -> float:
+    """The root of the mean squared error of ``[batch]`` quantities, in their units.
+
+    Example:
+      >>> round(rmse([1.0, 2.0], [1.0, 4.0]), 4)
+      1.4142
+    """
+    predictions, targets = _columns("rmse", predictions, targets)
+    return float(np.sqrt(np.mean((predictions - targets) ** 2)))
+
+
+def mae(predictions: Numbers, targets: Numbers) -> float:
+    """The mean absolute error of ``[batch]`` quantities, in their units.
+
+    Example:
+      >>> mae([1.0, 2.0], [1.0, 4.0])
+      1.0
+    """
+    predictions, targets = _columns("mae", predictions, targets)
+    return float(np.mean(np.abs(predictions - targets)))
+
+
+def r2(predictions: Numbers, targets: Numbers) -> float:
+    """The share of the variance of ``[batch]`` targets that is predicted; NaN if it is 0.
+
+    To predict the mean of these targets has 0, and worse is negative.
+
+    Example:
+      >>> round(r2([1.0, 2.0, 3.0], [1.0, 2.0, 4.0]), 4)
+      0.7857
+    """
+    predictions, targets = _columns("r2", predictions, targets)
+    variance = targets.var()
+    return float(1 - np.mean((predictions - targets) ** 2) / variance) if variance else np.nan
+
+
+def _scored(name: str, scores: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Scores, and which of them are of label 1."""
+    scores, labels = _columns(name, scores, labels)
+    if not np.isin(labels, (0, 1)).all():
+        raise ValueError(f"metrics.{name}: got labels up to {labels.max():g}; expected 0 and 1.")
+    return scores, labels == 1
+
+
+def _columns(name: str, *given: Any) -> tuple[np.ndarray, np.ndarray]:
+    columns = [np.asarray(column, np.float64) for column in given]
+    first, second = (x[:, 0] if x.ndim == 2 and x.shape[1] == 1 else x for x in columns)
+    if first.ndim != 1 or first.shape != second.shape or not first.size:
+        shapes = " and ".join(str(list(column.shape)) for column in columns)
+        raise ValueError(f"metrics.{name}: got {shapes}; expected [batch] twice.")
+    return first, second
 
 
 def _counted(right: Array, places: Array, number: int) -> tuple[Array, Array]:
