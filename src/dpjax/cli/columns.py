@@ -50,7 +50,6 @@ def kind_of(words: Collection[str]) -> str:
     """The first kind that all cells but gaps have."""
     for kind, read in (("number", number_of), ("date", date_of)):
         with contextlib.suppress(ValueError):
-            for word in words:
-                word.lower() in GAPS or read(word)
+            _ = [read(word) for word in words if word.lower() not in GAPS]
             return kind
     return "category"

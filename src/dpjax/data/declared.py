@@ -31,14 +31,14 @@ class Column(NamedTuple):
     span: tuple[float, float] | None = None  # of a target
     learnt: bool = False  # rather than read
 
-    def filled(self, fill: Any = None, other: bool = False) -> Column:
-        """Gaps are errors, other words, or with ``fill`` this value and a feature that is 1."""
+    def filled(self, fill: Any = None) -> Column:
+        """The column in which gaps are errors, or with ``fill`` this value and a feature of 1."""
 
         def numbers(word: str) -> tuple[float, ...]:
             gap = word.lower() in GAPS and word not in self.values
             if fill is not None:
                 return (*self.numbers(text(fill) if gap else word), float(gap))
-            if gap and not other:
+            if gap:
                 raise ValueError("a gap; expected a value, or `fill` in the declaration")
             return self.numbers(word)
 
@@ -76,15 +76,12 @@ def _category(values: Sequence[Any], other: bool = False, fill: Any = None) -> C
         return (*hot, 1.0 - sum(hot)) if other else tuple(hot)
 
     parts = tuple(f"={word}" for word in (*words, *["(other)"] * other))
-    return Column(numbers, parts, words).filled(fill, other)
+    column = Column(numbers, parts, words)
+    return column if other and fill is None else column.filled(fill)  # a gap is an other word
 
 
 def _label(values: Sequence[Any]) -> Column:
     return _category(values)._replace(learnt=True)
-
-
-def _ignore() -> None:
-    """Takes no keys."""
 
 
 _KINDS: Mapping[str, Callable[..., Column | None]] = {
@@ -93,7 +90,7 @@ _KINDS: Mapping[str, Callable[..., Column | None]] = {
     "date": _date,
     "label": _label,
     "target": _target,
-    "ignore": _ignore,
+    "ignore": lambda **_: None,  # of a draft, with all keys
 }
 
 

@@ -50,8 +50,8 @@ _data.path("columns", None, "Declared columns of a .csv; `dpjax columns my.csv` 
 _data.text(
     "unit_column",
     None,
-    "With --columns: the column that says whose row it is. The unit is then a person with all rows; "
-    "batches and epochs count persons.",
+    "With --columns: the column that says whose row it is. A person with all rows is then the "
+    "unit; batches and epochs count persons.",
 )
 _data.whole("most_rows", 1, "Rows of a person that one step reads, with --unit_column.", 1)
 _data.path("data_dir", None, "Folder of the data; by default the environment's DPJAX_DATA_DIR.")
