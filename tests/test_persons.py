@@ -323,15 +323,15 @@ def test_rows_with_group_accounting_hold_for_every_person(count):
 
 @pytest.mark.slow
 def test_the_accountant_says_which_way_needs_less_noise():
-    plan = {"steps": 10, "epsilon": 3.0, "delta": 1e-5}
-    both = accounting.persons_or_rows(2000, 100, 4, **plan)
-    event = accounting.subsampled_gaussian(both.rows, 0.05, 10)
-    assert accounting.epsilon_for_users(event, 1e-5, 4) == pytest.approx(3.0, rel=1e-3)
-    event = accounting.subsampled_gaussian(both.persons, 0.05, 10)
-    assert accounting.epsilon(event, 1e-5, "pld") == pytest.approx(3.0, rel=1e-3)
-    assert (both.ratio, both.less) == (pytest.approx(4 * both.persons / both.rows), "rows")
-    one = accounting.persons_or_rows(2000, 100, 1, **plan)
-    assert one.ratio == pytest.approx(1, rel=1e-3)
+    plan = {"steps": 200, "epsilon": 1.0, "delta": 1e-4}
+    both = accounting.persons_or_rows(2000, 200, 5, **plan)
+    event = accounting.subsampled_gaussian(both.rows, 0.1, 200)
+    assert 0.998 < accounting.epsilon_for_users(event, 1e-4, 5) <= 1
+    event = accounting.subsampled_gaussian(both.persons, 0.1, 200)
+    assert 0.998 < accounting.epsilon(event, 1e-4, "pld") <= 1
+    assert (both.ratio, both.less) == (pytest.approx(5 * both.persons / both.rows), "rows")
+    one = accounting.persons_or_rows(2000, 200, 1, **plan, bound_ratio=0.5)
+    assert (one.ratio, one.less) == (pytest.approx(0.5, rel=2e-3), "persons")
 
 
 # What it refuses ------------------------------------------------------------------------

@@ -164,8 +164,8 @@ def persons_or_rows(
         $1/\sqrt k$ where they are independent.
 
     Example:
-      >>> plan = {"steps": 10, "epsilon": 3.0, "delta": 1e-5}
-      >>> [persons_or_rows(2000, 100, 4, **plan, bound_ratio=ratio).less for ratio in (1, 0.5)]
+      >>> plan = {"steps": 200, "epsilon": 1.0, "delta": 1e-4}
+      >>> [persons_or_rows(2000, 200, 5, **plan, bound_ratio=r).less for r in (1, 0.5)]
       ['rows', 'persons']
 
     References:
