@@ -3,9 +3,14 @@
 
 import copy
 import datetime
+import os
+import pathlib
 import random
 import re
+import subprocess
+import sys
 import tomllib
+import types
 
 import jax
 import numpy as np
@@ -14,36 +19,20 @@ from absl import app
 from mutation import kills
 
 from dpjax import data
+from dpjax.cli import audit
 from dpjax.cli import columns as drafts
 from dpjax.cli.flag_sets.train import FLAGS
 from dpjax.cli.train import build, command
 
+ROOT = pathlib.Path(__file__).parent.parent
 DECLARED = """
-[age]
-kind = "number"
-low = 0
-high = 100
-fill = 50
-[weight]
-kind = "number"
-low = 20.0
-high = 220
-[sex]
-kind = "category"
-values = ["F", "M"]
-[ward]
-kind = "category"
-values = [1, 2]
-other = true
-[seen]
-kind = "date"
-since = 2010-01-01
-days = 1000
-[note]
-kind = "ignore"
-[died]
-kind = "label"
-values = ["no", "yes"]
+age = {kind = "number", low = 0, high = 100, fill = 50}
+weight = {kind = "number", low = 20.0, high = 220}
+sex = {kind = "category", values = ["F", "M"]}
+ward = {kind = "category", values = [1, 2], other = true}
+seen = {kind = "date", since = 2010-01-01, days = 1000}
+note = {kind = "ignore", values = "?"}
+died = {kind = "label", values = ["no", "yes"]}
 """
 COLUMNS = tomllib.loads(DECLARED)
 HEADER = ["patient", *COLUMNS]
@@ -51,19 +40,14 @@ HEADER = ["patient", *COLUMNS]
 
 def rows_of(draw, count=20):
     """Cells of a table without a fault; each patient has two rows."""
-    return [
-        [
-            f"p{row // 2}",
-            f"{draw.randint(0, 100)}",
-            f"{draw.uniform(20, 220):.1f}",
-            draw.choice("FM"),
-            draw.choice("12"),
-            f"2011-{draw.randint(1, 12):02}-{draw.randint(1, 28):02}",
-            draw.choice(["", "a, b", "c"]),
-            draw.choice(["no", "yes"]),
-        ]
-        for row in range(count)
-    ]
+
+    def cells(row):
+        yield from (f"p{row // 2}", f"{draw.randint(0, 100)}", f"{draw.uniform(20, 220):.1f}")
+        yield from (draw.choice("FM"), draw.choice("12"))
+        yield f"2011-{draw.randint(1, 12):02}-{draw.randint(1, 28):02}"
+        yield from (draw.choice(["", "a, b", "c"]), draw.choice(["no", "yes"]))
+
+    return [list(cells(row)) for row in range(count)]
 
 
 def written(path, rows, header=HEADER):
@@ -90,19 +74,11 @@ def both(part):
     return [np.concatenate(pair) for pair in zip(part.train, part.test, strict=True)]
 
 
-def without(name):
-    return {key: value for key, value in COLUMNS.items() if key != name}
-
-
 # --- what a cell becomes ---
 
 
 @kills("data/declared.py", "2 * (value - low)", "(value - low)")
-@kills(
-    "data/declared.py",
-    "(*self.form.numbers(self.fill if gap else word), float(gap))",
-    "(*self.form.numbers(self.fill if gap else word), 0.0)",
-)
+@kills("data/declared.py", "if gap else word), float(gap))", "if gap else word), 0.0)")
 def test_each_kind_becomes_its_numbers():
     frame = {
         "patient": [7, 8, 9],
@@ -145,7 +121,7 @@ def test_a_listed_word_is_no_gap_and_a_date_may_have_a_format():
     assert found.train[1].dtype == np.float32
 
 
-@kills("data/tables.py", "np.array(rows, np.float32)", "np.array(rows, np.float32) - np.mean(rows)")
+@kills("data/tables.py", "np.array(part, np.float32)", "np.array(part) - np.mean(part)")
 def test_no_row_changes_the_numbers_of_another():
     rows, columns = rows_of(random.Random(0)), COLUMNS | {"patient": {"kind": "ignore"}}
 
@@ -176,7 +152,7 @@ def test_all_rows_of_a_person_are_on_one_side():
     found = data.table(frame_of(rows), COLUMNS, "patient")
     train, test = ({*x[:, 0]} for x, _ in (found.train, found.test))
     assert (len(train), len(test), train & test) == (24, 6, set())
-    owners = found.owners
+    owners = np.asarray(found.owners)
     assert (found.units, found.examples, owners.min(), owners.max()) == (24, 48, 0, 23)
     assert len({*zip(owners.tolist(), found.train[0][:, 0].tolist(), strict=True)}) == 24
     by_row = data.table(frame_of(rows), COLUMNS | {"patient": {"kind": "ignore"}})
@@ -203,32 +179,29 @@ def short(draw, rows, header):
 
 def missing(draw, rows, header):
     place = draw.randrange(len(header))
-    for row in rows:
-        del row[place]
-    return f"expected '{header.pop(place)}' too"
+    name = [row.pop(place) for row in (*rows, header)][-1]
+    return f"expected '{name}' too"
 
 
 def doubled(draw, rows, header):
     place = draw.randrange(len(header))
-    for row in rows:
+    for row in (*rows, header):
         row.append(row[place])
-    header.append(header[place])
     return f"column '{header[place]}' occurs twice"
 
 
 def undeclared(draw, rows, header):
     place = draw.randrange(len(header) + 1)
-    for row in rows:
-        row.insert(place, "3")
-    header.insert(place, "new")
-    return "column 'new' is not declared"
+    for row in (*rows, header):
+        row.insert(place, "3e")
+    return "column '3e' is not declared"
 
 
 def open_quote(draw, rows, header):
     row = draw.randrange(len(rows))
     place = draw.randrange(len(header))
     rows[row][place] = '"' + rows[row][place].replace(",", "")
-    return "own.csv'): "
+    return f"row {row + 1}: "
 
 
 def empty(draw, rows, header):
@@ -286,15 +259,15 @@ def test_a_byte_order_mark_and_foreign_ends_of_lines_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"age": 3}, r"\[age\]: got 3; expected a kind"),
+        ({"age": 3}, r"\[age\]\(kind=None\): expected one of number, category"),
         ({"age": {"kind": "numbr"}}, r"\[age\]\(kind='numbr'\).*Did you mean number"),
-        ({"age": {"kind": "number", "low": 0}}, "got low; a number has high and low, and may have"),
-        ({"age": {"kind": "ignore", "low": 0}}, "got low; a ignore has nothing"),
+        ({"age": {"kind": "number", "low": 0}}, r"\[age\]: number\(\) missing 1 .* 'high'\.$"),
+        ({"age": {"kind": "number", "hgh": 0}}, r"number\(\) got an unexpected .* 'hgh'"),
         ({"age": {"kind": "number", "low": "?", "high": "?"}}, r"number\(low='\?'\): expected a"),
         ({"age": {"kind": "number", "low": 5, "high": 5}}, r"high - low=0.0\): expected a finite"),
         ({"age": {"kind": "number", "low": 0, "high": 9, "fill": "x"}}, r"\[age\]: 'x'; expected"),
-        ({"sex": {"kind": "category", "values": "?"}}, r"values='\?'\): expected a list of words"),
-        ({"sex": {"kind": "category", "values": ["1", 1]}}, "expected each word once"),
+        ({"sex": {"kind": "category", "values": "?"}}, r"values are '\?'; expected a list of dif"),
+        ({"sex": {"kind": "category", "values": ["1", 1]}}, "expected a list of different words"),
         ({"seen": {"kind": "date", "since": "?", "days": 3}}, r"\[seen\]: '\?'; expected a date"),
         ({"seen": {"kind": "date", "since": "2010-01-01", "days": 0}}, r"date\(days=0\)"),
         ({"died": {"kind": "ignore"}}, r"got \[\] to be learnt; expected one label or one target"),
@@ -328,21 +301,19 @@ def test_a_draft_has_names_and_kinds_and_no_value_of_a_row(tmp_path, capsys):
     text = drafted(written(tmp_path / "own.csv", rows, [*HEADER[:-1], "Date of death.1"]), capsys)
     kinds = {name: entries["kind"] for name, entries in tomllib.loads(text).items()}
     numbers, words = dict.fromkeys(["age", "weight", "ward"], "number"), ["patient", "sex", "note"]
-    assert kinds == numbers | dict.fromkeys(words, "category") | {
-        "seen": "date",
-        "Date of death.1": "label",
-    }
+    others = {"seen": "date", "Date of death.1": "label"}
+    assert kinds == numbers | dict.fromkeys(words, "category") | others
     other = [[f"{cell}" for cell in row] for row in rows_of(random.Random(4), 40)]
     again = written(tmp_path / "own.csv", other, [*HEADER[:-1], "Date of death.1"])
     assert drafted(again, capsys) == text, "other rows of the same kinds"
     assert "secret" not in text
     assert "a release that no epsilon covers" in text.replace("\n# ", " ")
-    with pytest.raises(ValueError, match=r"\[patient\]: category\(values='\?'\)"):
+    with pytest.raises(ValueError, match=r"\[patient\]: values are '\?'"):
         data.table(again, tomllib.loads(text))
 
 
 def test_a_draft_is_of_one_table(tmp_path, capsys):
-    with pytest.raises(app.UsageError, match=r"dpjax columns patients\.csv > columns\.toml"):
+    with pytest.raises(app.UsageError, match=r"dpjax columns my\.csv > columns\.toml"):
         drafts.run(FLAGS, ["dpjax columns"])
     with pytest.raises(app.UsageError, match=r"own\.csv"):
         drafted(tmp_path / "own.csv", capsys)
@@ -352,7 +323,7 @@ def parsed(*words):
     given = copy.deepcopy(FLAGS)
     few = ("--model=linear", "--batch_size=8", "--steps=2", "--noise_multiplier=1")
     given(
-        ["train", "--dataset=own.csv", "--columns=columns.toml", "--accountant=rdp", *few, *words]
+        ["train", "--dataset=own.csv", "--columns=columns.toml", *few, "--accountant=rdp", *words]
     )
     return given
 
@@ -364,10 +335,9 @@ def folder(tmp_path, monkeypatch):
     written(tmp_path / "own.csv", [row[1:] for row in rows], HEADER[1:])
     written(tmp_path / "visits.csv", rows)
     (tmp_path / "columns.toml").write_text(DECLARED)
-    target = DECLARED.replace('"ignore"', '"ignore" # x').replace(
-        '[weight]\nkind = "number"', '[weight]\nkind = "target"'
+    target = DECLARED.replace('"label"', '"category"').replace(
+        '"number", low = 20', '"target", low = 20'
     )
-    target = target.replace('"label"\nvalues = ["no", "yes"]', '"category"\nvalues = ["no", "yes"]')
     (tmp_path / "target.toml").write_text(target)
     return tmp_path
 
@@ -400,11 +370,9 @@ def test_a_target_has_one_output_and_a_loss_of_numbers(folder):
 
 
 def test_class_weights_multiply_the_loss(folder):
-    loss = build.build_loss(parsed("--class_weights=1,5"), 2)
-    plain = build.build_loss(parsed(), 2)
-    for label, weight in enumerate((1, 5)):
-        scores = np.array([0.5, -1.0], np.float32)
-        assert float(loss(scores, label)) == pytest.approx(weight * float(plain(scores, label)))
+    loss, plain = (build.build_loss(parsed(*w), 2) for w in (["--class_weights=1,5"], []))
+    ratios = [float(loss(np.zeros(2), y)) / float(plain(np.zeros(2), y)) for y in (0, 1)]
+    assert ratios == pytest.approx([1, 5])
 
 
 def test_a_run_is_identified_by_its_declarations(folder):
@@ -426,3 +394,48 @@ def test_persons_are_what_is_sampled_and_counted(folder):
     given = parsed("--dataset=visits.csv", *words[:3])
     given["steps"].value = None
     assert command.plan(given).mechanism.steps == 40 * 24 / 4
+    visits = (folder / "visits.csv").read_text()
+    (folder / "visits.csv").write_text(visits.replace("patient", "Patient ID", 1))
+    given["unit_column"].value = "Patient ID"
+    assert command.plan(given).mechanism.unit == "patient"
+
+
+def test_audits_are_of_classifiers_whose_unit_is_a_row(monkeypatch, tmp_path):
+    steps = {"multiplier_and_steps": [[1.0, 2]]}
+    run = types.SimpleNamespace(card={}, config={"flags": {}}, mechanism=steps)
+    monkeypatch.setattr(audit, "read", lambda *_, **__: run)
+    part = (np.zeros((2, 3)), np.zeros(2))
+    for classes, owners in ((None, None), (2, np.arange(2))):
+        dataset = data.Dataset("own", part, part, classes, owners=owners)
+        planned = types.SimpleNamespace(dataset=dataset)
+        monkeypatch.setattr(audit, "plan", lambda _, planned=planned: planned)
+        with pytest.raises(app.UsageError, match="a classifier whose unit is one example"):
+            audit.rebuild(tmp_path)
+
+
+@pytest.mark.thorough
+def test_the_commands_of_the_page_lead_from_a_csv_to_a_statement(tmp_path):
+    """In the folder that the page's code fills, with two steps and no figures."""
+    page = (ROOT / "docs" / "pages" / "tutorials" / "table.md").read_text()
+    write, declare, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    draft, train, verify = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+
+    def ran(command):
+        command = command.replace("dpjax ", f"{sys.executable} -m dpjax ")
+        command = command.replace("python -m dpjax.", f"{sys.executable} -m dpjax.")
+        options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT / "src")}}
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, **options)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    subprocess.run([sys.executable, "-c", write], cwd=tmp_path, check=True)
+    ran(draft)
+    drafted = (tmp_path / "columns.toml").read_text()
+    subprocess.run([sys.executable, "-c", declare], cwd=tmp_path, check=True)
+    declared = tomllib.loads((tmp_path / "columns.toml").read_text())
+    kinds = [[c["kind"] for c in t.values()] for t in (tomllib.loads(drafted), declared)]
+    assert kinds[0] == kinds[1]
+    said = ran(f"{train.strip()} --steps=2 --noreport")
+    assert "on tumours (values beyond their ranges are clipped" in said
+    assert "one example" in (tmp_path / "runs" / "tumours" / "statement.txt").read_text()
+    assert "epsilon" in ran(verify)

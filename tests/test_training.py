@@ -266,7 +266,7 @@ MISTAKES = {
     "clients": (
         {"mechanism": mechanism_with(unit="client")},
         ValueError,
-        "unit='client'.*expected one of example",
+        "unit is 'client'; expected rows or people",
     ),
 }
 

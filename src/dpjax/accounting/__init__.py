@@ -37,7 +37,12 @@ from dpjax.accounting.profiles import Estimate
 from dpjax.accounting.random_projections import ProjectedGaussianDpEvent, with_projections
 from dpjax.accounting.rdp_divergence import ORDERS, renyi_divergence
 from dpjax.accounting.selection import DISTRIBUTIONS, Selection, draw_runs, select_best
-from dpjax.accounting.user_level import epsilon_for_users, for_groups
+from dpjax.accounting.user_level import (
+    PersonsOrRows,
+    epsilon_for_users,
+    for_groups,
+    persons_or_rows,
+)
 
 __all__ = [
     "DISTRIBUTIONS",
@@ -48,6 +53,7 @@ __all__ = [
     "Estimate",
     "Filter",
     "Method",
+    "PersonsOrRows",
     "ProjectedGaussianDpEvent",
     "RandomAllocationDpEvent",
     "Selection",
@@ -65,6 +71,7 @@ __all__ = [
     "largest_steps",
     "levels",
     "levels_of",
+    "persons_or_rows",
     "renyi_divergence",
     "scheduled_gaussian",
     "select_best",

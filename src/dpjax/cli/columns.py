@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from absl import app, flags
 
-from dpjax.data.declared import GAPS, date, number
+from dpjax.data.declared import GAPS, date_of, number_of
 from dpjax.data.files import read_table
 
 _HEAD = """\
@@ -31,7 +32,7 @@ _DRAFTS = {
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Prints the draft for the table that the command line names."""
     if len(argv) != 2:
-        raise app.UsageError("expected one table: dpjax columns patients.csv > columns.toml")
+        raise app.UsageError("expected one table: dpjax columns my.csv > columns.toml")
     try:
         header, rows = read_table(pathlib.Path(argv[1]), argv[1])
     except (OSError, ValueError) as error:
@@ -39,21 +40,16 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     print(_HEAD)
     # The label of `dpjax.data.load_file`.
     label = next((name for name in header if name.lower() == "label"), header[-1])
-    for place, name in enumerate(header):
-        kind = "label" if name == label else kind_of({row[place].strip() for row in rows})
+    for name, *words in zip(header, *rows, strict=True):
+        kind = "label" if name == label else kind_of({word.strip() for word in words})
         key = name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name)
         print("\n".join([f"[{key}]", f'kind = "{kind}"', *_DRAFTS[kind], ""]))
 
 
 def kind_of(words: Collection[str]) -> str:
     """The first kind that all cells but gaps have."""
-    readers: dict[str, Callable[[str], object]] = {"number": number, "date": date}
-    for kind, read in readers.items():
-        try:
-            for word in words:
-                if word.lower() not in GAPS:
-                    read(word)
-        except ValueError:
-            continue
-        return kind
+    for kind, read in (("number", number_of), ("date", date_of)):
+        with contextlib.suppress(ValueError):
+            _ = [read(word) for word in words if word.lower() not in GAPS]
+            return kind
     return "category"

@@ -97,14 +97,9 @@ def one_hot(error: Callable[[Array, Array], Array]) -> Callable[[Array, Array], 
 def weighted(error: Callable[..., Array], weights: Sequence[float] | Array) -> Callable[..., Array]:
     r"""Makes a loss of class labels with a weight for each class, $w_y \cdot \text{error}(h, y)$.
 
-    Args:
-      error: A loss of logits and a label, such as `cross_entropy`.
-      weights: One number of 0 or more for each class.
-
     Privacy:
-      Weights must be public: counts of the private labels are a release. They cost no epsilon,
-      because the weighted gradient is clipped. The price is accuracy: a gradient that reaches the
-      bound gains nothing by a larger weight, and the others shrink relative to the noise.
+      Weights must be public, and cost no epsilon: the weighted gradient is clipped. The price is
+      that one at the bound gains nothing, and the others shrink relative to the noise.
 
     Example:
       >>> rare = weighted(cross_entropy, [1.0, 5.0])

@@ -46,17 +46,12 @@ _data.named(
 )
 _data.whole("classes", None, "Number of classes of a file; by default its labels, as public.", 2)
 _data.text("label", None, "Column of the label in a .csv of yours; by default label, or the last.")
-_data.path(
-    "columns",
-    None,
-    "Declarations of the columns of a .csv of yours, label included: `dpjax columns my.csv` "
-    "drafts them.",
-)
+_data.path("columns", None, "Declared columns of a .csv; `dpjax columns my.csv` drafts them.")
 _data.text(
     "unit_column",
     None,
-    "With --columns: the column that says whose row it is. The guarantee is then for a person with "
-    "all rows, batches and epochs count persons, and the name of the column is in the statement.",
+    "With --columns: the column that says whose row it is. A person with all rows is then the "
+    "unit; batches and epochs count persons.",
 )
 _data.whole("most_rows", 1, "Rows of a person that one step reads, with --unit_column.", 1)
 _data.path("data_dir", None, "Folder of the data; by default the environment's DPJAX_DATA_DIR.")
@@ -82,17 +77,12 @@ _model.several("hidden", ["128"], "Widths of the hidden layers of an mlp.")
 _model.several("model_options", [], "Further fields of the model: depth=10,width=1.")
 _model.text("activation", None, "Activation; by default the model's (CNN, mlp: tanh).")
 _model.yes_no("torch_init", False, "Use PyTorch's initial weights, as many published runs did.")
-_model.choice(
-    "loss",
-    "cross_entropy",
-    names.LOSSES,
-    "Loss of one example; of a declared target squared_error, absolute or huber.",
-)
+_model.choice("loss", "cross_entropy", names.LOSSES, "Loss; of a target one of the last three.")
 _model.several("loss_options", [], "Arguments of a focal, composite or huber loss: threshold=7.")
 _model.several(
     "class_weights",
     [],
-    "Public weights that multiply the loss of each class before clipping: 1,5. A gradient at the "
+    "Public weights of the classes, as 1,5. Losses are weighted before clipping: a gradient at the "
     "bound gains nothing, and the others shrink relative to the noise.",
 )
 

@@ -71,16 +71,14 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
 
 
 def build_loss(given: flags.FlagValues, classes: int | None) -> losses.ExampleLoss:
-    """The loss of the flags, for a number of classes, or for a target that is a number."""
+    """The loss of the flags; without a number of classes, of a target that is a number."""
     table = REGRESSIONS if classes is None else LOSSES
     if given.loss not in table:
         raise ValueError(f"--loss={given.loss}: expected one of {', '.join(table)} for a target.")
     loss, weights = table[given.loss](**read_options(given.loss_options)), given.class_weights
-    if not weights:
-        return loss
-    if len(weights) != classes:
+    if weights and len(weights) != classes:
         raise ValueError(f"--class_weights={','.join(weights)}: expected one for each class.")
-    return losses.weighted(loss, [float(weight) for weight in weights])
+    return losses.weighted(loss, list(map(float, weights))) if weights else loss
 
 
 def build_model(given: flags.FlagValues, classes: int) -> Any:
@@ -134,20 +132,19 @@ def build_mechanism(
     queries: tuple[float, ...] = (),
     owners: np.ndarray | None = None,
 ) -> dpjax.Mechanism:
-    """The private computation, after ``queries`` with these noise multipliers on all the data.
-
-    With ``owners`` of the rows, ``examples`` is the number of persons.
-    """
+    """The private computation, after ``queries`` with these noise multipliers on all the data."""
     options: dict[str, Any] = {"groups": given.groups} if given.clipping == "grouped" else {}
     facts = {"cycle": given.bands} if given.sampling == "cyclic_poisson" else {}
-    unit = {}
+    unit: dict[str, Any] = {}
     if owners is None:
         batches = dpjax.sampling.by_name(given.sampling, examples, given.batch_size, **facts)
     elif given.sampling != "poisson":
         raise ValueError(f"--sampling={given.sampling}: expected poisson with --unit_column.")
     else:
         batches = dpjax.sampling.persons(owners, given.batch_size, given.most_rows)
-        unit = {"unit": re.sub(r"\W+", "_", given.unit_column).strip("_")}
+        # Statements speak of one patient where the column is "Patient ID".
+        noun = re.sub(r"[\W_]+id$", "", given.unit_column.lower())
+        unit = {"unit": re.sub(r"\W+", "_", noun).strip("_")}
     steps = given.steps
     if steps is None:  # by the sampler's size: an epoch of random_allocation has whole batches
         steps = round(given.epochs * examples / batches.batch_size)

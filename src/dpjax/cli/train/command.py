@@ -90,7 +90,10 @@ def plan(given: flags.FlagValues) -> Planned:
     for one, other in (("noise_multiplier", "target_epsilon"), ("steps", "epochs")):
         if given[one].value is not None and given[other].present:
             raise app.UsageError(f"--{one} --{other}: expected one of the two, or --max_epsilon.")
-    check_columns(given)
+    for name, declared in (("label", False), ("classes", False), ("unit_column", True)):
+        if given[name].value and bool(given.columns) != declared:
+            need = "with" if declared else "without"
+            raise app.UsageError(f"--{name}: expected {need} --columns, which declares the label.")
     try:
         # Data come first, because classes, sizes and sampling rate follow from them.
         dataset = load(given)
@@ -122,22 +125,11 @@ def plan(given: flags.FlagValues) -> Planned:
     return Planned(*made, method, epsilon, per_epoch, earlier, budget)
 
 
-def check_columns(given: flags.FlagValues) -> None:
-    """Refuses flags of a table that would have no effect, or that say twice what the label is."""
-    needs = {"label": False, "classes": False, "stream": False, "unit_column": True}
-    for name, declared in needs.items():
-        if given[name].value and bool(given.columns) != declared:
-            raise app.UsageError(
-                f"--{name}: expected {'with' if declared else 'without'} --columns, which declares "
-                "the label and all other columns."
-            )
-
-
 def load(given: flags.FlagValues) -> data.Dataset:
     """The data set of the flags."""
     try:
         if given.columns:
-            return data.table(given.dataset, given.columns, given.unit_column)
+            return data.table(given.dataset, given.columns, given.unit_column or None)
         if names.is_file(given.dataset):
             return data.load_file(given.dataset, given.classes, given.label)
         return (data.stream if given.stream else data.load)(given.dataset, given.data_dir)
@@ -186,11 +178,10 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
 
 
 def configuration(given: flags.FlagValues) -> dict[str, Any]:
-    """What identifies the run: its flags, and the declarations that a flag names."""
-    flags_given = {f"--{name}": value for name, value in settings(given).items()}
-    if not given.columns:
-        return flags_given
-    return flags_given | {"declared columns": pathlib.Path(given.columns).read_text("utf-8-sig")}
+    """What identifies the run: its flags, and the declarations in the file that a flag names."""
+    named = {f"--{name}": value for name, value in settings(given).items()}
+    declared = pathlib.Path(given.columns).read_text("utf-8-sig") if given.columns else None
+    return named | ({"columns": declared} if declared else {})
 
 
 def announce(given: flags.FlagValues, planned: Planned) -> None:
