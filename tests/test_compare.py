@@ -110,9 +110,9 @@ def test_runs_without_noise_and_a_guess_stand_beside_private_ones(tmp_path, caps
     assert head.split("  ")[0] == "runs"
     assert "test RMSE" in head
     assert "accuracy" not in head
-    assert re.split("  +", first)[:2] == ["noise=private", "3.000"]
-    assert re.split("  +", second)[:5] == ["noise=exact", "2.000", "1 run", "20", "inf"]
-    assert said == "Always guessing the mean of the test targets: test RMSE 5.000."
+    assert re.split("  +", first)[:2] == ["noise=private", "3"]
+    assert re.split("  +", second)[:5] == ["noise=exact", "2", "1 run", "20", "inf"]
+    assert said == "Always guessing the mean of the test targets: test RMSE 5."
     ((figure, badge),) = figures
     assert badge, "without noise it is not for release"
     spent, taken = figure.axes

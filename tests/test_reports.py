@@ -364,8 +364,9 @@ def test_the_card_is_complete_and_strict_json():
 
 
 def verdicts(card):
-    """How many claims of a card hold by the file that does not know dpjax, and how many do not."""
-    lines = [line for _, line in verify.findings(json.loads(json.dumps(card)))]
+    """How many epsilons hold by the file that does not know dpjax, and how many do not."""
+    found = (line for _, line in verify.findings(json.loads(json.dumps(card))))
+    lines = [line for line in found if not line.startswith("attacks")]
     return sum(line.endswith(": holds") for line in lines), sum("DOES NOT" in x for x in lines)
 
 

@@ -297,7 +297,7 @@ def bootstrap(
     Example:
       >>> scores = np.linspace(0, 1, 200)
       >>> bootstrap(auroc, scores, scores + np.sin(37 * np.arange(200)) / 2 > 0.5, draws=100)
-      (0.81..., 0.90...)
+      (0.69..., 0.80...)
     """
     level = checks.fraction("metrics.bootstrap", "level", level, "0.95 is usual.")
     draws = checks.whole("metrics.bootstrap", "draws", draws, "1000 is usual.")

@@ -181,12 +181,12 @@ def line(group: RunGroup, measures: Sequence[str] = ("accuracy",)) -> list[str]:
 def mean(group: RunGroup, measure: str) -> str:
     """The mean of what the runs measured at their ends, and its standard deviation."""
     finals = np.array([run.measures[measure] for run in group.runs if measure in run.measures])
-    factor, form, per_cent = (100, ".2f", " %") if measure in PER_CENT else (1, ".3f", "")
     if not len(finals):
         return "none"
-    finals = factor * finals
-    spread = f" ± {finals.std(ddof=1):{form}}" if len(finals) > 1 else ""
-    return f"{finals.mean():{form}}{per_cent}{spread}"
+    middle, off = finals.mean(), finals.std(ddof=len(finals) > 1)
+    words = f"{100 * middle:.2f} %" if measure in PER_CENT else shown(measure, middle)
+    spread = f"{100 * off:.2f}" if measure in PER_CENT else shown(measure, off)
+    return words + f" ± {spread}" * (len(finals) > 1)
 
 
 def protected(runs: Iterable[SavedRun]) -> list[str]:

@@ -37,6 +37,8 @@ PER_CENT = ("accuracy", "balanced_accuracy")
 
 def shown(measure: str, value: float) -> str:
     """The value of one of `MEASURES`."""
+    if measure in ("rmse", "mae"):  # in units of the target
+        return f"{value:.4g}"
     return f"{100 * value:.1f} %" if measure in PER_CENT else f"{value:.3f}"
 
 
