@@ -232,7 +232,8 @@ def report(given: flags.FlagValues, dataset: data.Dataset) -> None:
         print(f"\n{reached[0].upper()}{reached[1:].rstrip()}. {run.beside_a_guess}")
     if others := run.others_beside_a_guess:
         print(f"{others[0].upper()}{others[1:]}.")
-    speed = f", {run.speed} examples/s in steps alone" if run.speed else ""
+    unit = run.mechanism.get("unit", "example")
+    speed = f", {run.speed} {unit}s/s in steps alone" if run.speed else ""
     print(f"Trained in {duration(config['seconds'])} on {config['hardware']['device']}{speed}")
     if given.report:
         print(f"To look at: {reports.report(folder)}")
