@@ -168,7 +168,7 @@ def run(row: Row | None, seed: int, folder: Any) -> Mapping[str, Any]:
         if row.lora:
             params = {"lora": networks.adapters(network(), RANK, jax.random.key(seed))}
             frozen = {"leaves": weights["leaves"]}
-        mechanism = text.mechanism_of(len(data[0]), min(512, len(data[0]) // 2), 10, row.epsilon)
+        mechanism = text.mechanism_of(len(data[0]), min(512, len(data[0]) // 2), 6, row.epsilon)
         loss = objective.loss_of(network())
         last = text.train(loss, row.rate, mechanism, data, params, seed, frozen)
         weights = {**frozen, **last}

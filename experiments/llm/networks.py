@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal language models of one text: `dpjax.models.Decoder`, and Llama 3, Qwen 3, Gemma 3 of Tunix.
+"""Causal language models of one text: `dpjax.models.Decoder` and three of Tunix.
 
 A network is a function of flat leaves, adapters and tokens to logits. The leaves have the paths
 of the module, the adapters the names and shapes of the published files (``config.json`` and
@@ -13,16 +13,18 @@ References:
 
 from __future__ import annotations
 
-import functools
 import importlib
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+from unittest import mock
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from dpjax import models
@@ -118,11 +120,193 @@ def decoder(config: Mapping[str, Any]) -> Network:
 
     adapted = {f"transformer.h.{i}.attn.c_attn": (width, 3 * width) for i in range(depth)}
     length = config["n_positions"]
-    return Network(
-        "gpt2", config["vocab_size"], length, apply, init, published, made, adapted
-    )
+    return Network("gpt2", config["vocab_size"], length, apply, init, published, made, adapted)
 
 
 def _low(a: Any, b: Any, x: Any, out: Any) -> Any:
     """What an adapter adds to the output of its projection."""
     return (x @ a @ b).astype(out.dtype).reshape(out.shape)
+
+
+TUNIX = {"llama3": "Llama3", "qwen3": "Qwen3", "gemma3": "Gemma3"}  # families and their modules
+_TUNIX = (
+    (r"^embedder/input_embedding$", "model.embed_tokens/w"),
+    (r"^(layers|final_norm)/", r"model.\1/"),
+    (r"final_norm", "norm"),
+    (r"/attn/", "/self_attn/"),
+    (r"attn_vec_einsum", "o_proj"),
+    (r"_(query|key)_norm", lambda found: f"{found[1][0]}_norm"),
+    (r"pre_attention_norm", "input_layernorm"),
+    (r"post_attention_norm", "post_attention_layernorm"),
+    (r"(pre|post)_ffw_norm", r"\1_feedforward_layernorm"),
+    (r"/(w|kernel|scale)$", "/weight"),
+    (r"/", "."),
+)
+_FUSED = r"(.*/)(q?k?v?)_einsum(/w)?"  # Gemma's projections, of these letters together
+
+
+def tunix(family: str, config: Any, rope: Mapping[str, Any] | None = None) -> Network:
+    """A network of Tunix, of its own ``ModelConfig``; ``rope`` are the positions' fields."""
+    from flax import nnx
+
+    module = importlib.import_module(f"tunix.models.{family}.model")
+    make = getattr(module, TUNIX[family])
+    abstract = nnx.eval_shape(lambda: make(config, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(abstract, nnx.Param)
+    found, tree = jax.tree.flatten_with_path(state)
+    shapes = {
+        re.sub(r"/value$", "", jax.tree_util.keystr(path, simple=True, separator="/")): leaf
+        for path, leaf in found
+    }
+    projections = {  # of each adapted projection, the names of its parts
+        path: tuple(name.removesuffix(".weight") for name in _tunix_names(f"{path}/w"))
+        for path in (name.removesuffix("/w") for name in shapes)
+        if re.search(r"/attn/([qv]_proj|q?k?v?_einsum)$", path)
+    }
+
+    def apply(leaves: Leaves, adapters: Adapters, tokens: Any) -> Any:
+        model = nnx.merge(graph, jax.tree.unflatten(tree, [leaves[name] for name in shapes]))
+        for path, names in projections.items() if adapters else ():
+            *_, layer, attention, name = path.split("/")
+            owner = getattr(model.layers[int(layer)], attention)
+            factors = [adapters.get(each) for each in names]
+            # Past the check of NNX, which takes what holds arrays for a part of the module.
+            object.__setattr__(owner, name, _Adapted(getattr(owner, name), factors))
+        places = jnp.arange(len(tokens))
+        seen = places <= places[:, None]
+        # Tunix 0.1.7 rotates by its default base and not by that of the configuration.
+        turned = module.apply_rope if family == "gemma3" else _rotation(rope, config)
+        with mock.patch.object(module, "apply_rope", turned):
+            return model(tokens[None], places[None], None, seen[None])[0][0]
+
+    def init(key: Any) -> Leaves:
+        # Not the module's own: it begins with zeros in all kernels of its hidden layers.
+        keys = jax.random.split(key, len(shapes))
+        return {
+            name: 0.02 * jax.random.normal(each, leaf.shape)
+            if leaf.ndim > 1
+            else jnp.full(leaf.shape, 0.0 if family == "gemma3" else 1.0)
+            for each, (name, leaf) in zip(keys, shapes.items(), strict=True)
+        }
+
+    def made(path: str, shape: tuple[int, ...], given: list[Any]) -> Any:
+        if re.fullmatch(_FUSED, path):
+            width, head = shape[-2:]
+            parts = [weight.T.reshape(width, -1, head).swapaxes(0, 1) for weight in given]
+            return jnp.stack(parts).reshape(shape)
+        kernel = given[0].ndim > 1 and "input_embedding" not in path
+        return given[0].T.reshape(shape) if kernel else given[0]
+
+    outputs = {"q_proj": config.num_heads, "v_proj": config.num_kv_heads}
+    adapted = {
+        name: (config.embed_dim, outputs[kind] * config.head_dim)
+        for name in itertools.chain(*projections.values())
+        if (kind := name.split(".")[-1]) in outputs
+    }
+    vocabulary = shapes["embedder/input_embedding"].shape[0]
+    return Network(family, vocabulary, None, apply, init, _tunix_names, made, adapted)
+
+
+def _tunix_names(path: str) -> tuple[str, ...]:
+    if fused := re.fullmatch(_FUSED, path):
+        return tuple(_tunix_names(f"{fused[1]}{part}_proj/w")[0] for part in fused[2])
+    for ours, theirs in _TUNIX:
+        path = re.sub(ours, theirs, path)
+    return (path,)
+
+
+def _rotation(rope: Mapping[str, Any] | None, config: Any) -> Callable[..., Any]:
+    """Rotary positions; with the long waves of Llama 3.1 and newer, which are stretched."""
+    rope = rope or {"rope_theta": config.rope_theta}
+    waves = rope["rope_theta"] ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    if rope.get("rope_type") == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        turns = rope["original_max_position_embeddings"] * waves / (2 * math.pi)
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        waves = waves * (kept + (1 - kept) / rope["factor"])
+
+    def apply_rope(x: Any, positions: Any, head_dim: int, rope_theta: float = 0) -> Any:
+        del head_dim, rope_theta
+        angles = positions[..., None, None] * jnp.asarray(waves, jnp.float32)
+        sin, cos = jnp.sin(angles), jnp.cos(angles)
+        first, second = jnp.split(x, 2, axis=-1)
+        turned = [first * cos - second * sin, second * cos + first * sin]
+        return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+    return apply_rope
+
+
+class _Adapted:
+    """A projection with adapters; its other facts are those of the projection."""
+
+    def __init__(self, projection: Any, factors: list[Mapping[str, Any] | None]) -> None:
+        self.projection, self.factors = projection, factors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.projection, name)
+
+    def __call__(self, x: Any) -> Any:
+        out = self.projection(x)
+        outs = [
+            part if pair is None else part + _low(pair["a"], pair["b"], x, part)
+            for pair, part in zip(
+                self.factors, out if len(self.factors) > 1 else [out], strict=True
+            )
+        ]
+        return outs if len(outs) > 1 else outs[0]
+
+
+def of(config: Mapping[str, Any]) -> Network:
+    """The network of a ``config.json``."""
+    kind = config.get("model_type", "").removesuffix("_text")
+    if kind == "gpt2":
+        return decoder(config)
+    family = "llama3" if kind == "llama" else kind
+    if family not in TUNIX:
+        raise ValueError(
+            f"config.json: model_type is {kind!r}; expected gpt2, llama, qwen3 or gemma3_text."
+        )
+    module = importlib.import_module(f"tunix.models.{family}.model")
+    heads = config["num_attention_heads"]
+    fields = {
+        "num_layers": config["num_hidden_layers"],
+        "embed_dim": config["hidden_size"],
+        "hidden_dim": config["intermediate_size"],
+        "num_heads": heads,
+        "num_kv_heads": config["num_key_value_heads"],
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+    }
+    # Since version 5 of transformers, positions have a field of their own.
+    old = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
+    rope = config.get("rope_parameters") or old
+    if family != "gemma3":
+        tied = "weight_tying" if family == "llama3" else "use_tied_embedding"
+        fields |= {
+            "vocab_size": config["vocab_size"],
+            "rope_theta": rope["rope_theta"],
+            "norm_eps": config["rms_norm_eps"],
+            tied: config.get("tie_word_embeddings", False),
+        }
+    else:
+        whole, local = (rope.get(f"{part}_attention", {}) for part in ("full", "sliding"))
+        fields |= {
+            "num_embed": config["vocab_size"],
+            "sliding_window_size": config["sliding_window"],
+            "global_base_frequency": whole.get("rope_theta") or rope["rope_theta"],
+            "local_base_frequency": local.get("rope_theta") or config["rope_local_base_freq"],
+            "global_scale_factor": whole.get("factor") or rope.get("factor") or 1.0,
+        }
+    return tunix(family, module.ModelConfig(**fields), rope)
+
+
+def by_size(size: str, vocabulary: int) -> Network:
+    """A network of a known size, such as ``decoder_tiny``, or a name of Tunix: ``llama3p2_1b``."""
+    if size in SIZES:
+        return decoder({**SIZES[size], "vocab_size": vocabulary})
+    family = next((family for family in TUNIX if size.startswith(family)), "")
+    known = family and importlib.import_module(f"tunix.models.{family}.model").ModelConfig
+    if not hasattr(known, size):
+        raise ValueError(
+            f"--model={size}: expected {', '.join(SIZES)} or a size of Tunix, as llama3p2_1b."
+        )
+    return tunix(family, getattr(known, size)())

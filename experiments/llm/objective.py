@@ -42,9 +42,7 @@ def surprise(network: Network, weights: Any, example: Example) -> Any:
     """Nats of the predicted tokens of a text, in all; ``weights`` has "leaves" and "lora"."""
     tokens, counted = example
     logits = network.apply(weights["leaves"], weights["lora"], tokens)[:-1]
-    nats = optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.float32), tokens[1:]
-    )
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[1:])
     return jnp.sum(nats * counted[1:])
 
 
