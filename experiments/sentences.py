@@ -212,7 +212,7 @@ def table(rows: Mapping[str, Any]) -> str:
 
 def _cells(rows: Mapping[str, Any]) -> Iterator[list[str]]:
     """Perplexity of the model, and exposures over secrets and seeds: mean, and the range."""
-    for name in ROWS:
+    for name in filter(rows.__contains__, ROWS):
         seeds = list(rows[name].values())
         found = [[e for run in seeds for e in run["exposure"][str(n)]] for n in PLANTED]
         each = (f"{np.mean(e):.1f} ({min(e):.1f} to {max(e):.1f})" for e in found)

@@ -3,7 +3,7 @@
 
 claim     private embeddings learn more than a head or LoRA
 verdict   so it is, in the tables of docs/pages/tutorials/text.md, which ``--page`` writes
-time      TIME core minutes for three seeds of all rows
+time      4 core minutes for three seeds of all rows
 hardware  CPU cores
 command   python -m experiments.text --seeds=3 --out=experiments/results/text.json
 
