@@ -15,8 +15,6 @@ from experiments.finetuning.transformers import read_safetensors
 from experiments.llm import networks, objective, texts, weights
 from run_binary import run
 
-from dpjax import clipping, testing
-
 TINY = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 6, "vocab_size": 9}
 BYTES = texts.Tokenizer(None)
 
@@ -69,7 +67,9 @@ def saved(folder, **changed):
     """Weights of a tiny GPT-2, as its own files name them."""
     network = networks.decoder(TINY)
     shapes = jax.eval_shape(network.init, jax.random.key(0))
-    arrays = {network.published(path)[0]: np.ones(leaf.shape) for path, leaf in shapes.items()}
+    arrays: dict = {
+        network.published(path)[0]: np.ones(leaf.shape) for path, leaf in shapes.items()
+    }
     arrays["transformer.wpe.weight"] = np.ones((6, 8))
     for part, shape in (("attn.c_attn.weight", (8, 24)), ("attn.c_attn.bias", 24)):
         arrays[f"transformer.h.0.{part}"] = np.ones(shape)
@@ -91,6 +91,13 @@ def test_weights_of_other_shapes_and_missing_shards_are_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(FileNotFoundError, match=r"model-00002-of-00002.safetensors is missing"):
         weights.filled(network, tmp_path)
+
+
+def test_models_without_a_network_are_refused():
+    with pytest.raises(ValueError, match=r"model_type is 'bert'; expected gpt2, llama"):
+        networks.of({"model_type": "bert"})
+    with pytest.raises(ValueError, match=r"--model=gpt5: expected decoder"):
+        networks.by_size("gpt5", 9)
 
 
 @pytest.mark.slow
@@ -191,28 +198,18 @@ def test_logits_are_those_of_transformers_and_adapters_those_of_peft(published):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_engines_agree(published):
-    *_, network, leaves = published
-    params = {"lora": networks.adapters(network, 2, jax.random.key(0))}
-    params = jax.tree.map(lambda x: x + 0.1, params)
-    loss = objective.loss_of(network)
-    rows = objective.stacked([objective.example_of(TOKENS[i:], 12, 2) for i in range(4)])
-    testing.assert_engines_agree(
-        lambda params, row: loss(params, row, {"leaves": leaves}),
-        clipping.flat(0.5),
-        params,
-        rows,
-        engines=("vmap", "ghost"),
-    )
-
-
-@pytest.mark.slow
-def test_a_tokenizer_that_was_trained_here_round_trips(tmp_path):
+def test_tokenizers_that_were_trained_here_round_trip(tmp_path):
+    lines = ["to thine own self be true", "what is a warm film"] * 9
     made = pytest.importorskip("tokenizers").ByteLevelBPETokenizer()
-    made.train_from_iterator(["to thine own self be true", "what is a warm film"] * 9, 300)
+    made.train_from_iterator(lines, 300)
     made.save(str(tmp_path / "tokenizer.json"))
     tokenizer = texts.Tokenizer(str(tmp_path), end=3)
     for text in ("to thine own film", "un été, 42 €"):
         assert tokenizer.text(tokenizer(text)) == text
     assert tokenizer.example(texts.Record("to ", "thine"), 9)[1].sum() == 2, "and the end"
+    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
+    prefix = str(tmp_path / "pieces")
+    trainer.train(sentence_iterator=iter(lines), model_prefix=prefix, vocab_size=21)
+    tokenizer = texts.Tokenizer(f"{prefix}.model")
+    assert tokenizer.text(tokenizer("a true self")) == "a true self"
+    assert (tokenizer("a")[0], tokenizer.end, tokenizer.size) == (1, 2, 21)

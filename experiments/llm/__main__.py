@@ -2,7 +2,7 @@
 """Fine-tunes a causal language model on private texts, and writes its adapters.
 
 claim     a folder of safetensors and a file of texts give adapters, a statement and a card
-verdict   tests/test_llm_program.py: logits and adapters are those of transformers and PEFT
+verdict   so it is: tests/test_llm_program.py compares with transformers and PEFT
 time      by size
 hardware  CPU, or what JAX finds
 command   python -m experiments.llm --weights=FOLDER --text=FILE.jsonl --target_epsilon=8 --out=RUN
@@ -88,7 +88,7 @@ def mechanism_of(examples: int) -> dpjax.Mechanism:
     return planned.calibrate(_EPSILON.value, runs.DELTA, "pld") if private else planned
 
 
-def tune(out: pathlib.Path) -> None:
+def tune(text: str, out: pathlib.Path) -> None:
     """Trains the adapters, or with ``--lora=0`` all weights, in the folder of the run."""
     network, tokenizer, leaves = loaded()
     length = min(_LENGTH.value, network.length or _LENGTH.value)
@@ -96,7 +96,7 @@ def tune(out: pathlib.Path) -> None:
     def examples(path: str) -> tuple[Any, Any]:
         return objective.stacked([tokenizer.example(r, length) for r in texts.records(path)])
 
-    data = examples(_TEXT.value)
+    data = examples(text)
     params, frozen = {"leaves": leaves}, {"lora": {}}
     if _LORA.value:
         adapters = networks.adapters(network, _LORA.value, jax.random.key(0))
@@ -148,7 +148,7 @@ def main(argv: list[str]) -> None:
     if not (_TEXT.value and runs.OUT.value):
         raise app.UsageError("expected --text=FILE and --out=FOLDER; see --help.")
     try:
-        tune(pathlib.Path(runs.OUT.value))
+        tune(_TEXT.value, pathlib.Path(runs.OUT.value))
     except (ImportError, OSError, ValueError) as error:
         raise app.UsageError(str(error)) from error
 

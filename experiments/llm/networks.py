@@ -129,6 +129,7 @@ def _low(a: Any, b: Any, x: Any, out: Any) -> Any:
 
 
 TUNIX = {"llama3": "Llama3", "qwen3": "Qwen3", "gemma3": "Gemma3"}  # families and their modules
+_KINDS = {"llama": "llama3", "qwen3": "qwen3", "gemma3_text": "gemma3"}  # of config.json
 _TUNIX = (
     (r"^embedder/input_embedding$", "model.embed_tokens/w"),
     (r"^(layers|final_norm)/", r"model.\1/"),
@@ -237,7 +238,7 @@ def _rotation(rope: Mapping[str, Any] | None, config: Any) -> Callable[..., Any]
 
 
 class _Adapted:
-    """A projection with adapters; its other facts are those of the projection."""
+    """A projection with adapters; its other attributes come from the projection."""
 
     def __init__(self, projection: Any, factors: list[Mapping[str, Any] | None]) -> None:
         self.projection, self.factors = projection, factors
@@ -258,14 +259,14 @@ class _Adapted:
 
 def of(config: Mapping[str, Any]) -> Network:
     """The network of a ``config.json``."""
-    kind = config.get("model_type", "").removesuffix("_text")
+    kind = config.get("model_type")
     if kind == "gpt2":
         return decoder(config)
-    family = "llama3" if kind == "llama" else kind
-    if family not in TUNIX:
+    if kind not in _KINDS:
         raise ValueError(
-            f"config.json: model_type is {kind!r}; expected gpt2, llama, qwen3 or gemma3_text."
+            f"config.json: model_type is {kind!r}; expected gpt2, {', '.join(_KINDS)}."
         )
+    family = _KINDS[kind]
     module = importlib.import_module(f"tunix.models.{family}.model")
     heads = config["num_attention_heads"]
     fields = {
@@ -289,7 +290,12 @@ def of(config: Mapping[str, Any]) -> Network:
         }
     else:
         whole, local = (rope.get(f"{part}_attention", {}) for part in ("full", "sliding"))
+        scalings = module.QueryPreAttentionNormalisation
+        plain = config["query_pre_attn_scalar"] == fields["head_dim"]
         fields |= {
+            "query_pre_attn_norm": scalings.BY_ONE_OVER_SQRT_HEAD_DIM
+            if plain
+            else scalings.BY_ONE_OVER_SQRT_EMBED_DIM_DIV_NUM_HEADS,
             "num_embed": config["vocab_size"],
             "sliding_window_size": config["sliding_window"],
             "global_base_frequency": whole.get("rope_theta") or rope["rope_theta"],

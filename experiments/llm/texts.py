@@ -7,10 +7,12 @@ made from other texts, or bytes.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from experiments.llm import objective
@@ -59,38 +61,35 @@ class Tokenizer:
     """
 
     def __init__(self, path: str | None, end: int | None = None) -> None:
-        self.end, self.name, self._model = end, "bytes", None
+        self.end, self.name = end, "bytes"
         found = pathlib.Path(path or "")
         if path and found.is_dir():
             both = [found / name for name in ("tokenizer.json", "tokenizer.model")]
             found = next((file for file in both if file.exists()), found)
+        self._encode: Callable[[str], list[int]]
+        self.text: Callable[[Sequence[int]], str]
         if path is None or found.is_dir():
             self.size, self.end = 257, 0
-        elif found.suffix == ".json":
-            import tokenizers
-
-            self._model = tokenizers.Tokenizer.from_file(str(found))
-            self.size, self.name = self._model.get_vocab_size(), str(found)
+            self._encode = lambda text: [byte + 1 for byte in text.encode()]
+            self.text = lambda tokens: bytes(t - 1 for t in tokens if t).decode(errors="replace")
+            return
+        self.name = str(found)
+        if found.suffix == ".json":
+            model = importlib.import_module("tokenizers").Tokenizer.from_file(self.name)
+            self.size, self.text = model.get_vocab_size(), model.decode
+            self._encode = lambda text: model.encode(text).ids
         else:
-            import sentencepiece
-
-            self._model: Any = sentencepiece.SentencePieceProcessor(model_file=str(found))
-            self.size, self.name = self._model.get_piece_size(), str(found)
-            self.end = self._model.eos_id() if end is None else end
+            processor = importlib.import_module("sentencepiece").SentencePieceProcessor
+            model = processor(model_file=self.name)
+            self.size, self.text = model.get_piece_size(), model.decode
+            self._encode = partial(model.encode, add_bos=model.bos_id() >= 0)
+            self.end = model.eos_id() if end is None else end
 
     def __call__(self, text: str) -> list[int]:
-        if self._model is None:
-            return [byte + 1 for byte in text.encode()]
-        found = self._model.encode(text)
-        return list(getattr(found, "ids", found))
-
-    def text(self, tokens: Sequence[int]) -> str:
-        if self._model is None:
-            return bytes(token - 1 for token in tokens if token).decode(errors="replace")
-        return self._model.decode(list(tokens))
+        return self._encode(text)
 
     def example(self, record: Record, length: int) -> tuple[Any, Any]:
-        """The tokens of a record, of which the prompt and the first are not predicted."""
+        """The tokens of a record; the prompt and the first token are not predicted."""
         prompt = self(record.prompt) if record.prompt else []
         end = [] if self.end is None else [self.end]
         tokens = self(record.prompt + record.text) + end

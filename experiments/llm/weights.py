@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,11 +32,7 @@ def read(folder: str | pathlib.Path) -> dict[str, np.ndarray]:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name} is missing. Download the folder again.")
         found |= transformers.read_safetensors(folder / name)
-    # Of models with an encoder of images, the part that reads text.
-    return {
-        re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name): array
-        for name, array in found.items()
-    }
+    return found
 
 
 def filled(network: Network, folder: str | pathlib.Path) -> Leaves:
