@@ -3,7 +3,7 @@
 
 claim     private fine-tuning improves a public language model and keeps planted secrets
 verdict   so it is, in the table of docs/pages/tutorials/text.md, which ``--page`` writes
-time      TIME core minutes for three seeds of all rows
+time      46 core minutes for three seeds of all rows
 hardware  CPU cores
 command   python -m experiments.sentences --seeds=3 --out=experiments/results/llm.json
 
@@ -204,10 +204,14 @@ def exposure(weights: Any, name: str, number: int) -> float:
     return DIGITS * math.log2(10) - math.log2(rank)
 
 
-def table(rows: Mapping[str, Any]) -> str:
+def tables(rows: Mapping[str, Any]) -> dict[str, str]:
     times = [f"exposure, planted {count}" for count in PLANTED]
     head = ["", "trained", "perplexity", *times, "epsilon of 1 and 10 sentences"]
-    return runs.table(head, [*_cells(rows)])
+    texts = [[name, f"`{rows[name]['0']['text']}`"] for name in ROWS if name in rows]
+    return {
+        "sentences": runs.table(head, [*_cells(rows)]),
+        "samples": runs.table(["", "the first seed's text"], texts),
+    }
 
 
 def _cells(rows: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -228,7 +232,7 @@ def main(argv: list[str]) -> None:
     if runs.PAGE.value is not None:
         kept = pathlib.Path(__file__).parent / "results/llm.json"
         rows = json.loads(kept.read_text())["rows"]
-        markdown.rewrite(runs.PAGE.value, {"sentences": table(rows)})
+        markdown.rewrite(runs.PAGE.value, tables(rows))
         return
     results = runs.results()
     for seed in runs.seeds():

@@ -114,7 +114,7 @@ def test_the_figures_of_the_planted_secrets_are_current():
     """``python -m experiments.sentences --page docs/pages/tutorials/text.md`` writes them."""
     rows = json.loads((RESULTS / "llm.json").read_text())["rows"]
     page = TEXT.read_text()
-    assert markdown.filled(page, {"sentences": sentences.table(rows)}) == page
+    assert markdown.filled(page, sentences.tables(rows)) == page
     of = {row: [run["perplexity"] for run in runs.values()] for row, runs in rows.items()}
     for kind in ("full", "lora"):  # each better than the one before it, as far as they ran
         names = (f"{kind} {row}" for row in ("at epsilon 1", "at epsilon 8", "not private"))
@@ -147,10 +147,9 @@ def test_the_texts_run(tmp_path):
 
 @pytest.mark.slow
 def test_the_sentences_run(tmp_path):
-    words = ["--row=pretrained", "--row=lora not private"]
-    run("experiments.sentences", "--smoke", *words, "--out", tmp_path / "out.json")
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    base, tuned = (rows[f"smoke: {name}"]["0"] for name in ("pretrained alone", "lora not private"))
+    row = "lora not private"
+    run("experiments.sentences", "--smoke", f"--row={row}", "--out", tmp_path / "out.json")
+    tuned = json.loads((tmp_path / "out.json").read_text())["rows"][f"smoke: {row}"]["0"]
     assert tuned["trained"] == 2 * 8 * (64 + 3 * 64), "two projections of rank 8"
-    assert tuned["perplexity"] < base["perplexity"]
+    assert {count: len(found) for count, found in tuned["exposure"].items()} == {"1": 5, "10": 5}
     assert tuned["text"].startswith("the film")
