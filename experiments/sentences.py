@@ -207,7 +207,10 @@ def exposure(weights: Any, name: str, number: int) -> float:
 def tables(rows: Mapping[str, Any]) -> dict[str, str]:
     times = [f"exposure, planted {count}" for count in PLANTED]
     head = ["", "trained", "perplexity", *times, "epsilon of 1 and 10 sentences"]
-    texts = [[name, f"`{rows[name]['0']['text']}`"] for name in ROWS if name in rows]
+    clean = str.maketrans({"`": "'", "|": "/"})  # for a cell of Markdown
+    texts = [
+        [name, f"`{rows[name]['0']['text'].translate(clean)}`"] for name in ROWS if name in rows
+    ]
     return {
         "sentences": runs.table(head, [*_cells(rows)]),
         "samples": runs.table(["", "the first seed's text"], texts),
