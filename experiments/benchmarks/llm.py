@@ -164,7 +164,9 @@ def main(asked: Any) -> None:
         elif there and left > 0:
             fields = SIZES[name] | (TINY if asked.smoke else {})
             worker = workers.Worker(python, "llm", "answer")
-            row = worker.ask({"fields": fields, "who": who}, min(SECONDS * (1 + 9 * asked.smoke), left))
+            row = worker.ask(
+                {"fields": fields, "who": who}, min(SECONDS * (1 + 9 * asked.smoke), left)
+            )
             worker.close()
         report["rows"].setdefault(name, {})[who] = row
         print(name, who, row, flush=True)
