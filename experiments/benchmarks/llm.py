@@ -3,7 +3,7 @@
 
 claim     a private step needs at most twice the memory of a plain one, for long texts and large
           vocabularies too
-verdict   VERDICT
+verdict   1.33 times the plain step of 128,000 words, 0.26 times that of 4,096 tokens
 hardware  CPU, JAX 0.10.2 (what XLA plans); the rows of a GPU were not run
 command   make bench-peers BENCH=llm ARGS="--out experiments/results/llm_bench.json"
 
@@ -155,18 +155,18 @@ def main(asked: Any) -> None:
     began, report = time.monotonic(), reporting.begin(("jax", "jaxlib", "flax"), smoke=asked.smoke)
     there = asked.smoke or jax.default_backend() == "gpu"
     report |= {"rows": {}, "planned": {}}
+    slow = 10 if asked.smoke else 1  # on a busy CPU
     for name, who in ROWS[: 5 if asked.smoke else None]:
-        left = 10 * ALL if asked.smoke else ALL - (time.monotonic() - began)
-        row = {"refused": "not run" if not there else "no time was left"}
+        left = ALL * slow - (time.monotonic() - began)
         python = sys.executable if who.startswith(("plain", "dpjax")) else asked.peers_python
-        if not pathlib.Path(python).exists():
+        if not there or left <= 0:
+            row = {"refused": "no time was left" if there else "not run"}
+        elif not pathlib.Path(python).exists():
             row = {"refused": workers.NOT_RUN}
-        elif there and left > 0:
+        else:
             fields = SIZES[name] | (TINY if asked.smoke else {})
             worker = workers.Worker(python, "llm", "answer")
-            row = worker.ask(
-                {"fields": fields, "who": who}, min(SECONDS * (1 + 9 * asked.smoke), left)
-            )
+            row = worker.ask({"fields": fields, "who": who}, min(SECONDS * slow, left))
             worker.close()
         report["rows"].setdefault(name, {})[who] = row
         print(name, who, row, flush=True)
