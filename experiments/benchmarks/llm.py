@@ -71,7 +71,7 @@ def problem(examples: int, **fields: Any) -> tuple[Any, Any, Any]:
 
     def loss(params: Any, example: Any, frozen: Any) -> Any:
         weights = joined(params, frozen) if model.rank else params
-        logits = model.apply({"params": weights}, example[0])
+        logits: Any = model.apply({"params": weights}, example[0])
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, example[1]))
 
     return loss, initial, (x, jnp.roll(x, -1, axis=1))

@@ -376,8 +376,8 @@ def page() -> str:
             "| decoder | plain JAX | dpjax | dpjax, `vmap` | dpjax over plain |", planned_rows()
         ),
         "## Decoders on a GPU",
-        "Texts of 512 tokens, random weights. A machine with a GPU fills this table in nine minutes,"
-        "\nwithout a network: "
+        "Texts of 512 tokens, random weights. A machine with a GPU fills this table in nine\n"
+        "minutes, without a network: "
         '`make bench-peers BENCH=llm ARGS="--out experiments/results/llm_bench.json"`.',
         markdown.table(
             "| decoder | contestant | tokens a second | step over plain | GiB | first step, s |",
