@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 from absl import flags
-from experiments import sentences, settings, text
+from experiments import persons, sentences, settings, text
 from experiments.common import markdown
 from run_binary import run
 from test_docs import PAGES, ROOT
@@ -96,6 +96,26 @@ def test_what_the_guide_says_in_words_is_so():
     for name in ("MNIST", "FashionMNIST"):
         tanh, relu = (found["activations", f"{name}, {kind}"] for kind in ("tanh", "ReLU"))
         assert statistics.mean(tanh) > statistics.mean(relu) + 1
+
+
+def test_the_table_of_persons_is_current():
+    """``python -m experiments.persons --page docs/pages/tutorials/persons.md`` writes it."""
+    rows = json.loads((RESULTS / "persons.json").read_text())["rows"]
+    page = (PAGES / "tutorials" / "persons.md").read_text()
+    assert markdown.filled(page, persons.tables(rows)) == page
+    first, _, last = (
+        [r["accuracy"] for r in rows[f"{w}, epsilon 1"].values()] for w in persons.WAYS
+    )
+    assert min(first) > max(last)
+    private = [run["epsilon"] for row in rows.values() for run in row.values()]
+    assert max(private) <= 8
+
+
+@pytest.mark.slow
+def test_both_ways_run(tmp_path):
+    run("experiments.persons", "--smoke", f"--out={tmp_path / 'found.json'}")
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert len(rows) == len(persons.WAYS) * len(persons.COLUMNS)
 
 
 def test_the_figures_of_the_tutorial_are_current():
