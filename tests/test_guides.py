@@ -135,11 +135,17 @@ def test_the_figures_of_the_planted_secrets_are_current():
     rows = json.loads((RESULTS / "llm.json").read_text())["rows"]
     page = TEXT.read_text()
     assert markdown.filled(page, sentences.tables(rows)) == page
-    of = {row: [run["perplexity"] for run in runs.values()] for row, runs in rows.items()}
-    for kind in ("full", "lora"):  # each better than the one before it, as far as they ran
-        names = (f"{kind} {row}" for row in ("at epsilon 1", "at epsilon 8", "not private"))
-        found = [of[row] for row in ("pretrained alone", *names) if row in of]
-        assert all(min(one) > max(other) for one, other in itertools.pairwise(found))
+    of = {row: {n: run["perplexity"] for n, run in runs.items()} for row, runs in rows.items()}
+    orders = [  # each better than the one before it, for each seed
+        ("pretrained alone", "full at epsilon 1", "full at epsilon 8", "full not private"),
+        ("pretrained alone", "lora at epsilon 1", "lora not private", "full at epsilon 1"),
+    ]
+    for worse, better in (pair for order in orders for pair in itertools.pairwise(order)):
+        assert all(of[worse][n] > of[better][n] for n in of[worse].keys() & of[better].keys())
+    kept = {
+        row: [sum(run["exposure"]["10"]) / 5 for run in runs.values()] for row, runs in rows.items()
+    }
+    assert min(kept["full not private"]) > 5 > 4 > max(kept["full at epsilon 8"])
     first, last = rows["full at epsilon 1"]["0"]["epsilon_of"].values()
     assert first <= 1 < 10 < last, "little is promised for 10 copies"
 
