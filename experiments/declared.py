@@ -37,7 +37,7 @@ from dpjax import clipping, data, losses, metrics, models, sampling
 from experiments.common import markdown, runs
 
 EPSILONS = (1.0, 3.0, 8.0, math.inf)
-MODELS = {"linear": {}, "mlp": {"widths": (32,)}}
+MODELS = {"linear": {}, "mlp": {"features": (32,)}}
 CANCER = {"radius": 40, "texture": 50, "perimeter": 300, "area": 5000, "smoothness": 0.3}
 CANCER |= {"compactness": 1.5, "concavity": 1.5, "concave points": 0.3, "symmetry": 0.7}
 CANCER |= {"fractal dimension": 0.25}
