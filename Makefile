@@ -35,7 +35,8 @@ test-all: $(VENV)/ready-dev ## run all tests, also the slow ones (hours)
 	$(PY) -m pytest -p tests.guards -n auto --dist worksteal -q -m "" $(ARGS)
 
 test-llm: $(TUNIX)/ready ## run Tunix's language models and their page, in an environment of their own
-	$(TUNIX)/bin/python -m pytest -q -m "" -k "llm or tunix" tests/test_llm.py tests/test_docs.py $(ARGS)
+	$(TUNIX)/bin/python -m pytest -q -m "" -k "llm or tunix" tests/test_llm.py tests/test_llm_program.py \
+	  tests/test_docs.py $(ARGS)
 
 format: $(VENV)/ready-dev ## rewrite the code in the house format
 	$(PY) -m ruff format .
@@ -118,8 +119,9 @@ $(PEERS)/ready: .ci/peers.txt | $(VENV)/ready-run
 $(TUNIX)/ready: $(LOCK) | $(VENV)/ready-run
 	@echo "dpjax: installing Tunix in $(TUNIX) (some minutes, the first time)"
 	@rm -rf $(TUNIX) && $(PY) -m venv $(TUNIX) && echo '*' > $(TUNIX)/.gitignore
+	@$(TUNIX)/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0
 	@$(TUNIX)/bin/python -m pip --disable-pip-version-check install -q $(if $(LOCK),-c $(LOCK)) \
-	  google-tunix==0.1.7 qwix==0.1.8 hypothesis pytest pytest-xdist -e '.[data,plots]'
+	  google-tunix==0.1.7 qwix==0.1.8 transformers peft -e '.[dev,llm]'
 	@touch $@
 
 rebuild:

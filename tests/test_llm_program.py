@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tuning by `experiments.llm`: records, weights, adapters, and what a run leaves.
 
-The comparisons with transformers and PEFT are slow, and need an environment of their own:
-``pip install -e '.[dev,llm]' torch==2.13.0 peft transformers``, and then
-``python -m pytest -m slow tests/test_llm_program.py``.
+The comparisons with transformers and PEFT are slow, and need an environment of their own, which
+``make test-llm`` sets up.
 """
 
 import json
