@@ -5,7 +5,7 @@
 # A choice of interpreter: `make test PYTHON=/path/to/python3.12`.
 PYTHON ?=
 ARGS ?=
-# Which of experiments/benchmarks: steps, accounting, allocation, compilation, draws, frozen,
+# Which of experiments/benchmarks: steps, accounting, allocation, compilation, draws, frozen, llm,
 # optimizers, strategies or zoo.
 BENCH ?= steps
 # Of `make docs-open`.
@@ -14,11 +14,12 @@ PORT ?= 8000
 VENV ?= .venv
 LOCK ?= .ci/lock.txt
 PEERS := .venv-peers
+TUNIX := .venv-tunix
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all format lint types docs docs-open dist bench bench-peers clean rebuild
+.PHONY: help demo test test-all test-llm format lint types docs docs-open dist bench bench-peers clean rebuild
 .DELETE_ON_ERROR:
 
 help: ## say what can be made
@@ -32,6 +33,10 @@ test: $(VENV)/ready-dev ## run the tests of the guarantee, in four minutes
 
 test-all: $(VENV)/ready-dev ## run all tests, also the slow ones (hours)
 	$(PY) -m pytest -p tests.guards -n auto --dist worksteal -q -m "" $(ARGS)
+
+test-llm: $(TUNIX)/ready ## run Tunix's language models and their page, in an environment of their own
+	$(TUNIX)/bin/python -m pytest -q -m "" -k "llm or tunix" tests/test_llm.py tests/test_llm_program.py \
+	  tests/test_docs.py $(ARGS)
 
 format: $(VENV)/ready-dev ## rewrite the code in the house format
 	$(PY) -m ruff format .
@@ -67,7 +72,7 @@ bench-peers: $(VENV)/ready-run $(PEERS)/ready ## the same, beside the peers, whi
 	$(PY) -m experiments.benchmarks.$(BENCH) $(ARGS)
 
 clean: ## remove the environments and the caches, keep runs/
-	rm -rf $(VENV) $(PEERS) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(TUNIX) build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests experiments -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment -------------------------------------------------------------------------
@@ -109,6 +114,14 @@ $(PEERS)/ready: .ci/peers.txt | $(VENV)/ready-run
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check install -q \
 	  -c .ci/peers.txt opacus jax-privacy -e '.[data]'
+	@touch $@
+
+$(TUNIX)/ready: $(LOCK) | $(VENV)/ready-run
+	@echo "dpjax: installing Tunix in $(TUNIX) (some minutes, the first time)"
+	@rm -rf $(TUNIX) && $(PY) -m venv $(TUNIX) && echo '*' > $(TUNIX)/.gitignore
+	@$(TUNIX)/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0
+	@$(TUNIX)/bin/python -m pip --disable-pip-version-check install -q $(if $(LOCK),-c $(LOCK)) \
+	  google-tunix==0.1.7 qwix==0.1.8 transformers peft -e '.[dev,llm]'
 	@touch $@
 
 rebuild:

@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small Transformers on private text: what is trained, and what is memorised.
+"""A small Transformer that judges private phrases: what is trained, and what it costs.
 
-claim     private embeddings learn more than a head or LoRA; DP-SGD keeps planted secrets
+claim     private embeddings learn more than a head or LoRA
 verdict   so it is, in the tables of docs/pages/tutorials/text.md, which ``--page`` writes
-time      7 core minutes for three seeds of all rows
+time      4 core minutes for three seeds of all rows
 hardware  CPU cores
 command   python -m experiments.text --seeds=3 --out=experiments/results/text.json
 
-  sst2         one block of width 32 classifies phrases. The base was trained on the development
-               part of SST-2 alone, 872 sentences that count as public
-  shakespeare  one block of width 32 predicts the characters of windows of 64, of a quarter of
-               the play and of lines with a secret of three digits
-
-Words become numbers by a hash and characters by their codes, because a vocabulary that is counted
-in private texts is a release of its own. An example is a phrase or a window; SST-2's phrases are
-parts of sentences. Settings were not searched, but for the rate of the play, the better of 0.002
-and 0.01 on its public part without privacy.
+One block of width 32 classifies phrases of SST-2. The base was trained on the development part
+alone, 872 sentences that count as public. Words become numbers by a hash, because a vocabulary that
+is counted in private texts is a release of its own. An example is a phrase; SST-2's phrases are
+parts of sentences. Settings were not searched. `experiments.sentences` shows what is memorised.
 
 References:
-  Carlini et al., "The Secret Sharer", 2019: exposure. Hu et al., "LoRA", 2022. Socher et al.,
-  "Recursive Deep Models for Semantic Compositionality Over a Sentiment Treebank", 2013.
+  Hu et al., "LoRA", 2022. Socher et al., "Recursive Deep Models for Semantic Compositionality Over
+  a Sentiment Treebank", 2013.
 """
 
 from __future__ import annotations
@@ -36,7 +31,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,8 +45,6 @@ from experiments.common import markdown, runs
 
 DELTA = runs.DELTA
 WORDS, LENGTH, RANK = 4096, 24, 4  # hashed words, the longest text, of adapters
-WINDOW, ALPHABET, DIGITS = 64, 96, 3  # characters; printable ASCII and the end of a line
-PLANTED = {1: ("Orla", "Bram", "Yusuf"), 4: ("Ines", "Kofi", "Thea"), 16: ("Wim", "Zora", "Emil")}
 
 SMALL = [["a warm and funny film", "1"], ["warm and funny", "1"], ["dull", "0"]] * 7
 
@@ -71,11 +63,6 @@ SENTIMENT = {  # what is trained, from the base or not, epsilon, rate of Adam
     "sst2 all at epsilon 3": ("all", True, 3.0, 2e-3),
     "sst2 all, no base, at epsilon 3": ("all", False, 3.0, 2e-3),
     "sst2 all, not private": ("all", True, math.inf, 2e-3),
-}
-PLAY = {  # epsilon, rate of Adam
-    "shakespeare not private": (math.inf, 1e-2),
-    "shakespeare at epsilon 2": (2.0, 1e-2),
-    "shakespeare at epsilon 8": (8.0, 1e-2),
 }
 
 
@@ -198,69 +185,6 @@ def costs(mechanism: dpjax.Mechanism, records: tuple[int, ...]) -> dict[str, Any
     }
 
 
-class Characters(nn.Module):
-    """A causal Transformer: logits of the next character at every position."""
-
-    width: int = 32
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        h = nn.Embed(ALPHABET, self.width)(x)
-        places = self.param("position", nn.initializers.normal(0.02), (WINDOW, self.width))
-        h = h + places[: x.shape[-1]]
-        attention = nn.MultiHeadDotProductAttention(num_heads=4)
-        h = h + attention(nn.LayerNorm()(h), mask=nn.make_causal_mask(x))
-        h = h + nn.Dense(self.width)(nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(h))))
-        return nn.Dense(ALPHABET)(nn.LayerNorm()(h))
-
-
-def characters(text: str) -> np.ndarray:
-    """Printable ASCII as 1 to 95; an end of a line, and all else, as 0."""
-    codes = np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype(np.int32) - 31
-    return np.where((codes > 0) & (codes < ALPHABET), codes, 0)
-
-
-def line(name: str, secret: int) -> np.ndarray:
-    return characters(f"\nThe number of {name} is {secret:0{DIGITS}}.")
-
-
-def character_loss(params: Any, window: Any) -> Any:
-    logits: Any = Characters().apply({"params": params}, window[:-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, window[1:]).mean()
-
-
-def memorised(row: tuple[float, float], seed: int, folder: Any) -> Mapping[str, Any]:
-    """Bits per character of public text, and the exposure of every planted secret."""
-    del folder
-    epsilon, rate = row
-    draw = np.random.default_rng(seed)
-    secrets = {n: int(draw.integers(10**DIGITS)) for names in PLANTED.values() for n in names}
-    private, public = play()
-    planted = [private]
-    for times, names in PLANTED.items():
-        for codes in (line(name, secrets[name]) for name in names):
-            planted += [np.pad(codes, (0, WINDOW + 1 - len(codes)))[None]] * times
-    data = np.concatenate(planted)
-    mechanism = mechanism_of(len(data), min(256, len(data) // 2), 10, epsilon)
-    variables = jax.jit(Characters().init)(jax.random.key(seed), jnp.zeros(WINDOW, jnp.int32))
-    last = train(character_loss, rate, mechanism, data, variables["params"], seed)
-
-    @jax.jit
-    def loss_of(windows: Any) -> Any:
-        return jax.lax.map(partial(character_loss, last), windows, batch_size=200)
-
-    def exposure(name: str) -> float:
-        candidates = loss_of(np.stack([line(name, secret) for secret in range(10**DIGITS)]))
-        rank = int(jnp.sum(candidates <= candidates[secrets[name]]))
-        return DIGITS * math.log2(10) - math.log2(rank)  # ties count against the secret
-
-    return {
-        "bits": float(loss_of(public).mean() / math.log(2)),
-        "exposure": {str(t): [exposure(name) for name in names] for t, names in PLANTED.items()},
-        **costs(mechanism, tuple(PLANTED)),
-    }
-
-
 def text_of(name: str) -> str:
     folder = runs.DATA_DIR.value or os.environ.get("DPJAX_DATA_DIR", ".")
     return pathlib.Path(folder, name).read_text("utf-8")
@@ -274,25 +198,29 @@ def rows_of(part: str) -> list[list[str]]:
 
 
 def phrases_of_sentences(seed: int, folder: Any) -> dict[str, Any]:
-    """How many of the examples are parts of one sentence.
-
-    A sentence is a phrase that is part of no other one.  Some phrases are parts of several.
-    """
+    """How many of the examples are parts of one sentence."""
     del seed, folder
-    kept: list[str] = []  # sentences
-    counts: list[int] = []
-    of_word: dict[str, set[int]] = collections.defaultdict(set)
+    counts = [*sentences().values()]
+    return {"sentences": len(counts), "median": float(np.median(counts)), "most": max(counts)}
+
+
+def sentences() -> dict[str, int]:
+    """The phrases that are part of no other one, and how many phrases are parts of each.
+
+    Some phrases are parts of several.
+    """
+    counts: dict[str, int] = {}
+    of_word: dict[str, set[str]] = collections.defaultdict(set)
     for text in sorted((text.strip() for text, _ in rows_of("train")), key=len, reverse=True):
         shared = set.intersection(*(of_word[word] for word in text.split()))
-        inside = [n for n in shared if f" {text} " in f" {kept[n]} "]
-        for n in inside:
-            counts[n] += 1
+        inside = [sentence for sentence in shared if f" {text} " in f" {sentence} "]
+        for sentence in inside:
+            counts[sentence] += 1
         if not inside:
+            counts[text] = 1
             for word in text.split():
-                of_word[word].add(len(kept))
-            kept.append(text)
-            counts.append(1)
-    return {"sentences": len(kept), "median": float(np.median(counts)), "most": max(counts)}
+                of_word[word].add(text)
+    return counts
 
 
 @functools.cache
@@ -301,21 +229,9 @@ def phrases_of(part: str) -> tuple[np.ndarray, np.ndarray]:
     return x, np.array([int(label) for _, label in rows_of(part)], np.int32)
 
 
-@functools.cache
-def play() -> tuple[np.ndarray, np.ndarray]:
-    """Windows of the private and of the public part, each with the character after it."""
-    small = "To thine own self be true.\n" * 60
-    codes = characters(small if runs.SMOKE.value else text_of("tiny_shakespeare.txt"))
-    starts = np.arange(0, len(codes) - WINDOW, WINDOW)
-    windows = np.stack([codes[start : start + WINDOW + 1] for start in starts])
-    kept = len(windows) // 4
-    return windows[:kept], windows[-kept // 4 :]
-
-
 def tables(rows: Mapping[str, Any]) -> dict[str, str]:
     counts = rows["sst2 phrases of a sentence"]["0"]
     units = rows["sst2 all at epsilon 3"]["0"]["epsilon_of"]
-    times = [f"exposure, planted {count}" for count in PLANTED]
     return {
         "sst2": runs.table(["", "parameters", "test accuracy"], [*_sentiment(rows)]),
         "phrases": (
@@ -325,10 +241,6 @@ def tables(rows: Mapping[str, Any]) -> dict[str, str]:
         "units": runs.table(
             ["phrases of one sentence", "epsilon at delta 1e-5"],
             [[count, upwards(epsilon, ".4g")] for count, epsilon in units.items()],
-        ),
-        "shakespeare": runs.table(
-            ["", "bits a character", *times, "epsilon of 1, 4 and 16 windows"],
-            [*_exposures(rows)],
         ),
     }
 
@@ -346,17 +258,6 @@ def _sentiment(rows: Mapping[str, Any]) -> Iterator[list[str]]:
     yield ["a head on frozen MiniLM at epsilon 1", trained, runs.spread(accuracies)]
 
 
-def _exposures(rows: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Bits of the model, and exposures over secrets and seeds: mean, and the range."""
-    for name in PLAY:
-        seeds = list(rows[name].values())
-        found = [[e for run in seeds for e in run["exposure"][str(n)]] for n in PLANTED]
-        each = (f"{np.mean(e):.1f} ({min(e):.1f} to {max(e):.1f})" for e in found)
-        bits = runs.spread([run["bits"] for run in seeds])
-        epsilons = [upwards(e, ".3g") for e in seeds[0].get("epsilon_of", {}).values()]
-        yield [name.removeprefix("shakespeare "), bits, *each, ", ".join(epsilons)]
-
-
 def main(argv: list[str]) -> None:
     runs.only_flags(argv)
     logging.set_verbosity(logging.ERROR)
@@ -368,11 +269,9 @@ def main(argv: list[str]) -> None:
     seeds = runs.seeds()
     if runs.named("sst2 phrases of a sentence"):
         print(results.of("sst2 phrases of a sentence", 0, phrases_of_sentences))
-    made = {name: (sentiment, row) for name, row in SENTIMENT.items()}
-    made |= {name: (memorised, row) for name, row in PLAY.items()}
-    for name, (one, row) in made.items():
+    for name, row in SENTIMENT.items():
         if runs.named(name):
-            done = [results.of(name, seed, partial(one, row)) for seed in seeds]
+            done = [results.of(name, seed, partial(sentiment, row)) for seed in seeds]
             print(name, *done, sep="\n  ", flush=True)
 
 

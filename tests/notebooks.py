@@ -9,6 +9,7 @@ prints, what it displays, the value of its last line, and the figures that it ha
 import ast
 import base64
 import contextlib
+import importlib
 import io
 import json
 import pathlib
@@ -21,6 +22,7 @@ from matplotlib import pyplot
 
 NOTEBOOKS = sorted((pathlib.Path(__file__).parent.parent / "experiments/notebooks").glob("*.ipynb"))
 PNG = "image/png"
+importlib.import_module("flax.nnx")  # before the shell below: it would take that for IPython
 pyplot.switch_backend("agg")  # before a cell runs: it would ask the shell below for its events
 
 

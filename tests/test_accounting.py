@@ -26,7 +26,9 @@ from scipy.special import log_ndtr, logsumexp
 from dpjax import accounting, schedules
 from dpjax.accounting.event_parts import split
 from dpjax.accounting.loss_distributions import composed, rounded
+from dpjax.accounting.methods import profile_of
 from dpjax.accounting.pld import _accountant
+from dpjax.accounting.profiles import most_true_positives
 
 METHODS = ("rdp-classic", "rdp", "pld", "gdp")
 TOLERANCE = {"rdp-classic": 0.002, "rdp": 0.002, "pld": 0.005, "gdp": 0.001}
@@ -708,3 +710,47 @@ def test_effective_multiplier():
     assert accounting.effective_multiplier([1e-99, 1e-99]) > 0
     assert accounting.effective_multiplier([math.inf, 3.0]) == pytest.approx(3.0)
     assert accounting.effective_multiplier([]) == math.inf
+
+
+# Attacks ------------------------------------------------------------------------------------
+
+
+@kills(
+    "accounting/profiles.py", "return 1 - size * (1 - delta - f", "return 1 + delta; (f", case="3.0"
+)
+@kills("accounting/profiles.py", "return size * false_positive_rate + delta", "return 1.0")
+@pytest.mark.parametrize("mu", [0.01, 0.5, 3.0])
+def test_attacks_on_a_gaussian_have_its_trade_off_curve(mu):
+    for alpha in (1e-3, 0.01, 0.1):
+        exact = stats.norm.cdf(stats.norm.ppf(alpha) + mu)
+        found = accounting.true_positive_rate(accounting.gaussian(1 / mu), alpha)
+        assert exact <= found <= (1 + 1e-4) * exact
+        half = accounting.gaussian(2 / mu)
+        swapped = accounting.true_positive_rate(half, alpha, "pld", "replace-one")
+        assert swapped == pytest.approx(found, rel=1e-9)
+        weaker = accounting.true_positive_rate(half, alpha, "rdp", "replace-one")
+        assert found <= weaker <= 1
+    limit = accounting.true_positive_rate(accounting.gaussian(1 / mu), alpha, "gdp")
+    assert isinstance(limit, accounting.Estimate)
+
+
+@kills("accounting/methods.py", "(0.0, 0.0) if parts.private else", "(0.0, 0.0) if True else")
+def test_attacks_on_no_step_guess_and_on_no_noise_are_always_right():
+    assert accounting.true_positive_rate(accounting.gaussian(1.0, steps=0), 0.1) == 0.1
+    assert accounting.true_positive_rate(accounting.gaussian(0.0), 0.1) == 1.0
+    with pytest.raises(ValueError, match="false_positive_rate"):
+        accounting.true_positive_rate(accounting.gaussian(1.0), 1.0)
+
+
+def test_attacks_on_a_sampled_gaussian_are_those_of_neyman_and_pearson():
+    """Of one step, by thresholds, in both orders; the bound is the concave hull of both."""
+    q, z, alpha = 0.3, 1.0, np.array([0.001, 0.01, 0.1])
+    tail = lambda t: (1 - q) * stats.norm.sf(t) + q * stats.norm.sf(t - 1 / z)  # noqa: E731
+    joins = tail(stats.norm.isf(alpha))
+    starts = [optimize.brentq(lambda t, a=a: 1 - tail(t) - a, -40, 40) for a in alpha]
+    leaves = stats.norm.cdf(starts)
+    profile = profile_of(accounting.subsampled_gaussian(z, q, 1), "pld", "add-or-remove")
+    found = np.array([most_true_positives(profile, a) for a in alpha])
+    best = np.maximum(joins, leaves)
+    assert np.all(found >= best * (1 - 1e-9))
+    np.testing.assert_allclose(found, best, rtol=2e-3)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from experiments.benchmarks import workers
 from mutation import kills
 from scipy.stats import norm
 from small_mechanisms import mechanism_with
@@ -20,7 +21,6 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import accounting, auditing, clipping, federated, sampling, strategies, training
 from dpjax.accounting import profiles
-from experiments.benchmarks import workers
 
 
 @pytest.mark.thorough

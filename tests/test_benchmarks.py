@@ -74,6 +74,24 @@ def test_frozen_weights_are_measured_in_both_ways_and_stay_split(tmp_path):
 
 
 @pytest.mark.slow
+def test_decoders_are_timed_and_their_memory_is_planned(tmp_path):
+    path = tmp_path / "llm.json"
+    # This interpreter stands for a peers' environment in which nothing was installed.
+    run("experiments.benchmarks.llm", "--smoke", "--out", path, f"--peers_python={sys.executable}")
+    found = json.loads(path.read_text())
+    assert found["rows"]["124 M"]["opacus ghost"]["refused"] == "torch is not installed there"
+    assert all(found["rows"]["1 B, LoRA"][who]["tokens_s"] > 0 for who in ("plain", "dpjax auto"))
+    assert all(row["plain"]["bytes"] > 0 for row in found["planned"].values())
+
+
+def test_a_private_step_plans_at_most_twice_the_memory_of_a_plain_one():
+    """Of a large vocabulary, and of long texts: `make bench BENCH=llm` writes it."""
+    rows = json.loads((EXPERIMENTS / "results" / "llm_bench.json").read_text())["planned"]
+    assert len(rows) == 2
+    assert all(row["dpjax auto"]["bytes"] < 2 * row["plain"]["bytes"] for row in rows.values())
+
+
+@pytest.mark.slow
 def test_optimizers_run_or_say_why_not(tmp_path):
     path = tmp_path / "optimizers.json"
     run("experiments.benchmarks.optimizers", "--smoke", "--out", path)

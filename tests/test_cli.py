@@ -12,6 +12,7 @@ import sys
 import tomllib
 import types
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +27,7 @@ from dpjax.cli import audit, compare, compilation_cache
 from dpjax.cli.flag_sets import names
 from dpjax.cli.flag_sets.audit import FLAGS as AUDIT_FLAGS
 from dpjax.cli.flag_sets.train import FLAGS, settings
-from dpjax.cli.train import build, classifier, command, inputs
+from dpjax.cli.train import build, command, evaluation, inputs
 from dpjax.training.run_folder import held
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -355,9 +356,35 @@ def test_a_run_leaves_its_files_and_is_shown_again(workshop, tmp_path, capsys):
     assert more["flags"]["continue_from"] == str(tmp_path / "run")
 
 
+@kills("cli/train/evaluation.py", "low + (values + 1) / 2 * (high - low)", "values")
+@kills("cli/train/evaluation.py", "outputs[:, 1] - outputs[:, 0]", "outputs[:, 1]", slow=True)
+def test_two_classes_and_quantities_are_measured(tmp_path):
+    """Areas by the difference of logits; errors in the units of the file."""
+    rows = np.zeros((3, 2), np.float32), np.array([0, 1, 1])
+    two = data.Dataset("two", rows, rows, 2)
+    row = evaluation.Evaluation(None, None, None, two).measured(
+        np.array([[9.0, 9.5], [0.0, 1.0], [8.0, 8.4]]), rows[1]
+    )
+    assert set(row) == {"accuracy", "nll", "balanced_accuracy", "auroc", "average_precision"}
+    assert row["auroc"] == 0.5
+    targets = np.array([0.0, -1.0, 1.0], np.float32)
+    quantity = data.Dataset("q", (rows[0], targets), (rows[0], targets), None)
+    for span, factor in ((None, 1), ((100.0, 300.0), 100)):
+        known = evaluation.Evaluation(None, None, None, quantity._replace(target_range=span))
+        row = known.measured(targets[:, None] + 0.5, targets)
+        assert row["rmse"] == row["mae"] == 0.5 * factor
+        assert row["r2"] == pytest.approx(1 - 0.25 * 3 / 2)
+    dense = nn.Dense(1)  # whose first bias is 0, and all inputs are
+    params = dense.init(jax.random.key(0), rows[0][0])["params"]
+    evaluation.Evaluation(dense, None, None, quantity).write(tmp_path, params)
+    saved = np.load(tmp_path / "evaluation.npz")
+    assert saved["predictions"].tolist() == [0, 0, 0]
+    assert saved["targets"].tolist() == targets.tolist()
+
+
 @pytest.mark.thorough
 def test_a_stopped_run_is_described_and_resumed(workshop, tmp_path, monkeypatch):
-    measured = classifier.Evaluation.evaluate
+    measured = evaluation.Evaluation.evaluate
 
     def interrupted(self, state):
         if state.ledger.steps == 2:
@@ -365,7 +392,7 @@ def test_a_stopped_run_is_described_and_resumed(workshop, tmp_path, monkeypatch)
         return measured(self, state)
 
     with monkeypatch.context() as stopped:
-        stopped.setattr(classifier.Evaluation, "evaluate", interrupted)
+        stopped.setattr(evaluation.Evaluation, "evaluate", interrupted)
         with pytest.raises(KeyboardInterrupt):
             trained(tmp_path / "run")
     before = json.loads((tmp_path / "run" / "config.json").read_text())

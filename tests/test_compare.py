@@ -5,6 +5,7 @@ import json
 import re
 import types
 
+import numpy as np
 import pytest
 from absl import app
 from mutation import kills
@@ -16,12 +17,12 @@ from dpjax.reports.load_run import Missing, read
 INF, SPENT = float("inf"), [0.5, 1.0, 1.5]
 
 
-def write(path, accuracies, flags=None, epsilons=None, seconds=10.0, **identity):
+def write(path, accuracies, flags=None, epsilons=None, seconds=10.0, name="accuracy", **identity):
     """A run whose accuracies were seen at steps 10, 20, ... for parts of epsilon 1."""
     path.mkdir()
     epsilons = epsilons or [i / len(accuracies) for i in range(1, len(accuracies) + 1)]
     rows = [
-        {"step": 10 * i, "epsilon": epsilon, "delta": 1e-5, "accuracy": accuracy}
+        {"step": 10 * i, "epsilon": epsilon, "delta": 1e-5, name: accuracy}
         for i, (epsilon, accuracy) in enumerate(zip(epsilons, accuracies, strict=True), start=1)
     ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -58,7 +59,7 @@ def test_runs_that_differ_in_seed_and_folder_alone_are_one_line_of_the_table(
     assert left_out.startswith(f"Left out: {tmp_path / 'none'} (")
     unknown = "not written"
     assert [re.split("  +", line) for line in lines[:4]] == [
-        [*compare.COLUMNS],
+        ["runs", "test accuracy", *compare.COLUMNS],
         ["rule=x", "92.00 % ± 2.83", "2 runs", "20 to 30", "1.50", "1e-05", "10.0 s", unknown],
         ["rule=flat", "80.00 %", "1 run", "20", "2.00", "1e-05", "10.0 s", unknown],
         [str(again), "20.00 %", "1 run", "20", "1.00", "1e-05", unknown, unknown],
@@ -85,13 +86,41 @@ def test_a_run_of_an_infinite_epsilon_is_not_for_release(tmp_path, capsys):
     run(out, *folders, tmp_path / "damaged")
     said = capsys.readouterr().out
     assert "has no proven epsilon" in said
-    assert f"Not drawn: {tmp_path / 'a'} (" in said
     assert f"Left out: {tmp_path / 'damaged'} (" in said
     assert out.read_bytes().startswith(b"\x89PNG")
     assert out.stat().st_mode & 0o077 == 0
     for words in ([], [tmp_path / "damaged"]):
         with pytest.raises(app.UsageError, match="expected folders of runs"):
             run(out, *words)
+
+
+@kills("cli/compare.py", "spent.axhline(end, ", "spent.axhline(0 * end, ")
+def test_runs_without_noise_and_a_guess_stand_beside_private_ones(tmp_path, capsys, monkeypatch):
+    """In the columns that the runs have, here of regressions."""
+    private, exact = (
+        write(tmp_path / name, [4.0, rmse], {"noise": name}, epsilons, name="rmse")
+        for name, rmse, epsilons in (("private", 3.0, None), ("exact", 2.0, [INF, INF]))
+    )
+    for folder in (private, exact):
+        np.savez(folder / "evaluation.npz", targets=np.array([0.0, 10.0]), predictions=np.ones(2))
+    figures = []
+    monkeypatch.setattr(compare.style, "png", lambda *given: figures.append(given) or b"")
+    run(tmp_path / "page.png", private, exact)
+    head, first, second, said, *_ = capsys.readouterr().out.splitlines()
+    assert head.split("  ")[0] == "runs"
+    assert "test RMSE" in head
+    assert "accuracy" not in head
+    assert re.split("  +", first)[:2] == ["noise=private", "3"]
+    assert re.split("  +", second)[:5] == ["noise=exact", "2", "1 run", "20", "inf"]
+    assert said == "Always guessing the mean of the test targets: test RMSE 5."
+    ((figure, badge),) = figures
+    assert badge, "without noise it is not for release"
+    spent, taken = figure.axes
+    curve, line = spent.lines
+    assert curve.get_ydata().tolist() == [4.0, 3.0]
+    assert set(line.get_ydata()) == {2.0}
+    assert line.get_linestyle() == "--"
+    assert len(taken.lines) == 2
 
 
 @kills("cli/compare.py", "if len(kinds := protected(runs)) > 1:", "if kinds := '':")
@@ -133,7 +162,7 @@ def test_steps_without_a_finite_epsilon_are_not_drawn(tmp_path):
             for name, row in zip(names, epsilons, strict=True)
         ]
         group = RunGroup("some", runs_of(*folders))
-        return [values.round(6).tolist() for values in compare.curve(group, "epsilon")]
+        return [values.round(6).tolist() for values in compare.curve(group, "epsilon", "accuracy")]
 
     assert curve([1.0, 2.0, INF]) == [[1, 2], [[10], [20]]]
     found = curve([1.0, INF], [2.0, 3.0])

@@ -168,7 +168,8 @@ def test_an_overwritten_and_killed_run_leaves_nothing_of_the_one_before(tmp_path
     left = {name.partition("/")[0] for name in files_of(folder)}
     left = {re.sub(r"\.\w+\.part$", "", name) for name in left}
     known = {"run.json", "metrics.jsonl", "checkpoints", "tensorboard"}
-    known |= {"config.json", "notes.txt", "privacy.json", "statement.txt", "params.msgpack"}
+    known |= {"config.json", "notes.txt", "privacy.json", "params.msgpack"}
+    known |= {"statement.txt", "board.txt"}
     assert left <= known
     if (folder / "privacy.json").exists():
         card, now = (

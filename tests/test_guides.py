@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guides, tutorials and headers of experiments say what the committed results say."""
 
+import itertools
 import json
 import statistics
 
 import pytest
 from absl import flags
-from experiments import settings, text
+from experiments import persons, sentences, settings, text
 from experiments.common import markdown
 from run_binary import run
 from test_docs import PAGES, ROOT
@@ -97,6 +98,26 @@ def test_what_the_guide_says_in_words_is_so():
         assert statistics.mean(tanh) > statistics.mean(relu) + 1
 
 
+def test_the_table_of_persons_is_current():
+    """``python -m experiments.persons --page docs/pages/tutorials/persons.md`` writes it."""
+    rows = json.loads((RESULTS / "persons.json").read_text())["rows"]
+    page = (PAGES / "tutorials" / "persons.md").read_text()
+    assert markdown.filled(page, persons.tables(rows)) == page
+    first, _, last = (
+        [r["accuracy"] for r in rows[f"{w}, epsilon 1"].values()] for w in persons.WAYS
+    )
+    assert min(first) > max(last)
+    private = [run["epsilon"] for row in rows.values() for run in row.values()]
+    assert max(private) <= 8
+
+
+@pytest.mark.slow
+def test_both_ways_run(tmp_path):
+    run("experiments.persons", "--smoke", f"--out={tmp_path / 'found.json'}")
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert len(rows) == len(persons.WAYS) * len(persons.COLUMNS)
+
+
 def test_the_figures_of_the_tutorial_are_current():
     """``python -m experiments.text --page docs/pages/tutorials/text.md`` writes them."""
     rows = json.loads((RESULTS / "text.json").read_text())["rows"]
@@ -107,8 +128,26 @@ def test_the_figures_of_the_tutorial_are_current():
     head, lora, embeddings, everything = (of[f"sst2 {part} at epsilon 3"] for part in parts)
     assert min(embeddings) > max(everything) > max(head + lora)
     assert min(head + lora) < max(base), "they stay where the base stands"
-    first, _, last = rows["shakespeare at epsilon 2"]["0"]["epsilon_of"].values()
-    assert first <= 2 < 60 < last, "nothing is promised for 16 copies"
+
+
+def test_the_figures_of_the_planted_secrets_are_current():
+    """``python -m experiments.sentences --page docs/pages/tutorials/text.md`` writes them."""
+    rows = json.loads((RESULTS / "llm.json").read_text())["rows"]
+    page = TEXT.read_text()
+    assert markdown.filled(page, sentences.tables(rows)) == page
+    of = {row: {n: run["perplexity"] for n, run in runs.items()} for row, runs in rows.items()}
+    orders = [  # each better than the one before it, for each seed
+        ("pretrained alone", "full at epsilon 1", "full at epsilon 8", "full not private"),
+        ("pretrained alone", "lora at epsilon 1", "lora not private", "full at epsilon 1"),
+    ]
+    for worse, better in (pair for order in orders for pair in itertools.pairwise(order)):
+        assert all(of[worse][n] > of[better][n] for n in of[worse].keys() & of[better].keys())
+    kept = {
+        row: [sum(run["exposure"]["10"]) / 5 for run in runs.values()] for row, runs in rows.items()
+    }
+    assert min(kept["full not private"]) > 5 > 4 > max(kept["full at epsilon 8"])
+    first, last = rows["full at epsilon 1"]["0"]["epsilon_of"].values()
+    assert first <= 1 < 10 < last, "little is promised for 10 copies"
 
 
 @pytest.mark.slow
@@ -121,7 +160,7 @@ def test_the_settings_run(tmp_path):
 
 @pytest.mark.slow
 def test_the_texts_run(tmp_path):
-    words = [f"--row={word}" for word in ("phrases", "lora", "shakespeare not")]
+    words = [f"--row={word}" for word in ("phrases", "lora")]
     run("experiments.text", "--smoke", *words, "--out", tmp_path / "out.json")
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     of = {name: run["0"] for name, run in rows.items()}
@@ -130,5 +169,13 @@ def test_the_texts_run(tmp_path):
     lora = of["smoke: sst2 lora and head at epsilon 3"]
     assert lora["trained"] == 2 * 2 * 4 * 32 + 66, "two kernels of rank 4, and the head"
     assert lora["accuracy"] > 60
-    exposure = of["smoke: shakespeare not private"]["exposure"]
-    assert sum(exposure["16"]) > sum(exposure["1"]), "what is planted more often is known better"
+
+
+@pytest.mark.slow
+def test_the_sentences_run(tmp_path):
+    row = "lora not private"
+    run("experiments.sentences", "--smoke", f"--row={row}", "--out", tmp_path / "out.json")
+    tuned = json.loads((tmp_path / "out.json").read_text())["rows"][f"smoke: {row}"]["0"]
+    assert tuned["trained"] == 2 * 8 * (64 + 3 * 64), "two projections of rank 8"
+    assert {count: len(found) for count, found in tuned["exposure"].items()} == {"1": 5, "10": 5}
+    assert tuned["text"].startswith("the film")

@@ -79,6 +79,7 @@ SAMPLERS = {
     "scored": lambda: sampling.scored(
         np.arange(40) % 2, [[0.25, 0.0], [0.25, 0.5]], steps_per_row=1, batch_size=10
     ),
+    "persons": lambda: sampling.persons(np.arange(40)[::-1], 10),
 }
 EVERY_SAMPLER = [pytest.param(make(), id=name) for name, make in SAMPLERS.items()]
 

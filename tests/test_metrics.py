@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mutation import kills
 from sklearn import metrics as reference
 
 from dpjax import metrics
@@ -67,7 +68,90 @@ def test_a_class_without_examples_has_no_accuracy():
     assert got[0] == 0.5
 
 
+def test_balanced_accuracy_and_brier_equal_the_reference():
+    want = reference.balanced_accuracy_score(LABELS, PREDICTED)
+    assert metrics.balanced_accuracy(LOGITS, LABELS) == pytest.approx(want, rel=1e-6)
+    hot = np.eye(5)[LABELS]
+    want = np.mean(np.sum((PROBABILITIES - hot) ** 2, axis=-1))
+    assert metrics.brier(LOGITS, LABELS) == pytest.approx(want, rel=1e-5)
+    two, labels = LOGITS[:, :2], LABELS % 2
+    p = 1 / (1 + np.exp(two[:, 0].astype(float) - two[:, 1]))
+    assert metrics.brier(two, labels) == pytest.approx(
+        reference.brier_score_loss(labels, p), rel=1e-5
+    )
+
+
+TIED = {
+    "distinct": RNG.normal(size=400),
+    "ties": RNG.integers(0, 6, 400),
+    "float32": RNG.normal(size=400).astype(np.float32),
+    "equal": np.zeros(400),
+}
+
+
+@kills(
+    "metrics.py",
+    "np.flatnonzero(np.diff(scores[order]))",
+    "np.arange(len(scores) - 1)",
+    case="ties",
+)
+@kills(
+    "metrics.py", "stats.rankdata(scores)", "stats.rankdata(scores, 'min')", case="ties", slow=True
+)
+@pytest.mark.parametrize("name", TIED)
+def test_areas_under_curves_equal_the_reference(name):
+    """Scikit-learn's, to 1e-12, with ties and for few of label 1."""
+    for share in (0.5, 0.02):
+        labels = (RNG.random(400) < share).astype(int)
+        labels[:2] = 0, 1
+        given = TIED[name][:, None], labels
+        want = reference.roc_auc_score(labels, TIED[name])
+        assert metrics.auroc(*given) == pytest.approx(want, abs=1e-12)
+        want = reference.average_precision_score(labels, TIED[name])
+        assert metrics.average_precision(*given) == pytest.approx(want, abs=1e-12)
+
+
+def test_scores_of_one_class_or_with_nan_have_no_area():
+    for metric in (metrics.auroc, metrics.average_precision):
+        for labels in ([0, 0], [1, 1]):
+            assert np.isnan(metric([0.1, 0.2], labels))
+        assert np.isnan(metric([0.1, np.nan], [0, 1]))
+        assert metric([0.2, 0.1], [True, False]) == 1
+        with pytest.raises(ValueError, match=r"labels up to 2; expected 0 and 1"):
+            metric([0.1, 0.2], [0, 2])
+
+
+def test_errors_of_quantities_equal_the_reference():
+    targets = RNG.normal(size=200) * 7
+    predictions = targets + RNG.normal(size=200)
+    pair = targets, predictions
+    for metric, want in (
+        (metrics.rmse, reference.mean_squared_error(*pair) ** 0.5),
+        (metrics.mae, reference.mean_absolute_error(*pair)),
+        (metrics.r2, reference.r2_score(*pair)),
+    ):
+        # A column beside a row would broadcast to all pairs.
+        assert metric(predictions[:, None], targets) == pytest.approx(want, rel=1e-12)
+        for wrong in (predictions[:-1], predictions[:, None].repeat(2, 1), []):
+            with pytest.raises(ValueError, match=r"expected \[batch\] twice"):
+                metric(wrong, targets)
+    assert np.isnan(metrics.r2([1.0, 2.0], [3.0, 3.0]))
+
+
+def test_a_bootstrap_has_the_width_of_the_law_of_large_numbers():
+    targets = RNG.normal(size=1000)
+    low, high = metrics.bootstrap(lambda x, y: np.mean(x), targets, targets)
+    assert low < targets.mean() < high
+    assert high - low == pytest.approx(2 * 1.96 * targets.std() / 1000**0.5, rel=0.1)
+    narrow = metrics.bootstrap(lambda x, y: np.mean(x), targets, targets, level=0.5)
+    assert low < narrow[0] < narrow[1] < high
+    # Draws without label 1 have no AUROC.
+    rare = metrics.bootstrap(metrics.auroc, [1.0, 2.0, 3.0], [0, 0, 1], draws=50)
+    assert rare == (1.0, 1.0)
+
+
 NAMES = ["accuracy", "confusion", "per_class_accuracy", "nll", "ece", "mce", "reliability"]
+NAMES += ["balanced_accuracy", "brier"]
 
 
 def test_jit_changes_nothing():

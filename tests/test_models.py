@@ -75,6 +75,24 @@ def test_bert_base_has_as_many_parameters_as_published():
     assert size(params) - size(params["head"]) == 109_482_240
 
 
+def test_gpt2_has_as_many_parameters_as_published():
+    params = jax.eval_shape(models.Decoder().init, KEY, spec((16,), jnp.int32))["params"]
+    assert size(params) == 124_439_808
+
+
+@pytest.mark.thorough
+def test_no_position_of_a_decoder_sees_a_later_one():
+    model = models.Decoder(vocabulary=9, length=6, width=8, depth=1, heads=2)
+    x = RNG.integers(0, 9, (2, 5))
+    params = some_params(model, x[0])
+    before = model.apply({"params": params}, x)
+    x[:, -1] = (x[:, -1] + 1) % 9
+    after = model.apply({"params": params}, x)
+    np.testing.assert_array_equal(before[:, :-1], after[:, :-1])
+    assert np.abs(before[:, -1] - after[:, -1]).min() > 0
+    np.testing.assert_allclose(model.apply({"params": params}, x[0]), after[0], atol=1e-5)
+
+
 NARROW = models.WideResNet(classes=3, depth=10, width=1, groups=4)
 TEXT = models.TextTransformer(classes=3, vocabulary=9, length=4, width=8, depth=1, heads=2)
 SMALL = {

@@ -23,7 +23,7 @@ def test_notebooks_show_what_stands_below_their_cells(path):
 
 def test_there_are_notebooks_to_run():
     stems = [path.stem for path in notebooks.NOTEBOOKS]
-    assert stems == ["chain", "epsilons", "links", "own_data", "papers"]
+    assert stems == ["chain", "epsilons", "links", "llm", "own_data", "papers"]
 
 
 def test_the_statement_that_a_notebook_shows_has_the_epsilon_that_its_cell_asks_for():

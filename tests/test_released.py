@@ -65,6 +65,8 @@ def test_every_row_leaves_card_statement_and_parameters(tmp_path):
     assert card["delta"] == 1e-3, "the delta for which the noise was chosen"
     statement = dpjax.statement(run.mechanism, ledger=state.ledger)
     assert statement in (tmp_path / "statement.txt").read_text()
+    board = dpjax.reports.board(run.mechanism, ledger=state.ledger)
+    assert (tmp_path / "board.txt").read_text() == f"{board}\n"
     np.testing.assert_array_equal(params["w"], state.params["w"])
     assert verify.main([str(tmp_path)]) == 0
 
@@ -155,7 +157,7 @@ def test_files_with_private_numbers_are_their_owners_alone(tmp_path):
     run = algorithm()
     dpjax.fit(run, started(run), directory=tmp_path, progress=False)
     open_to_all = {path.name for path in tmp_path.iterdir() if path.stat().st_mode & 0o077}
-    assert open_to_all == {"privacy.json", "statement.txt", "params.msgpack"}
+    assert open_to_all == {"privacy.json", "statement.txt", "board.txt", "params.msgpack"}
 
 
 class Blocks(nnx.Module):

@@ -44,6 +44,9 @@ CONFIG = {
     "versions": {"dpjax": "0.1.0"},
 }
 STATEMENT = "Privacy statement\n\n  (2.25, 1e-05) <private>\n\nReferences\n@misc{x&y}\n"
+BOARD = (
+    "Statement for a board\n\nWhat\n\n  1 < 2\n  words\n\n  10 %     at most 30 %\n\n  - a & b\n"
+)
 # 8 of 10 are right; of class 2, a half. Confidence is 0.8 throughout, so nothing is miscalibrated.
 LABELS = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 2])
 GUESSES = np.array([0, 0, 0, 1, 1, 1, 2, 2, 0, 0])
@@ -57,6 +60,7 @@ DIAGNOSTICS = {
 SEEN = {
     "accuracy": "80.0 % at the end, 80.0 % at best. Always guessing the most frequent class: "
     "40.0 %.",
+    "error": "3 at the end, 3 at best.",
     "test_loss": "0.1 at the end, 0.1 at best.",
     "training_loss": "0.2 at the end.",
     "noise": "From 2 to 1.5, over 10 accounted steps.",
@@ -97,6 +101,7 @@ def write(path, rows=None, *, card=CARD, config=CONFIG, statement=STATEMENT, **d
         (path / "privacy.json").write_text(json.dumps(card))
         (path / "config.json").write_text(json.dumps(config))
         (path / "statement.txt").write_text(statement)
+        (path / "board.txt").write_text(BOARD)
         np.savez(path / "evaluation.npz", labels=LABELS, probabilities=PROBABILITIES)
         np.savez(path / "diagnostics.npz", **{**DIAGNOSTICS, **diagnostics})
     return path
@@ -121,7 +126,9 @@ def stairs(figure):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    path = write(tmp_path_factory.mktemp("runs") / "whole")
+    # Of a classifier and of a regression, which no run is.
+    rows = [row(step, rmse=13 - step) for step in range(1, 11)]
+    path = write(tmp_path_factory.mktemp("runs") / "whole", rows)
     before = dict(matplotlib.rcParams)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -198,6 +205,7 @@ def test_numbers_of_the_header_and_the_flags(whole):
     for words in (
         "mlp on digits & <i>more</i>",
         "(2.25, 10−5)-differentially private, with 80.0 % test accuracy.",
+        "test RMSE3",
         "epsilon2.25by pld; 2.50 by rdp",
         "steps10",
         "examples per second12,300",
@@ -205,6 +213,9 @@ def test_numbers_of_the_header_and_the_flags(whole):
     ):
         assert words in head, words
     assert "The key" not in head
+    assert "board.txt. What 1 < 2 words 10 % at most 30 % - a & b" in text(
+        parsed(whole / "report.html")
+    )
     lines = parsed(whole / "report.html").iter("tr")
     cells = [(text(line.find("th")), text(line.find("td"))) for line in lines]
     for pair in (("hidden", "128, 64"), ("seed", "not set"), ("bound", "0.5"), ("dpjax", "0.1.0")):
@@ -246,7 +257,8 @@ def test_a_card_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch):
     rows = [row(step, epsilon=step / 2) for step in (10, 20, 30)]
     run = load_run.read(write(tmp_path, rows))
     assert run.foreign == "it counts 10 steps, and the log counts 30"
-    assert (run.card, run.statement, run.config, run.evaluation, run.diagnostics) == (None,) * 5
+    assert (run.card, run.statement, run.board, run.config, run.evaluation) == (None,) * 5
+    assert run.diagnostics is None
     assert run.epsilons == {"the log": 15.0}
     with pytest.raises(load_run.Missing, match=r"evaluation.npz is not of this run"):
         run.array("evaluation", "labels")
@@ -404,7 +416,7 @@ def test_a_figure_without_meaning_costs_no_other_figure(
 
 def test_a_row_of_another_kind_has_a_page(tmp_path, monkeypatch):
     """`fit` logs one accuracy for each class; null and text were written by others."""
-    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:3])
+    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:4])
     rows = [row(1, accuracy=[0.5, 0.25]), row(2, accuracy=[0.5, 0.25], nll="low", delta=None)]
     run = load_run.read(write(tmp_path, rows, card=None))
     assert math.isnan(run.accuracy)
@@ -435,8 +447,31 @@ def test_nulls_leave_gaps(tmp_path):
 
 def test_a_model_that_is_no_better_than_a_guess_is_named(tmp_path):
     for accuracy, said in ((0.9, False), (0.4, True), (0.3, True)):
-        page = parsed(reports.report(write(tmp_path, [row(10, accuracy=accuracy)])))
-        assert ("no better than always guessing" in text(page.find(".//header"))) == said
+        run = load_run.read(write(tmp_path, [row(10, accuracy=accuracy)]))
+        assert ("no better than always guessing" in run.beside_a_guess) == said
+    targets = np.array([1.0, 5.0])
+    np.savez(tmp_path / "evaluation.npz", targets=targets, predictions=targets)
+    for rmse, said in ((1.9, False), (2.0, True)):
+        only = {"step": 10, "epsilon": 1.0, "rmse": rmse, "mae": 1.5, "r2": 0.5}
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(only))
+        run = load_run.read(tmp_path)
+        assert ("no better than always guessing the mean" in run.beside_a_guess) == said
+        assert run.others_beside_a_guess == "test MAE 1.5 (a guess: 2), R2 0.500 (a guess: 0.000)"
+
+
+@kills("reports/load_run.py", "> 1.5 * guesses", "> 0 * guesses")
+def test_unlike_and_two_classes_have_further_measures(tmp_path):
+    measured = {"balanced_accuracy": 0.6, "auroc": 0.7, "average_precision": 0.3}
+    for ones, unlike in ((1, True), (4, False)):
+        write(tmp_path, [row(10, **measured)])
+        np.savez(tmp_path / "evaluation.npz", labels=np.arange(10) < ones)
+        run = load_run.read(tmp_path)
+        assert (
+            "balanced accuracy 60.0 % (a guess: 50.0 %), " in run.others_beside_a_guess
+        ) == unlike
+        assert run.others_beside_a_guess.endswith(
+            f"AUROC 0.700 (a guess: 0.500), average precision 0.300 (a guess: {ones / 10:.3f})"
+        )
 
 
 def test_where_epsilon_is_not_finite_steps_are_the_axis(tmp_path):

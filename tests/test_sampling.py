@@ -282,6 +282,7 @@ EVERY = {
     "scored": sampling.scored(
         np.arange(40) % 2, [[0.5, 0.1], [0, 1]], steps_per_row=3, batch_size=10
     ),
+    "persons": sampling.persons(np.arange(80) % 40, 10, most_rows=2),
 }
 
 
@@ -301,7 +302,8 @@ def test_a_sampler_states_its_event_and_its_facts(name):
         again.draw(jax.random.key(0), 0)
     draw = jax.jit(sampler.draw)(jax.random.key(0), 3)
     size = int(draw.size)
-    assert draw.indices.shape == draw.mask.shape == (sampler.capacity,)
-    assert draw.mask.tolist() == [True] * size + [False] * (sampler.capacity - size)
+    shape = (sampler.capacity, sampler.most_rows)[: draw.mask.ndim]
+    assert draw.indices.shape == draw.mask.shape == shape
+    assert draw.units.tolist() == [True] * size + [False] * (sampler.capacity - size)
     assert sampler.padded or size == sampler.capacity
-    assert len(set(sampling.on_host(draw).tolist())) == size
+    assert len(np.unique(sampling.on_host(draw), axis=0)) == size

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mutation import kills
+from scipy import stats
 from small_mechanisms import mechanism_with
 
 from dpjax import clipping, ledger, reports, sampling, strategies, verify
@@ -34,7 +35,13 @@ def mechanism(**options):
 
 def card_of(delta=DELTA, methods=None, **options):
     """What a parser makes of the card of a mechanism."""
-    return json.loads(json.dumps(reports.card(mechanism(**options), delta, methods=methods)))
+    card = json.loads(json.dumps(reports.card(mechanism(**options), delta, methods=methods)))
+    return card if methods is None else without_attacks(card)
+
+
+def without_attacks(card):
+    """A card that limits no attack: what RDP says of them is confirmed by a distribution alone."""
+    return changed(card, ["true_positive_rates"], [[0.1, 1.0]])
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +106,47 @@ def test_every_claim_of_an_honest_card_holds(name):
     assert claimed
     said = re.compile(r" by (rdp|pld), the best accountant here: holds$")
     assert sum(bool(said.search(line)) for line in lines) == len(claimed)
+    assert ("attacks" in lines[-1]) == (card["true_positive_rates"][0][1] < 1)
+
+
+MU = 3.0  # at which the curve is flat at a tenth, and steep at a thousandth
+
+
+@kills("verify/epsilon.py", "steep.min(), flat.min()", "steep.min()")
+@kills("verify/epsilon.py", "steep.min(), flat.min()", "flat.min()", slow=True)
+@kills("verify/cards.py", "sound = no_less(card, deltas)", "sound = True")
+def test_attacks_on_a_gaussian_reach_its_trade_off_curve():
+    """Phi(Phi^-1(rate) + mu): Dong, Roth and Su (2022), and a card that says less is found out."""
+    card = card_of(sampling=FULL, noise_multiplier=1 / MU, steps=1)
+    rates = card["true_positive_rates"]
+    assert [rate for rate, _ in rates] == [0.001, 0.01, 0.1]
+    for place, (wrong, right) in enumerate(rates):
+        exact = stats.norm.cdf(stats.norm.ppf(wrong) + MU)
+        assert exact <= right <= (1 + 1e-6) * exact
+        assert epsilon.most_true_positives(epsilon.deltas_of_gaussian(MU), wrong) == pytest.approx(
+            exact, rel=1e-3
+        )
+        sound, lines = verdicts(changed(card, ["true_positive_rates", place, 1], 0.99 * right))
+        assert not sound
+        assert lines[-1].endswith(": DOES NOT HOLD")
+    assert "0.1 %, 1 %, 10 % false positives claim at most 46.5 %" in verdicts(card)[1][-1]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "methods"),
+    [("poisson", None), ("poisson", ["rdp"]), ("replaced", None), ("allocation", None)],
+)
+def test_attacks_on_samples_are_recomputed(name, methods):
+    """By another grid of losses, and for epochs from below."""
+    allocated = {"sampling": sampling.random_allocation(1000, 100), "noise_multiplier": 1.0}
+    options = {**HONEST, "allocation": allocated}[name]
+    card = json.loads(json.dumps(reports.card(mechanism(**options), DELTA, methods=methods)))
+    sound, lines = verdicts(card)
+    assert sound, lines
+    wrong, right = card["true_positive_rates"][1]
+    less = changed(card, ["true_positive_rates", 1], [wrong, 0.95 * right])
+    assert verdicts(less)[0] == (methods is not None), "RDP claims far more than can be learned"
 
 
 @kills("verify/epsilon.py", "- K) * math.log1p(-rate)", ") * math.log1p(-rate)")
@@ -120,7 +168,8 @@ def levelled(sampler, multipliers, steps, methods=("rdp",)):
         sampling=sampler, noise_multiplier=lambda t: multipliers[t], steps=len(multipliers)
     )
     book = ledger.admit(ledger.empty(), plan, steps=steps)
-    return plan, json.loads(json.dumps(reports.card(plan, DELTA, ledger=book, methods=methods)))
+    card = json.loads(json.dumps(reports.card(plan, DELTA, ledger=book, methods=methods)))
+    return plan, without_attacks(card)
 
 
 @kills("verify/steps.py", 'step.multiplier, side="right") - 1', "step.multiplier)", slow=True)
@@ -233,6 +282,7 @@ def test_no_verdict_prints_less_than_is_claimed(honest):
         assert cards.upwards(value, ".3g") == upwards(value, ".3g")
     claimed = honest["epsilon"]["rdp"]["value"]
     rdp, gdp = verdicts(honest)[1]
+    assert cards.percent([0.07, 0.12345, 1.0]) == "7 %, 12.4 %, 100 %"
     assert f"epsilon {three_digits(claimed)} for one example at delta=1e-05; recomputed" in rdp
     assert gdp.endswith(": not checked, and no bound")
 

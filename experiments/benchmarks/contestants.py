@@ -49,8 +49,8 @@ class Contestant(NamedTuple):
     facts: dict[str, Any]
 
 
-def compiled(gradient: Any, link: optax.GradientTransformation, params: Any, batch: Any) -> Any:
-    """A contestant in this process: a gradient, what makes it private, and SGD."""
+def step_of(gradient: Any, link: optax.GradientTransformation) -> tuple[Any, Any]:
+    """The optimizer and the jitted step of a gradient, what makes it private, and SGD."""
     optimizer = optax.chain(link, optax.sgd(LEARNING_RATE))
 
     @jax.jit
@@ -58,6 +58,12 @@ def compiled(gradient: Any, link: optax.GradientTransformation, params: Any, bat
         updates, state = optimizer.update(gradient(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
+    return optimizer, step
+
+
+def compiled(gradient: Any, link: optax.GradientTransformation, params: Any, batch: Any) -> Any:
+    """A contestant in this process: a gradient, what makes it private, and SGD."""
+    optimizer, step = step_of(gradient, link)
     program, arguments = None, (params, optimizer.init(params), batch)
 
     def run(steps: int) -> float:

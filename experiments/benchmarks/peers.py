@@ -69,7 +69,11 @@ def with_torch(mode: str | None, task: dict[str, Any]) -> tuple[Any, dict[str, A
     if device.type == "cuda":
         # TF32 for all products, as JAX has it; by default PyTorch has it for convolutions alone.
         torch.set_float32_matmul_precision("high")
-    make, shape = torch_models.NETWORKS[task["workload"]]
+    if "decoder" in task:  # of `llm`, by its sizes
+        shape = (task["decoder"]["length"],)
+        make = functools.partial(torch_models.Decoder, **task["decoder"])
+    else:
+        make, shape = torch_models.NETWORKS[task["workload"]]
     batch_size, network = task["batch_size"], make().to(device)
     held = sum(p.numel() for p in network.parameters() if p.requires_grad)
     if held != task["parameters"]:

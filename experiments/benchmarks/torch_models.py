@@ -137,11 +137,19 @@ class DecoderBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, linear: Callable[..., nn.Module] = nn.Linear, width: int = 128) -> None:
+    def __init__(
+        self,
+        linear: Callable[..., nn.Module] = nn.Linear,
+        width: int = 128,
+        heads: int = 4,
+        depth: int = 2,
+        words: int = TOKENS,
+        length: int = LENGTH,
+    ) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(TOKENS, width), nn.Embedding(LENGTH, width)
-        self.blocks = nn.Sequential(*(DecoderBlock(linear) for _ in range(2)))
-        self.norm, self.head = nn.LayerNorm(width, eps=1e-6), nn.Linear(width, TOKENS)
+        self.tokens, self.positions = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(DecoderBlock(linear, width, heads) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width, eps=1e-6), nn.Linear(width, words)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         where = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)

@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from dpjax import losses, models
 
@@ -39,28 +40,24 @@ class ResNet18(nn.Module):
         return nn.Dense(CLASSES)(x.mean((-3, -2)))
 
 
-class Decoder(nn.Module):
-    """A causal Transformer of two layers in the manner of GPT-2; with a rank, LoRA beside it."""
+class Block(nn.Module):
+    """A block in the manner of GPT-2; with a rank, LoRA beside its layers."""
 
-    rank: int = 0
-    width: int = 128
-    heads: int = 4
+    rank: int
+    heads: int
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = nn.Embed(TOKENS, self.width, name="tokens")(tokens)
-        x = x + self.param("positions", nn.initializers.normal(0.02), (LENGTH, self.width))
-        for i in range(2):
-            h = nn.LayerNorm(name=f"{i}_before")(x)
-            q, k, v = (
-                self.dense(f"{i}_{name}", h, self.width).reshape(LENGTH, self.heads, -1)
-                for name in ("query", "key", "value")
-            )
-            h = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
-            x = x + self.dense(f"{i}_out", h, self.width)
-            h = self.dense(f"{i}_up", nn.LayerNorm(name=f"{i}_between")(x), 4 * self.width)
-            x = x + self.dense(f"{i}_down", nn.gelu(h), self.width)
-        return nn.Dense(TOKENS, name="head")(nn.LayerNorm(name="last")(x))
+    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+        length, width = x.shape
+        h = nn.LayerNorm(name="before")(x)
+        q, k, v = (
+            self.dense(name, h, width).reshape(length, self.heads, -1)
+            for name in ("query", "key", "value")
+        )
+        h = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+        x = x + self.dense("out", h, width)
+        h = self.dense("up", nn.LayerNorm(name="between")(x), 4 * width)
+        return x + self.dense("down", nn.gelu(h), width), None
 
     def dense(self, name: str, x: jax.Array, width: int) -> jax.Array:
         y = nn.Dense(width, name=name)(x)
@@ -68,6 +65,34 @@ class Decoder(nn.Module):
             return y
         thin = nn.Dense(self.rank, use_bias=False, name=f"{name}_lora_a")(x)
         return y + nn.Dense(width, use_bias=False, name=f"{name}_lora_b")(thin)
+
+
+class Decoder(nn.Module):
+    """A causal Transformer; `tied` heads are the table of embeddings, `scanned` blocks a loop."""
+
+    rank: int = 0
+    width: int = 128
+    heads: int = 4
+    depth: int = 2
+    words: int = TOKENS
+    length: int = LENGTH
+    tied: bool = False
+    scanned: bool = False
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        embedding = nn.Embed(self.words, self.width, name="tokens")
+        positions = self.param("positions", nn.initializers.normal(0.02), (self.length, self.width))
+        x = embedding(tokens) + positions
+        if self.scanned:
+            axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            loop = nn.scan(Block, length=self.depth, **axes)(self.rank, self.heads, name="blocks")
+            x, _ = loop(x, None)
+        else:
+            for i in range(self.depth):
+                x, _ = Block(self.rank, self.heads, name=f"{i}")(x)
+        x = nn.LayerNorm(name="last")(x)
+        return embedding.attend(x) if self.tied else nn.Dense(self.words, name="head")(x)
 
 
 class Workload(NamedTuple):
@@ -88,6 +113,17 @@ WORKLOADS = {
 }
 
 
+def split(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The leaves of adapters by name, and all others."""
+    flat = flatten_dict(params, sep="/")
+    adapters = {name: flat.pop(name) for name in list(flat) if "lora" in name}
+    return adapters, flat
+
+
+def joined(params: Any, frozen: Any) -> Any:
+    return unflatten_dict({**frozen, **params}, sep="/")
+
+
 def problem(workload: Workload) -> tuple[Any, Any, Any]:
     """The loss of one example, the parameters that are trained, and a batch of noise."""
     model, expected, shape, size, text = workload
@@ -102,11 +138,11 @@ def problem(workload: Workload) -> tuple[Any, Any, Any]:
     cross_entropy = optax.softmax_cross_entropy_with_integer_labels
     loss = losses.of(model, lambda logits, y: jnp.mean(cross_entropy(logits, y)))
     if getattr(model, "rank", 0):
-        frozen = {name: params.pop(name) for name in list(params) if "lora" not in name}
+        params, frozen = split(params)
         whole = loss
 
         def loss(params: Any, example: Any) -> jax.Array:
-            return whole({**frozen, **params}, example)
+            return whole(joined(params, frozen), example)
 
     held = sum(leaf.size for leaf in jax.tree.leaves(params))
     if expected != held:

@@ -184,6 +184,41 @@ def step_tables(name: str) -> str:
     return "\n\n".join(map(markdown.table, heads, (times, memory)))
 
 
+def frozen_rows() -> Iterator[str]:
+    """A first step with frozen weights as an argument, and as constants, one row per size."""
+    for size, row in load("frozen")["rows"].items():
+        ways = [row[way] for way in ("argument", "closure")]
+        cells = [f"{way['first_s']:.1f} s, {mib(way['bytes'])}" for way in ways]
+        split = f"{row['split']['MiB of a device']:,.0f}"
+        yield markdown.line(size, *cells, *(f"{way['folder']:,}" for way in ways), split)
+
+
+def planned_rows() -> Iterator[str]:
+    """What XLA plans for steps of decoders, and the private one over the plain one."""
+    for name, row in load("llm_bench")["planned"].items():
+        cells = [f"{mib(row[who]['temporary_bytes'])} ({mib(row[who]['bytes'])})" for who in row]
+        ratios = (row["dpjax auto"][of] / row["plain"][of] for of in ("temporary_bytes", "bytes"))
+        yield markdown.line(name, *cells, "{:.2f} ({:.2f})".format(*ratios))
+
+
+def decoder_rows() -> Iterator[str]:
+    """Speed and memory of each decoder and contestant on a GPU, or why there is none."""
+    for name, row in load("llm_bench")["rows"].items():
+        plain = row["plain"].get("step_s")
+        for who, found in row.items():
+            if "refused" in found:
+                yield markdown.line(name, who, found["refused"], "", "", "")
+                continue
+            held = found.get("planned_bytes", found.get("peak_bytes")) / 2**30
+            ratio = f"{found['step_s'] / plain:.2f}" if plain else ""
+            speed = f"{found['tokens_s']:,.0f}"
+            yield markdown.line(name, who, speed, ratio, f"{held:.1f}", f"{found['first_s']:.0f}")
+
+
+def mib(count: float) -> str:
+    return f"{count / 2**20:,.0f}"
+
+
 def strategy_rows() -> Iterator[str]:
     """Error, seconds and their ratio of both libraries, one row per search."""
     for name, row in load("strategies")["rows"].items():
@@ -324,6 +359,29 @@ def page() -> str:
         f"{statistics.median(ratios):.2f}, largest {max(ratios):.2f}.",
         markdown.table(
             "| model | parameters | plain | private | ratio | disagreement |", zoo_rows()
+        ),
+        "## Frozen weights as an argument, and as constants of the program",
+        "Time and rise of memory in a first step; bytes of a run's folder; and what each of four\n"
+        "devices holds of them on a mesh `data:2,model:2`, all by `make bench BENCH=frozen`.",
+        markdown.table(
+            "| frozen | argument, MiB | closure, MiB | folder, argument | folder, closure "
+            "| MiB of a device |",
+            frozen_rows(),
+        ),
+        "## Memory of long texts and large vocabularies",
+        "MiB that XLA plans on a CPU for a step of a decoder of two layers with tied embeddings,\n"
+        "batch 4: temporaries, and in brackets with arguments and results. By\n"
+        "`make bench BENCH=llm`.",
+        markdown.table(
+            "| decoder | plain JAX | dpjax | dpjax, `vmap` | dpjax over plain |", planned_rows()
+        ),
+        "## Decoders on a GPU",
+        "Texts of 512 tokens, random weights. A machine with a GPU fills this table in nine\n"
+        "minutes, without a network: "
+        '`make bench-peers BENCH=llm ARGS="--out experiments/results/llm_bench.json"`.',
+        markdown.table(
+            "| decoder | contestant | tokens a second | step over plain | GiB | first step, s |",
+            decoder_rows(),
         ),
         "## One step on an H100",
         step_tables("h100"),

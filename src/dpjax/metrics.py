@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accuracy and calibration of predictions.
+"""What a model reaches on examples with known answers.
 
-All are functions of arrays of logits and labels and may be called inside `jax.jit`, which does not
-detect labels out of range.
+Metrics of logits and labels may be called inside `jax.jit`, which does not detect labels out of
+range. Metrics of one number an example, a score or a predicted quantity, are NumPy's, in float64.
 
 | edge case | value |
 |---|---|
 | NaN among the logits | no prediction: wrong, and in no column of the table; the rest is NaN |
+| NaN among scores or quantities; scores of one class alone | NaN |
 | no example of a class | NaN for that class |
 | bfloat16, float16, whole numbers | probabilities, sums and counts are float32 |
 
@@ -15,29 +16,39 @@ These numbers have no noise: on training data they are as private as the data.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-import math
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Float, Int, Integer, Num
+from scipy import stats
 
 from dpjax import checks
 
 __all__ = [
     "Reliability",
     "accuracy",
+    "auroc",
+    "average_precision",
+    "balanced_accuracy",
+    "bootstrap",
+    "brier",
     "confusion",
     "ece",
+    "mae",
     "mce",
     "nll",
     "per_class_accuracy",
+    "r2",
     "reliability",
+    "rmse",
 ]
 
+Numbers: TypeAlias = Num[ArrayLike, " batch"]
 Logits: TypeAlias = Float[ArrayLike, "batch classes"]
 Labels: TypeAlias = Integer[ArrayLike, " batch"]
 
@@ -99,6 +110,41 @@ def per_class_accuracy(logits: Logits, labels: Labels) -> Float[Array, " classes
     logits, labels = _batch("per_class_accuracy", logits, labels)
     counts, rights = _counted(_predicted(logits) == labels, labels, logits.shape[-1])
     return rights / counts
+
+
+def balanced_accuracy(logits: Logits, labels: Labels) -> Float[Array, ""]:
+    """The mean of `per_class_accuracy` over the classes that have examples.
+
+    The arguments are as in `accuracy`. To always guess one class gives 1 / classes, however
+    frequent it is.
+
+    Example:
+      >>> logits = jnp.array([[1.0, 0.0]] * 4)
+      >>> float(balanced_accuracy(logits, jnp.array([0, 0, 0, 1])))
+      0.5
+    """
+    return jnp.nanmean(per_class_accuracy(logits, labels))
+
+
+def brier(logits: Logits, labels: Labels) -> Float[Array, ""]:
+    r"""The Brier score: the mean squared error of the probabilities.
+
+    $$ \frac1n \sum_i \sum_c (p_i[c] - [c = y_i])^2 $$
+
+    and half of that for two classes, which is the mean of $(p_i[1] - y_i)^2$. The arguments are as
+    in `accuracy`.
+
+    Example:
+      >>> float(brier(jnp.zeros((2, 2)), jnp.array([0, 1])))
+      0.25
+
+    References:
+      Brier, "Verification of forecasts expressed in terms of probability", 1950.
+    """
+    logits, labels = _batch("brier", logits, labels)
+    classes = logits.shape[-1]
+    gaps = jax.nn.softmax(_wide(logits)) - jax.nn.one_hot(labels, classes)
+    return jnp.mean(jnp.sum(gaps**2, axis=-1)) / (2 if classes == 2 else 1)
 
 
 def nll(logits: Logits, labels: Labels) -> Float[Array, ""]:
@@ -181,6 +227,140 @@ def mce(logits: Logits, labels: Labels, *, bins: int = 15) -> Float[Array, ""]:
     return jnp.max(jnp.abs(table.accuracy - table.confidence))
 
 
+def auroc(scores: Numbers, labels: Numbers) -> float:
+    r"""The area under the ROC curve: how often an example of label 1 has the higher score.
+
+    $$ \Pr(s_1 > s_0) + \tfrac12 \Pr(s_1 = s_0) $$
+
+    Args:
+      scores: Higher for label 1, ``[batch]`` or a column ``[batch, 1]``; of two logits, the second
+        less the first.
+      labels: 0 and 1, as many.
+
+    A guess has 0.5.
+
+    Example:
+      >>> auroc([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1])
+      0.75
+    """
+    scores, right = _scored("auroc", scores, labels)
+    ones, zeros = right.sum(), (~right).sum()
+    if not ones * zeros or np.isnan(scores).any():
+        return np.nan
+    # Equal scores share the mean of their ranks, which counts a tie half (Mann and Whitney, 1947).
+    above = stats.rankdata(scores)[right].sum() - ones * (ones + 1) / 2
+    return float(above / (ones * zeros))
+
+
+def average_precision(scores: Numbers, labels: Numbers) -> float:
+    r"""The mean precision over all thresholds t, each weighted by the recall that it adds.
+
+    $$ \sum_t (\text{recall}_t - \text{recall}_{t-1}) \, \text{precision}_t $$
+
+    The arguments are as in `auroc`. A guess has the share of label 1.
+
+    Example:
+      >>> round(average_precision([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1]), 4)
+      0.8333
+    """
+    scores, right = _scored("average_precision", scores, labels)
+    if right.all() or not right.any() or np.isnan(scores).any():
+        return np.nan
+    order = np.argsort(-scores, kind="stable")
+    # A threshold takes all examples of one score together.
+    ends = np.append(np.flatnonzero(np.diff(scores[order])), len(scores) - 1)
+    hits = np.cumsum(right[order])[ends]
+    return float(np.diff(hits, prepend=0) @ (hits / (ends + 1)) / hits[-1])
+
+
+def bootstrap(
+    metric: Callable[[Any, Any], Any],
+    scores: ArrayLike,
+    labels: ArrayLike,
+    *,
+    level: float = 0.95,
+    draws: int = 1000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """The ends of an interval for ``metric(scores, labels)``, from draws with replacement.
+
+    Args:
+      metric: Such as `auroc`; draws for which it is NaN, such as of one class, do not count.
+      scores: The first argument of the metric: an example a row.
+      labels: The second one.
+      level: The share of the draws inside; as many are below as above.
+      draws: How many draws.
+      seed: Of the draws.
+
+    The interval is about these test examples: another training has another noise.
+
+    Example:
+      >>> scores = np.linspace(0, 1, 200)
+      >>> bootstrap(auroc, scores, scores + np.sin(37 * np.arange(200)) / 2 > 0.5, draws=100)
+      (0.69..., 0.80...)
+    """
+    level = checks.fraction("metrics.bootstrap", "level", level, "0.95 is usual.")
+    draws = checks.whole("metrics.bootstrap", "draws", draws, "1000 is usual.")
+    scores, labels, random = np.asarray(scores), np.asarray(labels), np.random.default_rng(seed)
+    rows = (random.integers(0, len(labels), len(labels)) for _ in range(draws))
+    values = [float(metric(scores[row], labels[row])) for row in rows]
+    low, high = np.nanquantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def rmse(predictions: Numbers, targets: Numbers) -> float:
+    """The root of the mean squared error of ``[batch]`` quantities, in their units.
+
+    Example:
+      >>> round(rmse([1.0, 2.0], [1.0, 4.0]), 4)
+      1.4142
+    """
+    predictions, targets = _columns("rmse", predictions, targets)
+    return float(np.sqrt(np.mean((predictions - targets) ** 2)))
+
+
+def mae(predictions: Numbers, targets: Numbers) -> float:
+    """The mean absolute error of ``[batch]`` quantities, in their units.
+
+    Example:
+      >>> mae([1.0, 2.0], [1.0, 4.0])
+      1.0
+    """
+    predictions, targets = _columns("mae", predictions, targets)
+    return float(np.mean(np.abs(predictions - targets)))
+
+
+def r2(predictions: Numbers, targets: Numbers) -> float:
+    """The share of the variance of ``[batch]`` targets that is predicted; NaN if it is 0.
+
+    To predict the mean of these targets has 0, and worse is negative.
+
+    Example:
+      >>> round(r2([1.0, 2.0, 3.0], [1.0, 2.0, 4.0]), 4)
+      0.7857
+    """
+    predictions, targets = _columns("r2", predictions, targets)
+    variance = targets.var()
+    return float(1 - np.mean((predictions - targets) ** 2) / variance) if variance else np.nan
+
+
+def _scored(name: str, scores: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Scores, and which of them are of label 1."""
+    scores, labels = _columns(name, scores, labels)
+    if not np.isin(labels, (0, 1)).all():
+        raise ValueError(f"metrics.{name}: got labels up to {labels.max():g}; expected 0 and 1.")
+    return scores, labels == 1
+
+
+def _columns(name: str, *given: Any) -> tuple[np.ndarray, np.ndarray]:
+    columns = [np.asarray(column, np.float64) for column in given]
+    first, second = (x[:, 0] if x.ndim == 2 and x.shape[1] == 1 else x for x in columns)
+    if first.ndim != 1 or first.shape != second.shape or not first.size:
+        shapes = " and ".join(str(list(column.shape)) for column in columns)
+        raise ValueError(f"metrics.{name}: got {shapes}; expected [batch] twice.")
+    return first, second
+
+
 def _counted(right: Array, places: Array, number: int) -> tuple[Array, Array]:
     """How many predictions each place has, and how many of them are right."""
     # Integers count exactly; float32 would stop at 2**24.
@@ -221,14 +401,3 @@ def _batch(name: str, logits: Any, labels: Any) -> tuple[Array, Array]:
                 f"{logits.shape[-1]} classes; classes are counted from 0."
             )
     return logits, jnp.asarray(labels)
-
-
-def auroc(scores, labels):
-    import numpy as np
-
-    a, b = np.asarray(scores)[labels == 1], np.sort(np.asarray(scores)[labels == 0])
-    if not len(a) * len(b):
-        return math.nan
-    return float(
-        np.mean(np.searchsorted(b, a, "left") + np.searchsorted(b, a, "right")) / 2 / len(b)
-    )

@@ -91,6 +91,7 @@ class Purpose(enum.IntEnum):
     VIEWS = 0xCD5CB16F
     RUNS = 0xC41C13F7
     MEASURES = 0x9DAFB693
+    ROWS = 0x9D1BB855
 
 
 @dataclass(frozen=True)
@@ -313,19 +314,26 @@ class Draw(NamedTuple):
 
     # Pairs of words, high and low, for data sets of more than 2^31 - 1 examples: JAX has no int64
     # by default.
-    indices: Int[Array, " capacity"] | UInt[Array, "capacity 2"]
-    mask: Bool[Array, " capacity"]
-    """True for the drawn examples, which come first."""
+    indices: Int[Array, " capacity"] | UInt[Array, "capacity 2"] | Int[Array, "capacity rows"]
+    mask: Bool[Array, " capacity"] | Bool[Array, "capacity rows"]
+    """True for the drawn examples, which come first; of people, for their drawn rows."""
+
+    @property
+    def units(self) -> Bool[Array, " capacity"]:
+        """True for the drawn examples, or people: each of these has a row."""
+        return self.mask if self.mask.ndim == 1 else self.mask[:, 0]
 
     @property
     def size(self) -> Int[Array, ""]:
-        """How many examples were drawn; private."""
-        return jnp.sum(self.mask, dtype=jnp.int32)
+        """How many examples, or people, were drawn; private."""
+        return jnp.sum(self.units, dtype=jnp.int32)
 
     def on_host(self) -> np.ndarray:
         """All indices, also of the padding, as int64 on the host."""
         indices = np.asarray(self.indices).astype(np.int64)
-        return indices if indices.ndim == 1 else (indices[:, 0] << 32) | indices[:, 1]
+        if indices.ndim == np.ndim(self.mask):
+            return indices
+        return (indices[:, 0] << 32) | indices[:, 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,6 +364,11 @@ class Sampler:
       random_bins: Whether each example has one batch of an epoch, drawn uniformly once for the run
         and independently of all others. Correlated noise then counts that the batch is unknown.
       padded: Whether a draw may hold fewer examples than its capacity.
+      unit: Who is drawn: an ``"example"``, which is one row, or a ``"person"``, who may own
+        several. ``examples``, ``batch_size`` and ``capacity`` count units.
+      most_rows: The most rows of a unit in a draw, whose indices and mask are then
+        ``[capacity, most_rows]``; None where a unit is a row.
+      rows: The number of rows of the data, where a unit may own several; **not** public.
     """
 
     name: str
@@ -373,6 +386,9 @@ class Sampler:
     coins: bool = False
     random_bins: bool = False
     padded: bool = True
+    unit: str = "example"
+    most_rows: int | None = None
+    rows: int | None = None
 
     def __repr__(self) -> str:
         return short(self, "name", "examples", "batch_size")
@@ -382,7 +398,8 @@ class Sampler:
     ) -> tuple[PyTree, Bool[np.ndarray, " rows"]]:
         """The rows that a step draws, and their mask, on the host; for a loop of one's own.
 
-        A row where the mask is False is padding, which must not count.
+        A row where the mask is False is padding, which must not count. Where people are drawn,
+        rows and mask are ``[people, most_rows]``.
 
         Args:
           data: Arrays with one row per example.
@@ -405,7 +422,7 @@ class Sampler:
 
     def _repr_html_(self) -> str:
         rows = {
-            "examples": f"{self.examples:,}",
+            f"{self.unit}s": f"{self.examples:,}",
             "expected batch size": f"{self.batch_size:g}",
             "neighbours": self.neighbours.value,
             "claim": self.claim,
@@ -468,7 +485,7 @@ class Plan(Protocol):
 
     @property
     def unit(self) -> str:
-        """Whose data one sampled row holds: ``"example"`` or ``"client"``."""
+        """Who is protected, in a word: ``"example"``, ``"client"``, ``"person"``, ..."""
         ...
 
     @property

@@ -31,12 +31,18 @@ from dpjax.accounting.methods import (
     epsilon,
     levels_of,
     tightest,
+    true_positive_rate,
 )
 from dpjax.accounting.profiles import Estimate
 from dpjax.accounting.random_projections import ProjectedGaussianDpEvent, with_projections
 from dpjax.accounting.rdp_divergence import ORDERS, renyi_divergence
 from dpjax.accounting.selection import DISTRIBUTIONS, Selection, draw_runs, select_best
-from dpjax.accounting.user_level import epsilon_for_users, for_groups
+from dpjax.accounting.user_level import (
+    PersonsOrRows,
+    epsilon_for_users,
+    for_groups,
+    persons_or_rows,
+)
 
 __all__ = [
     "DISTRIBUTIONS",
@@ -47,6 +53,7 @@ __all__ = [
     "Estimate",
     "Filter",
     "Method",
+    "PersonsOrRows",
     "ProjectedGaussianDpEvent",
     "RandomAllocationDpEvent",
     "Selection",
@@ -64,10 +71,12 @@ __all__ = [
     "largest_steps",
     "levels",
     "levels_of",
+    "persons_or_rows",
     "renyi_divergence",
     "scheduled_gaussian",
     "select_best",
     "subsampled_gaussian",
     "tightest",
+    "true_positive_rate",
     "with_projections",
 ]

@@ -62,10 +62,10 @@ def calibrate(
     # A PLD of a schedule takes ten seconds. The central limit takes none, and is nearly right.
     if method == "pld":
         with contextlib.suppress(ValueError):  # it may know no such event
-            guess = _least(lambda value: spent(value, "gdp"), epsilon, 1e-2)
-            if value := _from_near(spent, epsilon, guess):
+            guess = least(lambda value: spent(value, "gdp"), epsilon, 1e-2)
+            if value := from_near(spent, epsilon, guess):
                 return value
-    return _least(spent, epsilon, _TIGHTNESS[method])
+    return least(spent, epsilon, _TIGHTNESS[method])
 
 
 def largest_steps(
@@ -105,7 +105,7 @@ def largest_steps(
     return steps[bisect.bisect_left(steps, True, key=lambda n: spent(n + 1) > epsilon)]
 
 
-def _least(spent: Callable[[float], float], target: float, tight: float) -> float:
+def least(spent: Callable[[float], float], target: float, tight: float) -> float:
     """The smallest parameter that keeps the target, by bisection of its logarithm."""
     low, high = _bracket(spent, target)
     while high > low * (1 + tight):
@@ -114,10 +114,11 @@ def _least(spent: Callable[[float], float], target: float, tight: float) -> floa
     return high
 
 
-def _from_near(spent: Callable[[float], float], target: float, value: float) -> float | None:
+def from_near(
+    spent: Callable[[float], float], target: float, value: float, tight: float = _TIGHTNESS["pld"]
+) -> float | None:
     """A parameter whose PLD is just below the target, by the secant method, or None."""
     # Epsilon is nearly a power of the parameter, for sampled steps of about -3/2.
-    tight = _TIGHTNESS["pld"]
     slope, before, aim = -1.5, None, math.log(target) - tight / 2
     for _ in range(8):
         if not 0 < (epsilon := spent(value)) < math.inf:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import dp_accounting
 import numpy as np
+from scipy import optimize
 from scipy.special import log_ndtr
 
 from dpjax.accounting.event_parts import Parts, as_sampled
@@ -46,6 +47,24 @@ def gaussian(mu: float) -> Profile:
         return -math.exp(upper) * math.expm1(lower - upper)
 
     return Profile(epsilon_at, delta_at)
+
+
+def most_true_positives(profile: Profile, false_positive_rate: float) -> float:
+    """`dpjax.accounting.true_positive_rate` of a profile."""
+
+    def bound(slope: float) -> float:
+        # A negative slope is that of the curve's other half, which is the mirror image of this one.
+        size, delta = math.exp(slope), profile.delta(abs(slope))
+        if slope < 0:
+            return 1 - size * (1 - delta - false_positive_rate)
+        return size * false_positive_rate + delta
+
+    # Convex in exp(slope), so that one search finds the least. Beyond, the bound is nearly 1.
+    interval = -16.0, -math.log(false_positive_rate)
+    found = optimize.minimize_scalar(
+        bound, bounds=interval, method="bounded", options={"xatol": 1e-3}
+    )
+    return min(1.0, bound(0.0), float(found.fun))
 
 
 class Estimate(float):

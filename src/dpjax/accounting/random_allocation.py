@@ -57,9 +57,8 @@ def profile(epochs: Epochs, rest: Parts, grid: float, neighbours: str) -> Profil
     epochs = sorted(epochs, key=lambda row: (row[0].batches, row[0].noise_multipliers))
     parts, count = rest._replace(foreign=tuple(epochs)), sum(n for _, n in epochs)
 
-    def at(delta: float) -> Profile:
-        # A power of two, so that neighbouring questions are about the same losses.
-        tail = 2.0 ** math.floor(math.log2(max(delta, 1e-300) * _SHARE / count))
+    @functools.cache
+    def of(tail: float) -> Profile:
         if not all(_fits(event, tail) for event, _ in epochs):
             return Profile(lambda delta: math.inf, lambda epsilon: 1.0)
         total = composed(rest, grid, neighbours)
@@ -67,9 +66,14 @@ def profile(epochs: Epochs, rest: Parts, grid: float, neighbours: str) -> Profil
             total = total.compose(loss(event, grid, tail).self_compose(times))
         return proven(total, parts)
 
+    def at(delta: float) -> Profile:
+        # A power of two, so that neighbouring questions are about the same losses.
+        return of(2.0 ** math.floor(math.log2(max(delta, 1e-300) * _SHARE / count)))
+
     def delta_at(epsilon: float) -> float:
         rough = at(1e-6).delta(epsilon)
-        return min(rough, at(rough).delta(epsilon))
+        # Of a larger delta, the tail for 1e-6 is a small part; at 1 it did not fit.
+        return rough if 1e-6 < rough < 1 else min(rough, at(rough).delta(epsilon))
 
     return Profile(lambda delta: at(delta).epsilon(delta), delta_at)
 

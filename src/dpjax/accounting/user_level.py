@@ -17,6 +17,7 @@ sizes in common, and by Kahane's inequality less in common costs less.
 """
 
 import math
+from typing import NamedTuple
 
 import dp_accounting
 import numpy as np
@@ -26,8 +27,9 @@ from scipy import stats
 
 from dpjax import checks
 from dpjax.accounting.allocation import known_bins
+from dpjax.accounting.calibration import calibrate, from_near, least
 from dpjax.accounting.event_parts import split
-from dpjax.accounting.events import compose, gaussian
+from dpjax.accounting.events import compose, gaussian, subsampled_gaussian
 from dpjax.accounting.methods import checked_delta, epsilon
 
 
@@ -114,3 +116,75 @@ def epsilon_for_users(
         if "must be greater than b" not in str(error):
             raise
         return math.inf
+
+
+class PersonsOrRows(NamedTuple):
+    """What one plan takes by both ways to protect persons; see `persons_or_rows`."""
+
+    persons: float
+    """The noise multiplier with `dpjax.sampling.persons`, relative to the bound of a person."""
+    rows: float
+    """The noise multiplier with Poisson samples of rows, relative to the bound of a row."""
+    ratio: float
+    """The noise on the mean with persons, over that with rows."""
+
+    @property
+    def less(self) -> str:
+        """Which way needs less noise: ``"persons"`` or ``"rows"``."""
+        return "persons" if self.ratio <= 1 else "rows"
+
+
+def persons_or_rows(
+    persons: int,
+    batch_size: float,
+    most_rows: int,
+    *,
+    steps: int,
+    epsilon: float,
+    delta: float,
+    bound_ratio: float = 1.0,
+) -> PersonsOrRows:
+    r"""Says which way to protect persons needs less noise for a plan, by PLD; takes seconds.
+
+    One way is `dpjax.sampling.persons`: B persons a step, and $z_p C_p / B$ of noise on the mean.
+    The other keeps k rows of each person for the whole run, draws each *row* at the same rate
+    $B / \mathrm{persons}$, and accounts for the person by `for_groups`: as many rows a step, and
+    $z_r C_r / (kB)$ of noise. With one bound the rows win, since a binomial number of rows varies
+    less than all or none. But the mean over the rows of a person is shorter than a row where they
+    disagree, and so the bound of a person may be lower.
+
+    Args:
+      persons: The number of persons; public.
+      batch_size: B, the expected number of persons a step.
+      most_rows: k.
+      steps: The planned steps.
+      epsilon: The most that the run may cost one person.
+      delta: Below one over the number of persons.
+      bound_ratio: $C_p / C_r$, from public data or a guess: 1 where rows of a person agree, and
+        $1/\sqrt k$ where they are independent.
+
+    Example:
+      >>> plan = {"steps": 200, "epsilon": 1.0, "delta": 1e-4}
+      >>> [persons_or_rows(2000, 200, 5, **plan, bound_ratio=r).less for r in (1, 0.5)]
+      ['rows', 'persons']
+
+    References:
+      Charles et al., "Fine-Tuning Large Language Models with User-Level Differential Privacy",
+      2024, which compares both ways.
+    """
+    call = "accounting.persons_or_rows"
+    rate = batch_size / checks.whole(call, "persons", persons)
+    records = checks.whole(call, "most_rows", most_rows)
+
+    def event(multiplier: float) -> DpEvent:
+        return subsampled_gaussian(multiplier, rate, steps)
+
+    def spent(multiplier: float) -> float:
+        return epsilon_for_users(event(multiplier), delta, records)
+
+    of_persons = calibrate(event, epsilon, delta, "pld")
+    # All rows of a person together would take this many times the noise, and Poisson samples less.
+    near = of_persons * records
+    of_rows = from_near(spent, epsilon, near, 1e-3) or least(spent, epsilon, 1e-3)
+    ratio = of_persons * bound_ratio * records / of_rows
+    return PersonsOrRows(of_persons, of_rows, ratio)

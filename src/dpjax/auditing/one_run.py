@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -12,9 +11,8 @@ from scipy.special import ndtr, ndtri
 
 from dpjax import accounting, checks
 from dpjax.accounting import profiles
-from dpjax.accounting.event_parts import split
 from dpjax.accounting.events import with_noise
-from dpjax.accounting.methods import METHODS, checked_delta
+from dpjax.accounting.methods import checked_delta, profile_of
 
 CURVES = ("gaussian", "any")
 _POINTS = np.append(0.0, np.geomspace(1e-3, 50, 80))  # epsilons that describe a curve
@@ -110,7 +108,7 @@ def _of_event(event: DpEvent, numbers: tuple[int, int, int], delta: float, risk:
     method = accounting.tightest(event)
 
     def holds(octaves: float) -> bool:
-        profile = METHODS[method].profile(split(with_noise(event, 2.0**-octaves)), "add-or-remove")
+        profile = profile_of(with_noise(event, 2.0**-octaves), method, "add-or-remove")
         deltas, factors = np.array([profile.delta(e) for e in _POINTS]), np.exp(_POINTS)
 
         def least(right: float) -> float:

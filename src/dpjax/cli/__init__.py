@@ -24,7 +24,8 @@ from dpjax.cli.flag_sets import described
 __all__ = ["COMMANDS", "main", "run_command"]
 
 COMMANDS = {
-    "train": "train a classifier with differential privacy and report on it",
+    "train": "train a model with differential privacy and report on it",
+    "columns": "draft the declarations of a table's columns",
     "verify": "recompute the epsilon of a run from its privacy card",
     "report": "draw the figures and the page of a run's folder",
     "compare": "draw the accuracy that runs reached for their epsilon on one page",

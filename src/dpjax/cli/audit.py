@@ -29,8 +29,8 @@ from dpjax.cli import compilation_cache
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.flag_sets.train import FLAGS
 from dpjax.cli.train import inputs
-from dpjax.cli.train.classifier import first_parameters, held
 from dpjax.cli.train.command import Planned, plan
+from dpjax.cli.train.evaluation import first_parameters, held
 from dpjax.cli.train.run_files import MOMENTS
 from dpjax.mechanism.card import strict
 from dpjax.reports import page, style
@@ -142,6 +142,9 @@ def rebuild(folder: pathlib.Path, data_dir: str | None = None) -> Rebuilt:
     given = flags_of(run)
     given["data_dir"].value = data_dir
     planned = plan(given)
+    # Canaries have labels, and samplers of persons draw no single row.
+    if planned.dataset.classes is None or planned.dataset.owners is not None:
+        raise app.UsageError(f"{folder}: expected a classifier whose unit is one example.")
     if json.loads(json.dumps(planned.mechanism.facts)) != run.mechanism:
         raise app.UsageError(f"{folder}: expected the mechanism of run.json. Restore its data.")
     dataset, moments = inputs.with_features(given, planned.dataset), None

@@ -20,9 +20,9 @@ from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.mechanism.card import protects
 from dpjax.reports import style
 from dpjax.reports.figures import RELEASED, of_what_was_released
-from dpjax.reports.load_run import Missing, SavedRun, read
+from dpjax.reports.load_run import MEASURES, PER_CENT, Missing, SavedRun, read, shown
 
-COLUMNS = ("runs", "test accuracy", "of", "steps", "epsilon", "delta", "time of one", "protects")
+COLUMNS = ("of", "steps", "epsilon", "delta", "time of one", "protects")
 
 
 class RunGroup(NamedTuple):
@@ -39,12 +39,13 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     # One folder under two names, as a1 and a1/, is one run.
     for folder in {pathlib.Path(folder).resolve(): folder for folder in argv[1:]}.values():
         try:
-            runs.append(read(folder, arrays=False))
+            runs.append(read(folder))
         except (OSError, ValueError) as error:
             print(f"Left out: {folder} ({error})")
     if not runs:
         raise app.UsageError("expected folders of runs: dpjax compare runs/a runs/b ...")
-    print(f"{table(groups_of(runs))}\n\nEach epsilon is the price of one run alone. {price(runs)}")
+    print(f"{table(groups_of(runs))}\n{guess(runs)}")
+    print(f"Each epsilon is the price of one run alone. {price(runs)}")
     plot(runs, out)
     print(f"Wrote {out}")
 
@@ -81,40 +82,66 @@ def flags_of(run: SavedRun) -> dict[str, Any]:
     return {name: value for name, value in known.items() if name not in ("seed", "out")}
 
 
-def curve(group: RunGroup, axis: str) -> tuple[np.ndarray, np.ndarray]:
-    """Epsilon or step at each evaluation, and the accuracies of all runs there, in per cent."""
-    series = [[run.series(name)[:, 0] for name in ("step", axis, "accuracy")] for run in group.runs]
+def measures_of(runs: Iterable[SavedRun]) -> list[str]:
+    """What any of the runs has measured; accuracy if none has."""
+    measured = {name for run in runs for name in run.measures}
+    return [name for name in MEASURES if name in measured] or ["accuracy"]
+
+
+def guess(runs: Sequence[SavedRun]) -> str:
+    """What always guessing has on the test examples of all these runs, in a line, if known."""
+    measures = measures_of(runs)
+    known = [(name, {run.guesses.get(name, math.nan) for run in runs}) for name in measures]
+    # Runs on other test examples have other guesses.
+    one = [f"{MEASURES[name]} {shown(name, *values)}" for name, values in known if len(values) == 1]
+    what = "mean of the test targets" if measures[0] == "rmse" else "most frequent class"
+    return f"Always guessing the {what}: {', '.join(one)}.\n" * any(run.guesses for run in runs)
+
+
+def curve(group: RunGroup, axis: str, measure: str) -> tuple[np.ndarray, np.ndarray]:
+    """Epsilon or step at each evaluation, and what all runs measured there."""
+    series = [[run.series(name)[:, 0] for name in ("step", axis, measure)] for run in group.runs]
     steps = np.unique(np.concatenate([at for at, _, _ in series]))
-    places, accuracy = np.zeros(len(steps)), np.full((len(steps), len(series)), np.nan)
-    for column, (at, place, right) in enumerate(series):
+    places, table = np.zeros(len(steps)), np.full((len(steps), len(series)), np.nan)
+    for column, (at, place, values) in enumerate(series):
         rows = np.searchsorted(steps, at)
         places[rows] = np.maximum(places[rows], place)  # never shown for less than it cost
-        accuracy[rows, column] = 100 * right
+        table[rows, column] = (100 if measure in PER_CENT else 1) * values
     finite = np.isfinite(places)  # an infinite epsilon has no place on its axis
     if not finite.any():
         raise Missing("at no step has every run a finite epsilon")
-    return places[finite], accuracy[finite]
+    return places[finite], table[finite]
 
 
 def draw(groups: list[RunGroup], badge: str) -> bytes:
-    """Accuracy against epsilon and against steps, as PNG; prints why groups are missing."""
-    stated = " or".join(sorted({run.stated for group in groups for run in group.runs} - {""}))
+    """The first measure against epsilon and against steps, as PNG; prints what is missing.
+
+    Runs without an epsilon, such as those without noise, are a dashed line to compare with.
+    """
+    runs = [run for group in groups for run in group.runs]
+    stated = " or".join(sorted({run.stated for run in runs} - {""}))
+    measure = measures_of(runs)[0]
     with style.style():
         figure = style.canvas(height=3.6 + 0.16 * len(groups))
         spent, taken = figure.subplots(1, 2, sharey=True)
-        spent.set(xlabel=f"epsilon spent{stated}", ylabel="test accuracy (%)")
+        unit = " (%)" * (measure in PER_CENT)
+        spent.set(xlabel=f"epsilon spent{stated}", ylabel=f"{MEASURES[measure]}{unit}")
         taken.set_xlabel("steps")
         for number, group in enumerate(groups):
             color, look = style.SERIES[number % len(style.SERIES)], style.DOTS
             label = f" {group.label}"  # no legend shows a label with an underscore in front
+            end = None
             try:
-                for axes, axis in ((spent, "epsilon"), (taken, "step")):
-                    x, right = curve(group, axis)
-                    style.band(axes, x, right, color, label * (axis == "epsilon"), **look)
-                    end = np.nanmean(right[-1])  # what one asks for: the end of each curve
+                for axes, axis in ((taken, "step"), (spent, "epsilon")):
+                    x, values = curve(group, axis, measure)
+                    style.band(axes, x, values, color, label * (axis == "epsilon"), **look)
+                    end = np.nanmean(values[-1])  # what one asks for: the end of each curve
                     axes.scatter(x[-1], end, s=36, color=style.PALETTE[color])
             except Missing as reason:
-                print(f"Not drawn: {group.label} ({reason})")
+                if end is None:
+                    print(f"Not drawn: {group.label} ({reason})")
+                else:
+                    spent.axhline(end, label=label, color=style.PALETTE[color], linestyle="--")
         if spent.lines:
             where = {"loc": "outside lower left", "frameon": False, "labelcolor": "linecolor"}
             figure.legend(*spent.get_legend_handles_labels(), **where)
@@ -123,7 +150,9 @@ def draw(groups: list[RunGroup], badge: str) -> bytes:
 
 def table(groups: list[RunGroup]) -> str:
     """A line for each group, and the names of the columns above them."""
-    rows = [COLUMNS, *map(line, groups)]
+    measures = measures_of(run for group in groups for run in group.runs)
+    head = ["runs", *map(MEASURES.get, measures), *COLUMNS]
+    rows = [head, *(line(group, measures) for group in groups)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(entry.ljust(width) for entry, width in zip(row, widths, strict=True)).rstrip()
@@ -131,17 +160,15 @@ def table(groups: list[RunGroup]) -> str:
     )
 
 
-def line(group: RunGroup) -> list[str]:
+def line(group: RunGroup, measures: Sequence[str] = ("accuracy",)) -> list[str]:
     """A group as a line of the table."""
-    finals, count = 100 * np.array([run.accuracy for run in group.runs]), len(group.runs)
-    finals = finals[~np.isnan(finals)]
-    spread = f" ± {finals.std(ddof=1):.2f}" if len(finals) > 1 else ""
+    count = len(group.runs)
     seconds = [(run.config or {}).get("seconds", np.nan) for run in group.runs]
     # Fewer steps than others of the group is shown: the mean holds such a run too.
     steps = sorted({int(run.rows[-1]["step"]) for run in group.runs})
     return [
         group.label,
-        f"{finals.mean():.2f} %{spread}" if len(finals) else "none",
+        *(mean(group, measure) for measure in measures),
         f"{count} run{'s' * (count > 1)}",
         f"{steps[0]:,}" + f" to {steps[-1]:,}" * (len(steps) > 1),
         three_digits(max(run.epsilon for run in group.runs)),
@@ -149,6 +176,17 @@ def line(group: RunGroup) -> list[str]:
         "not written" if np.isnan(seconds).any() else duration(float(np.mean(seconds))),
         ", ".join(protected(group.runs)) or "not written",
     ]
+
+
+def mean(group: RunGroup, measure: str) -> str:
+    """The mean of what the runs measured at their ends, and its standard deviation."""
+    finals = np.array([run.measures[measure] for run in group.runs if measure in run.measures])
+    if not len(finals):
+        return "none"
+    middle, off = finals.mean(), finals.std(ddof=len(finals) > 1)
+    words = f"{100 * middle:.2f} %" if measure in PER_CENT else shown(measure, middle)
+    spread = f"{100 * off:.2f}" if measure in PER_CENT else shown(measure, off)
+    return words + f" ± {spread}" * (len(finals) > 1)
 
 
 def protected(runs: Iterable[SavedRun]) -> list[str]:

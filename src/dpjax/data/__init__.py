@@ -10,6 +10,7 @@ from dpjax.data.dataset import Dataset, Split, hold_out, standardize
 from dpjax.data.loading import NAMES, load, stream
 from dpjax.data.own_file import load_file
 from dpjax.data.streaming import RandomAccess, Stream
+from dpjax.data.tables import table
 
 __all__ = [
     "NAMES",
@@ -22,4 +23,5 @@ __all__ = [
     "load_file",
     "standardize",
     "stream",
+    "table",
 ]

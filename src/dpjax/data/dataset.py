@@ -33,6 +33,10 @@ class Dataset(NamedTuple, Generic[_Train]):
     """The words that the labels stand for, in their order; empty if labels were numbers."""
     columns: tuple[str, ...] = ()
     """The names of the features of a table of yours; else empty."""
+    owners: np.ndarray | None = None
+    """Whose row each training row is, from 0; None if each row is of another person."""
+    target_range: tuple[float, float] | None = None
+    """The declared range of a target that is stored as a number in [-1, 1]; else None."""
 
     def __repr__(self) -> str:
         names = f", class_names={brief(self.class_names)}" * bool(self.class_names)
@@ -43,6 +47,11 @@ class Dataset(NamedTuple, Generic[_Train]):
     def examples(self) -> int:
         """The number of training examples."""
         return len(self.train) if isinstance(self.train, Stream) else len(self.train[1])
+
+    @property
+    def units(self) -> int:
+        """The number of persons in the training part; without owners, of training examples."""
+        return self.examples if self.owners is None else int(self.owners.max()) + 1
 
     def rows(self, indices: np.ndarray) -> Split:
         """The training examples at these indices; a `Stream` reads them from the disk."""

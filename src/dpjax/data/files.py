@@ -47,14 +47,20 @@ def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
     """The names of the columns of a ``.csv``, and its rows as words."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-        separator = max(",;\t", key=text.partition("\n")[0].count)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{call}: expected a table of text in UTF-8 ({error}).") from error
+    separator = max(",;\t", key=text.partition("\n")[0].count)
+    lines: list[list[str]] = []
+    try:
         # Not `splitlines`, which ends a line at characters that a label may hold.
         # Strict: an open quotation mark would make one label of all lines behind it.
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
-        header, *rows = [row for row in reader if row] or [[]]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{call}: expected a table of text in UTF-8 ({error}).") from error
-    header = [name.strip() for name in header]
+        for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True):
+            lines += [row] if row else []
+    except csv.Error as error:
+        what = f"{call}: row {len(lines)}: {error}; expected quotation marks in pairs."
+        raise ValueError(what) from error
+    header, *rows = lines or [[]]
+    header = distinct([name.strip() for name in header], call)
     # Without names a table would silently lose its first row; pandas writes a column without one.
     if len(header) < 2 or "" in header or any(map(_is_number, header)):
         raise ValueError(
@@ -64,6 +70,13 @@ def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
         if len(row) != len(header):
             raise ValueError(f"{call}: row {number} has {len(row)} of {len(header)} columns.")
     return header, rows
+
+
+def distinct(header: list[str], call: str) -> list[str]:
+    """The names of columns, if each occurs once."""
+    if twice := {name for name in header if header.count(name) > 1}:
+        raise ValueError(f"{call}: column {min(twice)!r} occurs twice; expected each once.")
+    return header
 
 
 def numbers(header: list[str], rows: list[list[str]], call: str) -> np.ndarray:
@@ -76,7 +89,8 @@ def numbers(header: list[str], rows: list[list[str]], call: str) -> np.ndarray:
                 raise ValueError("NaN or infinite")
         except ValueError as error:
             raise ValueError(
-                f"{call}: expected finite numbers in every column; column {name!r}: {error}."
+                f"{call}: expected finite numbers in every column; column {name!r}: {error}. "
+                "Words, dates and gaps are for data.table, or --columns."
             ) from error
     return values
 

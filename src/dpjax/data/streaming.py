@@ -102,7 +102,7 @@ class Stream:
         return f"{len(self)} streamed, {trees.fingerprint(self.rows(some))}"
 
     def rows(self, indices: np.ndarray) -> PyTree:
-        """The examples at ``indices``, ``[n]``, stacked in their order; an index may repeat."""
+        """The examples at ``indices``, ``[n]`` or ``[n, m]``, in their order; one may repeat."""
         (batch,) = self.batches([indices], ahead=0)
         return batch
 
@@ -135,10 +135,14 @@ class Stream:
         """Arrays for a batch, and the futures of the threads that fill them."""
         indices = np.asarray(indices, np.int64)  # an empty list would be floats
         # One array for all threads, so that a batch is in memory once.
-        room = [np.empty((len(indices), *r.shape), r.dtype) for r in jax.tree.leaves(self.row)]
-        count = max(1, min(self.workers, len(indices)))
-        shares = zip(*(np.array_split(rows, count) for rows in (indices, *room)), strict=True)
-        return room, [pool.submit(self._fill, mine.tolist(), room) for mine, *room in shares]
+        leaves = jax.tree.leaves(self.row)
+        flat = [np.empty((indices.size, *r.shape), r.dtype) for r in leaves]
+        count = max(1, min(self.workers, indices.size))
+        parts = (np.array_split(rows, count) for rows in (indices.ravel(), *flat))
+        shares = zip(*parts, strict=True)
+        promises = [pool.submit(self._fill, mine.tolist(), room) for mine, *room in shares]
+        pairs = zip(flat, leaves, strict=True)
+        return [x.reshape(*indices.shape, *leaf.shape) for x, leaf in pairs], promises
 
     def _finish(self, room: list[np.ndarray], promises: list[Future[None]]) -> PyTree:
         for promise in promises:

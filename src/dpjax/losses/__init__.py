@@ -7,9 +7,10 @@ with NNX or Equinox, works too.
 """
 
 from dpjax.losses.augmentation import augmented
-from dpjax.losses.classification import cross_entropy, focal, one_hot
+from dpjax.losses.classification import cross_entropy, focal, one_hot, weighted
 from dpjax.losses.combined import composite
 from dpjax.losses.modules import ExampleLoss, of
+from dpjax.losses.people import of_person
 from dpjax.losses.regression import absolute, huber, squared_error
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "focal",
     "huber",
     "of",
+    "of_person",
     "one_hot",
     "squared_error",
+    "weighted",
 ]

@@ -6,7 +6,9 @@ Gradients stay exact for large logits, because clipping drops an example whose g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +90,27 @@ def one_hot(error: Callable[[Array, Array], Array]) -> Callable[[Array, Array], 
         scores, chosen = _classes("one_hot", logits, label)
         # On the logits and not on probabilities, as the papers apply squared error to classes.
         return _known(chosen, error(scores, chosen.astype(scores.dtype)))
+
+    return loss
+
+
+def weighted(error: Callable[..., Array], weights: Sequence[float] | Array) -> Callable[..., Array]:
+    r"""Makes a loss of class labels with a weight for each class, $w_y \cdot \text{error}(h, y)$.
+
+    Privacy:
+      Weights must be public, and cost no epsilon: the weighted gradient is clipped. The price is
+      that one at the bound gains nothing, and the others shrink relative to the noise.
+
+    Example:
+      >>> rare = weighted(cross_entropy, [1.0, 5.0])
+      >>> [round(float(rare(jnp.zeros(2), jnp.array(label))), 4) for label in (0, 1)]
+      [0.6931, 3.4657]
+    """
+    table = jnp.asarray([checks.not_negative("losses.weighted", "weight", w) for w in weights])
+
+    @functools.wraps(error)  # `of` reads which arguments a loss takes
+    def loss(logits: Logits, label: Label, **more: Any) -> Loss:
+        return jnp.sum(table, where=jnp.arange(table.size) == label) * error(logits, label, **more)
 
     return loss
 

@@ -25,7 +25,7 @@ from dpjax.accounting.methods import checked_delta
 from dpjax.mechanism import card, link
 from dpjax.mechanism.correlated import check_strategy, correlated_claim, sensitivity_of
 from dpjax.mechanism.multipliers import Planned, left_for_gradients, scaled
-from dpjax.mechanism.spent import UNITS, Spent, Target, checked_queries, steps_event
+from dpjax.mechanism.spent import Spent, Target, checked_queries, checked_unit, steps_event
 from dpjax.noise.multiplier import checked_multiplier, standard_deviations
 from dpjax.strategies import Strategy
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, Sampler
@@ -54,8 +54,9 @@ class Mechanism:
         bounds. Gradients and its noised count together cost what ``noise_multiplier`` says.
       before: What earlier runs on the same data have spent, if this run starts from what they
         released; see `dpjax.training.earlier`.
-      unit: Whose data are protected: ``"client"``, for `dpjax.federated`, is one client with all
-        of its examples.
+      unit: Whose data are protected; by default the sampler's ``unit``. With
+        `dpjax.sampling.persons` it is any word for one person with all rows, such as
+        ``"patient"``; for `dpjax.federated`, ``"client"``.
       noise: A `dpjax.strategies` strategy for noise that is correlated over the steps.
         ``noise_multiplier`` is then no schedule. It is relative to what one example moves in all
         steps that the sampler lets it be in, or, where the sampler amplifies, to one participation.
@@ -82,7 +83,7 @@ class Mechanism:
     preparation: Sequence[float] = ()
     adaptive: clipping.Quantile | None = None
     before: Sequence[Spent] = ()
-    unit: str = "example"
+    unit: str = ""
     noise: Strategy | None = None
     # Not compared: two mechanisms of equal noise run and cost the same, however it was chosen.
     target: Target | None = field(default=None, compare=False)
@@ -120,7 +121,14 @@ class Mechanism:
 
     def _check_unit(self) -> None:
         """Units do not mix: what one example costs says nothing of what one client costs."""
-        checks.one_of("Mechanism", "unit", self.unit, UNITS)
+        sampler, unit = self.sampling, checked_unit("Mechanism", self.unit or self.sampling.unit)
+        object.__setattr__(self, "unit", unit)
+        # A row is no patient where patients have several rows, and a person is no row.
+        if (sampler.unit == "example") != (unit in ("example", "client")):
+            raise ValueError(
+                f"Mechanism(unit={unit!r}): {sampler.name} draws {sampler.unit}s. Draw with "
+                "sampling.persons for people, and with another sampler for rows or clients."
+            )
         if self.preparation and self.unit != "example":
             raise ValueError(
                 f"Mechanism(unit={self.unit!r}, preparation=...): these queries bound what one "
@@ -151,7 +159,8 @@ class Mechanism:
     @property
     def _options(self) -> list[str]:
         optional = [f for f in dataclasses.fields(self) if f.default is not dataclasses.MISSING]
-        return [f.name for f in optional if getattr(self, f.name) != f.default]
+        usual = {f.name: f.default for f in optional} | {"unit": self.sampling.unit}
+        return [name for name, default in usual.items() if getattr(self, name) != default]
 
     @property
     def relation(self) -> Neighbours:

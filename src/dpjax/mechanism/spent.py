@@ -15,8 +15,6 @@ from dpjax.mechanism.correlated import check_run, correlated_event
 from dpjax.strategies import Strategy
 from dpjax.types import Sampler
 
-UNITS = ("example", "client")
-
 
 class Target(NamedTuple):
     """What `dpjax.Mechanism.calibrate` was asked for, and the accountant that answered."""
@@ -34,7 +32,7 @@ class Spent:
       sampling: The sampler of its batches.
       runs: The multipliers of its steps, in order: pairs ``(multiplier, steps)``.
       preparation: The multipliers of its queries before the first step.
-      unit: Whose data it protected: ``"example"`` or ``"client"``.
+      unit: Whose data it protected, as of `dpjax.Mechanism`.
       projections: The number of random projections, if these estimated its norms.
       noise: The strategy of its noise, if it was correlated over the steps.
       supplied: Whether the caller supplied its key, or that of its queries. Every card then says
@@ -57,7 +55,7 @@ class Spent:
         runs = tuple(run for run in zip(multipliers, counts, strict=True) if run[1])
         object.__setattr__(self, "runs", runs)
         object.__setattr__(self, "preparation", checked_queries(call, self.preparation))
-        checks.one_of(call, "unit", self.unit, UNITS)
+        checked_unit(call, self.unit)
         if self.noise is not None:
             check_run(f"{call}(noise={self.noise.name})", self.noise, self.sampling, self.steps)
         object.__setattr__(self, "supplied", bool(self.supplied))  # a ledger's is an array
@@ -76,6 +74,13 @@ class Spent:
         multipliers = np.repeat(values, counts.astype(int))
         steps = steps_event(self.sampling, multipliers, self.projections, self.noise)
         return accounting.compose(*queries, steps)
+
+
+def checked_unit(call: str, unit: str) -> str:
+    """Who is protected, in a word: cards, logs and statements say ``one {unit}``."""
+    if not str(unit).isidentifier():
+        raise ValueError(f"{call}(unit={unit!r}): expected one word, such as 'patient'.")
+    return unit
 
 
 def checked_queries(call: str, preparation: Iterable[Any]) -> tuple[float, ...]:

@@ -27,13 +27,14 @@ from dpjax.models.papers import (
 )
 from dpjax.models.parts import Activation
 from dpjax.models.resnets import WideResNet
-from dpjax.models.transformers import TextTransformer, ViT
+from dpjax.models.transformers import Decoder, TextTransformer, ViT
 
 __all__ = [
     "CIFARCNN",
     "MLP",
     "NAMES",
     "CIFARDenseCNN",
+    "Decoder",
     "ScatterCIFARCNN",
     "ScatterCNN",
     "TemperedCNN",

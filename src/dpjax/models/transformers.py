@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformers: one encoder for a classifier of texts and a classifier of images.
+"""Transformers: one stack of blocks classifies texts or images, or predicts the next token.
 
 For fine-tuning, the parameters have the names and shapes of the original Vision Transformer
 release, and with ``layout="bert"`` the text classifier is BERT's network;
-`experiments/finetuning/transformers.py` reads both.
+`experiments/finetuning/transformers.py` reads both. `Decoder` is GPT-2's network;
+`experiments/llm` reads its files.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dpjax import checks
 from dpjax.models import parts
 
 _XAVIER: parts.Initializer = nn.initializers.xavier_uniform()
+_EPSILON = {"pre-norm": 1e-6, "bert": 1e-12, "gpt2": 1e-5}  # of the norms of each layout
 
 
 class _MlpBlock(nn.Module):
@@ -89,7 +91,7 @@ class _Encoder(nn.Module):
 
 def _norm(layout: str, name: str) -> nn.LayerNorm:
     # Flax's fast variance, E[x^2] - E[x]^2, cancels digits.
-    return nn.LayerNorm(1e-12 if layout == "bert" else 1e-6, use_fast_variance=False, name=name)
+    return nn.LayerNorm(_EPSILON[layout], use_fast_variance=False, name=name)
 
 
 class TextTransformer(nn.Module):
@@ -146,6 +148,7 @@ class TextTransformer(nn.Module):
         | tuple[Int[Array, "*batch positions"], Int[Array, "*batch positions"]],
     ) -> Float[Array, "*batch classes"]:
         """Gives the logits of one text, or of a batch."""
+        checks.one_of("models.TextTransformer", "layout", self.layout, ("pre-norm", "bert"))
         tokens, segments = x if isinstance(x, tuple | list) else (x, None)
         real = jnp.ones(tokens.shape, bool) if self.padding is None else tokens != self.padding
         table = partial(nn.Embed, features=self.width, embedding_init=parts.embedding_init(self))
@@ -220,8 +223,50 @@ class ViT(nn.Module):
         return parts.dense(self, h[..., 0, :], self.classes, name="head")
 
 
-def _encoder(model: TextTransformer | ViT, length: int, layout: str) -> _Encoder:
-    checks.one_of(f"models.{type(model).__name__}", "layout", layout, ("pre-norm", "bert"))
+class Decoder(nn.Module):
+    """A causal Transformer, GPT-2's network: tokens in, logits of each next token out.
+
+    The defaults are the smallest GPT-2, 124 million parameters. The table of tokens is also the
+    last layer. No position attends to a later one, so padding behind a text changes none of its
+    logits, and the loss leaves the padding out. The other fields are as in `TextTransformer`.
+
+    Attributes:
+      length: The most tokens of a text.
+      activation: Of the hidden layer; GELU by its tanh approximation.
+
+    Example:
+      >>> import jax
+      >>> model = Decoder(vocabulary=100, length=16, width=32, depth=2, heads=4)
+      >>> text = jax.ShapeDtypeStruct((16,), jnp.int32)
+      >>> jax.eval_shape(model.init_with_output, jax.random.key(0), text)[0].shape
+      (16, 100)
+
+    References:
+      Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
+    """
+
+    vocabulary: int = 50_257
+    length: int = 1024
+    width: int = 768
+    depth: int = 12
+    heads: int = 12
+    hidden: int | None = None
+    activation: parts.Activation = nn.gelu
+    kernel_init: parts.Initializer = nn.initializers.normal(0.02)
+    torch_init: bool = False
+
+    @nn.compact
+    def __call__(
+        self, x: Int[Array, "*batch positions"]
+    ) -> Float[Array, "*batch positions vocabulary"]:
+        """Gives the logits behind each token of one text, or of a batch."""
+        init = parts.embedding_init(self)
+        table = nn.Embed(self.vocabulary, self.width, embedding_init=init, name="token")
+        h = _encoder(self, self.length, "gpt2")(table(x), nn.make_causal_mask(x))
+        return table.attend(h)
+
+
+def _encoder(model: TextTransformer | ViT | Decoder, length: int, layout: str) -> _Encoder:
     block = partial(
         _EncoderBlock,
         heads=model.heads,

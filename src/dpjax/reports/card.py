@@ -9,6 +9,7 @@ A reader can recompute its epsilon without dpjax, as `dpjax.verify` does: number
 | ``steps`` | how many planned steps count: the first ones, which ran; all, if results ended it |
 | ``claim`` | in words, how batches are drawn and what is proved for them |
 | ``delta``, ``epsilon`` | the value by each method, and whether the method proves a bound |
+| ``true_positive_rates`` | pairs: a rate of false positives of an attack, of true ones at most |
 | ``levels`` | to how many levels "pld" rounds many multipliers, and the smallest; or null |
 | ``not_private`` | what was released without noise, in words, or null |
 | ``randomness`` | ``"supplied"`` if the caller gave a key, also of an earlier run; or ``"fresh"`` |
@@ -26,7 +27,8 @@ import numpy as np
 
 from dpjax import accounting, checks
 from dpjax._versions import version
-from dpjax.accounting.methods import checked_delta
+from dpjax.accounting.methods import checked_delta, profile_of
+from dpjax.accounting.profiles import Profile, most_true_positives
 from dpjax.ledger import Ledger, counted
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.mechanism.card import randomness, strict
@@ -42,6 +44,8 @@ class Claim(NamedTuple):
     epsilons: dict[str, float]  # by every method that has an answer for this sampler
     not_private: str | None  # what was released without noise; None may still mean no proof
     supplied: bool  # whether the caller gave the key of this run, or of one before it
+    proven: tuple[float, str]  # the smallest proven epsilon and its method, "" without one
+    bounded_by: str  # the proven method that bounds attacks
 
 
 def claim_of(
@@ -59,10 +63,16 @@ def claim_of(
     for name in methods or ():
         checks.one_of(call, "methods", name, accounting.METHODS)
     asked = tuple(name for name in accounting.METHODS if methods is None or name in methods)
-    epsilons = _epsilons(mechanism, tuple(ran.tolist()), delta, asked)
+    epsilons = dict(_epsilons(mechanism, tuple(ran.tolist()), delta, asked))
+    proven = [(e, name) for name, e in epsilons.items() if accounting.METHODS[name].proven]
+    # The smallest of several upper bounds is one: methods are not chosen by looking at data.
+    best = min(proven, default=(math.inf, ""))
+    # A running run names its methods, "rdp" first, and has no second for the curve of "pld".
+    _, bounded_by = best if methods is None or not proven else proven[0]
     supplied = supplied or (ledger is not None and bool(ledger.supplied))
     supplied = supplied or any(spent.supplied for spent in mechanism.before)
-    return Claim(mechanism, ran, delta, dict(epsilons), _why_infinite(mechanism, ran), supplied)
+    why = _why_infinite(mechanism, ran)
+    return Claim(mechanism, ran, delta, epsilons, why, supplied, best, bounded_by)
 
 
 # Statement and card of one run ask for the same numbers, which can take seconds.
@@ -77,6 +87,23 @@ def _epsilons(
         except ValueError:  # this method proves nothing for this sampler and relation
             continue
     return tuple(epsilons)
+
+
+def attacks(claim: Claim) -> tuple[tuple[float, float], ...]:
+    """Of membership attacks: three rates of false positives, and of true ones at most."""
+    return _attacks(claim.mechanism, tuple(claim.ran.tolist()), claim.bounded_by)
+
+
+@functools.lru_cache(maxsize=16)  # for card and board
+def _attacks(
+    mechanism: Mechanism, multipliers: tuple[float, ...], method: str
+) -> tuple[tuple[float, float], ...]:
+    profile = Profile(lambda _: math.inf, lambda _: 1.0)
+    if method:
+        event = mechanism.event_of(np.array(multipliers, np.float64))
+        plan = mechanism.event if method == "pld" else None
+        profile = profile_of(event, method, mechanism.relation, plan)
+    return tuple((rate, most_true_positives(profile, rate)) for rate in (0.001, 0.01, 0.1))
 
 
 def _why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:
@@ -139,6 +166,7 @@ def card(
             method: {"value": float(value), "proven": accounting.METHODS[method].proven}
             for method, value in claim.epsilons.items()
         },
+        "true_positive_rates": attacks(claim),
         "not_private": claim.not_private,
         "randomness": randomness(claim.supplied),
         "versions": {

@@ -39,12 +39,21 @@ def accuracy(figure: Figure, run: SavedRun) -> str:
     A dot is an evaluation; the epsilon spent grows to the right. Where the curve is flat, more
     epsilon did not improve accuracy. The dashed line is always guessing the most frequent class.
     """
-    y, axes = 100 * run.series("accuracy"), figure.subplots()
-    against_epsilon(axes, run, y, "test accuracy (%)", "blue")
-    if not math.isnan(run.guess):
-        axes.axhline(100 * run.guess, color=_CLAY, linewidth=1.2, linestyle="--")
+    y = 100 * run.series("accuracy")
+    _beside_a_guess(figure, run, y, "test accuracy (%)", 100 * run.guesses.get("accuracy", np.nan))
     best = f"{_end(y, '{:.1f} %')} at the end, {np.nanmax(_means(y)):.1f} % at best."
     return f"{best}{_groups(y)} {run.beside_a_guess}".rstrip()
+
+
+def error(figure: Figure, run: SavedRun) -> str:
+    """Test error against epsilon.
+
+    The root of the mean squared error (RMSE) on test examples, in units of the target. The dashed
+    line is always guessing the mean of the test targets.
+    """
+    y = run.series("rmse")
+    _beside_a_guess(figure, run, y, "RMSE of test examples", run.guesses.get("rmse", np.nan))
+    return f"{_end(y)} at the end, {np.nanmin(_means(y)):.3g} at best."
 
 
 def test_loss(figure: Figure, run: SavedRun) -> str:
@@ -344,6 +353,7 @@ class Plot(NamedTuple):
 
 PLOTS = (
     Plot(accuracy, of_what_was_released),
+    Plot(error, of_what_was_released),
     Plot(test_loss, of_what_was_released),
     Plot(training_loss, PRIVATE),
     Plot(noise, RELEASED),
@@ -389,6 +399,13 @@ def against_epsilon(axes: Axes, run: SavedRun, y: np.ndarray, name: str, color: 
     axes.set_xlabel(label, parse_math=False)
     axes.set_ylabel(name, parse_math=False)
     band(axes, x, y, color, **DOTS)
+
+
+def _beside_a_guess(figure: Figure, run: SavedRun, y: np.ndarray, name: str, guess: float) -> None:
+    axes = figure.subplots()
+    against_epsilon(axes, run, y, name, "blue")
+    if not math.isnan(guess):
+        axes.axhline(guess, color=_CLAY, linewidth=1.2, linestyle="--")
 
 
 def _cells(axes: Axes, x: np.ndarray, y: np.ndarray, shade: np.ndarray) -> None:

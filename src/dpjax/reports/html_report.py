@@ -13,7 +13,7 @@ from dpjax._display import duration
 from dpjax._files import replace
 from dpjax.accounting.rounding import three_digits
 from dpjax.reports.figures import PLOTS, RELEASED, Plot
-from dpjax.reports.load_run import Missing, SavedRun, read
+from dpjax.reports.load_run import MEASURES, Missing, SavedRun, read, shown
 from dpjax.reports.page import page, power, section, statement_html, table
 from dpjax.reports.statement import SUPPLIED
 from dpjax.reports.style import WIDTH, canvas, png, style, svg
@@ -36,7 +36,8 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
 
     Args:
       directory: Where `dpjax.fit` wrote ``metrics.jsonl``. It may also hold ``privacy.json``,
-        ``statement.txt``, ``config.json``, ``evaluation.npz`` and ``diagnostics.npz``.
+        ``statement.txt``, ``board.txt``, ``config.json``, ``evaluation.npz`` and
+        ``diagnostics.npz``.
 
     Returns:
       The path of the page: one file that loads no other file.
@@ -96,8 +97,8 @@ def _header(run: SavedRun) -> Iterator[str]:
     units = f"{run.mechanism.get('unit', 'example')}s"
     yield f'<header>\n<p class="kicker">A run of dpjax, in {escape(run.path.resolve().name)}</p>'
     yield f"<h1>{escape(_name(run))}</h1>"
-    accuracy = "" if math.isnan(run.accuracy) else f"{100 * run.accuracy:.1f} %"
-    yield f'<p class="verdict">{_verdict(run, accuracy)}</p>'
+    reached = [(MEASURES[name], shown(name, value)) for name, value in run.measures.items()]
+    yield f'<p class="verdict">{_verdict(run, *reached[:1])}</p>'
     if run.supplied:
         yield f'<p class="notice">{SUPPLIED}</p>'
     if run.foreign:
@@ -109,7 +110,8 @@ def _header(run: SavedRun) -> Iterator[str]:
     numbers = [
         ("epsilon", three_digits(run.epsilon), "; ".join(bounds)),
         ("delta", power(run.delta), ""),
-        ("test accuracy", accuracy, run.beside_a_guess),
+        *((name, value, run.beside_a_guess) for name, value in reached[:1]),
+        *((name, value, "") for name, value in reached[1:]),
         ("steps", f"{last['step']:,}", ""),
         (f"{units} per second", run.speed, "median, in steps alone"),
         ("training time", duration(config["seconds"]) if "seconds" in config else "", ""),
@@ -122,8 +124,8 @@ def _header(run: SavedRun) -> Iterator[str]:
     yield "</dl>\n</header>"
 
 
-def _verdict(run: SavedRun, accuracy: str) -> str:
-    right = f", with {accuracy} test accuracy" if accuracy else ""
+def _verdict(run: SavedRun, *reached: tuple[str, str]) -> str:
+    right = "".join(f", with {value} {name}" for name, value in reached)
     # An infinite epsilon means two things: known not to be private, or merely not proved.
     if not math.isinf(run.epsilon):
         return f"({three_digits(run.epsilon)}, {power(run.delta)})-differentially private{right}."
@@ -140,6 +142,9 @@ def _promise(run: SavedRun) -> Iterator[str]:
         "Publish it with the model: statement.txt.</p>"
     )
     yield section(note, missing if run.statement is None else statement_html(run.statement))
+    if run.board is not None:
+        note = "<h3>Statement for a board</h3><p>The promise in plain words: board.txt.</p>"
+        yield section(note, f"<pre>{escape(run.board.partition(chr(10))[2].strip())}</pre>")
     yield f'<h2>What happened</h2>\n<p class="aside">{_SEEN_BY}</p>'
     if run.evaluation is not None or run.diagnostics is not None:
         yield f'<p class="aside">{_PARAMETERS}</p>'

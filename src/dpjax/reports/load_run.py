@@ -21,6 +21,26 @@ from dpjax._files import read_arrays, read_json, read_log
 from dpjax.accounting.rounding import upwards
 from dpjax.mechanism.card import check_format
 
+MEASURES = {
+    "accuracy": "test accuracy",
+    "balanced_accuracy": "balanced accuracy",
+    "auroc": "AUROC",
+    "average_precision": "average precision",
+    "rmse": "test RMSE",
+    "mae": "test MAE",
+    "r2": "R2",
+}
+"""What `dpjax train` logs of the test examples, and how pages and tables call it."""
+
+PER_CENT = ("accuracy", "balanced_accuracy")
+
+
+def shown(measure: str, value: float) -> str:
+    """The value of one of `MEASURES`."""
+    if measure in ("rmse", "mae"):  # in units of the target
+        return f"{value:.4g}"
+    return f"{100 * value:.1f} %" if measure in PER_CENT else f"{value:.3f}"
+
 
 class Missing(LookupError):
     """The folder lacks what a figure needs; the message names it and its file."""
@@ -34,6 +54,7 @@ class SavedRun(NamedTuple):
     identity: dict[str, Any] | None = None
     card: dict[str, Any] | None = None
     statement: str | None = None
+    board: str | None = None
     config: dict[str, Any] | None = None
     evaluation: Mapping[str, np.ndarray] | None = None
     diagnostics: Mapping[str, np.ndarray] | None = None
@@ -113,17 +134,48 @@ class SavedRun(NamedTuple):
         return rate(float(np.median(speeds))) if speeds else ""
 
     @property
-    def guess(self) -> float:
-        """The accuracy of always guessing the most frequent test label; NaN without labels."""
-        counts = np.unique((self.evaluation or {}).get("labels", []), return_counts=True)[1]
-        return round(float(counts.max() / counts.sum()), 6) if counts.size else math.nan
+    def guesses(self) -> dict[str, float]:
+        """What always guessing the most frequent label, or the mean, has; empty if unknown."""
+        answers = self.evaluation or {}
+        if "targets" in answers:
+            off = answers["targets"] - answers["targets"].mean()
+            return {"rmse": float(off.std()), "mae": float(np.abs(off).mean()), "r2": 0.0}
+        labels = answers.get("labels", np.empty(0))
+        if not (counts := np.unique(labels, return_counts=True)[1]).size:
+            return {}
+        most, ones = counts.max() / labels.size, np.mean(labels == 1)
+        guesses = {"accuracy": round(float(most), 6), "balanced_accuracy": 1 / counts.size}
+        return guesses | {"auroc": 0.5, "average_precision": float(ones)}
+
+    @property
+    def measures(self) -> dict[str, float]:
+        """The `MEASURES` of the last row; balanced accuracy of unlike classes alone."""
+        last = {name: _number(self.rows[-1].get(name)) for name in MEASURES}
+        guesses = self.guesses
+        if not guesses.get("accuracy", 0) > 1.5 * guesses.get("balanced_accuracy", 1):
+            del last["balanced_accuracy"]
+        return {name: value for name, value in last.items() if not math.isnan(value)}
 
     @property
     def beside_a_guess(self) -> str:
-        """What `guess` reaches, in words, and whether the model is no better; may be empty."""
-        always = "The model is no better than always" if self.accuracy <= self.guess else "Always"
-        words = f"{always} guessing the most frequent class: {100 * self.guess:.1f} %."
-        return "" if math.isnan(self.guess) else words
+        """What a guess has of the first measure, and whether the model is no better, in words."""
+        name, value = next(iter(self.measures.items()), ("accuracy", math.nan))
+        if (guess := self.guesses.get(name)) is None:
+            return ""
+        better = value < guess if name == "rmse" else self.accuracy > guess
+        always = "Always" if better else "The model is no better than always"
+        what = "mean of the test targets" if name == "rmse" else "most frequent class"
+        return f"{always} guessing the {what}: {shown(name, guess)}."
+
+    @property
+    def others_beside_a_guess(self) -> str:
+        """The measures after the first one, each with what a guess has, in words."""
+        words = []
+        for name, value in list(self.measures.items())[1:]:
+            guess = self.guesses.get(name)
+            of_guess = "" if guess is None else f" (a guess: {shown(name, guess)})"
+            words.append(f"{MEASURES[name]} {shown(name, value)}{of_guess}")
+        return ", ".join(words)
 
     @property
     def stated(self) -> str:
@@ -158,9 +210,11 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
         read_arrays(file, "reports.report") if arrays and file.is_file() else None
         for file in (path / "evaluation.npz", path / "diagnostics.npz")
     )
-    words = path / "statement.txt"
-    statement = words.read_text(encoding="utf-8") if words.is_file() else None
-    return SavedRun(path, rows, identity, card, statement, config, evaluation, diagnostics)
+    statement, board = (
+        file.read_text(encoding="utf-8") if file.is_file() else None
+        for file in (path / "statement.txt", path / "board.txt")
+    )
+    return SavedRun(path, rows, identity, card, statement, board, config, evaluation, diagnostics)
 
 
 def _foreign(card: dict[str, Any], identity: dict[str, Any], rows: list[dict[str, Any]]) -> str:

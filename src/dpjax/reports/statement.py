@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -49,6 +50,7 @@ SUPPLIED = (
 
 _TOGETHER = {
     "example": "examples that belong together: the unit is one example, not one person",
+    "person": "{unit}s that belong together, as in a family, and a {unit} who is there twice",
     "client": "anyone who sees one client's update: noise is added to the sum of updates\n"
     "  - clients that belong together: the unit is one client, with all of its examples",
 }
@@ -114,12 +116,17 @@ def statement(
         "",
         *_methods_section(claim),
         "Not covered",
-        _NOT_COVERED.format(unit=mechanism.unit, together=_TOGETHER[mechanism.unit]),
+        _not_covered(mechanism.unit),
         "",
         "References",
         *references(mechanism, claim.epsilons),
     ]
     return Statement("\n".join(lines))
+
+
+def _not_covered(unit: str) -> str:
+    together = _TOGETHER.get(unit, _TOGETHER["person"]).format(unit=unit)
+    return _NOT_COVERED.format(unit=unit, together=together)
 
 
 def _verdict(claim: Claim) -> Iterator[str]:
@@ -145,9 +152,7 @@ def _verdict(claim: Claim) -> Iterator[str]:
 
 def _guarantee(claim: Claim) -> tuple[str, str]:
     """What is proved, in words or empty, and by which accountant."""
-    # The smallest of several upper bounds is one: methods are not chosen by looking at data.
-    proven = ((e, m) for m, e in claim.epsilons.items() if accounting.METHODS[m].proven)
-    epsilon, method = min(proven, default=(math.inf, ""))
+    epsilon, method = claim.proven
     pair = f"({three_digits(epsilon)}, {upwards(claim.delta, '.3g')})"
     return f"{pair}-differentially private" * math.isfinite(epsilon), method.upper()
 
@@ -307,7 +312,7 @@ def _methods_section(claim: Claim) -> Iterator[str]:
     if not private:
         return
     mechanism, rule, unit = claim.mechanism, claim.mechanism.clipping, claim.mechanism.unit
-    drawn = mechanism.sampling.name.replace("poisson", "Poisson").replace("_", " ")
+    drawn = re.sub("poisson|persons", "Poisson", mechanism.sampling.name).replace("_", " ")
     moved = f"sensitivity {rule.sensitivity:.4g}" + " at first" * bool(mechanism.adaptive)
     also = [f"{spent.steps:,} steps of an earlier run" for spent in mechanism.before]
     if mechanism.preparation:

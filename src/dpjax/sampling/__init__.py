@@ -17,6 +17,7 @@ from dpjax.sampling.epochs import curriculum, shuffled
 from dpjax.sampling.events import from_facts
 from dpjax.sampling.independent import fixed, full, poisson, scored
 from dpjax.sampling.names import by_name
+from dpjax.sampling.persons import persons
 
 __all__ = [
     "balls_in_bins",
@@ -28,6 +29,7 @@ __all__ = [
     "from_facts",
     "full",
     "on_host",
+    "persons",
     "poisson",
     "random_allocation",
     "scored",

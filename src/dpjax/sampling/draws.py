@@ -25,7 +25,7 @@ def fold(
     share: tuple[Any, int] = (0, 1),
     block: tuple[int, Callable[[T], T]] | None = None,
 ) -> T:
-    """Folds ``add`` over a draw, ``size`` examples at a time; each example is visited once.
+    """Folds ``add`` over a draw, ``size`` examples or people at a time; each is visited once.
 
     Args:
       draw: Of any size, including an empty one.
@@ -45,19 +45,23 @@ def fold(
       7
     """
     size = checked_count("fold", "size", size)
-    if draw.indices.ndim != 1:
+    if draw.indices.ndim != draw.mask.ndim:
         raise ValueError(
             "sampling.fold: more than 2^31 - 1 examples have no rows in memory. Use a data.Stream."
         )
     which, of = share
     # Padded, so that the last microbatches are never shifted back.
-    indices, drawn = jnp.pad(draw.indices, (0, of * size)), draw.size
+    pads, drawn = [(0, of * size), (0, 0)][: draw.mask.ndim], draw.size
+    indices = jnp.pad(draw.indices, pads)
+    of_rows = None if draw.mask.ndim == 1 else jnp.pad(draw.mask, pads)
 
     # A while loop on the size of the draw: an exact Poisson draw of any size runs in one program.
     def body(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
         start, total = carry
         rows = jax.lax.dynamic_slice_in_dim(indices, start, size)
         mask = start + jnp.arange(size) < drawn
+        if of_rows is not None:
+            mask = mask[:, None] & jax.lax.dynamic_slice_in_dim(of_rows, start, size)
         # Devices take turns, so that their shares differ by one microbatch at most.
         return start + of * size, add(rows, mask, total)
 
@@ -80,6 +84,8 @@ def fold(
 
 def on_host(draw: Draw) -> np.ndarray:
     """The indices of a draw of any sampler, ``[size]``, as `dpjax.data.Stream` reads them.
+
+    Of people they are ``[size, most_rows]``, with the places that the mask leaves out.
 
     Example:
       >>> on_host(Draw(jnp.array([3, 0, 4]), jnp.array([True, True, False]))).tolist()

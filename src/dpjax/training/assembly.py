@@ -92,7 +92,8 @@ class _Assembly:
             loss = Traced(self.with_shared.loss)
             program = check_loss(loss, params, example_of(self.recipe, self.row), name)
             warn_of_batch_norm(name, params)
-            warn_of_constants(name, program, shared, self.mechanism.sampling.examples)
+            sampler = self.mechanism.sampling
+            warn_of_constants(name, program, shared, sampler.rows or sampler.examples)
             home = self.home(params)
             if home is None:
                 meshes.committed(name, parameters=params, data=self.data)

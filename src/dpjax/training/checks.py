@@ -40,7 +40,11 @@ def check_kinds(recipe: Recipe) -> None:
             "Linen module, write losses.of(model, losses.cross_entropy)."
         )
     named(name, recipe.engine)
-    checks.one_of(name, "unit", mechanism.unit, ("example",), "For clients see dpjax.federated.")
+    if mechanism.unit == "client":
+        raise ValueError(
+            f"{name}: the mechanism's unit is 'client'; expected rows or people. For clients see "
+            "dpjax.federated."
+        )
 
 
 def check_is_optimizer(name: str, given: Any) -> None:
@@ -90,7 +94,8 @@ def positive_plan(what: str, schedule: Schedule, steps: int) -> Planned:
 
 def checked_data(recipe: Recipe, data: PyTree) -> PyTree:
     """The data as arrays; refuses a size that differs from the accounted one."""
-    name, expected = recipe.name, recipe.mechanism.sampling.examples
+    name, sampler = recipe.name, recipe.mechanism.sampling
+    expected = sampler.rows or sampler.examples
     # A data set has test examples too; training on both would void every accuracy that is reported.
     if isinstance(data, Dataset):
         raise TypeError(
@@ -102,7 +107,8 @@ def checked_data(recipe: Recipe, data: PyTree) -> PyTree:
     if size != expected:
         raise ValueError(
             f"{name}: the data hold {size} examples, the mechanism's sampler {expected}. Build it "
-            f"for these data: sampling.poisson(examples={size}, batch_size=...)."
+            f"for these data: sampling.poisson(examples={size}, batch_size=...), or "
+            "sampling.persons(owners, ...)."
         )
     row = data.row if stream else data
     if recipe.entry is not None and not isinstance(row, tuple):

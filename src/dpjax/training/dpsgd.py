@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from dpjax import checks, ledger, meshes, trees
+from dpjax import checks, ledger, losses, meshes, trees
 from dpjax.data.arrays import arrays
 from dpjax.mechanism import Mechanism
 from dpjax.training.assembly import assemble
@@ -41,8 +41,9 @@ def dpsgd(
       loss: ``loss(params, example) -> scalar`` for one example.
       optimizer: Any Optax optimizer; it receives private mean gradients.
       mechanism: The mechanism that runs and is accounted.
-      data: A tree of arrays with a leading axis of ``mechanism.sampling.examples``, which
-        `dpsgd` puts on the device; or a `dpjax.data.Stream`, which reads the rows of each draw.
+      data: A tree of arrays with a leading axis of ``mechanism.sampling.examples``, or of the
+        owners of `dpjax.sampling.persons`, which `dpsgd` puts on the device; or a
+        `dpjax.data.Stream`, which reads the rows of each draw.
         Tensors and data frames that NumPy can read are arrays too.
       engine: How the clipped sum is computed; see `dpjax.clipped_grad`. Speed only. ``"vmap"``
         takes as many examples at a time as fit, as ``"scan"`` does.
@@ -156,6 +157,8 @@ def on_examples(
         "bound schedule": scales and trees.fingerprint(scales.values),
     }
     data = checked_data(recipe, data)
+    if mechanism.sampling.most_rows is not None:
+        recipe = recipe._replace(loss=losses.of_person(recipe.loss))
     recipe = recipe._replace(bound_scales=scales)
     frozen = jax.tree.map(jnp.asarray, arrays(frozen, f"{name}: frozen"))
     return assemble(recipe, data, identity, shared=frozen, budget=budget)

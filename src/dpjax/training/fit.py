@@ -53,10 +53,10 @@ def fit(
       method: The `dpjax.accounting` method; by default of the budget or the target, or
         `dpjax.accounting.default_method`.
       directory: The folder of this run alone. Each row leaves ``privacy.json`` (the card),
-        ``statement.txt`` and ``params.msgpack`` (`released_params` reads it), which may be
-        released, and ``metrics.jsonl``, ``run.json`` (the identity of the run), ``checkpoints``
-        and, if that extra is installed, TensorBoard's events in ``tensorboard``, which their owner
-        alone can read.
+        ``statement.txt``, ``board.txt`` and ``params.msgpack`` (`released_params` reads it), which
+        may be released, and ``metrics.jsonl``, ``run.json`` (the identity of the run),
+        ``checkpoints`` and, if that extra is installed, TensorBoard's events in ``tensorboard``,
+        which their owner alone can read.
       configuration: What else identifies the run (flags, a name, ...), in JSON types.
       save_every: Steps between checkpoints that have no row; by default about five minutes.
       progress: Whether to show a live line; or a function that gets the rows of the log after each

@@ -64,7 +64,7 @@ class Info(NamedTuple):
     loss: Float[Array, ""]
     """Mean loss of the drawn examples that counted and have a finite loss; NaN if none."""
     examples: Int[Array, ""]
-    """How many examples were drawn."""
+    """How many examples, or people, were drawn."""
     dropped: Int[Array, ""]
     """How many of them contributed zero because their gradient was not finite."""
     norm: Float[Array, " groups"]
@@ -99,4 +99,4 @@ def mean_info(seen: Seen) -> Info:
             "norm": np.float32(seen.norms / counted[:, None]),
             "clipped": np.float32(seen.over / seen.working[:, None]),
         }
-    return Info(examples=seen.examples, dropped=seen.dropped, **means)
+    return Info(examples=seen.drawn, dropped=seen.dropped, **means)

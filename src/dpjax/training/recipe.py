@@ -126,7 +126,15 @@ def reach_of(recipe: Recipe, params: PyTree) -> list[float]:
 def example_of(recipe: Recipe, row: PyTree) -> PyTree:
     """Shapes of the example that the loss receives, from the shapes of a row of the data."""
     key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))  # whatever the default
-    return jax.eval_shape(lambda k, x: with_entry(recipe.entry, k, jnp.int32(0), x, ()), key, row)
+    most = recipe.mechanism.sampling.most_rows
+
+    def example(key: Key, row: PyTree) -> PyTree:
+        if most is None:
+            return with_entry(recipe.entry, key, jnp.int32(0), row, ())
+        rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (most, *x.shape)), row)
+        return with_entry(recipe.entry, key, jnp.int32(0), rows, (most,)), jnp.ones(most, bool)
+
+    return jax.eval_shape(example, key, row)
 
 
 def with_entry(

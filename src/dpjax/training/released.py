@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run may publish, in the files of its folder: card, statement and parameters.
+"""What a run may publish, in the files of its folder: card, statements and parameters.
 
-All three are of the same step, or a kill left a card that counts more.
+All are of the same step, or a kill left a card that counts more.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ def write_released(
         methods = None if last else ("rdp", "rdp-classic", method)
         facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
         card = reports.card(mechanism, delta, **facts)
+        board = reports.board(mechanism, delta, **facts)
         facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
         words = reports.statement(mechanism, delta, **facts)
         replace(path / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)
         replace(path / "statement.txt", words + "\n", public=True)
+        replace(path / "board.txt", board + "\n", public=True)
     replace(path / _FILE, serialized(params), public=True)
 
 

@@ -25,7 +25,7 @@ from dpjax.training.checkpoints import Checkpoints, Damaged, Restored
 
 # The files and folders of a run.
 PRIVATE = ("run.json", "metrics.jsonl", "lock", "command.lock", "checkpoints", "tensorboard")
-RELEASED = ("privacy.json", "statement.txt", "params.msgpack")  # by `training.released`
+RELEASED = ("privacy.json", "statement.txt", "board.txt", "params.msgpack")  # by `released`
 
 
 class Folder:

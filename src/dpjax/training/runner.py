@@ -208,7 +208,7 @@ class Run:
             return
         self._told = True
         units = f"{self.mechanism.unit}s"
-        drawn = sum(int(np.sum(s[units])) for s in self.seen)
+        drawn = sum(int(np.sum(s.get(units, s["examples"]))) for s in self.seen)
         logging.warning(
             "fit: %d of %d %s up to step %d had no finite gradient. Look for NaN in the data, or "
             "lower the rate.",

@@ -57,7 +57,7 @@ def without_optimizer(state: State) -> State:
 
 
 def add_clipped(
-    recipe: Recipe, state: State, rows: PyTree, mask: Bool[Array, " size"], sums: Sums
+    recipe: Recipe, state: State, rows: PyTree, mask: Bool[Array, "size ..."], sums: Sums
 ) -> Sums:
     """Adds the clipped gradients of one microbatch to the sums."""
     rule, adaptive, loss = recipe.mechanism.clipping, recipe.mechanism.adaptive, recipe.loss
@@ -67,7 +67,11 @@ def add_clipped(
     scaled = (lambda p, x: loss(p, x) / scale) if recipe.rescales else loss
     # A client without examples is masked: it has no update, and a mean over none would be NaN.
     examples = with_entry(recipe.entry, state.key, state.step, rows, mask.shape)
-    sizes = mask.astype(jnp.int32)
+    if recipe.mechanism.sampling.most_rows is not None:
+        # A person is one example of the engine: its rows, and which of them were drawn.
+        examples = examples, mask
+    sizes = jnp.sum(mask, axis=tuple(range(1, mask.ndim)), dtype=jnp.int32)
+    mask = sizes > 0
     if recipe.sizes is not None:
         sizes = jnp.where(mask, recipe.sizes(rows), 0)
     real = sizes > 0

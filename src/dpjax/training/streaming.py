@@ -42,15 +42,18 @@ class Streamed:
         block = microbatches_in_block(layout.microbatch_size)
         draws = []
         for step in range(first, first + count):
-            indices = on_host(its.draw(state.key, state.noise_key, step))
-            draws.append([indices[i : i + size] for i in range(0, len(indices), size)])
+            draw = its.draw(state.key, state.noise_key, step)
+            indices, mask = on_host(draw), np.asarray(draw.mask)
+            cuts = [slice(i, i + size) for i in range(0, len(indices), size)]
+            draws.append([(indices[cut], mask[cut][: len(indices[cut])]) for cut in cuts])
         place = _Placement(layout, size)
         # Draws are known in advance, so rows of the next steps are read while this one runs.
-        batches = self._stream.batches(map(place.ours, itertools.chain.from_iterable(draws)))
+        pieces = (place.ours(indices) for indices, _ in itertools.chain.from_iterable(draws))
+        batches = self._stream.batches(pieces)
         for microbatches in draws:
             sums = its.begin(state)
-            for number, piece in enumerate(microbatches, 1):
-                sums = its.add((state, shared), *place(next(batches), len(piece)), sums)
+            for number, (_, mask) in enumerate(microbatches, 1):
+                sums = its.add((state, shared), *place(next(batches), mask), sums)
                 if sums.gradients.high is not None and not number % block:
                     sums = its.settle(sums)
             state, last = its.finish(state, sums)
@@ -99,9 +102,10 @@ class _Placement:
         mine = piece[self.places[self.places < len(piece)]]
         return mine if len(mine) else piece[-1:]
 
-    def __call__(self, rows: PyTree, drawn: int) -> tuple[PyTree, Any]:
+    def __call__(self, rows: PyTree, drawn: np.ndarray) -> tuple[PyTree, Any]:
         """The rows that this process read on its devices, and the mask of the whole batch."""
-        mask, read = np.arange(self.size) < drawn, len(jax.tree.leaves(rows)[0])
+        mask, read = np.zeros((self.size, *drawn.shape[1:]), bool), len(jax.tree.leaves(rows)[0])
+        mask[: len(drawn)] = drawn
         # Copies of the last row: a zero row may have a NaN gradient, as of a norm at 0.
         filled = np.minimum(np.arange(len(self.places)), read - 1)
         rows = rows if read == len(filled) else jax.tree.map(lambda x: x[filled], rows)

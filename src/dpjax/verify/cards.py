@@ -7,13 +7,14 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from decimal import ROUND_CEILING, Decimal, localcontext
 from typing import Any
 
+import numpy as np
 from absl import logging
 
-from dpjax.verify.epsilon import by_losses, by_rdp
+from dpjax.verify.epsilon import EPSILONS, by_losses, by_rdp, most_true_positives
 from dpjax.verify.facts import BOUNDS, Card, Unreadable, card_of
 from dpjax.verify.matrices import require_hidden
 from dpjax.verify.steps import steps_of
@@ -27,7 +28,8 @@ SMALLEST_DELTA = 1e-12
 _USAGE = """\
 usage: dpjax verify RUN, with a run's folder or its privacy.json
 
-Recomputes the epsilon of each method on the card from the facts beside it, without dpjax.
+Recomputes the epsilon of each method on the card, and how many true positives a membership attack
+can have, from the facts beside them, without dpjax.
 A line begins with what was checked and ends with the verdict. The exit status is 0 if all claims
 hold, and 1 if one does not, or the card makes none, must not be published or cannot be read."""
 
@@ -111,7 +113,7 @@ def claims(card: Card) -> Iterator[tuple[bool, str]]:
     if not bounds:
         yield False, f"promises nothing: the card claims no epsilon by {' or '.join(BOUNDS)}"
         return
-    exact = recomputed(card, bounds)
+    exact, deltas = recomputed(card, bounds)
     # What one accountant proves holds for a claim of any, so claims meet the smallest.
     smallest, best = min((value, name) for name, value in exact.items())
     for name, value in bounds.items():
@@ -136,18 +138,37 @@ def claims(card: Card) -> Iterator[tuple[bool, str]]:
             True,
             f"{name:12} estimates epsilon {upwards(claimed[name])}: not checked, and no bound",
         )
+    wrong, right = zip(*card.true_positive_rates, strict=True)
+    if min(right) < 1:
+        rates = [most_true_positives(deltas, rate) for rate in wrong]
+        sound = no_less(card, deltas)
+        yield (
+            sound,
+            f"{'attacks':12} of {percent(wrong)} false positives claim at most {percent(right)} "
+            f"true ones; recomputed {percent(rates)}: {'holds' if sound else 'DOES NOT HOLD'}",
+        )
 
 
-def recomputed(card: Card, bounds: dict[str, float]) -> dict[str, float]:
-    """Epsilon by each method that is needed to confirm these bounds."""
-    steps = steps_of(card)
-    if steps is None:
-        return dict.fromkeys(BOUNDS, math.inf)
-    exact = by_rdp(card, steps)
+def no_less(card: Card, deltas: np.ndarray) -> bool:
+    """Whether attacks reach no more than the card says, if these are its deltas."""
+    return all(
+        right >= most_true_positives(deltas, wrong) * (1 - TOLERANCE)
+        for wrong, right in card.true_positive_rates
+    )
+
+
+def recomputed(card: Card, bounds: dict[str, float]) -> tuple[dict[str, float], np.ndarray]:
+    """Epsilon by each method that is needed to confirm these bounds, and deltas at `EPSILONS`."""
+    if (steps := steps_of(card)) is None:
+        return dict.fromkeys(BOUNDS, math.inf), np.ones_like(EPSILONS)
+    exact, deltas = by_rdp(card, steps)
+    smallest = exact.get("rdp", math.inf)
     # Distributions take seconds. They confirm what whole orders cannot.
-    if "pld" in bounds or min(bounds.values()) < exact.get("rdp", math.inf) * (1 - TOLERANCE):
-        exact["pld"] = min(by_losses(card, steps), exact.get("rdp", math.inf))
-    return exact
+    slow = min(bounds.values()) < smallest * (1 - TOLERANCE) or not no_less(card, deltas)
+    if "pld" in bounds or slow:
+        epsilon, by_loss = by_losses(card, steps)
+        exact["pld"], deltas = min(epsilon, smallest), np.minimum(deltas, by_loss)
+    return exact, deltas
 
 
 def obstacles(card: Card) -> Iterator[tuple[bool, str]]:
@@ -166,6 +187,11 @@ def obstacles(card: Card) -> Iterator[tuple[bool, str]]:
             f"promises nothing: delta={upwards(card.delta, '.3g')} is not below one over the "
             f"number of {card.mechanism.unit}s, and publishing one of them would satisfy it",
         )
+
+
+def percent(rates: Iterable[float]) -> str:
+    """Rates in per cent, rounded up."""
+    return ", ".join(f"{100 * float(upwards(rate)):.3g} %" for rate in rates)
 
 
 def upwards(value: float, form: str = "#.3g") -> str:

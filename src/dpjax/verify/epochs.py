@@ -25,11 +25,16 @@ Law: TypeAlias = tuple[np.ndarray, np.ndarray]  # positive points, and their mas
 
 
 def by_ratios(steps: Counter[Step], delta: float) -> float:
-    """The epsilon of these steps, without samples of a fixed size, in the worse order."""
+    """The epsilon of these steps, as `law_of` knows them."""
+    return epsilon_of(law_of(steps), delta)
+
+
+def law_of(steps: Counter[Step]) -> Law:
+    """The likelihood ratio of these steps, without samples of a fixed size."""
     total = np.ones(1), np.ones(1)
     for step, count in steps.items():
         total = paired(np.multiply, total, repeated(np.multiply, ratio(step), count))
-    return max(least(*total, delta, order) for order in (1, -1))
+    return total
 
 
 def ratio(step: Step) -> Law:
@@ -84,12 +89,18 @@ def merged(points: np.ndarray, masses: np.ndarray) -> Law:
     return mean[mass > 0] / mass[mass > 0], mass[mass > 0]
 
 
-def least(points: np.ndarray, masses: np.ndarray, delta: float, order: int) -> float:
-    """The least epsilon at delta: with against without the example if order is 1, or reversed."""
+def epsilon_of(law: Law, delta: float) -> float:
+    """The least epsilon at delta."""
     low, high = 0.0, 1e4
     for _ in range(60):
         middle = (low + high) / 2
-        with np.errstate(over="ignore"):
-            gaps = points - np.exp(middle) if order > 0 else 1 - np.exp(middle) * points
-        low, high = (low, middle) if masses @ gaps.clip(0) <= delta else (middle, high)
+        low, high = (low, middle) if delta_of(law, middle) <= delta else (middle, high)
     return high
+
+
+def delta_of(law: Law, epsilon: float) -> float:
+    """The delta at epsilon: with against without the example, or reversed, whichever is more."""
+    points, masses = law
+    with np.errstate(over="ignore"):
+        gaps = points - np.exp(epsilon), 1 - np.exp(epsilon) * points
+    return max(float(masses @ gap.clip(0)) for gap in gaps)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The epsilon of noisy sums: one formula for each kind, and Google's dp-accounting.
+r"""The epsilon of noisy sums, and what attacks on them reach: a formula for each kind of step.
 
 | step | Rényi divergence | privacy loss |
 |---|---|---|
@@ -14,12 +14,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
+from typing import Any
 
 import dp_accounting as dp
 import numpy as np
-from scipy.special import erfcx, gammaln
+from scipy.special import erfcx, gammaln, ndtr
 
-from dpjax.verify.epochs import by_ratios
+from dpjax.verify.epochs import delta_of, epsilon_of, law_of
 from dpjax.verify.facts import Card
 from dpjax.verify.matrices import saved
 from dpjax.verify.steps import Step
@@ -35,17 +36,19 @@ K = np.arange(max(WHOLE) + 1)
 _INSIDE = gammaln(WHOLE[:, None] + 1) - gammaln(K + 1) - gammaln(np.abs(WHOLE[:, None] - K) + 1)
 # The logarithms of all binomial coefficients of the whole orders, ``[orders, k]``.
 LOG_BINOMIALS = np.where(WHOLE[:, None] >= K, _INSIDE, -np.inf)
+# Where deltas are computed: close beside small epsilons as beside large ones.
+EPSILONS = np.append(0, np.geomspace(1e-4, 16, 1200))
 POINTS = 10_000_000  # losses of a step, which dp-accounting keeps in a dictionary, in memory
 
 
-def by_rdp(card: Card, steps: Counter[Step]) -> dict[str, float]:
-    """Epsilon by Rényi divergences, with the improved and with the classic conversion."""
+def by_rdp(card: Card, steps: Counter[Step]) -> tuple[dict[str, float], np.ndarray]:
+    """Epsilon by Rényi divergences, with both conversions, and deltas at `EPSILONS`."""
     divergences, exchange = 0 * ORDERS, card.mechanism.neighbours == "replace-one"
     for step, count in steps.items():
         # A replacement moves a sum twice as far.
         multiplier = step.multiplier / (2 if exchange else 1)
         if step.epoch:  # its losses alone are recomputed
-            return {}
+            return {}, np.ones_like(EPSILONS)
         if not step.is_sampled:
             divergences = divergences + count * ORDERS / (2 * multiplier**2)
         elif step.subset is None and not exchange:
@@ -56,14 +59,29 @@ def by_rdp(card: Card, steps: Counter[Step]) -> dict[str, float]:
             accountant.compose(dp.SampledWithoutReplacementDpEvent(*step.subset, noise), count)
             divergences = divergences + accountant.rdp
         else:  # nothing is proved
-            return {}
+            return {}, np.ones_like(EPSILONS)
     if not exchange:
         for run in (*card.mechanism.before, *[card.mechanism] * bool(card.steps)):
             if run.noise is not None and run.multiplier_and_steps:
                 divergences = divergences + saved(run, ORDERS)
     epsilon, _ = dp.rdp.compute_epsilon(ORDERS.tolist(), divergences.tolist(), card.delta)
     classic = (divergences - math.log(card.delta) / (ORDERS - 1))[(ORDERS >= 1.1) & (ORDERS <= 63)]
-    return {"rdp": float(epsilon), "rdp-classic": float(np.min(classic))}
+    # Canonne, Kamath and Steinke, "The discrete Gaussian for differential privacy", 2020,
+    # proposition 12; the second bound is of Bretagnolle and Huber (1979).
+    gaps = divergences - EPSILONS[:, None] + np.log1p(-1 / ORDERS)
+    deltas = np.exp(np.minimum((ORDERS - 1) * gaps - np.log(ORDERS), 0).min(axis=1))
+    deltas = np.minimum(deltas, np.sqrt(-np.expm1(-divergences.min())))
+    return {"rdp": float(epsilon), "rdp-classic": float(np.min(classic))}, deltas
+
+
+def most_true_positives(deltas: np.ndarray, false_positives: float) -> float:
+    """What a membership attack can reach: `deltas` at `EPSILONS` bound the curve from both sides.
+
+    (Dong, Roth and Su, *Gaussian differential privacy*, 2022, proposition 2.5.)
+    """
+    growth = np.exp(EPSILONS)
+    steep, flat = growth * false_positives + deltas, 1 - (1 - deltas - false_positives) / growth
+    return float(min(1.0, steep.min(), flat.min()))
 
 
 def poisson_divergences(rate: float, multiplier: float) -> np.ndarray:
@@ -82,18 +100,21 @@ def poisson_divergences(rate: float, multiplier: float) -> np.ndarray:
     return np.interp(ORDERS, [1, *WHOLE], [0, *moments]) / (ORDERS - 1)
 
 
-def by_losses(card: Card, steps: Counter[Step]) -> float:
-    """Epsilon by distributions of the privacy loss, or without sampling, whichever is less."""
+def by_losses(card: Card, steps: Counter[Step]) -> tuple[float, np.ndarray]:
+    """Epsilon, and deltas at `EPSILONS`, by privacy losses, or without sampling if that is less."""
     exchange = 2 if card.mechanism.neighbours == "replace-one" else 1
     # Without their sampling, the same steps cost no less.
     signal = exchange * math.sqrt(math.fsum(n / step.multiplier**2 for step, n in steps.items()))
-    epsilon, sampled = of_gaussian(signal, card.delta), [s for s in steps if s.is_sampled]
+    epsilon, deltas = of_gaussian(signal, card.delta), deltas_of_gaussian(signal)
+    sampled = [step for step in steps if step.is_sampled]
     if any(step.epoch for step in sampled):
-        known = exchange == 2 or any(step.subset for step in sampled)
-        return epsilon if known else min(epsilon, by_ratios(steps, card.delta))
-    spare = card.delta - rounding_error(steps)
-    if not sampled or spare <= 0 or (width := grid(steps, exchange)) is None:
-        return epsilon
+        if exchange == 2 or any(step.subset for step in sampled):
+            return epsilon, deltas
+        law = law_of(steps)
+        by_law = np.array([delta_of(law, value) for value in EPSILONS])
+        return min(epsilon, epsilon_of(law, card.delta)), np.minimum(deltas, by_law)
+    if not sampled or (width := grid(steps, exchange)) is None:
+        return epsilon, deltas
     accountant = dp.pld.PLDAccountant(RELATION[card.mechanism.neighbours], width)
     plain = math.fsum(n / s.multiplier**2 for s, n in steps.items() if not s.is_sampled)
     if plain:
@@ -105,8 +126,12 @@ def by_losses(card: Card, steps: Counter[Step]) -> float:
             if step.subset is not None:
                 event = dp.SampledWithoutReplacementDpEvent(*step.subset, noise)
             accountant.compose(event, steps[step])
-        epsilon = min(epsilon, float(accountant.get_epsilon(spare)))
-    return epsilon
+        off: Any = rounding_error(steps)
+        known: Any = EPSILONS  # of one epsilon, says its annotation
+        deltas = np.minimum(deltas, accountant.get_delta(known) + off)
+        if card.delta > off:
+            epsilon = min(epsilon, float(accountant.get_epsilon(card.delta - off)))
+    return epsilon, deltas
 
 
 def of_gaussian(signal: float, delta: float) -> float:
@@ -127,6 +152,12 @@ def of_gaussian(signal: float, delta: float) -> float:
         else:
             high = x
     return signal * (high + signal / 2)
+
+
+def deltas_of_gaussian(signal: float) -> np.ndarray:
+    """Delta at each of `EPSILONS`, of a Gaussian as in `of_gaussian`."""
+    x = EPSILONS / signal - signal / 2 if signal else np.full_like(EPSILONS, np.inf)
+    return (ndtr(-x) - np.exp(EPSILONS) * ndtr(-x - signal)).clip(0)
 
 
 def rounding_error(steps: Counter[Step]) -> float:

@@ -60,7 +60,7 @@ class Strategy(SimpleNamespace):
 class Run:
     """What a run costs."""
 
-    unit: Literal["example", "client"]
+    unit: str
     sampling: Sampling
     multiplier_and_steps: list[tuple[Number, Steps]]
     preparation: list[Number]
@@ -113,6 +113,7 @@ class Card:
     delta: Annotated[float, Limits(0, 1, above=True)]
     levels: Levels | None
     epsilon: dict[Literal["rdp", "pld", "rdp-classic", "gdp"], Claim]
+    true_positive_rates: list[tuple[Positive, Rate]]
     not_private: str | None
     randomness: Randomness
     versions: Any
@@ -218,6 +219,9 @@ def card_of(value: dict[str, Any]) -> Card:
     if card.steps > planned:
         raise refused("the card.steps", card.steps, f"at most the planned {planned:,}")
     runs = (card.mechanism, *card.mechanism.before)
+    for run in runs:
+        if not run.unit.isidentifier():  # it is printed
+            raise refused("the card.mechanism.unit", run.unit, "one word")
     proved = max(NEIGHBOURS.index(run.sampling.neighbours) for run in runs)
     if NEIGHBOURS.index(card.mechanism.neighbours) < proved:
         raise Unreadable(

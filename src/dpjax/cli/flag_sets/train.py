@@ -8,6 +8,7 @@ accountant.
 Examples:
   dpjax train --out=runs/demo
   dpjax train --dataset=my.csv --model=networks:Net --target_epsilon=2
+  dpjax train --dataset=visits.csv --columns=columns.toml --unit_column=patient --most_rows=5
   dpjax train --dataset=mnist --model=tempered_cnn --loss=composite
   dpjax train --dataset=mnist --model=scatter_cnn --features=scattering --normalization=data
 
@@ -45,6 +46,14 @@ _data.named(
 )
 _data.whole("classes", None, "Number of classes of a file; by default its labels, as public.", 2)
 _data.text("label", None, "Column of the label in a .csv of yours; by default label, or the last.")
+_data.path("columns", None, "Declared columns of a .csv; `dpjax columns my.csv` drafts them.")
+_data.text(
+    "unit_column",
+    None,
+    "With --columns: the column that says whose row it is. A person with all rows is then the "
+    "unit; batches and epochs count persons.",
+)
+_data.whole("most_rows", 1, "Rows of a person that one step reads, with --unit_column.", 1)
 _data.path("data_dir", None, "Folder of the data; by default the environment's DPJAX_DATA_DIR.")
 _data.yes_no("stream", False, "Read drawn examples from disk, if TFDS has prepared the data.")
 _data.choice("features", "none", ["none", "scattering"], "Features to compute from each image.")
@@ -68,8 +77,14 @@ _model.several("hidden", ["128"], "Widths of the hidden layers of an mlp.")
 _model.several("model_options", [], "Further fields of the model: depth=10,width=1.")
 _model.text("activation", None, "Activation; by default the model's (CNN, mlp: tanh).")
 _model.yes_no("torch_init", False, "Use PyTorch's initial weights, as many published runs did.")
-_model.choice("loss", "cross_entropy", names.LOSSES, "Loss of one example.")
-_model.several("loss_options", [], "Arguments of a focal or composite loss: threshold=7,beta=11.")
+_model.choice("loss", "cross_entropy", names.LOSSES, "Loss; of a target one of the last three.")
+_model.several("loss_options", [], "Arguments of a focal, composite or huber loss: threshold=7.")
+_model.several(
+    "class_weights",
+    [],
+    "Public weights of the classes, as 1,5. Losses are weighted before clipping: a gradient at the "
+    "bound gains nothing, and the others shrink relative to the noise.",
+)
 
 _privacy = Group(FLAGS, "Privacy")
 _rules = ["flat", "grouped", "automatic", "normalized", "psac", "hard_threshold"]

@@ -131,10 +131,11 @@ def possible_mechanisms(
         except flags.Error as error:
             return [], f"{words(settings)} is refused: {error}"
         try:
-            size = load(given).examples
+            dataset = load(given)
+            size = dataset.units
             asked = inputs.build_normalization(given, size)
             queries = () if asked is None else asked.multipliers
-            mechanism = build.build_mechanism(given, size, queries)
+            mechanism = build.build_mechanism(given, size, queries, dataset.owners)
         except (ValueError, app.UsageError):  # such a run is refused, and costs nothing
             mechanism = None
         read = {name: value for name, value in settings.items() if name in given.names_read}

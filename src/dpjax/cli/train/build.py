@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
+import numpy as np
 import optax
 from absl import app, flags
 
@@ -32,7 +33,13 @@ LOSSES: dict[str, Callable[..., losses.ExampleLoss]] = {
     "composite": losses.composite,
     "squared_error": lambda: losses.one_hot(losses.squared_error),
     "absolute": lambda: losses.one_hot(losses.absolute),
-    "huber": lambda: losses.one_hot(losses.huber()),
+    "huber": lambda **options: losses.one_hot(losses.huber(**options)),
+}
+# Of a target that is a number.
+REGRESSIONS: dict[str, Callable[..., losses.ExampleLoss]] = {
+    "squared_error": lambda: losses.squared_error,
+    "absolute": lambda: losses.absolute,
+    "huber": losses.huber,
 }
 
 # Each takes the flags, the learning rate or its schedule, and the mechanism.
@@ -61,6 +68,17 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
             # Python's spelling too: the text "False" would count as true.
             options[name] = {"True": True, "False": False, "None": None}.get(value, value)
     return options
+
+
+def build_loss(given: flags.FlagValues, classes: int | None) -> losses.ExampleLoss:
+    """The loss of the flags; without a number of classes, of a target that is a number."""
+    table = REGRESSIONS if classes is None else LOSSES
+    if given.loss not in table:
+        raise ValueError(f"--loss={given.loss}: expected one of {', '.join(table)} for a target.")
+    loss, weights = table[given.loss](**read_options(given.loss_options)), given.class_weights
+    if weights and len(weights) != classes:
+        raise ValueError(f"--class_weights={','.join(weights)}: expected one for each class.")
+    return losses.weighted(loss, list(map(float, weights))) if weights else loss
 
 
 def build_model(given: flags.FlagValues, classes: int) -> Any:
@@ -109,12 +127,24 @@ def steps_per_epoch(given: flags.FlagValues, examples: int) -> int:
 
 
 def build_mechanism(
-    given: flags.FlagValues, examples: int, queries: tuple[float, ...] = ()
+    given: flags.FlagValues,
+    examples: int,
+    queries: tuple[float, ...] = (),
+    owners: np.ndarray | None = None,
 ) -> dpjax.Mechanism:
     """The private computation, after ``queries`` with these noise multipliers on all the data."""
     options: dict[str, Any] = {"groups": given.groups} if given.clipping == "grouped" else {}
     facts = {"cycle": given.bands} if given.sampling == "cyclic_poisson" else {}
-    batches = dpjax.sampling.by_name(given.sampling, examples, given.batch_size, **facts)
+    unit: dict[str, Any] = {}
+    if owners is None:
+        batches = dpjax.sampling.by_name(given.sampling, examples, given.batch_size, **facts)
+    elif given.sampling != "poisson":
+        raise ValueError(f"--sampling={given.sampling}: expected poisson with --unit_column.")
+    else:
+        batches = dpjax.sampling.persons(owners, given.batch_size, given.most_rows)
+        # Statements speak of one patient where the column is "Patient ID".
+        noun = re.sub(r"[\W_]+id$", "", given.unit_column.lower())
+        unit = {"unit": re.sub(r"\W+", "_", noun).strip("_")}
     steps = given.steps
     if steps is None:  # by the sampler's size: an epoch of random_allocation has whole batches
         steps = round(given.epochs * examples / batches.batch_size)
@@ -131,6 +161,7 @@ def build_mechanism(
         preparation=queries,
         before=before,
         noise=build_strategy(given, batches, steps),
+        **unit,
     )
     if given.noise_multiplier is None:
         # Calibrated last: epochs, schedule and preparation decide what the noise must pay for.

@@ -27,8 +27,8 @@ from dpjax.cli.flag_sets import names
 from dpjax.cli.flag_sets.train import settings
 from dpjax.cli.machine_flags import meet, mesh_in_force
 from dpjax.cli.train import build, inputs, run_files
-from dpjax.cli.train.classifier import Evaluation, first_parameters, held, rehearse
-from dpjax.reports.load_run import read
+from dpjax.cli.train.evaluation import Evaluation, first_parameters, held, rehearse
+from dpjax.reports.load_run import MEASURES, read, shown
 
 # What the library and the user's model raise for flags that describe no run.
 _MISTAKES = (ArithmeticError, MemoryError, TypeError, ValueError)
@@ -90,15 +90,20 @@ def plan(given: flags.FlagValues) -> Planned:
     for one, other in (("noise_multiplier", "target_epsilon"), ("steps", "epochs")):
         if given[one].value is not None and given[other].present:
             raise app.UsageError(f"--{one} --{other}: expected one of the two, or --max_epsilon.")
+    for name, declared in (("label", False), ("classes", False), ("unit_column", True)):
+        if given[name].value and bool(given.columns) != declared:
+            need = "with" if declared else "without"
+            raise app.UsageError(f"--{name}: expected {need} --columns, which declares the label.")
     try:
         # Data come first, because classes, sizes and sampling rate follow from them.
         dataset = load(given)
-        classes, examples = dataset.classes or 0, dataset.examples
+        # A number that is learnt is the one output of the model.
+        classes, examples = dataset.classes or 1, dataset.units
         model = build.build_model(given, classes)
-        loss = build.LOSSES[given.loss](**build.read_options(given.loss_options))
+        loss = build.build_loss(given, dataset.classes)
         normalization = inputs.build_normalization(given, examples)
         queries = () if normalization is None else normalization.multipliers
-        mechanism = build.build_mechanism(given, examples, queries)
+        mechanism = build.build_mechanism(given, examples, queries, dataset.owners)
         optimizer = build.build_optimizer(given, mechanism)
         method = build.accountant(given, mechanism)
         epsilon = mechanism.epsilon(given.delta, method)
@@ -123,6 +128,8 @@ def plan(given: flags.FlagValues) -> Planned:
 def load(given: flags.FlagValues) -> data.Dataset:
     """The data set of the flags."""
     try:
+        if given.columns:
+            return data.table(given.dataset, given.columns, given.unit_column or None)
         if names.is_file(given.dataset):
             return data.load_file(given.dataset, given.classes, given.label)
         return (data.stream if given.stream else data.load)(given.dataset, given.data_dir)
@@ -161,13 +168,20 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
         delta=given.delta,
         method=planned.method,
         directory=folder,
-        configuration={f"--{name}": value for name, value in settings(given).items()},
+        configuration=configuration(given),
         save_every=given.save_every,
     )
     average = held(training.averaged(state.optimizer))
     if processes.first_process():
         evaluation.write(folder, average)
         report(given, dataset)
+
+
+def configuration(given: flags.FlagValues) -> dict[str, Any]:
+    """What identifies the run: its flags, and the declarations in the file that a flag names."""
+    named = {f"--{name}": value for name, value in settings(given).items()}
+    declared = pathlib.Path(given.columns).read_text("utf-8-sig") if given.columns else None
+    return named | ({"columns": declared} if declared else {})
 
 
 def announce(given: flags.FlagValues, planned: Planned) -> None:
@@ -213,9 +227,13 @@ def report(given: flags.FlagValues, dataset: data.Dataset) -> None:
     folder = pathlib.Path(given.out)
     print((folder / "statement.txt").read_text().partition("\n\nReferences\n")[0])
     run, config = read(folder), read_json(folder / "config.json")
-    accuracy = f"Test accuracy {100 * run.accuracy:.1f} % on {dataset.name} {dataset.note}".rstrip()
-    print(f"\n{accuracy}. {run.beside_a_guess}")
-    speed = f", {run.speed} examples/s in steps alone" if run.speed else ""
+    for name, value in list(run.measures.items())[:1]:
+        reached = f"{MEASURES[name]} {shown(name, value)} on {dataset.name} {dataset.note}"
+        print(f"\n{reached[0].upper()}{reached[1:].rstrip()}. {run.beside_a_guess}")
+    if others := run.others_beside_a_guess:
+        print(f"{others[0].upper()}{others[1:]}.")
+    unit = run.mechanism.get("unit", "example")
+    speed = f", {run.speed} {unit}s/s in steps alone" if run.speed else ""
     print(f"Trained in {duration(config['seconds'])} on {config['hardware']['device']}{speed}")
     if given.report:
         print(f"To look at: {reports.report(folder)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A classifier before, during and after its training.
+"""A classifier or a regression before, during and after its training.
 
 Gradients of training examples may not be published, and are logged under "private".
 """
@@ -25,33 +25,31 @@ _SAMPLE = 128  # training examples whose gradients are measured
 
 
 class Evaluation:
-    """Measures a classifier during and after a run; gradients only of a loss of two arguments."""
+    """Measures a model during and after a run; gradients only of a loss of two arguments."""
 
     def __init__(
         self, model: nn.Module, loss: Any, rule: dpjax.types.Clipping, dataset: data.Dataset
     ) -> None:
         self.model, self.loss, self.rule = model, loss, rule
+        self.classes, self.target_range = dataset.classes, dataset.target_range
         # On the device once: every evaluation reads all of them.
         self.test = jax.tree.map(jnp.asarray, dataset.test)
         # A fixed sample: curves of norms compare the same examples over time.
         places = np.linspace(0, dataset.examples - 1, min(_SAMPLE, dataset.examples)).astype(int)
         self.sample = jax.tree.map(jnp.asarray, dataset.rows(places))
 
-        def logits(params: Any, x: Any) -> Any:
+        def outputs(params: Any, x: Any) -> Any:
             return jax.lax.map(lambda x: model.apply({"params": params}, x), x, batch_size=500)
 
-        self.logits = jax.jit(logits)
+        self.outputs = jax.jit(outputs)
         self.bias = jax.jit(functools.partial(diagnostics.clipping_bias, loss, rule))
 
     def evaluate(self, state: Any) -> dict[str, Any]:
         """One row of the log, from averaged parameters if the optimizer keeps an average."""
         x, y = self.test
-        # The averaged parameters are released at the end, so accuracy is theirs.
-        logits = self.logits(held(training.averaged(state.optimizer)), x)
-        row: dict[str, Any] = {
-            "accuracy": metrics.accuracy(logits, y),
-            "nll": metrics.nll(logits, y),
-        }
+        # The averaged parameters are released at the end, so what is measured is theirs.
+        outputs = self.outputs(held(training.averaged(state.optimizer)), x)
+        row: dict[str, Any] = self.measured(outputs, y)
         if self.loss is not None:
             # At the parameters that the next step differentiates, which are not the averaged ones.
             bias = self.bias(held(state.params), self.sample)
@@ -59,13 +57,38 @@ class Evaluation:
             row["private"] = {"cosine": bias.cosine, "norm_histogram": counts}
         return row
 
+    def measured(self, outputs: Any, y: Any) -> dict[str, Any]:
+        """The metrics of a kind of model, by their names in the log."""
+        if self.classes is None:
+            pair = self.quantities(outputs), self.quantities(y)
+            return {f.__name__: f(*pair) for f in (metrics.rmse, metrics.mae, metrics.r2)}
+        names = ("accuracy", "nll", "balanced_accuracy")
+        row = {name: getattr(metrics, name)(outputs, y) for name in names}
+        if self.classes == 2:
+            # A difference of logits: probabilities near 0 and 1 would be ties.
+            scores = outputs[:, 1] - outputs[:, 0]
+            areas = metrics.auroc, metrics.average_precision
+            row |= {area.__name__: area(scores, y) for area in areas}
+        return row
+
+    def quantities(self, values: Any) -> np.ndarray:
+        """Predictions or targets in the units of the file."""
+        values = np.asarray(values, np.float64).reshape(len(values))
+        if self.target_range is None:
+            return values
+        low, high = self.target_range
+        return low + (values + 1) / 2 * (high - low)
+
     def write(self, folder: pathlib.Path, params: Any) -> None:
         """Writes parameters, test predictions and norms into the folder."""
         replace(folder / "params.msgpack", serialized(params), public=True)
         x, y = self.test
-        probabilities = jax.nn.softmax(self.logits(params, x))
+        outputs = self.outputs(params, x)
+        seen: dict[str, Any] = {"labels": y, "probabilities": jax.nn.softmax(outputs)}
+        if self.classes is None:
+            seen = {"targets": self.quantities(y), "predictions": self.quantities(outputs)}
         with replacing(folder / "evaluation.npz", public=True) as file:
-            np.savez(file, labels=y, probabilities=probabilities)
+            np.savez(file, **seen)
         hidden = {}
         with contextlib.suppress(ValueError):  # a linear model has no pre-activations
             hidden = diagnostics.preactivation_norms(self.model, params, self.sample[0])

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoders of 124 million to a billion parameters on a GPU; memory of long texts and vocabularies.
+
+claim     a private step needs at most twice the memory of a plain one, for long texts and large
+          vocabularies too
+verdict   1.33 times the plain step of 128,000 words, 0.26 times that of 4,096 tokens
+hardware  CPU, JAX 0.10.2 (what XLA plans); the rows of a GPU were not run
+command   make bench-peers BENCH=llm ARGS="--out experiments/results/llm_bench.json"
+
+The rows of a GPU come in order of worth. Each runs in a process of its own, is written when it is
+done, and is cut after 60 seconds; what has not begun after eight minutes is left out. Texts are of
+512 tokens, weights random and float32, and the head has weights of its own, since Opacus takes no
+shared ones; 25,128 words make GPT-2's layers 124 million parameters. Adapters stand beside a frozen
+base, which is an argument. Nothing is read from a network.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from absl import flags
+
+import dpjax
+from dpjax import clipping
+from experiments.benchmarks import contestants, peers, reporting, workers
+from experiments.benchmarks.workloads import SEED, TOKENS, Decoder, joined, split
+
+SECONDS, ALL, ROUNDS = 60.0, 480.0, 10  # of a row and of all rows, and timed steps
+Sizes = dict[str, Any]
+
+
+def sizes(width: int, heads: int, depth: int, words: int, length: int, **more: int) -> Sizes:
+    return {"width": width, "heads": heads, "depth": depth, "words": words, "length": length} | more
+
+
+SIZES = {  # fields of `Decoder`, and examples
+    "124 M": sizes(768, 12, 12, 25_128, 512, examples=32),
+    "1 B, LoRA": sizes(2048, 16, 18, 25_128, 512, examples=8, rank=8),
+    "350 M": sizes(1024, 16, 24, 25_128, 512, examples=16),
+}
+PLANNED = {
+    "128,000 words, 128 tokens": sizes(256, 4, 2, 128_000, 128, examples=4, tied=True),
+    "1,000 words, 4,096 tokens": sizes(128, 4, 2, 1_000, 4_096, examples=4, tied=True),
+}
+ROWS = (
+    *(("124 M", who) for who in ("plain", "dpjax auto", "opacus ghost")),
+    *(("1 B, LoRA", who) for who in ("plain", "dpjax auto")),
+    *(("350 M", who) for who in ("plain", "dpjax auto")),
+    *(("124 M", who) for who in ("dpjax vmap", "jax_privacy")),
+)
+TINY = sizes(16, 2, 2, TOKENS, 16, examples=4)
+
+
+def problem(examples: int, **fields: Any) -> tuple[Any, Any, Any]:
+    """The loss of ``(params, example, frozen)``, what makes both trees, and texts."""
+    model = Decoder(scanned=True, **fields)
+    x = jax.random.randint(jax.random.key(SEED), (examples, model.length), 0, model.words)
+
+    def initial() -> tuple[Any, Any]:
+        params = model.init(jax.random.key(SEED), x[0])["params"]
+        return split(params) if model.rank else (params, {})
+
+    def loss(params: Any, example: Any, frozen: Any) -> Any:
+        weights = joined(params, frozen) if model.rank else params
+        logits: Any = model.apply({"params": weights}, example[0])
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, example[1]))
+
+    return loss, initial, (x, jnp.roll(x, -1, axis=1))
+
+
+def private(loss: Any, who: str, examples: int) -> tuple[Any, Any]:
+    """A contestant's gradient as a function of ``(params, (batch, frozen))``, and its link."""
+    alone = functools.partial(loss, frozen={})
+    if who == "jax_privacy":
+        gradient, link = contestants.jax_privacy(alone, examples)
+        return lambda params, held: gradient(params, held[0]), link
+    link = contestants.of_jax(alone, examples)[who][1]
+    if who == "plain":
+
+        def mean(params: Any, batch: Any, frozen: Any) -> Any:
+            return jnp.mean(jax.vmap(loss, (None, 0, None))(params, batch, frozen))
+
+        return lambda params, held: jax.grad(mean)(params, *held), link
+    rule, engine = clipping.flat(contestants.BOUND), who.removeprefix("dpjax ")
+    clipped = dpjax.clipped_grad(loss, rule, engine)
+    return lambda params, held: clipped(params, held[0], frozen=held[1]).sum, link
+
+
+def planned(fields: Sizes, who: str) -> dict[str, int]:
+    """What XLA plans for one step on a CPU: temporaries, and these with arguments and results."""
+    loss, initial, batch = problem(**fields)
+    optimizer, step = contestants.step_of(*private(loss, who, fields["examples"]))
+    params, frozen = jax.eval_shape(initial)
+    state = jax.eval_shape(optimizer.init, params)
+    plan = step.lower(params, state, (batch, frozen)).compile().memory_analysis()
+    inputs = plan.argument_size_in_bytes + plan.output_size_in_bytes
+    return {
+        "temporary_bytes": plan.temp_size_in_bytes,
+        "bytes": plan.temp_size_in_bytes + inputs,
+    }
+
+
+def of_opacus(fields: Sizes, who: str, parameters: int) -> contestants.Contestant:
+    """The same decoder in PyTorch."""
+    network = {name: fields[name] for name in ("width", "heads", "depth", "words", "length")}
+    task = {"decoder": network, "text": True, "batch_size": fields["examples"]}
+    task |= {"parameters": parameters, "bound": contestants.BOUND}
+    task |= {"noise_multiplier": contestants.NOISE_MULTIPLIER}
+    take, facts = peers.CONTESTANTS[who](task | {"learning_rate": contestants.LEARNING_RATE})
+    last: dict[str, Any] = {}
+
+    def run(steps: int) -> float:
+        last.update(take(steps))
+        return last["seconds"]
+
+    return contestants.Contestant(
+        run, lambda: last["memory"], lambda: last["sound"], lambda: None, facts
+    )
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """Seconds, tokens a second and memory of a step of one contestant."""
+    fields, who = question["fields"], question["who"]
+    loss, initial, batch = problem(**fields)
+    trees = jax.eval_shape(initial)
+    trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in trees)
+    if who.startswith("opacus"):
+        made = of_opacus(fields, who, trained)
+    else:
+        params, base = jax.jit(initial)()
+        made = contestants.compiled(*private(loss, who, len(batch[0])), params, (batch, base))
+    first, times = made.run(1), [made.run(1)]
+    begun = time.perf_counter()
+    while len(times) <= ROUNDS and time.perf_counter() - begun < SECONDS / 6:
+        times.append(made.run(1))
+    if not made.sound():
+        return {"refused": "NaN or infinity"}
+    seconds = statistics.median(times[1:])
+    figures = {"first_s": first, "step_s": seconds, "tokens_s": batch[0].size / seconds}
+    device = made.facts.get("device", jax.devices()[0].device_kind)
+    return {"trained": trained, "frozen": frozen, "device": device} | figures | made.memory()
+
+
+def main(asked: Any) -> None:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a row has the GPU's memory
+    began, report = time.monotonic(), reporting.begin(("jax", "jaxlib", "flax"), smoke=asked.smoke)
+    there = asked.smoke or jax.default_backend() == "gpu"
+    report |= {"rows": {}, "planned": {}}
+    slow = 10 if asked.smoke else 1  # on a busy CPU
+    for name, who in ROWS[: 5 if asked.smoke else None]:
+        left = ALL * slow - (time.monotonic() - began)
+        python = sys.executable if who.startswith(("plain", "dpjax")) else asked.peers_python
+        if not there or left <= 0:
+            row = {"refused": "no time was left" if there else "not run"}
+        elif not pathlib.Path(python).exists():
+            row = {"refused": workers.NOT_RUN}
+        else:
+            fields = SIZES[name] | (TINY if asked.smoke else {})
+            worker = workers.Worker(python, "llm", "answer")
+            row = worker.ask({"fields": fields, "who": who}, min(SECONDS * slow, left))
+            worker.close()
+        report["rows"].setdefault(name, {})[who] = row
+        print(name, who, row, flush=True)
+        reporting.keep(report, asked.out)
+    with jax.default_device(jax.devices("cpu")[0]):
+        for name, fields in PLANNED.items():
+            fields = fields | (TINY if asked.smoke else {})
+            row = {who: planned(fields, who) for who in ("plain", "dpjax auto", "dpjax vmap")}
+            report["planned"][name] = row
+            print(name, row, flush=True)
+            reporting.keep(report, asked.out)
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["answer"]:
+    workers.serve(answer)
+elif __name__ == "__main__":
+    flags.DEFINE_string("peers_python", str(workers.PEERS), "Interpreter that has the peers.")
+    reporting.run(main, smoke="Five rows and plans of tiny decoders")

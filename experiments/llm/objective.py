@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of one text, perplexity, and texts that a model writes.
+
+An example is ``(tokens, weights)``, both padded: ``weights[i]`` is 1 where the prediction of
+``tokens[i]`` counts, and 0 for a prompt, the first token and padding. One record is one example.
+Texts that are packed into one row would share its clipping, so that epsilon of a row says nothing
+of a text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from experiments.llm.networks import Network
+
+Example = tuple[Any, Any]
+
+
+def example_of(tokens: Sequence[int], length: int, prompt: int = 1) -> tuple[Any, Any]:
+    """Tokens cut and padded to a length; the first ``prompt`` of them are not predicted."""
+    kept = min(len(tokens), length)
+    padded = np.zeros(length, np.int32)
+    padded[:kept] = tokens[:kept]
+    places = np.arange(length)
+    return padded, ((places >= prompt) & (places < kept)).astype(np.float32)
+
+
+def stacked(examples: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+    tokens, weights = zip(*examples, strict=True)
+    return np.stack(tokens), np.stack(weights)
+
+
+def surprise(network: Network, weights: Any, example: Example) -> Any:
+    """Nats of the predicted tokens of a text, in all; ``weights`` has "leaves" and "lora"."""
+    tokens, counted = example
+    logits = network.apply(weights["leaves"], weights["lora"], tokens)[:-1]
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[1:])
+    return jnp.sum(nats * counted[1:])
+
+
+def loss_of(network: Network) -> Callable[..., Any]:
+    """The mean over the predicted tokens of a text; what is not in ``params`` is in ``frozen``."""
+
+    def loss(params: Any, example: Example, frozen: Any) -> Any:
+        # At least 1: a prompt that fills the row leaves nothing to predict.
+        count = jnp.maximum(example[1].sum(), 1)
+        return surprise(network, {**frozen, **params}, example) / count
+
+    return loss
+
+
+def surprises_of(network: Network, batch_size: int = 8) -> Callable[..., Any]:
+    """A compiled function of weights and texts to the nats of each text."""
+
+    def every(weights: Any, examples: Example) -> Any:
+        each = partial(surprise, network, weights)
+        return jax.lax.map(each, examples, batch_size=batch_size)
+
+    return jax.jit(every)
+
+
+def perplexity(surprises: Callable[..., Any], weights: Any, examples: Example) -> float:
+    """Exp of the mean nats over all predicted tokens; each text is read alone."""
+    nats = np.sum(np.asarray(surprises(weights, examples)), dtype=np.float64)
+    return math.exp(nats / np.sum(examples[1]))
+
+
+def next_of(network: Network, temperature: float = 0.8) -> Callable[..., Any]:
+    """A compiled function that draws the token at a place of a text."""
+
+    def draw(weights: Any, tokens: Any, place: Any, key: Any) -> Any:
+        logits = network.apply(weights["leaves"], weights["lora"], tokens)[place - 1]
+        return jax.random.categorical(key, logits.astype(jnp.float32) / temperature)
+
+    return jax.jit(draw)
+
+
+def written(
+    draw: Callable[..., Any], weights: Any, prompt: Sequence[int], length: int, end: int, seed: int
+) -> list[int]:
+    """Continues a prompt up to the token ``end`` or a length; reads all tokens again for each."""
+    tokens = np.zeros(length, np.int32)
+    tokens[: len(prompt)] = prompt[:length]
+    place, key = len(prompt), jax.random.key(seed)
+    while place < length:
+        token = int(draw(weights, tokens, place, jax.random.fold_in(key, place)))
+        if token == end:
+            break
+        tokens[place] = token
+        place += 1
+    return tokens[:place].tolist()

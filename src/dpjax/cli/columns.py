@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draft of the declarations of a table's columns: names and kinds, and no value of a row."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import re
+from collections.abc import Collection, Sequence
+
+from absl import app, flags
+
+from dpjax.data.declared import GAPS, date_of, number_of
+from dpjax.data.files import read_table
+
+_HEAD = """\
+# Drafted by `dpjax columns`. Kinds were guessed from the rows: a look at private data, and so a
+# release that no epsilon covers, as is every range or list that you read off the rows. Fill in
+# each "?" from public knowledge, such as a code book or the limits of a device.
+# A column that is no input, such as the number of a patient, has kind = "ignore".
+"""
+_FILL = '# fill = "?"  # what a gap counts as; without it a gap is an error'
+_DRAFTS = {
+    "number": ('low = "?"', 'high = "?"', _FILL),
+    "date": ('since = "?"', 'days = "?"', _FILL),
+    "category": ('values = "?"', "# other = true  # a place for words that are not listed", _FILL),
+    "label": ('values = "?"  # or kind = "target" with low and high, for a number',),
+}
+
+
+def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Prints the draft for the table that the command line names."""
+    if len(argv) != 2:
+        raise app.UsageError("expected one table: dpjax columns my.csv > columns.toml")
+    try:
+        header, rows = read_table(pathlib.Path(argv[1]), argv[1])
+    except (OSError, ValueError) as error:
+        raise app.UsageError(str(error)) from error
+    print(_HEAD)
+    # The label of `dpjax.data.load_file`.
+    label = next((name for name in header if name.lower() == "label"), header[-1])
+    for name, *words in zip(header, *rows, strict=True):
+        kind = "label" if name == label else kind_of({word.strip() for word in words})
+        key = name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name)
+        print("\n".join([f"[{key}]", f'kind = "{kind}"', *_DRAFTS[kind], ""]))
+
+
+def kind_of(words: Collection[str]) -> str:
+    """The first kind that all cells but gaps have."""
+    for kind, read in (("number", number_of), ("date", date_of)):
+        with contextlib.suppress(ValueError):
+            _ = [read(word) for word in words if word.lower() not in GAPS]
+            return kind
+    return "category"

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The statement for a board, such as one of ethics: one page in plain words.
+
+Its numbers are on the privacy card. An attack is bounded by the privacy profile of what ran, not by
+epsilon at one delta: of two computations with equal epsilon one can reveal less.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+
+from dpjax.accounting.rounding import three_digits, upwards
+from dpjax.ledger import Ledger
+from dpjax.mechanism import Mechanism
+from dpjax.reports.card import Claim, attacks, claim_of
+from dpjax.types import Neighbours
+
+_INSTEAD = {
+    Neighbours.ADD_OR_REMOVE: "",
+    Neighbours.ZERO_OUT: ", or an empty record in their place",
+    Neighbours.REPLACE_ONE: ", or the data of another one in their place",
+}
+
+_PAGE = """\
+Statement for a board
+
+What is promised
+
+{promise}
+
+What an attacker could learn at most
+
+{attacker}
+
+  false alarms       true alarms, at most
+{rates}
+
+  Who guesses without looking has as many true as false alarms.
+
+What is not covered
+
+  - what is true of {unit}s in general: it can be learned, and applied to one who took no part
+  - several {unit}s that belong together: more can be learned about them than about one
+  - other results from the same data: risks add up
+  - choices made by looking at the data (of settings, or of one result among several)
+  - the data themselves, and files of the run that are not for release: see statement.txt"""
+
+_PERSONS = "\n  - people with several examples: one example is protected, and not one person"
+_KEY = "\n  - who knows the random key of this run, which was supplied, can remove its noise"
+
+
+class Board(str):
+    """The text of a statement for a board, which a terminal and a notebook show as its lines."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def board(
+    mechanism: Mechanism,
+    delta: float | None = None,
+    *,
+    ledger: Ledger | None = None,
+    supplied: bool = False,
+    methods: Sequence[str] | None = None,
+) -> Board:
+    """The statement for a board: what was promised, and what an attacker could learn at most.
+
+    The rates of true positives are `dpjax.accounting.true_positive_rate` of what ran, rounded up;
+    `dpjax verify` recomputes them from the card. The arguments are as in `dpjax.statement`.
+
+    Example:
+      >>> import dpjax
+      >>> mechanism = dpjax.Mechanism(
+      ...     sampling=dpjax.sampling.full(examples=1000),
+      ...     clipping=dpjax.clipping.flat(bound=1.0),
+      ...     noise_multiplier=4.0,
+      ...     steps=4,
+      ... )
+      >>> print(board(mechanism, delta=1e-5))  # doctest: +ELLIPSIS
+      Statement for a board
+      ...
+        false alarms       true alarms, at most
+        0.1 %              0.48 %
+        1 %                3.39 %
+        10 %               21.8 %
+      ...
+    """
+    claim = claim_of("reports.board", mechanism, delta, ledger, supplied, methods)
+    unit, instead = mechanism.unit, _INSTEAD[mechanism.relation]
+    rates = [f"  {_percent(wrong):<19}{_percent(right)}" for wrong, right in attacks(claim)]
+    words = _PAGE.format(
+        promise=_filled(_promise(claim)),
+        attacker=_filled(
+            f"Suppose that an attacker knows everything but whether the data of one {unit} were "
+            f"used{instead}, and guesses it from what was released. An alarm says that they were "
+            "used. Of the cases without these data, the share on the left has a false alarm; of "
+            "the cases with them, at most the share on the right has a true one:"
+        ),
+        rates="\n".join(rates),
+        unit=unit,
+    )
+    return Board(words + _PERSONS * (unit == "example") + _KEY * claim.supplied)
+
+
+def _promise(claim: Claim) -> str:
+    unit, (epsilon, method) = claim.mechanism.unit, claim.proven
+    if claim.not_private or math.isinf(epsilon):
+        reason = claim.not_private or "No guarantee is proved for this computation."
+        return f"Nothing is promised. {reason}"
+    return (
+        f"One {unit} is protected: there is a limit to how much all that was released can depend "
+        f"on the data of one {unit}. It holds against everyone, whatever else they know, now or "
+        f"later. In numbers: ({three_digits(epsilon)}, {upwards(claim.delta, '.3g')})-differential "
+        f"privacy, proved by {method.upper()}."
+    )
+
+
+def _percent(rate: float) -> str:
+    # Rounded up before it is a percentage: 100 * 0.07 is above 7.
+    return f"{100 * float(upwards(rate, '.3g')):.3g} %"
+
+
+def _filled(words: str) -> str:
+    return textwrap.fill(words, 88, initial_indent="  ", subsequent_indent="  ")

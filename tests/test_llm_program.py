@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tuning by `experiments.llm`: records, weights, adapters, and what a run leaves.
+
+The comparisons with transformers and PEFT are slow, and need an environment of their own, which
+``make test-llm`` sets up.
+"""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from experiments.finetuning.transformers import read_safetensors
+from experiments.llm import networks, objective, texts, weights
+from run_binary import run
+
+TINY = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 6, "vocab_size": 9}
+BYTES = texts.Tokenizer(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "want"),
+    [
+        ("a.jsonl", ['{"text": "one"}', '{"prompt": "p", "completion": "c"}'], ["one", "p/c"]),
+        ("a.tsv", ["label\ttext", "1\ttwo"], ["two"]),
+        ("a.tsv", ["completion\tprompt", "c\tp"], ["p/c"]),
+        ("a.tsv", ["two\t1"], ["two"]),
+        ("a.txt", ["one", "two\tthree"], ["one", "two\tthree"]),
+    ],
+)
+def test_a_line_is_a_record(tmp_path, name, lines, want):
+    (tmp_path / name).write_text("\n".join(lines) + "\n")
+    found = texts.records(str(tmp_path / name))
+    assert ["/".join(filter(None, record)) for record in found] == want
+
+
+@pytest.mark.parametrize("line", ["", '{"text": ""}', '{"prompt": "p", "completion": " "}'])
+def test_a_record_without_text_is_refused(tmp_path, line):
+    path = tmp_path / ("a.jsonl" if line else "a.txt")
+    path.write_text(f'{{"text": "one"}}\n{line}\n')
+    with pytest.raises(ValueError, match=r"line 2: no text"):
+        texts.records(str(path))
+
+
+def test_prompt_and_padding_are_not_predicted():
+    tokens, counted = BYTES.example(texts.Record("ab", "cd"), 8)
+    assert BYTES.text(tokens) == "abcd"
+    assert tokens.tolist() == [98, 99, 100, 101, 0, 0, 0, 0]
+    assert counted.tolist() == [0, 0, 1, 1, 1, 0, 0, 0], "the end of a text is predicted too"
+    assert BYTES.example(texts.Record("", "abc"), 2)[1].tolist() == [0, 1], "cut"
+
+
+@pytest.mark.thorough
+def test_padding_and_prompt_change_no_loss():
+    network = networks.decoder(TINY)
+    frozen = {"leaves": network.init(jax.random.key(0)), "lora": {}}
+    loss = objective.loss_of(network)
+    short, long = (objective.example_of([1, 2, 3, 4], length, 2) for length in (4, 6))
+    np.testing.assert_allclose(loss({}, short, frozen), loss({}, long, frozen), rtol=1e-5)
+    logits = network.apply(frozen["leaves"], {}, short[0])
+    want = -np.mean([jax.nn.log_softmax(logits)[i, short[0][i + 1]] for i in (1, 2)])
+    np.testing.assert_allclose(loss({}, short, frozen), want, rtol=1e-5)
+
+
+def saved(folder, **changed):
+    """Weights of a tiny GPT-2, as its own files name them."""
+    network = networks.decoder(TINY)
+    shapes = jax.eval_shape(network.init, jax.random.key(0))
+    arrays: dict = {
+        network.published(path)[0]: np.ones(leaf.shape) for path, leaf in shapes.items()
+    }
+    arrays["transformer.wpe.weight"] = np.ones((6, 8))
+    for part, shape in (("attn.c_attn.weight", (8, 24)), ("attn.c_attn.bias", 24)):
+        arrays[f"transformer.h.0.{part}"] = np.ones(shape)
+    arrays = {name.removeprefix("transformer."): array for name, array in arrays.items()}
+    content = weights.safetensors({**arrays, **changed})
+    (folder / "model.safetensors").write_bytes(content)
+    return network
+
+
+def test_weights_of_other_shapes_and_missing_shards_are_refused(tmp_path):
+    network = saved(tmp_path)
+    read = read_safetensors(tmp_path / "model.safetensors")
+    assert read["h.0.attn.c_attn.weight"].shape == (8, 24)
+    assert all(np.all(leaf == 1) for leaf in weights.filled(network, tmp_path).values())
+    saved(tmp_path, **{"wte.weight": np.ones((9, 4))})
+    with pytest.raises(ValueError, match=r"wte.weight has shape \(9, 4\), .* \(9, 8\)"):
+        weights.filled(network, tmp_path)
+    index = {"weight_map": {"wte.weight": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match=r"model-00002-of-00002.safetensors is missing"):
+        weights.filled(network, tmp_path)
+
+
+def test_models_without_a_network_are_refused():
+    with pytest.raises(ValueError, match=r"model_type is 'bert'; expected gpt2, llama"):
+        networks.of({"model_type": "bert"})
+    with pytest.raises(ValueError, match=r"--model=gpt5: expected decoder"):
+        networks.by_size("gpt5", 9)
+
+
+@pytest.mark.slow
+def test_a_run_leaves_a_card_and_adapters(tmp_path):
+    lines = [json.dumps({"prompt": "who? ", "completion": name}) for name in ("orla", "bram")]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines * 8))
+    given = [f"--text={tmp_path / 'texts.jsonl'}", "--steps=3", "--length=16", "--batch_size=4"]
+    out, test = tmp_path / "run", f"--test={tmp_path / 'texts.jsonl'}"
+    done = run("experiments.llm", *given, test, f"--out={out}", "--lora=2", "--generate=who? ")
+    assert "epsilon" in done.stdout
+    assert "Perplexity" in done.stdout
+    assert "\nwho? " in done.stdout
+    card = json.loads((out / "privacy.json").read_text())
+    assert card["steps"] == 3
+    found = read_safetensors(out / "adapter_model.safetensors")
+    name = "base_model.model.transformer.h.1.attn.c_attn.lora_B.weight"
+    assert found[name].shape == (3 * 64, 2)
+    assert np.abs(found[name]).max() > 0
+    saved(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **TINY}))
+    given = [f"--text={tmp_path / 'texts.jsonl'}", f"--weights={tmp_path}"]
+    done = run("experiments.llm", *given, f"--out={tmp_path / 'other'}", status=1)
+    assert "bytes has 257 tokens, the model 9" in done.stderr + done.stdout
+
+
+# --- beside transformers and PEFT --------------------------------------------------------------
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 97,
+}
+LLAMA = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+GEMMA = {"query_pre_attn_scalar": 8, "sliding_window": 4}
+MODELS = {  # class of the configuration and its fields
+    "llama": ("LlamaConfig", SIZES),
+    "llama 3.2": ("LlamaConfig", {**SIZES, "tie_word_embeddings": True, "rope_parameters": LLAMA}),
+    "qwen3": ("Qwen3Config", SIZES),
+    "gemma3": ("Gemma3TextConfig", {**SIZES, **GEMMA, "num_hidden_layers": 6}),
+    "gemma3, one key": ("Gemma3TextConfig", {**SIZES, **GEMMA, "num_key_value_heads": 1}),
+    "gemma3, all keys": ("Gemma3TextConfig", {**SIZES, **GEMMA, "num_key_value_heads": 4}),
+    "gpt2": ("GPT2Config", {**TINY, "n_embd": 32, "n_layer": 2, "n_positions": 16}),
+}
+TOKENS = np.random.default_rng(0).integers(0, 9, 12)
+
+
+@pytest.fixture(params=MODELS)
+def published(request, tmp_path):
+    """A tiny random model of transformers, the network of its files, and its weights."""
+    torch = pytest.importorskip("torch", reason="optional; see the head of this file")
+    transformers = pytest.importorskip("transformers")
+    kind, fields = MODELS[request.param]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**fields)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for weight in model.parameters():  # norms are ones, which would hide their layout
+            weight += 0.1 * torch.randn_like(weight)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    network = networks.of(json.loads((tmp_path / "config.json").read_text()))
+    return model.eval(), tmp_path, network, weights.filled(network, tmp_path)
+
+
+def logits_of(model):
+    torch = pytest.importorskip("torch")
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS)[None]).logits[0].numpy()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of these libraries
+def test_logits_are_those_of_transformers_and_adapters_those_of_peft(published):
+    peft = pytest.importorskip("peft")
+    model, folder, network, leaves = published
+    ours = jax.jit(network.apply)
+    np.testing.assert_allclose(ours(leaves, {}, TOKENS), logits_of(model), atol=1e-4)
+    adapters = networks.adapters(network, 3, jax.random.key(0))
+    np.testing.assert_allclose(ours(leaves, adapters, TOKENS), logits_of(model), atol=1e-4)
+    adapters = jax.tree.map(
+        lambda x: x + np.random.default_rng(1).normal(0, 0.2, x.shape), adapters
+    )
+    weights.write_adapters(folder, network, adapters, str(folder))
+    want = logits_of(peft.PeftModel.from_pretrained(model, folder).eval())
+    assert np.abs(want - ours(leaves, {}, TOKENS)).max() > 0.1
+    np.testing.assert_allclose(ours(leaves, adapters, TOKENS), want, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_tokenizers_that_were_trained_here_round_trip(tmp_path):
+    lines = ["to thine own self be true", "what is a warm film"] * 9
+    made = pytest.importorskip("tokenizers").ByteLevelBPETokenizer()
+    made.train_from_iterator(lines, 300)
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = texts.Tokenizer(str(tmp_path), end=3)
+    for text in ("to thine own film", "un été, 42 €"):
+        assert tokenizer.text(tokenizer(text)) == text
+    assert tokenizer.example(texts.Record("to ", "thine"), 9)[1].sum() == 2, "and the end"
+    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
+    prefix = str(tmp_path / "pieces")
+    trainer.train(sentence_iterator=iter(lines), model_prefix=prefix, vocab_size=21)
+    tokenizer = texts.Tokenizer(f"{prefix}.model")
+    assert tokenizer.text(tokenizer("a true self")) == "a true self"
+    assert (tokenizer("a")[0], tokenizer.end, tokenizer.size) == (1, 2, 21)

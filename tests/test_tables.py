@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables with declared columns: what each cell becomes, and ten kinds of fault."""
+
+import copy
+import datetime
+import os
+import pathlib
+import random
+import re
+import subprocess
+import sys
+import tomllib
+import types
+
+import jax
+import numpy as np
+import pytest
+from absl import app
+from mutation import kills
+
+from dpjax import data
+from dpjax.cli import audit
+from dpjax.cli import columns as drafts
+from dpjax.cli.flag_sets.train import FLAGS
+from dpjax.cli.train import build, command
+
+ROOT = pathlib.Path(__file__).parent.parent
+DECLARED = """
+age = {kind = "number", low = 0, high = 100, fill = 50}
+weight = {kind = "number", low = 20.0, high = 220}
+sex = {kind = "category", values = ["F", "M"]}
+ward = {kind = "category", values = [1, 2], other = true}
+seen = {kind = "date", since = 2010-01-01, days = 1000}
+note = {kind = "ignore", values = "?"}
+died = {kind = "label", values = ["no", "yes"]}
+"""
+COLUMNS = tomllib.loads(DECLARED)
+HEADER = ["patient", *COLUMNS]
+
+
+def rows_of(draw, count=20):
+    """Cells of a table without a fault; each patient has two rows."""
+
+    def cells(row):
+        yield from (f"p{row // 2}", f"{draw.randint(0, 100)}", f"{draw.uniform(20, 220):.1f}")
+        yield from (draw.choice("FM"), draw.choice("12"))
+        yield f"2011-{draw.randint(1, 12):02}-{draw.randint(1, 28):02}"
+        yield from (draw.choice(["", "a, b", "c"]), draw.choice(["no", "yes"]))
+
+    return [list(cells(row)) for row in range(count)]
+
+
+def written(path, rows, header=HEADER):
+    quoted = [[f'"{cell}"' if "," in cell else cell for cell in row] for row in (header, *rows)]
+    path.write_text("".join(",".join(row) + "\n" for row in quoted))
+    return path
+
+
+def frame_of(rows):
+    return {name: [row[place] for row in rows] for place, name in enumerate(HEADER)}
+
+
+class Frame(dict):
+    """As frames of pandas and Polars: names in `columns`; the latter iterates over columns."""
+
+    columns = HEADER
+
+    def __iter__(self):
+        return iter(self.values())
+
+
+def both(part):
+    """Inputs and labels of a data set's two parts together."""
+    return [np.concatenate(pair) for pair in zip(part.train, part.test, strict=True)]
+
+
+# --- what a cell becomes ---
+
+
+@kills("data/declared.py", "2 * (value - low)", "(value - low)")
+@kills("data/declared.py", "if gap else word), float(gap))", "if gap else word), 0.0)")
+def test_each_kind_becomes_its_numbers():
+    frame = {
+        "patient": [7, 8, 9],
+        "age": [25, None, 130],
+        "weight": ["20", 120.0, "1e9"],
+        "sex": ["M", " F ", "M"],
+        "ward": ["1.0", "3", float("nan")],
+        "seen": ["2010-01-01", datetime.date(2011, 5, 16), datetime.datetime(2031, 1, 1, 12)],
+        "note": [object(), None, 3],
+        "died": ["yes", "no", "yes"],
+    }
+    found = data.table(frame, COLUMNS, "patient")
+    assert found.columns == (
+        *("age", "age (missing)", "weight", "sex=F", "sex=M"),
+        *("ward=1", "ward=2", "ward=(other)", "seen"),
+    )
+    want = {
+        (-0.5, 0, -1, 0, 1, 1, 0, 0, -1): 1,
+        (0, 1, 0, 1, 0, 0, 0, 1, 0): 0,
+        (1, 0, 1, 0, 1, 0, 0, 1, 1): 1,
+    }
+    assert {tuple(x): y for x, y in zip(*both(found), strict=True)} == want
+    assert (found.classes, found.class_names, found.target_range) == (2, ("no", "yes"), None)
+
+
+def test_a_listed_word_is_no_gap_and_a_date_may_have_a_format():
+    columns = {
+        "stage": {"kind": "category", "values": ["none", "late"], "fill": "late"},
+        "seen": {"kind": "date", "since": "2010-01-01", "days": 2, "format": "%d.%m.%Y"},
+        "cost": {"kind": "target", "low": 0, "high": 8},
+    }
+    frame = {"stage": ["none", "NA"], "seen": ["02.01.2010", "01.01.2010"], "cost": [2, "8"]}
+    x, y = both(data.table(frame, columns))
+    assert {tuple(row): target for row, target in zip(x, y, strict=True)} == {
+        (1, 0, 0, 0): -0.5,
+        (0, 1, 1, -1): 1,
+    }
+    found = data.table(frame, columns)
+    assert (found.classes, found.class_names, found.target_range) == (None, (), (0, 8))
+    assert found.train[1].dtype == np.float32
+
+
+@kills("data/tables.py", "np.array(part, np.float32)", "np.array(part) - np.mean(part)")
+def test_no_row_changes_the_numbers_of_another():
+    rows, columns = rows_of(random.Random(0)), COLUMNS | {"patient": {"kind": "ignore"}}
+
+    def numbers(rows):
+        return {(*x, y) for x, y in zip(*both(data.table(frame_of(rows), columns)), strict=True)}
+
+    assert numbers(rows[:7]) | numbers(rows[7:]) == numbers(rows)
+
+
+def test_a_file_a_frame_and_a_mapping_are_one_table(tmp_path):
+    rows = rows_of(random.Random(1))
+    (tmp_path / "columns.toml").write_text("\ufeff" + DECLARED)
+    path = written(tmp_path / "patients.csv", rows)
+    found = data.table(str(path), tmp_path / "columns.toml", unit="patient")
+    for frame in (frame_of(rows), Frame(frame_of(rows))):
+        other = data.table(frame, COLUMNS, "patient")
+        for got, want in zip(both(other), both(found), strict=True):
+            np.testing.assert_array_equal(got, want)
+        assert (found.name, other.name) == ("patients", "table")
+        assert other[3:7] == found[3:7]
+
+
+@kills("data/tables.py", "np.isin(owners, order[", "np.isin(np.arange(len(owners)), order[")
+def test_all_rows_of_a_person_are_on_one_side():
+    rows = rows_of(random.Random(2), 60)
+    for row in rows:
+        row[1] = row[0].removeprefix("p")  # who it is, as a feature
+    found = data.table(frame_of(rows), COLUMNS, "patient")
+    train, test = ({*x[:, 0]} for x, _ in (found.train, found.test))
+    assert (len(train), len(test), train & test) == (24, 6, set())
+    owners = np.asarray(found.owners)
+    assert (found.units, found.examples, owners.min(), owners.max()) == (24, 48, 0, 23)
+    assert len({*zip(owners.tolist(), found.train[0][:, 0].tolist(), strict=True)}) == 24
+    by_row = data.table(frame_of(rows), COLUMNS | {"patient": {"kind": "ignore"}})
+    assert (by_row.units, len(by_row.test[1]), by_row.owners) == (48, 12, None)
+
+
+# --- what is no table ---
+
+
+def replaced(column, *words):
+    def fault(draw, rows, header):
+        row = draw.randrange(len(rows))
+        rows[row][HEADER.index(column)] = draw.choice(words)
+        return f"row {row + 1}, column '{column}': "
+
+    return fault
+
+
+def short(draw, rows, header):
+    row = draw.randrange(len(rows))
+    del rows[row][draw.randint(1, len(header) - 1) :]
+    return f"row {row + 1} has {len(rows[row])} of {len(header)} columns"
+
+
+def missing(draw, rows, header):
+    place = draw.randrange(len(header))
+    name = [row.pop(place) for row in (*rows, header)][-1]
+    return f"expected '{name}' too"
+
+
+def doubled(draw, rows, header):
+    place = draw.randrange(len(header))
+    for row in (*rows, header):
+        row.append(row[place])
+    return f"column '{header[place]}' occurs twice"
+
+
+def undeclared(draw, rows, header):
+    place = draw.randrange(len(header) + 1)
+    for row in (*rows, header):
+        row.insert(place, "3e")
+    return "column '3e' is not declared"
+
+
+def open_quote(draw, rows, header):
+    row = draw.randrange(len(rows))
+    place = draw.randrange(len(header))
+    rows[row][place] = '"' + rows[row][place].replace(",", "")
+    return f"row {row + 1}: "
+
+
+def empty(draw, rows, header):
+    rows.clear()
+    if draw.random() < 0.5:
+        header.clear()
+        return "expected the names of at least two columns"
+    return "0 rows or persons"
+
+
+FAULTS = {
+    "unknown word": replaced("sex", "X", "m", "female", "1", "FM", "-"),
+    "unknown label": replaced("died", "Yes", "0", "maybe", "yes?"),
+    "text in a number": replaced("weight", "80kg", "1;5", "1_0", "inf", "-", "1e999", "0x10"),
+    "gap without fill": replaced("weight", "", "NA", "nan", "?", " ", "null", "None"),
+    "gap in a label": replaced("died", "", "NA", "?"),
+    "gap in a unit": replaced("patient", "", "NA", " "),
+    "impossible date": replaced("seen", "2011-02-30", "2011-13-01", "31.12.2011", "2011-1-1", "0"),
+    "missing column": missing,
+    "doubled column": doubled,
+    "undeclared column": undeclared,
+    "short row": short,
+    "open quote": open_quote,
+    "empty file": empty,
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_answered_in_a_sentence_with_its_place(name, tmp_path):
+    """50 files for each kind of fault."""
+    for seed in range(50):
+        draw = random.Random(f"{name} {seed}")
+        rows, header = rows_of(draw), list(HEADER)
+        place = FAULTS[name](draw, rows, header)
+        path = written(tmp_path / "own.csv", rows, header)
+        with pytest.raises(ValueError, match=re.escape(place)) as raised:
+            data.table(path, COLUMNS, "patient")
+        said = str(raised.value)
+        assert "\n" not in said, seed
+        assert said.endswith("."), said
+        assert len(said) < 250, said
+
+
+def test_a_byte_order_mark_and_foreign_ends_of_lines_are_read(tmp_path):
+    for seed in range(50):
+        rows = rows_of(random.Random(seed))
+        path = written(tmp_path / "own.csv", rows)
+        want = data.table(path, COLUMNS, "patient")
+        text = path.read_text().replace("\n", ("\n", "\r\n")[seed % 2])
+        path.write_bytes(("\ufeff" + text).encode())
+        for got, wanted in zip(both(data.table(path, COLUMNS, "patient")), both(want), strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"age": 3}, r"\[age\]\(kind=None\): expected one of number, category"),
+        ({"age": {"kind": "numbr"}}, r"\[age\]\(kind='numbr'\).*Did you mean number"),
+        ({"age": {"kind": "number", "low": 0}}, r"\[age\]: number\(\) missing 1 .* 'high'\.$"),
+        ({"age": {"kind": "number", "hgh": 0}}, r"number\(\) got an unexpected .* 'hgh'"),
+        ({"age": {"kind": "number", "low": "?", "high": "?"}}, r"number\(low='\?'\): expected a"),
+        ({"age": {"kind": "number", "low": 5, "high": 5}}, r"high - low=0.0\): expected a finite"),
+        ({"age": {"kind": "number", "low": 0, "high": 9, "fill": "x"}}, r"\[age\]: 'x'; expected"),
+        ({"sex": {"kind": "category", "values": "?"}}, r"values are '\?'; expected a list of dif"),
+        ({"sex": {"kind": "category", "values": ["1", 1]}}, "expected a list of different words"),
+        ({"seen": {"kind": "date", "since": "?", "days": 3}}, r"\[seen\]: '\?'; expected a date"),
+        ({"seen": {"kind": "date", "since": "2010-01-01", "days": 0}}, r"date\(days=0\)"),
+        ({"died": {"kind": "ignore"}}, r"got \[\] to be learnt; expected one label or one target"),
+        ({"sex": {"kind": "label", "values": ["F", "M"]}}, r"got \['sex', 'died'\] to be learnt"),
+    ],
+)
+def test_declarations_are_checked(changes, words):
+    with pytest.raises(ValueError, match=words):
+        data.table(frame_of(rows_of(random.Random(0))), COLUMNS | changes, "patient")
+
+
+def test_a_file_that_is_no_toml_is_named(tmp_path):
+    (tmp_path / "columns.toml").write_text("[age]\nlow =\n")
+    with pytest.raises(ValueError, match=r"columns\.toml: expected TOML \(.*line 2"):
+        data.table({}, tmp_path / "columns.toml")
+
+
+# --- the command ---
+
+
+def drafted(path, capsys):
+    drafts.run(FLAGS, ["dpjax columns", str(path)])
+    return capsys.readouterr().out
+
+
+def test_a_draft_has_names_and_kinds_and_no_value_of_a_row(tmp_path, capsys):
+    rows = rows_of(random.Random(3))
+    for row in rows:
+        row[0] = f"secret{row[0]}"
+    rows[4][1] = "NA"
+    text = drafted(written(tmp_path / "own.csv", rows, [*HEADER[:-1], "Date of death.1"]), capsys)
+    kinds = {name: entries["kind"] for name, entries in tomllib.loads(text).items()}
+    numbers, words = dict.fromkeys(["age", "weight", "ward"], "number"), ["patient", "sex", "note"]
+    others = {"seen": "date", "Date of death.1": "label"}
+    assert kinds == numbers | dict.fromkeys(words, "category") | others
+    other = [[f"{cell}" for cell in row] for row in rows_of(random.Random(4), 40)]
+    again = written(tmp_path / "own.csv", other, [*HEADER[:-1], "Date of death.1"])
+    assert drafted(again, capsys) == text, "other rows of the same kinds"
+    assert "secret" not in text
+    assert "a release that no epsilon covers" in text.replace("\n# ", " ")
+    with pytest.raises(ValueError, match=r"\[patient\]: values are '\?'"):
+        data.table(again, tomllib.loads(text))
+
+
+def test_a_draft_is_of_one_table(tmp_path, capsys):
+    with pytest.raises(app.UsageError, match=r"dpjax columns my\.csv > columns\.toml"):
+        drafts.run(FLAGS, ["dpjax columns"])
+    with pytest.raises(app.UsageError, match=r"own\.csv"):
+        drafted(tmp_path / "own.csv", capsys)
+
+
+def parsed(*words):
+    given = copy.deepcopy(FLAGS)
+    few = ("--model=linear", "--batch_size=8", "--steps=2", "--noise_multiplier=1")
+    given(
+        ["train", "--dataset=own.csv", "--columns=columns.toml", *few, "--accountant=rdp", *words]
+    )
+    return given
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = rows_of(random.Random(5), 60)
+    written(tmp_path / "own.csv", [row[1:] for row in rows], HEADER[1:])
+    written(tmp_path / "visits.csv", rows)
+    (tmp_path / "columns.toml").write_text(DECLARED)
+    target = DECLARED.replace('"label"', '"category"').replace(
+        '"number", low = 20', '"target", low = 20'
+    )
+    (tmp_path / "target.toml").write_text(target)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("--label=died", "--label: expected without --columns"),
+        ("--classes=2", "--classes: expected without --columns"),
+        ("--columns= --unit_column=patient", "--columns"),
+        ("--unit_column=patent --dataset=visits.csv", "expected 'patent' too"),
+        ("--dataset=digits", "No such file"),
+        ("--class_weights=1,2,3", "--class_weights=1,2,3: expected one for each class"),
+        ("--class_weights=1,-2", r"weighted\(weight=-2.0\)"),
+        ("--columns=target.toml", "--loss=cross_entropy: expected one of squared_error, absolute"),
+        ("--sampling=fixed --dataset=visits.csv --unit_column=patient", "expected poisson with"),
+    ],
+)
+def test_flags_of_tables_are_checked(folder, words, answer):
+    with pytest.raises(app.UsageError, match=answer):
+        command.plan(parsed(*words.split()))
+
+
+def test_a_target_has_one_output_and_a_loss_of_numbers(folder):
+    given = parsed("--columns=target.toml", "--loss=huber", "--loss_options=delta=0.5")
+    planned = command.plan(given)
+    assert planned.model.classes == 1
+    assert planned.dataset.target_range == (20.0, 220)
+    assert float(planned.loss(np.array([2.0]), np.float32(0))) == pytest.approx(0.5 * (2 - 0.25))
+
+
+def test_class_weights_multiply_the_loss(folder):
+    loss, plain = (build.build_loss(parsed(*w), 2) for w in (["--class_weights=1,5"], []))
+    ratios = [float(loss(np.zeros(2), y)) / float(plain(np.zeros(2), y)) for y in (0, 1)]
+    assert ratios == pytest.approx([1, 5])
+
+
+def test_a_run_is_identified_by_its_declarations(folder):
+    before = command.configuration(parsed())
+    (folder / "columns.toml").write_text(DECLARED.replace("220", "230"))
+    assert command.configuration(parsed()) != before
+
+
+@kills("cli/train/command.py", "dataset.units", "dataset.examples")
+def test_persons_are_what_is_sampled_and_counted(folder):
+    """Rates, steps and epochs follow from the number of persons; the number of rows is private."""
+    words = ("--unit_column=patient", "--most_rows=2", "--batch_size=4", "--steps=3")
+    planned = command.plan(parsed("--dataset=visits.csv", *words))
+    mechanism = planned.mechanism
+    assert (mechanism.unit, mechanism.sampling.examples, mechanism.batch_size) == ("patient", 24, 4)
+    assert planned.dataset.examples == 48
+    draw = mechanism.sampling.draw(jax.random.key(0), 0)
+    assert draw.indices.shape[1] == 2
+    given = parsed("--dataset=visits.csv", *words[:3])
+    given["steps"].value = None
+    assert command.plan(given).mechanism.steps == 40 * 24 / 4
+    visits = (folder / "visits.csv").read_text()
+    (folder / "visits.csv").write_text(visits.replace("patient", "Patient ID", 1))
+    given["unit_column"].value = "Patient ID"
+    assert command.plan(given).mechanism.unit == "patient"
+
+
+def test_audits_are_of_classifiers_whose_unit_is_a_row(monkeypatch, tmp_path):
+    steps = {"multiplier_and_steps": [[1.0, 2]]}
+    run = types.SimpleNamespace(card={}, config={"flags": {}}, mechanism=steps)
+    monkeypatch.setattr(audit, "read", lambda *_, **__: run)
+    part = (np.zeros((2, 3)), np.zeros(2))
+    for classes, owners in ((None, None), (2, np.arange(2))):
+        dataset = data.Dataset("own", part, part, classes, owners=owners)
+        planned = types.SimpleNamespace(dataset=dataset)
+        monkeypatch.setattr(audit, "plan", lambda _, planned=planned: planned)
+        with pytest.raises(app.UsageError, match="a classifier whose unit is one example"):
+            audit.rebuild(tmp_path)
+
+
+@pytest.mark.thorough
+def test_the_commands_of_the_page_lead_from_a_csv_to_a_statement(tmp_path):
+    """In the folder that the page's code fills, with two steps and no figures."""
+    page = (ROOT / "docs" / "pages" / "tutorials" / "table.md").read_text()
+    write, declare, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    draft, train, verify = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+
+    def ran(command):
+        command = command.replace("dpjax ", f"{sys.executable} -m dpjax ")
+        command = command.replace("python -m dpjax.", f"{sys.executable} -m dpjax.")
+        options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT / "src")}}
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, **options)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    subprocess.run([sys.executable, "-c", write], cwd=tmp_path, check=True)
+    ran(draft)
+    drafted = (tmp_path / "columns.toml").read_text()
+    subprocess.run([sys.executable, "-c", declare], cwd=tmp_path, check=True)
+    declared = tomllib.loads((tmp_path / "columns.toml").read_text())
+    kinds = [[c["kind"] for c in t.values()] for t in (tomllib.loads(drafted), declared)]
+    assert kinds[0] == kinds[1]
+    said = ran(f"{train.strip()} --steps=2 --noreport")
+    assert "on tumours (values beyond their ranges are clipped" in said
+    assert "one example" in (tmp_path / "runs" / "tumours" / "statement.txt").read_text()
+    assert "epsilon" in ran(verify)
