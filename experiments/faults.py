@@ -174,14 +174,15 @@ def stale() -> Any:
     """A noise link whose every second release is the one before it."""
     link = noise.gaussian(MULTIPLIER, RULE)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         inner, kept = state
         if kept is not None:
             return kept, (inner, None)
         released, inner = link.update(updates, inner, params)
         return released, (inner, released)
 
-    return optax.GradientTransformation(lambda params: (link.init(params), None), update)
+    begin: Any = lambda params: (link.init(params), None)  # noqa: E731
+    return optax.GradientTransformation(begin, update)
 
 
 def without_b(updates: Any, params: Any = None) -> Any:

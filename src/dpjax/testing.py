@@ -142,16 +142,17 @@ def assert_noise(
 ) -> None:
     """Raises unless the output of a link (or a whole chain) has noise of this deviation.
 
-    The chain runs for three updates on the sum over no examples, zeros of the shapes of ``params``,
-    so its output is noise alone. It begins behind the clipping: `assert_private` measures chains with
-    `dpjax.clip_and_sum`. All leaves together are measured, and each leaf by itself, as well as its
-    size allows: a leaf of 1,000 numbers to a seventh, one of 1e6 to half a per cent.
+    The chain runs for three updates on the sum over no examples, zeros of the shapes of
+    ``params``, so its output is noise alone. It begins behind the clipping: `assert_private`
+    measures chains with `dpjax.clip_and_sum`. All leaves together are measured, and each leaf by
+    itself, as well as its size allows: a leaf of 1,000 numbers to a seventh, one of 1e6 to half a
+    per cent.
 
     A chain without a noise link, with two, or with another link before it is refused, and so are
-    groups whose multipliers give their noise other deviations, and a step with the noise of the one
-    before it. Two runs with equal keys are not found, nor a wrong deviation in later steps. If the chain divides by the expected batch size or
-    multiplies by a learning rate, so must ``deviation``. The tolerance is relative; the default
-    needs 1e6 numbers or more.
+    groups whose multipliers give their noise other deviations, and a step with the noise of the
+    one before it. Two runs with equal keys are not found, nor a wrong deviation in later steps. If
+    the chain divides by the expected batch size or multiplies by a learning rate, so must
+    ``deviation``. The tolerance is relative; the default needs 1e6 numbers or more.
 
     Example:
       >>> from dpjax import noise

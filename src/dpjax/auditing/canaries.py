@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Canaries: rows that join a run by fair coins, and guesses about which of them did.
 
-Any score is valid; a better one guesses more canaries right. `epsilon_lower_bound` reads the number.
+Any score is valid; a better one guesses more canaries right.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def _any_refuted(epsilon: float, numbers: tuple[int, int, int], delta: float, ri
     # Delta turns a bounded number of wrong guesses into right ones.
     below = np.cumsum(binom.pmf(correct - steps, guesses, chance))
     slack = np.max(below / steps, initial=0.0)
-    return binom.sf(correct - 1, guesses, chance) + 2 * canaries * delta * slack <= risk
+    return bool(binom.sf(correct - 1, guesses, chance) + 2 * canaries * delta * slack <= risk)
 
 
 def _largest(

@@ -335,7 +335,7 @@ def attack_shadows(rebuilt: Rebuilt, count: int, confidence: float) -> Iterator[
 def attack_of(name: str, rebuilt: Rebuilt, scores: Any, rows: Any, confidence: float) -> Attack:
     """An attack from its scores, and the rows of members and others."""
     found = auditing.audit_membership(*scores, delta=rebuilt.run.delta, confidence=confidence)
-    return Attack(name, found, scores, tuple(np.asarray(y) for _, y in rows))
+    return Attack(name, found, scores, (np.asarray(rows[0][1]), np.asarray(rows[1][1])))
 
 
 def log_odds(model: Any, params: Any, rows: Any) -> jax.Array:
