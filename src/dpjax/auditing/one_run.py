@@ -15,7 +15,7 @@ from dpjax.accounting.events import with_noise
 from dpjax.accounting.methods import checked_delta, profile_of
 
 CURVES = ("gaussian", "any")
-_POINTS = np.append(0.0, np.geomspace(1e-3, 50, 80))  # epsilons that describe a curve
+_POINTS = np.append(0.0, np.geomspace(0.02, 40, 40))  # epsilons that describe a curve
 
 
 def epsilon_lower_bound(
