@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 from absl import flags
-from experiments import persons, sentences, settings, text
+from experiments import declared, persons, sentences, settings, text
 from experiments.common import markdown
 from run_binary import run
 from test_docs import PAGES, ROOT
@@ -103,6 +103,9 @@ def test_the_table_of_persons_is_current():
     rows = json.loads((RESULTS / "persons.json").read_text())["rows"]
     page = (PAGES / "tutorials" / "persons.md").read_text()
     assert markdown.filled(page, persons.tables(rows)) == page
+    rows = json.loads((RESULTS / "declared.json").read_text())["rows"]
+    page = (PAGES / "tutorials" / "table.md").read_text()
+    assert markdown.filled(page, declared.tables(rows)) == page
     first, _, last = (
         [r["accuracy"] for r in rows[f"{w}, epsilon 1"].values()] for w in persons.WAYS
     )
