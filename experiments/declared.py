@@ -2,7 +2,7 @@
 """Models of tables with declared columns, private and not.
 
 claim     on tables of some hundred rows a linear model is as good as a network, and privacy costs
-verdict   at epsilon 1 the linear model is ahead on two of three such tables; from 3 on they are level
+verdict   at epsilon 1 it is ahead on two of three such tables; from 3 on both are level
 time      3 core minutes
 hardware  CPU cores
 command   python -m experiments.declared --seeds=5 --out=experiments/results/declared.json
