@@ -54,8 +54,6 @@ PROBABILITIES = np.where(np.eye(3)[GUESSES] > 0, 0.8, 0.1)
 DIAGNOSTICS = {
     "norms": np.array([[0.0], [0.25], [1.0], [2.0]]),
     "bounds": np.array([0.5]),
-    "activation_norms": np.array([4.0, 2.0]),
-    "activation_names": np.array(["<b>$first$", "second"]),
 }
 SEEN = {
     "accuracy": "80.0 % at the end, 80.0 % at best. Always guessing the most frequent class: "
@@ -66,20 +64,17 @@ SEEN = {
     "noise": "From 2 to 1.5, over 10 accounted steps.",
     "clipping": "75 % of the examples were above the bound; the cosine was 0.90.",
     "norms": "1.5 at the end.",
-    "shades": "Most frequent at the end: 0.22 to 4.6 times the bound.",
     "gradients": "Of 4 training examples, 50% are above the bound; median 0.625.",
-    "activations": "The largest is 4, of <b>$first$.",
     "classes": "Lowest: class 2, 50.0 % of 4 examples.",
     "confusion": "Most often class 2 was taken for class 0: 2 of 4 examples.",
     "calibration": "Expected calibration error (ECE) 0.000, largest (MCE) 0.000.",
 }
-PRIVATE = {"training_loss", "clipping", "norms", "shades", "gradients", "activations"}
+PRIVATE = {"training_loss", "clipping", "norms", "gradients"}
 ALL = {plot.name for plot in figures.PLOTS}
 
 
 def row(step, **changes):
     private = {"loss": 2 / step, "examples": 10.0, "norm": 1.5, "clipped": 0.75, "cosine": 0.9}
-    private["norm_histogram"] = [1, 6, 3]
     return {
         "step": step,
         "epsilon": step / 4,

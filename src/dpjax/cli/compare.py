@@ -183,10 +183,10 @@ def mean(group: RunGroup, measure: str) -> str:
     finals = np.array([run.measures[measure] for run in group.runs if measure in run.measures])
     if not len(finals):
         return "none"
-    middle, off = finals.mean(), finals.std(ddof=len(finals) > 1)
-    words = f"{100 * middle:.2f} %" if measure in PER_CENT else shown(measure, middle)
-    spread = f"{100 * off:.2f}" if measure in PER_CENT else shown(measure, off)
-    return words + f" ± {spread}" * (len(finals) > 1)
+    words = shown(measure, finals.mean(), 2)
+    if len(finals) > 1:
+        words += f" ± {shown(measure, finals.std(ddof=1), 2).removesuffix(' %')}"
+    return words
 
 
 def protected(runs: Iterable[SavedRun]) -> list[str]:
