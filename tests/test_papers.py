@@ -315,36 +315,6 @@ def test_every_paper_runs_in_little_and_shows_three_epsilons(paper, tmp_path):
 # --- figures -------------------------------------------------------------------------------------
 
 
-def flat(number, count=1):
-    return range(3), np.full((3, count), float(number))
-
-
-def axes_of(monkeypatch, *panels):
-    """The figure that is saved, and the axes of its panels."""
-    saved = []
-    monkeypatch.setattr(pictures, "png", lambda figure: saved.append(figure) or b"")
-    pictures.image(panels)
-    return saved[0], saved[0].axes
-
-
-def test_twelve_lines_have_twelve_looks_and_a_thirteenth_is_an_error(monkeypatch):
-    lines = {f"line {i}": flat(i) for i in range(13)}
-    with pytest.raises(ValueError, match="13 lines"):
-        pictures.image([pictures.Panel("title", "x", "y", lines)])
-    del lines["line 12"]
-    figure, (axes,) = axes_of(monkeypatch, pictures.Panel("title", "x", "y", lines))
-    assert len({(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}) == 12
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(lines)
-
-
-def test_bands_are_of_the_seeds_that_have_a_number(monkeypatch):
-    lines = {"three": flat(1, 3), "ragged": (range(3), [[1], [1, 3], [np.nan, 2]])}
-    panel = pictures.Panel("title", "x", "y", lines)
-    assert pictures.seeds_of(panel) == "3 seeds; 2 of ragged"
-    _, (axes,) = axes_of(monkeypatch, panel)
-    np.testing.assert_array_equal(axes.get_lines()[1].get_ydata(), [1, 2, 2])
-
-
 def test_a_figure_draws_the_best_row_of_each_line_and_says_what_is_missing():
     way = [{"step": 1, "accuracy": 0.5}, {"step": 2, "accuracy": 0.75}]
     rows = {

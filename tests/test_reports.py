@@ -138,11 +138,7 @@ def test_a_supplied_key_is_said_of_this_run_and_of_those_before_it():
     plan, spent = make(steps=5), make(steps=5).spent(np.ones(5))
     book = ledger.admit(ledger.empty(supplied=True), plan)
     later = make(steps=5, before=[dataclasses.replace(spent, supplied=True)])
-    for mechanism, options in (
-        (plan, {"supplied": True}),
-        (plan, {"ledger": book}),
-        (later, {}),
-    ):
+    for mechanism, options in ((plan, {"supplied": True}), (plan, {"ledger": book}), (later, {})):
         assert said in dpjax.statement(mechanism, 1e-5, methods=["rdp"], **options)
         card = reports.card(mechanism, 1e-5, methods=["rdp"], **options)
         assert card["randomness"] == "supplied"

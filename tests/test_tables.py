@@ -144,7 +144,7 @@ def test_a_file_a_frame_and_a_mapping_are_one_table(tmp_path):
         assert other[3:7] == found[3:7]
 
 
-@kills("data/tables.py", "np.isin(owners, order[", "np.isin(np.arange(len(owners)), order[")
+@kills("data/tables.py", "np.isin(owners, hold_out", "np.isin(np.arange(len(owners)), hold_out")
 def test_all_rows_of_a_person_are_on_one_side():
     rows = rows_of(random.Random(2), 60)
     for row in rows:

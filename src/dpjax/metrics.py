@@ -299,8 +299,6 @@ def bootstrap(
       >>> bootstrap(auroc, scores, scores + np.sin(37 * np.arange(200)) / 2 > 0.5, draws=100)
       (0.69..., 0.80...)
     """
-    level = checks.fraction("metrics.bootstrap", "level", level, "0.95 is usual.")
-    draws = checks.whole("metrics.bootstrap", "draws", draws, "1000 is usual.")
     scores, labels, random = np.asarray(scores), np.asarray(labels), np.random.default_rng(seed)
     rows = (random.integers(0, len(labels), len(labels)) for _ in range(draws))
     values = [float(metric(scores[row], labels[row])) for row in rows]
