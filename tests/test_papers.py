@@ -15,7 +15,6 @@ from experiments.calibration import algorithms
 from experiments.calibration import settings as calibration
 from experiments.common import claims, pictures, runs, tables
 from experiments.common.claims import Claim, judged
-from experiments.common.figures import Figure, logged, series
 from experiments.composite_loss import run as composite
 from experiments.composite_loss.settings import Choice
 from experiments.grouped_clipping import run as grouped
@@ -313,21 +312,6 @@ def test_every_paper_runs_in_little_and_shows_three_epsilons(paper, tmp_path):
 
 
 # --- figures -------------------------------------------------------------------------------------
-
-
-def test_a_figure_draws_the_best_row_of_each_line_and_says_what_is_missing():
-    way = [{"step": 1, "accuracy": 0.5}, {"step": 2, "accuracy": 0.75}]
-    rows = {
-        "slow": {"0": {"accuracy": 50.0, "way": way}},
-        "fast": {"0": {"accuracy": 75.0, "way": way}, "1": {"accuracy": 74.0, "way": []}},
-    }
-    lines = {"mnist": {"tanh": ["slow", "fast"], "ReLU": ["none"]}}
-    figure = Figure("", [logged("step", "accuracy", ("step", "%"), 100)], lines)
-    (panel,) = figure.panels(rows)
-    assert list(panel.lines) == ["tanh"]
-    assert panel.lines["tanh"][1].tolist() == [[50.0], [75.0]]
-    assert figure.missing(rows) == ["mnist ReLU"]
-    assert series(list(rows["fast"].values()), "step", "norm") is None
 
 
 @pytest.mark.sample(2)

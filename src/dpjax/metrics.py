@@ -313,8 +313,7 @@ def rmse(predictions: Numbers, targets: Numbers) -> float:
       >>> round(rmse([1.0, 2.0], [1.0, 4.0]), 4)
       1.4142
     """
-    predictions, targets = _columns("rmse", predictions, targets)
-    return float(np.sqrt(np.mean((predictions - targets) ** 2)))
+    return float(np.sqrt(np.mean(np.subtract(*_columns("rmse", predictions, targets)) ** 2)))
 
 
 def mae(predictions: Numbers, targets: Numbers) -> float:
@@ -324,8 +323,7 @@ def mae(predictions: Numbers, targets: Numbers) -> float:
       >>> mae([1.0, 2.0], [1.0, 4.0])
       1.0
     """
-    predictions, targets = _columns("mae", predictions, targets)
-    return float(np.mean(np.abs(predictions - targets)))
+    return float(np.mean(np.abs(np.subtract(*_columns("mae", predictions, targets)))))
 
 
 def r2(predictions: Numbers, targets: Numbers) -> float:

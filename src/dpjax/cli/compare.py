@@ -93,7 +93,9 @@ def guess(runs: Sequence[SavedRun]) -> str:
     measures = measures_of(runs)
     known = [(name, {run.guesses.get(name, math.nan) for run in runs}) for name in measures]
     # Runs on other test examples have other guesses.
-    one = [f"{MEASURES[name]} {shown(name, *values)}" for name, values in known if len(values) == 1]
+    one = [
+        f"{MEASURES[name]} {shown(name, min(values))}" for name, values in known if len(values) == 1
+    ]
     what = "mean of the test targets" if measures[0] == "rmse" else "most frequent class"
     return f"Always guessing the {what}: {', '.join(one)}.\n" * any(run.guesses for run in runs)
 

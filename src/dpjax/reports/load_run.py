@@ -31,7 +31,6 @@ MEASURES = {
     "r2": "R2",
 }
 """What `dpjax train` logs of the test examples, and how pages and tables call it."""
-
 PER_CENT = ("accuracy", "balanced_accuracy")
 
 

@@ -71,9 +71,7 @@ class Evaluation:
     def quantities(self, values: Any) -> np.ndarray:
         """Predictions or targets in the units of the file."""
         values = np.asarray(values, np.float64).reshape(len(values))
-        if self.target_range is None:
-            return values
-        low, high = self.target_range
+        low, high = self.target_range or (-1, 1)
         return low + (values + 1) / 2 * (high - low)
 
     def write(self, folder: pathlib.Path, params: Any) -> None:
