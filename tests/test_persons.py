@@ -27,6 +27,7 @@ PEOPLE = {number: np.flatnonzero(number == OWNERS) for number in np.unique(OWNER
 SAMPLER = sampling.persons(OWNERS, batch_size=2, most_rows=2)
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(len(OWNERS), 4)).astype(np.float32), np.arange(len(OWNERS)) % 3
+X[PEOPLE[-3]] *= 0.1  # below the bound, else clipping would hide its scale
 KEY, PARAMS, RULE = jax.random.key(3), jnp.full((4, 3), 0.1), clipping.flat(0.5)
 
 
