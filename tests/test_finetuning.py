@@ -15,11 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from experiments.calibration.networks import Tuned
-from experiments.common import runs
 from experiments.finetuning import efficientnet, files, minilm, run, settings
 from flax import traverse_util
-
-import dpjax
 
 FOLDER = os.environ.get("DPJAX_WEIGHTS_DIR")
 published = pytest.mark.skipif(FOLDER is None, reason="DPJAX_WEIGHTS_DIR names no folder")
@@ -297,40 +294,9 @@ def test_a_part_of_the_network_is_trained(part, trained, small):
     assert len(leaves) == trained
 
 
-@pytest.mark.slow
-def test_gradients_of_adapters_are_clipped_by_their_norms(small):
-    model, tokens, y = tuned(small, "lora"), small[2], jnp.array([0, 1])
-    leaves = jax.tree.map(lambda leaf: leaf + 0.1, model.init(None, None)["params"])
-
-    def loss(leaves, example):
-        return dpjax.losses.cross_entropy(model.apply({"params": leaves}, example[0]), example[1])
-
-    rule = dpjax.clipping.flat(0.05)
-    found, expected = (
-        jax.jit(dpjax.clipped_grad(loss, rule, engine=engine))(leaves, (tokens, y))
-        for engine in ("auto", "vmap")
-    )
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
-
-
 def test_features_are_scaled_example_by_example(rng):
     features = rng.normal(1, 2, (5, 7)).astype(np.float32)
     scaled = run.scaled(features)
     np.testing.assert_allclose(np.linalg.norm(scaled, axis=1), 1, rtol=1e-6)
     np.testing.assert_array_equal(run.scaled(features[2:3]), scaled[2:3])
     assert not run.scaled(np.ones((1, 7), np.float32)).any()
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("examples", "epsilon", "row"),
-    [(50_000, 1.0, "cifar10 linear"), (67_349, 3.0, "sst2 linear"), (67_349, 1.0, "sst2 lora")],
-)
-def test_noise_is_the_least_for_the_epsilon_that_is_said(examples, epsilon, row):
-    chosen = settings.NETWORKS[row]
-    noise = run.calibrated(examples, chosen.batch, chosen.steps, epsilon)
-    event = dpjax.accounting.subsampled_gaussian(noise, chosen.batch / examples, chosen.steps)
-    found = dpjax.accounting.epsilon(event, runs.DELTA, "pld")
-    assert epsilon - 2e-3 < found <= epsilon
-    assert examples * runs.DELTA < 1

@@ -25,7 +25,7 @@ import numpy as np
 from dpjax import accounting
 from dpjax.accounting import random_allocation
 from dpjax.accounting.events import random_allocation as event_of
-from dpjax.verify.epochs import by_ratios
+from dpjax.verify.epochs import epsilon_of, law_of
 from dpjax.verify.steps import Step
 from experiments.benchmarks import reporting
 
@@ -122,7 +122,9 @@ def measure(bins: int, epochs: int, z: float, normals: float) -> dict[str, Any]:
         "seconds": seconds,
         "orders": orders,
         "halved": halved(bins, epochs, z),
-        "below": by_ratios(Counter({Step(z, bins=bins, epoch=((z, bins),)): epochs}), DELTA),
+        "below": epsilon_of(
+            law_of(Counter({Step(z, bins=bins, epoch=((z, bins),)): epochs})), DELTA
+        ),
         "poisson": accounting.epsilon(poisson, DELTA, "pld"),
         "monte_carlo": [
             monte_carlo(order, bins, epochs, z, near, normals)
