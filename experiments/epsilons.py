@@ -38,7 +38,7 @@ def epsilons(
         return []  # counts, and no training
     if run is not None and "pld" in run:
         return runs.cost(paper, paper.rows[key], run)
-    mechanism, *how = paper.epsilons(paper.rows[key], epochs)
+    mechanism, *how = paper.epsilons(paper.rows[key], *([epochs] if epochs else []))
     if not mechanism.multipliers.all():
         return []
     return runs.epsilons(mechanism, *how)

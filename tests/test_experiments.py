@@ -388,18 +388,6 @@ def test_a_noise_multiplier_of_a_thousand_wrecks_the_demo(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--concentration=0.3", "--largest_weight=90"]])
-def test_federated_training_is_stated_and_verified_for_clients(flags, tmp_path):
-    out = run("experiments.federated", "--smoke", "--out", tmp_path, *flags).stdout
-    assert "unit          one client" in out
-    assert "poisson: 2 of 20 clients a step" in out
-    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert {"client mean", "client lowest", "clients"} <= set(row["private"])
-    verified = run("dpjax", "verify", tmp_path / "privacy.json").stdout
-    assert verified.count("for one client") == verified.count("holds") == 3
-
-
-@pytest.mark.slow
 def test_a_run_is_audited_beside_its_claims(demo, tmp_path):
     few = ["--steps=3", "--pairs=20", "--canaries=200", "--out", tmp_path]
     outcome = run("dpjax", "audit", demo[0], *few)
@@ -449,9 +437,9 @@ def test_correlated_noise_is_compared_with_fresh_noise(tmp_path):
     ("binary", "listed"),
     [
         ("tempered_sigmoids", "seeds smoke out runs data_dir cache_dir table figure row plot"),
-        ("calibration", "seeds table vit bert snli"),
-        ("federated", "concentration largest_weight smoke out data_dir"),
-        ("benchmarks.draws", "smoke out"),
+        ("finetuning", "seeds table weights"),
+        ("persons", "seeds smoke out page"),
+        ("benchmarks.frozen", "smoke out"),
     ],
 )
 def test_help_lists_the_flags_of_an_experiment_and_its_claim(binary, listed):

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from experiments.calibration.networks import Tuned
 from experiments.common import runs
-from experiments.finetuning import efficientnet, files, minilm, run, settings
+from experiments.finetuning import __main__ as run
+from experiments.finetuning import efficientnet, files, minilm, settings
 from flax import traverse_util
 
 import dpjax
@@ -219,20 +219,9 @@ def small():
     return network, jax.jit(network.init)(jax.random.key(0), tokens[0])["params"], tokens
 
 
-def test_words_are_cut_into_the_longest_known_pieces():
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "un", "##like", "##ly", "likely", "'", "s"]
-    pieces += ["!", "a", "$"]
-    cut = minilm.WordPiece({piece: i for i, piece in enumerate(pieces)})
-    assert cut("Unlikely!", 8).tolist() == [2, 4, 5, 6, 10, 3, 0, 0]
-    assert cut("  \u00e1's\tlikely x", 8).tolist() == [2, 11, 8, 9, 7, 1, 3, 0]
-    assert cut("$a!!", 8).tolist() == [2, 12, 11, 10, 10, 3, 0, 0]
-    assert cut("unlikex a", 4).tolist() == [2, 1, 11, 3]
-    assert cut("a " * 9, 4).tolist() == [2, 11, 11, 3]
-    assert cut("a" * 101, 4).tolist() == [2, 1, 3, 0]
-
-
 @published
 def test_tokens_and_features_of_the_published_minilm(tmp_path):
+    pytest.importorskip("tokenizers")
     cut = minilm.tokenizer(minilm.published(FOLDER))
     tokens = np.stack([cut(words, 32) for words in TEXTS])
     features = minilm.features_of(tokens, FOLDER, str(tmp_path))
@@ -286,7 +275,7 @@ def tuned(small, part):
     if part == "lora":
         network = minilm.WithAdapters(network)
         params = {**params, "lora": network.init(jax.random.key(1), tokens[0])["params"]["lora"]}
-    return Tuned(network, params, lambda x: x, settings.PARTS[part])
+    return run.Tuned(network, params, settings.PARTS[part])
 
 
 @pytest.mark.sample(1)

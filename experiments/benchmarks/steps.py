@@ -8,9 +8,7 @@ command   make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2 --out 
 
 Contestants (`contestants`, `peers`) take turns in a random order, so that a busy machine is busy
 for all. `ratio` is their median over plain's, and `first` the first step with compilation. `plan`
-is XLA's temporary memory, and `peak` the rise of PyTorch's above parameters and batch. On an
-accelerator, `away` is the largest difference of the clipped sum of eight examples from the CPU's,
-in bounds, and `norms` that of a norm, relative to it: a matrix unit that rounds shows here.
+is XLA's temporary memory, and `peak` the rise of PyTorch's above parameters and batch.
 """
 
 from __future__ import annotations
@@ -27,11 +25,8 @@ from typing import Any
 import jax
 from absl import app, flags
 
-import dpjax
-from dpjax import clipping
 from experiments.benchmarks import reporting, workers
 from experiments.benchmarks.contestants import (
-    BOUND,
     PEERS,
     Contestant,
     Refused,
@@ -91,25 +86,6 @@ def summarise(figures: dict[str, Any]) -> None:
         figure["ratio"] = figure["median_ms"] / figures["plain"]["median_ms"]
 
 
-def apart(loss: Any, params: Any, batch: Any) -> dict[str, float]:
-    """How far a clipped sum and its norms are from the CPU's."""
-
-    def run(params: Any, batch: Any) -> Any:
-        clipped = dpjax.clipped_grad(loss, clipping.flat(BOUND))(params, batch)
-        return clipped.value, clipped.norms
-
-    results = []
-    for device in (jax.devices()[0], jax.devices("cpu")[0]):
-        with jax.default_device(device):
-            results.append(jax.device_get(jax.jit(run)(*jax.device_put((params, batch), device))))
-    (value, norms), (want, lengths) = results
-    away = jax.tree.map(lambda a, b: float(abs(a - b).max()), value, want)
-    return {
-        "away": max(jax.tree.leaves(away)) / BOUND,
-        "norms": float((abs(norms - lengths) / lengths).max()),
-    }
-
-
 def measure(
     name: str, batch_size: int, words: list[str] | None, python: str | None, **limits: Any
 ) -> dict[str, Any]:
@@ -134,8 +110,6 @@ def measure(
             contestant.close()
     summarise(figures)
     facts = {"parameters": WORKLOADS[name].parameters, "batch_size": batch_size}
-    if jax.default_backend() != "cpu":
-        facts |= apart(loss, params, jax.tree.map(lambda x: x[:8], batch))
     return {**facts, "contestants": figures}
 
 

@@ -178,7 +178,7 @@ def mechanism_of(row: Method, size: Size, params: Any) -> dpjax.Mechanism:
 
 def train(row: Method, seed: int, folder: Any) -> Mapping[str, Any]:
     """One run: accuracy and calibration of its last parameters, or of its posterior samples."""
-    dataset, cnn = networks.prepared("mnist", seed)
+    dataset, cnn = networks.prepared()
     model: Any = MODELS.get(row.model, cnn)
     x, y = jax.tree.map(jnp.asarray, dataset.test)
     params = jax.jit(model.init)(jax.random.key(seed), x[0])["params"]

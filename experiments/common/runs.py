@@ -288,7 +288,7 @@ def cost(paper: Paper, row: Any, run: Mapping[str, Any]) -> list[str]:
         ]
     if "networks" in run:  # counts of table 1 in `experiments.calibration`
         return ["", "", ""]
-    return epsilons(*paper.epsilons(row, 0))
+    return epsilons(*paper.epsilons(row))
 
 
 def show(paper: Paper) -> str:

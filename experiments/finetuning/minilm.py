@@ -13,13 +13,11 @@ References:
 
 from __future__ import annotations
 
-import io
-import json
+import importlib
 import pathlib
 import tempfile
-import unicodedata
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -30,9 +28,6 @@ from jaxtyping import Array, Bool, Float
 
 from dpjax import features, models
 from experiments.finetuning import files, transformers
-
-PADDING, UNKNOWN, START, END = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
-_LONGEST = 100  # characters of a word; longer words are unknown, as in BERT
 
 
 class MiniLM(models.TextTransformer):
@@ -93,79 +88,24 @@ class WithAdapters:
         return [f"encoderblock_{i}_{part}" for i in range(self.network.depth) for part in parts]
 
 
-class WordPiece:
-    """BERT's tokenizer for text without capitals: words, then the longest pieces in a vocabulary.
-
-    Args:
-      vocabulary: The number of each piece; a piece that continues a word begins with ``##``.
-
-    Example:
-      >>> pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "un", "##like", "##ly", "!"]
-      >>> WordPiece({piece: i for i, piece in enumerate(pieces)})("Unlikely!", 8).tolist()
-      [2, 4, 5, 6, 7, 3, 0, 0]
-    """
-
-    def __init__(self, vocabulary: Mapping[str, int]) -> None:
-        self.vocabulary = vocabulary
-
-    def __call__(self, text: str, length: int) -> np.ndarray:
-        """The tokens of a text, between [CLS] and [SEP], cut and padded to a length."""
-        pieces = [piece for word in _words(text) for piece in self._pieces(word)]
-        pieces = [START, *pieces[: length - 2], END]
-        tokens = [self.vocabulary[piece] for piece in pieces]
-        padding = [self.vocabulary[PADDING]] * (length - len(tokens))
-        return np.array(tokens + padding, np.int32)
-
-    def _pieces(self, word: str) -> list[str]:
-        found, start = [], 0
-        while start < len(word):
-            mark = "##" * (start > 0)
-            ends = range(len(word), start, -1)
-            end = next((e for e in ends if mark + word[start:e] in self.vocabulary), None)
-            if end is None or len(word) > _LONGEST:
-                return [UNKNOWN]  # one piece without a number makes the whole word unknown
-            found.append(mark + word[start:end])
-            start = end
-        return found
-
-
-def _words(text: str) -> Sequence[str]:
-    """Words and single punctuation marks, without capitals and accents."""
-    return "".join(_spaced(text)).split()
-
-
-def _spaced(text: str) -> Iterator[str]:
-    for character in unicodedata.normalize("NFD", text.lower()):
-        kind = unicodedata.category(character)
-        if character in "\t\n\r" or kind == "Zs":
-            yield " "
-        elif kind == "Mn" or kind.startswith("C") or character == "\ufffd":
-            continue
-        elif kind.startswith("P") or _is_symbol(character) or _is_ideograph(character):
-            yield f" {character} "
-        else:
-            yield character
-
-
-def _is_symbol(character: str) -> bool:
-    # BERT splits at all ASCII symbols, such as $, though Unicode does not call them punctuation.
-    return character.isascii() and character.isprintable() and not character.isalnum()
-
-
-def _is_ideograph(character: str) -> bool:
-    return unicodedata.name(character, "").startswith("CJK ") and character.isalpha()
-
-
 def load(path: str | pathlib.Path, params: Any) -> Any:
     """Fills the parameters of a `MiniLM`; its head keeps its initial values."""
     with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory() as folder:
         return transformers.load_bert(archive.extract("model.safetensors", folder), params)
 
 
-def tokenizer(path: str | pathlib.Path) -> WordPiece:
+def tokenizer(path: str | pathlib.Path) -> Callable[[str, int], np.ndarray]:
+    """The published tokenizer: the tokens of a text, cut and padded to a length."""
     with zipfile.ZipFile(path) as archive:
-        content = json.load(io.BytesIO(archive.read("tokenizer.json")))
-    return WordPiece(content["model"]["vocab"])
+        content = archive.read("tokenizer.json").decode()
+    pieces = importlib.import_module("tokenizers").Tokenizer.from_str(content)
+
+    def tokens_of(text: str, length: int) -> np.ndarray:
+        pieces.enable_truncation(length)
+        pieces.enable_padding(length=length)
+        return np.array(pieces.encode(text).ids, np.int32)
+
+    return tokens_of
 
 
 def published(folder: str | None) -> pathlib.Path:

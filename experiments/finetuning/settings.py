@@ -80,6 +80,8 @@ SMALL = {
     for name in ("cifar10 linear", "sst2 lora")
 }
 
+TABLES = {"all": list(ROWS)}
+
 
 def _claims() -> list[Claim]:
     claims = []
