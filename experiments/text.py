@@ -102,14 +102,14 @@ def tokens(text: str) -> np.ndarray:
 MODEL = models.TextTransformer(vocabulary=WORDS, length=LENGTH, width=32, depth=1, heads=2)
 
 
-def adapters(flat: Mapping[str, Any], key: Any) -> dict[str, Any]:
+def adapters(flat: Mapping[str, Any], key: Any, rank: int = RANK) -> dict[str, Any]:
     """Thin factors for the kernels of queries and values; their product starts at zero."""
     factors = {}
     for number, name in enumerate(k for k in flat if re.search("(query|value)/kernel", k)):
         inputs = flat[name].shape[0]
-        draw = jax.random.normal(jax.random.fold_in(key, number), (inputs, RANK))
+        draw = jax.random.normal(jax.random.fold_in(key, number), (inputs, rank))
         factors[f"lora/{name}/a"] = draw / math.sqrt(inputs)
-        factors[f"lora/{name}/b"] = jnp.zeros((RANK, flat[name].size // inputs))
+        factors[f"lora/{name}/b"] = jnp.zeros((rank, flat[name].size // inputs))
     return factors
 
 

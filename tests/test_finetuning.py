@@ -17,7 +17,6 @@ import pytest
 from experiments.common import runs
 from experiments.finetuning import __main__ as run
 from experiments.finetuning import efficientnet, files, minilm, settings
-from flax import traverse_util
 
 import dpjax
 
@@ -241,41 +240,25 @@ def test_padding_does_not_move_the_mean_over_tokens(small):
     assert "pooler" not in params
 
 
-@pytest.mark.slow
-def test_adapters_are_low_rank_changes_of_queries_and_values(small, rng):
-    network, params, tokens = small
-    adapted = minilm.WithAdapters(network, rank=3)
-    fresh = jax.jit(adapted.init)(jax.random.key(1), tokens[0])["params"]
-    variables = {**params, "lora": fresh["lora"]}
-    start = jax.jit(network.apply)({"params": params}, tokens)
-    found = jax.jit(adapted.apply)({"params": variables}, tokens)
-    np.testing.assert_allclose(found, start, rtol=1e-6, atol=1e-7)
-
-    draw = jax.tree.map(lambda w: jnp.asarray(rng.normal(size=w.shape), w.dtype), fresh["lora"])
-    merged = traverse_util.flatten_dict(params, sep="/")
-    for name, two in draw.items():
-        block, _, part = name.rpartition("_")
-        place = f"Transformer/{block}/MultiHeadDotProductAttention_1/{part}/kernel"
-        merged[place] = merged[place] + (two["a"] @ two["b"]).reshape(merged[place].shape)
-    assert len(draw) == 2
-    expected = jax.jit(network.apply)(
-        {"params": traverse_util.unflatten_dict(merged, sep="/")}, tokens
-    )
-    found = jax.jit(adapted.apply)({"params": {**params, "lora": draw}}, tokens)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-    assert not np.allclose(found, start)
-
-
 # --- the experiment ------------------------------------------------------------------------------
 
 
 def tuned(small, part):
     """A small network with frozen and trained parts."""
+    network, params, _ = small
+    return run.tuned(network, params, part, jax.random.key(1))
+
+
+def test_adapters_begin_as_the_network_and_change_queries_and_values(small):
     network, params, tokens = small
-    if part == "lora":
-        network = minilm.WithAdapters(network)
-        params = {**params, "lora": network.init(jax.random.key(1), tokens[0])["params"]["lora"]}
-    return run.Tuned(network, params, settings.PARTS[part])
+    model, x = tuned(small, "lora"), tokens[0]
+    start = network.apply({"params": params}, x)
+    leaves = model.init(None, None)["params"]
+    np.testing.assert_allclose(model.apply({"params": leaves}, x), start, rtol=1e-6, atol=1e-7)
+    assert {name.split("/")[-3] for name in leaves if name.endswith("/b")} == {"query", "value"}
+    moved = jax.tree.map(lambda leaf: leaf + 0.1, leaves)
+    found = model.apply({"params": {**moved, **{n: leaves[n] for n in leaves if "head" in n}}}, x)
+    assert not np.allclose(found, start)
 
 
 @pytest.mark.sample(1)

@@ -14,22 +14,21 @@ get the weights and what their licences are; they count as public.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import os
 import pathlib
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
+from flax.traverse_util import flatten_dict
 
 import dpjax
 from dpjax import data, metrics, models, sampling
+from experiments import text
 from experiments.calibration import settings as calibration
 from experiments.common import runs
 from experiments.common.paper import Paper
@@ -39,30 +38,24 @@ from experiments.finetuning.settings import LINEAR, PARTS, SWITCH, Row
 
 SIDE = 96  # pixels to which images are resized
 LENGTH = 32  # tokens; 6 % of the phrases are longer and cut
-BINS = 15  # of confidence
+BINS, RANK = 15, 8  # of confidence; of adapters
 DELTA = runs.DELTA
 
 
-@dataclasses.dataclass(frozen=True)
-class Tuned:
-    """A network with weights of its own, of which what ``part`` matches is trained."""
+class Tuned(NamedTuple):
+    """A network with leaves of its own, and the leaves or adapters that are trained."""
 
     network: Any
-    weights: Any
-    part: str
+    leaves: Mapping[str, Any]
+    trained: Mapping[str, Any]
 
     def init(self, key: Any, x: Any) -> dict[str, Any]:
-        """The part that is trained, as it was loaded, by the names of its leaves."""
         del key, x
-        return {"params": {n: w for n, w in self._leaves().items() if re.search(self.part, n)}}
+        return {"params": dict(self.trained)}
 
     def apply(self, variables: Any, x: Any) -> Any:
-        whole = traverse_util.unflatten_dict({**self._leaves(), **variables["params"]}, sep="/")
-        return self.network.apply({"params": whole}, x)
-
-    def _leaves(self) -> dict[str, Any]:
-        leaves: Any = traverse_util.flatten_dict(self.weights, sep="/")
-        return leaves
+        params = text.assembled(self.leaves, variables["params"])
+        return self.network.apply({"params": params}, x)
 
 
 @cache
@@ -83,14 +76,11 @@ def _images() -> data.Dataset:
 
 
 def _phrases(featured: bool) -> data.Dataset:
-    folder = runs.DATA_DIR.value or os.environ.get("DPJAX_DATA_DIR", ".")
     tokens_of = minilm.tokenizer(minilm.published(WEIGHTS.value))
     parts = []
-    for name in ("train", "test"):
-        lines = pathlib.Path(folder, f"sst2_{name}.tsv").read_text("utf-8").splitlines()[1:]
-        pairs = [line.rsplit("\t", 1) for line in lines]
-        x = np.stack([tokens_of(text, LENGTH) for text, _ in pairs])
-        parts.append((x, np.array([int(label) for _, label in pairs], np.int32)))
+    for rows in map(text.rows_of, ("train", "test")):
+        x = np.stack([tokens_of(words, LENGTH) for words, _ in rows])
+        parts.append((x, np.array([int(label) for _, label in rows], np.int32)))
     dataset = data.Dataset("sst2", parts[0], parts[1], 2)
     if not featured:
         return dataset
@@ -125,15 +115,18 @@ def model_of(row: Row, seed: int) -> Any:
         return models.by_name("linear", dataset_of(row).classes or 0)
     small: dict[str, Any] = {"vocabulary": 50, "width": 16, "depth": 1, "heads": 2}
     network: Any = minilm.MiniLM(classes=2, **small if runs.SMOKE.value else {})
-    if row.part == "lora":
-        network = minilm.WithAdapters(network)
-    tokens = jnp.zeros(LENGTH, jnp.int32)
-    weights = dict(jax.jit(network.init)(jax.random.key(seed), tokens)["params"])
+    tokens, key = jnp.zeros(LENGTH, jnp.int32), jax.random.key(seed)
+    weights = jax.jit(network.init)(key, tokens)["params"]
     if not runs.SMOKE.value:
-        lora = weights.pop("lora", None)
         weights = minilm.load(minilm.published(WEIGHTS.value), weights)
-        weights |= {} if lora is None else {"lora": lora}
-    return Tuned(network, weights, PARTS[row.part])
+    return tuned(network, weights, row.part, key)
+
+
+def tuned(network: Any, weights: Any, part: str, key: Any) -> Tuned:
+    leaves: Any = flatten_dict(weights, sep="/")
+    known = leaves | text.adapters(leaves, key, RANK)
+    trained = {name: leaf for name, leaf in known.items() if re.search(PARTS[part], name)}
+    return Tuned(network, leaves, trained)
 
 
 @cache

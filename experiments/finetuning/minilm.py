@@ -7,8 +7,7 @@ the mean over tokens; the pooler, which that training did not touch, is left out
 
 References:
   Wang et al., "MiniLM: Deep Self-Attention Distillation for Task-Agnostic Compression of
-  Pre-Trained Transformers", 2020.  Reimers and Gurevych, "Sentence-BERT", 2019.  Hu et al.,
-  "LoRA: Low-Rank Adaptation of Large Language Models", 2022.
+  Pre-Trained Transformers", 2020.  Reimers and Gurevych, "Sentence-BERT", 2019.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import zipfile
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,46 +44,6 @@ class MiniLM(models.TextTransformer):
     ) -> Array:
         count = jnp.maximum(real.sum(axis=-1, keepdims=True), 1)
         return jnp.sum(jnp.where(real[..., None], h, 0), axis=-2) / count
-
-
-class WithAdapters:
-    """A network whose queries and values have low-rank adapters: LoRA.
-
-    A projection ``W x`` becomes ``W x + B (A x)``, with A of ``rank`` rows.  B starts at zero, so
-    the adapted network starts as the network.  The loss trains "lora" and the head alone.
-    """
-
-    def __init__(self, network: MiniLM, rank: int = 8) -> None:
-        self.network, self.rank = network, rank
-
-    def init(self, key: Any, x: Any) -> dict[str, Any]:
-        """Parameters of the network, and "lora" with the adapters."""
-        width, names = self.network.width, self._names()
-        draw = nn.initializers.lecun_normal()
-        lora = {
-            name: {"a": draw(each, (width, self.rank)), "b": jnp.zeros((self.rank, width))}
-            for name, each in zip(names, jax.random.split(key, len(names)), strict=True)
-        }
-        return {"params": {**self.network.init(key, x)["params"], "lora": lora}}
-
-    def apply(self, variables: Any, x: Any) -> Any:
-        params = dict(variables["params"])
-        lora = params.pop("lora")
-
-        def adapted(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-            name = "_".join(context.module.path[1::2])
-            out = call(*args, **kwargs)
-            if context.method_name != "__call__" or name not in lora:
-                return out
-            low = args[0] @ lora[name]["a"]
-            return out + (low @ lora[name]["b"]).reshape(out.shape)
-
-        with nn.intercept_methods(adapted):
-            return self.network.apply({"params": params}, x)
-
-    def _names(self) -> list[str]:
-        parts = ("query", "value")
-        return [f"encoderblock_{i}_{part}" for i in range(self.network.depth) for part in parts]
 
 
 def load(path: str | pathlib.Path, params: Any) -> Any:
