@@ -301,7 +301,8 @@ def test_features_are_scaled_example_by_example(rng):
 )
 def test_noise_is_the_least_for_the_epsilon_that_is_said(examples, epsilon, row):
     chosen = settings.NETWORKS[row]
-    noise = run.calibrated(examples, chosen.batch, chosen.steps, epsilon)
+    plan = runs.calibrated(examples, chosen.batch, chosen.steps, epsilon, 1.0)
+    noise = float(plan.multipliers[0])
     event = dpjax.accounting.subsampled_gaussian(noise, chosen.batch / examples, chosen.steps)
     found = dpjax.accounting.epsilon(event, runs.DELTA, "pld")
     assert epsilon - 2e-3 < found <= epsilon

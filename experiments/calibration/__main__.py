@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpjax import metrics
-from experiments.calibration import algorithms, figures, limits, networks, regressions, settings
+from experiments.calibration import algorithms, figures, limits, regressions, settings
 from experiments.calibration.algorithms import BINS
 from experiments.calibration.settings import Row
 from experiments.common import runs
@@ -41,7 +41,7 @@ def looked(logits_of: Callable[[Any], Any], y: Any, state: Any) -> dict[str, Any
 
 def classify(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]:
     """One run of a classifier: its numbers over the steps, and the bins of the last ones."""
-    dataset, model = networks.prepared()
+    dataset, model = algorithms.prepared()
     setting = settings.SETTINGS[row.task]
     if runs.SMOKE.value:
         setting = setting._replace(examples=dataset.examples, batch=32, steps=4, switch=0.5)

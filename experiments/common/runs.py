@@ -8,6 +8,7 @@ convention, and the sound ones of what ran.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import math
@@ -27,7 +28,7 @@ import optax
 from absl import app, flags, logging
 
 import dpjax
-from dpjax import accounting, data, losses, metrics
+from dpjax import accounting, clipping, data, losses, metrics, sampling
 from dpjax.accounting.rounding import upwards
 from experiments.common import markdown, pictures
 from experiments.common.paper import Paper
@@ -211,6 +212,19 @@ def trained(
     }
 
 
+@functools.cache
+def calibrated(examples: int, batch: int, steps: int, epsilon: float, bound: float) -> Any:
+    """Poisson batches with the noise of an epsilon by PLD; no noise and no bound at infinity."""
+    private = math.isfinite(epsilon)
+    planned = dpjax.Mechanism(
+        sampling=sampling.poisson(examples, batch),
+        clipping=clipping.flat(bound if private else math.inf),
+        noise_multiplier=1.0 if private else 0.0,
+        steps=steps,
+    )
+    return planned.calibrate(epsilon, DELTA, "pld") if private else planned
+
+
 def spread(numbers: Sequence[float]) -> str:
     """Mean, and the spread over seeds where there is one."""
     if not numbers:
@@ -245,6 +259,23 @@ def start(main: Callable[[list[str]], None], *shared: str) -> None:
     for name in shared:
         flags.declare_key_flag(name)
     app.run(main)
+
+
+def guide(
+    name: str, tables: Callable[..., dict[str, str]], main: Callable[[Results], None], *shared: str
+) -> None:
+    """Runs the rows of a guide; with --page writes its tables, of the committed results."""
+
+    def run(argv: list[str]) -> None:
+        only_flags(argv)
+        logging.set_verbosity(logging.ERROR)
+        if PAGE.value is None:
+            main(results())
+        else:
+            kept = pathlib.Path(__file__).parents[1] / f"results/{name}.json"
+            markdown.rewrite(PAGE.value, tables(json.loads(kept.read_text())["rows"]))
+
+    start(run, "seeds", "smoke", "out", "page", *shared)
 
 
 def only_flags(argv: Sequence[str]) -> None:

@@ -27,7 +27,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 import dpjax
-from dpjax import data, metrics, models, sampling
+from dpjax import data, metrics, models
 from experiments import text
 from experiments.calibration import settings as calibration
 from experiments.common import runs
@@ -136,21 +136,11 @@ def setting_of(row: Row) -> calibration.Setting:
     batch, steps = (32, 4) if runs.SMOKE.value else (row.batch, row.steps)
     noise = 0.0
     if row.epsilon < math.inf:
-        noise = calibrated(examples, batch, steps, row.epsilon)
+        plan = runs.calibrated(examples, batch, steps, row.epsilon, 1.0)
+        noise = float(plan.multipliers[0])
     rates = row.rate, row.rate / row.large if row.optimizer == "sgd" else row.rate
     given = (examples, batch, noise, steps, steps, row.epsilon, DELTA, row.optimizer)
     return calibration.Setting(*given, *rates, row.small, row.large, SWITCH)
-
-
-def calibrated(examples: int, batch: int, steps: int, epsilon: float) -> float:
-    """The least noise multiplier whose PLD epsilon is at most the target."""
-    unit = dpjax.Mechanism(
-        sampling=sampling.poisson(examples, batch),
-        clipping=dpjax.clipping.flat(1.0),
-        noise_multiplier=1.0,
-        steps=steps,
-    )
-    return float(unit.calibrate(epsilon, DELTA, "pld").multipliers[0])
 
 
 def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]:

@@ -10,7 +10,6 @@ command   python -m experiments.grouped_clipping --table=rates --seeds=3
 
 from __future__ import annotations
 
-import json
 import math
 import pathlib
 from collections.abc import Mapping
@@ -56,10 +55,7 @@ def epsilons(row: Row) -> tuple[dpjax.Mechanism, Any, str]:
 
 
 def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]:
-    """One run, or the beginning of a longer run that is in the results file."""
     setting = SETTINGS[row.dataset]
-    if (begun := beginning_of(row, seed)) is not None:
-        return begun
     dataset = runs.standardized(runs.loaded(row.dataset))
     return runs.trained(
         dataset,
@@ -70,19 +66,6 @@ def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]
         folder,
         evaluations=setting.evaluations,
     )
-
-
-def beginning_of(row: Row, seed: int) -> Mapping[str, Any] | None:
-    """The first steps of a longer run, if an evaluation falls on the last of them."""
-    longest = max(SETTINGS[row.dataset].steps.values())
-    if runs.OUT.value is None or not pathlib.Path(runs.OUT.value).exists():
-        return None
-    rows = json.loads(pathlib.Path(runs.OUT.value).read_text())["rows"]
-    longer = rows.get(settings.key_of(row._replace(steps=longest)), {}).get(str(seed), {})
-    way = [row_ for row_ in longer.get("way", []) if row_["step"] <= row.steps]
-    if not way or way[-1]["step"] != row.steps:
-        return None
-    return {"accuracy": 100 * way[-1]["accuracy"], "way": way}
 
 
 PAPER = Paper.of(
