@@ -63,11 +63,7 @@ def mechanism_of(method: str, examples: int, epsilon: float, batch: int) -> dpja
         apart = batches.participation(steps)
         options["noise"] = strategies.buffered(steps, participation=apart, momentum=MOMENTUM)
     planned = dpjax.Mechanism(
-        sampling=batches,
-        clipping=clipping.flat(0.1),
-        noise_multiplier=1.0,
-        steps=steps,
-        **options,
+        sampling=batches, clipping=clipping.flat(0.1), noise_multiplier=1.0, steps=steps, **options
     )
     return planned.calibrate(epsilon, runs.DELTA, "pld")
 

@@ -26,14 +26,7 @@ import jax
 from absl import app, flags
 
 from experiments.benchmarks import reporting, workers
-from experiments.benchmarks.contestants import (
-    PEERS,
-    Contestant,
-    Refused,
-    compiled,
-    of_jax,
-    peer,
-)
+from experiments.benchmarks.contestants import PEERS, Contestant, Refused, compiled, of_jax, peer
 from experiments.benchmarks.workloads import SEED, WORKLOADS, problem
 
 TURN = 0.1  # seconds: a contestant with shorter steps takes several in a row, after a warm one

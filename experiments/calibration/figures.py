@@ -14,15 +14,7 @@ import numpy as np
 
 from experiments.calibration import limits
 from experiments.calibration.algorithms import BINS
-from experiments.calibration.settings import (
-    FOUR,
-    LARGE,
-    PLAIN,
-    REGRESSIONS,
-    SETTINGS,
-    SMALL,
-    SWEEP,
-)
+from experiments.calibration.settings import FOUR, LARGE, PLAIN, REGRESSIONS, SETTINGS, SMALL, SWEEP
 from experiments.common.figures import Draw, Figure, Runs, logged
 from experiments.common.pictures import Panel
 

@@ -38,9 +38,7 @@ class MiniLM(models.TextTransformer):
     layout: str = "bert"
 
     def _summary(
-        self,
-        h: Float[Array, "*batch positions width"],
-        real: Bool[Array, "*batch positions"],
+        self, h: Float[Array, "*batch positions width"], real: Bool[Array, "*batch positions"]
     ) -> Array:
         count = jnp.maximum(real.sum(axis=-1, keepdims=True), 1)
         return jnp.sum(jnp.where(real[..., None], h, 0), axis=-2) / count

@@ -35,10 +35,7 @@ def mechanism_of(row: Row) -> dpjax.Mechanism:
             clipping.grouped(setting.bound, row.groups),
             setting.noise / math.sqrt(row.groups),
         ),
-        "equal": lambda: (
-            clipping.grouped(total=setting.bound, groups=row.groups),
-            setting.noise,
-        ),
+        "equal": lambda: (clipping.grouped(total=setting.bound, groups=row.groups), setting.noise),
         "full": lambda: (clipping.grouped(setting.bound, row.groups), setting.noise),
     }
     rule, noise = rules[row.way]()

@@ -88,11 +88,7 @@ def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]
 
 
 PAPER = Paper.of(
-    "tramer2021",
-    "Tramèr and Boneh, 2021: features",
-    settings,
-    train=train,
-    epsilons=epsilons,
+    "tramer2021", "Tramèr and Boneh, 2021: features", settings, train=train, epsilons=epsilons
 )
 
 if __name__ == "__main__":
