@@ -7,7 +7,7 @@ hardware  CPU cores
 command   python -m experiments.declared --seeds=5 --out=experiments/results/declared.json
 
 Ranges are round numbers from the units of each column, and were not read off the rows.  A fifth of
-the rows is held out.  Settings are those of the page `tutorials/table.md` and were not searched.
+the rows is held out.  The page `tutorials/table.md` has the same settings; none was searched.
 ``--page=docs/pages/tutorials/table.md`` writes the table of the page.
 
 References:

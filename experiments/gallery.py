@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page with every figure of the five papers, drawn from the committed results.
 
-`docs/generated_pages.py` builds it. ``--figure=3 --plot=FILE`` of a paper draws one figure.
+`docs/generated_pages.py` builds it.
 """
 
 from __future__ import annotations

@@ -436,7 +436,7 @@ def test_correlated_noise_is_compared_with_fresh_noise(tmp_path):
 @pytest.mark.parametrize(
     ("binary", "listed"),
     [
-        ("tempered_sigmoids", "seeds smoke out runs data_dir cache_dir table figure row plot"),
+        ("tempered_sigmoids", "seeds smoke out runs data_dir cache_dir table figure row"),
         ("finetuning", "seeds table weights"),
         ("persons", "seeds smoke out page"),
         ("benchmarks.frozen", "smoke out"),

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
-from optax import contrib
 
 import dpjax
 from dpjax import clipping, gradients, sampling
@@ -138,7 +137,7 @@ def jax_privacy(loss: Any, batch_size: int, microbatch_size: int | None = None) 
 
 
 def of_jax(loss: Any, batch_size: int) -> dict[str, tuple[Any, optax.GradientTransformation]]:
-    """By name the gradients of JAX, dpjax and Optax, each with what makes it private."""
+    """By name the gradients of JAX and dpjax, each with what makes it private."""
     key = jax.random.key(SEED)
     mechanism = dpjax.Mechanism(
         sampling=sampling.poisson(examples=60_000, batch_size=batch_size),
@@ -157,6 +156,4 @@ def of_jax(loss: Any, batch_size: int) -> dict[str, tuple[Any, optax.GradientTra
     programs: dict[str, Any] = {"plain": (jax.grad(mean_loss), optax.identity())}
     for engine in (*gradients.ENGINES, "auto"):
         programs[f"dpjax {engine}"] = (clipped_sum(engine), mechanism.privatize(key))
-    aggregate = contrib.differentially_private_aggregate(BOUND, NOISE_MULTIPLIER, key)
-    programs["optax.contrib"] = (jax.vmap(jax.grad(loss), (None, 0)), aggregate)
     return programs

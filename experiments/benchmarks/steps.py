@@ -30,8 +30,6 @@ from experiments.benchmarks.contestants import PEERS, Contestant, Refused, compi
 from experiments.benchmarks.workloads import SEED, WORKLOADS, problem
 
 TURN = 0.1  # seconds: a contestant with shorter steps takes several in a row, after a warm one
-TIMES = "median ms     fastest - slowest  rounds   ratio  first s"
-MEMORY = "plan MiB  peak MiB"
 
 
 def take_turns(
@@ -107,27 +105,15 @@ def measure(
 
 
 def table(name: str, result: dict[str, Any]) -> str:
-    """One workload's figures, a contestant a row."""
-    head = f"{name}: {result['parameters']:,} parameters, batch {result['batch_size']}"
-    rows = [head, f"  {'':16} {TIMES}  {MEMORY}"]
+    """One workload's figures, a contestant a row; the file has all of them."""
+    rows = [f"{name}: {result['parameters']:,} parameters, batch {result['batch_size']}"]
     for who, f in result["contestants"].items():
-        if "refused" in f:
-            rows.append(f"  {who:16} {f['refused']}")
-            continue
-        times, memory = f["rounds_ms"], [f.get(k) for k in ("planned_bytes", "peak_bytes")]
-        cells = [
-            f"{f['median_ms']:9.2f}  {min(times):9.2f} - {max(times):<8.2f} {len(times):6}",
-            f"{f['ratio']:6.3g}",
-            f"{f['first_s']:7.1f}",
-            *(cell(None if held is None else held / 2**20, "8.1f") for held in memory),
-            f.get("note", ""),
-        ]
-        rows.append(f"  {who:16} " + "  ".join(cells).rstrip())
+        words = f.get("refused")
+        if not words:
+            times = f"{f['median_ms']:9.2f} ms in {len(f['rounds_ms'])} rounds, {f['ratio']:6.3g} x"
+            words = f"{times}, first {f['first_s']:.1f} s  {f.get('note', '')}".rstrip()
+        rows.append(f"  {who:16} {words}")
     return "\n".join(rows)
-
-
-def cell(number: float | None, form: str) -> str:
-    return format("-", ">" + form.split(".")[0]) if number is None else format(number, form)
 
 
 def main(asked: Any) -> None:

@@ -30,7 +30,7 @@ from absl import app, flags, logging
 import dpjax
 from dpjax import accounting, clipping, data, losses, metrics, sampling
 from dpjax.accounting.rounding import upwards
-from experiments.common import markdown, pictures
+from experiments.common import markdown
 from experiments.common.paper import Paper
 
 SEEDS = flags.DEFINE_integer("seeds", 5, "Runs of each row; seeds count from 0.", 1)
@@ -43,7 +43,6 @@ TABLE = flags.DEFINE_string("table", None, "Which table; by default the first.")
 FIGURE = flags.DEFINE_string("figure", None, "Which figure, in place of a table.")
 ROW = flags.DEFINE_multi_string("row", None, "Rows whose names contain this, in place of a table.")
 PAGE = flags.DEFINE_string("page", None, "Of a guide: run nothing, write its tables into this.")
-PLOT = flags.DEFINE_string("plot", None, "With --figure: the PNG file that it is drawn to.")
 
 DELTA = 1e-5
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours: public
@@ -331,9 +330,6 @@ def show(paper: Paper) -> str:
         printed = f"{paper.printed[key]:g}" if key in paper.printed else ""
         lines.append([key, *measured(done), printed, *cost(paper, row, done[0])])
         print(*lines[-1], sep="  ", flush=True)
-    if FIGURE.value and PLOT.value:
-        panels = paper.figures[FIGURE.value].panels(file.content["rows"])
-        pathlib.Path(PLOT.value).write_bytes(pictures.image(panels))
     return table(HEAD, lines)
 
 
@@ -351,4 +347,4 @@ def main(paper: Paper, *own: str) -> None:
         print(f"\n{show(paper)}\n{paper.note}".rstrip())
 
     shared = ("seeds", "smoke", "out", "runs", "data_dir", "cache_dir")
-    start(run, *shared, "table", "figure", "row", "plot", *own)
+    start(run, *shared, "table", "figure", "row", *own)

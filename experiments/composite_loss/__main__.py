@@ -5,7 +5,7 @@
   verdict   reproduced early on all networks; at the end within noise on some
   time      two to four minutes of a CPU core a run; CIFAR-10 48 from pixels, 16 from wavelets
   hardware  CPU cores; parts of the ablation an H100
-  command   python -m experiments.composite_loss --figure=3 --plot=curves.png
+  command   python -m experiments.composite_loss --figure=3
 
 The paper's curves end at epsilon 3 if private moments of wavelets are paid for on CIFAR-10 and not
 on MNIST (3.13 with them); its epsilons here follow that convention.

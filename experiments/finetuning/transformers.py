@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published weights of BERT: a local file in, parameters out.
 
-The names of its ``.safetensors`` files are translated into those of `dpjax.models.TextTransformer`.
+The names of its ``.safetensors`` files become the names of `dpjax.models.TextTransformer`.
 A weight that does not fit is an error that names it; only the last layer keeps its initial values
 if the file has other classes.  Files are data and never code: nothing is unpickled.
 """
