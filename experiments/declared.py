@@ -19,7 +19,6 @@ References:
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import pathlib
@@ -31,11 +30,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import logging
 
 import dpjax
-from dpjax import clipping, data, losses, metrics, models, sampling, training
-from experiments.common import markdown, runs
+from dpjax import data, losses, metrics, models, training
+from experiments.common import runs
 
 EPSILONS = (1.0, 3.0, 8.0, math.inf)
 MODELS = {"linear": {}, "mlp": {"features": (32,)}}
@@ -95,14 +93,7 @@ def algorithm(name: str, model: str, epsilon: float) -> tuple[dpjax.types.Algori
     dataset, private = table(name), math.isfinite(epsilon)
     network = models.by_name(model, classes=dataset.classes or 1, **MODELS[model])
     examples = len(dataset.train[1])
-    mechanism = dpjax.Mechanism(
-        sampling=sampling.poisson(examples, min(examples // 4, 512)),
-        clipping=clipping.flat(0.5 if private else math.inf),
-        noise_multiplier=1.0 if private else 0.0,
-        steps=160,
-    )
-    if private:
-        mechanism = mechanism.calibrate(epsilon, runs.DELTA, "pld")
+    mechanism = runs.calibrated(examples, min(examples // 4, 512), 160, epsilon, 0.5)
     loss = losses.cross_entropy if dataset.classes else losses.squared_error
     # Labels take the page's rate.  A target takes a tenth: the noise that is left grows with it.
     rate = 1.0 if private and dataset.classes else 0.1
@@ -153,14 +144,7 @@ def tables(rows: Mapping[str, Any]) -> dict[str, str]:
     return {"table": runs.table([*heads, "not private", "largest range of 5 seeds"], lines)}
 
 
-def main(argv: list[str]) -> None:
-    runs.only_flags(argv)
-    logging.set_verbosity(logging.ERROR)
-    if runs.PAGE.value is not None:
-        kept = pathlib.Path(__file__).parent / "results/declared.json"
-        markdown.rewrite(runs.PAGE.value, tables(json.loads(kept.read_text())["rows"]))
-        return
-    results = runs.results()
+def main(results: runs.Results) -> None:
     for name in NAMES[: 1 if runs.SMOKE.value else None]:
         for model in MODELS:
             for epsilon in EPSILONS:
@@ -171,4 +155,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    runs.start(main, "seeds", "smoke", "out", "data_dir", "row", "page")
+    runs.guide("declared", tables, main, "data_dir", "row")

@@ -346,17 +346,6 @@ def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--concentration=0.3", "--largest_weight=90"]])
-def test_federated_training_is_stated_and_verified_for_clients(flags, tmp_path):
-    out = run("experiments.federated", "--smoke", "--out", tmp_path, *flags).stdout
-    assert "unit          one client" in out
-    assert "poisson: 2 of 20 clients a step" in out
-    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert {"client mean", "client lowest", "clients"} <= set(row["private"])
-    verified = run("dpjax", "verify", tmp_path / "privacy.json").stdout
-    assert verified.count("for one client") == verified.count("here: holds") == 3
-
-
 @pytest.mark.slow
 def test_an_algorithm_is_audited_by_its_name(tmp_path):
     outcome = run("experiments.audit", "--algorithms=normalized", "--out", tmp_path)
