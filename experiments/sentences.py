@@ -3,7 +3,7 @@
 
 claim     private fine-tuning improves a public language model and keeps planted secrets
 verdict   so it is, in the table of docs/pages/tutorials/text.md, which ``--page`` writes
-time      38 core minutes for three seeds of all rows
+time      40 core minutes for three seeds of all rows
 hardware  CPU cores
 command   python -m experiments.sentences --seeds=3 --out=experiments/results/llm.json
 
