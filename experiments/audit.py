@@ -32,16 +32,7 @@ import optax
 from absl import flags, logging
 
 import dpjax
-from dpjax import (
-    accounting,
-    auditing,
-    clipping,
-    data,
-    federated,
-    sampling,
-    strategies,
-    training,
-)
+from dpjax import accounting, auditing, clipping, data, federated, sampling, strategies, training
 from dpjax.cli.audit import HEAD, OF_A_RUN, Line, conclude, curve_of, line_of_step
 from dpjax.mechanism.card import strict
 from experiments.common import runs
@@ -156,8 +147,7 @@ ALGORITHMS = (
     Audited("dpsgd, jl", sgd(clipping.jl(1.0, PROJECTIONS)), keys=400),
     Audited("dpsgd, adapted bound", sgd(adaptive=COUNT)),
     Audited(
-        "dpsgd, adapted bound, linear",
-        sgd(adaptive=dataclasses.replace(COUNT, geometric=False)),
+        "dpsgd, adapted bound, linear", sgd(adaptive=dataclasses.replace(COUNT, geometric=False))
     ),
     Audited("dpsgd, scheduled noise", sgd(multiplier=schedule)),
     Audited("dpsgd, scheduled bound", sgd(options={"bound_schedule": lambda t: 2.0 - t / STEPS})),

@@ -34,7 +34,7 @@ from absl import logging
 import dpjax
 from dpjax import clipping, data, models, sampling, strategies
 from experiments.common import runs
-from experiments.scatternet import run as scatternet
+from experiments.scatternet import __main__ as scatternet
 from experiments.scatternet.settings import ROWS, SMALL
 
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -63,11 +63,7 @@ def mechanism_of(method: str, examples: int, epsilon: float, batch: int) -> dpja
         apart = batches.participation(steps)
         options["noise"] = strategies.buffered(steps, participation=apart, momentum=MOMENTUM)
     planned = dpjax.Mechanism(
-        sampling=batches,
-        clipping=clipping.flat(0.1),
-        noise_multiplier=1.0,
-        steps=steps,
-        **options,
+        sampling=batches, clipping=clipping.flat(0.1), noise_multiplier=1.0, steps=steps, **options
     )
     return planned.calibrate(epsilon, runs.DELTA, "pld")
 

@@ -8,6 +8,7 @@ Run it with the data at hand when settings of rows change.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +39,7 @@ def epsilons(
         return []  # counts, and no training
     if run is not None and "pld" in run:
         return runs.cost(paper, paper.rows[key], run)
-    mechanism, *how = paper.epsilons(paper.rows[key], epochs)
+    mechanism, *how = paper.epsilons(paper.rows[key], *([epochs] if epochs else []))
     if not mechanism.multipliers.all():
         return []
     return runs.epsilons(mechanism, *how)
@@ -46,13 +47,8 @@ def epsilons(
 
 def written(content: dict[str, Any]) -> str:
     """JSON with a line for each row, so that a difference is read by line."""
-    parts = [
-        f"{json.dumps(name)}: {{\n"
-        + ",\n".join(f"{json.dumps(key)}: {json.dumps(words)}" for key, words in of.items())
-        + "\n}"
-        for name, of in content.items()
-    ]
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+    flat = json.dumps(content, indent=0)
+    return re.sub(r"\[\s+([^]]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", flat) + "\n"
 
 
 def main(argv: list[str]) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page with every figure of the five papers, drawn from the committed results.
 
-`docs/generated_pages.py` builds it. ``--figure=3 --plot=FILE`` of a paper draws one figure.
+`docs/generated_pages.py` builds it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,6 @@ class Drawn(NamedTuple):
     def file(self) -> str:
         return f"{self.paper.name}_{self.name}.png"
 
-    @property
-    def how(self) -> str:
-        """Why rows are missing, or what runs them."""
-        return self.figure.why or f"`{self.paper.command} --figure={self.name}` runs these rows."
-
     def caption(self, judged: Sequence[Judged]) -> str:
         """What the paper says, what ran here, and the verdicts on the rows that it shows."""
         parts = [f"**Published.** {self.figure.shows}"]
@@ -63,7 +58,8 @@ class Drawn(NamedTuple):
         if self.missing:
             absent = ", ".join(self.missing[:SHOWN])
             absent += f" and {len(self.missing) - SHOWN} more" * (len(self.missing) > SHOWN)
-            parts.append(f"**Not run:** {absent}. {self.how}")
+            run = f"`{self.paper.command} --figure={self.name}` runs these rows."
+            parts.append(f"**Not run:** {absent}. {run}")
         return "\n\n".join(parts)
 
 

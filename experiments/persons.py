@@ -14,7 +14,6 @@ gradient, and that of a mean of k visits is this over the root of k. Settings we
 """
 
 import functools
-import json
 import math
 import pathlib
 
@@ -25,7 +24,7 @@ import optax
 
 import dpjax
 from dpjax import accounting, clipping, losses, sampling
-from experiments.common import markdown, runs
+from experiments.common import runs
 
 RATE, BOUND, RESULTS = 0.1, 10.0, pathlib.Path(__file__).parent / "results/persons.json"
 WAYS = {
@@ -71,12 +70,7 @@ def one_run(way, most, epsilon, seed, folder):
     return {"accuracy": accuracy, "noise_multiplier": noise, "epsilon": cost}
 
 
-def main(argv):
-    runs.only_flags(argv)
-    if runs.PAGE.value is not None:
-        markdown.rewrite(runs.PAGE.value, tables(json.loads(RESULTS.read_text())["rows"]))
-        return
-    results = runs.results()
+def main(results):
     for name, (way, most) in WAYS.items():
         for column, epsilon in COLUMNS.items():
             run = functools.partial(one_run, way, most, epsilon)
@@ -92,4 +86,4 @@ def tables(rows):
 
 
 if __name__ == "__main__":
-    runs.start(main, "seeds", "smoke", "out", "page")
+    runs.guide("persons", tables, main)

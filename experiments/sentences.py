@@ -3,7 +3,7 @@
 
 claim     private fine-tuning improves a public language model and keeps planted secrets
 verdict   so it is, in the table of docs/pages/tutorials/text.md, which ``--page`` writes
-time      38 core minutes for three seeds of all rows
+time      40 core minutes for three seeds of all rows
 hardware  CPU cores
 command   python -m experiments.sentences --seeds=3 --out=experiments/results/llm.json
 
@@ -26,9 +26,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-import json
 import math
-import pathlib
 import re
 import string
 from collections.abc import Iterator, Mapping
@@ -38,11 +36,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
 from dpjax.accounting.rounding import upwards
 from experiments import text
-from experiments.common import markdown, runs
+from experiments.common import runs
 from experiments.llm import networks, objective
 
 LENGTH, PIECES, RANK, DIGITS = 64, 1024, 8, 3
@@ -229,15 +226,7 @@ def _cells(rows: Mapping[str, Any]) -> Iterator[list[str]]:
         yield [name, trained, spread, *each, ", ".join(epsilons)]
 
 
-def main(argv: list[str]) -> None:
-    runs.only_flags(argv)
-    logging.set_verbosity(logging.ERROR)
-    if runs.PAGE.value is not None:
-        kept = pathlib.Path(__file__).parent / "results/llm.json"
-        rows = json.loads(kept.read_text())["rows"]
-        markdown.rewrite(runs.PAGE.value, tables(rows))
-        return
-    results = runs.results()
+def main(results: runs.Results) -> None:
     for seed in runs.seeds():
         for name, row in ROWS.items():
             if runs.named(name):
@@ -245,4 +234,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    runs.start(main, "seeds", "smoke", "out", "data_dir", "row", "page")
+    runs.guide("llm", tables, main, "data_dir", "row")

@@ -27,11 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import logging
 
 import dpjax
-from dpjax import clipping, losses, metrics, models, sampling, training
-from experiments.common import markdown, runs
+from dpjax import losses, metrics, models, training
+from experiments.common import runs
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -97,17 +96,6 @@ class Convolutions(nn.Module):
         return nn.Dense(10)(x.reshape(-1))
 
 
-@functools.cache
-def mechanism_of(batch: int, steps: int, epsilon: float, bound: float) -> dpjax.Mechanism:
-    planned = dpjax.Mechanism(
-        sampling=sampling.poisson(dpjax.data.load("digits").examples, batch),
-        clipping=clipping.flat(bound),
-        noise_multiplier=1.0,
-        steps=steps,
-    )
-    return planned.calibrate(epsilon, runs.DELTA, "pld")
-
-
 def shifted(key: Any, x: Any) -> Any:
     """The image, moved by at most one pixel in each direction."""
     corner = jax.random.randint(key, (2,), 0, 3)
@@ -128,7 +116,8 @@ def prepared(setting: Setting) -> tuple[Any, Any]:
         examples = (*examples, np.arange(data.examples))
         more["per_step"] = lambda step: step
     steps = 4 if runs.SMOKE.value else setting.steps
-    mechanism = mechanism_of(setting.batch, steps, setting.epsilon, setting.bound)
+    plan = data.examples, setting.batch, steps, setting.epsilon, setting.bound
+    mechanism = runs.calibrated(*plan)
     moves = optax.sgd(setting.rate, momentum=setting.momentum or None)
     moves = optax.chain(moves, training.average_parameters(setting.average))
     return model, dpjax.dpsgd(loss, moves, mechanism, examples, **more)
@@ -286,13 +275,7 @@ def tables() -> dict[str, str]:
     return {name: table(found) for name, found in lines().items()}
 
 
-def main(argv: list[str]) -> None:
-    runs.only_flags(argv)
-    logging.set_verbosity(logging.ERROR)
-    if runs.PAGE.value is not None:
-        markdown.rewrite(runs.PAGE.value, tables())
-        return
-    results = runs.results()
+def main(results: runs.Results) -> None:
     for table, sweep in SWEEPS.items():
         for name, settings in sweep.items() if runs.named(table) else ():
             middle = len(settings) // 2
@@ -303,4 +286,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    runs.start(main, "seeds", "smoke", "out", "runs", "data_dir", "row", "page")
+    runs.guide("settings", lambda _: tables(), main, "runs", "data_dir", "row")

@@ -35,13 +35,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import logging
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import dpjax
-from dpjax import accounting, clipping, losses, metrics, models, sampling
+from dpjax import accounting, losses, metrics, models
 from dpjax.accounting.rounding import upwards
-from experiments.common import markdown, runs
+from experiments.common import runs
 
 DELTA = runs.DELTA
 WORDS, LENGTH, RANK = 4096, 24, 4  # hashed words, the longest text, of adapters
@@ -66,17 +65,8 @@ SENTIMENT = {  # what is trained, from the base or not, epsilon, rate of Adam
 }
 
 
-@functools.cache
 def mechanism_of(examples: int, batch: int, epochs: int, epsilon: float) -> dpjax.Mechanism:
-    """The mechanism of a row; without noise and with an infinite bound at epsilon infinity."""
-    private = math.isfinite(epsilon)
-    planned = dpjax.Mechanism(
-        sampling=sampling.poisson(examples, batch),
-        clipping=clipping.flat(0.5 if private else math.inf),
-        noise_multiplier=1.0 if private else 0.0,
-        steps=epochs * examples // batch,
-    )
-    return planned.calibrate(epsilon, DELTA, "pld") if private else planned
+    return runs.calibrated(examples, batch, epochs * examples // batch, epsilon, 0.5)
 
 
 def train(
@@ -102,14 +92,14 @@ def tokens(text: str) -> np.ndarray:
 MODEL = models.TextTransformer(vocabulary=WORDS, length=LENGTH, width=32, depth=1, heads=2)
 
 
-def adapters(flat: Mapping[str, Any], key: Any) -> dict[str, Any]:
+def adapters(flat: Mapping[str, Any], key: Any, rank: int = RANK) -> dict[str, Any]:
     """Thin factors for the kernels of queries and values; their product starts at zero."""
     factors = {}
     for number, name in enumerate(k for k in flat if re.search("(query|value)/kernel", k)):
         inputs = flat[name].shape[0]
-        draw = jax.random.normal(jax.random.fold_in(key, number), (inputs, RANK))
+        draw = jax.random.normal(jax.random.fold_in(key, number), (inputs, rank))
         factors[f"lora/{name}/a"] = draw / math.sqrt(inputs)
-        factors[f"lora/{name}/b"] = jnp.zeros((RANK, flat[name].size // inputs))
+        factors[f"lora/{name}/b"] = jnp.zeros((rank, flat[name].size // inputs))
     return factors
 
 
@@ -258,14 +248,7 @@ def _sentiment(rows: Mapping[str, Any]) -> Iterator[list[str]]:
     yield ["a head on frozen MiniLM at epsilon 1", trained, runs.spread(accuracies)]
 
 
-def main(argv: list[str]) -> None:
-    runs.only_flags(argv)
-    logging.set_verbosity(logging.ERROR)
-    if runs.PAGE.value is not None:
-        kept = pathlib.Path(__file__).parent / "results/text.json"
-        markdown.rewrite(runs.PAGE.value, tables(json.loads(kept.read_text())["rows"]))
-        return
-    results = runs.results()
+def main(results: runs.Results) -> None:
     seeds = runs.seeds()
     if runs.named("sst2 phrases of a sentence"):
         print(results.of("sst2 phrases of a sentence", 0, phrases_of_sentences))
@@ -276,4 +259,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    runs.start(main, "seeds", "smoke", "out", "runs", "data_dir", "row", "page")
+    runs.guide("text", tables, main, "runs", "data_dir", "row")

@@ -16,17 +16,7 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import (
-    accounting,
-    clipping,
-    noise,
-    reports,
-    sampling,
-    schedules,
-    testing,
-    trees,
-    types,
-)
+from dpjax import accounting, clipping, noise, reports, sampling, schedules, testing, trees, types
 from dpjax.clipping import Quantile
 from dpjax.data import Stream
 

@@ -127,11 +127,7 @@ def test_bins_alone_are_amplified_and_where_they_differ():
     assert planned.event_of(planned.multipliers[:1]) == planned.event, "a prefix costs the same"
     assert planned.epsilon_of(planned.multipliers[:0], DELTA) == 0
     known = sampling.curriculum(np.arange(120), 20, public=True)
-    for sampler in (
-        sampling.shuffled(120, 20),
-        known,
-        sampling.full(120),
-    ):
+    for sampler in (sampling.shuffled(120, 20), known, sampling.full(120)):
         fixed = mechanism(white, sampling=sampler, noise_multiplier=1.2)
         assert fixed.event == accounting.gaussian(1.2)
     # Columns that reach over the epoch hide nothing of the bin.

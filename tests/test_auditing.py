@@ -358,10 +358,7 @@ def test_a_step_without_noise_separates_infinitely():
     assert unmoved.measured[0] == unmoved.epsilon(1e-5) == 0.0
 
 
-SAMPLERS = {
-    "poisson": sampling.poisson(12, 6),
-    "shuffled": sampling.shuffled(12, 5),
-}
+SAMPLERS = {"poisson": sampling.poisson(12, 6), "shuffled": sampling.shuffled(12, 5)}
 
 
 @pytest.mark.thorough

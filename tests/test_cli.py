@@ -438,10 +438,7 @@ def test_an_audit_takes_the_flags_of_a_run_as_they_were(workshop):
     assert mechanism.steps == 96, "and not as many as fit"
 
 
-NOISES = {
-    "white": ["--sampling=poisson"],
-    "tree": ["--sampling=balls_in_bins", "--noise=tree"],
-}
+NOISES = {"white": ["--sampling=poisson"], "tree": ["--sampling=balls_in_bins", "--noise=tree"]}
 
 
 @pytest.mark.slow

@@ -3,13 +3,11 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.optimize
-from experiments.tempered_sigmoids.theorem import tempered_bias
+from experiments.composite_loss.probes import preactivation_norms
 
 from dpjax import clipped_grad, clipping, diagnostics, losses, models
 from dpjax.diagnostics import vectors
@@ -100,7 +98,7 @@ def test_norms_layer_by_layer():
     model = models.MLP(features=(4, 6), classes=2)
     x = RNG.normal(size=(5, 3)).astype("f4")
     params = small_params(model, x[0])
-    hidden = diagnostics.preactivation_norms(model, params, x)
+    hidden = preactivation_norms(model, params, x)
     assert list(hidden) == ["hidden/0", "hidden/1"]
     first = x @ params["Dense_0"]["kernel"] + params["Dense_0"]["bias"]
     assert hidden["hidden/0"] == pytest.approx(np.linalg.norm(first, axis=1).mean(), rel=1e-5)
@@ -241,51 +239,6 @@ def test_sums_of_zero_have_no_angle():
     silent = diagnostics.clipping_bias(bowl, clipping.flat(0.0), jnp.ones(2), jnp.ones(3))
     assert jnp.isnan(silent.cosine)
     assert silent.shrinkage == 0
-
-
-def test_a_model_that_keeps_nothing_is_refused():
-    model = nn.Dense(2)
-    params = model.init(KEY, X[0])["params"]
-    with pytest.raises(ValueError, match=r"Dense keeps none.*self\.sow"):
-        diagnostics.preactivation_norms(model, params, X)
-
-
-DIGIT = RNG.normal(size=(40, 6)).astype("f4")
-SIDE = np.where(DIGIT @ RNG.normal(size=6) + 5 * RNG.normal(size=40) > 0, 1, -1)  # not separable
-
-
-def test_the_bias_of_clipping_is_the_excess_of_two_optima():
-    """Both optima by SciPy: of the risk, and of the function whose gradient is clipped."""
-    temperature = 3.0
-    z, bound = DIGIT / np.linalg.norm(DIGIT, axis=1).max(), 0.3 * temperature
-    longest = temperature * np.linalg.norm(z, axis=1)
-    # The margin below which an example is clipped, where its loss is extended by a line.
-    kink = np.log(np.maximum(longest / bound - 1, 1e-30))
-
-    def risk(theta, bends=-np.inf):
-        margin = temperature * SIDE * (z @ theta)
-        line = np.minimum(margin - bends, 0) * bound / longest if np.ndim(bends) else 0
-        return (np.logaddexp(0, -np.maximum(margin, bends)) - line).mean()
-
-    ends = [scipy.optimize.minimize(risk, np.zeros(6), bends).x for bends in (kink, -np.inf)]
-    found = tempered_bias(z, SIDE, temperature, bound, radius=100.0)
-    clipped, best = map(risk, ends)
-    assert found.excess == pytest.approx(clipped - best, abs=2e-5)
-    assert found.largest_limit == pytest.approx(temperature, rel=1e-5)
-    assert found.largest <= found.largest_limit, "equation 4"
-    assert 0 < found.excess < found.excess_limit, "theorem 1"
-
-
-def test_without_clipping_a_logistic_regression_has_no_bias():
-    z = DIGIT / np.linalg.norm(DIGIT, axis=1).max()
-    some = [tempered_bias(z, SIDE, 2.0, bound, radius=2.0) for bound in (2.0, np.inf)]
-    for found in some:
-        assert abs(found.excess) < 1e-6
-        assert found.excess_limit == 0
-    # All on one side: without the ball both grow without end, at different rates.
-    found = tempered_bias(np.ones((4, 1)), np.ones(4), 2.0, 0.05, radius=0.5, steps=30)
-    assert abs(found.excess) < 1e-6
-    assert found.excess_limit == pytest.approx(2 * (2 - 0.05) * 2 * 0.5, rel=1e-5)
 
 
 def test_what_has_no_answer_is_refused():

@@ -119,7 +119,7 @@ def test_a_run_goes_on_from_another_and_its_card_counts_both(demo, tmp_path):
     assert rows[0]["accuracy"] > 0.8, "it begins where the other ended"
     assert rows[0]["epsilon"] > 3.0
     assert "112 steps of an earlier run on these data count too" in outcome.stdout
-    assert run("dpjax", "verify", tmp_path / "privacy.json").stdout.count("holds") == 3
+    assert run("dpjax", "verify", tmp_path / "privacy.json").stdout.count("here: holds") == 3
     wide = run("dpjax", "train", "--out", tmp_path / "next", *flags, "--hidden=16", status=1).stderr
     assert "--continue_from: found" in wide
     assert "'Dense_0/bias'" in wide
@@ -207,15 +207,6 @@ def test_a_mistaken_flag_is_told_before_a_folder_is_emptied(flags, words, demo):
     assert files_of(folder) == before
 
 
-@pytest.mark.slow
-def test_a_curriculum_is_spread_over_the_steps_that_run(tmp_path):
-    """Three steps an epoch: the last epoch may be cut off, and is the curriculum's last."""
-    flags = ["--noise_schedule=linear-down", "--noise_multiplier=1", "--noreport"]
-    run("dpjax", "train", "--out", tmp_path, "--steps=7", "--hidden=8", *flags)
-    card = json.loads((tmp_path / "privacy.json").read_text())
-    assert card["mechanism"]["multiplier_and_steps"] == [[5.0, 3], [3.0, 3], [1.0, 1]]
-
-
 CURRICULA = [
     ([], 112, 1.0),
     (["--steps=500"], 500, 1.0),
@@ -237,41 +228,15 @@ def test_every_curriculum_arrives_where_it_goes(words, steps, last):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--optimizer=dp_adam", "--learning_rate=0.01", "--floor=1e-6", "--warmup_steps=5"],
-        ["--optimizer=nesterov", "--rate_per_512", "--learning_rate=0.3"],
-        ["--optimizer=adamw", "--learning_rate=0.02"],
-    ],
-    ids=["dp_adam", "nesterov", "adamw"],
-)
-def test_optimizers_by_flag(flags, tmp_path):
-    run("dpjax", "train", "--out", tmp_path, "--epochs=15", "--evaluations=1", "--noreport", *flags)
-    row = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert row["accuracy"] > 0.75
-
-
-@pytest.mark.slow
 def test_the_card_can_be_recomputed_and_a_false_one_is_caught(demo, tmp_path):
     folder, _ = demo
-    assert run("dpjax", "verify", folder / "privacy.json").stdout.count("holds") == 3
+    assert run("dpjax", "verify", folder / "privacy.json").stdout.count("here: holds") == 3
     card = json.loads((folder / "privacy.json").read_text())
     for claim in card["epsilon"].values():
         claim["value"] *= 0.9
     (tmp_path / "false.json").write_text(json.dumps(card))
     outcome = run("dpjax", "verify", tmp_path / "false.json", status=1)
     assert "DOES NOT HOLD" in outcome.stdout
-
-
-@pytest.mark.slow
-def test_what_is_recomputed_is_shown_as_it_is(demo):
-    """The tolerance is of the comparison alone."""
-    whole = json.loads((demo[0] / "privacy.json").read_text())
-    bound = whole["epsilon"]["pld"]["value"]
-    lines = run("dpjax", "verify", demo[0] / "privacy.json").stdout.splitlines()
-    shown = [float(line.partition("recomputed ")[2].partition(" ")[0]) for line in lines[:3]]
-    assert shown == pytest.approx([bound] * 3, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -286,7 +251,7 @@ def test_rates_by_score_are_recomputed_step_by_step(tmp_path):
     before = (scorer.spent(scorer.multipliers),)
     card = dpjax.reports.card(dpjax.Mechanism(sampling=sampler, before=before, **options), 1e-5)
     (tmp_path / "privacy.json").write_text(json.dumps(card))
-    assert run("dpjax", "verify", tmp_path / "privacy.json").stdout.count("holds") == 3
+    assert run("dpjax", "verify", tmp_path / "privacy.json").stdout.count("here: holds") == 3
     drawn = card["mechanism"]["sampling"]
     assert set(drawn) == set(card["mechanism"]["before"][0]["sampling"])
     assert sampler.fingerprint not in json.dumps(card), "it tells who is in which bin"
@@ -381,41 +346,6 @@ def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tm
 
 
 @pytest.mark.slow
-def test_a_noise_multiplier_of_a_thousand_wrecks_the_demo(tmp_path):
-    run("dpjax", "train", "--out", tmp_path, "--noise_multiplier=1000", "--epochs=5", "--noreport")
-    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(rows[-1])["accuracy"] < 0.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--concentration=0.3", "--largest_weight=90"]])
-def test_federated_training_is_stated_and_verified_for_clients(flags, tmp_path):
-    out = run("experiments.federated", "--smoke", "--out", tmp_path, *flags).stdout
-    assert "unit          one client" in out
-    assert "poisson: 2 of 20 clients a step" in out
-    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert {"client mean", "client lowest", "clients"} <= set(row["private"])
-    verified = run("dpjax", "verify", tmp_path / "privacy.json").stdout
-    assert verified.count("for one client") == verified.count("holds") == 3
-
-
-@pytest.mark.slow
-def test_a_run_is_audited_beside_its_claims(demo, tmp_path):
-    few = ["--steps=3", "--pairs=20", "--canaries=200", "--out", tmp_path]
-    outcome = run("dpjax", "audit", demo[0], *few)
-    facts = json.loads((tmp_path / "audit.json").read_text())
-    step, canaries, losses = facts["audits"]
-    assert 0.5 < step["bound"] < step["claimed"] < 0.7
-    assert canaries["bound"] <= canaries["claimed"] < losses["claimed"] <= 3.0
-    assert losses["bound"] <= 3.0
-    assert "do not publish" in facts["publish"]
-    assert "do not publish" in outcome.stdout
-    assert "No audit contradicts its claim" in outcome.stdout
-    assert "only if train and test rows are of one distribution" in losses["measured"]
-    for name in ("audit.json", "audit.png"):
-        assert (tmp_path / name).stat().st_mode & 0o077 == 0, "private numbers"
-
-
 @pytest.mark.slow
 def test_an_algorithm_is_audited_by_its_name(tmp_path):
     outcome = run("experiments.audit", "--algorithms=normalized", "--out", tmp_path)
@@ -442,20 +372,3 @@ def test_correlated_noise_is_compared_with_fresh_noise(tmp_path):
     for (found,) in (seeds.values() for seeds in rows.values()):
         assert found["epsilon"] <= 2
         assert found["accuracy"] > 80
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("binary", "listed"),
-    [
-        ("tempered_sigmoids", "seeds smoke out runs data_dir cache_dir table figure row plot"),
-        ("calibration", "seeds table vit bert snli"),
-        ("federated", "concentration largest_weight smoke out data_dir"),
-        ("benchmarks.draws", "smoke out"),
-    ],
-)
-def test_help_lists_the_flags_of_an_experiment_and_its_claim(binary, listed):
-    said = run(f"experiments.{binary}", "--help", status=1).stdout  # the status of absl's help
-    assert "claim  " in said
-    for flag in listed.split():
-        assert re.search(rf"^  --(\[no\])?{flag}:", said, re.M), flag

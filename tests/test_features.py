@@ -287,10 +287,7 @@ def test_thresholds_are_found():
 # --- privacy cost -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("multiplier", "classic", "rdp", "pld"),
-    [(8.0, 0.8639, 0.6948, 0.6340)],
-)
+@pytest.mark.parametrize(("multiplier", "classic", "rdp", "pld"), [(8.0, 0.8639, 0.6948, 0.6340)])
 def test_alone_it_costs_what_the_reference_says(multiplier, classic, rdp, pld):
     normalization = describe(noise_multiplier=multiplier)
     assert normalization.multipliers == (multiplier, multiplier)

@@ -653,8 +653,7 @@ def test_a_convolution_of_few_channels_is_itself(outputs, stride, padding):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("padding", [((1, 2), (0, 3)), ((0, 0), (-1, -1))])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"rhs_dilation": (2, 1)}, {"lhs_dilation": (1, 2)}, {"feature_group_count": 2}],
+    "options", [{}, {"rhs_dilation": (2, 1)}, {"lhs_dilation": (1, 2)}, {"feature_group_count": 2}]
 )
 @pytest.mark.parametrize("stride", [1, 2])
 def test_both_cotangents_of_a_convolution_are_those_of_jax(stride, options, padding):
@@ -780,10 +779,7 @@ def over_all(kernels):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("start", "kernels"),
-    [
-        (list, over_all),
-        (jnp.concatenate, lambda w: jnp.split(w, len(w) // 8)),
-    ],
+    [(list, over_all), (jnp.concatenate, lambda w: jnp.split(w, len(w) // 8))],
     ids=["over the norm of all", "split"],
 )
 def test_what_many_kernels_share_is_differentiated_once(start, kernels):

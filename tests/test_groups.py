@@ -43,8 +43,7 @@ def lost(rate, multiplier, records, epsilon):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rate", "multiplier", "records", "epsilon"),
-    [(0.1, 1.0, 3, 0.5), (0.05, 1.0, 4, 1.0)],
+    ("rate", "multiplier", "records", "epsilon"), [(0.1, 1.0, 3, 0.5), (0.05, 1.0, 4, 1.0)]
 )
 def test_one_step_is_the_mixture_that_it_should_be(rate, multiplier, records, epsilon):
     step = accounting.subsampled_gaussian(multiplier, rate, 1)

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 from absl import flags
-from experiments import persons, sentences, settings, text
+from experiments import declared, persons, sentences, settings, text
 from experiments.common import markdown
 from run_binary import run
 from test_docs import PAGES, ROOT
@@ -96,6 +96,13 @@ def test_what_the_guide_says_in_words_is_so():
     for name in ("MNIST", "FashionMNIST"):
         tanh, relu = (found["activations", f"{name}, {kind}"] for kind in ("tanh", "ReLU"))
         assert statistics.mean(tanh) > statistics.mean(relu) + 1
+
+
+def test_the_table_of_tables_is_current():
+    """``python -m experiments.declared --page docs/pages/tutorials/table.md`` writes it."""
+    rows = json.loads((RESULTS / "declared.json").read_text())["rows"]
+    page = (PAGES / "tutorials" / "table.md").read_text()
+    assert markdown.filled(page, declared.tables(rows)) == page
 
 
 def test_the_table_of_persons_is_current():

@@ -15,17 +15,7 @@ import scipy.stats
 from mutation import kills
 
 import dpjax
-from dpjax import (
-    accounting,
-    clipping,
-    ledger,
-    noise,
-    reports,
-    sampling,
-    trees,
-    types,
-    verify,
-)
+from dpjax import accounting, clipping, ledger, noise, reports, sampling, trees, types, verify
 from dpjax.accounting.random_projections import ProjectedGaussianDpEvent
 from dpjax.data import Stream
 from dpjax.mechanism.card import spent_of

@@ -336,27 +336,6 @@ def as_linen(params):
 
 
 @pytest.mark.slow
-def test_a_model_of_nnx():
-    from flax import nnx
-
-    model = nnx.Sequential(
-        nnx.Linear(5, 4, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(4, 3, rngs=nnx.Rngs(1))
-    )
-    rest, params = nnx.split(model, nnx.Param)
-
-    def loss(params, example):
-        x, y = example
-        return losses.cross_entropy(nnx.merge(rest, params)(x), y)
-
-    gradients = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, (X, Y))
-    got = nnx.to_pure_dict(clipping.clip(clipping.flat(0.5), gradients)[0])
-    dense = [nnx.to_pure_dict(params)["layers"][i] for i in (0, 2)]
-    want = as_linen({"Dense_0": dense[0], "Dense_1": dense[1]})
-    for i, name in ((0, "Dense_0"), (2, "Dense_1")):
-        np.testing.assert_allclose(got["layers"][i]["kernel"], want[name]["kernel"], atol=1e-5)
-
-
-@pytest.mark.slow
 def test_a_model_of_equinox():
     eqx = pytest.importorskip("equinox")
     keys = jax.random.split(KEY, 2)

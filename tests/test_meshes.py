@@ -95,8 +95,7 @@ def test_parameters_are_split_along_their_longest_even_axis():
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["data", "data:x", "data:64,model:64", "data:-1,model:-1", ":1", "data:0"],
+    "text", ["data", "data:x", "data:64,model:64", "data:-1,model:-1", ":1", "data:0"]
 )
 def test_a_mesh_that_is_none_is_answered(text):
     with pytest.raises(ValueError, match=r"^meshes\.parse\(text=.*sizes for 1 devices"):

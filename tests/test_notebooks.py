@@ -52,20 +52,3 @@ def test_notebooks_are_complete(path):
     outputs = [output for cell in code for output in cell["outputs"]]
     assert any(notebooks.PNG in output.get("data", {}) for output in outputs)
     assert " at 0x" not in json.dumps(outputs)
-
-
-def test_a_cell_shows_what_jupyter_shows():
-    class Table:
-        def __repr__(self):
-            return "plain"
-
-        def _repr_html_(self):
-            return "<p>rich</p>"
-
-    source = "print('said')\npyplot.figure()\nTable()"
-    names = {"Table": Table, "pyplot": notebooks.pyplot}
-    stream, result, figure = notebooks._outputs(source, "cell", names)
-    assert stream["text"] == ["said\n"]
-    assert result["data"] == {"text/plain": ["plain"], "text/html": ["<p>rich</p>"]}
-    assert list(figure["data"]) == [notebooks.PNG]
-    assert notebooks.pyplot.get_fignums() == []

@@ -15,16 +15,15 @@ from experiments.calibration import algorithms
 from experiments.calibration import settings as calibration
 from experiments.common import claims, pictures, runs, tables
 from experiments.common.claims import Claim, judged
-from experiments.common.figures import Figure, logged, series
-from experiments.composite_loss import run as composite
+from experiments.composite_loss import __main__ as composite
 from experiments.composite_loss.settings import Choice
-from experiments.grouped_clipping import run as grouped
+from experiments.grouped_clipping import __main__ as grouped
 from experiments.grouped_clipping import settings as groups
-from experiments.noise_curricula import run as curricula
+from experiments.noise_curricula import __main__ as curricula
 from experiments.noise_curricula import settings as noises
-from experiments.scatternet import run as scatternet
+from experiments.scatternet import __main__ as scatternet
 from experiments.scatternet import settings as features
-from experiments.tempered_sigmoids import run as tempered
+from experiments.tempered_sigmoids import __main__ as tempered
 from experiments.tempered_sigmoids import settings as sigmoids
 from run_binary import run
 
@@ -315,51 +314,6 @@ def test_every_paper_runs_in_little_and_shows_three_epsilons(paper, tmp_path):
 # --- figures -------------------------------------------------------------------------------------
 
 
-def flat(number, count=1):
-    return range(3), np.full((3, count), float(number))
-
-
-def axes_of(monkeypatch, *panels):
-    """The figure that is saved, and the axes of its panels."""
-    saved = []
-    monkeypatch.setattr(pictures, "png", lambda figure: saved.append(figure) or b"")
-    pictures.image(panels)
-    return saved[0], saved[0].axes
-
-
-def test_twelve_lines_have_twelve_looks_and_a_thirteenth_is_an_error(monkeypatch):
-    lines = {f"line {i}": flat(i) for i in range(13)}
-    with pytest.raises(ValueError, match="13 lines"):
-        pictures.image([pictures.Panel("title", "x", "y", lines)])
-    del lines["line 12"]
-    figure, (axes,) = axes_of(monkeypatch, pictures.Panel("title", "x", "y", lines))
-    assert len({(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}) == 12
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(lines)
-
-
-def test_bands_are_of_the_seeds_that_have_a_number(monkeypatch):
-    lines = {"three": flat(1, 3), "ragged": (range(3), [[1], [1, 3], [np.nan, 2]])}
-    panel = pictures.Panel("title", "x", "y", lines)
-    assert pictures.seeds_of(panel) == "3 seeds; 2 of ragged"
-    _, (axes,) = axes_of(monkeypatch, panel)
-    np.testing.assert_array_equal(axes.get_lines()[1].get_ydata(), [1, 2, 2])
-
-
-def test_a_figure_draws_the_best_row_of_each_line_and_says_what_is_missing():
-    way = [{"step": 1, "accuracy": 0.5}, {"step": 2, "accuracy": 0.75}]
-    rows = {
-        "slow": {"0": {"accuracy": 50.0, "way": way}},
-        "fast": {"0": {"accuracy": 75.0, "way": way}, "1": {"accuracy": 74.0, "way": []}},
-    }
-    lines = {"mnist": {"tanh": ["slow", "fast"], "ReLU": ["none"]}}
-    figure = Figure("", [logged("step", "accuracy", ("step", "%"), 100)], lines)
-    (panel,) = figure.panels(rows)
-    assert list(panel.lines) == ["tanh"]
-    assert panel.lines["tanh"][1].tolist() == [[50.0], [75.0]]
-    assert figure.missing(rows) == ["mnist ReLU"]
-    assert series(list(rows["fast"].values()), "step", "norm") is None
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("paper", [p for p in PAPERS if p.figures], ids=lambda paper: paper.name)
 def test_every_figure_is_drawn_from_the_committed_results_or_says_what_to_run(paper, monkeypatch):
@@ -368,7 +322,7 @@ def test_every_figure_is_drawn_from_the_committed_results_or_says_what_to_run(pa
     for drawn in gallery.drawn([paper]):
         caption = drawn.caption(verdicts)
         assert drawn.picture or "Not run" in caption
-        assert not drawn.missing or drawn.how in caption
+        assert not drawn.missing or f"--figure={drawn.name}` runs these rows" in caption
 
 
 def test_the_rule_is_printed_and_counts_all_claims():

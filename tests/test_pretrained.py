@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published weights of BERT and ViT: loaded networks compute what the published ones compute."""
+"""Published weights of BERT: loaded networks compute what the published ones compute."""
 
 import json
 import math
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from experiments.finetuning import transformers as pretrained
-from flax import traverse_util
 from scipy import special
 
 from dpjax import models
@@ -162,77 +161,3 @@ def test_bfloat16_is_read(tmp_path):
     assert got["a"].dtype == jnp.bfloat16
     assert np.array_equal(got["a"].astype("f4"), [[1.5, -2.0]])
     assert got["n"] == 3
-
-
-def vit_in_numpy(w, image, patch, heads, depth):
-    """The Vision Transformer in NumPy, from the published names."""
-    side = image.shape[0] // patch
-    cut = image.reshape(side, patch, side, patch, -1).transpose(0, 2, 1, 3, 4)
-    kernel = w["embedding/kernel"].reshape(-1, w["embedding/kernel"].shape[-1])
-    x = cut.reshape(side * side, -1) @ kernel + w["embedding/bias"]
-    x = np.concatenate([w["cls"][0], x]) + w["Transformer/posembed_input/pos_embedding"][0]
-    for i in range(depth):
-        at = f"Transformer/encoderblock_{i}/"
-        h = norm(x, w[f"{at}LayerNorm_0/scale"], w[f"{at}LayerNorm_0/bias"], 1e-6)
-        one = f"{at}MultiHeadDotProductAttention_1/"
-        q, k, v = (
-            np.einsum("pd,dhk->phk", h, w[f"{one}{n}/kernel"]) + w[f"{one}{n}/bias"]
-            for n in ("query", "key", "value")
-        )
-        x = x + np.einsum("phk,hkd->pd", attend(q, k, v), w[f"{one}out/kernel"])
-        x = x + w[f"{one}out/bias"]
-        h = norm(x, w[f"{at}LayerNorm_2/scale"], w[f"{at}LayerNorm_2/bias"], 1e-6)
-        h = h @ w[f"{at}MlpBlock_3/Dense_0/kernel"] + w[f"{at}MlpBlock_3/Dense_0/bias"]
-        h = h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3))) / 2
-        x = x + h @ w[f"{at}MlpBlock_3/Dense_1/kernel"] + w[f"{at}MlpBlock_3/Dense_1/bias"]
-    x = norm(x, w["Transformer/encoder_norm/scale"], w["Transformer/encoder_norm/bias"], 1e-6)
-    return x[0] @ w["head/kernel"] + w["head/bias"]
-
-
-VIT = models.ViT(classes=3, patch=4, width=8, depth=2, heads=2, hidden=12)
-
-
-def vit_weights(side=8):
-    empty = empty_params(VIT, jnp.zeros((side, side, 3)))
-    leaves = traverse_util.flatten_dict(empty, sep="/")
-    return {name: RNG.normal(size=x.shape, scale=0.4).astype("f4") for name, x in leaves.items()}
-
-
-def test_a_vit_is_loaded_and_is_a_vit(tmp_path):
-    weights, prefix = vit_weights(), "opt/target/"
-    stored = {prefix + name: value for name, value in weights.items()}
-    stored |= {prefix + "pre_logits/kernel": np.ones((2, 2)), "opt/state/step": np.array(1)}
-    np.savez(tmp_path / "w.npz", **stored)
-    image = RNG.uniform(size=(8, 8, 3)).astype("f4")
-    params = pretrained.load_vit(tmp_path / "w.npz", empty_params(VIT, image))
-    expected = vit_in_numpy(weights, image, patch=4, heads=2, depth=2)
-    got = jax.jit(VIT.apply)({"params": params}, image)
-    np.testing.assert_allclose(got, expected, atol=1e-4)
-
-
-def test_a_larger_image_stretches_the_positions_and_new_classes_a_new_head(tmp_path):
-    weights = vit_weights()
-    np.savez(tmp_path / "w.npz", **weights)
-    model = VIT.clone(classes=5)
-    params = pretrained.load_vit(tmp_path / "w.npz", empty_params(model, jnp.zeros((12, 12, 3))))
-    assert (params["head"]["kernel"] == 7).all()
-    old = weights["Transformer/posembed_input/pos_embedding"][0]
-    new = params["Transformer"]["posembed_input"]["pos_embedding"][0]
-    assert np.array_equal(new[0], old[0])
-    new, old = new[1:].reshape(3, 3, 8), old[1:].reshape(2, 2, 8)
-    np.testing.assert_allclose(new[::2, ::2], old, rtol=1e-5)
-    np.testing.assert_allclose(new[1, 1], old.mean((0, 1)), atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("model", "shape", "word"),
-    [
-        (VIT.clone(depth=1), (8, 8, 3), "weights that the model lacks"),
-        (VIT.clone(depth=3), (8, 8, 3), "encoderblock_2.*missing"),
-        (VIT, (8, 8, 1), r"embedding/kernel \(4, 4, 3, 8\), expected \(4, 4, 1, 8\)"),
-    ],
-)
-def test_weights_of_another_vit_are_refused_by_name(tmp_path, model, shape, word):
-    np.savez(tmp_path / "w.npz", **vit_weights())
-    with pytest.raises(ValueError, match=word):
-        pretrained.load_vit(tmp_path / "w.npz", empty_params(model, jnp.zeros(shape)))

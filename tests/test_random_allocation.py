@@ -18,7 +18,7 @@ from dpjax.accounting import allocation, events, random_allocation
 from dpjax.accounting.events import AllocatedGaussianDpEvent, gaussian
 from dpjax.sampling.events import stated
 from dpjax.types import Neighbours, Sampler
-from dpjax.verify.epochs import by_ratios
+from dpjax.verify.epochs import epsilon_of, law_of
 from dpjax.verify.steps import Step
 
 DELTA = 1e-5
@@ -72,7 +72,7 @@ def test_epsilon_is_just_above_a_bound_from_below(golden):
     (bins, epochs, z), expected = golden
     found = epsilon(bins, epochs, z)
     assert found == pytest.approx(expected, rel=2e-4)
-    below = by_ratios(Counter({Step(z, bins=bins, epoch=((z, bins),)): epochs}), DELTA)
+    below = epsilon_of(law_of(Counter({Step(z, bins=bins, epoch=((z, bins),)): epochs})), DELTA)
     assert below <= found <= 1.003 * below
 
 
@@ -138,7 +138,7 @@ def test_multipliers_differ_by_bin_and_by_epoch():
     # Noise that hides all is as a step that did not run.
     assert event_of([1.0, math.inf, 1.0], 3) == event_of([1.0, 1.0], 3)
     step = Step(0.9, bins=6, epoch=((0.9, 3), (1.2, 3)))
-    assert by_ratios(Counter({step: 2}), DELTA) == pytest.approx(by_bin, rel=0.003)
+    assert epsilon_of(law_of(Counter({step: 2})), DELTA) == pytest.approx(by_bin, rel=0.003)
 
 
 @kills("accounting/events.py", "// share * share]", "// share * share + share - 1]")
@@ -189,7 +189,7 @@ def test_other_methods_and_relations():
     )
     steps = Counter({Step(1.5, bins=8, epoch=((1.5, 8),)): 2, Step(10.0): 1, Step(2.0, 0.1): 5})
     assert accounting.epsilon(more, DELTA, "pld") == pytest.approx(
-        by_ratios(steps, DELTA), rel=3e-3
+        epsilon_of(law_of(steps), DELTA), rel=3e-3
     )
     # Nothing composes its losses with Laplace noise, so the bins are taken as known.
     laplace: Any = accounting.compose(twice, dp.LaplaceDpEvent(5.0))

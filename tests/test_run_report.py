@@ -51,12 +51,7 @@ BOARD = (
 LABELS = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 2])
 GUESSES = np.array([0, 0, 0, 1, 1, 1, 2, 2, 0, 0])
 PROBABILITIES = np.where(np.eye(3)[GUESSES] > 0, 0.8, 0.1)
-DIAGNOSTICS = {
-    "norms": np.array([[0.0], [0.25], [1.0], [2.0]]),
-    "bounds": np.array([0.5]),
-    "activation_norms": np.array([4.0, 2.0]),
-    "activation_names": np.array(["<b>$first$", "second"]),
-}
+DIAGNOSTICS = {"norms": np.array([[0.0], [0.25], [1.0], [2.0]]), "bounds": np.array([0.5])}
 SEEN = {
     "accuracy": "80.0 % at the end, 80.0 % at best. Always guessing the most frequent class: "
     "40.0 %.",
@@ -66,20 +61,17 @@ SEEN = {
     "noise": "From 2 to 1.5, over 10 accounted steps.",
     "clipping": "75 % of the examples were above the bound; the cosine was 0.90.",
     "norms": "1.5 at the end.",
-    "shades": "Most frequent at the end: 0.22 to 4.6 times the bound.",
     "gradients": "Of 4 training examples, 50% are above the bound; median 0.625.",
-    "activations": "The largest is 4, of <b>$first$.",
     "classes": "Lowest: class 2, 50.0 % of 4 examples.",
     "confusion": "Most often class 2 was taken for class 0: 2 of 4 examples.",
     "calibration": "Expected calibration error (ECE) 0.000, largest (MCE) 0.000.",
 }
-PRIVATE = {"training_loss", "clipping", "norms", "shades", "gradients", "activations"}
+PRIVATE = {"training_loss", "clipping", "norms", "gradients"}
 ALL = {plot.name for plot in figures.PLOTS}
 
 
 def row(step, **changes):
     private = {"loss": 2 / step, "examples": 10.0, "norm": 1.5, "clipped": 0.75, "cosine": 0.9}
-    private["norm_histogram"] = [1, 6, 3]
     return {
         "step": step,
         "epsilon": step / 4,
@@ -307,9 +299,7 @@ EARLIER = Spent(sampling=sampling.poisson(1000, 10), runs=((2.0, 5),))
 
 @kills("reports/load_run.py", 'if card["mechanism"] !=', 'if False and card["mechanism"] !=')
 @pytest.mark.parametrize(
-    "changes",
-    [{"noise_multiplier": 2.5}, {"before": [EARLIER]}],
-    ids=["noise", "an earlier run"],
+    "changes", [{"noise_multiplier": 2.5}, {"before": [EARLIER]}], ids=["noise", "an earlier run"]
 )
 def test_a_card_of_another_mechanism_is_not_believed(changes, tmp_path):
     """Such as of cheaper steps with the same noise, in a folder that another run overwrote."""
@@ -495,15 +485,6 @@ def test_the_bound_is_a_line_where_it_is_one_number(tmp_path):
     assert len(figure.axes[0].collections) == 1, "from the smallest to the largest group"
 
 
-def test_clients_are_not_called_examples(tmp_path, monkeypatch):
-    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", ())
-    path = write(tmp_path, [row(1, clients_per_second=0.4)])
-    (path / "run.json").write_text(json.dumps({"mechanism": {"unit": "client"}}))
-    page = text(parsed(reports.report(path)))
-    assert "clients per second0.4" in page
-    assert "examples per second" not in page
-
-
 def test_every_step_and_every_example_is_drawn(whole):
     figure, _ = drawn(figures.noise, load_run.read(whole))
     values, edges = stairs(figure)
@@ -608,15 +589,3 @@ def test_a_live_plot_ends_no_run(pictures, caplog, monkeypatch):
     monkeypatch.setattr(sys.modules["IPython.display"], "Image", None)
     reports.live_plot("accuracy")(rows)
     assert "the figure was not drawn: 'NoneType' object is not callable" in caplog.text
-
-
-def test_no_part_of_the_page_is_wider_than_a_phone(whole):
-    """As far as the style sheet says: figures scale, text wraps, wide tables scroll inside."""
-    raw = (whole / "report.html").read_text()
-    sheet = raw[raw.index("<style>") : raw.index("</style>")]
-    assert "min-width:" not in sheet
-    assert re.search(r"\bsvg\{[^}]*width:100%", sheet)
-    assert re.search(r"\bpre\{[^}]*white-space:pre-wrap;overflow-wrap:anywhere", sheet)
-    assert re.search(r"\.plate\{overflow-x:auto", sheet)
-    for image in parsed(whole / "report.html").iter("svg"):
-        assert not {"width", "height"} & set(image.attrib), "the view box alone has a size"

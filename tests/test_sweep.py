@@ -188,10 +188,7 @@ def test_a_run_is_a_command_without_a_report_of_its_own(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "answer"),
-    [
-        ([], "either --grid or --ranges"),
-        (["--ranges=a=1"], "goes with --random or --random_runs"),
-    ],
+    [([], "either --grid or --ranges"), (["--ranges=a=1"], "goes with --random or --random_runs")],
 )
 def test_flags_that_do_not_go_together_are_refused(words, answer):
     with pytest.raises(app.UsageError, match=answer):

@@ -323,10 +323,7 @@ def test_a_run_without_noise_promises_nothing(name):
 
 
 # By 80 digits: bisection of Phi(mu / 2 - e / mu) - exp(e) Phi(-mu / 2 - e / mu).
-EXACT = [
-    (1.0, 1e-5, 4.3771780957),
-    (20**0.5 / 5, 1e-15, 7.2450003),
-]
+EXACT = [(1.0, 1e-5, 4.3771780957), (20**0.5 / 5, 1e-15, 7.2450003)]
 
 
 @kills("verify/epsilon.py", "signal = exchange * math.sqrt(", "signal = math.sqrt(", slow=True)

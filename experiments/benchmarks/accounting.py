@@ -26,7 +26,7 @@ from dp_accounting import pld, rdp
 from dpjax import accounting
 from experiments.benchmarks import reporting
 
-STEPS, MULTIPLIER, RATE, DELTA, TARGET = 14_063, 1.1, 256 / 60_000, 1e-5, 3.0
+STEPS, MULTIPLIER, RATE, DELTA = 14_063, 1.1, 256 / 60_000, 1e-5
 DISTINCT, FIRST, LAST = 2_000, 1.5, 0.8  # a schedule: as many multipliers, falling on a line
 THEIRS = {"rdp": rdp.RdpAccountant, "pld": pld.PLDAccountant}
 Runs = list[tuple[float, int]]  # noise multipliers, each with a number of steps
@@ -35,13 +35,6 @@ Runs = list[tuple[float, int]]  # noise multipliers, each with a number of steps
 def ours(method: str, runs: Runs, rate: float) -> float:
     events = [accounting.subsampled_gaussian(z, rate, steps) for z, steps in runs]
     return accounting.epsilon(accounting.compose(*events), DELTA, method)
-
-
-def our_multiplier(method: str, steps: int, rate: float) -> float:
-    def event(noise_multiplier: float) -> Any:
-        return accounting.subsampled_gaussian(noise_multiplier, rate, steps)
-
-    return accounting.calibrate(event, TARGET, DELTA, method)
 
 
 def event_of(noise_multiplier: float, steps: int, rate: float) -> Any:
@@ -55,12 +48,6 @@ def theirs(method: str, runs: Runs, rate: float) -> float:
     return THEIRS[method]().compose(dp_accounting.ComposedDpEvent(events)).get_epsilon(DELTA)
 
 
-def their_multiplier(method: str, steps: int, rate: float) -> float:
-    return dp_accounting.calibrate_dp_mechanism(
-        THEIRS[method], lambda z: event_of(z, steps, rate), TARGET, DELTA
-    )
-
-
 def questions(smoke: bool) -> dict[str, dict[str, Callable[[float], float]]]:
     """By question and contestant, a function of the sampling rate."""
     steps, distinct = (10, 3) if smoke else (STEPS, DISTINCT)
@@ -68,16 +55,13 @@ def questions(smoke: bool) -> dict[str, dict[str, Callable[[float], float]]]:
         "steps": [(MULTIPLIER, steps)],
         "schedule": [(FIRST + (LAST - FIRST) * i / (distinct - 1), 1) for i in range(distinct)],
     }
-    asked: dict[str, dict[str, Callable[[float], float]]] = {"calibration": {}}
+    asked: dict[str, dict[str, Callable[[float], float]]] = {}
     for method in THEIRS:
         for name, of in runs.items():
             row = asked.setdefault(name, {})
             row[f"dpjax {method}"] = functools.partial(ours, method, of)
             if smoke or (name, method) != ("schedule", "pld"):
                 row[f"dp-accounting {method}"] = functools.partial(theirs, method, of)
-        row = asked["calibration"]
-        row[f"dpjax {method}"] = functools.partial(our_multiplier, method, steps)
-        row[f"dp-accounting {method}"] = functools.partial(their_multiplier, method, steps)
     return asked
 
 

@@ -9,7 +9,6 @@ sharded.  Contestants called plain (`plain`) are not private.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,10 +17,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
-from optax import contrib
 
 import dpjax
-from dpjax import clipping, gradients, noise, sampling, strategies
+from dpjax import clipping, gradients, sampling
 from experiments.benchmarks import workers
 from experiments.benchmarks.workloads import SEED, WORKLOADS
 
@@ -139,7 +137,7 @@ def jax_privacy(loss: Any, batch_size: int, microbatch_size: int | None = None) 
 
 
 def of_jax(loss: Any, batch_size: int) -> dict[str, tuple[Any, optax.GradientTransformation]]:
-    """By name the gradients of JAX, dpjax and Optax, each with what makes it private."""
+    """By name the gradients of JAX and dpjax, each with what makes it private."""
     key = jax.random.key(SEED)
     mechanism = dpjax.Mechanism(
         sampling=sampling.poisson(examples=60_000, batch_size=batch_size),
@@ -155,25 +153,7 @@ def of_jax(loss: Any, batch_size: int) -> dict[str, tuple[Any, optax.GradientTra
         clipped = dpjax.clipped_grad(loss, clipping.flat(BOUND), engine)
         return lambda params, batch: clipped(params, batch).sum
 
-    def noised(params: Any, batch: Any) -> Any:
-        plain = jax.grad(mean_loss)(params, batch)
-        return jax.tree.map(lambda x: x + noise.standard_normal(key, x.shape), plain)
-
-    programs = {
-        "plain": (jax.grad(mean_loss), optax.identity()),  # as users write it
-        "noised": (noised, optax.identity()),  # no private step can cost less
-        # In microbatches, by the means of the private one.
-        "plain fast": (gradients.plain_grad(loss), optax.identity()),
-    }
+    programs: dict[str, Any] = {"plain": (jax.grad(mean_loss), optax.identity())}
     for engine in (*gradients.ENGINES, "auto"):
         programs[f"dpjax {engine}"] = (clipped_sum(engine), mechanism.privatize(key))
-    # Correlated noise with 16 bands, beside the white noise of "dpjax auto".
-    banded = dataclasses.replace(
-        mechanism,
-        sampling=sampling.cyclic_poisson(60_000, batch_size, cycle=16),
-        noise=strategies.square_root(STEPS, bands=16),
-    )
-    programs["16 bands"] = (clipped_sum("auto"), banded.privatize(key))
-    aggregate = contrib.differentially_private_aggregate(BOUND, NOISE_MULTIPLIER, key)
-    programs["optax.contrib"] = (jax.vmap(jax.grad(loss), (None, 0)), aggregate)
     return programs

@@ -103,10 +103,7 @@ def planned(fields: Sizes, who: str) -> dict[str, int]:
     state = jax.eval_shape(optimizer.init, params)
     plan = step.lower(params, state, (batch, frozen)).compile().memory_analysis()
     inputs = plan.argument_size_in_bytes + plan.output_size_in_bytes
-    return {
-        "temporary_bytes": plan.temp_size_in_bytes,
-        "bytes": plan.temp_size_in_bytes + inputs,
-    }
+    return {"temporary_bytes": plan.temp_size_in_bytes, "bytes": plan.temp_size_in_bytes + inputs}
 
 
 def of_opacus(fields: Sizes, who: str, parameters: int) -> contestants.Contestant:

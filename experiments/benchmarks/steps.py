@@ -8,9 +8,7 @@ command   make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2 --out 
 
 Contestants (`contestants`, `peers`) take turns in a random order, so that a busy machine is busy
 for all. `ratio` is their median over plain's, and `first` the first step with compilation. `plan`
-is XLA's temporary memory, and `peak` the rise of PyTorch's above parameters and batch. On an
-accelerator, `away` is the largest difference of the clipped sum of eight examples from the CPU's,
-in bounds, and `norms` that of a norm, relative to it: a matrix unit that rounds shows here.
+is XLA's temporary memory, and `peak` the rise of PyTorch's above parameters and batch.
 """
 
 from __future__ import annotations
@@ -27,23 +25,11 @@ from typing import Any
 import jax
 from absl import app, flags
 
-import dpjax
-from dpjax import clipping
 from experiments.benchmarks import reporting, workers
-from experiments.benchmarks.contestants import (
-    BOUND,
-    PEERS,
-    Contestant,
-    Refused,
-    compiled,
-    of_jax,
-    peer,
-)
+from experiments.benchmarks.contestants import PEERS, Contestant, Refused, compiled, of_jax, peer
 from experiments.benchmarks.workloads import SEED, WORKLOADS, problem
 
 TURN = 0.1  # seconds: a contestant with shorter steps takes several in a row, after a warm one
-TIMES = "median ms     fastest - slowest  rounds   ratio  first s"
-MEMORY = "plan MiB  peak MiB"
 
 
 def take_turns(
@@ -91,25 +77,6 @@ def summarise(figures: dict[str, Any]) -> None:
         figure["ratio"] = figure["median_ms"] / figures["plain"]["median_ms"]
 
 
-def apart(loss: Any, params: Any, batch: Any) -> dict[str, float]:
-    """How far a clipped sum and its norms are from the CPU's."""
-
-    def run(params: Any, batch: Any) -> Any:
-        clipped = dpjax.clipped_grad(loss, clipping.flat(BOUND))(params, batch)
-        return clipped.value, clipped.norms
-
-    results = []
-    for device in (jax.devices()[0], jax.devices("cpu")[0]):
-        with jax.default_device(device):
-            results.append(jax.device_get(jax.jit(run)(*jax.device_put((params, batch), device))))
-    (value, norms), (want, lengths) = results
-    away = jax.tree.map(lambda a, b: float(abs(a - b).max()), value, want)
-    return {
-        "away": max(jax.tree.leaves(away)) / BOUND,
-        "norms": float((abs(norms - lengths) / lengths).max()),
-    }
-
-
 def measure(
     name: str, batch_size: int, words: list[str] | None, python: str | None, **limits: Any
 ) -> dict[str, Any]:
@@ -134,33 +101,19 @@ def measure(
             contestant.close()
     summarise(figures)
     facts = {"parameters": WORKLOADS[name].parameters, "batch_size": batch_size}
-    if jax.default_backend() != "cpu":
-        facts |= apart(loss, params, jax.tree.map(lambda x: x[:8], batch))
     return {**facts, "contestants": figures}
 
 
 def table(name: str, result: dict[str, Any]) -> str:
-    """One workload's figures, a contestant a row."""
-    head = f"{name}: {result['parameters']:,} parameters, batch {result['batch_size']}"
-    rows = [head, f"  {'':16} {TIMES}  {MEMORY}"]
+    """One workload's figures, a contestant a row; the file has all of them."""
+    rows = [f"{name}: {result['parameters']:,} parameters, batch {result['batch_size']}"]
     for who, f in result["contestants"].items():
-        if "refused" in f:
-            rows.append(f"  {who:16} {f['refused']}")
-            continue
-        times, memory = f["rounds_ms"], [f.get(k) for k in ("planned_bytes", "peak_bytes")]
-        cells = [
-            f"{f['median_ms']:9.2f}  {min(times):9.2f} - {max(times):<8.2f} {len(times):6}",
-            f"{f['ratio']:6.3g}",
-            f"{f['first_s']:7.1f}",
-            *(cell(None if held is None else held / 2**20, "8.1f") for held in memory),
-            f.get("note", ""),
-        ]
-        rows.append(f"  {who:16} " + "  ".join(cells).rstrip())
+        words = f.get("refused")
+        if not words:
+            times = f"{f['median_ms']:9.2f} ms in {len(f['rounds_ms'])} rounds, {f['ratio']:6.3g} x"
+            words = f"{times}, first {f['first_s']:.1f} s  {f.get('note', '')}".rstrip()
+        rows.append(f"  {who:16} {words}")
     return "\n".join(rows)
-
-
-def cell(number: float | None, form: str) -> str:
-    return format("-", ">" + form.split(".")[0]) if number is None else format(number, form)
 
 
 def main(asked: Any) -> None:

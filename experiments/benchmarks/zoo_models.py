@@ -18,6 +18,8 @@ import optax
 from flax.linen.initializers import he_normal, lecun_normal, normal, ones, zeros
 from jax import lax
 
+from dpjax import models
+
 Array = jax.Array
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
@@ -68,21 +70,17 @@ def mean_square(prediction: Array, target: Array) -> Array:
     return jnp.mean((prediction - target) ** 2)
 
 
-class Perceptron(nn.Module):
-    normalised: bool = False
-
+class Normalised(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        for width in (256, 256, 10):
-            layer = nn.Dense(width)
-            x = (nn.WeightNorm(layer) if self.normalised else layer)(x)
-            x = x if width == 10 else nn.relu(x)
-        return x
+        for width in (256, 256):
+            x = nn.relu(nn.WeightNorm(nn.Dense(width))(x))
+        return nn.WeightNorm(nn.Dense(10))(x)
 
 
 def weight_decay_in_the_loss(size: int) -> Case:
     """The loss holds half the squared norm of the parameters."""
-    case = classifier(Perceptron(), 784)(size)
+    case = classifier(models.MLP(features=(256, 256), activation=nn.relu), 784)(size)
 
     def loss(params: Any, example: Any) -> Array:
         decay = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
@@ -185,18 +183,6 @@ class ResNet(nn.Module):
             short = x if strides == 1 else nn.Conv(channels, (1, 1), strides=strides)(x)
             x = nn.relu(y + short)
         return nn.Dense(10)(x.mean((0, 1)))
-
-
-class ViT(nn.Module):
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        x = nn.Conv(64, (4, 4), strides=4)(x).reshape(-1, 64)
-        x = jnp.concatenate([self.param("token", zeros, (1, 64)), x])
-        x = x + self.param("positions", normal(0.02), x.shape)
-        for _ in range(3):
-            x = x + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(x))
-            x = x + nn.Dense(64)(nn.gelu(nn.Dense(128)(nn.LayerNorm()(x))))
-        return nn.Dense(10)(nn.LayerNorm()(x)[0])
 
 
 class Mixer(nn.Module):
@@ -497,12 +483,13 @@ def _backward(saved: Any, cotangent: Array) -> Any:
 
 by_adjoint.defvjp(_forward, _backward)
 
+VIT = models.ViT(patch=4, width=64, depth=3, heads=4, hidden=128)
 # Name -> batch size, and a function of a batch size.
 MODELS: dict[str, tuple[int, Callable[[int], Case]]] = {
     "weight decay in the loss": (256, weight_decay_in_the_loss),
     "hypernetwork": (64, classifier(Hypernetwork(), 64)),
     "hypernetwork of the example": (64, hypernetwork_of_the_example),
-    "weight normalisation": (128, classifier(Perceptron(normalised=True), 256)),
+    "weight normalisation": (128, classifier(Normalised(), 256)),
     "weight normalised cnn": (64, classifier(WeightNormCNN(), 32, 32, 3)),
     "standardised resnet": (32, classifier(BiT(), 32, 32, 3)),
     "low rank adapters": (64, classifier(LowRank(), 16, 256)),
@@ -514,7 +501,7 @@ MODELS: dict[str, tuple[int, Callable[[int], Case]]] = {
     "gru": (32, classifier(Recurrent(nn.GRUCell), 32, 16)),
     "diffusion unet": (16, denoiser(UNet(), 16, 16, 3)),
     "resnet": (32, classifier(ResNet(), 32, 32, 3)),
-    "vit": (32, classifier(ViT(), 32, 32, 3)),
+    "vit": (32, classifier(VIT, 32, 32, 3)),
     "mlp mixer": (32, classifier(Mixer(), 32, 32, 3)),
     "graph network": (64, graph_network),
     "factorisation machine": (128, factorisation_machine),

@@ -14,16 +14,7 @@ import numpy as np
 
 from experiments.calibration import limits
 from experiments.calibration.algorithms import BINS
-from experiments.calibration.settings import (
-    ABSENT,
-    FOUR,
-    LARGE,
-    PLAIN,
-    REGRESSIONS,
-    SETTINGS,
-    SMALL,
-    SWEEP,
-)
+from experiments.calibration.settings import FOUR, LARGE, PLAIN, REGRESSIONS, SETTINGS, SMALL, SWEEP
 from experiments.common.figures import Draw, Figure, Runs, logged
 from experiments.common.pictures import Panel
 
@@ -103,18 +94,10 @@ CURVES = (
 )
 CONFIDENCE = histogram("confidence", "confidence", "part of the examples")
 RELIABILITY = histogram("reliability", "confidence", "accuracy")
-RIGHT = histogram("of the right class", "probability of the right class", "part of the examples")
 
 
-def _classifier(task: str, shows: str, *draws: Draw) -> Figure:
-    lines = {task: {way: [f"{task} {way}"] for way in FOUR}}
-    return Figure(shows, draws, lines, task == "mnist", ABSENT.get(task, ""))
-
-
-def _bounds(task: str, shows: str) -> Figure:
-    ways = [SMALL, LARGE, *(f"R = {bound:g}" for bound in SWEEP)]
-    lines = {task: {way: [f"{task} {way}"] for way in ways}}
-    return Figure(shows, [bounds], lines, why=ABSENT.get(task, ""))
+def _lines(*ways: str) -> dict[str, dict[str, list[str]]]:
+    return {"mnist": {way: [f"mnist {way}"] for way in ways}}
 
 
 FIGURES = {
@@ -127,30 +110,27 @@ FIGURES = {
     "2": Figure(
         "Confidence: with a small bound the model is sure of almost every example.",
         [CONFIDENCE],
-        {task: {way: [f"{task} {way}"] for way in FOUR} for task in ("cifar10", "mnist", "snli")},
-        why="CIFAR-10 and SNLI need published weights of ViT-Base and BERT-Base.",
+        _lines(*FOUR),
     ),
-    "3": _bounds("cifar10", "CIFAR-10 with ViT: large bounds calibrate."),
-    "4": _classifier("cifar10", "CIFAR-10 with ViT: loss and accuracy by step.", *CURVES),
-    "5": _classifier("cifar10", "CIFAR-10 with ViT: reliability.", RELIABILITY),
-    "6": _classifier(
-        "mnist",
+    "6": Figure(
         "MNIST: a large bound has the lower loss and calibration error, at nearly the accuracy of "
         "a small one.",
-        *CURVES,
+        CURVES,
+        _lines(*FOUR),
+        judged=True,
     ),
-    "6-right": _bounds(
-        "mnist",
+    "6-right": Figure(
         'MNIST: "a clear accuracy-calibration trade-off": large bounds lower ECE and accuracy. '
         "Bounds other than 1 and 200 have one seed.",
+        [bounds],
+        _lines(SMALL, LARGE, *(f"R = {bound:g}" for bound in SWEEP)),
     ),
-    "7": _classifier(
-        "mnist",
+    "7": Figure(
         "MNIST: with bound 1 accuracy is below confidence; with bound 200 they agree.",
-        RELIABILITY,
+        [RELIABILITY],
+        _lines(*FOUR),
+        judged=True,
     ),
-    "8": _classifier("snli", "SNLI with BERT: loss, accuracy and calibration.", *CURVES),
-    "9": _classifier("snli", "SNLI with BERT: reliability.", RELIABILITY),
     "10": Figure(
         "Regressions: a large bound is comparable to a small one, if not better.",
         [errors],
@@ -160,6 +140,4 @@ FIGURES = {
         },
         judged=True,
     ),
-    "11": _classifier("cifar10", "CIFAR-10 with ViT: probability of the right class.", RIGHT),
-    "12": _classifier("snli", "SNLI with BERT: probability of the right class.", RIGHT),
 }

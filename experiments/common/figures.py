@@ -26,14 +26,12 @@ class Figure(NamedTuple):
       draws: Functions that make panels from the runs of a title.
       lines: By title and line, the keys of its rows; of several the best that ran is drawn.
       judged: Whether the verdicts on its rows stand below it.
-      why: Why rows were not run, if the reason is not time.
     """
 
     shows: str
     draws: Sequence[Draw]
     lines: Mapping[str, Mapping[str, Sequence[str]]] = {}
     judged: bool = False
-    why: str = ""
 
     def row_keys(self) -> list[str]:
         """The keys of all rows that the figure can show."""

@@ -8,6 +8,7 @@ convention, and the sound ones of what ran.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import math
@@ -27,9 +28,9 @@ import optax
 from absl import app, flags, logging
 
 import dpjax
-from dpjax import accounting, data, losses, metrics
+from dpjax import accounting, clipping, data, losses, metrics, sampling
 from dpjax.accounting.rounding import upwards
-from experiments.common import markdown, pictures
+from experiments.common import markdown
 from experiments.common.paper import Paper
 
 SEEDS = flags.DEFINE_integer("seeds", 5, "Runs of each row; seeds count from 0.", 1)
@@ -42,7 +43,6 @@ TABLE = flags.DEFINE_string("table", None, "Which table; by default the first.")
 FIGURE = flags.DEFINE_string("figure", None, "Which figure, in place of a table.")
 ROW = flags.DEFINE_multi_string("row", None, "Rows whose names contain this, in place of a table.")
 PAGE = flags.DEFINE_string("page", None, "Of a guide: run nothing, write its tables into this.")
-PLOT = flags.DEFINE_string("plot", None, "With --figure: the PNG file that it is drawn to.")
 
 DELTA = 1e-5
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours: public
@@ -211,6 +211,19 @@ def trained(
     }
 
 
+@functools.cache
+def calibrated(examples: int, batch: int, steps: int, epsilon: float, bound: float) -> Any:
+    """Poisson batches with the noise of an epsilon by PLD; no noise and no bound at infinity."""
+    private = math.isfinite(epsilon)
+    planned = dpjax.Mechanism(
+        sampling=sampling.poisson(examples, batch),
+        clipping=clipping.flat(bound if private else math.inf),
+        noise_multiplier=1.0 if private else 0.0,
+        steps=steps,
+    )
+    return planned.calibrate(epsilon, DELTA, "pld") if private else planned
+
+
 def spread(numbers: Sequence[float]) -> str:
     """Mean, and the spread over seeds where there is one."""
     if not numbers:
@@ -245,6 +258,23 @@ def start(main: Callable[[list[str]], None], *shared: str) -> None:
     for name in shared:
         flags.declare_key_flag(name)
     app.run(main)
+
+
+def guide(
+    name: str, tables: Callable[..., dict[str, str]], main: Callable[[Results], None], *shared: str
+) -> None:
+    """Runs the rows of a guide; with --page writes its tables, of the committed results."""
+
+    def run(argv: list[str]) -> None:
+        only_flags(argv)
+        logging.set_verbosity(logging.ERROR)
+        if PAGE.value is None:
+            main(results())
+        else:
+            kept = pathlib.Path(__file__).parents[1] / f"results/{name}.json"
+            markdown.rewrite(PAGE.value, tables(json.loads(kept.read_text())["rows"]))
+
+    start(run, "seeds", "smoke", "out", "page", *shared)
 
 
 def only_flags(argv: Sequence[str]) -> None:
@@ -288,7 +318,7 @@ def cost(paper: Paper, row: Any, run: Mapping[str, Any]) -> list[str]:
         ]
     if "networks" in run:  # counts of table 1 in `experiments.calibration`
         return ["", "", ""]
-    return epsilons(*paper.epsilons(row, 0))
+    return epsilons(*paper.epsilons(row))
 
 
 def show(paper: Paper) -> str:
@@ -300,9 +330,6 @@ def show(paper: Paper) -> str:
         printed = f"{paper.printed[key]:g}" if key in paper.printed else ""
         lines.append([key, *measured(done), printed, *cost(paper, row, done[0])])
         print(*lines[-1], sep="  ", flush=True)
-    if FIGURE.value and PLOT.value:
-        panels = paper.figures[FIGURE.value].panels(file.content["rows"])
-        pathlib.Path(PLOT.value).write_bytes(pictures.image(panels))
     return table(HEAD, lines)
 
 
@@ -320,4 +347,4 @@ def main(paper: Paper, *own: str) -> None:
         print(f"\n{show(paper)}\n{paper.note}".rstrip())
 
     shared = ("seeds", "smoke", "out", "runs", "data_dir", "cache_dir")
-    start(run, *shared, "table", "figure", "row", "plot", *own)
+    start(run, *shared, "table", "figure", "row", *own)

@@ -18,12 +18,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpjax import data, diagnostics, losses, metrics, types
+from dpjax import data, diagnostics, losses, metrics, trees, types
+from dpjax.diagnostics.vectors import length
 from experiments.common.figures import Draw, Runs, logged
 from experiments.common.pictures import Panel
 
 accuracy = logged("epsilon", "accuracy", ("epsilon (rdp)", "test accuracy, %"), 100)
 """Test accuracy against epsilon, of all seeds."""
+
+
+def preactivation_norms(model: Any, params: Any, x: Any) -> dict[str, Any]:
+    """The norm of the pre-activations of each hidden layer, on average over a batch."""
+
+    def norms(x: Any) -> dict[str, Any]:
+        sown = model.apply({"params": params}, x, mutable=["preactivations"])[1]
+        named = zip(trees.leaf_names(sown), jax.tree.leaves(sown), strict=True)
+        return {name.removeprefix("preactivations/"): length(h) for name, h in named}
+
+    return jax.tree.map(jnp.mean, jax.vmap(norms)(x))
 
 
 def asks_epoch(loss: losses.ExampleLoss) -> bool:
@@ -58,7 +70,7 @@ class Watch:
         return {**self.norms(params, self.rows[0][:256]), **close}
 
     def _norms(self, params: Any, x: Any) -> Mapping[str, Any]:
-        hidden = diagnostics.preactivation_norms(self.model, params, x)
+        hidden = preactivation_norms(self.model, params, x)
         logits = jnp.linalg.norm(self.model.apply({"params": params}, x), axis=-1)
         weights = {name: optax.tree.norm(layer) for name, layer in params.items()}
         return {"weights": weights, "preactivations": {**hidden, "logits": jnp.mean(logits)}}

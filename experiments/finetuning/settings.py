@@ -21,16 +21,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from experiments.calibration.settings import (
-    CALIBRATES,
-    LARGE,
-    MIXED,
-    PLAIN,
-    WORDS,
-)
-from experiments.calibration.settings import (
-    SMALL as SMALL_R,
-)
+from experiments.calibration.settings import CALIBRATES, LARGE, MIXED, PLAIN, WORDS
+from experiments.calibration.settings import SMALL as SMALL_R
 from experiments.common.claims import Claim
 
 
@@ -51,7 +43,7 @@ class Row(NamedTuple):
 
 LINEAR = "linear"
 # The trained leaves, as a regular expression of their names.
-PARTS = {"bias-only": r"bias$|^head/", "lora": r"^lora/|^head/", "full": ""}
+PARTS = {"bias-only": r"bias$|^head/", "lora": r"^lora/|^head/", "full": r"^(?!lora/)"}
 SWITCH = 0.9  # the part of a mixed run before its bound is large
 EPSILONS = (1.0, 3.0)
 # A linear layer's gradient is at most 2 for inputs of length 1, so a bound of 2 clips nothing.
@@ -79,6 +71,8 @@ SMALL = {
     f"digits {name}": NETWORKS[name]._replace(epsilon=3.0, way=SMALL_R)
     for name in ("cifar10 linear", "sst2 lora")
 }
+
+TABLES = {"all": list(ROWS)}
 
 
 def _claims() -> list[Claim]:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published weights of Transformers: local files in, parameters out.
+"""Published weights of BERT: a local file in, parameters out.
 
-Two layouts are read: the ``.npz`` files of the original Vision Transformer release, whose names
-`dpjax.models.ViT` uses, and BERT's ``.safetensors`` files, whose names are translated.  A weight
-that does not fit is an error that names it; only the last layer keeps its initial values if the
-file has other classes.  Files are data and never code: nothing is unpickled.
+The names of its ``.safetensors`` files become the names of `dpjax.models.TextTransformer`.
+A weight that does not fit is an error that names it; only the last layer keeps its initial values
+if the file has other classes.  Files are data and never code: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -40,28 +39,6 @@ _BERT = (
     (r"^head/", "classifier."),
     (r"(kernel|scale)$", "weight"),
 )
-
-
-def load_vit(path: str | pathlib.Path, params: Any) -> Any:
-    """Fills the parameters of a `dpjax.models.ViT` from an ``.npz`` of the original release.
-
-    Positions of another grid are resized linearly, corners on corners; both grids are square.
-
-    Args:
-      path: The file; names may begin with ``params/`` or ``opt/target/``.
-      params: ``model.init(...)["params"]``, for the size of image to be used.
-    """
-    with np.load(path, allow_pickle=False) as file:
-        stored = {name: file[name] for name in file.files}
-    leaves: Any = traverse_util.flatten_dict(params, sep="/")
-    for prefix in ("params/", "opt/target/"):
-        inside = {n.removeprefix(prefix): v for n, v in stored.items() if n.startswith(prefix)}
-        stored = inside or stored
-    extra = {n for n in stored if n not in leaves and not n.startswith(("pre_logits/", "head/"))}
-    _expect_nothing(path, "has weights that the model lacks", extra)
-    if _POSITIONS in stored:
-        stored[_POSITIONS] = _resized(stored[_POSITIONS], leaves[_POSITIONS].shape)
-    return _filled(path, leaves, stored)
 
 
 def load_bert(path: str | pathlib.Path, params: Any) -> Any:
@@ -110,20 +87,6 @@ def read_safetensors(path: str | pathlib.Path) -> dict[str, np.ndarray]:
 def _tensor(data: memoryview, entry: Mapping) -> np.ndarray:
     (begin, end), dtype = entry["data_offsets"], jnp.dtype(_DTYPES[entry["dtype"]])
     return np.frombuffer(data[begin:end], dtype).reshape(entry["shape"])
-
-
-def _resized(stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Moves position vectors to another grid; the class token's stays as it is."""
-    if stored.shape == shape:
-        return stored
-    from scipy import ndimage  # half a second that only another image size costs
-
-    old, new = (math.isqrt(positions - 1) for positions in (stored.shape[1], shape[1]))
-    # The class token has no place in the image, so its vector is not interpolated.
-    first, grid = stored[0, :1], stored[0, 1:].reshape(old, old, -1)
-    # Bilinear, as in the published code for fine-tuning at another resolution.
-    grid = np.asarray(ndimage.zoom(grid, (new / old, new / old, 1), order=1))
-    return np.concatenate([first, grid.reshape(new**2, -1)])[None]
 
 
 def _bert_name(name: str) -> str:

@@ -19,7 +19,6 @@ the files of PEFT, ``adapter_config.json`` and ``adapter_model.safetensors``. Pe
 from __future__ import annotations
 
 import json
-import math
 import pathlib
 import resource
 from collections.abc import Callable
@@ -31,7 +30,7 @@ import optax
 from absl import app, flags
 
 import dpjax
-from dpjax import clipping, meshes, sampling
+from dpjax import meshes
 from experiments.common import runs
 from experiments.llm import networks, objective, texts, weights
 
@@ -76,18 +75,6 @@ def loaded() -> tuple[networks.Network, texts.Tokenizer, networks.Leaves]:
     return network, tokenizer, leaves
 
 
-def mechanism_of(examples: int) -> dpjax.Mechanism:
-    """Poisson draws with the noise of an epsilon by PLD; no noise and no bound at infinity."""
-    private = math.isfinite(_EPSILON.value)
-    planned = dpjax.Mechanism(
-        sampling=sampling.poisson(examples, min(_BATCH.value, examples)),
-        clipping=clipping.flat(_BOUND.value if private else math.inf),
-        noise_multiplier=1.0 if private else 0.0,
-        steps=_STEPS.value,
-    )
-    return planned.calibrate(_EPSILON.value, runs.DELTA, "pld") if private else planned
-
-
 def tune(text: str, out: pathlib.Path) -> None:
     """Trains the adapters, or with ``--lora=0`` all weights, in the folder of the run."""
     network, tokenizer, leaves = loaded()
@@ -101,7 +88,8 @@ def tune(text: str, out: pathlib.Path) -> None:
     if _LORA.value:
         adapters = networks.adapters(network, _LORA.value, jax.random.key(0))
         params, frozen = {"lora": adapters}, {"leaves": leaves}
-    mechanism = mechanism_of(len(data[0]))
+    size, batch = len(data[0]), min(_BATCH.value, len(data[0]))
+    mechanism = runs.calibrated(size, batch, _STEPS.value, _EPSILON.value, _BOUND.value)
     mesh = meshes.parse(_MESH.value) if _MESH.value else None
     loss, optimizer = objective.loss_of(network), optax.adam(_RATE.value)
     algorithm = dpjax.dpsgd(loss, optimizer, mechanism, data, mesh=mesh, frozen=frozen)

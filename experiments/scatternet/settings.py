@@ -37,6 +37,7 @@ ROWS = {
     "cifar wavelets linear": Row("cifar10", "scatter_linear", 8192, 4, 60, 5.67, "data"),
     "cifar wavelets cnn": Row("cifar10", "scatter_cifar_cnn", 8192, 4, 60, 5.67, "data"),
 }
+TABLES = {"1": list(ROWS)}
 SMALL = {
     "digits pixels": Row("digits", "mlp", 256, 2.0, 16, 3.0, ""),
     "digits wavelets": Row("digits", "scatter_linear", 256, 0.5, 16, 3.5, "data"),

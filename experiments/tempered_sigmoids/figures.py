@@ -17,10 +17,7 @@ def family(title: str, runs: Runs) -> list[Panel]:
     del runs
     z = np.linspace(-4, 4, 81)
     lines = {
-        f"s={s:g} T={t:g} o={o:g}": (
-            z,
-            np.asarray(models.tempered_sigmoid(s, t, o)(z))[:, None],
-        )
+        f"s={s:g} T={t:g} o={o:g}": (z, np.asarray(models.tempered_sigmoid(s, t, o)(z))[:, None])
         for s, t, o in FAMILY
     }
     return [Panel(title, "z", "activation", lines, measured=False)]

@@ -160,5 +160,5 @@ CLAIMS = [
     Claim("MNIST: tanh's private gradients at most twice ReLU's without privacy",
           _tanh, "below", _plain, factor=2, **_NORMS),
     Claim("MNIST: tanh's classes differ less than ReLU's", _tanh, "below", _relu, "deviation"),
-    Claim("theorem 1: bias of clipping", (), "below", why="`--table=bias` keeps no result"),
+    Claim("theorem 1: bias of clipping", (), "below", why="no command measures it"),
 ]  # fmt: skip

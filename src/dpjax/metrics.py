@@ -299,8 +299,6 @@ def bootstrap(
       >>> bootstrap(auroc, scores, scores + np.sin(37 * np.arange(200)) / 2 > 0.5, draws=100)
       (0.69..., 0.80...)
     """
-    level = checks.fraction("metrics.bootstrap", "level", level, "0.95 is usual.")
-    draws = checks.whole("metrics.bootstrap", "draws", draws, "1000 is usual.")
     scores, labels, random = np.asarray(scores), np.asarray(labels), np.random.default_rng(seed)
     rows = (random.integers(0, len(labels), len(labels)) for _ in range(draws))
     values = [float(metric(scores[row], labels[row])) for row in rows]
@@ -315,8 +313,7 @@ def rmse(predictions: Numbers, targets: Numbers) -> float:
       >>> round(rmse([1.0, 2.0], [1.0, 4.0]), 4)
       1.4142
     """
-    predictions, targets = _columns("rmse", predictions, targets)
-    return float(np.sqrt(np.mean((predictions - targets) ** 2)))
+    return float(np.sqrt(np.mean(np.subtract(*_columns("rmse", predictions, targets)) ** 2)))
 
 
 def mae(predictions: Numbers, targets: Numbers) -> float:
@@ -326,8 +323,7 @@ def mae(predictions: Numbers, targets: Numbers) -> float:
       >>> mae([1.0, 2.0], [1.0, 4.0])
       1.0
     """
-    predictions, targets = _columns("mae", predictions, targets)
-    return float(np.mean(np.abs(predictions - targets)))
+    return float(np.mean(np.abs(np.subtract(*_columns("mae", predictions, targets)))))
 
 
 def r2(predictions: Numbers, targets: Numbers) -> float:

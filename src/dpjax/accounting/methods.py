@@ -123,9 +123,8 @@ def true_positive_rate(
 ) -> float:
     r"""The largest share of true positives that any membership attack on ``event`` can have.
 
-    An attacker sees what was released, knows all examples but one, and says whether that one is in
-    the data. With $\alpha$ the share of false alarms where it is not, and $\delta(\varepsilon)$
-    the privacy profile, the share of true alarms where it is is at most
+    An attacker who knows all examples but one says whether that one is in the data. With $\alpha$
+    the share of false alarms and $\delta(\varepsilon)$ the privacy profile, it is at most
 
     $$ \min_{\varepsilon \ge 0} \min\{ e^\varepsilon \alpha + \delta(\varepsilon),
        1 - e^{-\varepsilon} (1 - \delta(\varepsilon) - \alpha) \} . $$
@@ -134,12 +133,11 @@ def true_positive_rate(
       event: As for `epsilon`.
       false_positive_rate: The share of false alarms, in (0, 1).
       method: As for `epsilon`; by default `tightest`.
-      neighbours: As for `epsilon`; with "replace-one" the attacker says which of two examples is
-        in the data.
+      neighbours: As for `epsilon`.
 
     Returns:
-      A number from 0 to 1; an `Estimate` if the method is not proven. Every evaluated epsilon
-      gives a bound, so that the search can only be too high: by about 1e-5 of the rate.
+      A number from 0 to 1; an `Estimate` if the method is not proven. Every epsilon gives a bound,
+      so that the search can only be too high: by about 1e-5 of the rate.
 
     Example:
       >>> from dpjax import accounting

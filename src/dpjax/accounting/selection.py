@@ -171,10 +171,7 @@ DISTRIBUTIONS: dict[str, Distribution] = {
         # A geometric whose gamma is itself drawn, as gamma to a uniform power.
         lambda runs, coin, power: _geometric(power * _logarithmic_tail(runs), coin),
     ),
-    "poisson": Distribution(
-        _poisson,
-        lambda runs, coin, _: int(stats.poisson.ppf(coin, runs)),
-    ),
+    "poisson": Distribution(_poisson, lambda runs, coin, _: int(stats.poisson.ppf(coin, runs))),
 }
 
 

@@ -146,12 +146,10 @@ def persons_or_rows(
 ) -> PersonsOrRows:
     r"""Says which way to protect persons needs less noise for a plan, by PLD; takes seconds.
 
-    One way is `dpjax.sampling.persons`: B persons a step, and $z_p C_p / B$ of noise on the mean.
-    The other keeps k rows of each person for the whole run, draws each *row* at the same rate
-    $B / \mathrm{persons}$, and accounts for the person by `for_groups`: as many rows a step, and
-    $z_r C_r / (kB)$ of noise. With one bound the rows win, since a binomial number of rows varies
-    less than all or none. But the mean over the rows of a person is shorter than a row where they
-    disagree, and so the bound of a person may be lower.
+    With `dpjax.sampling.persons`, B persons a step, there is $z_p C_p / B$ of noise on the mean.
+    To keep k rows of each person, draw each *row* at the same rate and account by `for_groups` has
+    $z_r C_r / (kB)$. With one bound the rows win, since a binomial number of rows varies less than
+    all or none; but the mean over rows of a person that disagree is shorter than a row.
 
     Args:
       persons: The number of persons; public.

@@ -205,6 +205,11 @@ def without(sampling: Sampler, rows: ArrayLike) -> Sampler:
       >>> without(dpjax.sampling.full(4), [0, 2]).draw(jax.random.key(0), 0).size.item()
       2
     """
+    if sampling.most_rows is not None:
+        raise ValueError(
+            f"auditing.without: {sampling.name} draws {sampling.unit}s; expected a sampler of "
+            "rows. Audit with sampling.poisson on one row a person."
+        )
     gone = jnp.asarray(np.isin(np.arange(sampling.examples), np.asarray(rows)))
 
     def fewer(drawn: Draw, _: Key) -> Draw:

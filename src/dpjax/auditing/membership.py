@@ -50,12 +50,7 @@ class Membership(NamedTuple):
 
 
 def audit_membership(
-    members: ArrayLike,
-    others: ArrayLike,
-    *,
-    delta: float,
-    confidence: float = 0.95,
-    seed: int = 0,
+    members: ArrayLike, others: ArrayLike, *, delta: float, confidence: float = 0.95, seed: int = 0
 ) -> Membership:
     r"""Audits a released model, or many runs, by thresholds on scores.
 

@@ -93,7 +93,9 @@ def guess(runs: Sequence[SavedRun]) -> str:
     measures = measures_of(runs)
     known = [(name, {run.guesses.get(name, math.nan) for run in runs}) for name in measures]
     # Runs on other test examples have other guesses.
-    one = [f"{MEASURES[name]} {shown(name, *values)}" for name, values in known if len(values) == 1]
+    one = [
+        f"{MEASURES[name]} {shown(name, min(values))}" for name, values in known if len(values) == 1
+    ]
     what = "mean of the test targets" if measures[0] == "rmse" else "most frequent class"
     return f"Always guessing the {what}: {', '.join(one)}.\n" * any(run.guesses for run in runs)
 
@@ -183,10 +185,10 @@ def mean(group: RunGroup, measure: str) -> str:
     finals = np.array([run.measures[measure] for run in group.runs if measure in run.measures])
     if not len(finals):
         return "none"
-    middle, off = finals.mean(), finals.std(ddof=len(finals) > 1)
-    words = f"{100 * middle:.2f} %" if measure in PER_CENT else shown(measure, middle)
-    spread = f"{100 * off:.2f}" if measure in PER_CENT else shown(measure, off)
-    return words + f" ± {spread}" * (len(finals) > 1)
+    words = shown(measure, finals.mean(), 2)
+    if len(finals) > 1:
+        words += f" ± {shown(measure, finals.std(ddof=1), 2).removesuffix(' %')}"
+    return words
 
 
 def protected(runs: Iterable[SavedRun]) -> list[str]:

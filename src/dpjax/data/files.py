@@ -16,12 +16,7 @@ from dpjax.data.dataset import Dataset, Split, hold_out
 from dpjax.data.sources import Source
 
 # The names of a part's arrays: Keras's, Keras's with encoded images, and MedMNIST's.
-_LAYOUTS = (
-    ("x_{}", "y_{}"),
-    ("png_{}", "y_{}"),
-    ("jpeg_{}", "y_{}"),
-    ("{}_images", "{}_labels"),
-)
+_LAYOUTS = (("x_{}", "y_{}"), ("png_{}", "y_{}"), ("jpeg_{}", "y_{}"), ("{}_images", "{}_labels"))
 
 
 def read(name: str, source: Source, path: Path) -> Dataset[Split]:

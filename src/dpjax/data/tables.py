@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dpjax.data.dataset import Dataset, Split
+from dpjax.data.dataset import Dataset, Split, hold_out
 from dpjax.data.declared import GAPS, declared, text
 from dpjax.data.files import distinct, read_table
 
@@ -75,7 +75,10 @@ def table(
     rows = range(len(frame[names[0]]))
     whose = rows if unit is None else _cells(_owner, unit, frame, call)
     owners = np.unique(whose, return_inverse=True)[1]
-    test = _held_out(owners, call)
+    if (count := len(np.unique(owners))) < 2:
+        raise ValueError(f"{call}: the table has {count} rows or persons; expected two or more.")
+    numbers = np.arange(count)
+    test = np.isin(owners, hold_out((numbers, numbers), max(1, count // 5))[1][1])
     read = {key: form for key, form in forms.items() if form is not None}
     cells = {key: _cells(form.numbers, key, frame, call) for key, form in read.items()}
     (learnt,) = [key for key, form in read.items() if form.learnt]
@@ -111,12 +114,3 @@ def _owner(word: str) -> str:
     if word.lower() in GAPS:
         raise ValueError("a gap; expected whose row it is")
     return word
-
-
-def _held_out(owners: np.ndarray, call: str) -> np.ndarray:
-    """Which rows are for the test: all rows of a fifth of the owners, by a fixed shuffle."""
-    count = len(np.unique(owners))
-    if count < 2:
-        raise ValueError(f"{call}: the table has {count} rows or persons; expected two or more.")
-    order = np.random.default_rng(0).permutation(count)
-    return np.isin(owners, order[: max(1, count // 5)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diagnostics of private training: clipping bias, norms by layer, curvature, kernels.
+"""Diagnostics of private training: clipping bias, curvature, kernels.
 
 All functions read gradients or data without noise: their results are private.
 """
@@ -7,7 +7,6 @@ All functions read gradients or data without noise: their results are private.
 from dpjax.diagnostics.bias import Bias, clipping_bias
 from dpjax.diagnostics.curvature import Sharpness, sharpness
 from dpjax.diagnostics.kernel import Definiteness, definiteness, ntk
-from dpjax.diagnostics.layers import preactivation_norms
 from dpjax.diagnostics.vectors import cosine
 
 __all__ = [
@@ -18,6 +17,5 @@ __all__ = [
     "cosine",
     "definiteness",
     "ntk",
-    "preactivation_norms",
     "sharpness",
 ]

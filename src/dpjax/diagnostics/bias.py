@@ -33,12 +33,7 @@ class Bias(NamedTuple):
 
 
 def clipping_bias(
-    loss: LossFn,
-    rule: Clipping,
-    params: PyTree,
-    batch: PyTree,
-    *,
-    microbatch_size: int = 32,
+    loss: LossFn, rule: Clipping, params: PyTree, batch: PyTree, *, microbatch_size: int = 32
 ) -> Bias:
     r"""Compares the clipped with the unclipped mean gradient of a batch.
 

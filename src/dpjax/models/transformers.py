@@ -2,8 +2,8 @@
 """Transformers: one stack of blocks classifies texts or images, or predicts the next token.
 
 For fine-tuning, the parameters have the names and shapes of the original Vision Transformer
-release, and with ``layout="bert"`` the text classifier is BERT's network;
-`experiments/finetuning/transformers.py` reads both. `Decoder` is GPT-2's network;
+release, and with ``layout="bert"`` the text classifier is BERT's network, whose files
+`experiments/finetuning/transformers.py` reads. `Decoder` is GPT-2's network;
 `experiments/llm` reads its files.
 """
 

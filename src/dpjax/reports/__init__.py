@@ -7,9 +7,8 @@ figure of `report` has a badge that says whether it may be published.
 
 from dpjax.reports.board import board
 from dpjax.reports.card import card
-from dpjax.reports.figures import norm_counts
 from dpjax.reports.html_report import report
 from dpjax.reports.live import live_plot
 from dpjax.reports.statement import statement
 
-__all__ = ["board", "card", "live_plot", "norm_counts", "report", "statement"]
+__all__ = ["board", "card", "live_plot", "report", "statement"]

@@ -51,13 +51,6 @@ _PERSONS = "\n  - people with several examples: one example is protected, and no
 _KEY = "\n  - who knows the random key of this run, which was supplied, can remove its noise"
 
 
-class Board(str):
-    """The text of a statement for a board, which a terminal and a notebook show as its lines."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
 def board(
     mechanism: Mechanism,
     delta: float | None = None,
@@ -65,7 +58,7 @@ def board(
     ledger: Ledger | None = None,
     supplied: bool = False,
     methods: Sequence[str] | None = None,
-) -> Board:
+) -> str:
     """The statement for a board: what was promised, and what an attacker could learn at most.
 
     The rates of true positives are `dpjax.accounting.true_positive_rate` of what ran, rounded up;
@@ -102,7 +95,7 @@ def board(
         rates="\n".join(rates),
         unit=unit,
     )
-    return Board(words + _PERSONS * (unit == "example") + _KEY * claim.supplied)
+    return words + _PERSONS * (unit == "example") + _KEY * claim.supplied
 
 
 def _promise(claim: Claim) -> str:

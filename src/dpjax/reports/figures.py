@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
-from numpy.typing import ArrayLike
+from jaxtyping import Array
 
 from dpjax import metrics
 from dpjax.mechanism.card import first_steps
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLUMNS = 60  # a column of `shades` would otherwise be thinner than a pixel
 _FEW = 16  # with more classes, the numbers in the cells are too small to read
 _GROUPS = 12  # more histograms would be too small to read
 _BLUE, _CLAY = PALETTE["blue"], PALETTE["clay"]
@@ -147,32 +145,6 @@ def norms(figure: Figure, run: SavedRun) -> str:
     return f"{_end(y)} at the end.{_groups(y)}"
 
 
-def shades(figure: Figure, run: SavedRun) -> str:
-    """Histograms of norms over time.
-
-    Each column is an evaluation: a histogram of the gradient norms of a sample of training
-    examples, at the parameters of that step. The stronger the shade, the more examples. The outer
-    bins also hold all norms beyond them.
-    """
-    counts = np.nan_to_num(run.series("private", "norm_histogram"))
-    rows = np.unique(np.linspace(0, len(counts) - 1, _COLUMNS).astype(int))
-    # Shares of their own evaluation, because draws of different sizes lie between evaluations.
-    share = counts[rows] / np.maximum(counts[rows].sum(axis=1, keepdims=True), 1)
-    steps = np.concatenate([[0], run.steps[rows]])
-    edges = np.geomspace(1e-2, 1e2, counts.shape[1] + 1)  # as in `norm_counts`
-    axes = panel(figure, "step", "gradient norm, in bounds")
-    _cells(axes, steps, edges, share / (share.max() or 1))
-    bins = np.flatnonzero(share.sum(axis=0))
-    # The axis shows the bins that ever held an example, not all four decades.
-    low, high = (bins.min(), bins.max() + 1) if len(bins) else (0, len(edges) - 1)
-    axes.set(xlim=(0, steps[-1]), ylim=(edges[low] / 2, 2 * edges[high]), yscale="log")
-    axes.axhline(1, color=_CLAY, linewidth=1.2, linestyle="--")
-    if not share[-1].any():
-        return "No norm at the end is a finite number of bounds."
-    at = int(share[-1].argmax())
-    return f"Most frequent at the end: {edges[at]:.2g} to {edges[at + 1]:.2g} times the bound."
-
-
 def gradients(figure: Figure, run: SavedRun) -> str:
     """Gradient norms at the end.
 
@@ -289,29 +261,6 @@ def calibration(figure: Figure, run: SavedRun) -> str:
     return f"Expected calibration error (ECE) {ece:.3f}, largest (MCE) {mce:.3f}."
 
 
-def activations(figure: Figure, run: SavedRun) -> str:
-    """Pre-activation norms.
-
-    The norm of each layer's output before its activation. The larger it is, the more units are
-    saturated, and the larger are the gradients that are clipped.
-    """
-    values = run.array("diagnostics", "activation_norms").astype(float).ravel()
-    names = [str(name) for name in run.array("diagnostics", "activation_names").ravel()]
-    values = np.where(np.isfinite(values), values, np.nan)
-    figure.set_size_inches(WIDTH, 0.9 + 0.22 * max(3, len(names)))
-    axes, rows = panel(figure, "norm of the pre-activations", ""), np.arange(len(names))
-    axes.hlines(rows, 0, values, color=PALETTE["green"], linewidth=1.6)
-    axes.plot(values, rows, "o", color=PALETTE["green"], markersize=5)
-    axes.set_yticks(rows, names, parse_math=False)
-    axes.set(xlim=(0, None), ylim=(len(names) - 0.5, -0.5))
-    axes.tick_params(axis="y", length=0)
-    axes.grid(visible=False, axis="y")
-    if np.isnan(values).all():
-        return "None of them is finite."
-    at = int(np.nanargmax(values))
-    return f"The largest is {values[at]:.3g}, of {names[at]}."
-
-
 RELEASED = "released"
 PRIVATE = "computed from private data without noise: do not publish"
 SEEDED = "its key was supplied: do not publish it to those who know the key"
@@ -359,35 +308,11 @@ PLOTS = (
     Plot(noise, RELEASED),
     Plot(clipping, PRIVATE),
     Plot(norms, PRIVATE),
-    Plot(shades, PRIVATE),
     Plot(gradients, PRIVATE),
     Plot(classes, of_what_was_released),
     Plot(confusion, of_what_was_released),
     Plot(calibration, of_what_was_released),
-    Plot(activations, PRIVATE),
 )
-
-
-def norm_counts(
-    norms: Float[ArrayLike, "batch groups"], bounds: Sequence[float], bins: int = 40
-) -> np.ndarray:
-    """A histogram of gradient norms in units of their bounds, as `shades` draws it.
-
-    Args:
-      norms: Before clipping, of each example and group.
-      bounds: The bound of each group; a group without a positive, finite bound is left out.
-      bins: The number of bins, equally wide in the logarithm, from 0.01 to 100 bounds. The
-        outer bins also count the finite norms beyond; NaN and infinite norms are left out.
-
-    Example:
-      >>> norm_counts([[0.5], [3.0], [1e9]], bounds=[1.0], bins=4).tolist()
-      [0, 1, 1, 1]
-    """
-    edges = np.geomspace(1e-2, 1e2, bins + 1)
-    finite = np.isfinite(bounds) & (np.asarray(bounds) > 0)
-    relative = np.asarray(norms)[:, finite] / np.asarray(bounds)[finite]
-    relative = relative[np.isfinite(relative)]
-    return np.histogram(np.clip(relative, edges[0], edges[-1]), edges)[0]
 
 
 def against_epsilon(axes: Axes, run: SavedRun, y: np.ndarray, name: str, color: str) -> None:
@@ -416,8 +341,7 @@ def _cells(axes: Axes, x: np.ndarray, y: np.ndarray, shade: np.ndarray) -> None:
     left, low, wide, high = (side.tolist() for side in (x, y, np.diff(x), np.diff(y)))
     cells = [
         Rectangle((left[i], low[j]), wide[i], high[j], alpha=float(shade[i, j]), **look)
-        # Fainter cells would make the page several times larger.
-        for i, j in np.argwhere(shade > 0.005)
+        for i, j in np.argwhere(shade)
     ]
     axes.add_collection(PatchCollection(cells, match_original=True))
     axes.grid(visible=False)

@@ -31,15 +31,14 @@ MEASURES = {
     "r2": "R2",
 }
 """What `dpjax train` logs of the test examples, and how pages and tables call it."""
-
 PER_CENT = ("accuracy", "balanced_accuracy")
 
 
-def shown(measure: str, value: float) -> str:
-    """The value of one of `MEASURES`."""
-    if measure in ("rmse", "mae"):  # in units of the target
-        return f"{value:.4g}"
-    return f"{100 * value:.1f} %" if measure in PER_CENT else f"{value:.3f}"
+def shown(measure: str, value: float, digits: int = 1) -> str:
+    """The value of one of `MEASURES`; ``digits`` of a per cent."""
+    if measure in PER_CENT:
+        return f"{100 * value:.{digits}f} %"
+    return f"{value:.4g}" if measure in ("rmse", "mae") else f"{value:.3f}"
 
 
 class Missing(LookupError):
@@ -162,7 +161,7 @@ class SavedRun(NamedTuple):
         name, value = next(iter(self.measures.items()), ("accuracy", math.nan))
         if (guess := self.guesses.get(name)) is None:
             return ""
-        better = value < guess if name == "rmse" else self.accuracy > guess
+        better = value < guess if name == "rmse" else value > guess
         always = "Always" if better else "The model is no better than always"
         what = "mean of the test targets" if name == "rmse" else "most frequent class"
         return f"{always} guessing the {what}: {shown(name, guess)}."
@@ -170,11 +169,10 @@ class SavedRun(NamedTuple):
     @property
     def others_beside_a_guess(self) -> str:
         """The measures after the first one, each with what a guess has, in words."""
-        words = []
+        words, guesses = [], self.guesses
         for name, value in list(self.measures.items())[1:]:
-            guess = self.guesses.get(name)
-            of_guess = "" if guess is None else f" (a guess: {shown(name, guess)})"
-            words.append(f"{MEASURES[name]} {shown(name, value)}{of_guess}")
+            of = f" (a guess: {shown(name, guesses[name])})" if name in guesses else ""
+            words.append(f"{MEASURES[name]} {shown(name, value)}{of}")
         return ", ".join(words)
 
     @property

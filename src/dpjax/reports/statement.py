@@ -104,7 +104,8 @@ def statement(
         unit          one example
       ...
     """
-    claim = claim_of("statement", mechanism, delta, ledger, supplied, methods)
+    claim, unit = claim_of("statement", mechanism, delta, ledger, supplied, methods), mechanism.unit
+    together = _TOGETHER.get(unit, _TOGETHER["person"]).format(unit=unit)
     lines = [
         "Privacy statement",
         "",
@@ -116,17 +117,12 @@ def statement(
         "",
         *_methods_section(claim),
         "Not covered",
-        _not_covered(mechanism.unit),
+        _NOT_COVERED.format(unit=unit, together=together),
         "",
         "References",
         *references(mechanism, claim.epsilons),
     ]
     return Statement("\n".join(lines))
-
-
-def _not_covered(unit: str) -> str:
-    together = _TOGETHER.get(unit, _TOGETHER["person"]).format(unit=unit)
-    return _NOT_COVERED.format(unit=unit, together=together)
 
 
 def _verdict(claim: Claim) -> Iterator[str]:

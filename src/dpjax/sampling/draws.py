@@ -52,16 +52,12 @@ def fold(
     which, of = share
     # Padded, so that the last microbatches are never shifted back.
     pads, drawn = [(0, of * size), (0, 0)][: draw.mask.ndim], draw.size
-    indices = jnp.pad(draw.indices, pads)
-    of_rows = None if draw.mask.ndim == 1 else jnp.pad(draw.mask, pads)
+    padded = jnp.pad(draw.indices, pads), jnp.pad(draw.mask, pads)
 
     # A while loop on the size of the draw: an exact Poisson draw of any size runs in one program.
     def body(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
         start, total = carry
-        rows = jax.lax.dynamic_slice_in_dim(indices, start, size)
-        mask = start + jnp.arange(size) < drawn
-        if of_rows is not None:
-            mask = mask[:, None] & jax.lax.dynamic_slice_in_dim(of_rows, start, size)
+        rows, mask = (jax.lax.dynamic_slice_in_dim(x, start, size) for x in padded)
         # Devices take turns, so that their shares differ by one microbatch at most.
         return start + of * size, add(rows, mask, total)
 

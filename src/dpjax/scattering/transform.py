@@ -44,10 +44,7 @@ def paths(J: int = 2, L: int = 8, order: int = 2) -> tuple[Path, ...]:
 
 
 def scatter(
-    images: Float[ArrayLike, "batch height width channels"],
-    J: int = 2,
-    L: int = 8,
-    order: int = 2,
+    images: Float[ArrayLike, "batch height width channels"], J: int = 2, L: int = 8, order: int = 2
 ) -> Float[Array, "batch out_height out_width features"]:
     r"""The scattering coefficients of images.
 

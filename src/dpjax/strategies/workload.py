@@ -50,9 +50,7 @@ def workload(call: str, steps: int, momentum: float, learning_rates: ArrayLike |
 
 
 def toeplitz_squares(
-    inverse: Float[np.ndarray, " steps"],
-    scales: Float[np.ndarray, " steps"] | None,
-    of: Workload,
+    inverse: Float[np.ndarray, " steps"], scales: Float[np.ndarray, " steps"] | None, of: Workload
 ) -> Float[np.ndarray, " steps"]:
     r"""Squared row norms of $W D C^{-1}$ for a Toeplitz $C^{-1}$, without a matrix.
 

@@ -24,11 +24,6 @@ POINTS, CELLS = 1000, 2**16  # of a merged law, and that its points are sorted i
 Law: TypeAlias = tuple[np.ndarray, np.ndarray]  # positive points, and their masses
 
 
-def by_ratios(steps: Counter[Step], delta: float) -> float:
-    """The epsilon of these steps, as `law_of` knows them."""
-    return epsilon_of(law_of(steps), delta)
-
-
 def law_of(steps: Counter[Step]) -> Law:
     """The likelihood ratio of these steps, without samples of a fixed size."""
     total = np.ones(1), np.ones(1)

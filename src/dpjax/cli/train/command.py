@@ -149,8 +149,9 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
         moments = processes.from_first(lambda: inputs.release_once(*asked))
     dataset = inputs.with_scale(given, dataset, moments)
     algorithm = planned.algorithm(mechanism, dataset.train, budget=planned.budget)
-    # A loss that changes with the step has no single gradient to watch.
-    observed = planned.of_example if planned.per_epoch is None else None
+    # No single row has the gradient of a loss that changes with the step, or of a person.
+    of_rows = planned.per_epoch is None and dataset.owners is None
+    observed = planned.of_example if of_rows else None
     evaluation = Evaluation(planned.model, observed, mechanism.clipping, dataset)
     describe = describing(given, dataset)
 

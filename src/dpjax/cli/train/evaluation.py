@@ -6,7 +6,6 @@ Gradients of training examples may not be published, and are logged under "priva
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import pathlib
 from typing import Any
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpjax
-from dpjax import data, diagnostics, losses, metrics, reports, training, trees
+from dpjax import data, diagnostics, losses, metrics, training, trees
 from dpjax._files import replace, replacing
 from dpjax.training.released import restored, serialized
 
@@ -25,7 +24,7 @@ _SAMPLE = 128  # training examples whose gradients are measured
 
 
 class Evaluation:
-    """Measures a model during and after a run; gradients only of a loss of two arguments."""
+    """Measures a model during and after a run; its gradients too, if it is given a loss."""
 
     def __init__(
         self, model: nn.Module, loss: Any, rule: dpjax.types.Clipping, dataset: data.Dataset
@@ -52,9 +51,7 @@ class Evaluation:
         row: dict[str, Any] = self.measured(outputs, y)
         if self.loss is not None:
             # At the parameters that the next step differentiates, which are not the averaged ones.
-            bias = self.bias(held(state.params), self.sample)
-            counts = reports.norm_counts(bias.norms, self.rule.bounds)
-            row["private"] = {"cosine": bias.cosine, "norm_histogram": counts}
+            row["private"] = {"cosine": self.bias(held(state.params), self.sample).cosine}
         return row
 
     def measured(self, outputs: Any, y: Any) -> dict[str, Any]:
@@ -74,9 +71,7 @@ class Evaluation:
     def quantities(self, values: Any) -> np.ndarray:
         """Predictions or targets in the units of the file."""
         values = np.asarray(values, np.float64).reshape(len(values))
-        if self.target_range is None:
-            return values
-        low, high = self.target_range
+        low, high = self.target_range or (-1, 1)
         return low + (values + 1) / 2 * (high - low)
 
     def write(self, folder: pathlib.Path, params: Any) -> None:
@@ -89,18 +84,10 @@ class Evaluation:
             seen = {"targets": self.quantities(y), "predictions": self.quantities(outputs)}
         with replacing(folder / "evaluation.npz", public=True) as file:
             np.savez(file, **seen)
-        hidden = {}
-        with contextlib.suppress(ValueError):  # a linear model has no pre-activations
-            hidden = diagnostics.preactivation_norms(self.model, params, self.sample[0])
-        measured: dict[str, Any] = {
-            "activation_names": list(hidden),
-            "activation_norms": list(hidden.values()),
-        }
         if self.loss is not None:
             norms = self.bias(params, self.sample).norms
-            measured |= {"norms": norms, "bounds": self.rule.bounds}
-        with replacing(folder / "diagnostics.npz") as file:  # of training examples, without noise
-            np.savez(file, **measured)
+            with replacing(folder / "diagnostics.npz") as file:  # private: without noise
+                np.savez(file, norms=norms, bounds=self.rule.bounds)
 
 
 def first_parameters(model: Any, dataset: data.Dataset, params: bytes | None) -> Any:
