@@ -7,9 +7,9 @@ hardware  two CPU cores
 command   python -m experiments.faults --out=experiments/results/faults.json
 
 The data are those of `experiments.audit`: the gradient of row i points along axis i. An attack is
-the white-box audit of one step, or canaries in one run of 8 steps; both compare with what is stated
-for the wrong mechanism. A law is one line of `dpjax.testing` on the part that is wrong, or what
-dpjax itself refuses. "no" says that an attack does not see the fault.
+the white-box audit of one step, or canaries in one run of 8 steps, at a confidence of 99.9 %; both
+compare with what is stated for the wrong mechanism. A law is one line of `dpjax.testing` on the
+part that is wrong, or a refusal of dpjax.
 """
 
 from __future__ import annotations
@@ -42,32 +42,26 @@ from experiments.audit import (
 )
 from experiments.common import runs
 
-TRIES = 20
-HALF = sampling.poisson(ROWS, ROWS / 2)
-RULE, LIKE = clipping.flat(1.0), jnp.zeros(1_000_000)
-Law = Callable[[bool], Any]  # of the wrong part, or of the right one
+TRIES, MANY = 20, jnp.zeros(1_000_000)
+QUARTER, HALF = (sampling.poisson(ROWS, ROWS / n) for n in (4, 2))
+RULE, GROUPS = clipping.flat(1.0), clipping.per_group([1.0, 1.0], 2)
+LINK, ZEROS = noise.gaussian(MULTIPLIER, RULE), {name: jnp.zeros(ROWS) for name in "ab"}
 
 
-def stating(wrong: Build, right: Build) -> Build:
-    """The wrong algorithm, which states the mechanism of the right one."""
-
-    def build(sampler: Any, x: Any) -> Any:
-        return dataclasses.replace(wrong(sampler, x), mechanism=right(sampler, x).mechanism)
-
-    return build
-
-
-def handmade(release: Callable[..., Any]) -> Build:
-    """A loop as users write it; ``release(gradients, mask, key, step)`` is the noisy sum."""
+def handmade(total: Callable[..., Any], leaves: str = "ab", every: int = 1) -> Build:
+    """A loop as users write it: ``total(gradients, mask)``, and noise of its own."""
 
     def build(sampler: Any, x: Any) -> Any:
         @jax.jit
         def moved(params: Any, key: Any, noise_key: Any, step: Any) -> Any:
             indices, mask = sampler.draw(key, step)
             drawn = jax.tree.map(lambda leaf: jnp.asarray(leaf)[indices], x)
-            gradients = jax.vmap(jax.grad(loss), (None, 0))(params, drawn)
-            total = release(gradients, mask, noise_key, step)
-            return jax.tree.map(lambda p, g: p - g / sampler.batch_size, params, total)
+            summed = total(jax.vmap(jax.grad(loss), (None, 0))(params, drawn), mask)
+            keys = jax.random.split(jax.random.fold_in(noise_key, step // every), 2)
+            for one, name in zip(keys, "ab", strict=True):
+                deviation = MULTIPLIER if name in leaves else 0.0
+                summed[name] += deviation * jax.random.normal(one, (ROWS,))
+            return jax.tree.map(lambda p, g: p - g / sampler.batch_size, params, summed)
 
         def step(state: Any) -> tuple[Any, None]:
             params = moved(state.params, state.key, state.noise_key, state.step)
@@ -78,14 +72,6 @@ def handmade(release: Callable[..., Any]) -> Build:
     return build
 
 
-def noisy(total: Any, key: Any, step: Any, leaves: str = "ab") -> Any:
-    keys = jax.random.split(jax.random.fold_in(key, step), 2)
-    return {
-        name: x + (name in leaves) * MULTIPLIER * jax.random.normal(one, x.shape)
-        for one, (name, x) in zip(keys, sorted(total.items()), strict=True)
-    }
-
-
 def bounded(gradients: Any, mask: Any) -> Any:
     """The sum of gradients, each clipped to norm 1."""
     squares = sum(jnp.sum(x**2, axis=1) for x in gradients.values())
@@ -93,37 +79,20 @@ def bounded(gradients: Any, mask: Any) -> Any:
     return {name: factors @ x for name, x in gradients.items()}
 
 
-def honest(gradients: Any, mask: Any, key: Any, step: Any) -> Any:
-    return noisy(bounded(gradients, mask), key, step)
+def averaged_first(gradients: Any, mask: Any) -> Any:
+    size = jnp.sum(mask)
+    mean = {name: (mask @ x / size)[None] for name, x in gradients.items()}
+    return {name: x * size for name, x in bounded(mean, jnp.ones(1)).items()}
 
 
-def reused(gradients: Any, mask: Any, key: Any, step: Any) -> Any:
-    return noisy(bounded(gradients, mask), key, step // 2)
-
-
-def averaged_first(gradients: Any, mask: Any, key: Any, step: Any) -> Any:
-    mean = {name: mask @ x / jnp.sum(mask) for name, x in gradients.items()}
-    clipped = bounded({name: x[None] for name, x in mean.items()}, jnp.ones(1))
-    return noisy({name: x * jnp.sum(mask) for name, x in clipped.items()}, key, step)
-
-
-def batch_normalised(gradients: Any, mask: Any, key: Any, step: Any) -> Any:
+def batch_normalised(gradients: Any, mask: Any) -> Any:
     scale = jnp.sqrt(sum(jnp.sum(mask @ x**2) for x in gradients.values()) / jnp.sum(mask))
-    return honest({name: x / (2 * scale) for name, x in gradients.items()}, mask, key, step)
+    return bounded({name: x / (2 * scale) for name, x in gradients.items()}, mask)
 
 
-def unmasked(gradients: Any, mask: Any, key: Any, step: Any) -> Any:
-    return honest(gradients, jnp.ones_like(mask), key, step)
-
-
-def bare_leaf(gradients: Any, mask: Any, key: Any, step: Any) -> Any:
-    return noisy(bounded(gradients, mask), key, step, "a")
-
-
-def by_microbatch(gradients: Any, mask: Any, key: Any, step: Any) -> Any:
-    small = {name: (mask[:, None] * x).reshape(-1, 8, ROWS) for name, x in gradients.items()}
-    total = bounded({name: x.sum(axis=1) for name, x in small.items()}, jnp.ones(ROWS // 8))
-    return noisy(total, key, step)
+def by_microbatch(gradients: Any, mask: Any) -> Any:
+    small = {n: (mask[:, None] * x).reshape(-1, 8, ROWS).sum(1) for n, x in gradients.items()}
+    return bounded(small, jnp.ones(ROWS // 8))
 
 
 def longer(sampler: Any, x: Any) -> Any:
@@ -143,208 +112,172 @@ def exact_count(sampler: Any, x: Any) -> Any:
     return dataclasses.replace(algorithm, step=step, run=None)
 
 
-def planned_count(broken: bool) -> None:
-    """A mechanism refuses a count with less noise than all together."""
-    bare = dataclasses.replace(COUNT, count_multiplier=1e-3)
-    sgd(adaptive=bare if broken else COUNT)(HALF, rows(3.0))
+def noise_law(wrong: Any, like: Any = MANY) -> None:
+    testing.assert_noise(wrong, like, MULTIPLIER)
 
 
-def links(*between: Any, multiplier: float = MULTIPLIER) -> Any:
-    """A chain from per-example gradients to a noisy sum, with links before the clipping."""
-    clip = clipping.clip_and_sum(RULE)
-    return optax.chain(*between, clip, noise.gaussian(multiplier, RULE))
-
-
-def noise_law(wrong: Any, like: Any = LIKE) -> Law:
-    right = noise.gaussian(MULTIPLIER, RULE)
-    return lambda broken: testing.assert_noise(wrong if broken else right, like, MULTIPLIER)
-
-
-def chain_law(*between: Any) -> Law:
-    return lambda broken: testing.assert_private(
-        links(*between) if broken else links(), {"w": jnp.zeros(40)}
-    )
-
-
-def sampling_law(wrong: Any, right: Any) -> Law:
-    return lambda broken: testing.assert_sampling(wrong if broken else right)
+def chain_law(before: Callable[[Any], Any]) -> None:
+    """A link before the clipping that mixes the examples."""
+    link = optax.stateless(lambda gradients, _: jax.tree.map(before, gradients))
+    chain = optax.chain(link, clipping.clip_and_sum(RULE), LINK)
+    testing.assert_private(chain, {"w": jnp.zeros(40)})
 
 
 def stale() -> Any:
     """A noise link whose every second release is the one before it."""
-    link = noise.gaussian(MULTIPLIER, RULE)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         inner, kept = state
         if kept is not None:
             return kept, (inner, None)
-        released, inner = link.update(updates, inner, params)
+        released, inner = LINK.update(updates, inner, params)
         return released, (inner, released)
 
-    begin: Any = lambda params: (link.init(params), None)  # noqa: E731
-    return optax.GradientTransformation(begin, update)
+    init: Any = lambda params: (LINK.init(params), None)  # noqa: E731
+    return optax.GradientTransformation(init, update)
 
 
-def without_b(updates: Any, params: Any = None) -> Any:
-    return {"a": updates["a"], "b": 0 * updates["b"]}
-
-
-def supplied(broken: bool) -> None:
+def supplied() -> None:
     """The ledger says that a caller supplied the key, and so do card and statement."""
-    key = jax.random.key(0) if broken else None
-    state = sgd()(HALF, rows(3.0)).init({name: jnp.zeros(ROWS) for name in "ab"}, key)
+    state = sgd()(HALF, rows(3.0)).init(ZEROS, jax.random.key(0))
     if state.ledger.supplied:
         raise testing.LawBroken("the key was supplied")
 
 
-def twice(broken: bool) -> None:
+def twice() -> None:
     """The ledger admits no step beyond the plan."""
     algorithm = sgd()(HALF, rows(3.0))
-    state = algorithm.init({name: jnp.zeros(ROWS) for name in "ab"})
-    for _ in range(STEPS * (2 if broken else 1)):
+    state = algorithm.init(ZEROS)
+    for _ in range(2 * STEPS):
         state, _ = algorithm.step(state)
 
 
 class Fault(NamedTuple):
-    """A wrong algorithm and its right twin."""
+    """A wrong algorithm, what it states, and the law that finds it."""
 
     wrong: Build
-    right: Build
-    law: Law | None = None
+    law: Callable[[], None]
+    stated: Build = sgd()
     sampling: Any = HALF
     longest: float = 3.0  # the gradient of row 0
     steps: int = STEPS  # that run, where 8 are stated
     known: bool = False  # whether the attacker knows the key
 
 
-QUARTER = sampling.poisson(ROWS, ROWS / 4)
 DOUBLED = dataclasses.replace(QUARTER, draw=HALF.draw)
 EVERYONE = dataclasses.replace(
-    HALF, draw=lambda key, step: HALF.draw(key, step)._replace(mask=jnp.ones(ROWS, bool))
+    HALF, draw=lambda *at: HALF.draw(*at)._replace(mask=HALF.draw(*at).mask | True)
 )
-MICRO = optax.stateless(lambda g, _: jax.tree.map(lambda x: x.sum(axis=0, keepdims=True), g))
-SCALED = optax.stateless(lambda g, _: jax.tree.map(lambda x: x / jnp.std(x), g))
-MEAN = optax.stateless(lambda g, _: jax.tree.map(lambda x: x.mean(axis=0), g))
-GROUPS = clipping.per_group([1.0, 1.0], 2)
-CLOSE = noise.gaussian(MULTIPLIER / 2**0.5, RULE)
+LESS, CLOSE = (noise.gaussian(MULTIPLIER * share, RULE) for share in (0.8, 0.5**0.5))
+BARE = optax.chain(LINK, optax.stateless(lambda u, _: {**u, "b": 0 * u["b"]}))
 FAULTS = {
-    "noise x 0.8": Fault(
-        sgd(multiplier=0.8 * MULTIPLIER), sgd(), noise_law(noise.gaussian(0.8 * MULTIPLIER, RULE))
-    ),
-    "sampling at 2q": Fault(sgd(), sgd(), sampling_law(DOUBLED, QUARTER), DOUBLED),
+    "noise x 0.8": Fault(sgd(multiplier=0.8 * MULTIPLIER), partial(noise_law, LESS)),
+    "sampling at 2q": Fault(sgd(), partial(testing.assert_sampling, DOUBLED), sampling=DOUBLED),
     "sensitivity without the root": Fault(
-        sgd(GROUPS, multiplier=MULTIPLIER / 2**0.5), sgd(GROUPS), noise_law(CLOSE)
+        sgd(GROUPS, multiplier=MULTIPLIER / 2**0.5), partial(noise_law, CLOSE), sgd(GROUPS)
     ),
-    "noise reused every other step": Fault(handmade(reused), sgd(), noise_law(stale())),
-    "clip after averaging": Fault(handmade(averaged_first), sgd(), chain_law(MEAN)),
-    "batch norm": Fault(handmade(batch_normalised), sgd(), chain_law(SCALED), longest=60.0),
-    "a published seed": Fault(sgd(), sgd(), supplied, known=True),
-    "count without noise": Fault(exact_count, sgd(adaptive=COUNT), planned_count),
-    "padding counted": Fault(handmade(unmasked), sgd(), sampling_law(EVERYONE, HALF)),
+    "noise reused every other step": Fault(handmade(bounded, every=2), lambda: noise_law(stale())),
+    "clip after averaging": Fault(
+        handmade(averaged_first), partial(chain_law, lambda x: x.mean(axis=0))
+    ),
+    "batch norm": Fault(
+        handmade(batch_normalised), partial(chain_law, lambda x: x / jnp.std(x)), longest=60.0
+    ),
+    "a published seed": Fault(sgd(), supplied, known=True),
+    "count without noise": Fault(
+        exact_count,
+        lambda: sgd(adaptive=dataclasses.replace(COUNT, count_multiplier=1e-3))(HALF, ZEROS),
+        sgd(adaptive=COUNT),
+    ),
+    "padding counted": Fault(
+        handmade(lambda g, mask: bounded(g, jnp.ones_like(mask))),
+        partial(testing.assert_sampling, EVERYONE),
+    ),
     "one leaf without noise": Fault(
-        handmade(bare_leaf),
-        sgd(),
-        noise_law(
-            optax.chain(noise.gaussian(MULTIPLIER, RULE), optax.stateless(without_b)),
-            {"a": LIKE, "b": jnp.zeros(9)},
-        ),
+        handmade(bounded, leaves="a"),
+        partial(noise_law, BARE, {"a": MANY, "b": jnp.zeros(9)}),
     ),
-    "bound per microbatch": Fault(handmade(by_microbatch), sgd(), chain_law(MICRO), longest=3000.0),
-    "twice the steps stated": Fault(longer, sgd(), twice, steps=2 * STEPS),
+    "bound per microbatch": Fault(
+        handmade(by_microbatch),
+        partial(chain_law, lambda x: x.sum(axis=0, keepdims=True)),
+        longest=3000.0,
+    ),
+    "twice the steps stated": Fault(longer, twice, steps=2 * STEPS),
 }
 
 
-def data_of(fault: Fault) -> Any:
+def attacked(fault: Fault, build: Build, seed: int) -> dict[str, Callable[[], bool]]:
+    """Attacks by name: whether each refutes what is stated."""
     x = rows(3.0)
     for leaf in x.values():
         leaf[0] *= fault.longest / 3.0
-    return x
 
+    def stating(sampler: Any) -> Any:
+        mechanism = fault.stated(sampler, x).mechanism
+        return dataclasses.replace(build(sampler, x), mechanism=mechanism)
 
-def step_refutes(fault: Fault, build: Build, x: Any, canary: int = 0) -> bool:
-    return auditing.audit_algorithm(
-        lambda sampler: build(sampler, x),
-        fault.sampling,
-        {name: jnp.zeros(ROWS) for name in x},
-        canary=canary,
-    ).refutes
+    def step() -> bool:
+        canary = seed % ROWS
+        return auditing.audit_algorithm(stating, fault.sampling, ZEROS, canary).refutes
 
-
-def canaries_refute(fault: Fault, build: Build, x: Any, steps: int, seed: int = 0) -> bool:
-    """One run in which fair coins decide who takes part; with the key, less its noise."""
-    members = np.random.default_rng(seed).random(ROWS) < 0.5
-    algorithm = build(auditing.without(fault.sampling, np.flatnonzero(~members)), x)
-    mechanism: Any = algorithm.mechanism
-
-    def released(algorithm: Any) -> dict[str, np.ndarray]:
-        state = algorithm.init({name: jnp.zeros(ROWS) for name in x}, key=jax.random.key(seed))
-        for _ in range(steps):
+    def released(lacking: Any) -> tuple[dict[str, np.ndarray], Any]:
+        algorithm = stating(auditing.without(fault.sampling, lacking))
+        state = algorithm.init(ZEROS, key=jax.random.key(seed))
+        for _ in range(fault.steps):
             state, _ = algorithm.step(state)
-        return {name: np.asarray(leaf, np.float64) for name, leaf in state.params.items()}
+        return {n: np.asarray(p, np.float64) for n, p in state.params.items()}, algorithm.mechanism
 
-    seen = released(algorithm)
-    if fault.known:  # the run again, without all rows
-        nobody = released(build(auditing.without(fault.sampling, np.arange(ROWS)), x))
-        seen = {name: seen[name] - nobody[name] for name in x}
-    scores = sum(x[name] @ seen[name] for name in x)
-    # With the key no noise is left, so no guess is doubtful.
-    count = ROWS if fault.known else ROWS // 5
-    right, guesses = auditing.guess_members(scores, members, count)
-    asked = {"canaries": ROWS, "delta": DELTA, "curve": mechanism.event, "confidence": 0.999}
-    bound = auditing.epsilon_lower_bound(right, guesses, **asked)
-    return bound > accounting.epsilon(mechanism.event, DELTA, "pld")
+    def canaries() -> bool:
+        members = np.random.default_rng(seed).random(ROWS) < 0.5
+        seen, mechanism = released(np.flatnonzero(~members))
+        if fault.known:  # the run again, without all rows: its noise alone
+            nobody, _ = released(np.arange(ROWS))
+            seen = {name: seen[name] - nobody[name] for name in x}
+        scores = sum(x[name] @ seen[name] for name in x)
+        # Without noise no guess is doubtful.
+        numbers = auditing.guess_members(scores, members, ROWS if fault.known else ROWS // 5)
+        asked = {"canaries": ROWS, "delta": DELTA, "curve": mechanism.event, "confidence": 0.999}
+        bound = auditing.epsilon_lower_bound(*numbers, **asked)
+        return bound > accounting.epsilon(mechanism.event, DELTA, "pld")
+
+    return {"one step": step, "canaries": canaries}
 
 
-def raises(law: Law, broken: bool) -> bool:
+def raises(law: Callable[[], Any]) -> bool:
     try:
-        law(broken)
+        law()
     except (testing.LawBroken, dpjax.ledger.Refused, ValueError):
         return True
     return False
 
 
-def found(name: str, seed: int, folder: Any) -> Mapping[str, Any]:
-    """What finds a fault, and in how many seconds."""
-    del seed, folder
-    fault, answers = FAULTS[name], {}
-    x, wrong = data_of(fault), stating(fault.wrong, fault.right)
-    fault = fault._replace(wrong=wrong)
-    attacks: dict[str, Callable[[], bool]] = {
-        "one step": partial(step_refutes, fault, wrong, x),
-        "canaries": partial(canaries_refute, fault, wrong, x, fault.steps),
-    }
-    if fault.law is not None:
-        attacks["law"] = partial(raises, fault.law, True)
-    for attack, tells in attacks.items():
+def found(fault: Fault, seed: int, folder: Any) -> Mapping[str, Any]:
+    """Whether each attack and the law find a fault, and in how many seconds."""
+    del folder
+    attacks, answers = attacked(fault, fault.wrong, seed), {}
+    for name, tells in {**attacks, "law": partial(raises, fault.law)}.items():
         began = time.time()
-        answers[attack] = [bool(tells()), round(time.time() - began, 1)]
+        answers[name] = [bool(tells()), round(time.time() - began, 1)]
     return answers
 
 
-def accused(name: str, seed: int, folder: Any) -> Mapping[str, Any]:
-    """How often its right twin is accused."""
+def accused(fault: Fault, seed: int, folder: Any) -> Mapping[str, Any]:
+    """Whether its right twin is accused."""
     del folder
-    fault = FAULTS[name]._replace(known=False)
-    fault = fault._replace(sampling=QUARTER if fault.sampling is DOUBLED else fault.sampling)
-    x = data_of(fault)
-    step = step_refutes(fault, fault.right, x, canary=seed)
-    run = canaries_refute(fault, fault.right, x, STEPS, seed)
-    law = fault.law is not None and seed == 0 and raises(fault.law, False)
-    return {"accused": bool(step or run or law)}
+    right = QUARTER if fault.sampling is DOUBLED else fault.sampling
+    twin = fault._replace(sampling=right, steps=STEPS, known=False)
+    return {"accused": any(tells() for tells in attacked(twin, fault.stated, seed).values())}
 
 
 def main(argv: list[str]) -> None:
     runs.only_flags(argv)
     logging.set_verbosity(logging.ERROR)
-    results = runs.results()
-    for name in FAULTS:
+    results, tries = runs.results(), range(1 if runs.SMOKE.value else TRIES)
+    for name, fault in FAULTS.items():
         if runs.named(name):
-            print(name, results.of(name, 0, partial(found, name)), flush=True)
-            twins = [
-                results.of(f"twin of {name}", seed, partial(accused, name))
-                for seed in range(1 if runs.SMOKE.value else TRIES)
-            ]
-            print("  twin accused:", sum(twin["accused"] for twin in twins), flush=True)
+            print(name, results.of(name, 0, partial(found, fault)), flush=True)
+            twins = [results.of(f"twin: {name}", s, partial(accused, fault)) for s in tries]
+            print("  right twins accused:", sum(twin["accused"] for twin in twins), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import accounting, auditing, clipping, ledger, noise, sampling, testing, trees, types
+from dpjax import accounting, clipping, ledger, noise, sampling, testing, trees, types
+from dpjax.mechanism.link import private_mean
 
 PARAMS = {
     "first": {"bias": jnp.zeros(3), "kernel": jnp.zeros((4, 3))},
@@ -679,7 +680,15 @@ def separation(rule, multiplier, size):
     mechanism = mechanism_for(rule, sampler=sampling.full(256), multiplier=multiplier)
     canary = jax.tree.map(lambda x: x.at[0].set(size), WIDE)
     batch = jax.tree.map(lambda x: jnp.zeros((1, *x.shape)), WIDE)
-    return auditing.audit_step(mechanism, batch, canary, jax.random.key(0))
+    both = jax.tree.map(lambda g, c: jnp.concatenate([g, c[None]]), batch, canary)
+    zeros = jax.tree.map(jnp.zeros_like, canary)
+    released = (
+        private_mean(mechanism, total, jax.random.key(0), jnp.int32(0))[0]
+        for total in (clipping.clip(rule, both)[0], clipping.clip(rule, batch)[0], zeros)
+    )
+    # With one key the noise cancels, and the mean of zeros is noise alone.
+    leaves = zip(*map(jax.tree.leaves, released), strict=True)
+    return math.sqrt(sum(float(jnp.sum((a - b) ** 2) / jnp.var(z)) for a, b, z in leaves))
 
 
 @pytest.mark.sample(6)

@@ -15,7 +15,6 @@ from flax import nnx
 from mutation import kills
 
 from dpjax import Mechanism, accounting, clipping, diagnostics, losses, sampling, trees, types
-from dpjax.auditing.single_step import _measured
 from dpjax.federated.fedavg import recipe_of
 from dpjax.gradients._estimated_norms.jl import estimated_norms
 from dpjax.mechanism.link import private_mean
@@ -109,10 +108,7 @@ def given_a_key(key):
         lambda: losses.augmented(first, lambda _, x: x, 2, key=key)(like, (like, like)),
         lambda: diagnostics.sharpness(jnp.vdot, like, rows, key=key),
     ]
-    return traced, [
-        lambda: accounting.draw_runs(key, 2.0),
-        lambda: _measured(lambda _: [like], key),
-    ]
+    return traced, [lambda: accounting.draw_runs(key, 2.0)]
 
 
 def test_what_is_drawn_from_a_key_begins_with_a_purpose(monkeypatch):

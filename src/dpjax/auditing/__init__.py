@@ -7,7 +7,7 @@ An audit without a finding proves nothing.
 
 | question | functions |
 |---|---|
-| how far does one example move one step, in units of its noise? | `audit_step`, `audit_algorithm` |
+| how far does one example move one step, in units of its noise? | `audit_algorithm` |
 | which canaries took part in a run? | `score_canaries`, `guess_members`, `epsilon_lower_bound` |
 | which rows was a released model trained on? | `audit_membership`, `lira` |
 """
@@ -16,14 +16,12 @@ from dpjax.auditing.algorithm_step import Separation, audit_algorithm, without
 from dpjax.auditing.canaries import guess_members, recording, score_canaries
 from dpjax.auditing.membership import Membership, audit_membership, lira
 from dpjax.auditing.one_run import epsilon_lower_bound
-from dpjax.auditing.single_step import audit_step
 
 __all__ = [
     "Membership",
     "Separation",
     "audit_algorithm",
     "audit_membership",
-    "audit_step",
     "epsilon_lower_bound",
     "guess_members",
     "lira",
