@@ -16,7 +16,6 @@ import pytest
 from experiments.benchmarks import workers
 from mutation import kills
 from scipy.stats import norm
-from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import accounting, auditing, clipping, federated, sampling, strategies, training
