@@ -98,6 +98,7 @@ def given_a_key(key):
         sampling.random_allocation(20, 4),
         sampling.random_allocation(10**6, 20_000),
         sampling.cyclic_poisson(20, 5, cycle=2),
+        sampling.persons(np.arange(20) % 7, 2, most_rows=2),
     ]
     traced = [
         *(functools.partial(sampler.draw, key, 0) for sampler in samplers),
