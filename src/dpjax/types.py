@@ -90,6 +90,7 @@ class Purpose(enum.IntEnum):
     PARTS = 0xF81BB5AA
     VIEWS = 0xCD5CB16F
     RUNS = 0xC41C13F7
+    MEASURES = 0x9DAFB693
     ROWS = 0x9D1BB855
 
 

@@ -116,13 +116,13 @@ def lira(
        {N(s_i;\ \mu_i^{\mathrm{out}}, \sigma_{\mathrm{out}}^2)} $$
 
     with the means over shadow models that row $i$ was in, or was not in, and deviations over all
-    rows, because those of one row would need more models. Scores should be near to Gaussian: the
-    log odds of the true label.
+    rows, because one row has too few models. Scores should be near to Gaussian: the log odds of
+    the true label.
 
     Args:
       target: What the attacked model says of each row.
       shadows: What the shadow models say.
-      joined: ``[shadows, rows]``, which rows were in the training data of which shadow model.
+      joined: ``[shadows, rows]``, whether a row was in the training data of a shadow model.
       online: Whether the attacker trains models with each row. Otherwise the score is how far the
         target is above the models without the row, in standard deviations.
 

@@ -46,7 +46,7 @@ HEAD = f"{'audit':<40}{'epsilon >':>9}{'claimed':>9}{'':>8}  measured"
 ATTACKS = ("canaries", "loss", "lira")
 _MOST = 10_000  # rows whose losses are compared
 _KNOWN = 2_000  # rows whose gradients the attacker subtracts
-_ATTACKED = 1_000  # members, and as many others, that shadow models are asked about
+_ATTACKED = 1_000  # members, and as many others, that lira scores
 
 
 class Line(NamedTuple):

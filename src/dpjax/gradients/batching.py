@@ -41,7 +41,7 @@ class Layout(NamedTuple):
 
 
 def sum_over(
-    add: Callable[[S, PyTree, Bool[Array, "size *rows"], T], T],
+    add: Callable[[S, PyTree, Bool[Array, "size ..."], T], T],
     zero: T,
     layout: Layout,
     draw: Draw,
@@ -53,9 +53,7 @@ def sum_over(
     size, shares = layout.microbatch_size, layout.shares
 
     def share(which: Any, draw: Draw, data: PyTree, zero: T, state: S) -> T:
-        def add_rows(
-            indices: Int[Array, "size *rows"], mask: Bool[Array, "size *rows"], total: T
-        ) -> T:
+        def add_rows(indices: Int[Array, "size ..."], mask: Bool[Array, "size ..."], total: T) -> T:
             return add(state, jax.tree.map(lambda x: x[indices], data), mask, total)
 
         # A loop over the draw and not over the data: what was not drawn is never read.

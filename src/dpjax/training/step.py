@@ -40,7 +40,7 @@ def private_step(
     layout = layout_of(bound_to(recipe, shared), state.params, trees.one_row(data))
     zero = no_sums(recipe.mechanism, state.params, layout)
 
-    def add(held: Any, rows: PyTree, mask: Bool[Array, "size *rows"], sums: Sums) -> Sums:
+    def add(held: Any, rows: PyTree, mask: Bool[Array, "size ..."], sums: Sums) -> Sums:
         before, arrays = held
         return add_clipped(bound_to(recipe, arrays), before, rows, mask, sums)
 
