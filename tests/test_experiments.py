@@ -62,7 +62,7 @@ def test_the_demo_ends_with_a_report_in_which_no_figure_is_missing(demo):
     page = (folder / "report.html").read_text()
     for title in ("Test accuracy against epsilon", "Reliability"):
         assert title in page
-    assert page.count("<svg") == len(list((folder / "figures").glob("*.png"))) == 11
+    assert page.count("<svg") == len(list((folder / "figures").glob("*.png"))) == 9
     assert "There is no " not in page
 
 

@@ -130,7 +130,7 @@ def lira(
       >>> joined = np.tile([[True, False], [False, True]], (2, 1))
       >>> shadows = 2.0 * joined + np.array([[0.1], [0.1], [-0.1], [-0.1]])
       >>> lira(np.array([2.0, 0.0]), shadows, joined).round().tolist()
-      [200.0, -200.0]
+      [100.0, -100.0]
 
     References:
       Carlini et al., "Membership Inference Attacks From First Principles", 2022.
