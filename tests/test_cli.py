@@ -342,11 +342,12 @@ def test_a_run_leaves_its_files_and_is_shown_again(workshop, tmp_path, capsys):
     with pytest.raises(ledger.Refused, match="another run is there"):
         trained(tmp_path / "run", "--seed=1", "--bound=1")
     assert json.loads((tmp_path / "run" / "config.json").read_text()) == config
-    (tmp_path / "run" / "audit.json").touch()
+    for audit_file in ("audit.json", "audit.html"):
+        (tmp_path / "run" / audit_file).touch()
     (tmp_path / "run" / "notes.txt").touch()
     assert trained(tmp_path / "run", "--bound=1", "--overwrite")["flags"]["bound"] == 1
     assert (tmp_path / "run" / "notes.txt").exists()
-    assert not (tmp_path / "run" / "audit.json").exists()
+    assert not [*(tmp_path / "run").glob("audit.*")], "private figures of the run before"
     capsys.readouterr()
     more = trained(tmp_path / "more", f"--continue_from={tmp_path / 'run'}")
     assert "together with the earlier runs, cost epsilon" in capsys.readouterr().out

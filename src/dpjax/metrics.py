@@ -25,7 +25,6 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Integer, Num
-from scipy import stats
 
 from dpjax import checks
 
@@ -248,8 +247,9 @@ def auroc(scores: Numbers, labels: Numbers) -> float:
     if not ones * zeros or np.isnan(scores).any():
         return np.nan
     # Equal scores share the mean of their ranks, which counts a tie half (Mann and Whitney, 1947).
-    above = stats.rankdata(scores)[right].sum() - ones * (ones + 1) / 2
-    return float(above / (ones * zeros))
+    _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = np.cumsum(counts) - (counts - 1) / 2
+    return float((ranks[places][right].sum() - ones * (ones + 1) / 2) / (ones * zeros))
 
 
 def average_precision(scores: Numbers, labels: Numbers) -> float:

@@ -20,7 +20,7 @@ from dpjax.training import forget
 
 MOMENTS = "moments.npz"
 
-_WRITTEN = ("config.json", "evaluation.npz", "diagnostics.npz", "audit.json", "audit.png", MOMENTS)
+_WRITTEN = ("config.json", "evaluation.npz", "diagnostics.npz", "audit.json", "audit.html", MOMENTS)
 _WRITTEN += ("report.html", *(f"figures/{plot.name}.png" for plot in PLOTS))
 
 
