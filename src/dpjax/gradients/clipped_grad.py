@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool
 from dpjax import checks, trees
 from dpjax.clipping.application import real_rows
 from dpjax.clipping.shards import refuse_explicit, refuse_tracking
-from dpjax.data.arrays import arrays
 from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._estimated_norms.jl import projected
 from dpjax.gradients.batching import BoundEngine, Engine, Rows
@@ -111,6 +110,9 @@ def clipped_grad(
                     "dpjax.clipping.empty_sum(rule, params)."
                 )
             start = start.value
+        # Here, because a loop of one's own needs no data set, which that room imports.
+        from dpjax.data.arrays import arrays
+
         params = jax.tree.map(jnp.asarray, params)
         batch = arrays(batch, "clipped_grad: batch")
         size = trees.leading_size(batch)
