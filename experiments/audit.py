@@ -3,7 +3,7 @@
 
 claim     no audit measures more than is claimed; one step shows nearly all of its claim
 verdict   so it is, for 27 algorithms
-time      13 minutes for all algorithms
+time      10 minutes for all algorithms
 hardware  two CPU cores shared with other work
 command   python -m experiments.audit --algorithms=all --out experiments/results
 

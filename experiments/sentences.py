@@ -34,9 +34,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from dpjax import auditing
 from dpjax.accounting.rounding import upwards
 from experiments import text
 from experiments.common import runs
@@ -197,8 +197,7 @@ def compiled() -> tuple[Any, Any]:
 def exposure(weights: Any, name: str, number: int) -> float:
     """Bits by which the model prefers a secret to the other numbers."""
     nats = compiled()[1](weights, examples_of([secret(name, n) for n in range(10**DIGITS)]))
-    rank = int(jnp.sum(nats <= nats[number]))  # ties count against the secret
-    return DIGITS * math.log2(10) - math.log2(rank)
+    return auditing.exposure(nats, number)
 
 
 def tables(rows: Mapping[str, Any]) -> dict[str, str]:

@@ -493,3 +493,10 @@ def test_likelihood_ratios_rank_members_of_every_row():
     assert plain < 0.6 < 0.88 < offline <= online + 0.02
     with pytest.raises(ValueError, match="in two shadow models or more"):
         auditing.lira(target, shadows, np.ones_like(joined))
+
+
+@kills("auditing/exposure.py", "losses > losses", "losses >= losses")
+def test_exposure_counts_bits_by_rank_and_ties_against_the_secret():
+    assert auditing.exposure([5.0, 1.0, 3.0, 4.0], secret=1) == 2
+    assert auditing.exposure([1.0] * 8, secret=3) == 0
+    assert auditing.exposure([np.nan, 1.0], secret=0) == 0

@@ -6,6 +6,7 @@ The comparisons with transformers and PEFT are slow, and need an environment of 
 """
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -105,10 +106,19 @@ def test_a_run_leaves_a_card_and_adapters(tmp_path):
     (tmp_path / "texts.jsonl").write_text("\n".join(lines * 8))
     given = [f"--text={tmp_path / 'texts.jsonl'}", "--steps=3", "--length=16", "--batch_size=4"]
     out, test = tmp_path / "run", f"--test={tmp_path / 'texts.jsonl'}"
-    done = run("experiments.llm", *given, test, f"--out={out}", "--lora=2", "--generate=who? ")
+    done = run(
+        "experiments.llm",
+        *given,
+        test,
+        f"--out={out}",
+        "--lora=2",
+        "--generate=who? ",
+        "--plant=pin ##",
+    )
     assert "epsilon" in done.stdout
     assert "Perplexity" in done.stdout
     assert "\nwho? " in done.stdout
+    assert re.search(r"pin ##: exposure \d\.\d of 6\.6 bits", done.stdout)
     card = json.loads((out / "privacy.json").read_text())
     assert card["steps"] == 3
     found = read_safetensors(out / "adapter_model.safetensors")

@@ -19,9 +19,10 @@ the files of PEFT, ``adapter_config.json`` and ``adapter_model.safetensors``. Pe
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ import optax
 from absl import app, flags
 
 import dpjax
-from dpjax import meshes
+from dpjax import auditing, meshes
 from experiments.common import runs
 from experiments.llm import networks, objective, texts, weights
 
@@ -51,6 +52,9 @@ _RATE = flags.DEFINE_float("learning_rate", 1e-3, "Rate of Adam.")
 _BOUND = flags.DEFINE_float("bound", 1.0, "Clipping bound of the gradient of a record.")
 _EPSILON = flags.DEFINE_float("target_epsilon", 8.0, "Of one record; inf trains without privacy.")
 _MESH = flags.DEFINE_string("mesh", None, "Axes of the devices, as data:4,model:2.")
+_PLANT = flags.DEFINE_multi_string(
+    "plant", None, "An audit: one more text, such as 'my code is ####', with random digits."
+)
 _GENERATE = flags.DEFINE_multi_string("generate", None, "A prompt to continue after training.")
 
 
@@ -80,10 +84,11 @@ def tune(text: str, out: pathlib.Path) -> None:
     network, tokenizer, leaves = loaded()
     length = min(_LENGTH.value, network.length or _LENGTH.value)
 
-    def examples(path: str) -> tuple[Any, Any]:
-        return objective.stacked([tokenizer.example(r, length) for r in texts.records(path)])
+    def examples(records: Sequence[texts.Record]) -> tuple[Any, Any]:
+        return objective.stacked([tokenizer.example(record, length) for record in records])
 
-    data = examples(text)
+    planted = {pattern: texts.candidates(pattern) for pattern in _PLANT.value or []}
+    data = examples([*texts.records(text), *(secret for secret, *_ in planted.values())])
     params, frozen = {"leaves": leaves}, {"lora": {}}
     if _LORA.value:
         adapters = networks.adapters(network, _LORA.value, jax.random.key(0))
@@ -96,7 +101,7 @@ def tune(text: str, out: pathlib.Path) -> None:
     state, rows = dpjax.fit(
         algorithm,
         algorithm.init(params),
-        evaluate=evaluation(network, frozen, _TEST.value and examples(_TEST.value)),
+        evaluate=evaluation(network, frozen, _TEST.value and examples(texts.records(_TEST.value))),
         delta=runs.DELTA,
         directory=out,
         configuration={flag.name: flag.value for flag in (_WEIGHTS, _MODEL, _LORA, _LENGTH)},
@@ -109,9 +114,16 @@ def tune(text: str, out: pathlib.Path) -> None:
     print(f"{gibibytes():.2f} GiB of memory")
     if _TEST.value:
         print(f"Perplexity {rows[-1]['perplexity']:.4g} on {_TEST.value}")
+    tuned, surprises = {**frozen, **state.params}, objective.surprises_of(network)
+    for pattern, candidates in planted.items():
+        bits = auditing.exposure(surprises(tuned, examples(candidates)), 0)
+        chance = min(1, math.exp(min(99, rows[-1]["epsilon"])) * 2**-bits + runs.DELTA)
+        most = math.log2(len(candidates))
+        told = f"{pattern}: exposure {bits:.1f} of {most:.1f} bits"
+        print(f"{told}; epsilon allows so many with a chance of {chance:.2g}")
     draw, end = objective.next_of(network), -1 if tokenizer.end is None else tokenizer.end
     for prompt in _GENERATE.value or []:
-        given = {**frozen, **state.params}, tokenizer(prompt), length
+        given = tuned, tokenizer(prompt), length
         print(f"\n{tokenizer.text(objective.written(draw, *given, end, seed=0))}")
 
 

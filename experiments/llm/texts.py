@@ -11,9 +11,12 @@ import importlib
 import itertools
 import json
 import pathlib
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from experiments.llm import objective
 
@@ -50,6 +53,17 @@ def records(path: str) -> list[Record]:
             raise ValueError(f"{path}, line {number}: no text. Remove the line or fill it.")
         found.append(record)
     return found
+
+
+def candidates(pattern: str) -> list[Record]:
+    """A text with random digits in the places of #, and up to 999 others that it is ranked among.
+
+    The digits are the same at each call, so that a run that was killed resumes.
+    """
+    places = pattern.count("#")
+    numbers = np.random.default_rng(0).choice(10**places, min(1000, 10**places), replace=False)
+    digits = (iter(f"{number:0{places}}") for number in numbers)
+    return [Record("", re.sub("#", lambda _: next(each), pattern)) for each in digits]  # noqa: B023
 
 
 class Tokenizer:

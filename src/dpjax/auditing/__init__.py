@@ -10,10 +10,12 @@ An audit without a finding proves nothing.
 | how far does one example move one step, in units of its noise? | `audit_algorithm` |
 | which canaries took part in a run? | `score_canaries`, `guess_members`, `epsilon_lower_bound` |
 | which rows was a released model trained on? | `audit_membership`, `lira` |
+| how well does a language model know a secret of its texts? | `exposure` |
 """
 
 from dpjax.auditing.algorithm_step import Separation, audit_algorithm, without
 from dpjax.auditing.canaries import guess_members, recording, score_canaries
+from dpjax.auditing.exposure import exposure
 from dpjax.auditing.membership import Membership, audit_membership, lira
 from dpjax.auditing.one_run import epsilon_lower_bound
 
@@ -23,6 +25,7 @@ __all__ = [
     "audit_algorithm",
     "audit_membership",
     "epsilon_lower_bound",
+    "exposure",
     "guess_members",
     "lira",
     "recording",
