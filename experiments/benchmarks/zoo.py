@@ -2,7 +2,7 @@
 """Models of many kinds: the private clipped sum beside a plain gradient, in time and in agreement.
 
 claim     a private gradient costs little more than a plain one, whatever the model
-verdict   a median of 1.05 x; hypernetwork 12.2 and neural ode 2.3 are far above
+verdict   a median of 1.23 x; hypernetwork 12.2 and neural ode 2.3 are far above
 hardware  two CPU cores
 command   make bench BENCH=zoo ARGS="--out experiments/results/zoo.json"
 

@@ -133,14 +133,6 @@ class LowRank(nn.Module):
         return x[:, :10].mean(0)
 
 
-class WeightNormCNN(nn.Module):
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        for channels in (32, 32, 64):
-            x = nn.relu(nn.WeightNorm(nn.Conv(channels, (3, 3), strides=2))(x))
-        return nn.WeightNorm(nn.Dense(10))(x.mean((0, 1)))
-
-
 class StandardConv(nn.Module):
     """A convolution with a standardised kernel, as in BiT."""
 
@@ -171,18 +163,6 @@ class BiT(nn.Module):
             y = nn.relu(nn.GroupNorm(8)(StandardConv(channels // 2, 3, strides)(y)))
             x = shortcut + StandardConv(channels, 1)(y)
         return nn.Dense(10)(nn.relu(nn.GroupNorm(8)(x)).mean((0, 1)))
-
-
-class ResNet(nn.Module):
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        x = nn.Conv(16, (3, 3))(x)
-        for channels, strides in ((16, 1), (32, 2), (64, 2)):
-            y = nn.relu(nn.GroupNorm(8)(nn.Conv(channels, (3, 3), strides=strides)(x)))
-            y = nn.GroupNorm(8)(nn.Conv(channels, (3, 3))(y))
-            short = x if strides == 1 else nn.Conv(channels, (1, 1), strides=strides)(x)
-            x = nn.relu(y + short)
-        return nn.Dense(10)(x.mean((0, 1)))
 
 
 class Mixer(nn.Module):
@@ -236,35 +216,10 @@ def denoiser(module: nn.Module, *shape: int) -> Callable[[int], Case]:
     return case
 
 
-class ConformerBlock(nn.Module):
-    def feed_forward(self, x: Array) -> Array:
-        return nn.Dense(64)(nn.swish(nn.Dense(256)(nn.LayerNorm()(x))))
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        x = x + 0.5 * self.feed_forward(x)
-        x = x + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(x))
-        y = nn.glu(nn.Dense(128)(nn.LayerNorm()(x)))
-        y = nn.Conv(64, (15,), feature_group_count=64)(y)
-        x = x + nn.Dense(64)(nn.swish(nn.GroupNorm(8)(y)))
-        return nn.LayerNorm()(x + 0.5 * self.feed_forward(x))
-
-
-class Conformer(nn.Module):
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        x = nn.Dense(64)(x)
-        for _ in range(2):
-            x = ConformerBlock()(x)
-        return nn.Dense(10)(x.mean(0))
-
-
 class Recurrent(nn.Module):
-    cell: Any
-
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        return nn.Dense(10)(nn.RNN(self.cell(64))(x)[-1])
+        return nn.Dense(10)(nn.RNN(nn.OptimizedLSTMCell(64))(x)[-1])
 
 
 class Residual(nn.Module):
@@ -414,8 +369,6 @@ def field(params: Any, h: Array, t: Array) -> Array:
 class NeuralODE(nn.Module):
     """A classifier of where an ODE ends."""
 
-    solve: Callable[[Any, Array], Array]
-
     @nn.compact
     def __call__(self, x: Array) -> Array:
         params = {
@@ -424,7 +377,7 @@ class NeuralODE(nn.Module):
             "time": self.param("time", normal(0.1), (64,)),
             "out": self.param("out", lecun_normal(), (64, 16)),
         }
-        return nn.Dense(10)(self.solve(params, x))
+        return nn.Dense(10)(midpoint(params, x))
 
 
 def midpoint(params: Any, h: Array) -> Array:
@@ -436,53 +389,6 @@ def midpoint(params: Any, h: Array) -> Array:
     return lax.scan(step, h, jnp.arange(16) / 16)[0]
 
 
-def adaptive(function: Any, state: Any, tolerance: float = 1e-4) -> Any:
-    """From time 0 to 1, with steps that an embedded Euler-Heun pair chooses."""
-
-    def body(carry: Any) -> Any:
-        state, t, step = carry
-        step = jnp.minimum(step, 1 - t)
-        first = function(state, t)
-        euler = jax.tree.map(lambda s, d: s + step * d, state, first)
-        second = function(euler, t + step)
-        heun = jax.tree.map(lambda s, a, b: s + step / 2 * (a + b), state, first, second)
-        gap = jax.tree.map(lambda a, b: jnp.max(jnp.abs(a - b)), euler, heun)
-        error = jnp.maximum(jax.tree.reduce(jnp.maximum, gap) / tolerance, 1e-3)
-        taken = error < 1
-        state = jax.tree.map(lambda a, b: jnp.where(taken, a, b), heun, state)
-        return state, jnp.where(taken, t + step, t), step * jnp.clip(0.9 * error**-0.5, 0.2, 5.0)
-
-    start = state, jnp.float32(0), jnp.float32(0.05)
-    return lax.while_loop(lambda carry: carry[1] < 1, body, start)[0]
-
-
-@jax.custom_vjp
-def by_adjoint(params: Any, h: Array) -> Array:
-    """By a while loop of adaptive steps, whose VJP solves the adjoint equation backwards."""
-    return adaptive(lambda h, t: field(params, h, t), h)
-
-
-def _forward(params: Any, h: Array) -> Any:
-    end = by_adjoint(params, h)
-    return end, (params, end)
-
-
-def _backward(saved: Any, cotangent: Array) -> Any:
-    params, end = saved
-
-    def adjoint(state: Any, t: Array) -> Any:
-        h, a, _ = state
-        value, pull = jax.vjp(lambda p, h: field(p, h, 1 - t), params, h)
-        by_params, by_state = pull(a)
-        return -value, by_state, by_params
-
-    start = end, cotangent, jax.tree.map(jnp.zeros_like, params)
-    _, by_state, by_params = adaptive(adjoint, start)
-    return by_params, by_state
-
-
-by_adjoint.defvjp(_forward, _backward)
-
 VIT = models.ViT(patch=4, width=64, depth=3, heads=4, hidden=128)
 # Name -> batch size, and a function of a batch size.
 MODELS: dict[str, tuple[int, Callable[[int], Case]]] = {
@@ -490,21 +396,16 @@ MODELS: dict[str, tuple[int, Callable[[int], Case]]] = {
     "hypernetwork": (64, classifier(Hypernetwork(), 64)),
     "hypernetwork of the example": (64, hypernetwork_of_the_example),
     "weight normalisation": (128, classifier(Normalised(), 256)),
-    "weight normalised cnn": (64, classifier(WeightNormCNN(), 32, 32, 3)),
     "standardised resnet": (32, classifier(BiT(), 32, 32, 3)),
     "low rank adapters": (64, classifier(LowRank(), 16, 256)),
-    "conformer": (16, classifier(Conformer(), 64, 40)),
     "lru": (16, classifier(Residual(LRU), 128, 8)),
     "s4d": (16, classifier(Residual(S4D), 128, 8)),
     "gated decoder": (16, gated_decoder),
-    "lstm": (32, classifier(Recurrent(nn.OptimizedLSTMCell), 32, 16)),
-    "gru": (32, classifier(Recurrent(nn.GRUCell), 32, 16)),
+    "lstm": (32, classifier(Recurrent(), 32, 16)),
     "diffusion unet": (16, denoiser(UNet(), 16, 16, 3)),
-    "resnet": (32, classifier(ResNet(), 32, 32, 3)),
     "vit": (32, classifier(VIT, 32, 32, 3)),
     "mlp mixer": (32, classifier(Mixer(), 32, 32, 3)),
     "graph network": (64, graph_network),
     "factorisation machine": (128, factorisation_machine),
-    "neural ode": (128, classifier(NeuralODE(midpoint), 16)),
-    "neural ode with an adjoint": (128, classifier(NeuralODE(by_adjoint), 16)),
+    "neural ode": (128, classifier(NeuralODE(), 16)),
 }
