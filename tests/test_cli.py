@@ -496,13 +496,15 @@ def test_losses_of_another_distribution_are_no_verdict(tmp_path, monkeypatch, ca
     for name in ("audit_step", "line_of_step", "audit_canaries"):
         monkeypatch.setattr(audit, name, lambda *_: sound)
     monkeypatch.setattr(audit, "attack_losses", lambda *_: attack)
-    run = types.SimpleNamespace(delta=1e-3, epsilon=1.0, path=tmp_path)
+    card = {"true_positive_rates": [[at, 2.718 * at] for at in auditing.membership.RATES]}
+    run = types.SimpleNamespace(delta=1e-3, epsilon=1.0, path=tmp_path, card=card)
     plan = types.SimpleNamespace(mechanism=mechanism_with())
     rebuilt = types.SimpleNamespace(run=run, planned=plan)
     given = types.SimpleNamespace(pairs=8, canaries=20, steps=2, attacks=audit.ATTACKS[:2])
     lines = audit.audit_run(given, rebuilt, tmp_path)
     assert lines[-1].bound > lines[-1].claimed
     assert audit.ASSUMED in lines[-1].measured
+    assert "of at most 0.3% at 0.1%" in lines[-1].measured
     audit.conclude(lines, 1.0)
     said = capsys.readouterr().out
     assert "Above the claim, and no verdict: losses." in said

@@ -78,28 +78,26 @@ class Attack(NamedTuple):
         """Never a verdict: no coin decided which rows are for the test."""
         # Rows of another year have other losses under a sound model too.
         found = self.found
-        words = f"AUROC {found.auroc.value:.3f}; members found {self.rates()}; {ASSUMED}"
+        rates = ", ".join(self.rates(run))
+        words = f"AUROC {found.auroc.value:.3f}; members found {rates}; {ASSUMED}"
         bounds = found.epsilon, run.epsilon, found.confidence
         return Line(self.name, words, *bounds, refutes=False)
 
-    def rates(self) -> str:
-        """The rates of true positives; one that rests on no row by its interval alone."""
-        return ", ".join(
-            (f"{share.value:.1%}" if share.value == share.value else "")
-            + f" ({share.low:.1%} to {share.high:.1%}) at {at:.1%}"
+    def rates(self, run: SavedRun) -> list[str]:
+        """The rates of true positives, each beside the most that the claim allows."""
+        most = dict((run.card or {})["true_positive_rates"])
+        return [
+            f"{share} of at most {upwards(100 * most[at], '.1f')}% at {at:.1%}"
             for at, share in self.found.true_positives.items()
-        ).replace("  ", " ")
+        ]
 
     def by_class(self) -> dict[str, str]:
         """The AUROC of each class."""
         (ins, outs), (of_ins, of_outs) = self.scores, self.labels
         parts = {c: (ins[of_ins == c], outs[of_outs == c]) for c in np.unique(of_ins).tolist()}
-        return {
-            str(
-                c
-            ): f"{metrics.auroc(np.concatenate(part), np.repeat([1, 0], [*map(len, part)])):.3f}"
-            for c, part in parts.items()
-        }
+        kinds = {c: np.repeat([1, 0], [*map(len, part)]) for c, part in parts.items()}
+        areas = {c: metrics.auroc(np.concatenate(parts[c]), kinds[c]) for c in parts}
+        return {str(c): f"{area:.3f}" for c, area in areas.items()}
 
 
 class Rebuilt(NamedTuple):
@@ -183,7 +181,10 @@ def audit_run(given: flags.FlagValues, rebuilt: Rebuilt, out: pathlib.Path) -> l
     lines += [attack.line(run) for attack in attacks]
     facts = {"run": str(run.path), "delta": run.delta, "publish": PRIVATE}
     facts["audits"] = [line._asdict() for line in lines]
-    facts["by_class"] = {attack.name: attack.by_class() for attack in attacks}
+    facts["attacks"] = {
+        a.name: {**a.found._asdict(), "rates": a.rates(run), "by_class": a.by_class()}
+        for a in attacks
+    }
     replace(out / "audit.json", json.dumps(strict(facts), indent=2) + "\n")
     replace(
         out / "audit.html", page.page(f"Audit of {run.path.name}", written(lines, attacks, run))
