@@ -442,12 +442,19 @@ def test_an_audit_takes_the_flags_of_a_run_as_they_were(workshop):
 NOISES = {"white": ["--sampling=poisson"], "tree": ["--sampling=balls_in_bins", "--noise=tree"]}
 
 
+@kills("cli/audit.py", "keys[number]", "jax.random.key(number)", case="white", slow=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOISES)
-def test_a_run_is_audited_beside_its_claims(name, workshop, tmp_path):
+def test_a_run_is_audited_beside_its_claims(name, workshop, tmp_path, monkeypatch):
     """By default 200 steps of it: a strategy is for all of them."""
-    trained(tmp_path / "run", *NOISES[name], "--steps=4", "--delta=1e-3")
-    rebuilt = audit.rebuild(tmp_path / "run")
+    trained(tmp_path / "run", *NOISES[name], "--steps=4", "--delta=1e-3", "--seed=1")
+    rebuilt, fit, keys = audit.rebuild(tmp_path / "run"), dpjax.fit, [jax.random.key(1)]
+
+    def kept(algorithm, state, **options):
+        keys.append(state.key)
+        return fit(algorithm, state, **options)
+
+    monkeypatch.setattr(dpjax, "fit", kept)
     given = copy.deepcopy(AUDIT_FLAGS)
     given(["audit", "--steps=2", "--pairs=8", "--canaries=20", "--attacks=canaries,lira"])
     given["shadows"].value = 4
@@ -463,6 +470,7 @@ def test_a_run_is_audited_beside_its_claims(name, workshop, tmp_path):
         assert step.claimed < accounting.epsilon(accounting.gaussian(1.0), 1e-3, "pld")
     assert [ratio.audit[:12] for ratio in ratios] == ["LiRA, online", "LiRA, offlin"]
     assert not any(ratio.refutes for ratio in ratios)
+    assert len({*map(str, keys)}) == 5, "the run and its shadows have no noise in common"
     for file in ("audit.json", "audit.html"):
         assert (tmp_path / file).stat().st_mode & 0o077 == 0, "private numbers"
     np.savez("my.npz", x=np.zeros((40, 3)), y=np.arange(40) % 3)

@@ -308,7 +308,8 @@ def attack_shadows(rebuilt: Rebuilt, count: int, confidence: float) -> Iterator[
     joined = np.zeros((count, 2 * size), bool)
     told = np.zeros(joined.shape)
     mechanism = dataclasses.replace(planned.mechanism, preparation=(), before=())
-    began = time.time()
+    # Children of a key: with a seed of its own the run would share its noise with a shadow model.
+    began, keys = time.time(), jax.random.split(jax.random.key(0), count)
     for number in range(count):
         # Pairs of models share the attacked rows out, so that each row is in half of all models.
         half = (
@@ -321,7 +322,7 @@ def attack_shadows(rebuilt: Rebuilt, count: int, confidence: float) -> Iterator[
         for whole, attacked in zip(rows, both, strict=True):
             whole[places] = attacked[half]
         algorithm = planned.algorithm(mechanism, rows)
-        state = algorithm.init(rebuilt.first, jax.random.key(number))
+        state = algorithm.init(rebuilt.first, keys[number])
         state, _ = dpjax.fit(algorithm, state, evaluate_every=mechanism.steps, progress=False)
         told[number] = odds(held(training.averaged(state.optimizer)), both)
         left = (time.time() - began) / (number + 1) * (count - number - 1)
