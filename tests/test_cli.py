@@ -494,6 +494,19 @@ def test_canaries_are_noise_or_known_tokens():
     assert {*labels} <= {0, 1, 2}
 
 
+def test_the_losses_of_sure_rows_are_no_ties():
+    """In float32 the loss of each is 0, and a threshold would find all of them or none."""
+    rows = np.float32([[logit, 0, 0] for logit in range(40, 60)]), np.zeros(20, np.int32)
+    rebuilt = types.SimpleNamespace(
+        dataset=data.Dataset("sure", rows, rows, 3),
+        planned=types.SimpleNamespace(model=types.SimpleNamespace(apply=lambda _, x: x)),
+        run=types.SimpleNamespace(delta=1e-5),
+        released={},
+    )
+    for scores in audit.attack_losses(rebuilt, 0.95).scores:
+        assert len(set(scores.tolist())) == 20
+
+
 @kills("cli/audit.py", "refutes=False", "refutes=True")
 def test_losses_of_another_distribution_are_no_verdict(tmp_path, monkeypatch, capsys):
     """A sound run whose test rows are of another kind than its train rows."""

@@ -21,7 +21,7 @@ import optax
 from absl import app, flags, logging
 
 import dpjax
-from dpjax import auditing, losses, metrics, training
+from dpjax import auditing, metrics, training
 from dpjax._display import duration
 from dpjax._files import replace
 from dpjax.accounting.rounding import downwards, three_digits, upwards
@@ -284,15 +284,12 @@ def with_canaries(
 
 def attack_losses(rebuilt: Rebuilt, confidence: float) -> Attack:
     """Guesses training rows from the losses of the released parameters."""
-    dataset, loss = rebuilt.dataset, losses.of(rebuilt.planned.model, losses.cross_entropy)
-
-    @jax.jit
-    def scores(rows: Any) -> jax.Array:
-        return jax.lax.map(lambda row: -loss(rebuilt.released, row), rows, batch_size=500)
-
+    dataset = rebuilt.dataset
+    # They order rows as losses do, without ties of losses that are rounded to 0.
+    odds = jax.jit(partial(log_odds, rebuilt.planned.model))
     some = np.linspace(0, dataset.examples - 1, min(_MOST, dataset.examples)).astype(int)
     parts = dataset.rows(some), jax.tree.map(lambda x: x[:_MOST], dataset.test)
-    told = tuple(np.asarray(scores(jax.tree.map(jnp.asarray, rows))) for rows in parts)
+    told = tuple(np.asarray(odds(rebuilt.released, rows)) for rows in parts)
     return attack_of("losses of the released model", rebuilt, told, parts, confidence)
 
 
