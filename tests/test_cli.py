@@ -442,12 +442,19 @@ def test_an_audit_takes_the_flags_of_a_run_as_they_were(workshop):
 NOISES = {"white": ["--sampling=poisson"], "tree": ["--sampling=balls_in_bins", "--noise=tree"]}
 
 
+@kills("cli/audit.py", "keys[number]", "jax.random.key(number)", case="white", slow=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOISES)
-def test_a_run_is_audited_beside_its_claims(name, workshop, tmp_path):
+def test_a_run_is_audited_beside_its_claims(name, workshop, tmp_path, monkeypatch):
     """By default 200 steps of it: a strategy is for all of them."""
-    trained(tmp_path / "run", *NOISES[name], "--steps=4", "--delta=1e-3")
-    rebuilt = audit.rebuild(tmp_path / "run")
+    trained(tmp_path / "run", *NOISES[name], "--steps=4", "--delta=1e-3", "--seed=1")
+    rebuilt, fit, keys = audit.rebuild(tmp_path / "run"), dpjax.fit, [jax.random.key(1)]
+
+    def kept(algorithm, state, **options):
+        keys.append(state.key)
+        return fit(algorithm, state, **options)
+
+    monkeypatch.setattr(dpjax, "fit", kept)
     given = copy.deepcopy(AUDIT_FLAGS)
     given(["audit", "--steps=2", "--pairs=8", "--canaries=20", "--attacks=canaries,lira"])
     given["shadows"].value = 4
@@ -463,6 +470,7 @@ def test_a_run_is_audited_beside_its_claims(name, workshop, tmp_path):
         assert step.claimed < accounting.epsilon(accounting.gaussian(1.0), 1e-3, "pld")
     assert [ratio.audit[:12] for ratio in ratios] == ["LiRA, online", "LiRA, offlin"]
     assert not any(ratio.refutes for ratio in ratios)
+    assert len({*map(str, keys)}) == 5, "the run and its shadows have no noise in common"
     for file in ("audit.json", "audit.html"):
         assert (tmp_path / file).stat().st_mode & 0o077 == 0, "private numbers"
     np.savez("my.npz", x=np.zeros((40, 3)), y=np.arange(40) % 3)
@@ -486,6 +494,19 @@ def test_canaries_are_noise_or_known_tokens():
     assert {*labels} <= {0, 1, 2}
 
 
+def test_the_losses_of_sure_rows_are_no_ties():
+    """In float32 the loss of each is 0, and a threshold would find all of them or none."""
+    rows = np.float32([[logit, 0, 0] for logit in range(40, 60)]), np.zeros(20, np.int32)
+    rebuilt = types.SimpleNamespace(
+        dataset=data.Dataset("sure", rows, rows, 3),
+        planned=types.SimpleNamespace(model=types.SimpleNamespace(apply=lambda _, x: x)),
+        run=types.SimpleNamespace(delta=1e-5),
+        released={},
+    )
+    for scores in audit.attack_losses(rebuilt, 0.95).scores:
+        assert len(set(scores.tolist())) == 20
+
+
 @kills("cli/audit.py", "refutes=False", "refutes=True")
 def test_losses_of_another_distribution_are_no_verdict(tmp_path, monkeypatch, capsys):
     """A sound run whose test rows are of another kind than its train rows."""
@@ -496,13 +517,15 @@ def test_losses_of_another_distribution_are_no_verdict(tmp_path, monkeypatch, ca
     for name in ("audit_step", "line_of_step", "audit_canaries"):
         monkeypatch.setattr(audit, name, lambda *_: sound)
     monkeypatch.setattr(audit, "attack_losses", lambda *_: attack)
-    run = types.SimpleNamespace(delta=1e-3, epsilon=1.0, path=tmp_path)
+    card = {"true_positive_rates": [[at, 2.718 * at] for at in auditing.membership.RATES]}
+    run = types.SimpleNamespace(delta=1e-3, epsilon=1.0, path=tmp_path, card=card)
     plan = types.SimpleNamespace(mechanism=mechanism_with())
     rebuilt = types.SimpleNamespace(run=run, planned=plan)
     given = types.SimpleNamespace(pairs=8, canaries=20, steps=2, attacks=audit.ATTACKS[:2])
     lines = audit.audit_run(given, rebuilt, tmp_path)
     assert lines[-1].bound > lines[-1].claimed
     assert audit.ASSUMED in lines[-1].measured
+    assert "of at most 0.3% at 0.1%" in lines[-1].measured
     audit.conclude(lines, 1.0)
     said = capsys.readouterr().out
     assert "Above the claim, and no verdict: losses." in said

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 from absl import flags
-from experiments import declared, persons, sentences, settings, text
+from experiments import declared, membership, persons, sentences, settings, text
 from experiments.common import markdown
 from run_binary import run
 from test_docs import PAGES, ROOT
@@ -116,6 +116,34 @@ def test_the_table_of_persons_is_current():
     assert min(first) > max(last)
     private = [run["epsilon"] for row in rows.values() for run in row.values()]
     assert max(private) <= 8
+
+
+def test_the_table_of_attacks_is_current():
+    """``python -m experiments.membership --page docs/pages/tutorials/auditing.md`` writes it."""
+    rows = json.loads((RESULTS / "membership.json").read_text())["rows"]
+    page = (PAGES / "tutorials" / "auditing.md").read_text()
+    assert markdown.filled(page, membership.tables(rows)) == page
+    for name in ("digits", "FashionMNIST", "housing"):
+        private, plain = (
+            [attack["auroc"] for attack in rows[f"{name}, {way}"]["0"]["attacks"].values()]
+            for way in ("epsilon 3", "not private")
+        )
+        (_, low, _), (_, _, losses), (private, _, _) = plain[1], plain[0], private[1]
+        assert low > max(losses, private), "of LiRA without privacy, limits included"
+
+
+@pytest.mark.slow
+def test_finished_models_are_attacked_once(tmp_path):
+    """Private and not, of digits, whose test part is too small for a rate of 0.1 %."""
+    flags = "--smoke", f"--runs={tmp_path}", "--out"
+    run("experiments.membership", *flags, tmp_path / "found.json")
+    private, plain = json.loads((tmp_path / "found.json").read_text())["rows"].values()
+    assert len(private["0"]["attacks"]) == len(plain["0"]["attacks"]) == 3
+    for found in (private["0"], plain["0"]):
+        for attack in found["attacks"].values():
+            assert attack["rates"][0].startswith("("), "limits alone"
+            assert len(attack["by_class"]) == 10
+    assert "shadow" not in run("experiments.membership", *flags, tmp_path / "again.json").stderr
 
 
 @pytest.mark.slow

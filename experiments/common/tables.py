@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from experiments import membership
 from experiments.common import markdown, runs
 from experiments.common.claims import RULE, VERDICTS, Judged, judged, number
 from experiments.common.paper import Paper
@@ -395,6 +396,10 @@ def page() -> str:
         f"{above} of {2 * len(audits['rows'])} bounds exceed their claims. The bound of a step has"
         "\na confidence of 99.9 % (with jl, mu is the median over projections), that of a run 95 %."
         f"\nBy `{audits['command']}`.",
+        "## Membership inference on finished models",
+        "AUROC, and members found by the share of others that are taken for members, with limits\n"
+        "of 95 %, beside the most that the claim allows. By `python -m experiments.membership`.",
+        runs.table(membership.HEADS, [*membership.cells(load("membership")["rows"])]),
         "## Optax's optimizers on private means",
         "Two steps each, by `make bench BENCH=optimizers`: in Optax itself, through `dpjax.dpsgd`,"
         "\nand behind `mechanism.private` under `testing.assert_private`. Rows that are missing run"

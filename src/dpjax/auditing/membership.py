@@ -29,6 +29,10 @@ class Share(NamedTuple):
     low: float
     high: float
 
+    def __str__(self) -> str:
+        limits = f"({self.low:.1%} to {self.high:.1%})"
+        return limits if math.isnan(self.value) else f"{self.value:.1%} {limits}"
+
 
 class Membership(NamedTuple):
     """What thresholds on scores say about membership.

@@ -21,7 +21,7 @@ import optax
 from absl import app, flags, logging
 
 import dpjax
-from dpjax import auditing, losses, metrics, training
+from dpjax import auditing, metrics, training
 from dpjax._display import duration
 from dpjax._files import replace
 from dpjax.accounting.rounding import downwards, three_digits, upwards
@@ -78,28 +78,26 @@ class Attack(NamedTuple):
         """Never a verdict: no coin decided which rows are for the test."""
         # Rows of another year have other losses under a sound model too.
         found = self.found
-        words = f"AUROC {found.auroc.value:.3f}; members found {self.rates()}; {ASSUMED}"
+        rates = ", ".join(self.rates(run))
+        words = f"AUROC {found.auroc.value:.3f}; members found {rates}; {ASSUMED}"
         bounds = found.epsilon, run.epsilon, found.confidence
         return Line(self.name, words, *bounds, refutes=False)
 
-    def rates(self) -> str:
-        """The rates of true positives; one that rests on no row by its interval alone."""
-        return ", ".join(
-            (f"{share.value:.1%}" if share.value == share.value else "")
-            + f" ({share.low:.1%} to {share.high:.1%}) at {at:.1%}"
+    def rates(self, run: SavedRun) -> list[str]:
+        """The rates of true positives, each beside the most that the claim allows."""
+        most = dict((run.card or {})["true_positive_rates"])
+        return [
+            f"{share} of at most {upwards(100 * most[at], '.1f')}% at {at:.1%}"
             for at, share in self.found.true_positives.items()
-        ).replace("  ", " ")
+        ]
 
     def by_class(self) -> dict[str, str]:
         """The AUROC of each class."""
         (ins, outs), (of_ins, of_outs) = self.scores, self.labels
         parts = {c: (ins[of_ins == c], outs[of_outs == c]) for c in np.unique(of_ins).tolist()}
-        return {
-            str(
-                c
-            ): f"{metrics.auroc(np.concatenate(part), np.repeat([1, 0], [*map(len, part)])):.3f}"
-            for c, part in parts.items()
-        }
+        kinds = {c: np.repeat([1, 0], [*map(len, part)]) for c, part in parts.items()}
+        areas = {c: metrics.auroc(np.concatenate(parts[c]), kinds[c]) for c in parts}
+        return {str(c): f"{area:.3f}" for c, area in areas.items()}
 
 
 class Rebuilt(NamedTuple):
@@ -183,7 +181,10 @@ def audit_run(given: flags.FlagValues, rebuilt: Rebuilt, out: pathlib.Path) -> l
     lines += [attack.line(run) for attack in attacks]
     facts = {"run": str(run.path), "delta": run.delta, "publish": PRIVATE}
     facts["audits"] = [line._asdict() for line in lines]
-    facts["by_class"] = {attack.name: attack.by_class() for attack in attacks}
+    facts["attacks"] = {
+        a.name: {**a.found._asdict(), "rates": a.rates(run), "by_class": a.by_class()}
+        for a in attacks
+    }
     replace(out / "audit.json", json.dumps(strict(facts), indent=2) + "\n")
     replace(
         out / "audit.html", page.page(f"Audit of {run.path.name}", written(lines, attacks, run))
@@ -283,15 +284,12 @@ def with_canaries(
 
 def attack_losses(rebuilt: Rebuilt, confidence: float) -> Attack:
     """Guesses training rows from the losses of the released parameters."""
-    dataset, loss = rebuilt.dataset, losses.of(rebuilt.planned.model, losses.cross_entropy)
-
-    @jax.jit
-    def scores(rows: Any) -> jax.Array:
-        return jax.lax.map(lambda row: -loss(rebuilt.released, row), rows, batch_size=500)
-
+    dataset = rebuilt.dataset
+    # They order rows as losses do, without ties of losses that are rounded to 0.
+    odds = jax.jit(partial(log_odds, rebuilt.planned.model))
     some = np.linspace(0, dataset.examples - 1, min(_MOST, dataset.examples)).astype(int)
     parts = dataset.rows(some), jax.tree.map(lambda x: x[:_MOST], dataset.test)
-    told = tuple(np.asarray(scores(jax.tree.map(jnp.asarray, rows))) for rows in parts)
+    told = tuple(np.asarray(odds(rebuilt.released, rows)) for rows in parts)
     return attack_of("losses of the released model", rebuilt, told, parts, confidence)
 
 
@@ -307,7 +305,8 @@ def attack_shadows(rebuilt: Rebuilt, count: int, confidence: float) -> Iterator[
     joined = np.zeros((count, 2 * size), bool)
     told = np.zeros(joined.shape)
     mechanism = dataclasses.replace(planned.mechanism, preparation=(), before=())
-    began = time.time()
+    # Children of a key: with a seed of its own the run would share its noise with a shadow model.
+    began, keys = time.time(), jax.random.split(jax.random.key(0), count)
     for number in range(count):
         # Pairs of models share the attacked rows out, so that each row is in half of all models.
         half = (
@@ -320,7 +319,7 @@ def attack_shadows(rebuilt: Rebuilt, count: int, confidence: float) -> Iterator[
         for whole, attacked in zip(rows, both, strict=True):
             whole[places] = attacked[half]
         algorithm = planned.algorithm(mechanism, rows)
-        state = algorithm.init(rebuilt.first, jax.random.key(number))
+        state = algorithm.init(rebuilt.first, keys[number])
         state, _ = dpjax.fit(algorithm, state, evaluate_every=mechanism.steps, progress=False)
         told[number] = odds(held(training.averaged(state.optimizer)), both)
         left = (time.time() - began) / (number + 1) * (count - number - 1)

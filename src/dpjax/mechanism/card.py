@@ -125,12 +125,12 @@ def check_format(facts: Any, where: str) -> None:
 
 
 def strict(value: Any) -> Any:
-    """A value as strict JSON holds it: tuples are lists, and infinity is a word."""
+    """A value as strict JSON holds it: tuples are lists, inf and nan are words."""
     if isinstance(value, Mapping):
         return {name: strict(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [strict(inner) for inner in value]
-    return "inf" if isinstance(value, float) and value == math.inf else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _spent(spent: Spent) -> dict[str, Any]:

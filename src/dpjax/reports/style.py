@@ -111,7 +111,9 @@ def band(
 def legend(axes: Axes) -> None:
     """A legend above the axes, where it hides no line."""
     where = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 4}
-    axes.legend(frameon=False, borderpad=0, labelcolor="linecolor", **where)
+    # Named, even if there are none: Matplotlib warns if it finds none itself.
+    named = axes.get_legend_handles_labels()
+    axes.legend(*named, frameon=False, borderpad=0, labelcolor="linecolor", **where)
 
 
 def svg(figure: Figure, name: str, label: str) -> str:
