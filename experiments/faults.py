@@ -2,8 +2,8 @@
 """Twelve wrong mechanisms, and which attack or law finds each.
 
 claim     each is found in less than five minutes; a right twin is not accused in 20 tries
-verdict   not run
-time      not run
+verdict   so it is: by an attack within 7 core seconds, by a law within 3; no twin is accused
+time      18 core minutes
 hardware  two CPU cores
 command   python -m experiments.faults --out=experiments/results/faults.json
 
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.random import key_data
 
 from dpjax import Mechanism, accounting, auditing, clipping, dpsgd, noise, sampling
 from dpjax.testing import LawBroken, assert_noise, assert_private, assert_sampling
@@ -80,9 +81,8 @@ class Program(NamedTuple):
 
 @partial(jax.jit, static_argnums=0)
 def released(program, key, at, mask):
-    """What steps on these draws release, where each row is its own gradient."""
-
     def step(state, drawn):
+        # The loss is linear, so a row is its own gradient.
         real = jax.tree.map(lambda g: g[drawn[0]] * drawn[1][:, None], rows)
         return chain.update(real, state)[::-1]
 
@@ -125,7 +125,7 @@ LAWS = {
     "assert_noise": lambda p, key: assert_noise(
         p.noise(key), dict.fromkeys(p.rows(), MANY), p.claimed().mechanism.deviations_on_sum(0)[0]
     ),
-    "assert_sampling": lambda p, k: assert_sampling(p.sampler(), seed=jax.random.key_data(k)[1]),
+    "assert_sampling": lambda p, k: assert_sampling(p.sampler(), seed=int(key_data(k)[1])),
     "assert_private": lambda p, key: assert_private(p.chain(key), SMALL),
     "the plan": lambda p, _: assert_private(p.claimed().mechanism.private(), SMALL, steps=p.steps),
     "the ledger": lambda p, k: p.claimed().init(SMALL, k if p.known else None).ledger.supplied,
@@ -142,7 +142,7 @@ FAULTS = {  # the right program, and what is wrong
     "batch norm": (CHAIN, {"mix": lambda g: g / (2 * jnp.std(g) + 1e-6)}),
     "a published seed": (LEDGER, {"known": True}),
     "count without noise": (COUNTED, {"bare": "n"}),
-    "padding counted": (DRAWS, {"rates": (0.5, 1.0)}),
+    "padding counted": (DRAWS, {"rates": (0.5, 1.0)}),  # all rows are drawn
     "one leaf without noise": (NOISE, {"bare": "b"}),
     "bound per microbatch": (CHAIN, {"mix": lambda g: (g + jnp.roll(g, -1, 0)).at[1::2].set(0)}),
     "twice the steps stated": (PLAN, {"steps": 2 * STEPS}),

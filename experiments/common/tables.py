@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from experiments import faults
 from experiments.common import markdown, runs
 from experiments.common.claims import RULE, VERDICTS, Judged, judged, number
 from experiments.common.paper import Paper
@@ -395,6 +396,9 @@ def page() -> str:
         f"{above} of {2 * len(audits['rows'])} bounds exceed their claims. The bound of a step has"
         "\na confidence of 99.9 % (with jl, mu is the median over projections), that of a run 95 %."
         f"\nBy `{audits['command']}`.",
+        "## Wrong mechanisms: core seconds until they are found, and accusations of right twins",
+        faults.tables(load("faults")["rows"])["faults"],
+        "By `python -m experiments.faults --out=experiments/results/faults.json`.",
         "## Optax's optimizers on private means",
         "Two steps each, by `make bench BENCH=optimizers`: in Optax itself, through `dpjax.dpsgd`,"
         "\nand behind `mechanism.private` under `testing.assert_private`. Rows that are missing run"
