@@ -346,7 +346,6 @@ def test_private_scales_of_features_are_part_of_what_is_paid_for(small_mnist, tm
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_an_algorithm_is_audited_by_its_name(tmp_path):
     outcome = run("experiments.audit", "--algorithms=normalized", "--out", tmp_path)
     (row,) = json.loads((tmp_path / "audits.json").read_text())["rows"].values()

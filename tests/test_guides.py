@@ -7,14 +7,14 @@ import statistics
 
 import pytest
 from absl import flags
-from experiments import declared, membership, persons, sentences, settings, text
+from experiments import declared, faults, membership, persons, sentences, settings, text
 from experiments.common import markdown
 from run_binary import run
 from test_docs import PAGES, ROOT
 
 flags.FLAGS.mark_as_parsed()
 RESULTS = ROOT / "experiments" / "results"
-SETTINGS, TEXT = PAGES / "settings.md", PAGES / "tutorials" / "text.md"
+SETTINGS = PAGES / "settings.md"
 
 # What the guide says in words: all seeds of one line of a table are above all seeds of another.
 ABOVE = [
@@ -98,31 +98,58 @@ def test_what_the_guide_says_in_words_is_so():
         assert statistics.mean(tanh) > statistics.mean(relu) + 1
 
 
-def test_the_table_of_tables_is_current():
-    """``python -m experiments.declared --page docs/pages/tutorials/table.md`` writes it."""
-    rows = json.loads((RESULTS / "declared.json").read_text())["rows"]
-    page = (PAGES / "tutorials" / "table.md").read_text()
-    assert markdown.filled(page, declared.tables(rows)) == page
+GUIDES = [(persons, "persons", "persons"), (faults, "faults", "auditing"), (text, "text", "text")]
+GUIDES += [(declared, "declared", "table"), (sentences, "llm", "text")]
+GUIDES += [(membership, "membership", "auditing")]
 
 
-def test_the_table_of_persons_is_current():
-    """``python -m experiments.persons --page docs/pages/tutorials/persons.md`` writes it."""
-    rows = json.loads((RESULTS / "persons.json").read_text())["rows"]
-    page = (PAGES / "tutorials" / "persons.md").read_text()
-    assert markdown.filled(page, persons.tables(rows)) == page
+def rows_of(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize(("guide", "name", "page"), GUIDES)
+def test_tables_of_tutorials_are_current(guide, name, page):
+    """``python -m experiments.GUIDE --page docs/pages/tutorials/PAGE.md`` writes them."""
+    page = (PAGES / "tutorials" / f"{page}.md").read_text()
+    assert markdown.filled(page, guide.tables(rows_of(name))) == page
+
+
+def test_a_gradient_a_patient_is_better():
+    rows = rows_of("persons")
     first, _, last = (
         [r["accuracy"] for r in rows[f"{w}, epsilon 1"].values()] for w in persons.WAYS
     )
     assert min(first) > max(last)
-    private = [run["epsilon"] for row in rows.values() for run in row.values()]
-    assert max(private) <= 8
+    assert max(run["epsilon"] for row in rows.values() for run in row.values()) <= 8
 
 
-def test_the_table_of_attacks_is_current():
-    """``python -m experiments.membership --page docs/pages/tutorials/auditing.md`` writes it."""
-    rows = json.loads((RESULTS / "membership.json").read_text())["rows"]
-    page = (PAGES / "tutorials" / "auditing.md").read_text()
-    assert markdown.filled(page, membership.tables(rows)) == page
+def test_each_wrong_mechanism_is_found_and_its_twin_is_not_accused():
+    rows = rows_of("faults")
+    assert rows.keys() == faults.FAULTS.keys()
+    for _, *ways, _ in (runs["0"].values() for runs in rows.values()):
+        found, seconds, accused = zip(*ways, strict=True)
+        assert any(found[:2]), "by an attack"
+        assert max(seconds) < 300
+        assert not any(accused)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", faults.FAULTS)
+def test_a_law_finds_each_wrong_mechanism(name):
+    right, fault = faults.FAULTS[name]
+    assert faults.law(right._replace(**fault), 0)
+    assert not faults.law(right, 0)
+
+
+@pytest.mark.slow
+def test_a_wrong_mechanism_is_attacked(tmp_path):
+    run("experiments.faults", "--smoke", "--row=leaf", "--out", tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert rows["smoke: one leaf without noise"]["0"]["one_step"][::2] == [True, 0]
+
+
+def test_ratios_find_members_of_models_without_privacy():
+    rows = rows_of("membership")
     for name in ("digits", "FashionMNIST", "housing"):
         private, plain = (
             [attack["auroc"] for attack in rows[f"{name}, {way}"]["0"]["attacks"].values()]
@@ -153,11 +180,8 @@ def test_both_ways_run(tmp_path):
     assert len(rows) == len(persons.WAYS) * len(persons.COLUMNS)
 
 
-def test_the_figures_of_the_tutorial_are_current():
-    """``python -m experiments.text --page docs/pages/tutorials/text.md`` writes them."""
-    rows = json.loads((RESULTS / "text.json").read_text())["rows"]
-    page = TEXT.read_text()
-    assert markdown.filled(page, text.tables(rows)) == page
+def test_embeddings_with_the_head_learn_most():
+    rows = rows_of("text")
     of = {row: [run.get("accuracy") for run in runs.values()] for row, runs in rows.items()}
     base, parts = of["sst2 base alone"], ("head", "lora and head", "embeddings and head", "all")
     head, lora, embeddings, everything = (of[f"sst2 {part} at epsilon 3"] for part in parts)
@@ -165,11 +189,8 @@ def test_the_figures_of_the_tutorial_are_current():
     assert min(head + lora) < max(base), "they stay where the base stands"
 
 
-def test_the_figures_of_the_planted_secrets_are_current():
-    """``python -m experiments.sentences --page docs/pages/tutorials/text.md`` writes them."""
-    rows = json.loads((RESULTS / "llm.json").read_text())["rows"]
-    page = TEXT.read_text()
-    assert markdown.filled(page, sentences.tables(rows)) == page
+def test_privacy_lowers_the_exposure_of_planted_secrets():
+    rows = rows_of("llm")
     of = {row: {n: run["perplexity"] for n, run in runs.items()} for row, runs in rows.items()}
     orders = [  # each better than the one before it, for each seed
         ("pretrained alone", "full at epsilon 1", "full at epsilon 8", "full not private"),

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from experiments import membership
+from experiments import faults, membership
 from experiments.common import markdown, runs
 from experiments.common.claims import RULE, VERDICTS, Judged, judged, number
 from experiments.common.paper import Paper
@@ -400,6 +400,9 @@ def page() -> str:
         "AUROC, and members found by the share of others that are taken for members, with limits\n"
         "of 95 %, beside the most that the claim allows. By `python -m experiments.membership`.",
         runs.table(membership.HEADS, [*membership.cells(load("membership")["rows"])]),
+        "## Wrong mechanisms: core seconds until they are found, and accusations of right twins",
+        faults.tables(load("faults")["rows"])["faults"],
+        "By `python -m experiments.faults --out=experiments/results/faults.json`.",
         "## Optax's optimizers on private means",
         "Two steps each, by `make bench BENCH=optimizers`: in Optax itself, through `dpjax.dpsgd`,"
         "\nand behind `mechanism.private` under `testing.assert_private`. Rows that are missing run"
