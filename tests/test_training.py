@@ -193,21 +193,6 @@ def test_a_signal_in_the_last_evaluation_ends_the_process():
         fit(make(steps=3), evaluate=interrupt, evaluate_every=2)
 
 
-def test_steps_and_ledger_count_alike():
-    algorithm = make()
-
-    def twice(state):
-        return algorithm.step(algorithm.step(state)[0])
-
-    for mechanism, error, message in [
-        (None, ValueError, "has no mechanism"),
-        (algorithm.mechanism, RuntimeError, "the ledger counts 2"),
-    ]:
-        wrong = dpjax.types.Algorithm(algorithm.init, twice, mechanism)
-        with pytest.raises(error, match=message):
-            fit(wrong, start(algorithm))
-
-
 @pytest.mark.slow
 def test_examples_that_count_as_nothing_are_counted_and_spoil_no_mean(caplog):
     spoilt = DATA.at[3].set(jnp.nan).at[7].set(jnp.inf)
@@ -795,5 +780,7 @@ def test_values_without_a_meaning_are_refused(words):
 
 
 def test_what_is_no_state_is_refused():
-    with pytest.raises(TypeError, match=r"the state is a dict; expected algorithm\.init"):
+    with pytest.raises(
+        TypeError, match=r"the state is a dict; expected a State\. Give algorithm\.init"
+    ):
         make().step({})

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from dpjax import checks
-from dpjax._display import short, table, veiled
+from dpjax._display import short, veiled
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -57,7 +57,6 @@ NoiseMultiplier: TypeAlias = float | Schedule | Sequence[float]
 # Norm floor: a billion entries below 1e-19, which square to 0, add far less to a norm.
 _LEAST = 1e-12
 _NOISE_NEXT = "the noise comes next, before any other link"
-_SHOWN = 8  # groups of a rule that a notebook shows
 
 
 class Neighbours(enum.StrEnum):
@@ -213,13 +212,6 @@ class Clipping:
     def limits(self, tree: PyTree) -> Limits:
         """What this rule holds one example's part of a tree of parameters or sums to."""
         return Limits(self.bounds, self.projections, self.partition.assign(tree))
-
-    def _repr_html_(self) -> str:
-        named = zip(self.partition.names, self.bounds, strict=True)
-        bounds = [(f"bound of {name}", f"{bound:.4g}") for name, bound in named]
-        more = [("", f"and {len(bounds) - _SHOWN} more groups")] if len(bounds) > _SHOWN else []
-        moved = ("sensitivity", f"{self.sensitivity:.4g}")
-        return table(f"Clipping: {self.name}", [moved, *bounds[:_SHOWN], *more])
 
 
 @dataclass(frozen=True)
@@ -420,15 +412,6 @@ class Sampler:
         indices = draw.on_host()[:count]
         return jax.tree.map(lambda x: np.asarray(x[indices]), data), np.asarray(draw.mask)[:count]
 
-    def _repr_html_(self) -> str:
-        rows = {
-            f"{self.unit}s": f"{self.examples:,}",
-            "expected batch size": f"{self.batch_size:g}",
-            "neighbours": self.neighbours.value,
-            "claim": self.claim,
-        }
-        return table(f"Sampler: {self.name}", rows.items())
-
     def drawn(self, key: Key, noise_key: Key, step: Any) -> Draw:
         """The draw of a step of a run with these two keys; see `State`."""
         return self.draw(key, step, noise_key) if self.coins else self.draw(key, step)
@@ -519,7 +502,7 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Anything that runs: ``state = init(params)``; ``state, info = step(state)``.
+    """What `dpjax.fit` runs: ``state = init(params)``; ``state, info = step(state)``.
 
     Privacy:
       ``state.params`` is after the noise and may be released.  ``info`` is computed
@@ -532,26 +515,21 @@ class Algorithm:
     """``init(params, key=None)``. Without a key the operating system's randomness makes one; with
     a key the run can be repeated, and its epsilon holds against those who do not know the key."""
     step: Callable[[Any], tuple[Any, Any]]
-    """``step(state) -> (state, info)``; for `dpjax.fit`, ``info`` is a NamedTuple of arrays."""
-    mechanism: Plan | None = None
+    """``step(state) -> (state, info)``."""
+    run: Callable[[Any, int], tuple[Any, Any]]
+    """``run(state, count)``: several steps in one dispatch, which *uses up* the state it is
+    given; infos are stacked."""
+    mechanism: Plan
     """The `dpjax.Mechanism` that is both run and accounted."""
+    identity: Callable[[Any], Mapping[str, Any]]
+    """From a state to what its run is, as JSON has it: different runs share no folder."""
+    released: Callable[[Any], Mapping[str, Any]]
+    """What of a state is released beside its params, and worth a place in the log."""
     budget: Any = None
     """The `dpjax.ledger.Budget` that the run may not pass, if there is one."""
-    run: Callable[[Any, int], tuple[Any, Any]] | None = None
-    """``run(state, count)``: several steps in one dispatch, which *uses up* the state it is
-    given; infos are stacked.  Without it `dpjax.fit` takes one step at a time."""
-    identity: Callable[[Any], Mapping[str, Any]] = lambda state: {}
-    """From a state to what its run is, as JSON has it: different runs share no folder."""
-    released: Callable[[Any], Mapping[str, Any]] = lambda state: {}
-    """What of a state is released beside its params, and worth a place in the log."""
 
     def __repr__(self) -> str:
         return short(self, "mechanism", "budget")
-
-    def _repr_html_(self) -> str:
-        # A plan of the user's own has no table.
-        planned = getattr(self.mechanism, "_repr_html_", str)()
-        return table("Algorithm", [("budget", repr(self.budget))]) + planned
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         yield from (self.init, self.step)

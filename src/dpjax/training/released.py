@@ -20,30 +20,29 @@ from dpjax import processes, reports, trees
 from dpjax._files import replace
 from dpjax.mechanism import Mechanism
 from dpjax.training.run_folder import Folder
-from dpjax.types import Plan, PyTree, State
+from dpjax.types import PyTree, State
 
 _FILE = "params.msgpack"
 
 
 def write_released(
-    folder: Folder, mechanism: Plan, state: State, delta: float, method: str, *, last: bool
+    folder: Folder, mechanism: Mechanism, state: State, delta: float, method: str, *, last: bool
 ) -> None:
     """Writes card, statement and parameters of a state; a last card states all methods."""
     params = jax.tree.map(trees.on_host, state.params)  # of all processes
     if not processes.first_process():
         return
     path = folder.path
-    if isinstance(mechanism, Mechanism):
-        # Loss distributions of many different steps take seconds: the last card has them.
-        methods = None if last else ("rdp", "rdp-classic", method)
-        facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
-        card = reports.card(mechanism, delta, **facts)
-        board = reports.board(mechanism, delta, **facts)
-        facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
-        words = reports.statement(mechanism, delta, **facts)
-        replace(path / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)
-        replace(path / "statement.txt", words + "\n", public=True)
-        replace(path / "board.txt", board + "\n", public=True)
+    # Loss distributions of many different steps take seconds: the last card has them.
+    methods = None if last else ("rdp", "rdp-classic", method)
+    facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
+    card = reports.card(mechanism, delta, **facts)
+    board = reports.board(mechanism, delta, **facts)
+    facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
+    words = reports.statement(mechanism, delta, **facts)
+    replace(path / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)
+    replace(path / "statement.txt", words + "\n", public=True)
+    replace(path / "board.txt", board + "\n", public=True)
     replace(path / _FILE, serialized(params), public=True)
 
 
