@@ -36,8 +36,7 @@ def fedavg(
     *,
     client_optimizer: optax.GradientTransformation,
     local_batch_size: int,
-    local_epochs: int | None = None,
-    local_steps: int | None = None,
+    local_epochs: int,
     project: bool = False,
     weights: Weights | None = None,
     microbatch_size: int | None = None,
@@ -59,8 +58,7 @@ def fedavg(
       clients: The examples, of ``mechanism.sampling.examples`` clients.
       client_optimizer: The optimizer of each client; it starts from its initial state each round.
       local_batch_size: Examples in a client's batch; its loss is their mean.
-      local_epochs: Epochs of a drawn client over its own examples. Give this or ``local_steps``.
-      local_steps: Batches of a drawn client, over several epochs if necessary.
+      local_epochs: Epochs of a drawn client over its own examples.
       project: Whether a client projects its update onto the bounds of the rule after each batch.
         The update is clipped at the end in either case.
       weights: How much each client counts; by default all count equally.
@@ -106,15 +104,12 @@ def fedavg(
       McMahan et al., "Learning Differentially Private Recurrent Language Models", 2018,
       algorithm 1; Reddi et al., "Adaptive Federated Optimization", 2021, for the server.
     """
-    if (local_epochs is None) == (local_steps is None):
-        raise ValueError("federated.fedavg: expected one of local_epochs= and local_steps=.")
     call = "federated.fedavg"
     local = Local(
         loss,
         client_optimizer,
         checks.whole(call, "local_batch_size", local_batch_size),
-        checks.whole_or_none(call, "local_epochs", local_epochs),
-        checks.whole_or_none(call, "local_steps", local_steps),
+        checks.whole(call, "local_epochs", local_epochs),
         # The rule's own bounds: an update that each step projects is hardly clipped at the end.
         within=mechanism.clipping if project else None,
     )
@@ -158,7 +153,7 @@ def fedsgd(
       'client'
     """
     # One step of rate 1 on the mean of all examples is minus the gradient.
-    local = Local(loss, optax.sgd(1.0), clients.capacity, epochs=None, steps=1, within=None)
+    local = Local(loss, optax.sgd(1.0), clients.capacity, epochs=1, within=None)
     return _algorithm(
         "fedsgd", local, server_optimizer, mechanism, clients, weights, microbatch_size, budget
     )
