@@ -242,5 +242,5 @@ def test_sums_of_zero_have_no_angle():
 
 
 def test_what_has_no_answer_is_refused():
-    with pytest.raises(ValueError, match="matrix of finite numbers"):
+    with pytest.raises(np.linalg.LinAlgError):
         diagnostics.definiteness(np.full((2, 2), np.nan))

@@ -149,10 +149,9 @@ def test_an_image_of_one_shade_has_a_gradient():
 @pytest.mark.parametrize(
     ("images", "arguments", "error", "words"),
     [
-        (np.zeros((1, 8, 8, 1), np.uint8), {}, TypeError, "Divide bytes by 255"),
+        (np.zeros((1, 8, 8, 1), np.uint8), {}, TypeError, "expected real floating-point"),
         (np.zeros((8, 8, 1)), {}, ValueError, r"write x\[..., None\]"),
         (np.zeros((1, 8, 8, 1)), {"J": 4}, ValueError, "sides from 16"),
-        (np.zeros((1, 8, 8, 1)), {"order": 3}, ValueError, "one of 0, 1, 2"),
         (np.zeros((1, 8, 8, 1)), {"J": 0}, ValueError, r"J=0\): expected a whole number"),
     ],
 )

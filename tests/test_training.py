@@ -270,7 +270,7 @@ def test_a_state_that_run_has_used_up_is_refused():
     after, _ = algorithm.run(state, 1)
     run, train = lambda state: algorithm.run(state, 1), lambda state: fit(algorithm, state)
     for take in (algorithm.step, run, train):
-        with pytest.raises(RuntimeError, match=r"donated.*trees.copy\(state\)"):
+        with pytest.raises(RuntimeError, match="deleted"):
             take(state)
     assert algorithm.step(after)[0].ledger.steps == 2
 
@@ -763,7 +763,6 @@ TRACKED = optax.sgd(0.1).init(jnp.zeros(3))
 VALUES = {
     r"scaled_rate\(batch_size // 512=0\)": lambda: training.scaled_rate(0.1, 256),
     "expected independent noise": lambda: training.dp_adam(0.1, mechanism_with(steps=8, **BANDED)),
-    r"expected a number in \[0, 1\)": lambda: training.average_parameters(1.0),
     r"with training\.average_parameters": lambda: training.averaged(TRACKED),
     r"with training\.keep_samples": lambda: training.samples(TRACKED),
     "adapts its bounds": lambda: algorithm_with(

@@ -52,10 +52,6 @@ def scatter(
     """
     images = jnp.asarray(images)
     J, L = (checks.whole("scattering.scatter", n, v) for n, v in (("J", J), ("L", L)))
-    if not jnp.issubdtype(images.dtype, jnp.floating):
-        raise TypeError(
-            f"scattering.scatter: got {images.dtype} images; expected floats. Divide bytes by 255."
-        )
     if images.ndim != 4 or min(images.shape[1:3]) < 2**J:
         raise ValueError(
             f"scattering.scatter(J={J}): got images of shape {images.shape}; expected (batch, "

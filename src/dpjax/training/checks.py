@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.extend.core import ClosedJaxpr
@@ -23,7 +22,6 @@ from dpjax.training.recipe import Recipe
 from dpjax.types import PyTree, Schedule, State
 
 # Flax names a layer BatchNorm_0; others write batch_norm or bn.
-LARGE = 64 * 2**20  # bytes of constants, from which compiling takes seconds longer
 _BATCH_NORM = re.compile(r"batch_?norm|(^|/)bn_?\d*(/|$)", re.IGNORECASE)
 
 
@@ -66,14 +64,9 @@ def check_untraced(call: str, given: PyTree) -> None:
 
 
 def check_state(name: str, state: Any) -> None:
-    """Refuses an object that is not a state, a traced one, and one with donated buffers."""
+    """Refuses an object that is not a state, and a traced one."""
     checks.instance(name, "the state", state, State, "Give algorithm.init(params).")
     check_untraced(name, state)
-    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
-        raise RuntimeError(
-            f"{name}: algorithm.run donated the buffers of this state. Use the state that it "
-            "returned, or give it dpjax.trees.copy(state)."
-        )
 
 
 def positive_plan(what: str, schedule: Schedule, steps: int) -> Planned:
@@ -116,7 +109,7 @@ def checked_data(recipe: Recipe, data: PyTree) -> PyTree:
 
 
 def warn_of_constants(name: str, loss: ClosedJaxpr, shared: PyTree, examples: int) -> None:
-    """Warns of a loss that closes over the data, or over large weights; ``shared`` are neither."""
+    """Warns of a loss that closes over the data; ``shared`` are none."""
     given = {id(leaf) for leaf in jax.tree.leaves(shared)}
     held = [x for x in constants(loss) if id(x) not in given]
     # Of a model with such a width it is a weight. A single row would match any lone axis.
@@ -130,13 +123,6 @@ def warn_of_constants(name: str, loss: ClosedJaxpr, shared: PyTree, examples: in
             name,
             shapes[0],
             examples,
-        )
-    if (size := sum(np.size(x) * jnp.result_type(x).itemsize for x in held)) > LARGE:
-        logging.warning(
-            "%s: the loss closes over %d MiB, which become constants of the compiled program. Give "
-            "weights that are not trained as frozen=: loss(params, example, frozen).",
-            name,
-            size // 2**20,
         )
 
 
