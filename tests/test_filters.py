@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Filters: no choice of events gets more than the budget through, and none that fits is refused."""
 
-
 import numpy as np
 import pytest
 from hypothesis import given
