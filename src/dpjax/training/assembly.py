@@ -95,9 +95,7 @@ class _Assembly:
             sampler = self.mechanism.sampling
             warn_of_constants(name, program, shared, sampler.rows or sampler.examples)
             home = self.home(params)
-            if home is None:
-                meshes.committed(name, parameters=params, data=self.data)
-            else:
+            if home is not None:
                 params = meshes.placed(params, home)
             # Index i is one example in all processes, and split parameters cannot be sent.
             mechanism = self.mechanism
