@@ -459,21 +459,11 @@ class State(NamedTuple):
 
 
 class Plan(Protocol):
-    """What accounting needs of a plan, such as `dpjax.Mechanism`: hashable, it never changes."""
+    """What the ledger needs of a plan, such as `dpjax.Mechanism`: hashable, it never changes."""
 
     @property
     def steps(self) -> int:
         """How many steps are planned."""
-        ...
-
-    @property
-    def unit(self) -> str:
-        """Who is protected, in a word: ``"example"``, ``"client"``, ``"person"``, ..."""
-        ...
-
-    @property
-    def batch_size(self) -> float:
-        """The expected number of examples a step."""
         ...
 
     @property
@@ -486,13 +476,8 @@ class Plan(Protocol):
         """A hash of all that the cost of a step depends on, except its multiplier."""
         ...
 
-    @property
-    def target(self) -> Any:
-        """The epsilon, delta and method for which the noise was chosen, or None."""
-        ...
-
     def stated(self, delta: float | None, method: str | None) -> tuple[float, str]:
-        """Delta and method of a statement: as given, or else as in `target`."""
+        """Delta and method of a statement: as given, or else those the noise was chosen for."""
         ...
 
     def epsilon_of(self, multipliers: np.ndarray, delta: float, method: str) -> float:

@@ -27,7 +27,7 @@ import numpy as np
 
 from dpjax import accounting, checks
 from dpjax._versions import version
-from dpjax.accounting.methods import checked_delta, profile_of
+from dpjax.accounting.methods import checked_delta, levels_of, profile_of
 from dpjax.accounting.profiles import Profile, most_true_positives
 from dpjax.ledger import Ledger, counted
 from dpjax.mechanism import Mechanism, Spent
@@ -154,7 +154,7 @@ def card(mechanism: Mechanism, delta: float | None = None, **more: Any) -> dict[
         "steps": len(claim.ran),
         "claim": mechanism.claim,
         "delta": claim.delta,
-        "levels": accounting.levels_of(mechanism.event),
+        "levels": levels_of(mechanism.event),
         "epsilon": {
             method: {"value": float(value), "proven": accounting.METHODS[method].proven}
             for method, value in claim.epsilons.items()
