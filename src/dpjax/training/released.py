@@ -94,10 +94,7 @@ def restored(saved: bytes, like: PyTree, where: str) -> PyTree:
 
     leaves, structure = jax.tree.flatten(like)
     expected = dict(zip(trees.leaf_names(like), leaves, strict=True))
-    try:
-        arrays = dict(serialization.msgpack_restore(saved))
-    except Exception as error:  # msgpack's own kinds
-        raise ValueError(f"{where}: expected parameters that fit wrote ({error}).") from error
+    arrays = dict(serialization.msgpack_restore(saved))
     for name in {**expected, **arrays}:
         there, here = (
             list(np.shape(by_name[name])) if name in by_name else "no leaf"
