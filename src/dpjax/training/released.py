@@ -51,7 +51,7 @@ def _scaled_by(identity: Mapping[str, Any], mechanism: Mechanism) -> str | None:
     match identity:  # of another algorithm, these names are of the caller's configuration
         case {"algorithm": "dpsgd", "bound schedule": str()}:
             return "a bound schedule"
-        case {"algorithm": "fedavg" | "fedsgd", "weights": {"total": total}}:
+        case {"algorithm": "fedavg", "weights": {"total": total}}:
             return None if total == mechanism.sampling.examples else "the total of weights"
     return None
 
