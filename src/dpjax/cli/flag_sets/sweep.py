@@ -33,7 +33,6 @@ _tried.text("fixed", "", "Flags of every run: dataset=digits;epochs=5.")
 _tried.whole("seed", None, "Seed of draws and runs, which is no secret.", 0, LARGEST_SEED)
 
 _runs = Group(FLAGS, "Runs")
-_runs.path("binary", None, "Script of each run, which takes --out; by default dpjax train.")
 _runs.whole("jobs", 1, "Number of parallel runs.", 1)
 
 _output = Group(FLAGS, "Output")

@@ -75,7 +75,7 @@ def candidates_of(given: flags.FlagValues) -> Candidates:
     tried, fixed = search_space.candidates(str(text), kind), pairs(given.fixed, "fixed")
     # The best run pays for the dearest that could have been drawn: so all of them cost the same.
     free = _FREE if "noise" in fixed else (*_FREE, *_OF_WHITE_NOISE)
-    if given.random_runs and not given.binary and (priced := tried.keys() - {*free}):
+    if given.random_runs and (priced := tried.keys() - {*free}):
         raise app.UsageError(
             f"--random_runs: {min(priced)} can change what a run costs; expected flags among "
             f"{', '.join(free)}."
@@ -124,9 +124,8 @@ def draw(given: flags.FlagValues, tried: Candidates) -> list[Trial]:
 def options_of(given: flags.FlagValues, trial: Trial, folder: pathlib.Path) -> list[str]:
     """The flags of a run, as they are typed."""
     # A report costs more time than a small run, and a search has one figure for all of them.
-    quiet = {} if given.binary else {"report": "false"}
-    seed = {} if trial.seed is None else {"seed": trial.seed}
-    typed = {"out": folder, **quiet, **pairs(given.fixed, "fixed"), **trial.settings, **seed}
+    typed = {"out": folder, "report": "false", **pairs(given.fixed, "fixed"), **trial.settings}
+    typed |= {} if trial.seed is None else {"seed": trial.seed}
     return [f"--{name}={value}" for name, value in typed.items()]
 
 
@@ -140,8 +139,6 @@ def parsed(options: Sequence[str]) -> flags.FlagValues:
 def command(given: flags.FlagValues, trial: Trial, folder: pathlib.Path) -> list[str]:
     """The command of a run."""
     options = options_of(given, trial, folder)
-    if given.binary:
-        return [sys.executable, given.binary, *options]
     parsed(options)
     return [sys.executable, "-m", "dpjax", "train", *options]
 
@@ -222,7 +219,7 @@ def costs(given: flags.FlagValues, runs: Runs) -> tuple[dict[str, Any], str]:
     delta = min(read(folder, arrays=False).delta for folder in done)
     begun = [folder for folder in runs if folder in done or (folder / "run.json").exists()]
     spent = [search_cost.spent_in(folder) for folder in begun]
-    prices = search_cost.prices(spent, delta, number_of_runs(given), known=not given.binary)
+    prices = search_cost.prices(spent, delta, number_of_runs(given))
     lines = [f"What this search costs at delta={upwards(delta, '.3g')}:"]
     lines += [f"  {price}" for price in prices]
     lines.append("Choosing by public test data costs no more. Private test data are not protected.")

@@ -20,17 +20,16 @@ from dpjax.mechanism.card import protects, spent_of
 
 
 class Price(NamedTuple):
-    """An epsilon, if it is known, what it is the cost of, when it applies, and its accountant."""
+    """An epsilon, what it is the cost of, when it applies, and its accountant."""
 
     what: str
-    epsilon: float | None
+    epsilon: float
     holds: str
     method: str
 
     def __str__(self) -> str:
-        epsilon = self.epsilon
-        known = "not known" if epsilon is None else f"epsilon {three_digits(epsilon)}"
-        return f"{known:<16}{self.what}, by {self.method.upper()}: {self.holds}"
+        epsilon = f"epsilon {three_digits(self.epsilon)}"
+        return f"{epsilon:<16}{self.what}, by {self.method.upper()}: {self.holds}"
 
 
 class Spent(NamedTuple):
@@ -54,13 +53,9 @@ def spent_in(folder: pathlib.Path) -> Spent:
 
 
 def prices(
-    runs: Sequence[Spent],
-    delta: float,
-    number: tuple[str, float] | None = None,
-    *,
-    known: bool = True,
+    runs: Sequence[Spent], delta: float, number: tuple[str, float] | None = None
 ) -> list[Price]:
-    """The costs of a search; ``known`` says that no run which could be drawn costs more."""
+    """The costs of a search; of a drawn number of runs, all that could be drawn cost the same."""
     described = [run.mechanism for run in runs]
     # A relation is proved for all runs together or not at all.
     if len(protected := {protects(mechanism) for mechanism in described}) > 1:
@@ -79,11 +74,9 @@ def prices(
     holds = "whichever is kept, and if all of them are published"
     lines.append(Price("all runs together", every_run, holds, by_every))
     if number is not None:
-        (name, mean), best = number, None
-        holds = "what a script could have cost with other settings is not known"
-        if known:
-            by = {"runs": mean, "distribution": name, "neighbours": relation}
-            best = accounting.select_best(kinds, delta, **by).epsilon_best
-            holds = "if that run alone is published, and how many ran stays secret"
+        name, mean = number
+        by = {"runs": mean, "distribution": name, "neighbours": relation}
+        best = accounting.select_best(kinds, delta, **by).epsilon_best
+        holds = "if that run alone is published, and how many ran stays secret"
         lines.append(Price(f"the best of a {name} number, {mean:g} on average", best, holds, "rdp"))
     return lines
