@@ -32,7 +32,7 @@ from dpjax.accounting.methods import (
 )
 from dpjax.accounting.profiles import Estimate
 from dpjax.accounting.random_projections import with_projections
-from dpjax.accounting.rdp_divergence import ORDERS
+from dpjax.accounting.rdp_divergence import ORDERS, renyi_divergence
 from dpjax.accounting.selection import DISTRIBUTIONS, Selection, draw_runs, select_best
 from dpjax.accounting.user_level import (
     PersonsOrRows,
@@ -64,6 +64,7 @@ __all__ = [
     "levels",
     "levels_of",
     "persons_or_rows",
+    "renyi_divergence",
     "scheduled_gaussian",
     "select_best",
     "subsampled_gaussian",

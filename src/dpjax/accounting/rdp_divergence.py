@@ -44,9 +44,9 @@ def renyi_divergence(
 ) -> np.ndarray:
     """Rényi divergence of one Poisson-sampled Gaussian step: ``log A(alpha) / (alpha - 1)``.
 
-    Multipliers and rates are numbers or arrays, and broadcast together; orders are above 1.
-    The answer, ``[..., orders]``, is for one example more or fewer. With a multiplier below 0.02
-    and a fractional order, it is that of the next whole order, an upper bound.
+    Multipliers and rates are numbers or arrays, and broadcast together; orders are above 1, or
+    infinite. The answer, ``[..., orders]``, is for one example more or fewer. With a multiplier
+    below 0.02 and a fractional order, it is that of the next whole order, an upper bound.
 
     Example:
       >>> renyi_divergence(2.5, 0.01, [5, 50]) * 50
@@ -60,11 +60,17 @@ def renyi_divergence(
     z, q = np.broadcast_arrays(
         np.asarray(noise_multiplier, np.float64), np.asarray(sampling_rate, np.float64)
     )
+    if not (np.all(orders > 1) and np.all(z >= 0) and np.all((q >= 0) & (q <= 1))):
+        raise ValueError(
+            "accounting.renyi_divergence: expected orders > 1, multipliers >= 0, rates in [0, 1]."
+        )
     out = np.empty((z.size, orders.size))
+    finite = np.isfinite(orders)
     z, q, shape = z.ravel(), q.ravel(), z.shape
     for start in range(0, z.size, _CHUNK):
         rows = slice(start, start + _CHUNK)
-        out[rows] = _divergences(z[rows], q[rows], orders)
+        out[rows, finite] = _divergences(z[rows], q[rows], orders[finite])
+    out[:, ~finite] = np.inf  # a sampled Gaussian has unbounded loss
     out[(q == 0) | np.isinf(z)] = 0.0
     return out.reshape(*shape, orders.size)
 
