@@ -24,7 +24,9 @@ if MUTANT:  # a mutant that is not loaded is no test
 collect_ignore = ["guards.py"]  # A plugin of pytest's, loaded by its name.
 
 # Tests of the rooms in which no dtype and no rank may be promoted silently.
-ROOMS = "adaptive clipping golden gradients groups ledger mechanism noise sampling trees types"
+ROOMS = (
+    "adaptive clipping filters golden gradients groups ledger mechanism noise sampling trees types"
+)
 STRICT = {f"test_{room}" for room in ROOMS.split()}
 # What is not the guarantee is left to `.ci/run`, as are the examples of docstrings.
 SHELF = "activations arrays diagnostics docs features finetuning losses metrics models papers"

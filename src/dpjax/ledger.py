@@ -3,6 +3,7 @@
 
 The multipliers are fixed in advance, so ordinary composition is enough where the stopping time does
 not depend on the data. Where results chose it (`ended`), all planned steps count.
+`dpjax.accounting.Filter` is for noise that depends on releases.
 """
 
 from __future__ import annotations

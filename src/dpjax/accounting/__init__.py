@@ -19,6 +19,7 @@ from dpjax.accounting.events import (
     scheduled_gaussian,
     subsampled_gaussian,
 )
+from dpjax.accounting.filters import Filter, best_order
 from dpjax.accounting.loss_distributions import levels
 from dpjax.accounting.methods import (
     METHODS,
@@ -46,10 +47,12 @@ __all__ = [
     "METHODS",
     "ORDERS",
     "Estimate",
+    "Filter",
     "Method",
     "PersonsOrRows",
     "RandomAllocationDpEvent",
     "Selection",
+    "best_order",
     "calibrate",
     "compose",
     "default_method",

@@ -45,6 +45,11 @@ def to_delta(divergences: np.ndarray, epsilon: float) -> float:
     return float(library.compute_delta(ORDERS.tolist(), divergences.tolist(), epsilon)[0])
 
 
+def limits(epsilon: float, delta: float, orders: np.ndarray | np.float64) -> np.ndarray:
+    """The improved conversion, turned round: the divergence that epsilon leaves at each order."""
+    return epsilon - np.log1p(-1 / orders) + (math.log(delta) + np.log(orders)) / (orders - 1)
+
+
 def classic(parts: Parts, neighbours: str) -> Profile:
     """``epsilon(delta) = min_alpha rdp(alpha) + log(1/delta) / (alpha - 1)``, and its inverse.
 
