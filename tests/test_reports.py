@@ -194,11 +194,16 @@ def test_what_is_not_proved_is_not_said_to_be_infinite(monkeypatch, changes, eps
     assert "infinite" not in words
 
 
-def test_shuffled_batches_are_not_amplified():
+def test_shuffled_batches_show_both_numbers():
     shuffled = sampling.shuffled(60_000, 600)
     words = dpjax.statement(make(sampling=shuffled, noise_multiplier=1.38, steps=2000), 1e-5)
     assert "zero-out" in words
     assert "18.5   pld" in words
+    assert "as if Poisson" in words
+    assert "It does not hold" in words
+    # An earlier run by another sampler leaves no figure to compare with.
+    facts = {"sampling": shuffled, "before": [FIXED_BEFORE], "neighbours": "replace-one"}
+    assert "as if Poisson" not in dpjax.statement(make(steps=3, **facts), 1e-5, methods=["rdp"])
     bins = sampling.balls_in_bins(1000, 300)  # sums are divided by 300, and bins are larger
     words = dpjax.statement(make(sampling=bins, steps=3), 1e-5)
     assert "balls_in_bins: 333.333 of 1,000 examples a step (rate 0.333)" in words
@@ -238,7 +243,7 @@ def test_the_statement_of_a_run_that_stopped_early_says_what_a_choice_costs():
         make(steps=5, sampling=sampling.shuffled(60_000, 256)),
         make(steps=5, unit="client", adaptive=clipping.Quantile(count_multiplier=9)),
     ],
-    ids=["proved", "shuffled", "adapted"],
+    ids=["proved", "as if Poisson", "adapted"],
 )
 def test_a_notebook_shows_all_words_of_a_statement_and_no_others(mechanism):
     words = dpjax.statement(mechanism, 1e-5, ledger=ledger.empty(), supplied=True)

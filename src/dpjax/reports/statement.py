@@ -6,6 +6,7 @@ Every number comes from the mechanism and the ledger, except delta.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import textwrap
@@ -288,6 +289,17 @@ def _figures(claim: Claim) -> Iterator[str]:
         yield f"  epsilon       {three_digits(value):>8}   {row.name}: {row.words}"
     if not claim.epsilons:
         yield f"  epsilon       {'none':>8}   no method has a number for this"
+    # The papers print the Poisson figure for shuffled batches: a reader can compare with print.
+    mechanism = claim.mechanism
+    if mechanism.sampling.name in ("shuffled", "curriculum") and mechanism.noise is None:
+        steps = accounting.scheduled_gaussian(claim.ran, mechanism.sampling.sampling_rate)
+        event = accounting.compose(mechanism.prepared, steps)
+        with contextlib.suppress(ValueError):  # earlier runs may leave no figure to compare with
+            value = accounting.epsilon(event, claim.delta, "rdp-classic")
+            yield (
+                f"  as if Poisson {three_digits(value):>8}   rdp-classic: the papers' figure for "
+                "such batches. It does not hold for them: nothing proves amplification here."
+            )
 
 
 def _methods_section(claim: Claim) -> Iterator[str]:
