@@ -2,6 +2,7 @@
 """The words: what a Clipping, a Sampler and an Algorithm hold together."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -31,6 +32,13 @@ def test_limits_compare_what_noise_follows_from():
     assert rule.limits(params) == clipping.per_group((1.0, 1.0), 2).limits(params)
     assert rule.limits(params).groups == (0, 1)
     assert clipping.flat(1.0).limits(params) != clipping.jl(1.0).limits(params)
+
+
+def test_an_algorithm_unpacks():
+    unused: Any = None
+    given = lambda key, params: params, lambda state: (state, None)
+    init, step = types.Algorithm(*given, *[unused] * 4)
+    assert step(init(None, 3)) == (3, None)
 
 
 def test_the_sampling_rate_follows_from_public_sizes():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -492,6 +492,8 @@ class Algorithm:
     Privacy:
       ``state.params`` is after the noise and may be released.  ``info`` is computed
       before the noise and may not.
+
+    It unpacks: ``init, step = dpjax.dpsgd(...)``.
     """
 
     init: Callable[..., Any]
@@ -513,3 +515,6 @@ class Algorithm:
 
     def __repr__(self) -> str:
         return short(self, "mechanism", "budget")
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        yield from (self.init, self.step)
