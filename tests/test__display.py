@@ -13,7 +13,7 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import clipping, sampling, schedules, strategies
+from dpjax import clipping, ledger, sampling, schedules, strategies
 from dpjax.mechanism import Spent
 
 SAMPLER = "Sampler(name='poisson', examples=1000, batch_size=10)"
@@ -71,6 +71,11 @@ SHOWN = {
         ),
         ["1000 of 1,000 clients", "before(Spent", "name='tree', steps=5"],
     ),
+    "sampler": (lambda: sampling.poisson(1000, 10), ["Sampler: poisson", "examples1,000"]),
+    "rule": (lambda: clipping.grouped(0.5, 9), ["sensitivity1.5", "group 70.5", "1 more groups"]),
+    "rule of few groups": (lambda: clipping.flat(0.5), ["sensitivity0.5", "bound of group 00.5"]),
+    "algorithm": (algorithm, ["Algorithm budgetNone", "Mechanism", "full: 3 of 3 examples"]),
+    "budget": (lambda: algorithm(budget=ledger.Budget(epsilon=9, delta=0.1)), ["epsilon=9"]),
     "a name with markup": (
         lambda: of(clipping=dataclasses.replace(clipping.flat(1.0), name="<b>")),
         ["<b>: sensitivity 1"],

@@ -478,3 +478,36 @@ TYPES_REFUSED = {
 def test_types_that_are_refused(words):
     with pytest.raises(TypeError, match=words):
         TYPES_REFUSED[words]()
+
+
+# Evaluation -----------------------------------------------------------------------------
+
+
+def test_each_client_is_scored_by_its_own_examples():
+    clients = some_clients(4, 0, 1, 700)
+    first = lambda w, x: x[0] + w  # noqa: E731
+    found = federated.scores(first, 2.0, clients)
+    rows = np.split(np.asarray(clients.examples, np.float64)[:, 0] + 2.0, [4, 4, 5])
+    np.testing.assert_allclose(found[[0, 2, 3]], [rows[i].mean() for i in (0, 2, 3)], rtol=1e-5)
+    assert math.isnan(found[1])
+
+
+@pytest.mark.slow
+def test_the_distribution_over_clients_is_private_and_reaches_the_log():
+    clients, sizes = some_clients(*[3] * 11), 11
+    tenth = federated.evaluate_clients(
+        lambda params, x: x, None, federated.Clients.split(np.arange(11.0), np.arange(11), 11)
+    )["private"]
+    assert [tenth[f"client {n}"] for n in ("lowest", "10 %", "median", "90 %", "mean")] == [
+        *(0.0, 1.0, 5.0, 9.0, 5.0)
+    ]
+    algorithm = fedavg(clients, mechanism(sizes, multiplier=1.0, steps=2))
+    metric = lambda params, x: jnp.sum(params > x) * 1.0  # noqa: E731
+    _, rows = dpjax.fit(
+        algorithm,
+        start(algorithm),
+        evaluate=lambda state: federated.evaluate_clients(metric, state.params, clients),
+        progress=False,
+    )
+    assert {"client mean", "client lowest", "example mean", "loss"} <= set(rows[-1]["private"])
+    assert not [name for name in rows[-1] if "client " in name]

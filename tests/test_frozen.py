@@ -90,6 +90,15 @@ def test_a_part_of_a_module_is_trained_beside_the_rest():
     assert whole(part, example, rest) == whole(params, example)
 
 
+def test_large_constants_are_told_how_to_become_an_argument(caplog, monkeypatch):
+    monkeypatch.setattr("dpjax.training.checks.LARGE", 100)
+    trained(closed)
+    assert "Give weights that are not trained as frozen=" in caplog.text
+    caplog.clear()
+    trained(loss, frozen=FROZEN)
+    assert not caplog.text
+
+
 SPLIT = """
 import jax
 jax.config.update("jax_num_cpu_devices", 4)

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from dpjax import checks
-from dpjax._display import short, veiled
+from dpjax._display import short, table, veiled
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -57,6 +57,7 @@ NoiseMultiplier: TypeAlias = float | Schedule | Sequence[float]
 # Norm floor: a billion entries below 1e-19, which square to 0, add far less to a norm.
 _LEAST = 1e-12
 _NOISE_NEXT = "the noise comes next, before any other link"
+_SHOWN = 8  # groups of a rule that a notebook shows
 
 
 class Neighbours(enum.StrEnum):
@@ -212,6 +213,13 @@ class Clipping:
     def limits(self, tree: PyTree) -> Limits:
         """What this rule holds one example's part of a tree of parameters or sums to."""
         return Limits(self.bounds, self.projections, self.partition.assign(tree))
+
+    def _repr_html_(self) -> str:
+        named = zip(self.partition.names, self.bounds, strict=True)
+        bounds = [(f"bound of {name}", f"{bound:.4g}") for name, bound in named]
+        more = [("", f"and {len(bounds) - _SHOWN} more groups")] if len(bounds) > _SHOWN else []
+        moved = ("sensitivity", f"{self.sensitivity:.4g}")
+        return table(f"Clipping: {self.name}", [moved, *bounds[:_SHOWN], *more])
 
 
 @dataclass(frozen=True)
@@ -412,6 +420,15 @@ class Sampler:
         indices = draw.on_host()[:count]
         return jax.tree.map(lambda x: np.asarray(x[indices]), data), np.asarray(draw.mask)[:count]
 
+    def _repr_html_(self) -> str:
+        rows = {
+            f"{self.unit}s": f"{self.examples:,}",
+            "expected batch size": f"{self.batch_size:g}",
+            "neighbours": self.neighbours.value,
+            "claim": self.claim,
+        }
+        return table(f"Sampler: {self.name}", rows.items())
+
     def drawn(self, key: Key, noise_key: Key, step: Any) -> Draw:
         """The draw of a step of a run with these two keys; see `State`."""
         return self.draw(key, step, noise_key) if self.coins else self.draw(key, step)
@@ -515,6 +532,10 @@ class Algorithm:
 
     def __repr__(self) -> str:
         return short(self, "mechanism", "budget")
+
+    def _repr_html_(self) -> str:
+        planned: Any = self.mechanism
+        return table("Algorithm", [("budget", repr(self.budget))]) + planned._repr_html_()
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         yield from (self.init, self.step)

@@ -6,14 +6,15 @@ parameters. Its update is clipped, weighted, summed and noised by the step of `d
 accounted by a ``Mechanism(unit="client")``. Local training cannot break the guarantee.
 
 `Clients` holds the examples of clients of unequal size, `Weights` how much each counts. `fedavg`
-and `fedsgd` are the algorithms.
+and `fedsgd` are the algorithms; `scores` and `evaluate_clients` measure single clients.
 
 All of this is a simulation in one process: the server sees every update.
 """
 
 from dpjax.federated.clients import Clients
+from dpjax.federated.evaluation import evaluate_clients, scores
 from dpjax.federated.fedavg import fedavg, fedsgd
 from dpjax.federated.rounds import Info
 from dpjax.federated.weights import Weights
 
-__all__ = ["Clients", "Info", "Weights", "fedavg", "fedsgd"]
+__all__ = ["Clients", "Info", "Weights", "evaluate_clients", "fedavg", "fedsgd", "scores"]

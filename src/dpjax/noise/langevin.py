@@ -9,7 +9,6 @@ this noise is a Gaussian on the clipped sum with a known multiplier: smaller ste
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 import optax
@@ -20,7 +19,13 @@ from dpjax.types import Clipping, Key, Schedule
 
 
 def langevin(
-    learning_rate: float | Schedule, rule: Clipping, key: Key | None = None, **more: Any
+    learning_rate: float | Schedule,
+    rule: Clipping,
+    *,
+    examples: int,
+    batch_size: float,
+    key: Key | None = None,
+    temperature: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""The Optax link of Langevin dynamics: `gaussian` with the multiplier `langevin_multiplier`.
 
@@ -30,8 +35,7 @@ def langevin(
        + \tfrac{\eta_t}{2}\, \nabla \log p(w) $$
 
     adds noise of covariance $\eta_t T I$. `dpjax.training.dp_sgld` is the whole algorithm. The
-    arguments are as for `gaussian` and, with ``examples=`` and ``batch_size=``, as for
-    `langevin_multiplier`.
+    arguments are as for `langevin_multiplier` and `gaussian`.
 
     Example:
       >>> import dpjax
@@ -43,7 +47,10 @@ def langevin(
       ...     optax.scale(-rate * n / 2),
       ... )
     """
-    return gaussian(langevin_multiplier(learning_rate, rule, **more), rule, key)
+    multiplier = langevin_multiplier(
+        learning_rate, rule, examples=examples, batch_size=batch_size, temperature=temperature
+    )
+    return gaussian(multiplier, rule, key)
 
 
 def langevin_multiplier(

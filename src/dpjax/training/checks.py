@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.extend.core import ClosedJaxpr
@@ -22,6 +23,7 @@ from dpjax.training.recipe import Recipe
 from dpjax.types import PyTree, Schedule, State
 
 # Flax names a layer BatchNorm_0; others write batch_norm or bn.
+LARGE = 64 * 2**20  # bytes of constants, from which compiling takes seconds longer
 _BATCH_NORM = re.compile(r"batch_?norm|(^|/)bn_?\d*(/|$)", re.IGNORECASE)
 
 
@@ -109,7 +111,7 @@ def checked_data(recipe: Recipe, data: PyTree) -> PyTree:
 
 
 def warn_of_constants(name: str, loss: ClosedJaxpr, shared: PyTree, examples: int) -> None:
-    """Warns of a loss that closes over the data; ``shared`` are none."""
+    """Warns of a loss that closes over the data, or over large weights; ``shared`` are neither."""
     given = {id(leaf) for leaf in jax.tree.leaves(shared)}
     held = [x for x in constants(loss) if id(x) not in given]
     # Of a model with such a width it is a weight. A single row would match any lone axis.
@@ -123,6 +125,13 @@ def warn_of_constants(name: str, loss: ClosedJaxpr, shared: PyTree, examples: in
             name,
             shapes[0],
             examples,
+        )
+    if (size := sum(np.size(x) * jnp.result_type(x).itemsize for x in held)) > LARGE:
+        logging.warning(
+            "%s: the loss closes over %d MiB, which become constants of the compiled program. Give "
+            "weights that are not trained as frozen=: loss(params, example, frozen).",
+            name,
+            size // 2**20,
         )
 
 
