@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How objects look in a terminal and in a notebook: short, without addresses, and escaped."""
 
+import dataclasses
 import xml.etree.ElementTree as ET
 
 import jax
@@ -14,7 +15,6 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import clipping, ledger, sampling, schedules, strategies
 from dpjax.mechanism import Spent
-from dpjax.types import Clipping
 
 SAMPLER = "Sampler(name='poisson', examples=1000, batch_size=10)"
 PLAIN = (
@@ -77,8 +77,8 @@ SHOWN = {
     "algorithm": (algorithm, ["Algorithm budgetNone", "Mechanism", "full: 3 of 3 examples"]),
     "budget": (lambda: algorithm(budget=ledger.Budget(epsilon=9, delta=0.1)), ["epsilon=9"]),
     "a name with markup": (
-        lambda: Clipping(clipping.flat(1.0).partition, (1.0,), jnp.ones_like, name="<b>"),
-        ["Clipping: <b>"],
+        lambda: of(clipping=dataclasses.replace(clipping.flat(1.0), name="<b>")),
+        ["<b>: sensitivity 1"],
     ),
 }
 

@@ -24,7 +24,7 @@ from scipy.integrate import quad
 from scipy.special import log_ndtr, logsumexp
 
 from dpjax import accounting, schedules
-from dpjax.accounting.event_parts import split
+from dpjax.accounting.event_parts import NEIGHBOURS, split
 from dpjax.accounting.loss_distributions import composed, rounded
 from dpjax.accounting.methods import profile_of
 from dpjax.accounting.pld import _accountant
@@ -660,7 +660,7 @@ def test_edges(event, expected, method):
     assert accounting.delta(event, 1.0, method) == (0.0 if expected == 0 else 1.0)
 
 
-@pytest.mark.parametrize("neighbours", accounting.NEIGHBOURS)
+@pytest.mark.parametrize("neighbours", NEIGHBOURS)
 def test_absurd_noise_neither_hangs_nor_lies(neighbours):
     cost = accounting.epsilon(steps((0.01, 1e-3, 2_000)), 1e-5, "pld", neighbours)
     assert 1e6 < cost < math.inf

@@ -12,8 +12,8 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 
 from dpjax import accounting, reports, sampling, strategies, verify
-from dpjax.accounting import AllocatedGaussianDpEvent as Allocated
 from dpjax.accounting.allocation import divergence
+from dpjax.accounting.events import AllocatedGaussianDpEvent as Allocated
 from dpjax.strategies.sensitivity import overlaps
 
 DELTA = 1e-4

@@ -126,8 +126,9 @@ def test_the_private_link_is_the_chain_of_its_parts():
     one, _ = whole.update(GRADIENTS, whole.init(PARAMS), PARAMS, mask=mask)
     other, _ = parts.update(GRADIENTS, parts.init(PARAMS), PARAMS, mask=mask)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), one, other)
+    adapted = mechanism_with(adaptive=clipping.Quantile(count_multiplier=3.0)).private()
     with pytest.raises(ValueError, match=r"Use dpjax\.dpsgd"):
-        mechanism_with(adaptive=clipping.Quantile(count_multiplier=3.0)).private()
+        adapted.update(GRADIENTS, adapted.init(PARAMS), PARAMS, mask=mask)
 
 
 def test_nothing_can_compute_with_a_sum():

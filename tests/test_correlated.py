@@ -218,6 +218,13 @@ class TestEvents:
         spent = Spent(sampling=batches, runs=runs, noise=STRATEGIES["tree"])
         assert spent.event.noise_multiplier == 1.0
 
+    def test_fewer_steps_than_a_strategy_has_cost_as_much_as_all(self):
+        """They are the first ones of its run."""
+        whole, part = (mechanism(steps, noise=STRATEGIES["tree"]) for steps in (6, 4))
+        assert part.epsilon(1e-3, "rdp") == whole.epsilon(1e-3, "rdp")
+        card = json.loads(json.dumps(reports.card(part, 1e-3, methods=["rdp"])))
+        assert all(good for good, _ in verify.findings(card))
+
     def test_steps_beyond_a_strategy_are_refused(self):
         """One Gaussian for the steps of three runs would cost as much as one run."""
         planned = mechanism()
@@ -289,7 +296,7 @@ class TestSamplers:
     ("options", "match"),
     [
         ({"sampling": sampling.poisson(12, 4)}, "sampling.cyclic_poisson"),
-        ({"noise": strategies.tree(steps=5)}, "has 5 steps"),
+        ({"noise": strategies.tree(steps=5)}, "strategy has 5"),
         ({"noise_multiplier": lambda step: 1.0 + step}, "is a schedule"),
         ({"adaptive": clipping.Quantile()}, "fixed bounds"),
         ({"clipping": clipping.jl(1.0, 10)}, "exact norms"),

@@ -580,15 +580,6 @@ def test_parts_of_a_run_share_its_folder(tmp_path):
         runs.fit(tmp_path, algorithm, steps=10)
 
 
-def test_an_algorithm_without_run_takes_single_steps(tmp_path):
-    algorithm, key = runs.make(steps=6), jax.random.key(3)
-    single = dataclasses.replace(algorithm, run=None)
-    slow, rows = runs.fit(tmp_path / "slow", single, runs.start(algorithm, key))
-    fast, others = runs.fit(tmp_path / "fast", algorithm, runs.start(algorithm, key))
-    np.testing.assert_array_equal(slow.params, fast.params)
-    assert [row["private"] for row in rows] == [row["private"] for row in others]
-
-
 def test_a_state_that_was_put_on_a_device_resumes_and_evaluate_may_keep_parameters(tmp_path):
     algorithm, params = runs.make(steps=4), []
     placed = jax.device_put(runs.start(algorithm))

@@ -268,10 +268,15 @@ def test_what_a_long_sum_lacks_meets_the_noise_first(monkeypatch):
     assert abs(np.mean(noisy - 2.0**24) - 1) < 0.1
 
 
+def norms_of(x):
+    """What thresholds clip: the norms of each example's channel means, and of its mean squares."""
+    return [np.linalg.norm(rows, axis=1) for rows in room._statistics(x)]
+
+
 @pytest.mark.slow
 def test_thresholds_are_found():
     x = some(examples=2000)
-    means, squares = features.channel_norms(x)
+    means, squares = norms_of(x)
     search = features.Search(noise_multiplier=2.0, lowest=1e-2, highest=1e3, bins=200)
     normalization = describe(examples=2000, thresholds=search)
     for query, norms in enumerate((means, squares)):
@@ -357,7 +362,7 @@ def test_another_number_of_examples_is_refused():
 @pytest.mark.skipif("DPJAX_DATA_DIR" not in os.environ, reason="DPJAX_DATA_DIR is not set")
 def test_real_digits_have_the_published_norms():
     made = features.scattered(data.load("mnist").test[0][:512])
-    medians = [np.median(norms) for norms in features.channel_norms(made)]
+    medians = [np.median(norms) for norms in norms_of(made)]
     np.testing.assert_allclose(medians, [0.165701, 0.046149], atol=1e-5)
     for groups, want in ((9, 51.23), (27, 49.44), (81, 48.15)):
         scaled = np.asarray(features.group_norm(made, groups)).reshape(512, -1)

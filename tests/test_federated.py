@@ -96,7 +96,7 @@ WEIGHTS = federated.Weights(values=[0.5, 9.0, 2.0, math.inf], largest=2.0)
 def released(rule, shares, **work):
     """The released sum of a round, without noise, as one program for all data."""
     loss = lambda p, x: -jnp.sum(p["a"] * x[:3]) - jnp.sum(p["b"] * x[3:])  # noqa: E731
-    steps = {"batch_size": 1, "epochs": 2, "steps": None, "within": None, **work}
+    steps = {"batch_size": 1, "epochs": 2, "within": None, **work}
     what = local.Local(loss, optax.sgd(1.0), **steps)
     plan = mechanism(4, rule=rule)
     optimizer, key = optax.sgd(4.0), jax.random.key(0)
@@ -231,8 +231,9 @@ def test_each_client_and_round_has_an_order_of_its_own():
     """One example is seen; who sees which differs between clients, rounds and runs."""
     alike = [np.arange(1.0, 21, dtype=np.float32)[:, None]] * 6
     clients, plan = federated.Clients.of(alike), mechanism(6, rule=clipping.flat(math.inf))
-    what = local.Local(towards, optax.sgd(1.0), 1, None, 1, None)
-    algorithm = fedavg(clients, plan, towards, local_batch_size=1, local_epochs=None, local_steps=1)
+    once = optax.sgd(lambda step: jnp.where(step == 0, 1.0, 0.0))
+    what = local.Local(towards, once, 1, 1, None)
+    algorithm = fedavg(clients, plan, towards, local_batch_size=1, client_optimizer=once)
     state, sums = algorithm.init(jnp.zeros(1), jax.random.key(3)), []
     for _ in range(5):
         before = state.params
@@ -290,7 +291,7 @@ KERNELS = [0.1 * jnp.ones((3, 3, 3, 4)), 0.1 * jnp.ones((3, 3, 4, 5))]
 def test_no_convolution_of_a_round_becomes_a_naive_loop_on_a_cpu():
     """XLA computes convolutions fast in a loop if their channels are last and have no groups."""
     clients, plan, server = images(2, 3), mechanism(2), optax.sgd(1.0)
-    what = local.Local(convolving, optax.sgd(0.1), 2, epochs=1, steps=None, within=None)
+    what = local.Local(convolving, optax.sgd(0.1), 2, epochs=1, within=None)
     recipe = recipe_of("fedavg", what, server, plan, clients, scale=1.0)
     key, scale = jax.random.key(0), jnp.float32(1)
     state = State(KERNELS, server.init(KERNELS), scale, key, key, jnp.int32(0), None)
@@ -453,7 +454,6 @@ VALUES_REFUSED = {
     "2 clients and 3 weights": own(2, mechanism(2), weights=Weights(values=np.ones(3))),
     "total=0.0.: expected a finite": lambda: Weights(values=[1], total=0.0),
     "from 0 to 2, for each of 3 rows": lambda: Clients.split(np.ones((3, 2)), [0, 1, 5], clients=3),
-    "expected one of local_epochs": work(local_epochs=None),
     r"local_batch_size=.*expected a": work(local_batch_size=2.5),
     r"^federated\.fedavg: .*real scalar": lambda: start(work(loss=lambda w, x: w - x)()),
 }

@@ -86,10 +86,9 @@ def test_a_schedule_that_needs_a_python_number_is_refused_with_the_cure(case):
         schedules.values(UNTRACEABLE[case], 10)
 
 
-@pytest.mark.parametrize(("given", "words"), [(None, "None"), (np.ones(2), r"shape \(2,\)")])
-def test_a_schedule_returns_one_number(given, words):
-    with pytest.raises(TypeError, match=f"returned.*{words}; expected one number"):
-        schedules.values(lambda _: given, 3)
+def test_a_schedule_returns_one_number():
+    with pytest.raises(TypeError, match=r"returned shape \(2,\); expected one number"):
+        schedules.values(lambda _: np.ones(2), 3)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Searches: what is run, that nothing is run twice, and what it all costs.
 
-Most run a stand-in for the training binary, which leaves what that leaves, in no time, and
+Most run a stand-in for the command of a run, which leaves what that leaves, in no time, and
 notes in `lives` when it begins and when it ends.
 """
 
@@ -24,6 +24,7 @@ from dpjax.cli.flag_sets.sweep import FLAGS
 from dpjax.cli.sweep import child_processes, search_cost, search_space
 from dpjax.cli.sweep import command as search
 from dpjax.cli.sweep.search_cost import Spent
+from dpjax.cli.train.build import build_mechanism
 from dpjax.mechanism.card import strict
 
 ONE = accounting.subsampled_gaussian(2.0, 0.1, 50)
@@ -56,13 +57,19 @@ def described(mechanism):
 
 
 @pytest.fixture
-def stand_in(tmp_path):
-    """Flags of a search that runs a stand-in for the training binary."""
-    (tmp_path / "stand_in.py").write_text(STAND_IN)
+def stand_in(tmp_path, monkeypatch):
+    """Flags of a search that runs a stand-in for `dpjax train`, with a flag that is free."""
+    (script := tmp_path / "stand_in.py").write_text(STAND_IN)
+
+    def command(*given):
+        return [sys.executable, str(script), *search.options_of(*given)]
+
+    monkeypatch.setattr(search, "command", command)
+    monkeypatch.setattr(search, "_FREE", ("x",))
     mechanism = mechanism_with(100, 10, noise_multiplier=2.0, steps=50)
     (tmp_path / "card.json").write_text(json.dumps(described(mechanism)))
     fixed = f"card={tmp_path / 'card.json'};gate={tmp_path / 'gate'}"
-    return [f"--binary={tmp_path / 'stand_in.py'}", f"--out={tmp_path / 'out'}", "--noplot"], fixed
+    return [f"--out={tmp_path / 'out'}", "--noplot"], fixed
 
 
 def sweep(*words, status=0):
@@ -177,8 +184,6 @@ def test_a_run_is_a_command_without_a_report_of_its_own(tmp_path):
     assert search.command(parsed("--fixed=epochs=2"), trial, "a") == quiet
     wanted = [*train, "--report=true", "--bound=1", "--seed=3"]
     assert search.command(parsed("--fixed=report=true"), trial, "a") == wanted
-    script = [sys.executable, "mine.py", "--out=a", "--bound=1", "--seed=3"]
-    assert search.command(parsed("--binary=mine.py"), trial, "a") == script
     for settings in ({"boun": "1"}, {"bound": "a"}):
         given = parsed(f"--grid={search_space.words(settings)}")
         with pytest.raises(flags.Error):
@@ -273,18 +278,14 @@ def test_the_dearest_run_and_all_of_them():
     assert [price.epsilon for price in found] == pytest.approx(want)
     assert [price.method for price in found] == ["pld", "pld", "rdp"]
     assert "one run alone, by PLD: " in str(found[0])
-    unknown = search_cost.prices(runs, 1e-6, ("geometric", 3.0), unknown="because")[-1]
-    assert str(unknown).startswith("not known")
 
 
 def test_a_relation_is_proved_for_all_runs_or_none():
-    """Also a run that has not finished, or one that could have been drawn."""
+    """Also a run that has not finished."""
     shuffled = mechanism_with(1000, 10, sampling=sampling.shuffled(1000, 10))
     for others in ([spent(neighbours="replace-one")], [Spent(shuffled.facts, 1)]):
         with pytest.raises(ValueError, match="do not add: they protect add-or-remove neighbours"):
             search_cost.prices([spent(), *others], 1e-5)
-    with pytest.raises(ValueError, match="do not add"):
-        search_cost.prices([spent()], 1e-5, ("geometric", 3.0), [shuffled])
 
 
 def test_a_run_that_has_not_finished_has_spent_its_steps(tmp_path):
@@ -297,54 +298,34 @@ def test_a_run_that_has_not_finished_has_spent_its_steps(tmp_path):
     assert accounting.epsilon(endless.event, 1e-5) == math.inf
 
 
-BINS = "noise=banded;sampling=balls_in_bins;noise_multiplier=2;steps=40;batch_size=100"
+@kills("cli/sweep/command.py", "tried.keys() - {*free}", "set()")
+def test_the_best_run_is_priced_among_settings_of_equal_cost():
+    """What could have been drawn, and was not, must cost no more than what ran."""
+
+    def candidates(ranges, *words):
+        given = parsed(f"--ranges={ranges}", "--random_runs=geometric:3", *words)
+        return search.candidates_of(given).keys()
+
+    assert candidates("momentum=0.9,0.5;learning_rate=log:0.1:1") == {"momentum", "learning_rate"}
+    with pytest.raises(app.UsageError, match=r"steps can change what a run costs.*learning_rate"):
+        candidates("bound=1,2;steps=10,20")
+    # Momentum changes the strategy of correlated noise.
+    with pytest.raises(app.UsageError, match="momentum can change"):
+        candidates("momentum=0.9,0.5", "--fixed=noise=banded")
 
 
-def drawable(fixed, ranges):
-    """What `dpjax train` could run with these settings, or why some of it is not known."""
-    given = parsed(f"--fixed={fixed}", f"--ranges={ranges}", "--random_runs=geometric:3")
-    return search_cost.possible_mechanisms(
-        search.candidates_of(given),
-        lambda settings: search.parsed(
-            search.options_of(given, search_space.Trial(settings, None, 0), "a")
-        ),
-    )
-
-
-@kills("cli/sweep/search_cost.py", "*(mechanism.event for mechanism in possible)", "")
-@kills("cli/sweep/command.py", "number, possible, unknown)", "number, (), unknown)")
-def test_the_best_run_pays_for_every_setting_that_could_be_drawn(tmp_path):
-    """Momentum of SGD changes the strategy of correlated noise, and so what a step costs."""
-    ranges = "optimizer=sgd,adam;momentum=0.9,0.5;learning_rate=1,2"
-    given = parsed(f"--fixed={BINS}", f"--ranges={ranges}", "--random_runs=geometric:3")
-    tried = search.candidates_of(given)
-    mechanisms, why = drawable(BINS, ranges)
-    assert (len(mechanisms), why) == (3, ""), "adam has no momentum, and no rate changes a cost"
-    best = accounting.select_best([m.event for m in mechanisms], 1e-5, runs=3).epsilon_best
-    trial = search_space.Trial(
-        {"optimizer": "sgd", "momentum": "0.9", "learning_rate": "1"}, None, 0
-    )
-    (tmp_path / "run.json").write_text(json.dumps(described(mechanisms[-1])))
-    row = {"step": 40, "epsilon": 1.0, "delta": 1e-5}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    (tmp_path / "finished").touch()
-    costs, _ = search.costs(given, tried, {tmp_path: trial})
-    assert costs["prices"][-1]["epsilon"] == pytest.approx(best), "whichever was drawn"
-    bins = accounting.epsilon(search_cost.spent_in(tmp_path).event, 1e-5, "pld")
-    assert costs["prices"][0]["epsilon"] == pytest.approx(bins), "as on the card"
-    assert bins < accounting.epsilon(accounting.gaussian(2.0), 1e-5, "pld")
-
-
-def test_a_range_is_no_list_of_every_cost():
-    _, why = drawable(BINS, "momentum=uniform:0:0.9;learning_rate=1,2")
-    assert "depends on momentum, which has no list of values" in why
-    _, why = drawable(BINS, "momentum=uniform:0:2;learning_rate=1,2")
-    assert "momentum=2 is refused" in why, "and 0.9 is not"
-    found, why = drawable(BINS, "learning_rate=log:0.1:1;bound=uniform:0:1")
-    assert (len(found), why) == (1, ""), "noise is in units of the bound"
-    white = "noise_multiplier=2;steps=40;batch_size=100"
-    found, why = drawable(white, "momentum=uniform:0:0.9;dataset=digits,none.csv")
-    assert (len(found), why) == (1, ""), "independent noise; train refuses the other file"
+def test_no_setting_that_a_random_number_of_runs_may_try_changes_the_mechanism():
+    facts = [
+        build_mechanism(search.parsed([f"--{flag}" for flag in changed]), 1000).facts
+        for changed in (
+            ["noise_multiplier=2"],
+            ["noise_multiplier=2", "learning_rate=1", "warmup_steps=3", "average=0.5", "floor=1"],
+            ["noise_multiplier=2", "evaluations=2", "model=linear", "loss=focal", "optimizer=adam"],
+            ["noise_multiplier=2", "hidden=9", "activation=relu", "torch_init", "momentum=0.1"],
+            ["noise_multiplier=2", "model_options=a=1", "loss_options=b=2", "class_weights=1,2"],
+        )
+    ]
+    assert facts == facts[:1] * 5
 
 
 # --- a secret number of runs ---

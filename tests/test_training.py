@@ -193,21 +193,6 @@ def test_a_signal_in_the_last_evaluation_ends_the_process():
         fit(make(steps=3), evaluate=interrupt, evaluate_every=2)
 
 
-def test_steps_and_ledger_count_alike():
-    algorithm = make()
-
-    def twice(state):
-        return algorithm.step(algorithm.step(state)[0])
-
-    for mechanism, error, message in [
-        (None, ValueError, "has no mechanism"),
-        (algorithm.mechanism, RuntimeError, "the ledger counts 2"),
-    ]:
-        wrong = dpjax.types.Algorithm(algorithm.init, twice, mechanism)
-        with pytest.raises(error, match=message):
-            fit(wrong, start(algorithm))
-
-
 @pytest.mark.slow
 def test_examples_that_count_as_nothing_are_counted_and_spoil_no_mean(caplog):
     spoilt = DATA.at[3].set(jnp.nan).at[7].set(jnp.inf)
@@ -285,7 +270,7 @@ def test_a_state_that_run_has_used_up_is_refused():
     after, _ = algorithm.run(state, 1)
     run, train = lambda state: algorithm.run(state, 1), lambda state: fit(algorithm, state)
     for take in (algorithm.step, run, train):
-        with pytest.raises(RuntimeError, match=r"donated.*trees.copy\(state\)"):
+        with pytest.raises((RuntimeError, ValueError), match="deleted"):
             take(state)
     assert algorithm.step(after)[0].ledger.steps == 2
 
@@ -778,7 +763,6 @@ TRACKED = optax.sgd(0.1).init(jnp.zeros(3))
 VALUES = {
     r"scaled_rate\(batch_size // 512=0\)": lambda: training.scaled_rate(0.1, 256),
     "expected independent noise": lambda: training.dp_adam(0.1, mechanism_with(steps=8, **BANDED)),
-    r"expected a number in \[0, 1\)": lambda: training.average_parameters(1.0),
     r"with training\.average_parameters": lambda: training.averaged(TRACKED),
     r"with training\.keep_samples": lambda: training.samples(TRACKED),
     "adapts its bounds": lambda: algorithm_with(
@@ -795,5 +779,7 @@ def test_values_without_a_meaning_are_refused(words):
 
 
 def test_what_is_no_state_is_refused():
-    with pytest.raises(TypeError, match=r"the state is a dict; expected algorithm\.init"):
+    with pytest.raises(
+        TypeError, match=r"the state is a dict; expected a State\. Give algorithm\.init"
+    ):
         make().step({})

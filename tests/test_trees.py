@@ -107,9 +107,12 @@ def given_a_key(key):
         lambda: estimated_norms(lambda w, x: (w @ x, ()), 1, like, rows, key),
         lambda: recipe_of("", None, optax.identity(), rounds, None, scale=1.0).entry(key, 0),
         lambda: losses.augmented(first, lambda _, x: x, 2, key=key)(like, (like, like)),
+    ]
+    others = [
+        lambda: accounting.draw_runs(key, 2.0),
         lambda: diagnostics.sharpness(jnp.vdot, like, rows, key=key),
     ]
-    return traced, [lambda: accounting.draw_runs(key, 2.0)]
+    return traced, others
 
 
 def test_what_is_drawn_from_a_key_begins_with_a_purpose(monkeypatch):

@@ -2,6 +2,7 @@
 """The words: what a Clipping, a Sampler and an Algorithm hold together."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -34,8 +35,9 @@ def test_limits_compare_what_noise_follows_from():
 
 
 def test_an_algorithm_unpacks():
-    algorithm = types.Algorithm(lambda key, params: params, lambda state: (state, None))
-    init, step = algorithm
+    unused: Any = None
+    given = lambda key, params: params, lambda state: (state, None)
+    init, step = types.Algorithm(*given, *[unused] * 4)
     assert step(init(None, 3)) == (3, None)
 
 

@@ -67,11 +67,10 @@ def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, " steps"]:
 
     def value(step: Array) -> Array:
         given = schedule(step)
-        if given is None or np.shape(given):
-            what = "None" if given is None else f"an array of shape {np.shape(given)}"
+        if np.shape(given):
             raise TypeError(
-                f"schedules.values: the schedule returned {what}; expected one number at each "
-                "step. Turn the values of all steps into a schedule by schedules.table(values)."
+                f"schedules.values: the schedule returned shape {np.shape(given)}; expected one "
+                "number at each step, as schedules.table(values) gives."
             )
         return jnp.asarray(given, jnp.float32)
 

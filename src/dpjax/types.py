@@ -476,21 +476,11 @@ class State(NamedTuple):
 
 
 class Plan(Protocol):
-    """What accounting needs of a plan, such as `dpjax.Mechanism`: hashable, it never changes."""
+    """What the ledger needs of a plan, such as `dpjax.Mechanism`: hashable, it never changes."""
 
     @property
     def steps(self) -> int:
         """How many steps are planned."""
-        ...
-
-    @property
-    def unit(self) -> str:
-        """Who is protected, in a word: ``"example"``, ``"client"``, ``"person"``, ..."""
-        ...
-
-    @property
-    def batch_size(self) -> float:
-        """The expected number of examples a step."""
         ...
 
     @property
@@ -503,13 +493,8 @@ class Plan(Protocol):
         """A hash of all that the cost of a step depends on, except its multiplier."""
         ...
 
-    @property
-    def target(self) -> Any:
-        """The epsilon, delta and method for which the noise was chosen, or None."""
-        ...
-
     def stated(self, delta: float | None, method: str | None) -> tuple[float, str]:
-        """Delta and method of a statement: as given, or else as in `target`."""
+        """Delta and method of a statement: as given, or else those the noise was chosen for."""
         ...
 
     def epsilon_of(self, multipliers: np.ndarray, delta: float, method: str) -> float:
@@ -519,7 +504,7 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Anything that runs: ``state = init(params)``; ``state, info = step(state)``.
+    """What `dpjax.fit` runs: ``state = init(params)``; ``state, info = step(state)``.
 
     Privacy:
       ``state.params`` is after the noise and may be released.  ``info`` is computed
@@ -532,26 +517,25 @@ class Algorithm:
     """``init(params, key=None)``. Without a key the operating system's randomness makes one; with
     a key the run can be repeated, and its epsilon holds against those who do not know the key."""
     step: Callable[[Any], tuple[Any, Any]]
-    """``step(state) -> (state, info)``; for `dpjax.fit`, ``info`` is a NamedTuple of arrays."""
-    mechanism: Plan | None = None
+    """``step(state) -> (state, info)``."""
+    run: Callable[[Any, int], tuple[Any, Any]]
+    """``run(state, count)``: several steps in one dispatch, which *uses up* the state it is
+    given; infos are stacked."""
+    mechanism: Plan
     """The `dpjax.Mechanism` that is both run and accounted."""
+    identity: Callable[[Any], Mapping[str, Any]]
+    """From a state to what its run is, as JSON has it: different runs share no folder."""
+    released: Callable[[Any], Mapping[str, Any]]
+    """What of a state is released beside its params, and worth a place in the log."""
     budget: Any = None
     """The `dpjax.ledger.Budget` that the run may not pass, if there is one."""
-    run: Callable[[Any, int], tuple[Any, Any]] | None = None
-    """``run(state, count)``: several steps in one dispatch, which *uses up* the state it is
-    given; infos are stacked.  Without it `dpjax.fit` takes one step at a time."""
-    identity: Callable[[Any], Mapping[str, Any]] = lambda state: {}
-    """From a state to what its run is, as JSON has it: different runs share no folder."""
-    released: Callable[[Any], Mapping[str, Any]] = lambda state: {}
-    """What of a state is released beside its params, and worth a place in the log."""
 
     def __repr__(self) -> str:
         return short(self, "mechanism", "budget")
 
     def _repr_html_(self) -> str:
-        # A plan of the user's own has no table.
-        planned = getattr(self.mechanism, "_repr_html_", str)()
-        return table("Algorithm", [("budget", repr(self.budget))]) + planned
+        planned: Any = self.mechanism
+        return table("Algorithm", [("budget", repr(self.budget))]) + planned._repr_html_()
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         yield from (self.init, self.step)

@@ -11,9 +11,7 @@ leaves). ``neighbours="replace-one"`` doubles the sensitivity, and this room alo
 """
 
 from dpjax.accounting.calibration import calibrate, largest_steps
-from dpjax.accounting.event_parts import NEIGHBOURS
 from dpjax.accounting.events import (
-    AllocatedGaussianDpEvent,
     RandomAllocationDpEvent,
     compose,
     effective_multiplier,
@@ -34,7 +32,7 @@ from dpjax.accounting.methods import (
     true_positive_rate,
 )
 from dpjax.accounting.profiles import Estimate
-from dpjax.accounting.random_projections import ProjectedGaussianDpEvent, with_projections
+from dpjax.accounting.random_projections import with_projections
 from dpjax.accounting.rdp_divergence import ORDERS, renyi_divergence
 from dpjax.accounting.selection import DISTRIBUTIONS, Selection, draw_runs, select_best
 from dpjax.accounting.user_level import (
@@ -47,14 +45,11 @@ from dpjax.accounting.user_level import (
 __all__ = [
     "DISTRIBUTIONS",
     "METHODS",
-    "NEIGHBOURS",
     "ORDERS",
-    "AllocatedGaussianDpEvent",
     "Estimate",
     "Filter",
     "Method",
     "PersonsOrRows",
-    "ProjectedGaussianDpEvent",
     "RandomAllocationDpEvent",
     "Selection",
     "best_order",

@@ -3,7 +3,7 @@
 
 Adding up is then sound only for a measure that bounds every step *given* the past, against a limit
 fixed before the first step. Rényi divergence at one fixed order is such a measure, but not at the
-best of several orders afterwards; so is the squared signal of unsampled Gaussians.
+best of several orders afterwards.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-import dp_accounting
 import numpy as np
 from dp_accounting import DpEvent
 
 from dpjax import checks
 from dpjax.accounting.event_parts import split
-from dpjax.accounting.events import gaussian
 from dpjax.accounting.methods import checked_delta
 from dpjax.accounting.rdp_accountant import limits, total
 from dpjax.accounting.rdp_divergence import ORDERS, renyi_divergence
@@ -39,9 +37,8 @@ class Filter:
       epsilon: The most that all steps together may cost, however they were chosen.
       delta: The delta of the budget.
       order: ``a``, fixed before the first step; `best_order` finds a good one for expected steps.
-      method: "rdp"; or "gdp" for Gaussians without sampling: ``sum 1/z^2 <= mu^2``, no order, and
-        exact. Not "pld", whose numerical composition is proved for fixed multipliers alone.
-      spent: The sum over the admitted steps, in the method's own unit.
+      spent: The sum over the admitted steps. Loss distributions would not do: their numerical
+        composition is proved for fixed multipliers alone.
       steps: The number of admitted steps.
 
     Privacy:
@@ -63,46 +60,28 @@ class Filter:
     References:
       Feldman, Zrnic, *Individual privacy accounting via a Rényi filter*, 2021.
       Lécuyer, *Practical privacy filters and odometers with Rényi differential privacy*, 2021.
-      Smith, Thakurta, *Fully adaptive composition for Gaussian differential privacy*, 2022.
     """
 
     epsilon: float
     delta: float
-    order: float | None = None
-    method: str = "rdp"
+    order: float
     spent: float = 0.0
     steps: int = 0
 
     def __post_init__(self) -> None:
         call = "accounting.Filter"
-        checks.one_of(call, "method", self.method, ("rdp", "gdp"))
         checks.positive(call, "epsilon", self.epsilon)
         checked_delta(call, self.delta)
-        if (self.method == "rdp") != (self.order is not None and 1 < self.order < math.inf):
-            raise ValueError(
-                f"{call}(method={self.method!r}, order={self.order}): expected one order above 1 "
-                "for 'rdp', from accounting.best_order, and none for 'gdp'."
-            )
+        checks.positive(call, "order - 1", self.order - 1, "See accounting.best_order.")
 
     @property
     def limit(self) -> float:
         """The largest sum over steps that is admitted."""
-        if self.order is not None:
-            return float(limits(self.epsilon, self.delta, np.float64(self.order)))
-        # The search ends within 1e-12 of the root, on either side of it.
-        return dp_accounting.get_sigma_gaussian(self.epsilon, self.delta) ** -2 * (1 - 1e-9)
+        return float(limits(self.epsilon, self.delta, np.float64(self.order)))
 
     def cost(self, noise_multiplier: float, sampling_rate: float) -> float:
-        """The cost of one step: its divergence at the order, or its squared signal."""
-        if self.order is not None:
-            return float(renyi_divergence(noise_multiplier, sampling_rate, self.order)[0])
-        if sampling_rate != 1:
-            raise ValueError(
-                f"accounting.Filter(method='gdp'): sampling_rate={sampling_rate}. Use method='rdp'."
-            )
-        # Through `split`, so that a multiplier of 0 costs infinity here as everywhere.
-        parts = split(gaussian(noise_multiplier))
-        return parts.precision if parts.private else math.inf
+        """The cost of one step: its divergence at the order."""
+        return float(renyi_divergence(noise_multiplier, sampling_rate, self.order)[0])
 
     def room(self, noise_multiplier: float, sampling_rate: float) -> int:
         """How many more steps with this noise would be admitted now; at most a billion."""

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from dpjax import trees
@@ -75,12 +74,9 @@ def sharpness(
     size = length(first)
     first = jax.tree.map(lambda v, p: (v / size).astype(p.dtype), first, params)
     state = body((first, jnp.zeros_like(size), jnp.zeros_like(size), jnp.int32(0)))
-    if isinstance(state[1], Tracer):  # inside a user's jit
-        state = jax.lax.while_loop(going, body, state)
-    else:
-        # In a compiled loop XLA on CPU makes gradients of convolutions many times slower.
-        while going(state):
-            state = body(state)
+    # In a compiled loop XLA on CPU makes gradients of convolutions many times slower.
+    while going(state):
+        state = body(state)
     direction, value, _, steps = state
     return Sharpness(value, direction, steps)
 

@@ -107,8 +107,6 @@ def definiteness(matrix: Num[ArrayLike, "n n"], tolerance: float = 1e-5) -> Defi
       Bu, Wang, Dai and Long, 2023, definition 4.2, theorem 1 and appendix A.
     """
     a = np.asarray(matrix, np.float64)
-    if not np.isfinite(a).all():
-        raise ValueError("diagnostics.definiteness: expected a matrix of finite numbers.")
     # A zero matrix is symmetric and positive; 1e-300 only prevents the division by 0.
     asymmetry = float(np.linalg.norm(a - a.T) / (2 * max(np.linalg.norm(a), 1e-300)))
     quadratic = float(np.linalg.eigvalsh((a + a.T) / 2)[0])

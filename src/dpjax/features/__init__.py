@@ -6,7 +6,7 @@ found privately too, which a `dpjax.Mechanism` accounts as its ``preparation``.
 """
 
 from dpjax.features.cache import cached, scattered
-from dpjax.features.normalization import Normalization, Search, channel_norms
+from dpjax.features.normalization import Normalization, Search
 from dpjax.features.scaling import Moments, group_norm, normalize
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "Normalization",
     "Search",
     "cached",
-    "channel_norms",
     "group_norm",
     "normalize",
     "scattered",

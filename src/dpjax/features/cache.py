@@ -28,7 +28,6 @@ def scattered(
     images: np.ndarray,
     J: int = 2,
     L: int = 8,
-    order: int = 2,
     *,
     directory: str | os.PathLike[str] | None = None,
     batch_size: int = 2048,
@@ -39,7 +38,6 @@ def scattered(
       images: ``[examples, height, width, channels]``, floating point.
       J: The number of scales; see `dpjax.scattering.scatter`.
       L: The number of angles.
-      order: The largest number of wavelets in a path.
       directory: The folder of the cache; by default features are computed in every call.
       batch_size: The number of images on the device; changes speed and memory only.
 
@@ -54,7 +52,7 @@ def scattered(
     batch_size = checks.whole("features.scattered", "batch_size", batch_size)
 
     def transform(images: Any) -> jax.Array:
-        return scatter(images, J, L, order)
+        return scatter(images, J, L)
 
     # In this machine's byte order, so that equal images share a file.
     images = np.asarray(images)
@@ -74,7 +72,7 @@ def scattered(
 
     if directory is None:
         return compute(images)
-    settings = {"J": J, "L": L, "order": order, "dtype": str(row.dtype), "version": _VERSION}
+    settings = {"J": J, "L": L, "order": 2, "dtype": str(row.dtype), "version": _VERSION}
     return cached(compute, images, settings=settings, directory=directory, name="scattering")
 
 

@@ -27,22 +27,6 @@ Features = Float[Array, "examples height width channels"]
 _MEANS, _SQUARES = 0, 1  # the two queries; their threshold searches have the streams 2 and 3
 
 
-def channel_norms(features: Features) -> tuple[np.ndarray, np.ndarray]:
-    """The per-example norms that thresholds clip: of channel means, and of mean squares.
-
-    Privacy:
-      The norms have no noise. Their medians are good thresholds if the data are public, and a
-      leak if the data are private.
-
-    Example:
-      >>> means, squares = channel_norms(jnp.full((1, 2, 2, 4), 3.0))
-      >>> float(means[0]), float(squares[0])
-      (6.0, 18.0)
-    """
-    means, squares = (trees.group_norms(rows, (0,), 1)[:, 0] for rows in _statistics(features))
-    return np.asarray(means), np.asarray(squares)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
     """A private search: each threshold is a quantile of a noisy histogram of the norms.

@@ -35,9 +35,8 @@ def fedavg(
     clients: Clients,
     *,
     client_optimizer: optax.GradientTransformation,
-    local_batch_size: int,
-    local_epochs: int | None = None,
-    local_steps: int | None = None,
+    local_batch_size: int | None = None,
+    local_epochs: int,
     project: bool = False,
     weights: Weights | None = None,
     microbatch_size: int | None = None,
@@ -58,9 +57,8 @@ def fedavg(
         draws clients, its rule clips whole updates.
       clients: The examples, of ``mechanism.sampling.examples`` clients.
       client_optimizer: The optimizer of each client; it starts from its initial state each round.
-      local_batch_size: Examples in a client's batch; its loss is their mean.
-      local_epochs: Epochs of a drawn client over its own examples. Give this or ``local_steps``.
-      local_steps: Batches of a drawn client, over several epochs if necessary.
+      local_batch_size: Examples in a client's batch; its loss is their mean. By default all.
+      local_epochs: Epochs of a drawn client over its own examples.
       project: Whether a client projects its update onto the bounds of the rule after each batch.
         The update is clipped at the end in either case.
       weights: How much each client counts; by default all count equally.
@@ -106,21 +104,49 @@ def fedavg(
       McMahan et al., "Learning Differentially Private Recurrent Language Models", 2018,
       algorithm 1; Reddi et al., "Adaptive Federated Optimization", 2021, for the server.
     """
-    if (local_epochs is None) == (local_steps is None):
-        raise ValueError("federated.fedavg: expected one of local_epochs= and local_steps=.")
     call = "federated.fedavg"
+    hint = "Write federated.Clients.of(list) or federated.Clients.split(data, owners, clients)."
+    checks.instance(call, "clients", clients, Clients, hint)
+    checks.instance(call, "mechanism", mechanism, Mechanism)
+    check_is_optimizer(f"{call}: server_optimizer", server_optimizer)
+    check_is_optimizer(f"{call}: client_optimizer", client_optimizer)
+    weights = Weights(values=np.ones(len(clients))) if weights is None else weights
+    checks.instance(call, "weights", weights, Weights)
+    checks.one_of(call, "unit", mechanism.unit, ("client",), "Write Mechanism(unit='client').")
+    # An adapted bound counts examples without weights; and a client's exact norm is free.
+    if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
+        raise ValueError(
+            f"{call}: rounds have neither adaptive bounds nor estimated norms. Use clipping.flat."
+        )
+    expected, sizes = mechanism.sampling.examples, (len(clients), np.size(weights.values))
+    if sizes != (expected, expected):
+        raise ValueError(
+            f"{call}: {sizes[0]} clients and {sizes[1]} weights; the mechanism's sampler draws "
+            f"from {expected}."
+        )
     local = Local(
         loss,
         client_optimizer,
-        checks.whole(call, "local_batch_size", local_batch_size),
-        checks.whole_or_none(call, "local_epochs", local_epochs),
-        checks.whole_or_none(call, "local_steps", local_steps),
+        checks.whole_or_none(call, "local_batch_size", local_batch_size) or clients.capacity,
+        checks.whole(call, "local_epochs", local_epochs),
         # The rule's own bounds: an update that each step projects is hardly clipped at the end.
         within=mechanism.clipping if project else None,
     )
-    return _algorithm(
-        "fedavg", local, server_optimizer, mechanism, clients, weights, microbatch_size, budget
-    )
+    # Their public total, not their drawn total, makes the mean.
+    scale = len(clients) / weights.total_share
+    recipe = recipe_of(call, local, server_optimizer, mechanism, clients, scale, microbatch_size)
+    rows = Row(jnp.arange(len(clients)), jnp.asarray(weights.shares), clients.counts)
+    identity = {"algorithm": "fedavg", "weights": {"total": weights.total_share}}
+    algorithm = assemble(recipe, rows, identity, shared=clients, budget=budget, info=round_info)
+
+    def init(params: PyTree, key: Key | None = None) -> State:
+        params = checked_params(call, params, key)
+        # The user's loss of one example; the step itself only sees the client's loss.
+        check_loss(Traced(loss), params, trees.one_row(clients.examples), call)
+        return algorithm.init(params, key)
+
+    # The recipe's sampler orders clients by size, which changes no event: users see their own.
+    return replace(algorithm, init=init, mechanism=mechanism)
 
 
 def fedsgd(
@@ -128,16 +154,14 @@ def fedsgd(
     server_optimizer: optax.GradientTransformation,
     mechanism: Mechanism,
     clients: Clients,
-    *,
-    weights: Weights | None = None,
-    microbatch_size: int | None = None,
-    budget: ledger.Budget | None = None,
+    **options: Any,
 ) -> Algorithm:
     """Federated SGD with differential privacy for clients: an update is one gradient.
 
     Each drawn client returns the gradient of the mean loss of all its examples. With one example
-    per client this is `dpjax.dpsgd`. The arguments are as in `fedavg`: the server's optimizer
-    has the learning rate, and the mechanism's rule clips the gradient of a client's mean loss.
+    per client this is `dpjax.dpsgd`. The arguments are as in `fedavg`, with ``weights``,
+    ``microbatch_size`` and ``budget`` as options: the server's optimizer has the learning rate, and
+    the mechanism's rule clips the gradient of a client's mean loss.
 
     Privacy:
       As for `fedavg`.
@@ -158,58 +182,8 @@ def fedsgd(
       'client'
     """
     # One step of rate 1 on the mean of all examples is minus the gradient.
-    local = Local(loss, optax.sgd(1.0), clients.capacity, epochs=None, steps=1, within=None)
-    return _algorithm(
-        "fedsgd", local, server_optimizer, mechanism, clients, weights, microbatch_size, budget
-    )
-
-
-def _algorithm(
-    name: str,
-    local: Local,
-    server: optax.GradientTransformation,
-    mechanism: Mechanism,
-    clients: Clients,
-    weights: Weights | None,
-    microbatch_size: int | None,
-    budget: ledger.Budget | None,
-) -> Algorithm:
-    """Rounds as steps of `dpjax.training`, with clients as the rows of the data."""
-    call = f"federated.{name}"
-    hint = "Write federated.Clients.of(list) or federated.Clients.split(data, owners, clients)."
-    checks.instance(call, "clients", clients, Clients, hint)
-    checks.instance(call, "mechanism", mechanism, Mechanism)
-    check_is_optimizer(f"{call}: server_optimizer", server)
-    check_is_optimizer(f"{call}: client_optimizer", local.optimizer)
-    weights = Weights(values=np.ones(len(clients))) if weights is None else weights
-    checks.instance(call, "weights", weights, Weights)
-    checks.one_of(call, "unit", mechanism.unit, ("client",), "Write Mechanism(unit='client').")
-    # An adapted bound counts examples without weights; and a client's exact norm is free.
-    if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
-        raise ValueError(
-            f"{call}: rounds have neither adaptive bounds nor estimated norms. Use clipping.flat."
-        )
-    expected, sizes = mechanism.sampling.examples, (len(clients), np.size(weights.values))
-    if sizes != (expected, expected):
-        raise ValueError(
-            f"{call}: {sizes[0]} clients and {sizes[1]} weights; the mechanism's sampler draws "
-            f"from {expected}."
-        )
-    # Their public total, not their drawn total, makes the mean.
-    scale = len(clients) / weights.total_share
-    recipe = recipe_of(call, local, server, mechanism, clients, scale, microbatch_size)
-    rows = Row(jnp.arange(len(clients)), jnp.asarray(weights.shares), clients.counts)
-    identity = {"algorithm": name, "weights": {"total": weights.total_share}}
-    algorithm = assemble(recipe, rows, identity, shared=clients, budget=budget, info=round_info)
-
-    def init(params: PyTree, key: Key | None = None) -> State:
-        params = checked_params(call, params, key)
-        # The user's loss of one example; the step itself only sees the client's loss.
-        check_loss(Traced(local.loss), params, trees.one_row(clients.examples), call)
-        return algorithm.init(params, key)
-
-    # The recipe's sampler orders clients by size, which changes no event: users see their own.
-    return replace(algorithm, init=init, mechanism=mechanism)
+    work: dict[str, Any] = {"client_optimizer": optax.sgd(1.0), "local_epochs": 1}
+    return fedavg(loss, server_optimizer, mechanism, clients, **work, **options)
 
 
 def recipe_of(

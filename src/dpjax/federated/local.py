@@ -21,13 +21,12 @@ from dpjax.types import Clipping, Key, LossFn, PyTree
 
 
 class Local(NamedTuple):
-    """What each client does: ``steps`` or ``epochs`` of batches of ``batch_size``."""
+    """What each client does: ``epochs`` of batches of ``batch_size``."""
 
     loss: LossFn
     optimizer: optax.GradientTransformation
     batch_size: int
-    epochs: int | None
-    steps: int | None
+    epochs: int
     within: Clipping | None
     """The rule onto whose bounds each step projects the update, if any."""
 
@@ -37,9 +36,7 @@ def trained(
 ) -> tuple[Float[Array, ""], PyTree]:
     """A client's mean loss, and its update: last minus first parameters, 0 without examples."""
     start, count, size = clients.starts[index], clients.counts[index], local.batch_size
-    batches: Any = jnp.maximum(1, -(-count // size))
-    steps = batches * local.epochs if local.steps is None else local.steps
-    steps = jnp.where(count > 0, steps, 0)
+    batches = -(-count // size)
     # A fresh optimizer in every round: its state would carry one client's data into the next draw
     # of the client, outside the accounting.
     optimizer = local.optimizer.init(trees.widened(params))
@@ -61,10 +58,10 @@ def trained(
             examples = jax.tree.map(lambda x: x[rows], clients.examples)
             return _moved(local, params, examples, real, carry)
 
-        return jax.lax.fori_loop(0, jnp.minimum(batches, steps - number * batches), batch, carry)
+        return jax.lax.fori_loop(0, batches, batch, carry)
 
-    carry = jax.lax.fori_loop(0, -(-steps // batches), epoch, carry)
-    return carry.losses / jnp.maximum(steps, 1), carry.update
+    carry = jax.lax.fori_loop(0, local.epochs, epoch, carry)
+    return carry.losses / jnp.maximum(batches * local.epochs, 1), carry.update
 
 
 class _State(NamedTuple):

@@ -135,7 +135,7 @@ def clipped_grad(
             return lambda held, *rest: chosen(traced.beside(held[1]), rule, held[0], *rest)
 
         arguments = (traced, params, rows, start, key, frozen)
-        total = run_laid_out("clipped_grad", request, run, *arguments)
+        total = run_laid_out(request, run, *arguments)
         return total._replace(rule=rule.limits(params))
 
     return clipped
@@ -180,11 +180,6 @@ def _held_weights(weights: Any, size: int, groups: int) -> Array:
     if weights is None:
         return jnp.ones((size, groups), jnp.float32)
     weights = jnp.asarray(weights, trees.wide(jnp.result_type(float)))
-    if weights.shape not in ((size,), (size, groups)):
-        raise ValueError(
-            f"clipped_grad: weights have shape {weights.shape}; expected ({size},), or by group, "
-            f"({size}, {groups})."
-        )
     # A NaN compares False and becomes 0.
     rows = weights if weights.ndim == 2 else weights[:, None]
     return jnp.broadcast_to(jnp.where(rows > 0, jnp.minimum(rows, 1), 0), (size, groups))

@@ -92,7 +92,6 @@ def _layout(request: Request, loss: Traced, params: PyTree, example: PyTree) -> 
 
 
 def run_laid_out(
-    call: str,
     request: Request,
     engine: Callable[[Key], BoundEngine],
     loss: Traced,
@@ -108,7 +107,7 @@ def run_laid_out(
     mesh = meshes.automatic(devices) if isinstance(devices, Mesh) else meshes.of_host(devices or 1)
     if mesh is not None:
         parts = {part: meshes.gathered(tree, mesh) for part, tree in parts.items()}
-    committed = meshes.committed(call, **parts)
+    committed = meshes.committed(parts)
 
     def run(params: PyTree, rows: Rows, key: Key, start: PyTree, frozen: PyTree) -> ClippedSum:
         # Chosen here, because the layout is that of the platform for which this is traced.

@@ -55,7 +55,7 @@ def plain_grad(
         traced, start = Traced(loss, has_aux), trees.zeros_wide(params)
         engine, request = partial(_unclipped, traced), Request(size, devices=devices)
         arguments = (traced, params, rows, start, None, frozen)
-        total = run_laid_out("gradients.plain_grad", request, lambda _: engine, *arguments)
+        total = run_laid_out(request, lambda _: engine, *arguments)
         return jax.tree.map(lambda x: x / size, total.value)
 
     return gradient

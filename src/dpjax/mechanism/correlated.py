@@ -16,7 +16,7 @@ import dp_accounting as dp
 import numpy as np
 
 from dpjax import accounting, strategies
-from dpjax.accounting.events import correlated_samples
+from dpjax.accounting.events import AllocatedGaussianDpEvent, correlated_samples
 from dpjax.noise.correlated import require_constant
 from dpjax.strategies import Participation, Strategy
 from dpjax.strategies.sensitivity import overlaps
@@ -28,10 +28,6 @@ def check_strategy(mechanism: Any) -> None:
     """Refuses a strategy where its noise would not be what is accounted."""
     strategy = mechanism.noise
     name = f"Mechanism(noise={strategy.name})"
-    if strategy.steps != mechanism.steps:
-        raise ValueError(
-            f"{name}: the strategy has {strategy.steps} steps, and {mechanism.steps} are planned."
-        )
     check_run(name, strategy, mechanism.sampling, mechanism.steps)
     require_constant(name, mechanism.noise_multiplier)
     # Noise of earlier steps, scaled to other bounds, would not cancel. What estimated norms add
@@ -112,4 +108,4 @@ def correlated_event(strategy: Strategy, sampler: Sampler, multipliers: np.ndarr
     least, shared = float(np.min(multipliers)), overlaps_of(strategy, sampler)
     if shared is None:
         return accounting.gaussian(least)
-    return accounting.AllocatedGaussianDpEvent(least, shared)
+    return AllocatedGaussianDpEvent(least, shared)

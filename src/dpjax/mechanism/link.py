@@ -27,11 +27,6 @@ Described = Any
 
 def private(mechanism: Described, key: Key | None) -> optax.GradientTransformationExtraArgs:
     """The link from per-example gradients to a private mean: `Mechanism.private`."""
-    if mechanism.adaptive is not None:
-        raise ValueError(
-            "Mechanism.private: adapted bounds need the norms of each batch. Use dpjax.dpsgd, or "
-            "leave adaptive= out."
-        )
     clip = clipping.clip_and_sum(mechanism.clipping)
     links = optax.chain(clip, privatize(mechanism, key, "Mechanism.private"))
 
@@ -111,8 +106,8 @@ def private_mean(
         return mean, bound_scale, memory
     if below is None:
         raise ValueError(
-            "Mechanism.privatize: the bound is adapted, so update needs the count of the batch. "
-            "Give below=quantile.below(rule, norms, mask)."
+            "Mechanism: the bound is adapted, so update needs the count of the batch. Use "
+            "dpjax.dpsgd, or privatize with below=quantile.below(rule, norms, mask)."
         )
     # The noise of the count is added here, once. One example moves the count by 1/2, so half the
     # multiplier is the deviation.

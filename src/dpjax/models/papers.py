@@ -69,7 +69,6 @@ class TemperedCNN(nn.Module):
 
     Attributes:
       padding: Of the first convolution: "SAME", or pixels on each side.
-      pooling: `flax.linen.max_pool`, or another of its form.
 
     Example:
       >>> import jax
@@ -85,7 +84,6 @@ class TemperedCNN(nn.Module):
     classes: int = 10
     activation: parts.Activation = jnp.tanh
     padding: str | int = "SAME"
-    pooling: parts.Pooling = nn.max_pool
     kernel_init: parts.Initializer = _LECUN
     torch_init: bool = False
 
@@ -96,9 +94,9 @@ class TemperedCNN(nn.Module):
         parts.expect_image("TemperedCNN", x, smallest=16)
         act = partial(parts.activated, self, self.activation)
         x = act(parts.conv(self, x, 16, 8, strides=2, padding=self.padding))
-        x = self.pooling(x, (2, 2), strides=(1, 1))
+        x = nn.max_pool(x, (2, 2), strides=(1, 1))
         x = act(parts.conv(self, x, 32, 4, strides=2, padding="VALID"))
-        x = parts.flat(self.pooling(x, (2, 2), strides=(1, 1)))
+        x = parts.flat(nn.max_pool(x, (2, 2), strides=(1, 1)))
         x = act(parts.dense(self, x, 32))
         return parts.dense(self, x, self.classes)
 
@@ -109,9 +107,6 @@ class CIFARCNN(nn.Module):
     Three blocks of [conv, conv, average-pool 2x2] with 32, 64 and 128 channels, a convolution of
     256, one of ``classes`` channels, and the mean over the image. All convolutions are 3x3 and keep
     the size; all but the last are activated. The other fields are as in `MLP`.
-
-    Attributes:
-      pooling: `flax.linen.avg_pool`, or another of its form.
 
     Example:
       >>> import jax
@@ -125,7 +120,6 @@ class CIFARCNN(nn.Module):
 
     classes: int = 10
     activation: parts.Activation = jnp.tanh
-    pooling: parts.Pooling = nn.avg_pool
     kernel_init: parts.Initializer = _LECUN
     torch_init: bool = False
 
@@ -133,15 +127,16 @@ class CIFARCNN(nn.Module):
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
         parts.expect_image("CIFARCNN", x, smallest=8)
-        x = parts.activated(self, self.activation, parts.conv(self, self._trunk(x), 256, 3))
+        h = parts.conv(self, self._trunk(x, nn.avg_pool), 256, 3)
+        x = parts.activated(self, self.activation, h)
         return parts.conv(self, x, self.classes, 3).mean(axis=(-3, -2))
 
-    def _trunk(self, x: Images) -> Array:
+    def _trunk(self, x: Images, pooling: parts.Pooling) -> Array:
         # Papernot et al. (2021), table 2: both networks for CIFAR-10 share these blocks.
         for channels in (32, 64, 128):
             for _ in range(2):
                 x = parts.activated(self, self.activation, parts.conv(self, x, channels, 3))
-            x = self.pooling(x, (2, 2), strides=(2, 2))
+            x = pooling(x, (2, 2), strides=(2, 2))
         return x
 
 
@@ -161,13 +156,11 @@ class CIFARDenseCNN(CIFARCNN):
       Shamsabadi and Papernot, "Losing Less", 2022, table 2.
     """
 
-    pooling: parts.Pooling = nn.max_pool
-
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
         parts.expect_image("CIFARDenseCNN", x, smallest=8)
-        h = parts.dense(self, parts.flat(self._trunk(x)), 128)
+        h = parts.dense(self, parts.flat(self._trunk(x, nn.max_pool)), 128)
         x = parts.activated(self, self.activation, h)
         return parts.dense(self, x, self.classes)
 
@@ -181,7 +174,6 @@ class ScatterCNN(nn.Module):
     Attributes:
       as_printed: With the two 2x2 poolings of stride 1 that the table of losing_less_2022
         prints and the published code does not have: 20,778 parameters.
-      pooling: Used if ``as_printed``.
 
     Example:
       >>> import jax
@@ -197,7 +189,6 @@ class ScatterCNN(nn.Module):
     classes: int = 10
     activation: parts.Activation = jnp.tanh
     as_printed: bool = False
-    pooling: parts.Pooling = nn.max_pool
     kernel_init: parts.Initializer = _LECUN
     torch_init: bool = False
 
@@ -210,7 +201,7 @@ class ScatterCNN(nn.Module):
             h = parts.conv(self, x, channels, 3, strides=stride, padding=1)
             x = parts.activated(self, self.activation, h)
             if self.as_printed:
-                x = self.pooling(x, (2, 2), strides=(1, 1))
+                x = nn.max_pool(x, (2, 2), strides=(1, 1))
         x = parts.activated(self, self.activation, parts.dense(self, parts.flat(x), 32))
         return parts.dense(self, x, self.classes)
 
@@ -244,5 +235,5 @@ class ScatterCIFARCNN(ScatterCNN):
                 x = parts.activated(self, self.activation, parts.conv(self, x, 64, 3))
             # The published code has fewer poolings than the table of the paper, and is the default.
             if block == 0 or self.as_printed:
-                x = self.pooling(x, (2, 2), strides=(2, 2))
+                x = nn.max_pool(x, (2, 2), strides=(2, 2))
         return parts.dense(self, parts.flat(x), self.classes)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from typing import Any
 
 from dpjax.accounting.rounding import three_digits, upwards
-from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism
 from dpjax.reports.card import Claim, attacks, claim_of
 from dpjax.types import Neighbours
@@ -51,18 +50,12 @@ _PERSONS = "\n  - people with several examples: one example is protected, and no
 _KEY = "\n  - who knows the random key of this run, which was supplied, can remove its noise"
 
 
-def board(
-    mechanism: Mechanism,
-    delta: float | None = None,
-    *,
-    ledger: Ledger | None = None,
-    supplied: bool = False,
-    methods: Sequence[str] | None = None,
-) -> str:
+def board(mechanism: Mechanism, delta: float | None = None, **more: Any) -> str:
     """The statement for a board: what was promised, and what an attacker could learn at most.
 
     The rates of true positives are `dpjax.accounting.true_positive_rate` of what ran, rounded up;
-    `dpjax verify` recomputes them from the card. The arguments are as in `dpjax.statement`.
+    `dpjax verify` recomputes them from the card. The arguments are as in `dpjax.statement`:
+    ``more`` are ``ledger``, ``supplied``, ``methods``.
 
     Example:
       >>> import dpjax
@@ -81,7 +74,7 @@ def board(
         10 %               21.8 %
       ...
     """
-    claim = claim_of("reports.board", mechanism, delta, ledger, supplied, methods)
+    claim = claim_of("reports.board", mechanism, delta, **more)
     unit, instead = mechanism.unit, _INSTEAD[mechanism.relation]
     rates = [f"  {_percent(wrong):<19}{_percent(right)}" for wrong, right in attacks(claim)]
     words = _PAGE.format(

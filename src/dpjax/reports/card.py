@@ -27,7 +27,7 @@ import numpy as np
 
 from dpjax import accounting, checks
 from dpjax._versions import version
-from dpjax.accounting.methods import checked_delta, profile_of
+from dpjax.accounting.methods import checked_delta, levels_of, profile_of
 from dpjax.accounting.profiles import Profile, most_true_positives
 from dpjax.ledger import Ledger, counted
 from dpjax.mechanism import Mechanism, Spent
@@ -52,9 +52,9 @@ def claim_of(
     call: str,
     mechanism: Mechanism,
     delta: float | None,
-    ledger: Ledger | None,
-    supplied: bool,
-    methods: Sequence[str] | None,
+    ledger: Ledger | None = None,
+    supplied: bool = False,
+    methods: Sequence[str] | None = None,
 ) -> Claim:
     """The claim of a mechanism; arguments as in `dpjax.statement`, whose errors name ``call``."""
     checks.instance(call, "mechanism", mechanism, Mechanism, "Of a run: algorithm.mechanism.")
@@ -129,17 +129,10 @@ def _draws_reveal_data(sampling: Sampler) -> bool:
     return sampling.facts.get("event") == "none"
 
 
-def card(
-    mechanism: Mechanism,
-    delta: float | None = None,
-    *,
-    ledger: Ledger | None = None,
-    supplied: bool = False,
-    methods: Sequence[str] | None = None,
-) -> dict[str, Any]:
+def card(mechanism: Mechanism, delta: float | None = None, **more: Any) -> dict[str, Any]:
     """The facts of a statement as a JSON object, from which epsilon can be recomputed.
 
-    The arguments are as in `dpjax.statement`.
+    The arguments are as in `dpjax.statement`: ``more`` are ``ledger``, ``supplied``, ``methods``.
 
     Returns:
       An object for ``json.dumps``; an infinite number is the word ``"inf"``.
@@ -155,13 +148,13 @@ def card(
       >>> card(mechanism, delta=1e-5)["mechanism"]["multiplier_and_steps"]
       [[4.0, 2]]
     """
-    claim = claim_of("reports.card", mechanism, delta, ledger, supplied, methods)
+    claim = claim_of("reports.card", mechanism, delta, **more)
     facts = {
         "mechanism": mechanism.facts,
         "steps": len(claim.ran),
         "claim": mechanism.claim,
         "delta": claim.delta,
-        "levels": accounting.levels_of(mechanism.event),
+        "levels": levels_of(mechanism.event),
         "epsilon": {
             method: {"value": float(value), "proven": accounting.METHODS[method].proven}
             for method, value in claim.epsilons.items()

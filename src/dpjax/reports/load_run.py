@@ -220,7 +220,7 @@ def _foreign(card: dict[str, Any], identity: dict[str, Any], rows: list[dict[str
     steps = rows[-1].get("counted", rows[-1]["step"])
     if card.get("steps") != steps:
         return f"it counts {card.get('steps')} steps, and the log counts {steps:,}"
-    # Algorithms without a Mechanism write none into run.json; the steps alone are compared then.
+    # A folder without run.json has the steps alone to compare.
     if card["mechanism"] != identity.get("mechanism", card["mechanism"]):
         return "run.json describes another mechanism"
     return ""

@@ -11,6 +11,6 @@ References:
 """
 
 from dpjax.scattering.filters import Bank, filter_bank
-from dpjax.scattering.transform import Path, paths, scatter
+from dpjax.scattering.transform import scatter
 
-__all__ = ["Bank", "Path", "filter_bank", "paths", "scatter"]
+__all__ = ["Bank", "filter_bank", "scatter"]

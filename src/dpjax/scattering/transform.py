@@ -3,7 +3,6 @@
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,34 +16,8 @@ from dpjax.scattering.fourier import filtered, moduli, on_columns, on_rows, spec
 from dpjax.trees import wide
 
 
-class Path(NamedTuple):
-    """The scales and the angles of the wavelets that one channel has passed, in their order."""
-
-    scales: tuple[int, ...]
-    angles: tuple[int, ...]
-
-
-def paths(J: int = 2, L: int = 8, order: int = 2) -> tuple[Path, ...]:
-    """The channels of `scatter`, with its arguments, for one input channel, in their order.
-
-    Of order 2 there are ``1 + J L + L**2 J (J - 1) / 2``.
-
-    Example:
-      >>> len(paths(J=2, L=8)), paths(J=2, L=8)[17 + 8 * 3 + 5]
-      (81, Path(scales=(0, 1), angles=(3, 5)))
-    """
-    first = [(j, angle) for j in range(J) for angle in range(L)]
-    channels = [Path((), ())]
-    if order >= 1:
-        channels += [Path((j,), (angle,)) for j, angle in first]
-    if order >= 2:
-        # A modulus is smoother than its field: finer wavelets find nothing in it.
-        channels += [Path((j, k), (a, b)) for j, a in first for k, b in first if k > j]
-    return tuple(channels)
-
-
 def scatter(
-    images: Float[ArrayLike, "batch height width channels"], J: int = 2, L: int = 8, order: int = 2
+    images: Float[ArrayLike, "batch height width channels"], J: int = 2, L: int = 8
 ) -> Float[Array, "batch out_height out_width features"]:
     r"""The scattering coefficients of images.
 
@@ -56,13 +29,13 @@ def scatter(
       images: Channels last. Padding reflects the pixels at the edge.
       J: The number of scales; features are ``2**J`` times as coarse as pixels.
       L: The number of angles.
-      order: 0, 1 or 2: the largest number of wavelets in a path.
 
     Returns:
-      Features, channels last, ``paths(J, L, order)`` for the first channel of the image, then
-      for the second, and so on: ``(batch, 7, 7, 81)`` for MNIST and ``(batch, 8, 8, 243)`` for
-      CIFAR-10. Their dtype is the images', or float32 if that is narrower. The function is
-      jitted, may be called inside ``jax.jit``, and is differentiable in the images.
+      Features, channels last: ``1 + J L + L**2 J (J - 1) / 2`` for the first channel of the image,
+      in the order of the formula, then for the second, and so on. They are ``(batch, 7, 7, 81)``
+      for MNIST and ``(batch, 8, 8, 243)`` for CIFAR-10. Their dtype is the images', or float32 if
+      that is narrower. The function is jitted, may be called inside ``jax.jit``, and is
+      differentiable in the images.
 
     Privacy:
       Each image's features are a function of that image alone, so they cost nothing. NaN or
@@ -79,31 +52,26 @@ def scatter(
     """
     images = jnp.asarray(images)
     J, L = (checks.whole("scattering.scatter", n, v) for n, v in (("J", J), ("L", L)))
-    checks.one_of("scattering.scatter", "order", order, (0, 1, 2))
-    if not jnp.issubdtype(images.dtype, jnp.floating):
-        raise TypeError(
-            f"scattering.scatter: got {images.dtype} images; expected floats. Divide bytes by 255."
-        )
     if images.ndim != 4 or min(images.shape[1:3]) < 2**J:
         raise ValueError(
             f"scattering.scatter(J={J}): got images of shape {images.shape}; expected (batch, "
             f"height, width, channels), sides from {2**J}. For a missing axis write x[..., None]."
         )
-    return _scatter(images.astype(wide(images.dtype)), J, L, order)
+    return _scatter(images.astype(wide(images.dtype)), J, L)
 
 
-@functools.partial(jax.jit, static_argnames=("J", "L", "order"))
-def _scatter(images: Array, J: int, L: int, order: int) -> Array:
+@functools.partial(jax.jit, static_argnames=("J", "L"))
+def _scatter(images: Array, J: int, L: int) -> Array:
     """Transforms the images in parts, whose size changes speed and memory only."""
     size, lot = images.shape[0], min(images.shape[0], _part_size(images, J, L))
     even = size // lot * lot if lot else 0
     # A loop over equal parts, and one rest: padding the last part would compute unused features.
     parts = images[:even].reshape(-1, max(1, lot), *images.shape[1:])
-    features = jax.lax.map(lambda part: _cascade(part, J, L, order), parts)
+    features = jax.lax.map(lambda part: _cascade(part, J, L), parts)
     features = features.reshape(even, *features.shape[2:])
     if even == size:
         return features
-    return jnp.concatenate([features, _cascade(images[even:], J, L, order)])
+    return jnp.concatenate([features, _cascade(images[even:], J, L)])
 
 
 def _part_size(images: Array, J: int, L: int) -> int:
@@ -116,19 +84,17 @@ def _part_size(images: Array, J: int, L: int) -> int:
     return 2 ** max(0, int(math.log2(room / spectra)))
 
 
-def _cascade(images: Array, J: int, L: int, order: int) -> Array:
+def _cascade(images: Array, J: int, L: int) -> Array:
     """All paths of one part of the images, from pixels to features."""
     # Rows first and columns last: transforms are then products with matrices on either side.
     field = _field(images, J)
     bank = filter_bank(field.shape[0], field.shape[-1], J, L)
     orders = [_average(field, bank, 0)[:, :, None]]
-    if order >= 1:
-        spectrum = spectrum_of(field, 2 ** (J - 1))
-        once = [_response(spectrum, bank, j, 0) for j in range(J)]
-        orders += [_average(first, bank, j) for j, first in enumerate(once)]
-        if order == 2:
-            # The coarsest scale has no coarser wavelet.
-            orders += [_second_order(first, bank, j) for j, first in enumerate(once[:-1])]
+    spectrum = spectrum_of(field, 2 ** (J - 1))
+    once = [_response(spectrum, bank, j, 0) for j in range(J)]
+    orders += [_average(first, bank, j) for j, first in enumerate(once)]
+    # A modulus is smoother than its field: only coarser wavelets find anything in it.
+    orders += [_second_order(first, bank, j) for j, first in enumerate(once[:-1])]
     features = jnp.concatenate(orders, axis=2)
     height, _, _, width = features.shape
     features = features.reshape(height, images.shape[0], -1, width)  # paths join channels

@@ -61,13 +61,9 @@ class Tree(Strategy):
         return solve_triangular(self.matrix(), np.eye(self.steps), lower=True)
 
     def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
-        """Prefix sums by doubling; other workloads by the matrix."""
-        if not of.momentum and of.rates is None:
-            return self._prefix_variances()
+        """By the matrix."""
         if self.steps > LARGEST_MATRIX:
-            raise ValueError(
-                f"strategy.errors of a tree: at most {LARGEST_MATRIX} steps with momentum or rates."
-            )
+            raise ValueError(f"strategy.errors of a tree: at most {LARGEST_MATRIX} steps.")
         return np.sum(of.applied(self.inverse()) ** 2, axis=1)
 
     def squared_bounds(self, participation: Participation) -> Iterator[float]:
@@ -122,28 +118,6 @@ class Tree(Strategy):
             weights[level] = -shrunk * is_right
             a = free + 1
         return numpy.asarray(weights, dtype=np.float64 if numpy is np else np.float32), a
-
-    def _prefix_variances(self) -> Float[np.ndarray, " steps"]:
-        """The variance of each prefix sum: in a node with noise sum s the mean is ``slope * s``.
-
-        The sums of its children are s times their shares plus and minus one independent number.
-        """
-        full, last = self._variances()
-        inner = edge = (np.ones(1), np.zeros(1))  # of a full node, and of the last that has steps
-        for level in range(self.remembers):
-            if (self.steps - 1) >> level & 1:
-                edge = _joined(inner, edge, full[level], last[level])
-            inner = _joined(inner, inner, full[level], full[level])
-        slope, variance = edge
-        return variance + slope**2 * last[-1]
-
-
-def _joined(left: Any, right: Any, of_left: float, of_right: float) -> Any:
-    """Slopes and variances of the prefix sums of a node with two children."""
-    share, spread = of_left / (of_left + of_right), of_left * of_right / (of_left + of_right)
-    slopes = left[0] * share, share + right[0] * (1 - share)
-    variances = left[1] + left[0] ** 2 * spread, right[1] + (1 - right[0]) ** 2 * spread
-    return np.concatenate(slopes), np.concatenate(variances)
 
 
 def tree(steps: int) -> Strategy:

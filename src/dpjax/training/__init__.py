@@ -11,7 +11,7 @@
 | `average_parameters`, `averaged` | an Optax link that keeps a running mean, free of privacy cost |
 | `dp_adam`, `scaled_rate` | Adam without the noise in its second moment; a rate for a batch size |
 | `lookahead` | `optax.lookahead` for parameters as the loss takes them |
-| `dp_sgld`, `on_mean_gradient` | Langevin dynamics; its step size as papers print it |
+| `dp_sgld` | Langevin dynamics |
 | `keep_samples`, `samples`, `predictive` | keeps samples, reads them, averages predictions |
 """
 
@@ -24,7 +24,7 @@ from dpjax.training.optimizers import dp_adam, lookahead, scaled_rate
 from dpjax.training.released import released_params
 from dpjax.training.run_folder import earlier, forget
 from dpjax.training.samples import keep_samples, predictive, samples
-from dpjax.training.sgld import dp_sgld, on_mean_gradient
+from dpjax.training.sgld import dp_sgld
 
 __all__ = [
     "Checkpoints",
@@ -39,7 +39,6 @@ __all__ = [
     "forget",
     "keep_samples",
     "lookahead",
-    "on_mean_gradient",
     "predictive",
     "released_params",
     "samples",

@@ -49,7 +49,7 @@ def assemble(
         checks.instance(name, "budget", budget, ledger.Budget, hint)
     size = checks.whole_or_none(name, "microbatch_size", recipe.microbatch_size)
     its = _Assembly(recipe._replace(microbatch_size=size), data, identity, shared, budget, info)
-    return Algorithm(its.init, its.step, mechanism, budget, its.run, its.identity, its.released)
+    return Algorithm(its.init, its.step, its.run, mechanism, its.identity, its.released, budget)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -95,9 +95,7 @@ class _Assembly:
             sampler = self.mechanism.sampling
             warn_of_constants(name, program, shared, sampler.rows or sampler.examples)
             home = self.home(params)
-            if home is None:
-                meshes.committed(name, parameters=params, data=self.data)
-            else:
+            if home is not None:
                 params = meshes.placed(params, home)
             # Index i is one example in all processes, and split parameters cannot be sent.
             mechanism = self.mechanism

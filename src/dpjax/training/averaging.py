@@ -43,10 +43,6 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
       >>> print(averaged(state))
       0.9
     """
-    if not 0 <= decay < 1:
-        raise ValueError(
-            f"training.average_parameters(decay={decay}): expected a number in [0, 1)."
-        )
 
     def init(params: PyTree) -> AverageState:
         # In bfloat16 the total would stop growing after some steps.

@@ -20,7 +20,7 @@ from dpjax.gradients.loss_checks import constants
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.multipliers import Planned
 from dpjax.training.recipe import Recipe
-from dpjax.types import PyTree, Schedule
+from dpjax.types import PyTree, Schedule, State
 
 # Flax names a layer BatchNorm_0; others write batch_norm or bn.
 LARGE = 64 * 2**20  # bytes of constants, from which compiling takes seconds longer
@@ -66,17 +66,9 @@ def check_untraced(call: str, given: PyTree) -> None:
 
 
 def check_state(name: str, state: Any) -> None:
-    """Refuses an object that is not a state, a traced one, and one with donated buffers."""
-    if not all(hasattr(state, field) for field in ("params", "key", "step", "ledger")):
-        raise TypeError(
-            f"{name}: the state is a {type(state).__name__}; expected algorithm.init(params)."
-        )
+    """Refuses an object that is not a state, and a traced one."""
+    checks.instance(name, "the state", state, State, "Give algorithm.init(params).")
     check_untraced(name, state)
-    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
-        raise RuntimeError(
-            f"{name}: algorithm.run donated the buffers of this state. Use the state that it "
-            "returned, or give it dpjax.trees.copy(state)."
-        )
 
 
 def positive_plan(what: str, schedule: Schedule, steps: int) -> Planned:

@@ -127,38 +127,27 @@ def dpsgd(
         mesh=meshes.of(mesh),
         frozen=frozen is not None,
     )
-    return on_examples(recipe, data, budget, bound_schedule, frozen)
+    check_kinds(recipe)
+    if bound_schedule is not None:
+        if mechanism.adaptive is not None:
+            raise ValueError(
+                "dpsgd(bound_schedule=...): the mechanism adapts its bounds. Leave one out."
+            )
+        # One table is checked, run and compared: a traced function could answer otherwise.
+        scales = positive_plan("dpsgd: the factor on bounds", bound_schedule, mechanism.steps)
+        recipe = recipe._replace(bound_scales=scales)
+    scales = recipe.bound_scales
+    identity = {
+        "algorithm": "dpsgd",
+        "bound schedule": scales and trees.fingerprint(scales.values),
+    }
+    data = checked_data(recipe, data)
+    if mechanism.sampling.most_rows is not None:
+        recipe = recipe._replace(loss=losses.of_person(loss))
+    frozen = jax.tree.map(jnp.asarray, arrays(frozen, "dpsgd: frozen"))
+    return assemble(recipe, data, identity, shared=frozen, budget=budget)
 
 
 def entry_of(per_step: Callable[[Int[Array, ""]], PyTree] | None) -> Entry | None:
     """What a step appends to every example: of the step alone, which is public."""
     return None if per_step is None else (lambda key, step: per_step(step))
-
-
-def on_examples(
-    recipe: Recipe,
-    data: PyTree,
-    budget: ledger.Budget | None,
-    bound_schedule: Schedule | None = None,
-    frozen: PyTree = None,
-) -> Algorithm:
-    """The algorithm of a recipe whose rows are examples, checked."""
-    check_kinds(recipe)
-    name, mechanism, scales = recipe.name, recipe.mechanism, None
-    if bound_schedule is not None:
-        if mechanism.adaptive is not None:
-            raise ValueError(
-                f"{name}(bound_schedule=...): the mechanism adapts its bounds. Leave one out."
-            )
-        # One table is checked, run and compared: a traced function could answer otherwise.
-        scales = positive_plan(f"{name}: the factor on bounds", bound_schedule, mechanism.steps)
-    identity = {
-        "algorithm": name.removeprefix("training."),
-        "bound schedule": scales and trees.fingerprint(scales.values),
-    }
-    data = checked_data(recipe, data)
-    if mechanism.sampling.most_rows is not None:
-        recipe = recipe._replace(loss=losses.of_person(recipe.loss))
-    recipe = recipe._replace(bound_scales=scales)
-    frozen = jax.tree.map(jnp.asarray, arrays(frozen, f"{name}: frozen"))
-    return assemble(recipe, data, identity, shared=frozen, budget=budget)

@@ -124,9 +124,8 @@ def fit(
     """
     terms = _checked(algorithm, state, steps, evaluate_every, save_every, delta, method)
     # First, since what follows would be refused in one process alone, and the others would wait.
-    names = ("params", "optimizer", "bound_scale", "step", "ledger", "memory")
-    held = [getattr(state, name, ()) for name in names]
-    processes.require_equal("fit", lambda: {"the state": trees.fingerprint(held)})
+    without_keys = state._replace(key=None, noise_key=None)
+    processes.require_equal("fit", lambda: {"the state": trees.fingerprint(without_keys)})
     ledger.require(state.ledger, terms.mechanism, terms.end - terms.begin, algorithm.budget)
     most = _most(algorithm, terms)
     directory = processes.from_first(lambda: directory and os.fspath(directory))
@@ -171,11 +170,7 @@ def _checked(
     hint = "Write fit(algorithm, state) with that of dpjax.dpsgd."
     checks.instance("fit", "algorithm", algorithm, Algorithm, hint)
     check_state("fit", state)
-    mechanism = algorithm.mechanism
-    if mechanism is None:
-        raise ValueError(
-            "fit: this algorithm has no mechanism. Build it as Algorithm(init, step, mechanism)."
-        )
+    mechanism: Any = algorithm.mechanism
     hint = "For epochs: round(epochs * examples / batch_size)."
     steps = checks.whole_or_none("fit", "steps", steps, hint, least=0)
     evaluate_every = checks.whole_or_none("fit", "evaluate_every", evaluate_every, hint)

@@ -9,13 +9,12 @@ part of a cycle. A supplied key is never renewed, and no file holds it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from dpjax import noise, processes, trees
-from dpjax.noise.state import GaussianState, shared_key
+from dpjax.mechanism import Mechanism
+from dpjax.noise.state import shared_key
 from dpjax.types import Key, State
 
 
@@ -28,37 +27,26 @@ def first_keys(key: Key | None) -> tuple[Key, Key]:
     return root, root
 
 
-def renewed(state: Any, mechanism: Any) -> Any:
+def renewed(state: State, mechanism: Mechanism) -> State:
     """The state with keys from which nothing was drawn: to run, to return, and to show."""
     return state if supplied(state) else noise.renew(without_secrets(state, mechanism))
 
 
-def without_secrets(state: Any, mechanism: Any) -> Any:
+def without_secrets(state: State, mechanism: Mechanism) -> State:
     """The state for a checkpoint: zeros in place of each key that a start renews or is given."""
-    if supplied(state) and not isinstance(state, State):
-        return state  # of an algorithm of the user's own, whose keys are unknown
-
-    def unset(node: Any) -> Any:
-        if isinstance(node, GaussianState):
-            return node._replace(key=_zeros(node.key))
-        return node._replace(noise_key=_zeros(node.noise_key)) if isinstance(node, State) else node
-
-    kinds = GaussianState | State
-    state = jax.tree.map(unset, state, is_leaf=lambda node: isinstance(node, kinds))
-    # A plan of the user's own may have no sampler.
-    independent = getattr(getattr(mechanism, "sampling", None), "independent", False)
-    forgets = isinstance(state, State) and (supplied(state) or independent)
+    state = state._replace(noise_key=_zeros(state.noise_key))
+    forgets = supplied(state) or mechanism.sampling.independent
     return state._replace(key=_zeros(state.key)) if forgets else state
 
 
-def with_supplied(saved: Any, given: Any) -> Any:
+def with_supplied(saved: State, given: State) -> State:
     """The state of a checkpoint with the keys of the given state, if they were supplied."""
-    if not (supplied(saved) and isinstance(saved, State)):
+    if not supplied(saved):
         return saved
     return saved._replace(key=given.key, noise_key=given.noise_key)
 
 
-def supplied(state: Any) -> bool:
+def supplied(state: State) -> bool:
     """Whether the caller supplied the key of the run, and may so know its noise."""
     return bool(state.ledger.supplied)
 

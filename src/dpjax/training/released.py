@@ -20,30 +20,29 @@ from dpjax import processes, reports, trees
 from dpjax._files import replace
 from dpjax.mechanism import Mechanism
 from dpjax.training.run_folder import Folder
-from dpjax.types import Plan, PyTree, State
+from dpjax.types import PyTree, State
 
 _FILE = "params.msgpack"
 
 
 def write_released(
-    folder: Folder, mechanism: Plan, state: State, delta: float, method: str, *, last: bool
+    folder: Folder, mechanism: Mechanism, state: State, delta: float, method: str, *, last: bool
 ) -> None:
     """Writes card, statement and parameters of a state; a last card states all methods."""
     params = jax.tree.map(trees.on_host, state.params)  # of all processes
     if not processes.first_process():
         return
     path = folder.path
-    if isinstance(mechanism, Mechanism):
-        # Loss distributions of many different steps take seconds: the last card has them.
-        methods = None if last else ("rdp", "rdp-classic", method)
-        facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
-        card = reports.card(mechanism, delta, **facts)
-        board = reports.board(mechanism, delta, **facts)
-        facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
-        words = reports.statement(mechanism, delta, **facts)
-        replace(path / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)
-        replace(path / "statement.txt", words + "\n", public=True)
-        replace(path / "board.txt", board + "\n", public=True)
+    # Loss distributions of many different steps take seconds: the last card has them.
+    methods = None if last else ("rdp", "rdp-classic", method)
+    facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
+    card = reports.card(mechanism, delta, **facts)
+    board = reports.board(mechanism, delta, **facts)
+    facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
+    words = reports.statement(mechanism, delta, **facts)
+    replace(path / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)
+    replace(path / "statement.txt", words + "\n", public=True)
+    replace(path / "board.txt", board + "\n", public=True)
     replace(path / _FILE, serialized(params), public=True)
 
 
@@ -52,7 +51,7 @@ def _scaled_by(identity: Mapping[str, Any], mechanism: Mechanism) -> str | None:
     match identity:  # of another algorithm, these names are of the caller's configuration
         case {"algorithm": "dpsgd", "bound schedule": str()}:
             return "a bound schedule"
-        case {"algorithm": "fedavg" | "fedsgd", "weights": {"total": total}}:
+        case {"algorithm": "fedavg", "weights": {"total": total}}:
             return None if total == mechanism.sampling.examples else "the total of weights"
     return None
 
@@ -95,10 +94,7 @@ def restored(saved: bytes, like: PyTree, where: str) -> PyTree:
 
     leaves, structure = jax.tree.flatten(like)
     expected = dict(zip(trees.leaf_names(like), leaves, strict=True))
-    try:
-        arrays = dict(serialization.msgpack_restore(saved))
-    except Exception as error:  # msgpack's own kinds
-        raise ValueError(f"{where}: expected parameters that fit wrote ({error}).") from error
+    arrays = dict(serialization.msgpack_restore(saved))
     for name in {**expected, **arrays}:
         there, here = (
             list(np.shape(by_name[name])) if name in by_name else "no leaf"

@@ -49,8 +49,7 @@ class Folder:
         path = self.path / "run.json"
         if path.exists():
             before = read_json(path)
-            if "mechanism" in self.identity:
-                check_format(before.get("mechanism"), f"fit(directory={str(self.path)!r})")
+            check_format(before.get("mechanism"), f"fit(directory={str(self.path)!r})")
             there, now = map(_leaves, (before, self.identity))
             lines = [
                 f"  {name}: {there.get(name, 'null'):.60} there, {now.get(name, 'null'):.60} now\n"

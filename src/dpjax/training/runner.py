@@ -6,7 +6,6 @@ A checkpoint holds the first and the last, so a resumed run writes the rows of a
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import time
@@ -20,11 +19,12 @@ from absl import logging
 from dpjax import accounting, ledger, processes, trees
 from dpjax._files import FIELDS
 from dpjax.ledger import Refused
+from dpjax.mechanism import Mechanism
 from dpjax.training.keys import renewed, supplied, with_supplied, without_secrets
 from dpjax.training.released import write_released
 from dpjax.training.run_folder import Folder, counted
 from dpjax.training.tensorboard import Board
-from dpjax.types import Algorithm, Plan
+from dpjax.types import Algorithm, State
 
 Evaluate = Callable[[Any], Mapping[str, Any]]
 
@@ -35,7 +35,7 @@ _SAVE = 300.0  # seconds between checkpoints
 class Terms(NamedTuple):
     """What a call of `fit` runs and logs, checked."""
 
-    mechanism: Plan
+    mechanism: Mechanism
     begin: int
     """The step of the given state."""
     end: int
@@ -59,14 +59,14 @@ class Run:
     """A run in progress."""
 
     def __init__(
-        self, algorithm: Algorithm, terms: Terms, state: Any, folder: Folder | None
+        self, algorithm: Algorithm, terms: Terms, state: State, folder: Folder | None
     ) -> None:
         self.algorithm, self.terms, self.folder = algorithm, terms, folder
         self.mechanism = mechanism = terms.mechanism
         self.rows: list[dict[str, Any]] = []
         self.seen: list[Mapping[str, Any]] = []
         # The ledger on the host, where it grows: a caller may have put the state on a device.
-        self.state = _with_ledger(trees.copy(state), jax.device_get(state.ledger))
+        self.state = trees.copy(state)._replace(ledger=jax.device_get(state.ledger))
         self.pace, self.saved, self.board, self._told = 1, time.monotonic(), None, False
         if folder is not None:
             self._take_up(folder)
@@ -117,19 +117,14 @@ class Run:
         """Records that results ended the run; at least ``least`` steps count."""
         mechanism, budget = self.mechanism, self.algorithm.budget
         spent = ledger.ended(self.state.ledger, mechanism, budget, least=least)
-        self.state = _with_ledger(self.state, spent)
+        self.state = self.state._replace(ledger=spent)
 
     def advance(self, most: int) -> None:
         """Takes at most ``most`` steps, and about as many as run in a quarter of a second."""
         # Each process has a clock of its own, and all must take equally many steps.
         count = processes.from_first(lambda: min(most, self.pace))
-        started, before = time.monotonic(), self.done
-        self.state, infos = _several(self.algorithm, self.state, count)
-        if self.done != before + count:
-            raise RuntimeError(
-                f"fit: {count} steps ran and the ledger counts {self.done - before}. Call "
-                "dpjax.ledger.admit for every step."
-            )
+        started = time.monotonic()
+        self.state, infos = self.algorithm.run(self.state, count)
         # Python numbers: they go into a checkpoint's JSON.
         self.seen.append({k: np.asarray(v).tolist() for k, v in infos._asdict().items()})
         elapsed = max(1e-9, time.monotonic() - started)
@@ -224,29 +219,12 @@ class Run:
             self.board.close()
 
 
-def _with_ledger(state: Any, spent: Any) -> Any:
-    # The states of dpjax are named tuples, a user's may be a dataclass.
-    replace: Any = getattr(type(state), "_replace", dataclasses.replace)
-    return replace(state, ledger=spent)
-
-
-def _several(algorithm: Algorithm, state: Any, count: int) -> tuple[Any, Any]:
-    """Several steps, in one dispatch if the algorithm has ``run``."""
-    if algorithm.run is not None:
-        return algorithm.run(state, count)
-    infos = []
-    for _ in range(count):
-        state, info = algorithm.step(state)
-        infos.append(info)
-    return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(infos))
-
-
 def _means(seen: list[Mapping[str, Any]]) -> dict[str, Any]:
     """The mean of each field of the infos; of an empty draw, only the finite fields count."""
     if not seen:
         return {}
     joined = {k: np.concatenate([np.asarray(s[k], float) for s in seen]) for k in seen[0]}
-    drawn = joined.get("examples", np.ones(len(next(iter(joined.values()))))) > 0
+    drawn = joined["examples"] > 0
     known = {k: np.isfinite(v.reshape(len(v), -1)).all(axis=1) for k, v in joined.items()}
     some = {k: v[drawn | known[k]] for k, v in joined.items()}
     return {k: _plain(np.mean(v, axis=0)) for k, v in some.items() if len(v)}

@@ -7,18 +7,15 @@ Draw, clipping, noise and ledger are the same as in `dpsgd`.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import optax
-from jaxtyping import Array, Int
 
-from dpjax import checks, ledger, meshes, noise, schedules
+from dpjax import checks, noise, schedules
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.training.checks import positive_plan
-from dpjax.training.dpsgd import entry_of, on_examples
-from dpjax.training.recipe import Recipe
+from dpjax.training.dpsgd import dpsgd
 from dpjax.training.samples import keep_samples
 from dpjax.types import Algorithm, Clipping, LossFn, PyTree, Sampler, Schedule
 
@@ -38,10 +35,7 @@ def dp_sgld(
     every: int | None = None,
     preparation: Sequence[float] = (),
     before: Sequence[Spent] = (),
-    engine: str = "auto",
-    budget: ledger.Budget | None = None,
-    per_step: Callable[[Int[Array, ""]], PyTree] | None = None,
-    microbatch_size: int | None = None,
+    **options: Any,
 ) -> Algorithm:
     r"""Differentially private stochastic gradient Langevin dynamics.
 
@@ -68,10 +62,7 @@ def dp_sgld(
       every: Steps between samples; by default such that ``samples`` fill the rest of the run.
       preparation: As for `dpjax.Mechanism`.
       before: As for `dpjax.Mechanism`.
-      engine: As for `dpjax.dpsgd`.
-      budget: As for `dpjax.dpsgd`.
-      per_step: As for `dpjax.dpsgd`.
-      microbatch_size: As for `dpjax.dpsgd`.
+      options: Further arguments of `dpjax.dpsgd`, such as ``budget``, ``engine`` and ``per_step``.
 
     Returns:
       An `Algorithm` whose ``mechanism`` is a `dpjax.Mechanism`, for the statement, the ledger,
@@ -103,20 +94,15 @@ def dp_sgld(
     References:
       Welling and Teh, "Bayesian Learning via Stochastic Gradient Langevin Dynamics", 2011;
       Wang, Fienberg and Smola, "Privacy for Free: Posterior Sampling and Stochastic Gradient
-      Monte Carlo", 2015.
+      Monte Carlo", 2015. Algorithm 3 of Bu, Wang, Dai and Long, "On the Convergence and
+      Calibration of Deep Learning with Differential Privacy", 2023, is a step of rate
+      $2 \eta / n$ at temperature $n / 2$; it does not sample from the posterior.
     """
     call, hint = "training.dp_sgld", "math.inf is a flat prior."
     prior_deviation = checks.positive(call, "prior_deviation", prior_deviation, hint, infinite=True)
-    silent = Mechanism(
-        sampling=sampling,
-        clipping=clipping,
-        noise_multiplier=0.0,  # replaced below: it follows from the rate, sampling and clipping
-        steps=steps,
-        preparation=preparation,
-        before=before,
-    )
     if callable(learning_rate):
         learning_rate = positive_plan(f"{call}: the rate", learning_rate, steps)
+    # The multiplier follows from the rate, so the noise cannot differ from what is accounted.
     multiplier = noise.langevin_multiplier(
         learning_rate,
         clipping,
@@ -124,9 +110,14 @@ def dp_sgld(
         batch_size=sampling.batch_size,
         temperature=temperature,
     )
-    # The multiplier follows from the rate, so the noise cannot differ from what is accounted.
-    mechanism = dataclasses.replace(silent, noise_multiplier=multiplier)
-    steps = mechanism.steps
+    mechanism = Mechanism(
+        sampling=sampling,
+        clipping=clipping,
+        noise_multiplier=multiplier,
+        steps=steps,
+        preparation=preparation,
+        before=before,
+    )
     burn_in = steps // 2 if burn_in is None else burn_in
     # Samples are spread over what is left: neighbouring steps are hardly independent.
     every = max(1, (steps - burn_in) // samples) if every is None else every
@@ -137,36 +128,4 @@ def dp_sgld(
         keep_samples(samples, burn_in=burn_in, every=every),
     )
     # DP-SGD with this multiplier and optimizer: draw, clipping, noise and ledger exist once.
-    recipe = Recipe(
-        name=call,
-        loss=loss,
-        optimizer=optimizer,
-        mechanism=mechanism,
-        engine=engine,
-        entry=entry_of(per_step),
-        microbatch_size=microbatch_size,
-        mesh=meshes.of(),
-    )
-    return on_examples(recipe, data, budget)
-
-
-def on_mean_gradient(learning_rate: float | Schedule, examples: int) -> dict[str, Any]:
-    r"""Rate and temperature for `dp_sgld` on the mean gradient, as papers print it.
-
-    $$ w \leftarrow w - \eta \Bigl( \frac{V}{L} - \frac{\nabla \log p(w)}{n} \Bigr)
-       + \mathcal{N}(0, \eta I) $$
-
-    is a step of rate $2 \eta / n$ at temperature $n / 2$. It does *not* sample from the posterior
-    but from a nearly flat density, and its multiplier $L / (\Delta \sqrt\eta)$ is so large that
-    its epsilon is near 0. The rate $\eta$ is of the usual size for SGD; $n$ counts ``examples``.
-
-    Example:
-      >>> on_mean_gradient(0.3, examples=60_000)
-      {'learning_rate': 1e-05, 'temperature': 30000.0}
-
-    References:
-      Bu, Wang, Dai and Long, "On the Convergence and Calibration of Deep Learning with
-      Differential Privacy", 2023, algorithm 3; its section 4.5 has the other reading.
-    """
-    rate = schedules.times(learning_rate, 2 / examples)
-    return {"learning_rate": rate, "temperature": examples / 2}
+    return dpsgd(loss, optimizer, mechanism, data, **options)

@@ -7,12 +7,11 @@ Examples:
   dpjax sweep --ranges="learning_rate=log:0.05:1;bound=0.25,0.5,1" --random=10
 
 `--random_runs=geometric:10` draws a secret number of runs; then the best run, published alone,
-costs much less than all runs together.  Its price covers the dearest setting that could have been
-drawn, so a flag that changes the cost of a run, such as --steps, has a list of values there and no
-range.  The folder receives a folder per run, `results.jsonl` (best setting first, or of a drawn
-number best run first), `costs.json` and `comparison.png`.  The same command resumes a search and
-repeats no finished run.  Runs have secret keys unless `--seed` is given.  They share compiled
-programs, and draw no report of their own unless `--fixed="report=true"` is given.
+costs much less than all runs together.  It tries flags that change no cost of a run, such as
+--learning_rate and --bound.  The folder receives a folder per run, `results.jsonl` (best setting
+first, or of a drawn number best run first), `costs.json` and `comparison.png`.  The same command
+resumes a search and repeats no finished run.  Runs have secret keys unless `--seed` is given.  They
+share compiled programs, and draw no report of their own unless `--fixed="report=true"` is given.
 """
 
 from absl import flags
@@ -34,7 +33,6 @@ _tried.text("fixed", "", "Flags of every run: dataset=digits;epochs=5.")
 _tried.whole("seed", None, "Seed of draws and runs, which is no secret.", 0, LARGEST_SEED)
 
 _runs = Group(FLAGS, "Runs")
-_runs.path("binary", None, "Script of each run, which takes --out; by default dpjax train.")
 _runs.whole("jobs", 1, "Number of parallel runs.", 1)
 
 _output = Group(FLAGS, "Output")

@@ -36,6 +36,11 @@ from dpjax.training.run_folder import held
 Runs = Mapping[pathlib.Path, Trial]
 
 _COUNTED = "tells how many ran: do not publish"
+# Flags that change no cost of a run: noise is in units of the bound.
+_FREE = ("learning_rate", "bound", "warmup_steps", "average", "floor", "evaluations", "model")
+_FREE += ("model_options", "hidden", "activation", "torch_init")
+_FREE += ("loss", "loss_options", "class_weights")
+_OF_WHITE_NOISE = ("optimizer", "momentum")  # a strategy of correlated noise is made for them
 _ELSEWHERE = ("jobs", "out", "plot")  # flags of the same search
 
 
@@ -54,7 +59,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
                 out.chmod(0o700)  # the names of subfolders tell how many ran
             runs = {out / trial.name: trial for trial in plan(given, out, tried)}
             failed = run_missing(given, runs)
-            conclude(given, out, tried, runs)
+            conclude(given, out, runs)
     except (OSError, ValueError, Refused) as error:
         raise app.UsageError(str(error)) from error
     sys.exit(bool(failed))
@@ -67,7 +72,15 @@ def candidates_of(given: flags.FlagValues) -> Candidates:
     if given.ranges and not (given.random or given.random_runs):
         raise app.UsageError("--ranges goes with --random or --random_runs, which says how many.")
     kind, text = ("ranges", given.ranges) if given.ranges else ("grid", given.grid)
-    return search_space.candidates(str(text), kind)
+    tried, fixed = search_space.candidates(str(text), kind), pairs(given.fixed, "fixed")
+    # The best run pays for the dearest that could have been drawn: so all of them cost the same.
+    free = _FREE if "noise" in fixed else (*_FREE, *_OF_WHITE_NOISE)
+    if given.random_runs and (priced := tried.keys() - {*free}):
+        raise app.UsageError(
+            f"--random_runs: {min(priced)} can change what a run costs; expected flags among "
+            f"{', '.join(free)}."
+        )
+    return tried
 
 
 def number_of_runs(given: flags.FlagValues) -> tuple[str, float] | None:
@@ -111,9 +124,8 @@ def draw(given: flags.FlagValues, tried: Candidates) -> list[Trial]:
 def options_of(given: flags.FlagValues, trial: Trial, folder: pathlib.Path) -> list[str]:
     """The flags of a run, as they are typed."""
     # A report costs more time than a small run, and a search has one figure for all of them.
-    quiet = {} if given.binary else {"report": "false"}
-    seed = {} if trial.seed is None else {"seed": trial.seed}
-    typed = {"out": folder, **quiet, **pairs(given.fixed, "fixed"), **trial.settings, **seed}
+    typed = {"out": folder, "report": "false", **pairs(given.fixed, "fixed"), **trial.settings}
+    typed |= {} if trial.seed is None else {"seed": trial.seed}
     return [f"--{name}={value}" for name, value in typed.items()]
 
 
@@ -127,8 +139,6 @@ def parsed(options: Sequence[str]) -> flags.FlagValues:
 def command(given: flags.FlagValues, trial: Trial, folder: pathlib.Path) -> list[str]:
     """The command of a run."""
     options = options_of(given, trial, folder)
-    if given.binary:
-        return [sys.executable, given.binary, *options]
     parsed(options)
     return [sys.executable, "-m", "dpjax", "train", *options]
 
@@ -154,7 +164,7 @@ def finished(runs: Runs) -> dict[pathlib.Path, Trial]:
     return {f: trial for f, trial in runs.items() if (f / child_processes.FINISHED).exists()}
 
 
-def conclude(given: flags.FlagValues, out: pathlib.Path, tried: Candidates, runs: Runs) -> None:
+def conclude(given: flags.FlagValues, out: pathlib.Path, runs: Runs) -> None:
     """Prints and writes the results and the cost of the search."""
     if not (done := finished(runs)):
         print("No run has finished.")
@@ -165,7 +175,7 @@ def conclude(given: flags.FlagValues, out: pathlib.Path, tried: Candidates, runs
     rows = results(done, single=not public)
     lines = "".join(json.dumps(strict(row)) + "\n" for row in rows)
     replace(out / "results.jsonl", lines, public=public)
-    spent, said = costs(given, tried, runs)
+    spent, said = costs(given, runs)
     replace(out / "costs.json", json.dumps(strict(spent), indent=2) + "\n", public=public)
     print(f"\n{table(rows)}\n\n{said}", flush=True)
     if given.plot:
@@ -203,18 +213,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def costs(given: flags.FlagValues, tried: Candidates, runs: Runs) -> tuple[dict[str, Any], str]:
+def costs(given: flags.FlagValues, runs: Runs) -> tuple[dict[str, Any], str]:
     """The cost of the search, as numbers and in words."""
-    done, number = finished(runs), number_of_runs(given)
-    possible, unknown = [], "what a script could have cost with other settings is not known"
-    if number is not None and not given.binary:
-        possible, unknown = search_cost.possible_mechanisms(
-            tried, lambda chosen: parsed(options_of(given, Trial(chosen, None, 0), pathlib.Path()))
-        )
+    done = finished(runs)
     delta = min(read(folder, arrays=False).delta for folder in done)
     begun = [folder for folder in runs if folder in done or (folder / "run.json").exists()]
     spent = [search_cost.spent_in(folder) for folder in begun]
-    prices = search_cost.prices(spent, delta, number, possible, unknown)
+    prices = search_cost.prices(spent, delta, number_of_runs(given))
     lines = [f"What this search costs at delta={upwards(delta, '.3g')}:"]
     lines += [f"  {price}" for price in prices]
     lines.append("Choosing by public test data costs no more. Private test data are not protected.")
