@@ -120,7 +120,7 @@ def tune(text: str, out: pathlib.Path) -> None:
         chance = min(1, math.exp(min(99, rows[-1]["epsilon"])) * 2**-bits + runs.DELTA)
         most = math.log2(len(candidates))
         told = f"{pattern}: exposure {bits:.1f} of {most:.1f} bits"
-        print(f"{told}; epsilon allows so many with a chance of {chance:.2g}")
+        print(f"{told}; epsilon allows this with a chance of {chance:.2g}")
     draw, end = objective.next_of(network), -1 if tokenizer.end is None else tokenizer.end
     for prompt in _GENERATE.value or []:
         given = tuned, tokenizer(prompt), length
