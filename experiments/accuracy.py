@@ -63,7 +63,12 @@ class Recipe(NamedTuple):
         fields = [(k, v) for k, v in self._asdict().items() if v != self._field_defaults.get(k)]
         words = [f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in fields[2:]]
         changes = ", ".join(word for word in words if not word.startswith("epsilon"))
-        return f"{self.dataset} {self.model} at epsilon {self.epsilon:g}: {changes}"
+        return f"{named(self.dataset, self.model, self.epsilon)}: {changes}"
+
+
+def named(dataset: str, model: str, epsilon: float) -> str:
+    """The name of a row; no name holds that of another row."""
+    return f"{dataset.removesuffix('_mnist')} {model} at epsilon {epsilon:g}"
 
 
 EPSILONS = (1.0, 2.0, 3.0, 8.0)
@@ -73,43 +78,33 @@ TARGETS = {
     "cifar10": (64.0, 69.0, 71.0, 74.0),
 }
 HELD_OUT = 10_000
+MODELS = ("linear", "cnn")
 CNNS = {  # and the settings of their loss
     "mnist": ("scatter_cnn", CHOSEN["mnist wavelets cnn"]),
     "fashion_mnist": ("scatter_cnn", CHOSEN["fashion wavelets cnn"]),
     "cifar10": ("scatter_cifar_cnn", CHOSEN["cifar wavelets cnn"]),
 }
-MOMENTS, THRESHOLDS = 16.0, 40.0  # noise of the queries for private moments, two of each
-MODELS = ("linear", "cnn")
 STARTS = {
-    ("mnist", "linear"): (2048, 15, 4.0),
-    ("fashion_mnist", "linear"): (2048, 15, 4.0),
-    ("cifar10", "linear"): (4096, 20, 2.0),
-    ("mnist", "cnn"): (1024, 25, 1.0),
-    ("fashion_mnist", "cnn"): (2048, 40, 4.0),
-    ("cifar10", "cnn"): (8192, 60, 4.0),
-    ("digits", "linear"): (256, 16, 0.5),
+    "mnist": {"linear": (2048, 15, 4.0), "cnn": (1024, 25, 1.0)},
+    "fashion_mnist": {"linear": (2048, 15, 4.0), "cnn": (2048, 40, 4.0)},
+    "cifar10": {"linear": (4096, 20, 2.0), "cnn": (8192, 60, 4.0)},
+    "digits": {"linear": (256, 16, 0.5)},
 }
 # Numbers multiply those of the recipe; what else a change names replaces it.
 FACTORS = ("batch", "epochs", "rate", "bound")
-CHANGES: dict[str, list[dict[str, Any]]] = {
+Changes = list[dict[str, Any]]
+CHANGES: dict[str, Changes] = {
     "linear": [
-        {"batch": 4, "rate": 4, "epochs": 2},
-        {"groups": 9},
-        {"groups": 0},
-        {"mirrored": "mean"},
-        {"opponent": True},
-        {"bound": 10, "rate": 0.1},
+        *({"batch": 4, "rate": 4, "epochs": 2}, {"groups": 9}, {"groups": 0}),
+        *({"mirrored": "mean"}, {"opponent": True}, {"bound": 10, "rate": 0.1}),
     ],
     "cnn": [
-        {"batch": 2, "rate": 2},
-        {"groups": 0},
-        {"mirrored": "predictions"},
-        {"mirrored": "views"},
-        {"opponent": True},
+        *({"batch": 2, "rate": 2}, {"groups": 0}),
+        *({"mirrored": "predictions"}, {"mirrored": "views"}, {"opponent": True}),
     ],
 }
 # A rate that gains when doubled is doubled again.
-LAST: list[dict[str, Any]] = [{"rate": 0.5}, {"rate": 2}, {"rate": 2}, {"average": 0.98}]
+LAST: Changes = [{"rate": 0.5}, {"rate": 2}, {"rate": 2}, {"average": 0.98}]
 EARLIER = {("mnist", "linear"): 3}  # at epsilon 1: the start, and moments of every place, twice
 
 
@@ -117,16 +112,14 @@ def applies(change: Mapping[str, Any], recipe: Recipe) -> bool:
     """Digits change when mirrored, and grey images have no colours."""
     if recipe.dataset == "digits":  # a smoke run
         return set(change) == {"rate"} and recipe.epsilon == 3
-    return not (
-        ("mirrored" in change and recipe.dataset == "mnist")
-        or ("opponent" in change and recipe.dataset != "cifar10")
-    )
+    absent = {"mnist": {"mirrored", "opponent"}, "fashion_mnist": {"opponent"}}
+    return not absent.get(recipe.dataset, set()) & set(change)
 
 
 def search(dataset: str, model: str, score: Callable[[Recipe], float]) -> dict[float, Recipe]:
     """Walks through the changes, and returns the best recipe of each epsilon."""
-    best = Recipe(dataset, model, *STARTS[dataset, model])
-    found = {}
+    best = Recipe(dataset, model, *STARTS[dataset][model])
+    found: dict[float, Recipe] = {}
     for epsilon, changes in ((3.0, CHANGES[model] + LAST), (1.0, LAST), (8.0, LAST)):
         best = found.get(3.0, best)._replace(epsilon=epsilon)
         for change in (change for change in changes if applies(change, best)):
@@ -136,48 +129,53 @@ def search(dataset: str, model: str, score: Callable[[Recipe], float]) -> dict[f
     return {**found, 2.0: found[3.0]._replace(epsilon=2.0)}
 
 
+# Two queries for moments, and two for their clipping thresholds.
+normalization = partial(
+    features.Normalization,
+    noise_multiplier=16.0,
+    thresholds=features.Search(noise_multiplier=40.0),
+)
+
+
 @functools.lru_cache(maxsize=1)
-def wavelets(name: str, views: tuple[int, int], mean: bool, opponent: bool) -> data.Dataset:
-    """Features of the training and the test images; an axis holds an image and its mirror."""
+def wavelets(name: str, groups: int, mirrored: str, opponent: bool) -> data.Dataset:
+    """Features of all images, normalised by ``groups``; an axis has the views of an image."""
+    scale = jax.jit(lambda x: features.group_norm(x, groups * (x.shape[-1] // 81)))
 
     def of(images: Any, views: int) -> Any:
         if opponent:  # orthogonal: grey, red less green, both less twice blue
-            images = images @ np.linalg.qr(np.array([[1, 1, 1], [1, -1, 1], [1, 0, -2.0]]))[0]
+            images = images @ np.linalg.qr([[1, 1, 1], [1, -1, 1], [1, 0, -2.0]])[0]
+        both = (images, images[:, :, ::-1])[: 1 + (views > 1 or mirrored == "mean")]
         scattered = partial(features.scattered, directory=runs.CACHE_DIR.value)
-        first = scattered(np.asarray(images, np.float32))[:, None]
-        if not mean and views == 1:
-            return first
-        other = scattered(np.ascontiguousarray(images[:, :, ::-1], np.float32))[:, None]
-        return (first + other) / 2 if mean else np.concatenate([first, other], 1)
+        first, *other = (scattered(np.ascontiguousarray(x, np.float32)) for x in both)
+        if mirrored == "mean":  # in place, as below: features of CIFAR-10 take 3 GiB
+            first += other.pop()
+            first /= 2
+        x = np.stack([first, *other], 1) if other else first[:, None]
+        for part in np.array_split(x, -(-len(x) // 5_000)) if groups else ():
+            part[:] = scale(part)
+        return x
 
     dataset = runs.loaded(name)
+    views = {"views": (2, 2), "predictions": (1, 2)}.get(mirrored, (1, 1))
     parts = zip((dataset.train, dataset.test), views, strict=True)
     train, test = ((of(x, count), y) for (x, y), count in parts)
     return dataset._replace(train=train, test=test)
 
 
-@functools.lru_cache(maxsize=1)
 def prepared(recipe: Recipe, held_out: int, seed: int) -> tuple[Any, Any]:
-    """Scaled features and labels to train on, and those to measure on."""
-    views = {"views": (2, 2), "predictions": (1, 2)}.get(recipe.mirrored, (1, 1))
-    dataset = wavelets(recipe.dataset, views, recipe.mirrored == "mean", recipe.opponent)
+    """Features and labels to train on, and those to measure on."""
+    dataset = wavelets(recipe.dataset, recipe.groups, recipe.mirrored, recipe.opponent)
     train, test = dataset.train, dataset.test
     if held_out:
         order = np.random.default_rng(0).permutation(dataset.examples)
         split = order[:-held_out], order[-held_out:]
         train, test = (tuple(part[rows] for part in dataset.train) for rows in split)
-    scale = partial(features.group_norm, groups=recipe.groups * (train[0].shape[-1] // 81))
     if not recipe.groups:
-        moments = normalization(len(train[0])).release(jax.random.key(seed), train[0][:, 0])
-        scale = partial(features.normalize, moments=moments)
-    return (jax.jit(scale)(train[0]), train[1]), (jax.jit(scale)(test[0]), test[1])
-
-
-def normalization(examples: int) -> features.Normalization:
-    thresholds = features.Search(noise_multiplier=THRESHOLDS)
-    return features.Normalization(
-        examples=examples, noise_multiplier=MOMENTS, thresholds=thresholds
-    )
+        asked = normalization(examples=len(train[0]))
+        moments = asked.release(jax.random.key(seed), train[0][:, 0])
+        train, test = ((features.normalize(x, moments), y) for x, y in (train, test))
+    return train, test
 
 
 @functools.cache
@@ -188,24 +186,20 @@ def mechanism_of(recipe: Recipe, examples: int) -> dpjax.Mechanism:
         clipping=clipping.flat(recipe.bound),
         noise_multiplier=1.0,
         steps=round(recipe.epochs * examples / recipe.batch),
-        preparation=() if recipe.groups else normalization(examples).multipliers,
+        preparation=() if recipe.groups else normalization(examples=examples).multipliers,
     )
     return planned.calibrate(recipe.epsilon, runs.DELTA, "pld")
 
 
 def run(recipe: Recipe, held_out: int, seed: int, folder: pathlib.Path | None) -> dict[str, Any]:
     """Accuracy on the test set, or on the examples that are held out, after the last step."""
-    # Of a recipe whose other fields do not matter, so that trials share features.
-    alike = Recipe(recipe.dataset, "", 0, 0, 0)._replace(
-        groups=recipe.groups, mirrored=recipe.mirrored, opponent=recipe.opponent
-    )
-    train, (x, y) = prepared(alike, held_out, 0 if recipe.groups else seed)
+    train, (x, y) = prepared(recipe, held_out, seed)
     mechanism = mechanism_of(recipe, len(train[0]))
-    network, loss, more = "scatter_linear", losses.cross_entropy, {}
+    network, loss = "scatter_linear", losses.cross_entropy
+    more: dict[str, Any] = {}
     if recipe.model == "cnn":
         network, choice = CNNS[recipe.dataset]
-        loss = losses.composite(**choice._asdict())
-        epoch = round(len(train[0]) / recipe.batch)
+        loss, epoch = losses.composite(**choice._asdict()), round(len(train[0]) / recipe.batch)
         more = {"per_step": lambda step: step // epoch}
     model = models.by_name(network, 10, torch_init=True)
     of_view = losses.of(model, loss)
@@ -220,9 +214,8 @@ def run(recipe: Recipe, held_out: int, seed: int, folder: pathlib.Path | None) -
     state = algorithm.init(params, key=jax.random.key(seed))
     state, _ = dpjax.fit(algorithm, state, directory=folder, progress=False)
     params = training.averaged(state.optimizer)
-    predicted = np.mean([jax.nn.log_softmax(runs.logits_on(model, x[:, view])(params))
-                         for view in range(x.shape[1])], 0)  # fmt: skip
-    return {"accuracy": 100 * float(metrics.accuracy(predicted, y))}
+    of_views = [jax.nn.log_softmax(runs.logits_on(model, v)(params)) for v in x.swapaxes(0, 1)]
+    return {"accuracy": 100 * float(metrics.accuracy(sum(of_views), y))}
 
 
 def final(recipe: Recipe, trials: int, seed: int, folder: pathlib.Path | None) -> dict[str, Any]:
@@ -232,38 +225,30 @@ def final(recipe: Recipe, trials: int, seed: int, folder: pathlib.Path | None) -
     return {
         **run(recipe, 0, seed, folder),
         "epsilon": mechanism.epsilon(runs.DELTA, "pld"),
-        "noise_multiplier": float(mechanism.multipliers[0]),
         "trials": trials,
         "best_of": best,
         "recipe": recipe.words,
     }
 
 
-def searched(results: runs.Results, dataset: str, model: str) -> tuple[dict[float, Recipe], int]:
-    """The recipe of each epsilon, and how many trials led to them."""
-    tried: dict[str, float] = {}
-    held_out = 300 if runs.SMOKE.value else HELD_OUT
-
-    def score(recipe: Recipe) -> float:
-        name = f"split: {recipe.words}"
-        if name not in tried:
-            one = partial(run, recipe, held_out)
-            tried[name] = results.of(name, 0, one)["accuracy"]
-            print(name, f"{tried[name]:.2f}", sep="  ", flush=True)
-        return tried[name]
-
-    found = search(dataset, model, score)
-    return found, len(tried) + EARLIER.get((dataset, model), 0)
-
-
 def main(argv: list[str]) -> None:
     runs.only_flags(argv)
     logging.set_verbosity(logging.ERROR)
-    results, pairs = runs.results(), itertools.product(TARGETS, MODELS)
-    for dataset, model in [("digits", "linear")] if runs.SMOKE.value else pairs:
-        names = {e: f"{dataset} {model} at epsilon {e:g}" for e in EPSILONS}
-        names = {e: name for e, name in names.items() if runs.named(name)}
-        chosen, trials = searched(results, dataset, model) if names else ({}, 0)
+    results, smoke = runs.results(), runs.SMOKE.value
+    tried: dict[str, float] = {}
+
+    def score(recipe: Recipe) -> float:
+        if recipe.words not in tried:
+            one = partial(run, recipe, 300 if smoke else HELD_OUT)
+            tried[recipe.words] = results.of(f"split: {recipe.words}", 0, one)["accuracy"]
+            print(f"split: {recipe.words}  {tried[recipe.words]:.2f}", flush=True)
+        return tried[recipe.words]
+
+    for of in [("digits", "linear")] if smoke else itertools.product(TARGETS, MODELS):
+        names = {e: name for e in EPSILONS if runs.named(name := named(*of, e))}
+        tried.clear()
+        chosen = search(*of, score) if names else {}
+        trials = len(tried) + EARLIER.get(of, 0)
         for epsilon, name in () if SEARCH.value else names.items():
             one = partial(final, chosen[epsilon], trials)
             done = [results.of(name, seed, one) for seed in runs.seeds()]
