@@ -9,10 +9,10 @@ command   python -m experiments.accuracy --cache_dir=FOLDER --out=experiments/re
 
 Each data set and model has a search on a split of the training set: the last 10,000 examples of a
 fixed order are held out, and no test example is read. The search was fixed before the final runs.
-It walks through `CHANGES` and `LAST` at epsilon 3, keeps what raises the accuracy of the examples
-that are held out, and then walks through `LAST` at epsilon 1 and 8; rows at 2 take the choice at 3.
-Final runs train on the whole training set and read the test set once. ``--search`` runs searches
-alone, ``--row="mnist linear"`` one of them with its rows.
+At epsilon 3 it walks through `CHANGES` and `LAST`, and keeps what raises the accuracy of the held
+out examples; at 1 and 8 it walks on through `LAST`; rows at 2 take the choice at 3. Final runs
+train on the whole training set and read the test set once. ``--search`` runs searches alone,
+``--row="mnist linear"`` one of them with its rows.
 
 A row says how many trials chose its settings. The training set is public here, so they cost
 nothing; "best of" is what `accounting.select_best` charges for private data: for a geometric number
@@ -129,12 +129,8 @@ def search(dataset: str, model: str, score: Callable[[Recipe], float]) -> dict[f
     return {**found, 2.0: found[3.0]._replace(epsilon=2.0)}
 
 
-# Two queries for moments, and two for their clipping thresholds.
-normalization = partial(
-    features.Normalization,
-    noise_multiplier=16.0,
-    thresholds=features.Search(noise_multiplier=40.0),
-)
+_THRESHOLDS = features.Search(noise_multiplier=40.0)
+normalization = partial(features.Normalization, noise_multiplier=16.0, thresholds=_THRESHOLDS)
 
 
 @functools.lru_cache(maxsize=1)
@@ -222,13 +218,8 @@ def final(recipe: Recipe, trials: int, seed: int, folder: pathlib.Path | None) -
     """A row: the test set is read once, and the trials that led to the recipe are counted."""
     mechanism = mechanism_of(recipe, runs.loaded(recipe.dataset).examples)
     best = accounting.select_best(mechanism.event, runs.DELTA, runs=trials).epsilon_best
-    return {
-        **run(recipe, 0, seed, folder),
-        "epsilon": mechanism.epsilon(runs.DELTA, "pld"),
-        "trials": trials,
-        "best_of": best,
-        "recipe": recipe.words,
-    }
+    facts = {"epsilon": mechanism.epsilon(runs.DELTA, "pld"), "trials": trials, "best_of": best}
+    return run(recipe, 0, seed, folder) | facts | {"recipe": recipe.words}
 
 
 def main(argv: list[str]) -> None:

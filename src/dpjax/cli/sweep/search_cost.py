@@ -104,7 +104,8 @@ class Recorded:
     """Parsed flags that note the names of the flags that are read; they have no other member."""
 
     def __init__(self, given: flags.FlagValues) -> None:
-        self._given, self.names_read = given, set[str]()
+        # A preset sets flags that are read.
+        self._given, self.names_read = given, {"preset"}
 
     def __getitem__(self, name: str) -> Any:
         self.names_read.add(name)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Presets are the committed rows of accuracies, and their settings never met the test set."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+from absl import flags
+from experiments import accuracy
+from experiments.common import runs, tables
+from mutation import kills
+from run_binary import run
+
+from dpjax import data
+from dpjax.cli.flag_sets import presets
+from dpjax.cli.flag_sets.train import FLAGS, settings
+from dpjax.cli.sweep import command, search_cost
+
+flags.FLAGS.mark_as_parsed()
+
+
+def given(*words):
+    values = copy.deepcopy(FLAGS)
+    values(["train", *words])
+    presets.apply(values)
+    return values
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_a_preset_is_a_committed_row(name):
+    dataset, _, epsilon = name.rpartition("_eps")
+    of, words = given(f"--preset={name}"), accuracy.named(dataset, "linear", float(epsilon))
+    row = list(tables.load("accuracy")["rows"][words].values())
+    assert presets.PRESETS[name].result == runs.spread([run["accuracy"] for run in row])
+    assert (of.dataset, of.features, of.model) == (dataset, "scattering", "scatter_linear")
+    assert of.torch_init
+    assert of.norm_groups == accuracy.Recipe._field_defaults["groups"] * (
+        3 if "cifar" in name else 1
+    )
+    numbers = of.batch_size, of.epochs, of.learning_rate, of.target_epsilon, of.average, of.bound
+    assert accuracy.Recipe(dataset, "linear", *numbers).words == row[0]["recipe"]
+
+
+def test_flags_beside_a_preset_win():
+    name = next(iter(presets.PRESETS))
+    of, alone = given("--bound=2", f"--preset={name}", "--steps=7"), given(f"--preset={name}")
+    assert (of.bound, of.steps, of.batch_size) == (2.0, 7, alone.batch_size)
+    assert not of["epochs"].present, "so --steps is the only one of the two"
+    typed = [f"--{key}={value}" for key, value in presets.PRESETS[name].flags.items()]
+    assert settings(given(*typed)) == settings(alone), "the run that these flags resume"
+
+
+@kills("cli/sweep/search_cost.py", '{"preset"}', "set()")
+def test_a_sweep_pays_for_every_preset_that_could_be_drawn():
+    names = list(presets.PRESETS)[:2]
+    fixed = ["--dataset=digits", "--steps=3", "--batch_size=100"]
+    found, why = search_cost.possible_mechanisms(
+        {"preset": names},
+        lambda drawn: command.parsed([*fixed, *(f"--{k}={v}" for k, v in drawn.items())]),
+    )
+    assert (len({mechanism.noise_multiplier for mechanism in found}), why) == (2, "")
+
+
+def test_a_search_reads_no_test_data(monkeypatch):
+    """The held-out examples are those of the training set on which no trial trains."""
+    x = np.arange(40, dtype=np.float32).reshape(40, 1, 1, 1, 1) * np.ones((1, 1, 2, 2, 81))
+    whole = data.Dataset("digits", (x, np.arange(40)), (None, None), 10)
+    monkeypatch.setattr(accuracy, "wavelets", lambda *_: whole)
+    recipe = accuracy.Recipe("digits", "linear", 4, 1.0, 1.0)
+    (_, train), (_, held) = accuracy.prepared(recipe, 10, 0)
+    assert len(held) == 10
+    assert sorted([*train, *held]) == list(range(40))
+
+
+def test_a_search_keeps_what_gains_and_counts_what_it_tried():
+    """With a score that has its best at rate 8 and a batch of 2,048."""
+    tried = []
+
+    def score(recipe):
+        tried.append(recipe)
+        return -abs(recipe.rate - 8) - (recipe.batch != 2048)
+
+    found = accuracy.search("mnist", "linear", score)
+    assert {epsilon: (of.batch, of.rate) for epsilon, of in found.items()} == dict.fromkeys(
+        accuracy.EPSILONS, (2048, 8.0)
+    )
+    assert not any(of.mirrored or of.opponent for of in tried)
+    assert all(of.epsilon == epsilon for epsilon, of in found.items())
+
+
+@pytest.mark.slow
+def test_digits_walk_through_a_search_and_final_runs(tmp_path):
+    path = tmp_path / "accuracy.json"
+    run("experiments.accuracy", "--smoke", "--out", path)
+    rows = json.loads(path.read_text())["rows"]
+    final = {name: row["0"] for name, row in rows.items() if "split" not in name}
+    assert len(final) == len(accuracy.EPSILONS)
+    for name, row in final.items():
+        target = float(name.rpartition(" ")[2])
+        assert target - 0.01 <= row["epsilon"] <= target <= row["best_of"]
+        assert (row["trials"], row["accuracy"] > 85) == (len(rows) - len(final), True)
