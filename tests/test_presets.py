@@ -63,7 +63,7 @@ def test_a_sweep_pays_for_every_preset_that_could_be_drawn():
 
 
 def test_a_search_reads_no_test_data(monkeypatch):
-    """The held-out examples are those of the training set on which no trial trains."""
+    """The held-out examples are training examples on which no trial trains."""
     x = np.arange(40, dtype=np.float32).reshape(40, 1, 1, 1, 1) * np.ones((1, 1, 2, 2, 81))
     whole = data.Dataset("digits", (x, np.arange(40)), (None, None), 10)
     monkeypatch.setattr(accuracy, "wavelets", lambda *_: whole)
