@@ -16,6 +16,7 @@ from dpjax import data
 from dpjax.cli.flag_sets import presets
 from dpjax.cli.flag_sets.train import FLAGS, settings
 from dpjax.cli.sweep import command, search_cost
+from dpjax.cli.train import build
 
 flags.FLAGS.mark_as_parsed()
 
@@ -30,16 +31,23 @@ def given(*words):
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_a_preset_is_a_committed_row(name):
     dataset, _, epsilon = name.rpartition("_eps")
-    of, words = given(f"--preset={name}"), accuracy.named(dataset, "linear", float(epsilon))
-    row = list(tables.load("accuracy")["rows"][words].values())
+    of = given(f"--preset={name}")
+    kind = {"cross_entropy": "linear", "composite": "cnn"}[of.loss]
+    row = tables.load("accuracy")["rows"][accuracy.named(dataset, kind, float(epsilon))].values()
     assert presets.PRESETS[name].result == runs.spread([run["accuracy"] for run in row])
-    assert (of.dataset, of.features, of.model) == (dataset, "scattering", "scatter_linear")
-    assert of.torch_init
+    model, choice = {"linear": ("scatter_linear", None), "cnn": accuracy.CNNS[dataset]}[kind]
+    assert (of.dataset, of.features, of.model, of.torch_init) == (
+        dataset,
+        "scattering",
+        model,
+        True,
+    )
+    assert build.read_options(of.loss_options) == (choice._asdict() if choice else {})
     assert of.norm_groups == accuracy.Recipe._field_defaults["groups"] * (
-        3 if "cifar" in name else 1
+        3 if dataset == "cifar10" else 1
     )
     numbers = of.batch_size, of.epochs, of.learning_rate, of.target_epsilon, of.average, of.bound
-    assert accuracy.Recipe(dataset, "linear", *numbers).words == row[0]["recipe"]
+    assert {run["recipe"] for run in row} == {accuracy.Recipe(dataset, kind, *numbers).words}
 
 
 def test_flags_beside_a_preset_win():
