@@ -103,8 +103,8 @@ CHANGES: dict[str, Changes] = {
         *({"mirrored": "predictions"}, {"mirrored": "views"}, {"opponent": True}),
     ],
 }
-# A rate that gains when doubled is doubled again.
-LAST: Changes = [{"rate": 0.5}, {"rate": 2}, {"rate": 2}, {"average": 0.98}]
+# A rate that gains when it is halved or doubled is so again; a trial is not repeated.
+LAST: Changes = [*({"rate": factor} for factor in (0.5, 0.5, 2, 2)), {"average": 0.98}]
 EARLIER = {("mnist", "linear"): 3}  # at epsilon 1: the start, and moments of every place, twice
 
 
