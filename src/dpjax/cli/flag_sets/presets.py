@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Presets of `dpjax train`: the flags of a row of accuracies by its name, and its result.
+"""Presets of `dpjax train`: rows of accuracies by name, each with its result and its flags.
 
-Settings were chosen on a part of the training data, never on test data. The rows, and what their
-search would cost, are in `experiments/results/README.md`; `experiments/accuracy.py` runs them.
+A part of the training data chose the settings, and no test data; `experiments/accuracy.py` runs
+the rows, and `experiments/results/README.md` says what their search would cost.
 """
 
 from __future__ import annotations
@@ -14,29 +14,27 @@ from absl import flags
 
 
 class Preset(NamedTuple):
-    """The test accuracy in per cent, over seeds, and the flags that reach it."""
+    """Test accuracy in per cent over seeds, and the flags that reach it."""
 
     result: str
     flags: Mapping[str, Any]
 
 
-def _wavelets(
-    result: str, dataset: str, epsilon: float, batch: int, epochs: float, rate: float, **more: Any
-) -> Preset:
-    """A linear model on wavelets."""
-    model = {"features": "scattering", "model": "scatter_linear", "torch_init": True, "bound": 0.1}
-    plan = {"target_epsilon": epsilon, "batch_size": batch, "epochs": epochs, "learning_rate": rate}
-    return Preset(result, {"dataset": dataset, **model, **plan, **more})
+def _linear(of: str, epsilon: float, batch: int, epochs: float, rate: float, **more: Any) -> Any:
+    """The flags of a linear model on wavelets."""
+    fixed = {"features": "scattering", "model": "scatter_linear", "torch_init": True, "bound": 0.1}
+    chosen = {"batch_size": batch, "epochs": epochs, "learning_rate": rate}
+    return {"dataset": of, "target_epsilon": epsilon, **fixed, **chosen, **more}
 
 
 PRESETS = {
-    "mnist_eps1": _wavelets("98.1", "mnist", 1.0, 2048, 15.0, 8.0),
-    "mnist_eps2": _wavelets("98.1", "mnist", 2.0, 2048, 15.0, 8.0),
+    "mnist_eps1": Preset("98.1", _linear("mnist", 1.0, 2048, 15.0, 8.0)),
+    "mnist_eps2": Preset("98.1", _linear("mnist", 2.0, 2048, 15.0, 8.0)),
 }
 
 
 def apply(given: flags.FlagValues) -> None:
-    """Sets the flags of the preset, if there is one; flags that were typed win."""
+    """Sets the flags of the preset, where there is one; flags that were typed win."""
     for name, value in PRESETS[given.preset].flags.items() if given.preset else ():
         if not given[name].present:
             given[name].value = value
