@@ -28,13 +28,13 @@ def given(*words):
     return values
 
 
-@pytest.mark.parametrize("name", presets.PRESETS)
+@pytest.mark.parametrize("name", presets.ROWS)
 def test_a_preset_is_a_committed_row(name):
     dataset, _, epsilon = name.rpartition("_eps")
     of = given(f"--preset={name}")
     kind = {"cross_entropy": "linear", "composite": "cnn"}[of.loss]
     row = tables.load("accuracy")["rows"][accuracy.named(dataset, kind, float(epsilon))].values()
-    assert presets.PRESETS[name].result == runs.spread([run["accuracy"] for run in row])
+    assert presets.ROWS[name][0] == runs.spread([run["accuracy"] for run in row])
     model, choice = {"linear": ("scatter_linear", None), "cnn": accuracy.CNNS[dataset]}[kind]
     assert (of.dataset, of.features, of.model, of.torch_init) == (
         dataset,
@@ -51,17 +51,17 @@ def test_a_preset_is_a_committed_row(name):
 
 
 def test_flags_beside_a_preset_win():
-    name = next(iter(presets.PRESETS))
+    name = next(iter(presets.ROWS))
     of, alone = given("--bound=2", f"--preset={name}", "--steps=7"), given(f"--preset={name}")
     assert (of.bound, of.steps, of.batch_size) == (2.0, 7, alone.batch_size)
     assert not of["epochs"].present, "so --steps is the only one of the two"
-    typed = [f"--{key}={value}" for key, value in presets.PRESETS[name].flags.items()]
+    typed = [f"--{key}={value}" for key, value in presets.flags_of(name).items()]
     assert settings(given(*typed)) == settings(alone), "the run that these flags resume"
 
 
 @kills("cli/sweep/search_cost.py", '{"preset"}', "set()")
 def test_a_sweep_pays_for_every_preset_that_could_be_drawn():
-    names = list(presets.PRESETS)[:2]
+    names = list(presets.ROWS)[:2]
     fixed = ["--dataset=digits", "--steps=3", "--batch_size=100"]
     found, why = search_cost.possible_mechanisms(
         {"preset": names},
@@ -73,7 +73,7 @@ def test_a_sweep_pays_for_every_preset_that_could_be_drawn():
 def test_a_search_reads_no_test_data(monkeypatch):
     """The held-out examples are training examples on which no trial trains."""
     x = np.arange(40, dtype=np.float32).reshape(40, 1, 1, 1, 1) * np.ones((1, 1, 2, 2, 81))
-    whole = data.Dataset("digits", (x, np.arange(40)), (None, None), 10)
+    whole = data.Dataset("digits", (x, np.arange(40)), (x[:0], x[:0]), 10)
     monkeypatch.setattr(accuracy, "wavelets", lambda *_: whole)
     recipe = accuracy.Recipe("digits", "linear", 4, 1.0, 1.0)
     (_, train), (_, held) = accuracy.prepared(recipe, 10, 0)

@@ -32,14 +32,14 @@ from absl import flags
 
 from dpjax.cli import machine_flags
 from dpjax.cli.flag_sets import LARGEST_SEED, Group, names
-from dpjax.cli.flag_sets.presets import PRESETS
+from dpjax.cli.flag_sets.presets import ROWS
 
 WORDS = ""  # flags alone
 FLAGS = flags.FlagValues()
 
-_results = "; ".join(f"{name} {preset.result} %" for name, preset in PRESETS.items())
+_results = "; ".join(f"{name} {result} %" for name, (result, *_) in ROWS.items())
 _words = "Flags of a published row, where they are not given. Test accuracies, seeds in brackets: "
-Group(FLAGS, "Preset").choice("preset", None, list(PRESETS), f"{_words}{_results}.")
+Group(FLAGS, "Preset").choice("preset", None, list(ROWS), f"{_words}{_results}.")
 
 _data = Group(FLAGS, "Data")
 _data.named(
