@@ -68,7 +68,7 @@ HEADLINES = (  # claims of the README, one of each paper
     ("tramer2021", "CIFAR-10: linear on wavelets above a CNN on pixels"),
     ("papernot2021", "FashionMNIST: tanh above ReLU"),
     ("losing_less2022", "CIFAR-10, pixels cnn: all above CE, below 1.5"),
-    ("an2021", "linear: falling above constant noise, epsilon equal by RDP as in the paper"),
+    ("an2021", "linear: falling above constant noise at equal true epsilon"),
     ("liu2021", "MNIST at 2.85: groups above flat at equal true epsilon"),
     ("bu2023", "MNIST: ECE with a large bound below that with a small one"),
 )
