@@ -54,9 +54,10 @@ def epsilons(row: Row) -> tuple[dpjax.Mechanism, Any, str]:
 def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]:
     setting = SETTINGS[row.dataset]
     dataset = runs.standardized(runs.loaded(row.dataset))
+    options = {"activation": getattr(nn, row.activation), "torch_init": row.torch_init}
     return runs.trained(
         dataset,
-        models.by_name(setting.model, dataset.classes, activation=getattr(nn, row.activation)),
+        models.by_name(setting.model, dataset.classes, **options),
         mechanism_of(row),
         optax.sgd(row.rate, row.momentum or None),
         seed,

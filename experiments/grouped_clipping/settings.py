@@ -53,6 +53,7 @@ class Row(NamedTuple):
     momentum: float = 0.0
     activation: str = "tanh"
     groups: int = 1
+    torch_init: bool = False
 
 
 _MNIST = ("tempered_cnn", 60_000, 256, 1.0, 1.1, 0.05, 8)
@@ -85,6 +86,7 @@ def key_of(row: Row) -> str:
     words += setting.differs + f", rate {row.rate:g}" * (row.rate != setting.rate)
     words += f", momentum {row.momentum:g}" * (row.momentum > 0)
     words += f", {row.activation}" * (row.activation != "tanh")
+    words += ", PyTorch's start" * row.torch_init
     return f"{words}, {row.steps} steps"
 
 
@@ -113,6 +115,14 @@ _RATES = [
         *rows_of(dataset, "flat", (0.05,), momentum=0.9),
     )
 ]
+_TORCH = [
+    row._replace(torch_init=True)
+    for dataset in ("mnist", "fashion_mnist")
+    for row in (
+        *rows_of(dataset, "paper", (0.05,), momentum=0.9, act="relu"),
+        *rows_of(dataset, "paper", (0.15, 0.25), act="relu"),
+    )
+]
 _CIFAR = [
     *rows_of("cifar10", "flat paper equal", (1.0,), momentum=0.9),
     *rows_of("cifar10", "paper", (1.0,), momentum=0.9, act="relu"),
@@ -128,7 +138,7 @@ _FEWER = [
     for groups in (2, 4)
     for row in rows_of("mnist", "paper full equal", (0.05, 0.5))
 ]
-ROWS = {key_of(row): row for row in (*_RATES, *_CIFAR, *_FULL, *_FEWER)}
+ROWS = {key_of(row): row for row in (*_RATES, *_TORCH, *_CIFAR, *_FULL, *_FEWER)}
 SMALL = {
     f"digits {way}": Row("digits", way, 81, 0.4, 0.9, "tanh", 1 if way == "flat" else 4)
     for way in ("flat", "paper", "equal")

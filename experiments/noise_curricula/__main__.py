@@ -44,9 +44,9 @@ def mechanism_of(row: Row) -> dpjax.Mechanism:
         steps=steps,
     )
     if row.equal:
-        target = mechanism.epsilon(runs.DELTA)
+        target = mechanism.epsilon(runs.DELTA, row.equal)
         constant = dataclasses.replace(mechanism, noise_multiplier=1.0)
-        return constant.calibrate(target, runs.DELTA, "rdp")
+        return constant.calibrate(target, runs.DELTA, row.equal)
     return mechanism
 
 

@@ -30,8 +30,9 @@ from experiments.scatternet.settings import Row
 def mechanism_of(row: Row) -> dpjax.Mechanism:
     """The mechanism that runs: Poisson batches, and every query on the data."""
     examples = settings.EXAMPLES[row.dataset]
+    batches = sampling.shuffled if row.shuffled else sampling.poisson
     return dpjax.Mechanism(
-        sampling=sampling.poisson(examples, row.batch),
+        sampling=batches(examples, row.batch),
         clipping=clipping.flat(settings.BOUND),
         noise_multiplier=row.noise,
         steps=examples // row.batch * row.epochs,

@@ -2,9 +2,9 @@
 """The nine rows of Tramèr and Boneh (2021) at epsilon 3: their table of accuracies.
 
 Two differences make the guarantee hold. Batches are Poisson samples; the paper shuffles and
-accounts for Poisson. Private moments take their clipping thresholds from two further queries, which
-are accounted; the paper takes medians of the private norms. The MNIST CNN pads by "SAME", where the
-paper's code pads by 2.
+accounts for Poisson, and two rows of CIFAR-10 shuffle here too. Private moments take their clipping
+thresholds from two further queries, which are accounted; the paper takes medians of the private
+norms. The MNIST CNN pads by "SAME", where the paper's code pads by 2.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Row(NamedTuple):
     epochs: int
     noise: float
     scaled: str  # "" from pixels, "data" by private moments, "group" each example by itself
+    shuffled: bool = False  # as published, without amplification
 
 
 ROWS = {
@@ -38,23 +39,25 @@ ROWS = {
     "cifar wavelets cnn": Row("cifar10", "scatter_cifar_cnn", 8192, 4, 60, 5.67, "data"),
 }
 TABLES = {"1": list(ROWS)}
+SHUFFLED = ("cifar wavelets linear", "cifar wavelets cnn")
 SMALL = {
     "digits pixels": Row("digits", "mlp", 256, 2.0, 16, 3.0, ""),
     "digits wavelets": Row("digits", "scatter_linear", 256, 0.5, 16, 3.5, "data"),
 }
 PRINTED = dict(zip(ROWS, (98.1, 98.7, 98.7, 86.0, 89.7, 89.0, 59.2, 67.0, 69.3), strict=True))
+ROWS |= {f"{key}, shuffled": ROWS[key]._replace(shuffled=True) for key in SHUFFLED}
 EXAMPLES = {"mnist": 60_000, "fashion_mnist": 60_000, "cifar10": 50_000, "digits": 1_437}
 BOUND = 0.1
 MOMENTS, SEARCH = 8.0, 20.0  # noise of the two queries for moments, and of two for thresholds
 
 WORDS = {"mnist": "MNIST", "fashion": "FashionMNIST", "cifar": "CIFAR-10"}
 CLAIMS = [
-    Claim(f"{WORDS[dataset]}: {rest}", [key], PRINTED[key])
-    for key in ROWS
+    Claim(f"{WORDS[dataset]}: {rest}", [of for of in ROWS if of.startswith(key)], PRINTED[key])
+    for key in PRINTED
     for dataset, rest in [key.split(" ", 1)]
 ] + [
     Claim(f"{word}: linear on wavelets above a CNN on pixels", [f"{dataset} wavelets linear"],
           "above", [f"{dataset} pixels cnn"], paired=False)
     for dataset, word in WORDS.items()
 ]  # fmt: skip
-CLAIMS.insert(0, Claim("nine rows", list(ROWS), 3.0, measure="epsilon"))
+CLAIMS.insert(0, Claim("nine rows", list(PRINTED), 3.0, measure="epsilon"))

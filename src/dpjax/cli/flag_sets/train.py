@@ -7,6 +7,7 @@ accountant.
 
 Examples:
   dpjax train --out=runs/demo
+  dpjax train --preset=mnist_eps3
   dpjax train --dataset=my.csv --model=networks:Net --target_epsilon=2
   dpjax train --dataset=visits.csv --columns=columns.toml --unit_column=patient --most_rows=5
   dpjax train --dataset=mnist --model=tempered_cnn --loss=composite
@@ -31,9 +32,14 @@ from absl import flags
 
 from dpjax.cli import machine_flags
 from dpjax.cli.flag_sets import LARGEST_SEED, Group, names
+from dpjax.cli.flag_sets.presets import ROWS
 
 WORDS = ""  # flags alone
 FLAGS = flags.FlagValues()
+
+_results = "; ".join(f"{name} {result} %" for name, (result, *_) in ROWS.items())
+_words = "Flags of a published row, where they are not given. Test accuracies, seeds in brackets: "
+Group(FLAGS, "Preset").choice("preset", None, list(ROWS), f"{_words}{_results}.")
 
 _data = Group(FLAGS, "Data")
 _data.named(
@@ -154,7 +160,7 @@ _machine.whole("process_id", None, machine_flags.NUMBER, 0)
 
 # Flags that may differ between two calls of one and the same run.
 _ELSEWHERE = ("out", "stream", "overwrite", "data_dir", "cache_dir", "save_every", "report", "mesh")
-_ELSEWHERE += ("distributed", *machine_flags.PROCESSES)
+_ELSEWHERE += ("preset", "distributed", *machine_flags.PROCESSES)  # flags say what a preset set
 
 
 def settings(given: flags.FlagValues) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from dpjax.accounting.rounding import three_digits, upwards
 from dpjax.checks import Refused
 from dpjax.cli.compare import plot
 from dpjax.cli.flag_checks import require_matplotlib
+from dpjax.cli.flag_sets import presets
 from dpjax.cli.flag_sets.train import FLAGS
 from dpjax.cli.sweep import child_processes, search_cost, search_space
 from dpjax.cli.sweep.search_space import Candidates, Trial, pairs, words
@@ -133,6 +134,7 @@ def parsed(options: Sequence[str]) -> flags.FlagValues:
     """The flags of a run of `dpjax train`; raises if it would refuse them."""
     of_train = copy.deepcopy(FLAGS)
     of_train(["train", *options])
+    presets.apply(of_train)
     return of_train
 
 

@@ -23,7 +23,7 @@ from dpjax._files import read_json
 from dpjax.accounting.rounding import three_digits, upwards
 from dpjax.cli import compilation_cache
 from dpjax.cli.flag_checks import require_matplotlib
-from dpjax.cli.flag_sets import names
+from dpjax.cli.flag_sets import names, presets
 from dpjax.cli.flag_sets.train import settings
 from dpjax.cli.machine_flags import meet, mesh_in_force
 from dpjax.cli.train import build, inputs, run_files
@@ -69,6 +69,7 @@ class Planned(NamedTuple):
 
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Trains as the flags say; a refusal of the ledger ends the process with its message."""
+    presets.apply(given)
     if given.report:
         require_matplotlib(", or give --noreport")
     compilation_cache.switch_on()
@@ -190,6 +191,9 @@ def announce(given: flags.FlagValues, planned: Planned) -> None:
     if not processes.first_process():
         return
     mechanism, dataset = planned.mechanism, planned.dataset
+    if given.preset:
+        result, *_ = presets.ROWS[given.preset]
+        print(f"{given.preset}, as it stands, reaches a test accuracy of {result} %.")
     if dataset.columns:  # which column is the label
         print(dataset.name, dataset.note)
     words = f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g}"
