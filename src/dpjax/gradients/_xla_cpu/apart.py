@@ -6,7 +6,7 @@ before that. The branch of a `jax.lax.cond` stays a computation of its own. `max
 correct gradients: `apart` may go when
 ``test_a_max_pool_in_a_loop_reads_what_nothing_has_written_over`` in ``tests/test_ghost.py`` passes
 with ``apart = lambda function: function``. XLA does not vectorise tanh in a loop that is fused with
-the bias before it; `tanh` may go when ``make bench BENCH=primitives`` shows no gain.
+the bias before it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ cotangents that JAX writes to naive loops; forward convolutions stay fast. So bo
 written as forward convolutions. One of few input channels is slow too; it computes several
 neighbouring outputs together, as if they were channels.
 
-This file may go when the rows "conv ..." of ``make bench BENCH=primitives`` show no gain;
 ``tests/test_ghost.py`` ("conv ...") tests values, norms and cotangents.
 """
 
@@ -19,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-# Inputs of at most 8 channels are slow; neighbours are added up to 48 output channels. Both chosen
-# by ``make bench BENCH=primitives``.
+# Inputs of at most 8 channels are slow; neighbours are added up to 48 output channels. Both were
+# chosen by timing.
 _FEW, _ENOUGH = 8, 48
 
 

@@ -3,8 +3,8 @@
 
 Symptom (jaxlib 0.10.2, CPU): XLA's derivative of a max-pool (select-and-scatter) searches the
 winner of each window one element after the other. Of equal winners the first takes the cotangent,
-as in JAX. This file may go when the rows "max-pool ..." of ``make bench BENCH=primitives`` show no
-gain; ``tests/test_ghost.py`` ("a_max_pool") compares it with JAX's derivative.
+as in JAX. This file may go when it is no faster than JAX's derivative, with which
+``tests/test_ghost.py`` ("a_max_pool") compares its values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`FAST`: primitives that have a faster version, with the same values and derivatives.
 
-Each file of this folder describes its case; ``make bench BENCH=primitives`` compares every row.
+Each file of this folder describes its case, and may go when its version is no faster.
 """
 
 from __future__ import annotations
