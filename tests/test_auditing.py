@@ -39,7 +39,11 @@ def test_lower_bounds_by_curves_of_gaussians():
     assert bounded(950, 1000, 1000) == pytest.approx(5.0840, abs=1e-4)
     assert bounded(1000, 1000, 1000) == pytest.approx(12.3346, abs=1e-4)
     assert bounded(480, 500, 1000) == pytest.approx(4.9311, abs=1e-4)
-    # The curve of a run that is one Gaussian, which 41 straight lines describe.
+
+
+@pytest.mark.thorough
+def test_lower_bounds_by_the_curve_of_a_run():
+    # One Gaussian, whose curve 41 straight lines describe.
     own = bounded(950, 1000, 1000, curve=accounting.gaussian(3.0))
     assert 5.0 < own <= 5.084
     # Losses of few sampled steps are far from Gaussian.
@@ -454,6 +458,7 @@ def test_no_error_at_all_is_bounded_by_the_number_of_rows():
 
 
 @kills("auditing/membership.py", "norm.ppf(confidence) * error", "0 * error", slow=True)
+@pytest.mark.thorough
 def test_the_fit_finds_nearly_all_of_a_gaussian_mechanism():
     """20,000 audited steps; and of smaller audits one in twenty is above the truth."""
     truth = profiles.gaussian(1.0).epsilon(1e-5)

@@ -68,6 +68,7 @@ def test_runs_in_memory_and_from_a_stream_are_those_of_a_closure():
     assert not any(np.shape(x) == BASE.shape for x in jax.tree.leaves(state))
 
 
+@pytest.mark.thorough
 def test_a_folder_belongs_to_frozen_weights_of_its_shapes(tmp_path):
     def fit(frozen):
         algorithm, _ = trained(

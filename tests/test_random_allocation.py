@@ -120,6 +120,7 @@ def test_a_coarser_lattice_changes_little(case, monkeypatch):
     random_allocation.loss.cache_clear()
 
 
+@pytest.mark.thorough
 def test_a_longer_part_of_an_epoch_costs_more():
     costs = [accounting.epsilon(event_of([1.0] * n, 6), DELTA, "pld") for n in range(14)]
     assert costs[0] == 0

@@ -327,6 +327,7 @@ def test_the_law_of_a_size_is_poisson_to_seventy_bits(mean):
     assert np.array_equal(allocation._fallen(words, tails), want)
 
 
+@pytest.mark.thorough
 def test_a_thousand_million_examples_are_drawn_in_memory_of_the_batch():
     sampler = sampling.random_allocation(10**9, 10**9 // 4096)
     draw = jax.jit(sampler.draw)

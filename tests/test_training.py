@@ -137,6 +137,7 @@ def until(step):
 
 
 @kills("training/runner.py", "            row |= self._cost()\n", "", slow=True)
+@pytest.mark.thorough
 def test_an_evaluation_stops_the_run_and_the_ledger_has_what_ran(tmp_path, capsys):
     evaluate, options, shown = until(8), {"evaluate_every": 2, "directory": tmp_path}, []
     algorithm = make()
