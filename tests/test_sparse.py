@@ -259,7 +259,9 @@ def chi_square(counts, expected):
     "(key, Purpose.SAMPLING, 0)",
 )
 @kills("sampling/allocation.py", "+ jnp.sum(chosen == number", "+ 0 * jnp.sum(chosen == number")
-@pytest.mark.parametrize("many", [False, True], ids=["words", "pieces"])
+@pytest.mark.parametrize(
+    "many", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["words", "pieces"]
+)
 def test_bins_are_uniform_and_independent_and_their_sizes_are_multinomial(monkeypatch, many):
     """Over examples and epochs; pieces as of large data sets, where laws can be counted."""
     monkeypatch.setattr(allocation, "is_sparse", lambda *_: many)
