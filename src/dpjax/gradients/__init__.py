@@ -15,6 +15,5 @@ from dpjax.gradients.clipped_grad import clipped_grad
 from dpjax.gradients.engines import ENGINES
 from dpjax.gradients.explain import explain
 from dpjax.gradients.layout import layout
-from dpjax.gradients.plain_grad import plain_grad
 
-__all__ = ["ENGINES", "Layout", "clipped_grad", "explain", "layout", "plain_grad"]
+__all__ = ["ENGINES", "Layout", "clipped_grad", "explain", "layout"]

@@ -43,7 +43,7 @@ class Request(NamedTuple):
     """What a call requests of its layout, with the engine by its own name and not "auto"."""
 
     batch_size: int
-    engine: str = "ghost"
+    engine: str
     microbatch_size: int | None = None
     devices: int | Mesh | None = None
 

@@ -7,7 +7,7 @@ convolution. XLA on CPU (jaxlib 0.10.2) compiles some with explicit zeros betwee
 may hide the NaN, so the program decides, before numbers.
 
 If a batch is sharded over several devices, XLA partitions such a convolution wrongly for finite
-numbers too: the error is as large as the gradient, without a warning. `refuse_split` refuses it.
+numbers too: the error is as large as the gradient, without a warning. `_refuse_split` refuses it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
         loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
     ) -> ClippedSum:
         run = partial(engine, loss, rule)
-        if not differentiates_kernels(loss, params, trees.one_row(rows.batch), harmless):
+        if not _differentiates_kernels(loss, params, trees.one_row(rows.batch), harmless):
             return run(params, rows, start)
         # XLA partitions exactly these convolutions wrongly, with or without NaN.
-        refuse_split("clipped_grad", rows.batch)
+        _refuse_split(rows.batch)
         # One example a microbatch: no convolution of it has another example in its groups.
         alone = partial(laid_out(run, Layout(1)), params, rows, start)
         if _grouped_by_rows(lambda some: run(params, some, start), rows):
@@ -62,7 +62,7 @@ def map_rows(function: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
     return jax.lax.map(function, rows) if _grouped_by_rows(together, rows) else together(rows)
 
 
-def refuse_split(call: str, batch: PyTree) -> None:
+def _refuse_split(batch: PyTree) -> None:
     """Raises, now or at compilation, if the batch is sharded over several devices."""
     # Inside a shard_map each device has a program of its own.
     if jax.device_count() == 1 or jax.sharding.get_abstract_mesh().manual_axes:
@@ -70,19 +70,19 @@ def refuse_split(call: str, batch: PyTree) -> None:
     for leaf in jax.tree.leaves(batch):
         if isinstance(leaf, jax.Array):  # NumPy arrays are on no device yet
             # Inside `jit` the compiler chooses shardings, so the compiled program tells.
-            jax.debug.inspect_array_sharding(leaf, callback=partial(_refuse, call))
+            jax.debug.inspect_array_sharding(leaf, callback=_refuse)
 
 
-def _refuse(call: str, sharding: Any) -> None:
+def _refuse(sharding: Any) -> None:
     if not sharding.is_fully_replicated:
         count = len(sharding.device_set)
         raise ValueError(
-            f"{call}: the batch lies on {count} devices, and XLA computes kernel gradients wrongly "
-            f"when it partitions them. Give devices={count}, or put the batch on one device."
+            f"clipped_grad: the batch lies on {count} devices, and XLA computes kernel gradients "
+            f"of a split batch wrongly. Give devices={count}, or put the batch on one device."
         )
 
 
-def differentiates_kernels(
+def _differentiates_kernels(
     loss: Traced, params: PyTree, example: PyTree, harmless: Harmless
 ) -> bool:
     """Whether a vmapped convolution may be differentiated by each example's own kernel."""
