@@ -36,14 +36,14 @@ from absl import flags, logging
 
 import dpjax
 from dpjax import accounting, clipping, data, features, losses, metrics, models, sampling, training
-from experiments.common import runs
+from experiments.common import patches, runs
 from experiments.composite_loss.settings import CHOSEN
 
 SEARCH = flags.DEFINE_bool("search", False, "Run the searches, and no final row.")
 
 
 class Recipe(NamedTuple):
-    """A run: the model is linear, or a CNN with the composite loss."""
+    """A run: a CNN with the composite loss, or linear; "patches" are linear on more features."""
 
     dataset: str
     model: str
@@ -56,6 +56,8 @@ class Recipe(NamedTuple):
     groups: int = 27  # of each colour; 0 for private moments of channels
     mirrored: str = ""  # "mean" of both features, two "views" in the loss, or "predictions" alone
     opponent: bool = False  # grey, and two differences of colours
+    cells: int = 0  # means of wavelets over this grid; 0 for all places
+    filters: int = 0  # of `patches`, whose features stand beside the wavelets
 
     @property
     def words(self) -> str:
@@ -78,17 +80,25 @@ TARGETS = {
     "cifar10": (64.0, 69.0, 71.0, 74.0),
 }
 HELD_OUT = 10_000
-MODELS = ("linear", "cnn")
+MODELS = ("linear", "cnn", "patches")
 CNNS = {  # and the settings of their loss
     "mnist": ("scatter_cnn", CHOSEN["mnist wavelets cnn"]),
     "fashion_mnist": ("scatter_cnn", CHOSEN["fashion wavelets cnn"]),
     "cifar10": ("scatter_cifar_cnn", CHOSEN["cifar wavelets cnn"]),
 }
-STARTS = {
-    "mnist": {"linear": (2048, 15, 4.0), "cnn": (2048, 40, 2.0)},
-    "fashion_mnist": {"linear": (2048, 15, 4.0), "cnn": (2048, 40, 4.0)},
-    "cifar10": {"linear": (4096, 20, 2.0), "cnn": (8192, 60, 4.0)},
-    "digits": {"linear": (256, 16, 0.5)},
+_PATCHES = {"bound": 1.0, "filters": 256}
+_COLOURS = {"mirrored": "mean", "opponent": True, "cells": 4}
+STARTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("mnist", "linear"): {"batch": 2048, "epochs": 15, "rate": 4.0},
+    ("mnist", "cnn"): {"batch": 2048, "epochs": 40, "rate": 2.0},
+    ("mnist", "patches"): {"batch": 8192, "epochs": 30, "rate": 1.6, **_PATCHES},
+    ("fashion_mnist", "linear"): {"batch": 2048, "epochs": 15, "rate": 4.0},
+    ("fashion_mnist", "cnn"): {"batch": 2048, "epochs": 40, "rate": 4.0},
+    ("fashion_mnist", "patches"): {"batch": 8192, "epochs": 30, "rate": 1.6, **_PATCHES},
+    ("cifar10", "linear"): {"batch": 4096, "epochs": 20, "rate": 2.0},
+    ("cifar10", "cnn"): {"batch": 8192, "epochs": 60, "rate": 4.0},
+    ("cifar10", "patches"): {"batch": 16384, "epochs": 40, "rate": 1.6, **_PATCHES, **_COLOURS},
+    ("digits", "linear"): {"batch": 256, "epochs": 16, "rate": 0.5},
 }
 # The factors by which a change multiplies these numbers; other values are replaced.
 FACTORS = ("batch", "epochs", "rate", "bound")
@@ -102,10 +112,13 @@ CHANGES: dict[str, Changes] = {
         *({"batch": 2, "rate": 2}, {"groups": 0}),
         *({"mirrored": "predictions"}, {"mirrored": "views"}, {"opponent": True}),
     ],
+    "patches": [{"batch": 2, "epochs": 2}, {"mirrored": "mean"}, {"bound": 0.3, "rate": 3}],
 }
 # A rate that gains when it is halved or doubled is so again; a trial is not repeated.
 LAST: Changes = [*({"rate": factor} for factor in (0.5, 0.5, 2, 2)), {"average": 0.98}]
-EARLIER = {("mnist", "linear"): 3}  # at epsilon 1: the start, and moments of every place, twice
+# Of MNIST at epsilon 1: the start, and moments of every place, twice. Of CIFAR-10 short trials on
+# 5,000 examples: sizes, thresholds and grids of patches, and whether they help wavelets.
+EARLIER = {("mnist", "linear"): 3, ("cifar10", "patches"): 33}
 
 
 def applies(change: Mapping[str, Any], recipe: Recipe) -> bool:
@@ -118,7 +131,7 @@ def applies(change: Mapping[str, Any], recipe: Recipe) -> bool:
 
 def search(dataset: str, model: str, score: Callable[[Recipe], float]) -> dict[float, Recipe]:
     """Walks through the changes, and returns the best recipe of each epsilon."""
-    best = Recipe(dataset, model, *STARTS[dataset][model])
+    best = Recipe(dataset, model, **STARTS[dataset, model])
     found: dict[float, Recipe] = {}
     for epsilon, changes in ((3.0, CHANGES[model] + LAST), (1.0, LAST), (8.0, LAST)):
         best = found.get(3.0, best)._replace(epsilon=epsilon)
@@ -134,34 +147,51 @@ normalization = partial(features.Normalization, noise_multiplier=16.0, threshold
 
 
 @functools.lru_cache(maxsize=1)
-def wavelets(name: str, groups: int, mirrored: str, opponent: bool) -> data.Dataset:
+def wavelets(  # of a recipe's fields
+    name: str, groups: int, mirrored: str, opponent: bool, cells: int, filters: int
+) -> data.Dataset:
     """Features of all images, normalised by ``groups``; an axis has the views of an image."""
-    scale = jax.jit(lambda x: features.group_norm(x, groups * (x.shape[-1] // 81)))
+    scale = jax.jit(features.group_norm, static_argnums=1)
 
     def of(images: Any, views: int) -> Any:
+        found, turned = [], np.asarray(images)
         if opponent:  # orthogonal: grey, red less green, both less twice blue
-            images = images @ np.linalg.qr([[1, 1, 1], [1, -1, 1], [1, 0, -2.0]])[0]
-        both = (images, images[:, :, ::-1])[: 1 + (views > 1 or mirrored == "mean")]
-        scattered = partial(features.scattered, directory=runs.CACHE_DIR.value)
-        first, *other = (scattered(np.ascontiguousarray(x, np.float32)) for x in both)
-        if mirrored == "mean":  # in place, as below: features of CIFAR-10 take 3 GiB
-            first += other.pop()
-            first /= 2
-        x = np.stack([first, *other], 1) if other else first[:, None]
-        for part in np.array_split(x, -(-len(x) // 5_000)) if groups else ():
-            part[:] = scale(part)
-        return x
+            turned = turned @ np.linalg.qr([[1, 1, 1], [1, -1, 1], [1, 0, -2.0]])[0]
+        for flip in (slice(None), slice(None, None, -1))[: 1 + (views > 1 or mirrored == "mean")]:
+            both = (np.ascontiguousarray(x[:, :, flip], np.float32) for x in (turned, images))
+            parts = [features.scattered(next(both), directory=runs.CACHE_DIR.value)]
+            if cells:
+                parts[0] = patches.cell_means(parts[0], cells)
+            if filters:
+                parts.append(patches.encoded(next(both), filters, runs.CACHE_DIR.value))
+            found.append(parts)
+        if mirrored == "mean":  # in place, as below: wavelets of CIFAR-10 take 3 GiB
+            for first, other in zip(*found, strict=True):
+                first += other
+                first /= 2
+            del found[1:]
+        for parts in found if groups else ():
+            for part, count in zip(parts, (groups * (parts[0].shape[-1] // 81), 16), strict=False):
+                for rows in np.array_split(part, -(-len(part) // 5_000)):
+                    rows[:] = scale(rows, count)
+        if filters:
+            parts = [[part.reshape(len(part), 1, 1, -1) for part in parts] for parts in found]
+            found = [[np.concatenate(of_view, -1)] for of_view in parts]
+        if len(found) == 1:
+            return found[0][0][:, None]
+        return np.stack([view for (view,) in found], 1)
 
     dataset = runs.loaded(name)
     views = {"views": (2, 2), "predictions": (1, 2)}.get(mirrored, (1, 1))
-    parts = zip((dataset.train, dataset.test), views, strict=True)
-    train, test = ((of(x, count), y) for (x, y), count in parts)
+    pairs = zip((dataset.train, dataset.test), views, strict=True)
+    train, test = ((of(x, count), y) for (x, y), count in pairs)
     return dataset._replace(train=train, test=test)
 
 
 def prepared(recipe: Recipe, held_out: int, seed: int) -> tuple[Any, Any]:
     """Features and labels to train on, and those to measure on."""
-    dataset = wavelets(recipe.dataset, recipe.groups, recipe.mirrored, recipe.opponent)
+    how = recipe.groups, recipe.mirrored, recipe.opponent, recipe.cells, recipe.filters
+    dataset = wavelets(recipe.dataset, *how)
     train, test = dataset.train, dataset.test
     if held_out:
         order = np.random.default_rng(0).permutation(dataset.examples)
