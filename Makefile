@@ -5,7 +5,7 @@
 # A choice of interpreter: `make test PYTHON=/path/to/python3.12`.
 PYTHON ?=
 ARGS ?=
-# Which of experiments/benchmarks: steps, accounting, allocation, compilation, frozen, llm,
+# Which of experiments/benchmarks: steps, accounting, allocation, frozen, llm,
 # optimizers, strategies or zoo.
 BENCH ?= steps
 # Of `make docs-open`.

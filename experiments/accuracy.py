@@ -12,7 +12,8 @@ fixed order are held out, and no test example is read. The search was fixed befo
 At epsilon 3 it walks through `CHANGES` and `LAST`, and keeps what raises the accuracy of the held
 out examples; at 1 and 8 it walks on through `LAST`; rows at 2 take the choice at 3. Final runs
 train on the whole training set and read the test set once. ``--search`` runs searches alone,
-``--row="mnist linear"`` one of them with its rows.
+``--row="mnist linear"`` one of them with its rows. ``--curves`` runs what was chosen at 3 once more
+on the split, with and without noise, and keeps the accuracy on the way.
 
 A row says how many trials chose its settings. The training set is public here, so they cost
 nothing; "best of" is what `accounting.select_best` charges for private data: for a geometric number
@@ -21,8 +22,10 @@ of trials with this mean, drawn from settings that were fixed in advance.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+import math
 import pathlib
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -40,6 +43,7 @@ from experiments.common import patches, runs
 from experiments.composite_loss.settings import CHOSEN
 
 SEARCH = flags.DEFINE_bool("search", False, "Run the searches, and no final row.")
+CURVES = flags.DEFINE_bool("curves", False, "In place of final rows, curves on the split.")
 
 
 class Recipe(NamedTuple):
@@ -112,13 +116,16 @@ CHANGES: dict[str, Changes] = {
         *({"batch": 2, "rate": 2}, {"groups": 0}),
         *({"mirrored": "predictions"}, {"mirrored": "views"}, {"opponent": True}),
     ],
-    "patches": [{"batch": 2, "epochs": 2}, {"mirrored": "mean"}, {"bound": 0.3, "rate": 3}],
+    "patches": [
+        *({"batch": 2, "epochs": 2}, {"mirrored": "mean"}),
+        *({"bound": 10, "rate": 0.1}, {"bound": 3, "rate": 0.3}),
+    ],
 }
 # A rate that gains when it is halved or doubled is so again; a trial is not repeated.
 LAST: Changes = [*({"rate": factor} for factor in (0.5, 0.5, 2, 2)), {"average": 0.98}]
 # Of MNIST at epsilon 1: the start, and moments of every place, twice. Of CIFAR-10 short trials on
 # 5,000 examples: sizes, thresholds and grids of patches, and whether they help wavelets.
-EARLIER = {("mnist", "linear"): 3, ("cifar10", "patches"): 33}
+EARLIER = {("mnist", "linear"): 3, ("cifar10", "patches"): 34}
 
 
 def applies(change: Mapping[str, Any], recipe: Recipe) -> bool:
@@ -214,11 +221,15 @@ def mechanism_of(recipe: Recipe, examples: int) -> dpjax.Mechanism:
         steps=round(recipe.epochs * examples / recipe.batch),
         preparation=() if recipe.groups else normalization(examples=examples).multipliers,
     )
+    if math.isinf(recipe.epsilon):  # what the model could reach: not private
+        return dataclasses.replace(planned, noise_multiplier=0.0)
     return planned.calibrate(recipe.epsilon, runs.DELTA, "pld")
 
 
-def run(recipe: Recipe, held_out: int, seed: int, folder: pathlib.Path | None) -> dict[str, Any]:
-    """Accuracy on the test set, or on the examples that are held out, after the last step."""
+def run(
+    recipe: Recipe, held_out: int, seed: int, folder: pathlib.Path | None, looks: int = 1
+) -> dict[str, Any]:
+    """Accuracy on the test set, or on the examples that are held out; once, after the last step."""
     train, (x, y) = prepared(recipe, held_out, seed)
     mechanism = mechanism_of(recipe, len(train[0]))
     network, loss = "scatter_linear", losses.cross_entropy
@@ -238,10 +249,17 @@ def run(recipe: Recipe, held_out: int, seed: int, folder: pathlib.Path | None) -
     algorithm = dpjax.dpsgd(of_example, moves, mechanism, train, **more)
     params = jax.jit(model.init)(jax.random.key(seed), x[0, 0])["params"]
     state = algorithm.init(params, key=jax.random.key(seed))
-    state, _ = dpjax.fit(algorithm, state, directory=folder, progress=False)
-    params = training.averaged(state.optimizer)
-    of_views = [jax.nn.log_softmax(runs.logits_on(model, v)(params)) for v in x.swapaxes(0, 1)]
-    return {"accuracy": 100 * float(metrics.accuracy(sum(of_views), y))}
+
+    def evaluate(state: Any) -> dict[str, Any]:
+        params = training.averaged(state.optimizer)
+        views = [jax.nn.log_softmax(runs.logits_on(model, v)(params)) for v in x.swapaxes(0, 1)]
+        return {"accuracy": 100 * float(metrics.accuracy(sum(views), y))}
+
+    every = -(-mechanism.steps // looks)
+    options: dict[str, Any] = {"evaluate_every": every, "directory": folder, "progress": False}
+    _, rows = dpjax.fit(algorithm, state, evaluate=evaluate, **options)
+    way = [{"step": row["step"], "accuracy": row["accuracy"]} for row in rows]
+    return {"accuracy": rows[-1]["accuracy"], **({"way": way} if looks > 1 else {})}
 
 
 def final(recipe: Recipe, trials: int, seed: int, folder: pathlib.Path | None) -> dict[str, Any]:
@@ -270,11 +288,17 @@ def main(argv: list[str]) -> None:
         tried.clear()
         chosen = search(*of, score) if names else {}
         trials = len(tried) + EARLIER.get(of, 0)
-        for epsilon, name in () if SEARCH.value else names.items():
+        for epsilon in (3.0, math.inf) if CURVES.value and names else ():
+            recipe = chosen[3.0]._replace(epsilon=epsilon)
+            one = partial(run, recipe, 300 if smoke else HELD_OUT, looks=20)
+            results.of(f"curve: {named(*of, epsilon)}", 0, one)
+        for epsilon, name in () if SEARCH.value or CURVES.value else names.items():
             one = partial(final, chosen[epsilon], trials)
             done = [results.of(name, seed, one) for seed in runs.seeds()]
             print(name, runs.spread([row["accuracy"] for row in done]), sep="  ", flush=True)
 
 
 if __name__ == "__main__":
-    runs.start(main, "seeds", "smoke", "out", "runs", "data_dir", "cache_dir", "row", "search")
+    runs.start(
+        main, "seeds", "smoke", "out", "runs", "data_dir", "cache_dir", "row", "search", "curves"
+    )
