@@ -15,6 +15,8 @@ train on the whole training set and read the test set once. ``--search`` runs se
 ``--row="mnist linear"`` one of them with its rows. ``--curves`` runs what was chosen at 3 once more
 on the split, with and without noise, and keeps the accuracy on the way.
 
+Beside the file of results lies a card for each row, in `cards`, which `dpjax verify` recomputes.
+
 A row says how many trials chose its settings. The training set is public here, so they cost
 nothing; "best of" is what `accounting.select_best` charges for private data: for a geometric number
 of trials with this mean, drawn from settings that were fixed in advance.
@@ -25,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import pathlib
 from collections.abc import Callable, Mapping
@@ -38,7 +41,18 @@ import optax
 from absl import flags, logging
 
 import dpjax
-from dpjax import accounting, clipping, data, features, losses, metrics, models, sampling, training
+from dpjax import (
+    accounting,
+    clipping,
+    data,
+    features,
+    losses,
+    metrics,
+    models,
+    reports,
+    sampling,
+    training,
+)
 from experiments.common import patches, runs
 from experiments.composite_loss.settings import CHOSEN
 
@@ -296,6 +310,12 @@ def main(argv: list[str]) -> None:
             one = partial(final, chosen[epsilon], trials)
             done = [results.of(name, seed, one) for seed in runs.seeds()]
             print(name, runs.spread([row["accuracy"] for row in done]), sep="  ", flush=True)
+            if results.path is not None:
+                path = results.path.parent / "cards" / f"{name.replace(' ', '_')}.json"
+                path.parent.mkdir(exist_ok=True)
+                mechanism = mechanism_of(chosen[epsilon], runs.loaded(of[0]).examples)
+                card = reports.card(mechanism, runs.DELTA, supplied=True)
+                path.write_text(json.dumps(card) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,14 +6,23 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from experiments import accuracy
 from experiments.common import pictures, tables
 from experiments.common.claims import Judged
 from experiments.common.figures import Figure
 from experiments.common.paper import Paper
 
+CURVES = """\
+## Where targets were missed
+
+Accuracy on training examples that were held out, of the settings chosen at epsilon 3, with
+their noise and without it, by `python -m experiments.accuracy --curves`. Where the two lines meet,
+the model is the limit; where they part, the noise is."""
 SHOWN = 6  # a caption names the first of the rows that were not run
 PAGE = """\
 # Gallery
@@ -98,7 +107,24 @@ def gallery() -> tuple[str, dict[str, bytes]]:
                 files[figure.file] = figure.picture
                 parts.append(f"![{figure.figure.shows}](gallery/{figure.file})")
             parts.append(figure.caption(judged))
+    files["curves.png"] = curves()
+    parts += [CURVES, "![Accuracy on examples that were held out](gallery/curves.png)"]
     return "\n\n".join(parts) + "\n", files
+
+
+def curves() -> bytes:
+    """Of each data set the accuracy on the way, at epsilon 3 and without noise."""
+    rows, panels = tables.load("accuracy")["rows"], []
+    for dataset, model in itertools.product(accuracy.TARGETS, accuracy.MODELS):
+        lines = {}
+        for words, epsilon in (("at epsilon 3", 3.0), ("without noise", math.inf)):
+            if row := rows.get(f"curve: {accuracy.named(dataset, model, epsilon)}"):
+                way = row["0"]["way"]
+                places, values = zip(*(look.values() for look in way), strict=True)
+                lines[words] = (places, [[value] for value in values])
+        if lines:
+            panels.append(pictures.Panel(f"{dataset} {model}", "steps", "held out, %", lines))
+    return pictures.image(panels)
 
 
 def speed_picture() -> bytes:
