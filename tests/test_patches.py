@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from experiments.common import patches
 
-
 pytestmark = pytest.mark.thorough
 
 
