@@ -61,8 +61,8 @@ seconds. A row runs by `python -m experiments.accuracy --row="NAME"`; its card i
 Published numbers are by their own accounting, of settings that their authors chose. On MNIST and
 FashionMNIST: Fu et al. (DPSUR, 2024, table 2, also for DPIS and wavelets with a CNN). On CIFAR-10
 DPSUR and DPIS likewise; wavelets with a CNN, De et al. (2022) and DP-Mix as reproduced by Bao and
-Bindschaedler (2024, tables 6 and 11), wavelets at 3 by Fu et al.; Tang et al. (DP-RandP, 2023), whose
-prior is learnt from a random process. De et al. claim 81.4 at 8.
+Bindschaedler (2024, tables 6 and 11), wavelets at 3 by Fu et al.; Tang et al. (DP-RandP, 2023),
+whose prior is learnt from a random process. De et al. claim 81.4 at 8.
 
 Linear models miss their targets. On MNIST their accuracy hardly grows with epsilon from 2 on: there
 the model is the limit, and the noise is not."""
