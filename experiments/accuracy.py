@@ -168,8 +168,12 @@ _THRESHOLDS = features.Search(noise_multiplier=40.0)
 normalization = partial(features.Normalization, noise_multiplier=16.0, thresholds=_THRESHOLDS)
 
 
+# Orthogonal: grey, red less green, both less twice blue.
+_OPPONENT = np.linalg.qr([[1, 1, 1], [1, -1, 1], [1, 0, -2.0]])[0]
+
+
 @functools.lru_cache(maxsize=1)
-def wavelets(  # of a recipe's fields
+def featured(  # of a recipe's fields
     name: str,
     groups: int,
     mirrored: str,
@@ -181,33 +185,36 @@ def wavelets(  # of a recipe's fields
     """Features of all images, normalised by ``groups``; an axis has the views of an image."""
     scale = jax.jit(features.group_norm, static_argnums=1)
 
-    def of(images: Any, views: int) -> Any:
-        found, turned = [], np.asarray(images)
-        if opponent:  # orthogonal: grey, red less green, both less twice blue
-            turned = turned @ np.linalg.qr([[1, 1, 1], [1, -1, 1], [1, 0, -2.0]])[0]
-        for flip in (slice(None), slice(None, None, -1))[: 1 + (views > 1 or mirrored == "mean")]:
-            both = (np.ascontiguousarray(x[:, :, flip], np.float32) for x in (turned, images))
-            parts = [features.scattered(next(both), directory=runs.CACHE_DIR.value)]
-            if cells:
-                parts[0] = patches.cell_means(parts[0], cells)
-            if filters:
-                parts.append(patches.encoded(next(both), filters, runs.CACHE_DIR.value))
-            found.append(parts)
-        if mirrored == "mean":  # in place, as below: wavelets of CIFAR-10 take 3 GiB
+    def parts_of(images: Any) -> list[np.ndarray]:
+        """Wavelets, and what the filters answer."""
+        seen = np.ascontiguousarray(images @ _OPPONENT if opponent else images, np.float32)
+        maps = features.scattered(seen, directory=runs.CACHE_DIR.value)
+        parts = [patches.cell_means(maps, cells) if cells else maps]
+        if filters:
+            images = np.ascontiguousarray(images, np.float32)
+            parts.append(patches.encoded(images, filters, runs.CACHE_DIR.value))
+        return parts
+
+    def joined(parts: list[np.ndarray]) -> np.ndarray:
+        # In place: wavelets of CIFAR-10 take 3 GiB.
+        counts = groups * (parts[0].shape[-1] // 81), 16
+        for part, count in zip(parts, counts, strict=False) if groups else ():
+            for rows in np.array_split(part, -(-len(part) // 5_000)):
+                rows[:] = scale(rows, count)
+        flat = [part.reshape(len(part), 1, 1, -1) for part in parts]
+        return np.concatenate(flat, -1) if filters else parts[0]
+
+    def of(images: Any, views: int) -> np.ndarray:
+        found = [parts_of(np.asarray(images))]
+        if views > 1 or mirrored == "mean":
+            found.append(parts_of(np.asarray(images)[:, :, ::-1]))
+        if mirrored == "mean":
             for first, other in zip(*found, strict=True):
                 first += other
                 first /= 2
             del found[1:]
-        for parts in found if groups else ():
-            for part, count in zip(parts, (groups * (parts[0].shape[-1] // 81), 16), strict=False):
-                for rows in np.array_split(part, -(-len(part) // 5_000)):
-                    rows[:] = scale(rows, count)
-        if filters:
-            parts = [[part.reshape(len(part), 1, 1, -1) for part in parts] for parts in found]
-            found = [[np.concatenate(of_view, -1)] for of_view in parts]
-        if len(found) == 1:
-            return found[0][0][:, None]
-        return np.stack([view for (view,) in found], 1)
+        alone, *other = map(joined, found)
+        return np.stack([alone, *other], 1) if other else alone[:, None]
 
     dataset = runs.loaded(name)
     views = {"views": (2, 2), "predictions": (1, 2)}.get(mirrored, (1, 1))
@@ -225,7 +232,7 @@ def wavelets(  # of a recipe's fields
 
 def prepared(recipe: Recipe, held_out: int, seed: int) -> tuple[Any, Any]:
     """Features and labels to train on, and those to measure on."""
-    dataset = wavelets(recipe.dataset, *recipe[recipe._fields.index("groups") :])
+    dataset = featured(recipe.dataset, *recipe[recipe._fields.index("groups") :])
     train, test = dataset.train, dataset.test
     if held_out:
         order = np.random.default_rng(0).permutation(dataset.examples)

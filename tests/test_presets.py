@@ -61,7 +61,7 @@ def test_a_search_reads_no_test_data(monkeypatch):
     """The held-out examples are training examples on which no trial trains."""
     x = np.arange(40, dtype=np.float32).reshape(40, 1, 1, 1, 1) * np.ones((1, 1, 2, 2, 81))
     whole = data.Dataset("digits", (x, np.arange(40)), (x[:0], x[:0]), 10)
-    monkeypatch.setattr(accuracy, "wavelets", lambda *_: whole)
+    monkeypatch.setattr(accuracy, "featured", lambda *_: whole)
     recipe = accuracy.Recipe("digits", "linear", 4, 1.0, 1.0)
     (_, train), (_, held) = accuracy.prepared(recipe, 10, 0)
     assert len(held) == 10
