@@ -120,19 +120,6 @@ def hypernetwork_of_the_example(size: int) -> Case:
     return of_module(HypernetworkOfTheExample(), batch, mean_square)
 
 
-class LowRank(nn.Module):
-    """LoRA: frozen kernels plus products of two thin ones, added before the layer."""
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        draw = Draw()
-        for i in range(3):
-            frozen = draw.normal(256, 256) / 16
-            a = self.param(f"a{i}", lecun_normal(), (256, 4))
-            x = nn.gelu(x @ (frozen + 2.0 * (a @ self.param(f"b{i}", lecun_normal(), (4, 256)))))
-        return x[:, :10].mean(0)
-
-
 class StandardConv(nn.Module):
     """A convolution with a standardised kernel, as in BiT."""
 
@@ -163,16 +150,6 @@ class BiT(nn.Module):
             y = nn.relu(nn.GroupNorm(8)(StandardConv(channels // 2, 3, strides)(y)))
             x = shortcut + StandardConv(channels, 1)(y)
         return nn.Dense(10)(nn.relu(nn.GroupNorm(8)(x)).mean((0, 1)))
-
-
-class Mixer(nn.Module):
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        x = nn.Conv(64, (4, 4), strides=4)(x).reshape(-1, 64)
-        for _ in range(3):
-            x = x + nn.Dense(64)(nn.gelu(nn.Dense(64)(nn.LayerNorm()(x).T))).T
-            x = x + nn.Dense(64)(nn.gelu(nn.Dense(128)(nn.LayerNorm()(x))))
-        return nn.Dense(10)(x.mean(0))
 
 
 class ResBlock(nn.Module):
@@ -397,14 +374,12 @@ MODELS: dict[str, tuple[int, Callable[[int], Case]]] = {
     "hypernetwork of the example": (64, hypernetwork_of_the_example),
     "weight normalisation": (128, classifier(Normalised(), 256)),
     "standardised resnet": (32, classifier(BiT(), 32, 32, 3)),
-    "low rank adapters": (64, classifier(LowRank(), 16, 256)),
     "lru": (16, classifier(Residual(LRU), 128, 8)),
     "s4d": (16, classifier(Residual(S4D), 128, 8)),
     "gated decoder": (16, gated_decoder),
     "lstm": (32, classifier(Recurrent(), 32, 16)),
     "diffusion unet": (16, denoiser(UNet(), 16, 16, 3)),
     "vit": (32, classifier(VIT, 32, 32, 3)),
-    "mlp mixer": (32, classifier(Mixer(), 32, 32, 3)),
     "graph network": (64, graph_network),
     "factorisation machine": (128, factorisation_machine),
     "neural ode": (128, classifier(NeuralODE(), 16)),
