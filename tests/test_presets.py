@@ -11,7 +11,7 @@ from experiments import accuracy
 from experiments.common import runs, tables
 from run_binary import run
 
-from dpjax import data
+from dpjax import data, verify
 from dpjax.cli.flag_sets import presets
 from dpjax.cli.flag_sets.train import FLAGS, settings
 from dpjax.cli.train import build
@@ -46,6 +46,16 @@ def test_a_preset_is_a_committed_row(name):
     )
     numbers = of.batch_size, of.epochs, of.learning_rate, of.target_epsilon, of.average, of.bound
     assert {run["recipe"] for run in row} == {accuracy.Recipe(dataset, kind, *numbers).words}
+
+
+@pytest.mark.thorough
+def test_the_card_of_each_row_holds():
+    """A second program recomputes what the table prints."""
+    rows = tables.load("accuracy")["rows"]
+    for path in (tables.RESULTS / "cards").iterdir():
+        card, row = json.loads(path.read_text()), rows[path.stem.replace("_", " ")]
+        assert card["epsilon"]["pld"]["value"] == pytest.approx(row["0"]["epsilon"], abs=1e-4)
+        assert all(holds for holds, _ in verify.findings(card))
 
 
 def test_flags_beside_a_preset_win():
