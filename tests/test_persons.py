@@ -282,6 +282,7 @@ def counting(limit):
 
 
 @kills("training/step.py", "examples = examples, mask", "examples = examples, mask & False")
+@pytest.mark.thorough
 def test_steps_that_run_lose_what_was_enumerated():
     """Monte Carlo: how often the sums of real runs fall where a data set is the likelier one."""
     steps, epsilon, limit, masses = 20_000, 0.4, 0.5, []
