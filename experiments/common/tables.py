@@ -64,8 +64,15 @@ DPSUR and DPIS likewise; wavelets with a CNN, De et al. (2022) and DP-Mix as rep
 Bindschaedler (2024, tables 6 and 11), wavelets at 3 by Fu et al.; Tang et al. (DP-RandP, 2023),
 whose prior is learnt from a random process. De et al. claim 81.4 at 8.
 
-Linear models miss their targets. On MNIST their accuracy hardly grows with epsilon from 2 on: there
-the model is the limit, and the noise is not."""
+Patches reach the targets of FashionMNIST and CIFAR-10. MNIST misses its own by 0.1 to 0.3, and the
+model is the limit there: on the split the linear model has 98.4 at epsilon 3 and 98.6 without
+noise, the CNN 98.5 and 98.8. The gallery has the curves.
+
+Not run: patches on MNIST, and CNNs where patches lead. For want of a GPU: a WideResNet-16-4 from
+pixels at 8 and 3, which is the script of `docs/pages/cifar10.md` with `models.WideResNet()` and
+batches of 4,096; and CIFAR-10 without privacy in batches of 256,
+`dpjax train --dataset=cifar10 --model=cifar_cnn --bound=inf --noise_multiplier=0 --batch_size=256
+--epochs=60 --learning_rate=0.05 --momentum=0.9`."""
 HEADLINES = (  # claims of the README, one of each paper
     ("tramer2021", "CIFAR-10: linear on wavelets above a CNN on pixels"),
     ("papernot2021", "FashionMNIST: tanh above ReLU"),
