@@ -174,16 +174,9 @@ _OPPONENT = np.linalg.qr([[1, 1, 1], [1, -1, 1], [1, 0, -2.0]])[0]
 
 
 @functools.lru_cache(maxsize=1)
-def featured(  # of a recipe's fields
-    name: str,
-    groups: int,
-    mirrored: str,
-    opponent: bool,
-    cells: int,
-    filters: int,
-    standard: bool,
-) -> data.Dataset:
-    """Features of all images, normalised by ``groups``; an axis has the views of an image."""
+def featured(name: str, *how: Any) -> data.Dataset:
+    """Features of all images, by a recipe's fields from `groups` on; an axis has the views."""
+    groups, mirrored, opponent, cells, filters, standard = how
     scale = jax.jit(features.group_norm, static_argnums=1)
 
     def parts_of(images: Any) -> list[np.ndarray]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A prior without data: features from patches of images that a random process draws.
 
-The process drops leaves: discs and boxes of random places, sizes and colours, each over those that
-fell before. Their edges resemble those of photographs, so a patch of them is a good filter. No data
-are read: a feature depends on one image and on a published seed, and costs no privacy.
+The process drops leaves: discs and boxes of random places, sizes and colours, one over another.
+Leaves have edges as photographs have, so their patches are good filters. No data are read: a
+feature depends on one image and on a published seed, and costs no privacy.
 
 References:
   Lee, Mumford and Huang, "Occlusion models for natural images", 2001, for the process.
