@@ -41,20 +41,19 @@ def test_a_preset_is_a_committed_row(name):
         True,
     )
     assert build.read_options(of.loss_options) == (choice._asdict() if choice else {})
-    assert of.norm_groups == accuracy.Recipe._field_defaults["groups"] * (
-        3 if dataset == "cifar10" else 1
-    )
+    assert of.norm_groups == accuracy.Recipe._field_defaults["groups"]
     numbers = of.batch_size, of.epochs, of.learning_rate, of.target_epsilon, of.average, of.bound
     assert {run["recipe"] for run in row} == {accuracy.Recipe(dataset, kind, *numbers).words}
 
 
 @pytest.mark.thorough
 def test_each_row_has_a_card_and_those_at_3_are_recomputed():
-    rows = tables.load("accuracy")["rows"]
-    for path in (tables.RESULTS / "cards").iterdir():
-        card, row = json.loads(path.read_text()), rows[path.stem.replace("_", " ")]
+    for name, row in tables.load("accuracy")["rows"].items():
+        if name.startswith(("split: ", "curve: ")) or len(row) < 5:
+            continue
+        card = json.loads((tables.RESULTS / "cards" / f"{name.replace(' ', '_')}.json").read_text())
         assert card["epsilon"]["pld"]["value"] == pytest.approx(row["0"]["epsilon"], abs=1e-4)
-        if path.stem.endswith("_3"):
+        if name.endswith(" 3"):
             assert all(holds for holds, _ in verify.findings(card))
 
 

@@ -110,13 +110,14 @@ def encoded(
     images: np.ndarray, filters: int, directory: str | os.PathLike[str] | None = None
 ) -> np.ndarray:
     """The features of a data set, ``[examples, cells, cells, 2 filters]``, from a cache."""
-    words = dictionary(filters, images.shape[-1])
 
     def compute(images: np.ndarray) -> np.ndarray:
+        words = dictionary(filters, images.shape[-1])  # a minute, so only where it is needed
         parts = np.array_split(images, max(1, len(images) // 100))
         return np.concatenate([encode(part, words) for part in parts])
 
     if directory is None:
         return compute(images)
-    settings = {"filters": filters, "version": 1}
+    process = [_DARK, _SIZE, _LEAVES, _IMAGES, _PATCHES, _SMOOTH]
+    settings = {"filters": [filters, SIDE, CELLS, THRESHOLD], "process": process, "version": 1}
     return features.cached(compute, images, settings=settings, directory=directory, name="patches")
