@@ -41,7 +41,7 @@ DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are.")
 CACHE_DIR = flags.DEFINE_string("cache_dir", None, "Folder for features; as secret as the data.")
 TABLE = flags.DEFINE_string("table", None, "Which table; by default the first.")
 FIGURE = flags.DEFINE_string("figure", None, "Which figure, in place of a table.")
-ROW = flags.DEFINE_multi_string("row", None, "Rows whose names contain this, in place of a table.")
+ROW = flags.DEFINE_multi_string("row", None, "Rows whose names contain this; a whole name, one row.")
 PAGE = flags.DEFINE_string("page", None, "Of a guide: run nothing, write its tables into this.")
 
 DELTA = 1e-5
@@ -289,7 +289,8 @@ def chosen(paper: Paper) -> list[str]:
     if SMOKE.value:
         return list(paper.small)
     if ROW.value:
-        return [key for key in paper.rows if named(key)]
+        whole = [key for key in paper.rows if key in ROW.value]
+        return whole or [key for key in paper.rows if named(key)]
     if FIGURE.value:
         return paper.figures[FIGURE.value].row_keys()
     return list(paper.tables[TABLE.value or next(iter(paper.tables))])
