@@ -41,7 +41,7 @@ DATA_DIR = flags.DEFINE_string("data_dir", None, "Where the data are.")
 CACHE_DIR = flags.DEFINE_string("cache_dir", None, "Folder for features; as secret as the data.")
 TABLE = flags.DEFINE_string("table", None, "Which table; by default the first.")
 FIGURE = flags.DEFINE_string("figure", None, "Which figure, in place of a table.")
-ROW = flags.DEFINE_multi_string("row", None, "Rows whose names contain this; a whole name, one row.")
+ROW = flags.DEFINE_multi_string("row", None, "Rows with this in their names, or with this name.")
 PAGE = flags.DEFINE_string("page", None, "Of a guide: run nothing, write its tables into this.")
 
 DELTA = 1e-5

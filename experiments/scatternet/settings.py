@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The nine rows of Tramèr and Boneh (2021) at epsilon 3: their table of accuracies.
 
-Two differences make the guarantee hold. Batches are Poisson samples; the paper shuffles and
-accounts for Poisson, and two rows of CIFAR-10 shuffle here too. Private moments take their clipping
-thresholds from two further queries, which are accounted; the paper takes medians of the private
-norms. The MNIST CNN pads by "SAME", where the paper's code pads by 2.
+Two differences make the guarantee hold. Batches are Poisson samples; the paper shuffles, as two
+rows do here at 6.4 in place of 2.4, and accounts for Poisson. Private moments take thresholds from
+two further queries, which are accounted; the paper takes medians of the private norms. The MNIST
+CNN pads by "SAME", where the paper's code pads by 2.
 """
 
 from __future__ import annotations
@@ -39,20 +39,19 @@ ROWS = {
     "cifar wavelets cnn": Row("cifar10", "scatter_cifar_cnn", 8192, 4, 60, 5.67, "data"),
 }
 TABLES = {"1": list(ROWS)}
-SHUFFLED = ("cifar wavelets linear", "cifar wavelets cnn")
 SMALL = {
     "digits pixels": Row("digits", "mlp", 256, 2.0, 16, 3.0, ""),
     "digits wavelets": Row("digits", "scatter_linear", 256, 0.5, 16, 3.5, "data"),
 }
 PRINTED = dict(zip(ROWS, (98.1, 98.7, 98.7, 86.0, 89.7, 89.0, 59.2, 67.0, 69.3), strict=True))
-ROWS |= {f"{key}, shuffled": ROWS[key]._replace(shuffled=True) for key in SHUFFLED}
+ROWS |= {f"{key}, shuffled": ROWS[key]._replace(shuffled=True) for key in list(ROWS)[-2:]}
 EXAMPLES = {"mnist": 60_000, "fashion_mnist": 60_000, "cifar10": 50_000, "digits": 1_437}
 BOUND = 0.1
 MOMENTS, SEARCH = 8.0, 20.0  # noise of the two queries for moments, and of two for thresholds
 
 WORDS = {"mnist": "MNIST", "fashion": "FashionMNIST", "cifar": "CIFAR-10"}
 CLAIMS = [
-    Claim(f"{WORDS[dataset]}: {rest}", [of for of in ROWS if of.startswith(key)], PRINTED[key])
+    Claim(f"{WORDS[dataset]}: {rest}", [key], PRINTED[key])
     for key in PRINTED
     for dataset, rest in [key.split(" ", 1)]
 ] + [
