@@ -22,7 +22,7 @@ def costs(paper: Paper) -> dict[str, list[str]]:
     spent = {key: epsilons(paper, key, run=next(iter(of.values()))) for key, of in ran.items()}
     for claim in paper.claims:
         if claim.at:
-            for key in {*claim.rows, *claim.than} & set(ran):
+            for key in sorted({*claim.rows, *claim.than} & set(ran)):
                 spent[claim.spent(key)] = epsilons(paper, key, claim.at)
         elif claim.measure == "epsilon" and not set(claim.rows) & set(ran):
             spent[claim.rows[0]] = epsilons(paper, claim.rows[0])

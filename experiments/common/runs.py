@@ -122,14 +122,14 @@ def written(content: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> Any:
-    """Rounds every float to five digits; a float that is not finite becomes null."""
+    """Floats with five digits, without a point if whole; one that is not finite becomes null."""
     if isinstance(value, Mapping):
         return {name: _short(inner) for name, inner in value.items()}
     if isinstance(value, list):
         return [_short(inner) for inner in value]
     if not isinstance(value, float):
         return value
-    return float(f"{value:.5g}") if math.isfinite(value) else None
+    return json.loads(f"{value:.5g}") if math.isfinite(value) else None
 
 
 def _with_nan(value: Any) -> Any:
