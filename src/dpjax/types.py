@@ -336,6 +336,16 @@ class Draw(NamedTuple):
         return (indices[:, 0] << 32) | indices[:, 1]
 
 
+class Bins(NamedTuple):
+    """Batches that are drawn together for several steps, from one key."""
+
+    steps: int
+    """How many steps they last."""
+    key: Callable[[Key, Any], Key]
+    """``(noise_key, step)`` -> the key of the bins. Checkpoints hold it, so it must not reveal the
+    noise key: `dpjax.trees.step_key` makes one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
     """Which examples each step sees, and what that is worth.
@@ -361,6 +371,9 @@ class Sampler:
         Otherwise a run keeps its key, its generator and the order of its rows.
       coins: Whether a step draws with two keys, ``draw(key, step, coins)``: a run keeps the numbers
         of the first, and has a new second key at each start.
+      bins: For batches that are drawn together for several steps: how long they last, and the key
+        from which they follow. A step then draws with it, ``draw(key, step, epoch_key)``; without
+        that key a draw follows from ``key``. `dpjax.sampling.events.stated` sets it.
       random_bins: Whether each example has one batch of an epoch, drawn uniformly once for the run
         and independently of all others. Correlated noise then counts that the batch is unknown.
       padded: Whether a draw may hold fewer examples than its capacity.
@@ -384,6 +397,7 @@ class Sampler:
     participation: Callable[[int], Any] | None = None
     independent: bool = False
     coins: bool = False
+    bins: Bins | None = None
     random_bins: bool = False
     padded: bool = True
     unit: str = "example"
@@ -429,9 +443,19 @@ class Sampler:
         }
         return table(f"Sampler: {self.name}", rows.items())
 
-    def drawn(self, key: Key, noise_key: Key, step: Any) -> Draw:
-        """The draw of a step of a run with these two keys; see `State`."""
-        return self.draw(key, step, noise_key) if self.coins else self.draw(key, step)
+    def drawn(
+        self, key: Key, noise_key: Key, epoch_key: Key | None, step: Any
+    ) -> tuple[Draw, Key | None]:
+        """The draw of a step of a run with these keys, and the key of its epoch; see `State`."""
+        if self.bins is not None:
+            # An epoch that begins here has no key yet. So two runs from one state share the bins of
+            # the epoch that runs, and of no later one.
+            begins = step % self.bins.steps == 0
+            epoch_key = jnp.where(begins, self.bins.key(noise_key, step), epoch_key)
+            return self.draw(key, step, epoch_key), epoch_key
+        if self.coins:
+            return self.draw(key, step, noise_key), epoch_key
+        return self.draw(key, step), epoch_key
 
     @property
     def sampling_rate(self) -> float:
@@ -470,9 +494,12 @@ class State(NamedTuple):
     """The `dpjax.ledger.Ledger` of what was spent; `dpjax.dpsgd` holds it to ``step``."""
     memory: PyTree = ()
     """What correlated noise remembers of earlier steps; empty for white noise."""
+    epoch_key: Key | None = None
+    """The root of the bins of the epoch that runs, for a sampler with `Bins`; else None. It follows
+    from ``noise_key`` where an epoch begins, and is kept until the epoch ends."""
 
     def __repr__(self) -> str:
-        return veiled(self, "key", "noise_key", "memory")
+        return veiled(self, "key", "noise_key", "memory", "epoch_key")
 
 
 class Plan(Protocol):

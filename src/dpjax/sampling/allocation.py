@@ -41,11 +41,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, UInt
 
-from dpjax import trees
 from dpjax.sampling.events import stated
 from dpjax.sampling.sizes import checked_count, is_sparse
 from dpjax.sampling.sparse import LARGEST, digits, less, listed, permuted
-from dpjax.types import Draw, Key, Purpose, Sampler
+from dpjax.types import Draw, Key, Sampler
 
 # Of 32 bits: words of a coin, and of a number from a table.
 _COIN, _WORDS = 2, 3
@@ -92,11 +91,15 @@ def random_allocation(examples: int, batches: int) -> Sampler:
     capacity = min(examples, math.ceil(room)) if sparse else examples
     piece = _pieces(examples, batches) if sparse else None
 
-    def draw(key: Key, step: Any) -> Draw:
-        key, number = trees.step_key(key, Purpose.SAMPLING, step // batches), step % batches
+    description = stated(examples, batch_size, event="allocation", cycle=batches)
+
+    def draw(key: Key, step: Any, epoch_key: Key | None = None) -> Draw:
+        if epoch_key is None:
+            epoch_key = description["bins"].key(key, step)
+        number = step % batches
         if piece is None:
-            return listed(bins_of(key, examples, batches) == number)
-        for_order, for_sizes = jax.random.split(key)
+            return listed(bins_of(epoch_key, examples, batches) == number)
+        for_order, for_sizes = jax.random.split(epoch_key)
         start, size = piece(for_sizes, number)
         # Padding lies before the last pieces: beyond the order, cycles may never return to it.
         first = jnp.minimum(start, examples - capacity)
@@ -113,7 +116,7 @@ def random_allocation(examples: int, batches: int) -> Sampler:
         capacity=capacity,
         draw=draw,
         claim=f"one {kind} batch of each epoch for each example; amplification is proved",
-        **stated(examples, batch_size, event="allocation", cycle=batches),
+        **description,
     )
 
 

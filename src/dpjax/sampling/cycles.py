@@ -57,7 +57,8 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
     largest = largest_word(rate)
 
     def draw(key: Key, step: Any, fresh: Key | None = None) -> Draw:
-        here = parts_of(key, examples, cycle) == step % cycle
+        parts = parts_of(trees.step_key(key, Purpose.PARTS, 0), examples, cycle)
+        here = parts == step % cycle
         # Parts last for the run. Two runs from one state have coins of their own.
         key = trees.step_key(key if fresh is None else fresh, Purpose.SAMPLING, step)
         return coins(key, jnp.full(examples, largest, jnp.uint32), here)
@@ -99,17 +100,24 @@ def balls_in_bins(examples: int, batch_size: float) -> Sampler:
     """
     examples, batch_size = checked_sizes("balls_in_bins", examples, batch_size, LARGEST)
     bins = int(examples // batch_size)
+    description = stated(examples, batch_size, cycle=bins, place="random")
+
+    def draw(key: Key, step: Any, run_key: Key | None = None) -> Draw:
+        if run_key is None:
+            run_key = description["bins"].key(key, step)
+        return listed(parts_of(run_key, examples, bins) == step % bins)
+
     return Sampler(
         name="balls_in_bins",
         capacity=examples,
-        draw=lambda key, step: listed(parts_of(key, examples, bins) == step % bins),
+        draw=draw,
         claim="one random batch of the epoch for each example, the same in every epoch",
-        **stated(examples, batch_size, cycle=bins, place="random"),
+        **description,
     )
 
 
 def parts_of(key: Key, examples: int, parts: int) -> Array:
-    """The part of each example, the same at every step of a run."""
-    # By a word of its own, so that no example moves another one. A part is at most 2^-32 likelier
-    # than one over their number, which `accounting.allocation` counts.
-    return jax.random.bits(trees.step_key(key, Purpose.PARTS, 0), (examples,), jnp.uint32) % parts
+    """The part of each example, the same at every step of a run; consumes the key."""
+    # Each example has a word of its own, so no example moves another one. A part is at most 2^-32
+    # likelier than one over their number, which `accounting.allocation` counts.
+    return jax.random.bits(key, (examples,), jnp.uint32) % parts

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dpjax import strategies
-from dpjax.types import Draw, Key, Neighbours, Sampler
+from dpjax import strategies, trees
+from dpjax.sampling.sparse import LARGEST
+from dpjax.types import Bins, Draw, Key, Neighbours, Purpose, Sampler
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -70,12 +71,25 @@ def stated(
             return strategies.apart(1, -(-steps // cycle))
         return strategies.cycles(cycle)
 
+    def key_of_cycle(key: Key, step: Any) -> Key:
+        return trees.step_key(key, Purpose.SAMPLING, step // cycle)
+
+    def key_of_run(key: Key, step: Any) -> Key:
+        return trees.step_key(key, Purpose.PARTS, 0)
+
+    bins = None
+    if event == "allocation":
+        bins = Bins(cycle, key_of_cycle)
+    elif place == "random":
+        bins = Bins(LARGEST, key_of_run)
+
     return {
         "examples": examples,
         "batch_size": batch_size,
         "event": event_of,
         "facts": facts,
         "participation": None if place is None else participation,
+        "bins": bins,
         "random_bins": place == "random",
     }
 

@@ -186,6 +186,8 @@ def _first_state(recipe: Recipe, key: Key | None, params: PyTree, mesh: Mesh | N
     if mesh is not None and jax.tree.leaves(memory):
         memory = meshes.placed_rows(memory, params, mesh)
     draws, noise_key = first_keys(key)
+    bins = recipe.mechanism.sampling.bins
+    epoch_key = None if bins is None else bins.key(noise_key, 0)
     state = State(
         params=params,
         optimizer=recipe.optimizer.init(trees.widened(params)),
@@ -195,6 +197,7 @@ def _first_state(recipe: Recipe, key: Key | None, params: PyTree, mesh: Mesh | N
         step=jnp.zeros((), jnp.int32),
         ledger=None,
         memory=memory,
+        epoch_key=epoch_key,
     )
     state = state if mesh is None else meshes.placed(state, mesh)
     # No two leaves share a buffer, nor one with the caller: `run` donates them.

@@ -89,8 +89,10 @@ def fit(
     Privacy:
       Each call draws its noise from a new key, unless the caller supplied one. So two calls with
       one state, or a folder and its copy, are two runs: each card counts its own steps, and the
-      costs add up. A supplied key is in no file, and a run that is resumed with it ends with the
-      same bits on a CPU.
+      costs add up. Bins of `dpjax.sampling.random_allocation` follow from the new key as soon as an
+      epoch begins, at step 0 above all; copies that part within an epoch share its rest, and
+      with `dpjax.sampling.balls_in_bins` all later bins, so their costs do not add up. A supplied
+      key is in no file, and a run that is resumed with it ends with the same bits on a CPU.
 
       Card and statement count the steps that ran, so a run that stops early costs less if the time
       to stop was fixed without its results. If `evaluate` chose it (``"stop": True``) by what was
@@ -124,7 +126,7 @@ def fit(
     """
     terms = _checked(algorithm, state, steps, evaluate_every, save_every, delta, method)
     # First, since what follows would be refused in one process alone, and the others would wait.
-    without_keys = state._replace(key=None, noise_key=None)
+    without_keys = state._replace(key=None, noise_key=None, epoch_key=None)
     processes.require_equal("fit", lambda: {"the state": trees.fingerprint(without_keys)})
     ledger.require(state.ledger, terms.mechanism, terms.end - terms.begin, algorithm.budget)
     most = _most(algorithm, terms)

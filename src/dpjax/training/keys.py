@@ -4,7 +4,13 @@
 A noise key that `init` drew is renewed at each start of `fit` and never leaves memory, so the
 difference of what a state and its copy release is never free of noise. The key for draws is renewed
 where steps draw independently: an example must not be in two batches of an epoch, nor change its
-part of a cycle. A supplied key is never renewed, and no file holds it.
+part of a cycle.
+
+Bins follow from a third key, of the epoch that runs: checkpoints hold it, and a resumed run keeps
+it to the end of the epoch. The next epoch takes its key from the noise key, so two runs from one
+state share no later bins, and none if the state is at the beginning of an epoch.
+
+A supplied key is never renewed. No file holds it, and of its hash a checkpoint holds one byte.
 """
 
 from __future__ import annotations
@@ -35,15 +41,21 @@ def renewed(state: State, mechanism: Mechanism) -> State:
 def without_secrets(state: State, mechanism: Mechanism) -> State:
     """The state for a checkpoint: zeros in place of each key that a start renews or is given."""
     state = state._replace(noise_key=_zeros(state.noise_key))
-    forgets = supplied(state) or mechanism.sampling.independent
-    return state._replace(key=_zeros(state.key)) if forgets else state
+    if supplied(state) or mechanism.sampling.independent:
+        state = state._replace(key=_zeros(state.key))
+    if supplied(state) and state.epoch_key is not None:
+        state = state._replace(epoch_key=_zeros(state.epoch_key))
+    return state
 
 
-def with_supplied(saved: State, given: State) -> State:
+def with_supplied(saved: State, given: State, mechanism: Mechanism) -> State:
     """The state of a checkpoint with the keys of the given state, if they were supplied."""
     if not supplied(saved):
         return saved
-    return saved._replace(key=given.key, noise_key=given.noise_key)
+    bins, epoch_key = mechanism.sampling.bins, None
+    if bins is not None:
+        epoch_key = bins.key(given.noise_key, saved.step)
+    return saved._replace(key=given.key, noise_key=given.noise_key, epoch_key=epoch_key)
 
 
 def supplied(state: State) -> bool:

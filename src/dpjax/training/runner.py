@@ -99,7 +99,7 @@ class Run:
                 f"fit(directory={str(folder.path)!r}): the run there began with another key=."
             )
         if latest.state.ledger.steps >= self.done:
-            self.state = with_supplied(latest.state, self.state)
+            self.state = with_supplied(latest.state, self.state, self.mechanism)
         self.rows = folder.rows()
         # A row may be younger than the checkpoint of its step: it has these infos.
         self.seen = [] if self.at_row else list(facts["seen"])
@@ -108,10 +108,11 @@ class Run:
             self._end(least)
 
     def _digest_of_key(self) -> str | None:
-        """A hash of a supplied key, by which a resumed run knows it again."""
+        """One byte of the hash of a supplied key: another key has another in 255 of 256 cases."""
         if not supplied(self.state):
             return None
-        return hashlib.sha256(trees.on_host(self.state.key).tobytes()).hexdigest()
+        # Two hexadecimal digits: from more of them a finder of the folder could search the seed.
+        return hashlib.sha256(trees.on_host(self.state.key).tobytes()).hexdigest()[:2]
 
     def _end(self, least: int = 0) -> None:
         """Records that results ended the run; at least ``least`` steps count."""

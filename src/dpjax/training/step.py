@@ -36,7 +36,10 @@ def private_step(
 ) -> tuple[State, Seen]:
     """One step on rows on the device; `Seen` is secret. ``shared`` as for `assemble`."""
     # line 3: sample
-    draw = recipe.mechanism.sampling.drawn(state.key, state.noise_key, state.step)
+    draw, epoch_key = recipe.mechanism.sampling.drawn(
+        state.key, state.noise_key, state.epoch_key, state.step
+    )
+    state = state._replace(epoch_key=epoch_key)
     layout = layout_of(bound_to(recipe, shared), state.params, trees.one_row(data))
     zero = no_sums(recipe.mechanism, state.params, layout)
 

@@ -40,9 +40,9 @@ class Streamed:
         its, shared = self._programs_on(layout), self._held_on(layout.mesh)
         size, first, seen = layout.microbatch_size * layout.shares, int(state.step), []
         block = microbatches_in_block(layout.microbatch_size)
-        draws = []
+        draws, epoch_key = [], state.epoch_key
         for step in range(first, first + count):
-            draw = its.draw(state.key, state.noise_key, step)
+            draw, epoch_key = its.draw(state.key, state.noise_key, epoch_key, step)
             indices, mask = on_host(draw), np.asarray(draw.mask)
             cuts = [slice(i, i + size) for i in range(0, len(indices), size)]
             draws.append([(indices[cut], mask[cut][: len(indices[cut])]) for cut in cuts])
@@ -58,6 +58,7 @@ class Streamed:
                     sums = its.settle(sums)
             state, last = its.finish(state, sums)
             seen.append(last)
+        state = state._replace(epoch_key=epoch_key)
         return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(seen))
 
 
