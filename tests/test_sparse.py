@@ -258,8 +258,8 @@ def chi_square(counts, expected):
 
 
 @kills(
-    "sampling/allocation.py",
-    "(key, Purpose.SAMPLING, step // batches)",
+    "sampling/events.py",
+    "(key, Purpose.SAMPLING, step // cycle)",
     "(key, Purpose.SAMPLING, 0)",
 )
 @kills("sampling/allocation.py", "+ jnp.sum(chosen == number", "+ 0 * jnp.sum(chosen == number")

@@ -443,9 +443,7 @@ class Sampler:
         }
         return table(f"Sampler: {self.name}", rows.items())
 
-    def drawn(
-        self, key: Key, noise_key: Key, epoch_key: Key | None, step: Any
-    ) -> tuple[Draw, Key | None]:
+    def drawn(self, key: Key, noise_key: Key, epoch_key: Key, step: Any) -> tuple[Draw, Key]:
         """The draw of a step of a run with these keys, and the key of its epoch; see `State`."""
         if self.bins is not None:
             # An epoch that begins here has no key yet. So two runs from one state share the bins of
@@ -494,7 +492,7 @@ class State(NamedTuple):
     """The `dpjax.ledger.Ledger` of what was spent; `dpjax.dpsgd` holds it to ``step``."""
     memory: PyTree = ()
     """What correlated noise remembers of earlier steps; empty for white noise."""
-    epoch_key: Key | None = None
+    epoch_key: Key = None
     """The root of the bins of the epoch that runs, for a sampler with `Bins`; else None. It follows
     from ``noise_key`` where an epoch begins, and is kept until the epoch ends."""
 

@@ -93,7 +93,7 @@ def random_allocation(examples: int, batches: int) -> Sampler:
 
     description = stated(examples, batch_size, event="allocation", cycle=batches)
 
-    def draw(key: Key, step: Any, epoch_key: Key | None = None) -> Draw:
+    def draw(key: Key, step: Any, epoch_key: Key = None) -> Draw:
         if epoch_key is None:
             epoch_key = description["bins"].key(key, step)
         number = step % batches

@@ -102,7 +102,7 @@ def balls_in_bins(examples: int, batch_size: float) -> Sampler:
     bins = int(examples // batch_size)
     description = stated(examples, batch_size, cycle=bins, place="random")
 
-    def draw(key: Key, step: Any, run_key: Key | None = None) -> Draw:
+    def draw(key: Key, step: Any, run_key: Key = None) -> Draw:
         if run_key is None:
             run_key = description["bins"].key(key, step)
         return listed(parts_of(run_key, examples, bins) == step % bins)
