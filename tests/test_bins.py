@@ -155,8 +155,8 @@ def test_a_supplied_key_draws_as_its_sampler_alone():
             np.testing.assert_array_equal(draw.indices, sampler.draw(key, step).indices)
 
 
-# Batches, multiplier, epochs; epsilon of one run, of two and of three at 1e-5 by PLD. The last two
-# are those of one run with the epochs of all.
+# Batches, multiplier, epochs; then epsilon of one run, of two and of three, at 1e-5 by PLD. One run
+# with the epochs of all has the same epsilon.
 COSTS = [
     (100, 0.7, 1, (2.17, 2.54, 2.83)),
     (1000, 0.5, 1, (3.13, 3.54, 3.82)),
