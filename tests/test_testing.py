@@ -108,6 +108,13 @@ DRAWS = {
     "cyclic_poisson": sampling.cyclic_poisson(60, 6, cycle=2),
     "balls_in_bins": sampling.balls_in_bins(60, 12),
     "fixed": sampling.fixed(60, 12),
+    "of one's own": dpjax.types.Sampler(
+        name="turns",
+        capacity=60,
+        draw=lambda key, step: coins(key, step, jnp.arange(60) % 2 == step % 2),
+        claim="Poisson sampling from two public parts in turn",
+        **sampling.stated(60, 12, rates=[[0.4, 1]], cycle=2),
+    ),
 }
 
 
