@@ -100,6 +100,12 @@ def test_a_step_with_the_noise_of_another_is_caught():
         testing.assert_noise(reused, LIKE, 2.0)
 
 
+def coins(key, step, some):
+    drawn = jax.random.bernoulli(jax.random.fold_in(key, step), 0.4, (60,)) & some
+    indices = jnp.argsort(~drawn)
+    return dpjax.types.Draw(indices, drawn[indices])
+
+
 DRAWS = {
     "poisson": sampling.poisson(60, 12),
     "full": sampling.full(60),
@@ -149,6 +155,10 @@ WRONG_DRAWS = {
     "bins afresh at each step": (
         drawing("shuffled", lambda s, k, t: sampling.fixed(60, 12).draw(k, t)),
         "twice in a cycle of 5",
+    ),
+    "of one's own, at each step": (
+        drawing("of one's own", lambda s, k, t: coins(k, t, True)),
+        "twice in a cycle of 2",
     ),
 }
 
