@@ -41,7 +41,7 @@ def run(page, blocks):
 
 # `make test` runs these pages; most of the time of the others is compilation.
 QUICK = dict.fromkeys(("concepts.md", "tf_privacy.md", "own_loop.md", "llm.md"), ())
-MARKS = QUICK | dict.fromkeys(("opacus.md", "table.md"), pytest.mark.thorough)
+MARKS = QUICK | dict.fromkeys(("opacus.md", "table.md", "own_parts.md"), pytest.mark.thorough)
 CASES = [
     pytest.param(p, id=str(p.relative_to(PAGES)), marks=MARKS.get(p.name, pytest.mark.slow))
     for p in WITH_CODE

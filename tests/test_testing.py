@@ -100,6 +100,12 @@ def test_a_step_with_the_noise_of_another_is_caught():
         testing.assert_noise(reused, LIKE, 2.0)
 
 
+def coins(key, step, some):
+    drawn = jax.random.bernoulli(jax.random.fold_in(key, step), 0.4, (60,)) & some
+    indices = jnp.argsort(~drawn)
+    return dpjax.types.Draw(indices, drawn[indices])
+
+
 DRAWS = {
     "poisson": sampling.poisson(60, 12),
     "full": sampling.full(60),
@@ -108,6 +114,13 @@ DRAWS = {
     "cyclic_poisson": sampling.cyclic_poisson(60, 6, cycle=2),
     "balls_in_bins": sampling.balls_in_bins(60, 12),
     "fixed": sampling.fixed(60, 12),
+    "of one's own": dpjax.types.Sampler(
+        name="turns",
+        capacity=60,
+        draw=lambda key, step: coins(key, step, jnp.arange(60) % 2 == step % 2),
+        claim="Poisson sampling from two public parts in turn",
+        **sampling.stated(60, 12, rates=[[0.4, 1]], cycle=2),
+    ),
 }
 
 
@@ -142,6 +155,10 @@ WRONG_DRAWS = {
     "bins afresh at each step": (
         drawing("shuffled", lambda s, k, t: sampling.fixed(60, 12).draw(k, t)),
         "twice in a cycle of 5",
+    ),
+    "of one's own, at each step": (
+        drawing("of one's own", lambda s, k, t: coins(k, t, True)),
+        "twice in a cycle of 2",
     ),
 }
 

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The words: what a Clipping, a Sampler and an Algorithm hold together."""
 
+import dataclasses
 import math
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import dpjax
 from dpjax import clipping, sampling, types
+from dpjax.sampling import events
+from dpjax.verify.facts import Sampling
 
 
 def test_a_clipping_is_built_from_partition_bounds_and_factors():
@@ -39,6 +43,51 @@ def test_an_algorithm_unpacks():
     given = lambda key, params: params, lambda state: (state, None)
     init, step = types.Algorithm(*given, *[unused] * 4)
     assert step(init(None, 3)) == (3, None)
+
+
+def sampler_of(facts):
+    return dataclasses.replace(sampling.poisson(60, 12), name="mine", facts=facts)
+
+
+FACTS = sampling.stated(60, 12, rates=[[0.2, 1]])["facts"]
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_a_sampler_needs_each_fact(name):
+    rest = {key: fact for key, fact in FACTS.items() if key != name}
+    with pytest.raises(
+        ValueError, match=r"'mine'.*write Sampler\(\*\*dpjax.sampling.stated\("
+    ) as found:
+        sampler_of(rest)
+    assert name not in str(found.value).partition(", not ")[0]
+
+
+@pytest.mark.parametrize("facts", [{}, sampling.stated(60, 12), {**FACTS, "note": 1}])
+def test_a_sampler_takes_no_other_facts(facts):
+    """Nothing; all that `stated` gives; one that no card holds."""
+    with pytest.raises(ValueError, match="the facts are"):
+        sampler_of(facts)
+
+
+@pytest.mark.parametrize("fact", [lambda step: 0.2, np.int64(1), jnp.float32(0.2)])
+def test_the_facts_of_a_sampler_fit_a_card(fact):
+    with pytest.raises(TypeError, match=r"'mine'.*the fact cycle is .* as JSON"):
+        sampler_of({**FACTS, "cycle": fact})
+
+
+def test_these_facts_are_all_that_a_card_says_of_draws():
+    others = {"name", "examples", "batch_size", "neighbours"}
+    read = get_type_hints(Sampling)
+    assert read.keys() == set(types.FACTS) | others == set(FACTS) | others
+    assert get_args(read["event"]) == events.EVENTS
+    assert get_args(read["place"]) == events.PLACES
+
+
+@pytest.mark.parametrize("name", ["event", "place"])
+def test_a_misspelt_fact_is_refused(name):
+    """Another event would be counted as Poisson sampling."""
+    with pytest.raises(ValueError, match=rf"stated\({name}='Poison'\): expected one of"):
+        sampling.stated(60, 12, **{name: "Poison"})
 
 
 def test_the_sampling_rate_follows_from_public_sizes():

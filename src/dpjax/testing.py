@@ -198,7 +198,7 @@ def assert_sampling(sampler: Sampler, *, steps: int = 400, seed: int = 0) -> Non
     Poisson sampling must vary in size as such batches do; equal sizes are the common mistake.
 
     Args:
-      sampler: A sampler, of your own too, with what it states as `Sampler.facts`.
+      sampler: A sampler, of your own too, which states its draws by `dpjax.sampling.stated`.
       steps: How many steps are drawn; a wrong rate shows the better the more there are.
       seed: The seed of the draws.
 

@@ -10,6 +10,7 @@ real example, 0 for padding. *norms*, *factors*: arrays ``[batch, groups]``.
 from __future__ import annotations
 
 import enum
+import json
 import math
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -346,6 +347,10 @@ class Bins(NamedTuple):
     noise key: `dpjax.trees.step_key` makes one."""
 
 
+# All that accounting, statements, `dpjax.testing` and `dpjax.verify` read of a sampler's facts.
+FACTS = ("event", "rates", "cycle", "place")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
     """Which examples each step sees, and what that is worth.
@@ -361,8 +366,8 @@ class Sampler:
         *proved* for them.  Multipliers are relative to the add-or-remove sensitivity.
       neighbours: The neighbouring relation for which ``event`` holds.
       claim: In words, what is proved.
-      facts: What the event follows from, as JSON has it (`dpjax.sampling.events.stated`); public,
-        for it stands on cards.
+      facts: What the event follows from: ``event``, ``rates``, ``cycle`` and ``place``, as
+        `dpjax.sampling.stated` gives them, and as JSON has it; public, for it stands on cards.
       fingerprint: What else tells it from others of its name.  **Not** public: with a hash
         over the examples an attacker can confirm a guess.
       participation: From a number of steps to the `dpjax.strategies.Participation` of an example
@@ -403,6 +408,23 @@ class Sampler:
     unit: str = "example"
     most_rows: int | None = None
     rows: int | None = None
+
+    def __post_init__(self) -> None:
+        call = f"types.Sampler({self.name!r})"
+        # Cards hold exactly these: without one of them nothing can be stated or verified.
+        if set(self.facts) != set(FACTS):
+            raise ValueError(
+                f"{call}: the facts are {list(self.facts)}, not {list(FACTS)}; write "
+                "Sampler(**dpjax.sampling.stated(...), ...)."
+            )
+        for name, fact in self.facts.items():
+            try:
+                json.dumps(fact)
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"{call}: the fact {name} is {fact!r:.80}; expected numbers, texts or lists of "
+                    "Python, which a card holds as JSON."
+                ) from error
 
     def __repr__(self) -> str:
         return short(self, "name", "examples", "batch_size")

@@ -7,14 +7,15 @@ examples is secret; data set size, expected batch size and rates are public.
 `poisson`, `fixed`, `shuffled` and `random_allocation` draw small batches of large data sets in time
 and memory of the batch, by `dpjax.sampling.sparse`. Indices are int32. Beyond 2^31 - 1 examples
 they are pairs of 32-bit words, which `on_host` joins for a `dpjax.data.Stream`. For a loop of one's
-own, the method ``sampler.batch(data, key, step)`` gives rows and mask.
+own, the method ``sampler.batch(data, key, step)`` gives rows and mask. A `dpjax.types.Sampler` of
+your own describes its draws by `stated`.
 """
 
 from dpjax.sampling.allocation import random_allocation
 from dpjax.sampling.cycles import balls_in_bins, cyclic_poisson
 from dpjax.sampling.draws import fold, on_host
 from dpjax.sampling.epochs import curriculum, shuffled
-from dpjax.sampling.events import from_facts
+from dpjax.sampling.events import from_facts, stated
 from dpjax.sampling.independent import fixed, full, poisson, scored
 from dpjax.sampling.names import by_name
 from dpjax.sampling.persons import persons
@@ -34,4 +35,5 @@ __all__ = [
     "random_allocation",
     "scored",
     "shuffled",
+    "stated",
 ]

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dpjax import strategies, trees
+from dpjax import checks, strategies, trees
 from dpjax.sampling.sparse import LARGEST
 from dpjax.types import Bins, Draw, Key, Neighbours, Purpose, Sampler
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+
+EVENTS = ("poisson", "subset", "allocation", "none")
+PLACES = (None, "any", "same", "random", "coin")
 
 
 def stated(
@@ -29,7 +32,10 @@ def stated(
     cycle: int = 1,
     place: str | None = None,
 ) -> dict[str, Any]:
-    """The fields of a `Sampler` that follow from how it draws.
+    """The fields of a `dpjax.types.Sampler` that follow from how it draws, for one of your own.
+
+    They are ``examples``, ``batch_size``, ``event``, ``facts``, ``participation`` and
+    ``random_bins``. `dpjax.testing.assert_sampling` compares draws with them.
 
     Args:
       examples: As for `Sampler`.
@@ -43,7 +49,26 @@ def stated(
       place: Where that step is in each cycle, for correlated noise: ``"any"``, or the ``"same"`` in
         all of them; ``"random"``: the same, drawn uniformly for each example; ``"coin"``: the same,
         and a coin decides each time. None: no sensitivity of correlated noise is proved.
+
+    Privacy:
+      The caller proves that draws are as stated: `dpjax.verify` recomputes epsilon from ``facts``.
+
+    Example:
+      >>> from dpjax import sampling
+      >>> uniform = sampling.fixed(examples=100, batch_size=10)
+      >>> sampler = Sampler(
+      ...     name="mine",
+      ...     capacity=10,
+      ...     draw=uniform.draw,
+      ...     neighbours=uniform.neighbours,
+      ...     claim="uniform batches of a fixed size",
+      ...     **sampling.stated(examples=100, batch_size=10, event="subset"),
+      ... )
+      >>> sampler.facts["event"], sampler.facts["cycle"]
+      ('subset', 1)
     """
+    checks.one_of("sampling.stated", "event", event, EVENTS)
+    checks.one_of("sampling.stated", "place", place, PLACES)
     facts = {"event": event, "rates": [list(row) for row in rates], "cycle": cycle, "place": place}
 
     def event_of(multipliers: np.ndarray) -> DpEvent:

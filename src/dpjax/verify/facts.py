@@ -40,7 +40,7 @@ Randomness = Literal["fresh", "supplied"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How batches are drawn; `dpjax.sampling.events.stated` documents the last four."""
+    """How batches are drawn; `dpjax.sampling.stated` documents the last four."""
 
     name: str
     examples: Count
