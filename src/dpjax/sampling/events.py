@@ -34,8 +34,9 @@ def stated(
 ) -> dict[str, Any]:
     """The fields of a `dpjax.types.Sampler` that follow from how it draws, for one of your own.
 
-    They are ``examples``, ``batch_size``, ``event``, ``facts``, ``participation`` and
-    ``random_bins``. `dpjax.testing.assert_sampling` compares draws with them.
+    They are ``examples``, ``batch_size``, ``event``, ``facts``, ``participation``, ``bins`` and
+    ``random_bins``. `dpjax.testing.assert_sampling` compares draws with them. A sampler with
+    ``bins`` draws by ``draw(key, step, epoch_key=None)``; see `dpjax.types.Sampler`.
 
     Args:
       examples: As for `Sampler`.
