@@ -373,8 +373,8 @@ class Mechanism:
         public constant. The size of the drawn batch is never used. The key is as for `private`.
 
         Returns:
-          A link on sums, as `dpjax.noise.gaussian`. Where the sampler draws persons, the sum is that
-          of `dpjax.losses.of_person`. A step beyond the plan raises, or inside
+          A link on sums, as `dpjax.noise.gaussian`. Where the sampler draws persons, the sum is
+          that of `dpjax.losses.of_person`. A step beyond the plan raises, or inside
           ``jit`` returns NaN. With ``adaptive``, sum and mean are relative to the ``scale`` of the
           state, and ``update`` needs ``below=``, from `dpjax.clipping.Quantile.below`.
 

@@ -57,11 +57,12 @@ def private(mechanism: Described, key: Key | None) -> optax.GradientTransformati
 def _drawn_units(mask: Any, gradients: int, sampler: Sampler) -> Bool[Array, " gradients"]:
     """Which units have a drawn row; raises where units are flattened into their rows."""
     # With one gradient a row, a person would move the sum by `most_rows` bounds.
-    expected = (gradients, sampler.most_rows)
-    if np.shape(mask) != expected:
+    unit = sampler.unit
+    most_rows = sampler.most_rows
+    if np.shape(mask) != (gradients, most_rows):
         raise ValueError(
             f"Mechanism.private: {gradients} gradients and a mask of shape {np.shape(mask)}; "
-            f"expected one gradient a {sampler.unit}, and a mask of shape {expected} as drawn. "
+            f"expected one gradient a {unit}, and the mask [{unit}s, {most_rows}] as drawn. "
             "Take the gradient of dpjax.losses.of_person(loss) at (rows, mask)."
         )
     return jnp.any(jnp.asarray(mask), axis=1)
