@@ -131,16 +131,74 @@ def test_the_private_link_is_the_chain_of_its_parts():
         adapted.update(GRADIENTS, adapted.init(PARAMS), PARAMS, mask=mask)
 
 
+NEXT = "the noise comes next, before any other link"
+BETWEEN = {
+    "scale": optax.scale(10.0),
+    "Adam": optax.scale_by_adam(),
+    "momentum": optax.trace(0.9),
+    "weight decay": optax.add_decayed_weights(0.1),
+    "mean": mean(),
+    "ema": optax.ema(0.9),
+    "lion": optax.scale_by_lion(),
+    "apply_every": optax.apply_every(2),
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", BETWEEN)
+def test_the_error_of_a_link_between_says_that_noise_comes_next(name):
+    chain, params = optax.chain(clip(), BETWEEN[name], noised()), PARAMS["a"]
+    with pytest.raises(TypeError, match=f"a clipped sum has no arithmetic: {NEXT}"):
+        chain.update(GRADIENTS["a"], chain.init(params), params)
+
+
+RULES = {
+    "bounds": (clipping.flat(5.0), "is clipped to 5, the noise is for 1;"),
+    "a fraction": (clipping.flat(0.1), "is clipped to 0.1, the noise is for 1;"),
+    "estimated norms": (
+        clipping.jl(1.0, projections=5),
+        "to 1 with projections=5, the noise is for 1 with projections=None;",
+    ),
+    "groups": (
+        halves(0, 1),
+        r"to 0.5 and 0.5 in groups \(0, 1\), the noise is for 1 in groups \(0, 0\);",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_error_of_another_rule_says_what_differs(name):
+    rule, message = RULES[name]
+    link = noised()
+    with pytest.raises(ValueError, match=message):
+        link.update(clipping.trusted_sum(PARAMS, rule), link.init(PARAMS))
+
+
 def test_nothing_can_compute_with_a_sum():
     found = clipping.trusted_sum(jnp.ones(3), RULE)
     for act in (
-        lambda: 2 * found,
-        lambda: jnp.ones(3) + found,
         lambda: jnp.asarray(found),
         lambda: jax.jit(lambda x: x)(found),
     ):
         with pytest.raises(REFUSED):
             act()
+    ones = jnp.ones(3)
+    for refused in (
+        lambda: 2 * found,
+        lambda: found - ones,
+        lambda: ones + found,
+        lambda: np.ones(3) / found,
+        lambda: jax.jit(lambda x: x @ found)(ones),
+        lambda: found**2,
+        lambda: 2**found,
+        lambda: -found,
+        lambda: abs(found),
+        lambda: found[0],
+        lambda: found > 0,
+        lambda: list(found),
+    ):
+        with pytest.raises(TypeError, match=f"no arithmetic: {NEXT}"):
+            refused()
     with pytest.raises(AttributeError, match="no shape: the noise comes next"):
         found.shape  # noqa: B018
     assert getattr(found, "dtype", None) is None, "optax.inject_hyperparams asks"
@@ -305,6 +363,14 @@ def test_renew_gives_a_run_other_noise_and_the_same_draws():
     assert noise.renew(state._replace(key=unset)).key != unset
 
 
+@kills("noise/state.py", "if not any(map(_has_noise_key, nodes)):", "if False:")
+def test_renew_raises_where_it_finds_no_noise_state():
+    dropout = {"rngs": {"key": jax.random.key(0), "count": jnp.zeros(())}}
+    for state in (optax.adam(0.1).init(PARAMS), PARAMS, dropout, {"key": 1, "step": 2}):
+        with pytest.raises(ValueError, match=r"noise\.renew: expected a tree with the state of"):
+            noise.renew(state)
+
+
 @pytest.mark.thorough
 def test_flax_optimizers_carry_the_link():
     nnx = pytest.importorskip("flax.nnx")
@@ -322,14 +388,23 @@ def test_flax_optimizers_carry_the_link():
     assert np.all(np.isfinite(model.kernel[...]))
     assert np.any(model.kernel[...] != before)
 
-    @nnx.jit
-    def make():
-        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.chain(FULL.private()), wrt=nnx.Param)
+    for chain in (FULL.private(), optax.chain(clip(), LINKS["correlated"](), optax.adam(0.1))):
 
-    model, optimizer = make()
-    step(model, optimizer, DATA[:4])
-    assert np.all(np.isnan(model.kernel[...])), "a traced init gives the unset key"
+        @nnx.jit
+        def make(chain=chain):
+            model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+            return model, nnx.Optimizer(model, chain, wrt=nnx.Param)
+
+        model, optimizer = make()
+        step(model, optimizer, DATA[:4])
+        assert np.all(np.isnan(model.kernel[...])), "a traced init gives the unset key"
+        model, optimizer = make()
+        unset = nnx.state(optimizer)
+        fresh = noise.renew(unset)
+        assert jax.tree.structure(fresh) == jax.tree.structure(unset)
+        nnx.update(optimizer, fresh)
+        step(model, optimizer, DATA[:4])
+        assert np.all(np.isfinite(model.kernel[...]))
 
 
 # Masks -----------------------------------------------------------------------------------

@@ -19,7 +19,18 @@ from mutation import kills
 from scipy import stats
 
 import dpjax
-from dpjax import accounting, auditing, clipping, data, federated, losses, reports, sampling, verify
+from dpjax import (
+    accounting,
+    auditing,
+    clipping,
+    data,
+    federated,
+    losses,
+    reports,
+    sampling,
+    testing,
+    verify,
+)
 
 # Persons with fewer rows than the cap of 2, as many, and more; their rows are not side by side.
 OWNERS = np.array([5, -3, 8, 5, 8, 8, 1, 8, 1, 5, 8])
@@ -187,6 +198,62 @@ def test_two_devices_give_the_sum_of_one():
     environment = {**os.environ, "PYTHONPATH": folders, "JAX_NUM_CPU_DEVICES": "2"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+HEAVY = sampling.persons(np.repeat(np.arange(9), [30, 1, 1, 1, 1, 1, 1, 1, 1]), 8.9, most_rows=10)
+ROWS = np.where(np.arange(38) < 30, 100, 0).astype(np.float32)[:, None]
+
+
+def person_gradients(rows, mask):
+    loss = losses.of_person(lambda w, row: jnp.sum(w * row))
+    return jax.vmap(jax.grad(loss), (None, 0))(jnp.zeros(1), (rows, mask))
+
+
+FLAT = {
+    "rows and mask": lambda rows, mask: (rows.reshape(-1, 1), mask.reshape(-1)),
+    "a mask of two axes": lambda rows, mask: (rows.reshape(-1, 1), mask.reshape(-1, 1)),
+    "rows under the mask of persons": lambda rows, mask: (rows.reshape(-1, 1), mask),
+    "drawn rows": lambda rows, mask: (rows[mask], True),
+    "drawn rows and ones": lambda rows, mask: (rows[mask], np.ones(int(mask.sum()), bool)),
+    "no mask": lambda rows, mask: (rows.reshape(-1, 1), None),
+    "persons under a flat mask": lambda rows, mask: (rows[:, 0], mask[:, 0]),
+}
+
+
+@kills("mechanism/link.py", "sampler.most_rows is not None", "False", case="rows and mask-False")
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("name", FLAT)
+def test_a_flattened_person_is_refused(name, jitted):
+    """The law: a person moves the sum by one bound, not by one for each of its rows."""
+    link = mechanism(HEAVY, 0.0, rule=clipping.flat(1.0)).private()
+    rows, mask = HEAVY.batch(ROWS, KEY, 0)
+    state, gradients = link.init(jnp.zeros(1)), person_gradients(rows, mask)
+    run = jax.jit if jitted else lambda f: f
+    update = lambda g, mask: run(lambda g: link.update(g, state, mask=mask))(g)  # noqa: E731
+    moved, _ = update(gradients, mask)
+    assert float(moved[0]) * HEAVY.batch_size == pytest.approx(1.0)
+    with pytest.raises(ValueError, match=r"expected one gradient a person.*losses\.of_person"):
+        update(*FLAT[name](rows, mask))
+
+
+@kills("mechanism/link.py", "jnp.any(jnp.asarray(mask), axis=1)", "jnp.ones(gradients, bool)")
+def test_the_link_of_persons_masks_padding():
+    link = mechanism(HEAVY, 0.0, rule=clipping.flat(1.0)).private()
+    gradients, state = jnp.ones((4, 1)), link.init(jnp.zeros(1))
+    mask = np.zeros((4, 10), bool)
+    mask[0, :3] = mask[2, 0] = True
+    mean, _ = jax.jit(lambda mask: link.update(gradients, state, mask=mask))(mask)
+    assert float(mean[0]) * HEAVY.batch_size == pytest.approx(2.0)
+    testing.assert_private(
+        mechanism(HEAVY, rule=clipping.flat(1.0)).private(), jnp.zeros(3), most_rows=10
+    )
+
+
+def test_the_refusal_of_a_mask_of_persons_names_the_loss_of_a_person():
+    rows, mask = SAMPLER.batch((X, Y), KEY, 0)
+    for loss in (lambda w, row: jnp.sum(w) * jnp.sum(row[0]), row_loss):
+        with pytest.raises(ValueError, match=r"mask has shape \(4, 2\).*losses\.of_person\(loss\)"):
+            dpjax.clipped_grad(loss, RULE)(PARAMS, rows, mask=mask)
 
 
 # Epsilon by enumeration ----------------------------------------------------------------

@@ -283,6 +283,43 @@ LEAKS = {
 }
 
 
+def of_mask(scale):
+    """A link behind the noise that sees which examples are drawn."""
+
+    def update(updates, state, params=None, *, mask, **extra):
+        return jax.tree.map(lambda u: u * scale(mask), updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+SIZES = {
+    "the drawn size": of_mask(lambda mask: 1 / mask.sum()),
+    "a size that is never 0": of_mask(lambda mask: 1 / max(mask.sum(), 1)),
+    "who is drawn": of_mask(lambda mask: mask[0]),
+    "the expected size": of_mask(lambda mask: 1 / 4),
+    "all rows": of_mask(lambda mask: 1 / mask.size),
+}
+
+
+@kills("testing.py", "np.arange(4) < drawn", "np.arange(4) < 3", case="the drawn size")
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", SIZES)
+def test_a_link_that_uses_the_drawn_size_is_found(name):
+    """The size of a Poisson batch tells whether one example was drawn."""
+    chain = optax.chain(FULL.private(), SIZES[name])
+    if name in ("the expected size", "all rows"):
+        testing.assert_private(chain, PARAMS)
+    else:
+        with pytest.raises(testing.LawBroken, match="the drawn size pass beside the noise"):
+            testing.assert_private(chain, PARAMS)
+
+
+@kills("testing.py", "[drawn, 1, 1, 1]", "[1, 1, 1, 1]", slow=True)
+def test_a_link_before_the_clipping_that_uses_the_drawn_size_is_found():
+    with pytest.raises(testing.LawBroken, match="at step 0 one example moves the release"):
+        testing.assert_private(optax.chain(SIZES["the drawn size"], FULL.private()), PARAMS)
+
+
 @pytest.mark.sample(3)
 @kills("testing.py", "fingerprint(updates) != trees.", "fingerprint(again) != trees.", slow=True)
 @pytest.mark.parametrize("name", LEAKS)

@@ -37,6 +37,13 @@ class LawBroken(AssertionError):
     """A measurement contradicts a guarantee."""
 
 
+class Batch(NamedTuple):
+    """The gradients of a step, and which of their rows are drawn examples."""
+
+    gradients: PyTree
+    mask: np.ndarray
+
+
 class Measurement(NamedTuple):
     """What the noise of one step of a link meets, with its deviation for each leaf of the sum."""
 
@@ -250,6 +257,7 @@ def assert_private(
     canary: PyTree | None = None,
     steps: int = 3,
     tolerance: float = 0.02,
+    most_rows: int | None = None,
 ) -> None:
     r"""Raises unless one example tells as much about a chain's releases as its multiplier says.
 
@@ -261,12 +269,13 @@ def assert_private(
     The upper limits hold for an example of NaN and for one of infinities too.
 
     The updates must follow from the releases alone. So the chain runs on two wholly different
-    batches, one of them with NaN, while its noise link adds the noise to the sums of the first
-    run: the updates must have the bits of the first run.
+    batches, one of them with NaN, and of other sizes, while its noise link adds the noise to the
+    sums of the first run: the updates must have the bits of the first run.
 
     It refuses a link between clipping and noise, noise that is missing, added twice or for
     another bound, and a link before the clipping that mixes examples (`optax.clip_by_global_norm`),
-    drops a batch for one (`optax.apply_if_finite`), or keeps earlier gradients (`optax.trace`).
+    drops a batch for one (`optax.apply_if_finite`), or keeps earlier gradients (`optax.trace`). It
+    also refuses a link that divides by the drawn size, ``mask.sum()``.
 
     Args:
       chain: From per-example gradients ``(batch, ...)`` to updates, such as
@@ -276,6 +285,8 @@ def assert_private(
         A rule that drops long gradients needs one that just reaches its bound.
       steps: How many steps run; the first, third, ... draw the example.
       tolerance: The largest distance of $\mu m$ from 1, or from 0.
+      most_rows: For the link of a mechanism over persons, the ``most_rows`` of its sampler: masks
+        are then ``[persons, most_rows]``.
 
     Example:
       >>> import dpjax
@@ -289,7 +300,8 @@ def assert_private(
     canary = far if canary is None else canary
     # One state begins all runs, because a chain may draw its key in `init`.
     begin = functools.cache(lambda: chain.init(params))
-    without, updates = _runs(chain, begin, params, _batches(params, canary, [0] * steps))
+    run = functools.partial(_runs, chain, begin, params, most_rows)
+    without, updates = run(_batches(params, canary, [0] * steps))
     # Correlated noise hides an example that takes part once, at the least.
     once = without[0].strategy is not None
     draws = [int(step == 0) if once else 1 - step % 2 for step in range(steps)]
@@ -297,7 +309,7 @@ def assert_private(
     for name, value in (("an example of NaN", jnp.nan), ("an example of infinities", jnp.inf)):
         examples[name] = jax.tree.map(lambda x, value=value: jnp.full_like(x, value), far)
     for name, example in examples.items():
-        with_it, _ = _runs(chain, begin, params, _batches(params, example, draws))
+        with_it, _ = run(_batches(params, example, draws))
         for step, (ratio, drawn) in enumerate(zip(_ratios(with_it, without), draws, strict=True)):
             # One that can take part again has less than its share in a step; one that is not
             # finite has none.
@@ -308,14 +320,15 @@ def assert_private(
                     f"multiplier says; expected {drawn}. A link before the clipping may see "
                     "several examples, or gradients of earlier batches."
                 )
-    # Other values, and another number of clipped examples; one is NaN.
-    for scales in ([1e6, 1.0, 0.0, 0.0], [1e-6, jnp.nan, 0.0, 0.0]):
+    # Other values, and other numbers of clipped and of drawn examples; one is NaN.
+    for scales, drawn in (([1e6, 1.0, 0.0, 0.0], 4), ([1e-6, jnp.nan, 0.0, 0.0], 2)):
         scaled = functools.partial(jnp.tensordot, jnp.diag(jnp.float32(scales)), axes=1)
-        batch = jax.tree.map(scaled, _others(params, 4))
-        _, again = _runs(chain, begin, params, [batch] * steps, without)
+        batch = Batch(jax.tree.map(scaled, _others(params, 4)), np.arange(4) < drawn)
+        _, again = run([batch] * steps, without)
         if trees.fingerprint(updates) != trees.fingerprint(again):
             raise LawBroken(
-                "two batches with one release differ in updates: gradients pass beside the noise."
+                "two batches with one release differ in updates: gradients or the drawn size pass "
+                "beside the noise."
             )
 
 
@@ -350,7 +363,8 @@ def _runs(
     chain: optax.GradientTransformation,
     begin: Callable[[], PyTree],
     params: PyTree,
-    batches: Sequence[PyTree],
+    most_rows: int | None,
+    batches: Sequence[Batch],
     instead: Sequence[Measurement] = (),
 ) -> tuple[list[Measurement], list[PyTree]]:
     """What the noise link of a chain releases, or meets ``instead``, and the chain's updates."""
@@ -375,9 +389,10 @@ def _runs(
     try:
         state = jax.tree.map(measured, begin(), is_leaf=lambda x: isinstance(x, GaussianState))
         updates = list[PyTree]()
-        for batch in batches:
-            mask = np.ones(trees.leading_size(batch), bool)
-            update, state = update_with(batch, state, params, mask=mask)
+        for gradients, mask in batches:
+            if most_rows is not None:
+                mask = np.repeat(mask[:, None], most_rows, axis=1)
+            update, state = update_with(gradients, state, params, mask=mask)
             updates.append(update)
     except (AttributeError, TypeError, ValueError) as error:
         raise LawBroken(f"the chain refuses to run: {error}") from error
@@ -386,18 +401,20 @@ def _runs(
     return measurements, updates
 
 
-def _batches(params: PyTree, canary: PyTree, draws: Sequence[int]) -> list[PyTree]:
-    """For each step the gradients of three examples, and of the canary or zeros in its place."""
+def _batches(params: PyTree, canary: PyTree, draws: Sequence[int]) -> list[Batch]:
+    """For each step the gradients of three examples, and of the canary or padding in its place."""
     # A link before the clipping could let the canary move their rows.
     others = _others(params, 3)
 
-    def batch(step: int, drawn: int) -> PyTree:
+    def batch(step: int, drawn: int) -> Batch:
         # 0 times NaN is NaN, and an example that is not drawn is a row of zeros.
         row = jax.tree.map(lambda c: jnp.where(drawn, jnp.asarray(c)[None], 0), canary)
         # A link that remembers each place would hide the canary behind earlier zeros.
-        return jax.tree.map(
+        gradients = jax.tree.map(
             lambda *rows: jnp.roll(jnp.concatenate(rows), step, axis=0), row, others
         )
+        mask = np.array([drawn, 1, 1, 1], bool)
+        return Batch(gradients, np.roll(mask, step))
 
     return [batch(step, drawn) for step, drawn in enumerate(draws)]
 

@@ -254,11 +254,20 @@ class Limits:
     groups: tuple[int, ...]
     """The group of each leaf."""
 
+    def in_words(self, other: Limits) -> str:
+        """The bounds, and what else differs from other limits."""
+        words = " and ".join(repr(bound).removesuffix(".0") for bound in self.bounds)
+        if self.projections != other.projections:
+            words += f" with projections={self.projections}"
+        if self.groups != other.groups:
+            words += f" in groups {reprlib.repr(self.groups)}"
+        return words
+
 
 class Sum:
     """A clipped sum on its way to the noise: a noise link takes it, and nothing else can.
 
-    It is no pytree and has no arithmetic, so a link between clipping and noise (a scale, momentum,
+    It is no pytree and refuses arithmetic, so a link between clipping and noise (a scale, momentum,
     a mask) fails instead of changing what one example can move.
     """
 
@@ -273,6 +282,17 @@ class Sum:
     # Not only missing methods: `optax.inject_hyperparams` asks leaves for their dtype.
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"a clipped sum has no {name}: {_NOISE_NEXT}")
+
+    def _refused(self, *operands: Any) -> Any:
+        raise TypeError(f"a clipped sum has no arithmetic: {_NOISE_NEXT}")
+
+    # Python looks these up on the class, so `__getattr__` does not see them.
+    __add__ = __radd__ = __sub__ = __rsub__ = _refused
+    __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refused
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refused
+    __pow__ = __rpow__ = __mod__ = __rmod__ = _refused
+    __lt__ = __le__ = __gt__ = __ge__ = _refused
+    __neg__ = __pos__ = __abs__ = __getitem__ = _refused
 
 
 class ClippedSum(NamedTuple):

@@ -71,8 +71,12 @@ def real_rows(call: str, mask: ArrayLike | None, size: int) -> Bool[Array, " siz
     if mask is None or mask is True:
         return jnp.ones(size, bool)
     if np.shape(mask) != (size,):
+        of_persons = (
+            " For persons give dpjax.losses.of_person(loss), (rows, mask) and mask=mask[:, 0]."
+        )
         raise ValueError(
             f"{call}: mask has shape {np.shape(mask)}; expected ({size},), one entry per example."
+            + (of_persons if np.ndim(mask) == 2 else "")
         )
     # Inside jit a mask has no values yet, and of several processes each sees a part.
     known = not isinstance(mask, Tracer) and getattr(mask, "is_fully_addressable", True)

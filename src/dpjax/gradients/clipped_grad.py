@@ -119,13 +119,14 @@ def clipped_grad(
         refuse_tracking("clipped_grad")
         refuse_explicit("clipped_grad", "data", batch)
         refuse_explicit("clipped_grad", "parameters", params)
+        # Before the loss, which may refuse the rows of a person too.
+        real = real_rows("clipped_grad", mask, size)
         traced = Traced(loss, has_aux)
         check_loss(traced.beside(frozen), params, trees.one_row(batch), "clipped_grad")
         # Without examples every engine returns zeros.
         name = "vmap" if size == 0 else engine
         together = microbatch_size or (size if name == "vmap" else None)
         request = Request(size, name, together, devices)
-        real = real_rows("clipped_grad", mask, size)
         rows = Rows(batch, real, _held_weights(weights, size, rule.partition.size))
         # In float32 or wider: the sum must not lose what one example adds.
         start = trees.zeros_wide(params) if start is None else start

@@ -373,7 +373,8 @@ class Mechanism:
         public constant. The size of the drawn batch is never used. The key is as for `private`.
 
         Returns:
-          A link on sums, as `dpjax.noise.gaussian`. A step beyond the plan raises, or inside
+          A link on sums, as `dpjax.noise.gaussian`. Where the sampler draws persons, the sum is
+          that of `dpjax.losses.of_person`. A step beyond the plan raises, or inside
           ``jit`` returns NaN. With ``adaptive``, sum and mean are relative to the ``scale`` of the
           state, and ``update`` needs ``below=``, from `dpjax.clipping.Quantile.below`.
 
@@ -409,7 +410,9 @@ class Mechanism:
         Returns:
           A link whose ``update(gradients, state, params=None, mask=mask)`` takes gradients with a
           leading axis of examples. The mask says which of them were drawn: True where all were. It
-          is required where the sampler pads its draws.
+          is required where the sampler pads its draws. Where the sampler draws persons, the
+          gradients have a leading axis of persons, as of `dpjax.losses.of_person`, and the mask is
+          as drawn, ``[persons, most_rows]``.
 
         Privacy:
           What comes out may be released: `epsilon` covers the planned steps, if ``sampling`` draws

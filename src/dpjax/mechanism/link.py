@@ -10,16 +10,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dpjax import clipping, noise, trees
 from dpjax.noise import GaussianState
 from dpjax.noise.link import add_noise, noise_link
 from dpjax.noise.multiplier import WIDER
 from dpjax.noise.state import LinkNoise
-from dpjax.types import Key, Purpose, PyTree
+from dpjax.types import Key, Purpose, PyTree, Sampler
 
 # A `Mechanism`, whose file imports this one.
 Described = Any
@@ -38,8 +39,10 @@ def private(mechanism: Described, key: Key | None) -> optax.GradientTransformati
         mask: ArrayLike | None = None,
         **extra: Any,
     ) -> tuple[PyTree, Any]:
-        # Padding would count: rows of a sampler that pads its draws, without a mask.
         sampler = mechanism.sampling
+        if sampler.most_rows is not None:
+            mask = _drawn_units(mask, trees.leading_size(updates), sampler)
+        # Padding would count: rows of a sampler that pads its draws, without a mask.
         full = mask is True and trees.leading_size(updates) == sampler.capacity
         if sampler.padded and (mask is None or full):
             raise ValueError(
@@ -49,6 +52,20 @@ def private(mechanism: Described, key: Key | None) -> optax.GradientTransformati
         return links.update(updates, state, params, mask=mask)
 
     return optax.GradientTransformationExtraArgs(links.init, update)
+
+
+def _drawn_units(mask: Any, gradients: int, sampler: Sampler) -> Bool[Array, " gradients"]:
+    """Which units have a drawn row; raises where units are flattened into their rows."""
+    # With one gradient a row, a person would move the sum by `most_rows` bounds.
+    unit = sampler.unit
+    most_rows = sampler.most_rows
+    if np.shape(mask) != (gradients, most_rows):
+        raise ValueError(
+            f"Mechanism.private: {gradients} gradients and a mask of shape {np.shape(mask)}; "
+            f"expected one gradient a {unit}, and the mask [{unit}s, {most_rows}] as drawn. "
+            "Take the gradient of dpjax.losses.of_person(loss) at (rows, mask)."
+        )
+    return jnp.any(jnp.asarray(mask), axis=1)
 
 
 def privatize(

@@ -133,8 +133,11 @@ def require_sum(updates: Any, rule: Clipping, name: str) -> None:
         )
     limits = rule.limits(updates.value)
     if updates.rule != limits:
+        clipped = updates.rule.in_words(limits)
+        noised = limits.in_words(updates.rule)
         raise ValueError(
-            f"{name}: the sum has {updates.rule}, the noise {limits}; expected one rule for both."
+            f"{name}: the sum is clipped to {clipped}, the noise is for {noised}; "
+            "expected one rule for both."
         )
 
 

@@ -8,7 +8,7 @@ one. Nothing is released with it before `renew`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -101,6 +101,9 @@ def renew(state: T) -> T:
     Two runs that continue one state then share no noise. The key for draws of a `dpjax.types.State`
     stays, unless it is unset.
 
+    The tree may be ``nnx.state(optimizer)``, in which Flax holds a noise state as a mapping:
+    ``nnx.update(optimizer, renew(nnx.state(optimizer)))``.
+
     Example:
       >>> import dpjax
       >>> link = dpjax.noise.gaussian(1.0, dpjax.clipping.flat(1.0))
@@ -108,18 +111,43 @@ def renew(state: T) -> T:
       >>> bool(is_unset(state.key))
       False
     """
+    nodes, structure = jax.tree.flatten(state, is_leaf=_has_noise_key)
+    if not any(map(_has_noise_key, nodes)):
+        raise ValueError(
+            f"noise.renew: expected a tree with the state of a noise link, not this "
+            f"{type(state).__name__} without one."
+        )
+    return structure.unflatten(map(_with_fresh_keys, nodes))
 
-    def fresh(node: Any) -> Any:
-        if isinstance(node, GaussianState):
-            return node._replace(key=jax.tree.map(_fresh_like, node.key))
-        if not isinstance(node, State):
-            return node
+
+def _has_noise_key(node: Any) -> bool:
+    """Whether a node of a tree is the state of a run or of a noise link."""
+    return isinstance(node, GaussianState | State) or _is_mapped_state(node)
+
+
+def _is_mapped_state(node: Any) -> bool:
+    """Whether a node has the fields of a `GaussianState`, as in ``nnx.state(optimizer)``."""
+    if not isinstance(node, Mapping):
+        return False
+    # Flax leaves out fields without arrays.
+    if not {"key", "step"} <= set(node) <= set(GaussianState._fields):
+        return False
+    keys = jax.tree.leaves(node["key"])
+    return all(checks.is_typed_key(x) or getattr(x, "dtype", None) == np.uint32 for x in keys)
+
+
+def _with_fresh_keys(node: Any) -> Any:
+    if isinstance(node, GaussianState):
+        return node._replace(key=jax.tree.map(_fresh_like, node.key))
+    if isinstance(node, State):
         keys = {"noise_key": node.noise_key}
         if is_unset(node.key):
             keys["key"] = node.key
         return node._replace(**jax.tree.map(_fresh_like, keys))
-
-    return jax.tree.map(fresh, state, is_leaf=lambda x: isinstance(x, GaussianState | State))
+    if _is_mapped_state(node):
+        mapping: Any = type(node)
+        return mapping({**node, "key": jax.tree.map(_fresh_like, node["key"])})
+    return node
 
 
 def _fresh_like(key: Key) -> Key:
