@@ -490,8 +490,8 @@ def test_draws_are_a_pure_function_of_key_and_step(sampler):
 
 @kills(
     "sampling/independent.py",
-    "SAMPLING, step)\n        if block",
-    "SAMPLING, 0)\n        if block",
+    "batch(trees.step_key(key, Purpose.SAMPLING, step))",
+    "batch(trees.step_key(key, Purpose.SAMPLING, 0))",
     case="poisson",
     slow=True,
 )

@@ -66,16 +66,19 @@ def standard_normal(
 def normal_in_parts(
     key: Key, shapes: Sequence[tuple[int, ...]], dtype: Any = jnp.float32
 ) -> list[Float[Array, "..."]]:
-    """The numbers of `standard_normal`, cut to these shapes, each computed from its place alone.
+    """The numbers of `standard_normal`, cut to these shapes, each computed from its place only.
 
-    So the noise of a mesh is that of one device, where `standard_normal` takes half the time.
+    So a mesh has the noise of one device. On one device `standard_normal` takes half the time.
     """
-    secret, count = jax.random.bits(key, (2,), jnp.uint32), sum(map(math.prod, shapes))
+    secret = jax.random.bits(key, (2,), jnp.uint32)
+    count = sum(map(math.prod, shapes))
     if count > 2**32:  # places are 32-bit words: further numbers would repeat the first ones
         raise ValueError(
             f"noise: devices share a draw of {count:,} numbers; expected at most 2^32."
         )
-    half, arrays, start = -(-count // (2 * _ROW)) * _ROW, [], 0
+    half = _rows_for(count) * _ROW
+    arrays = []
+    start = 0
     for shape in shapes:
         place = _places(shape, start)
         second = place >= half
@@ -95,12 +98,17 @@ def _places(shape: tuple[int, ...], start: int = 0) -> UInt32[Array, "..."]:
     return place
 
 
+def _rows_for(count: int) -> int:
+    """How many rows of pairs hold ``count`` numbers."""
+    return -(-count // (2 * _ROW))
+
+
 @functools.partial(jax.jit, static_argnames=("count", "dtype"))
 def _drawn(
     secret: UInt32[Array, "2"], ready: UInt32[Array, ""], count: int, dtype: Any
 ) -> Float[Array, " count"]:
     """``count`` numbers: the first halves of all pairs, then the second halves."""
-    shape = -(-count // (2 * _ROW)), _ROW
+    shape = (_rows_for(count), _ROW)
 
     def pairs(secret: UInt32[Array, "2"]) -> Complex[Array, "rows row"]:
         counter = [jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (0, 1)]
@@ -109,13 +117,13 @@ def _drawn(
     def nothing(secret: UInt32[Array, "2"]) -> Complex[Array, "rows row"]:
         return jnp.zeros_like(jax.eval_shape(pairs, secret))
 
-    # A branch that is always taken: XLA:CPU fuses across anything weaker, and then computes each
-    # pair twice. Other devices would wait for the host at a branch.
-    z = jax.lax.platform_dependent(
-        secret,
-        cpu=lambda secret: jax.lax.cond((ready | 1) != 0, pairs, nothing, secret),
-        default=pairs,
-    )
+    def pairs_in_a_branch(secret: UInt32[Array, "2"]) -> Complex[Array, "rows row"]:
+        # The branch is always taken. XLA:CPU fuses across anything weaker, and then computes each
+        # pair twice. Other devices wait for the host at a branch, so they have none.
+        always = (ready | 1) != 0
+        return jax.lax.cond(always, pairs, nothing, secret)
+
+    z = jax.lax.platform_dependent(secret, cpu=pairs_in_a_branch, default=pairs)
     # Interleaving the pairs would move every number once more.
     return jnp.concatenate([z.real, z.imag]).reshape(-1)[:count]
 
@@ -128,14 +136,17 @@ def _word(array: Array) -> UInt32[Array, ""]:
 
 def _threefry(key: Array, counter: list[Array]) -> tuple[Array, Array]:
     """Two random words for each counter of two words: threefry-2x32 with 20 rounds."""
-    # Written out, because JAX's own runs as a loop over arrays on a CPU, several times slower.
+    # The rounds are written out: JAX's own function is a loop over arrays on a CPU, several times
+    # slower.
     keys = key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)
-    x, y = counter[0] + keys[0], counter[1] + keys[1]
+    x = counter[0] + keys[0]
+    y = counter[1] + keys[1]
     for group in range(5):
         for turn in _TURNS[group % 2]:
             x = x + y
             y = x ^ ((y << turn) | (y >> (32 - turn)))
-        x, y = x + keys[(group + 1) % 3], y + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+        x = x + keys[(group + 1) % 3]
+        y = y + keys[(group + 2) % 3] + jnp.uint32(group + 1)
     return x, y
 
 
@@ -145,17 +156,20 @@ def _box_muller(first: Array, second: Array, dtype: Any = jnp.float32) -> Comple
     # both ends keep the full relative precision of a float.
     low = second >> 24
     upper = first >= jnp.uint32(1 << 31)
-    first, low = jnp.where(upper, ~first, first), jnp.where(upper, 255 - low, low)
+    first = jnp.where(upper, ~first, first)
+    low = jnp.where(upper, 255 - low, low)
     tail = (first.astype(dtype) + (low.astype(dtype) + 0.5) * 2.0**-8) * 2.0**-32
     radius = jnp.sqrt(-2 * _log(tail, upper))
     # A direction within an eighth of a turn of the axis, then one of four quarter turns:
     # there a short Taylor series is exact, and much cheaper than jnp.cos and jnp.sin.
     eighth = (second & 0x3FFFFF).astype(dtype) - (2.0**21 - 0.5)
     cosine, sine = _cos_sin(eighth * (math.pi * 2.0**-23))
-    half, quarter = (second & (1 << 22)) != 0, (second & (1 << 23)) != 0
     # A half turn changes both signs, a quarter turn takes (cosine, sine) to (-sine, cosine).
+    half = (second & (1 << 22)) != 0
+    quarter = (second & (1 << 23)) != 0
     radius = jnp.where(half, -radius, radius)
-    along, across = jnp.where(quarter, -sine, cosine), jnp.where(quarter, cosine, sine)
+    along = jnp.where(quarter, -sine, cosine)
+    across = jnp.where(quarter, cosine, sine)
     return jax.lax.complex(radius * along, radius * across)
 
 
@@ -172,7 +186,10 @@ def _cos_sin(angle: Array) -> tuple[Array, Array]:
     """Cosine and sine for angles up to pi / 4, to the last digit of the dtype."""
     square = angle * angle
     cosine = sine = jnp.ones_like(angle)
-    for k in range(8 if angle.dtype == jnp.float64 else 5, 0, -1):
+    terms = 5
+    if angle.dtype == jnp.float64:
+        terms = 8
+    for k in range(terms, 0, -1):
         cosine = 1 - cosine * (square * (1 / (2 * k * (2 * k - 1))))
         sine = 1 - sine * (square * (1 / (2 * k * (2 * k + 1))))
     return cosine, angle * sine

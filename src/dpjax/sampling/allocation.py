@@ -46,8 +46,9 @@ from dpjax.sampling.sizes import checked_count, is_sparse
 from dpjax.sampling.sparse import LARGEST, digits, less, listed, permuted
 from dpjax.types import Draw, Key, Sampler
 
-# Of 32 bits: words of a coin, and of a number from a table.
-_COIN, _WORDS = 2, 3
+# How many words of 32 bits a coin has, and how many a number from a table.
+_COIN = 2
+_WORDS = 3
 
 
 def random_allocation(examples: int, batches: int) -> Sampler:
@@ -85,12 +86,15 @@ def random_allocation(examples: int, batches: int) -> Sampler:
     examples = checked_count("random_allocation", "examples", examples)
     batches = checked_count("random_allocation", "batches", batches, examples)
     batch_size = examples / batches
-    sparse = is_sparse(examples, batch_size)
-    # Bernstein's inequality for a binomial size: exp(-60) is below 2^-86.
-    room = batch_size + 20 + math.sqrt(400 + 120 * batch_size)
-    capacity = min(examples, math.ceil(room)) if sparse else examples
-    piece = _pieces(examples, batches) if sparse else None
-
+    capacity = examples
+    piece = None
+    kind = "random"
+    if is_sparse(examples, batch_size):
+        # Bernstein's inequality for a binomial size: exp(-60) is below 2^-86.
+        room = batch_size + 20 + math.sqrt(400 + 120 * batch_size)
+        capacity = min(examples, math.ceil(room))
+        piece = _pieces(examples, batches)
+        kind = "pseudo-random"
     description = stated(examples, batch_size, event="allocation", cycle=batches)
 
     def draw(key: Key, step: Any, epoch_key: Key = None) -> Draw:
@@ -106,11 +110,11 @@ def random_allocation(examples: int, batches: int) -> Sampler:
         indices = permuted(for_order, examples, np.arange(capacity), first)
         places = jnp.arange(capacity, dtype=jnp.int32)
         drawn = (places >= start - first) & (places < start - first + size)
-        # In the order of the data, so that a stream reads forwards.
-        ordered, mask = jnp.sort(jnp.where(drawn, indices, LARGEST)), places < size
+        # The draw is in the order of the data, so a stream reads forwards.
+        ordered = jnp.sort(jnp.where(drawn, indices, LARGEST))
+        mask = places < size
         return Draw(jnp.where(mask, ordered, indices), mask)
 
-    kind = "pseudo-random" if sparse else "random"
     return Sampler(
         name="random_allocation",
         capacity=capacity,
@@ -124,14 +128,17 @@ def bins_of(key: Key, size: int, bins: int) -> Int[Array, " size"]:
     """Independent uniform bins; -1, which is none, with probability below bins * 2^-64."""
     words = jax.random.bits(key, (size, _COIN), jnp.uint32)
     last = 2 ** (32 * _COIN) - 2 ** (32 * _COIN) % bins - 1
-    # A remainder stays below 2^32 as more bits follow it.
-    found, width, left = words[:, 0] % bins, 32 - bins.bit_length(), 32
+    # The bits of the second word join the remainder a few at a time, so it stays below 2^32.
+    remainder = words[:, 0] % bins
+    width = 32 - bins.bit_length()
+    left = 32
     while left:
-        more = min(width, left)
-        left -= more
-        found = ((found << more) | ((words[:, 1] >> left) & (2**more - 1))) % bins
+        count = min(width, left)
+        left -= count
+        next_bits = (words[:, 1] >> left) & (2**count - 1)
+        remainder = ((remainder << count) | next_bits) % bins
     beyond = less(jnp.asarray(digits(last, _COIN), jnp.uint32), words)
-    return jnp.where(beyond, -1, found.astype(jnp.int32))
+    return jnp.where(beyond, -1, remainder.astype(jnp.int32))
 
 
 def _pieces(
@@ -158,13 +165,15 @@ def _pieces(
 
 def poisson_table(mean: Fraction) -> tuple[int, np.ndarray]:
     """A number, and the probabilities ``[numbers, words]`` of more than it: 1 more, 2 more, ..."""
-    # From the likeliest number outwards, until a weight is 2^-104 of the largest.
-    (a, b), mode = mean.as_integer_ratio(), int(mean)
-    above, below = [2**128], [2**128]
+    # The weights go from the likeliest number outwards, until one is 2^-104 of the largest.
+    numerator, denominator = mean.as_integer_ratio()
+    mode = int(mean)
+    above = [2**128]
     while above[-1] > 2**24:
-        above.append(above[-1] * a // (b * (mode + len(above))))
+        above.append(above[-1] * numerator // (denominator * (mode + len(above))))
+    below = [2**128]
     while below[-1] > 2**24 and len(below) <= mode:
-        below.append(below[-1] * b * (mode + 1 - len(below)) // a)
+        below.append(below[-1] * denominator * (mode + 1 - len(below)) // numerator)
     weights = np.array([*below[:0:-1], *above], object)
     tails = np.cumsum(weights[:0:-1])[::-1] * 2 ** (32 * _WORDS) // weights.sum()
     return mode + 1 - len(below), np.array([digits(tail, _WORDS) for tail in tails], np.uint32)
@@ -174,10 +183,10 @@ def _fallen(words: UInt[Array, "n words"], tails: UInt[Array, "m words"]) -> Int
     """How many of the falling numbers are above each word, by bisection."""
     top = len(tails).bit_length() - 1
 
-    def body(i: Int[Array, ""], found: Array) -> Array:
-        more = found + (1 << (top - i))
-        above = less(words, tails[jnp.minimum(more, len(tails)) - 1])
-        return jnp.where((more <= len(tails)) & above, more, found)
+    def body(i: Int[Array, ""], count: Array) -> Array:
+        larger = count + (1 << (top - i))
+        above = less(words, tails[jnp.minimum(larger, len(tails)) - 1])
+        return jnp.where((larger <= len(tails)) & above, larger, count)
 
     return jax.lax.fori_loop(
         jnp.int32(0), jnp.int32(top + 1), body, jnp.zeros(len(words), jnp.int32)

@@ -60,7 +60,8 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
         parts = parts_of(trees.step_key(key, Purpose.PARTS, 0), examples, cycle)
         here = parts == step % cycle
         # Parts last for the run. Two runs from one state have coins of their own.
-        key = trees.step_key(key if fresh is None else fresh, Purpose.SAMPLING, step)
+        for_coins = key if fresh is None else fresh
+        key = trees.step_key(for_coins, Purpose.SAMPLING, step)
         return coins(key, jnp.full(examples, largest, jnp.uint32), here)
 
     return Sampler(

@@ -39,6 +39,7 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
     examples, batch_size = checked_whole_sizes("shuffled", examples, batch_size)
 
     if is_sparse(examples, batch_size):
+        kind = "pseudo-randomly shuffled"
         # Batch t has every steps-th place of the permutation from t: sums of int64 constants and
         # an int32 step, because JAX has no int64 by default.
         places = np.arange(batch_size) * (examples // batch_size)
@@ -47,12 +48,13 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
             key = trees.step_key(key, Purpose.SAMPLING, epoch)
             return permuted(key, examples, places, number)
     else:
-        # The whole data set again at every step: a cached order would be state.
+        kind = "shuffled"
+
+        # Every step shuffles the whole data set again: a cached order would be state.
         def batch(key: Key, epoch: Any, number: Any) -> Array:
             order = jax.random.permutation(trees.step_key(key, Purpose.SAMPLING, epoch), examples)
             return jax.lax.dynamic_slice_in_dim(order, number * batch_size, batch_size)
 
-    kind = "pseudo-randomly shuffled" if is_sparse(examples, batch_size) else "shuffled"
     return _epochs(
         "shuffled",
         examples,
@@ -93,18 +95,24 @@ def curriculum(
     _, batch_size = checked_whole_sizes("curriculum", indices.size, batch_size, LARGEST)
     fixed_order = jnp.asarray(indices, jnp.int32)
     claim = "the order comes from the private data without noise: not private"
+    event = "none"
+    place = None
     if public:
         claim = "a public fixed order; no amplification is proved: one Gaussian an epoch"
+        event = "poisson"
+        place = "same"
+
+    def batch(key: Key, epoch: Any, number: Any) -> Array:
+        return jax.lax.dynamic_slice_in_dim(fixed_order, number * batch_size, batch_size)
+
     return _epochs(
         "curriculum",
         indices.size,
         batch_size,
-        lambda key, epoch, number: jax.lax.dynamic_slice_in_dim(
-            fixed_order, number * batch_size, batch_size
-        ),
+        batch,
         claim,
-        event="poisson" if public else "none",
-        place="same" if public else None,
+        event=event,
+        place=place,
         fingerprint=trees.fingerprint(np.asarray(indices, np.int64)),
     )
 
@@ -123,7 +131,8 @@ def _epochs(
     """A sampler whose batches are disjoint in an epoch: ``batch(key, epoch, number)``."""
     # A last, smaller batch has no place in a compiled step.
     steps = examples // batch_size
-    turn = min(steps, LARGEST)  # the step is an int32, and does not end a longer epoch
+    # The step is an int32, and does not end a longer epoch.
+    turn = min(steps, LARGEST)
 
     def draw(key: Key, step: Any) -> Draw:
         chosen = batch(key, step // turn, step % turn)

@@ -62,25 +62,32 @@ def poisson(examples: int, batch_size: float) -> Sampler:
       "Poisson Subsampled Renyi Differential Privacy", 2019.
     """
     examples, batch_size = checked_sizes("poisson", examples, batch_size)
-    rate, sparse = batch_size / examples, is_sparse(examples, batch_size)
+    rate = batch_size / examples
     if batch_size < 1:
         text = "sampling.poisson(batch_size=%g): for a rate, give the examples that it draws: %g."
         logging.warning(text, batch_size, batch_size * examples)
 
-    block = block_of(rate) if sparse else None
-    largest = 0 if sparse else largest_word(rate)
+    if is_sparse(examples, batch_size):
+        kind = "Poisson sampling by blocks, never above its rate"
+        block = block_of(rate)
+        capacity = block.capacity(examples)
+
+        def batch(key: Key) -> Draw:
+            return scattered(key, examples, block)
+    else:
+        kind = "exact Poisson sampling"
+        largest = largest_word(rate)
+        capacity = examples
+
+        def batch(key: Key) -> Draw:
+            return coins(key, jnp.full(examples, largest, jnp.uint32), True)
 
     def draw(key: Key, step: Any) -> Draw:
-        key = trees.step_key(key, Purpose.SAMPLING, step)
-        if block is not None:
-            return scattered(key, examples, block)
-        return coins(key, jnp.full(examples, largest, jnp.uint32), True)
+        return batch(trees.step_key(key, Purpose.SAMPLING, step))
 
-    exact = "exact Poisson sampling"
-    kind = "Poisson sampling by blocks, never above its rate" if sparse else exact
     return Sampler(
         name="poisson",
-        capacity=examples if block is None else block.capacity(examples),
+        capacity=capacity,
         draw=draw,
         claim=f"{kind}; amplification by sampling is proved and counted",
         independent=True,
@@ -96,7 +103,7 @@ def full(examples: int) -> Sampler:
       1.0
     """
     examples, _ = checked_sizes("full", examples, examples, LARGEST)
-    # Made once: a constant of the program, not a new array in every step.
+    # This array is made once: it is a constant of the program, and no step makes another.
     everything = jnp.arange(examples)
     return Sampler(
         name="full",
@@ -129,7 +136,8 @@ def fixed(examples: int, batch_size: int) -> Sampler:
 
     def draw(key: Key, step: Any) -> Draw:
         # Batches of different steps are independent, as the event assumes.
-        key, mask = trees.step_key(key, Purpose.SAMPLING, step), jnp.ones(batch_size, bool)
+        key = trees.step_key(key, Purpose.SAMPLING, step)
+        mask = jnp.ones(batch_size, bool)
         if is_sparse(examples, batch_size):
             return Draw(distinct(key, examples, batch_size), mask)
         # A prefix of a uniform permutation is a uniform subset.
@@ -180,7 +188,8 @@ def scored(
       >>> sampler.facts["rates"]
       [[0.01, 400], [0.01, 400], [0.01, 400], [0.01, 400], [0.01, 400]]
     """
-    places, table = np.asarray(bins), np.asarray(rates, np.float64)
+    places = np.asarray(bins)
+    table = np.asarray(rates, np.float64)
     _, batch_size = checked_sizes("scored", places.size, batch_size, LARGEST)
     steps_per_row = checked_count("scored", "steps_per_row", steps_per_row)
     possible = (table == 0) | ((table >= 1 / WORDS) & (table <= 1))
@@ -195,14 +204,19 @@ def scored(
             f"sampling.scored(bins): expected one whole number from 0 to {table.shape[1] - 1} for "
             "each example, as np.digitize(scores, thresholds) gives."
         )
-    # An upper bound for every example: who is in which bin must not be revealed by the accounting.
-    largest, of = table.max(axis=1), jnp.asarray(places, jnp.int32)
-    below = jnp.asarray(np.maximum(np.floor(table * WORDS) - 1, 0).astype(np.uint32))
-    some = jnp.asarray(table > 0)  # at rate 0 `below` is 0, and a word of 0 would be drawn
+    # The largest rate of a row holds for every example: the accounting must not reveal who is in
+    # which bin.
+    largest = table.max(axis=1)
+    bin_of = jnp.asarray(places, jnp.int32)
+    thresholds = np.maximum(np.floor(table * WORDS) - 1, 0)
+    below = jnp.asarray(thresholds.astype(np.uint32))
+    # At rate 0 the threshold is 0, and a word of 0 is not above it.
+    some = jnp.asarray(table > 0)
 
     def draw(key: Key, step: Any) -> Draw:
         row = jnp.minimum(step // steps_per_row, len(table) - 1)
-        return coins(trees.step_key(key, Purpose.SAMPLING, step), below[row][of], some[row][of])
+        key = trees.step_key(key, Purpose.SAMPLING, step)
+        return coins(key, below[row][bin_of], some[row][bin_of])
 
     return Sampler(
         name="scored",

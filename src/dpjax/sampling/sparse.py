@@ -48,7 +48,8 @@ LARGEST = 2**31 - 1
 """The most examples that an int32 counts; the indices of more are pairs of words."""
 
 # A block has 4 to 8 balls on average, or fewer, and more than 48 with a probability below 2^-72.
-_MEAN, _BALLS = 8, 48
+_MEAN = 8
+_BALLS = 48
 # The probability of a number of balls is a multiple of 2^-96.
 _WORDS = 3
 # Two words of 32 bits make an index: the low one holds the cell, so a block has 2^31 cells at most.
@@ -79,16 +80,18 @@ def block_of(rate: float) -> Block:
     """The blocks that draw each example with a probability of at most ``rate``, below 1."""
     # Partial sums of the series of -log(1 - q) are below it, so 1 - exp(-mean) is below the rate.
     q = Fraction(rate)
-    mean = sum((q**k / k for k in range(1, 24)), Fraction(0))
-    mean = Fraction(int(mean * 2**128), 2**128)  # a short fraction, rounded down as well
+    series = sum((q**k / k for k in range(1, 24)), Fraction(0))
+    # A short fraction, rounded down as well.
+    mean = Fraction(int(series * 2**128), 2**128)
     shift = min(_WIDEST, int(_MEAN / mean).bit_length() - 1)
-    return Block(shift, np.array([digits(tail) for tail in _tails(mean * 2**shift)], np.uint32))
+    tails = _tails(mean * 2**shift)
+    return Block(shift, np.array([digits(tail) for tail in tails], np.uint32))
 
 
 def _tails(mean: Fraction) -> list[int]:
     """The probabilities of at least 1, 2, ... balls: a Poisson law that is rounded down."""
-    # Each floor can only lower a probability beside the one before it, as the inequality demands.
-    # What the sum lacks of 1 is the probability of no ball, which no inequality bounds from above.
+    # Each floor can only lower a probability relative to the one before it, as the inequality
+    # demands. The rest of 1 goes to the probability of no ball, which no inequality bounds.
     none = sum(mean**j / math.factorial(j) for j in range(_BALLS + 1))
     chances = [int(2 ** (32 * _WORDS) / none)]
     for j in range(1, _BALLS + 1):
@@ -103,22 +106,30 @@ def digits(number: int, words: int = _WORDS) -> list[int]:
 
 def scattered(key: Key, examples: int, block: Block) -> Draw:
     """Draws each example with a probability of at most the block's rate, whatever else is drawn."""
-    count, balls = block.count(examples), len(block.tails)
+    blocks = block.count(examples)
+    balls, words = block.tails.shape
     for_numbers, for_cells = jax.random.split(key)
-    words = jax.random.bits(for_numbers, (1, count, block.tails.shape[1]), jnp.uint32)
-    falls = less(words, jnp.asarray(block.tails)[:, None])  # [balls, blocks]
-    cells = jax.random.bits(for_cells, (balls, count), jnp.uint32) >> (32 - block.shift)
-    complete = jnp.arange(count, dtype=jnp.uint32) < (examples >> block.shift)
-    real = complete[None] | (cells < (examples & (2**block.shift - 1)))  # the last one may be cut
-    chosen = falls & real & ~_repeated(cells, jnp.sum(falls, axis=0, dtype=jnp.int32))
-    # In the order of blocks, so that a stream reads forwards.
+    random_words = jax.random.bits(for_numbers, (1, blocks, words), jnp.uint32)
+    falls = less(random_words, jnp.asarray(block.tails)[:, None])  # [balls, blocks]
+    cells = jax.random.bits(for_cells, (balls, blocks), jnp.uint32) >> (32 - block.shift)
+
+    # The last block may be cut: its cells beyond the data set hold no example.
+    complete = jnp.arange(blocks, dtype=jnp.uint32) < (examples >> block.shift)
+    cells_of_last = examples & (2**block.shift - 1)
+    real = complete[None] | (cells < cells_of_last)
+    repeated = _repeated(cells, jnp.sum(falls, axis=0, dtype=jnp.int32))
+    chosen = falls & real & ~repeated
+
+    # The draw is in the order of blocks, so a stream reads forwards.
     draw = listed(chosen.T.reshape(-1))
-    # Padding repeats the drawn examples in turn. An empty draw has none: each place names another.
-    places = draw.indices[jnp.arange(draw.mask.size, dtype=jnp.int32) % jnp.maximum(draw.size, 1)]
-    numbers, cells = places // balls, cells.T.reshape(-1)[places]
-    indices = _joined(numbers.astype(jnp.uint32), cells, block.shift, examples)
-    others = jnp.arange(len(indices), dtype=jnp.uint32)
-    others = _joined(jnp.zeros_like(others), others, _WIDEST, examples)
+    # Padding repeats the drawn examples in turn.
+    turns = jnp.arange(draw.mask.size, dtype=jnp.int32) % jnp.maximum(draw.size, 1)
+    places = draw.indices[turns]
+    numbers = (places // balls).astype(jnp.uint32)
+    indices = _joined(numbers, cells.T.reshape(-1)[places], block.shift, examples)
+    # An empty draw has nothing to repeat, so each of its places names another example.
+    counted = jnp.arange(len(indices), dtype=jnp.uint32)
+    others = _joined(jnp.zeros_like(counted), counted, _WIDEST, examples)
     return Draw(jnp.where(draw.size > 0, indices, others), draw.mask)
 
 
@@ -126,7 +137,8 @@ def less(words: UInt[Array, "*a words"], than: UInt[Array, "*b words"]) -> Bool[
     """Whether one number is below another; the most significant word first."""
     below = jnp.zeros((), bool)
     for i in reversed(range(words.shape[-1])):
-        a, b = words[..., i], than[..., i]
+        a = words[..., i]
+        b = than[..., i]
         below = (a < b) | ((a == b) & below)
     return below
 
@@ -137,11 +149,12 @@ def _repeated(
     """Which balls fall on the cell of an earlier ball of their block."""
     balls = len(cells)
     # No cell has this number, so the rows above the first repeat nothing.
-    above = jnp.full_like(cells, 2**32 - 1)
-    earlier = jnp.concatenate([above, cells])
+    no_cells = jnp.full_like(cells, 2**32 - 1)
+    padded = jnp.concatenate([no_cells, cells])
 
     def body(apart: Int[Array, ""], repeated: Array) -> Array:
-        return repeated | (jax.lax.dynamic_slice_in_dim(earlier, balls - apart, balls) == cells)
+        earlier = jax.lax.dynamic_slice_in_dim(padded, balls - apart, balls)
+        return repeated | (earlier == cells)
 
     # Two balls of one block are fewer rows apart than the fullest block has balls.
     return jax.lax.fori_loop(1, jnp.max(falls), body, jnp.zeros_like(cells, bool))
@@ -149,25 +162,36 @@ def _repeated(
 
 def distinct(key: Key, examples: int, size: int) -> Array:
     """A uniform list of ``size`` distinct indices: places that repeat one are drawn again."""
+
     # Renaming the examples renames the lists and changes no probability: all are equally likely.
-    digits = _redrawn(key, size, lambda key: _uniform(key, examples, size), _found_before)
-    return _joined(digits[:, 0], digits[:, 1], _WIDEST, examples)
+    def uniform(key: Key) -> Array:
+        return _uniform(key, examples, size)
+
+    indices = _redrawn(key, size, uniform, _found_before)
+    return _joined(indices[:, 0], indices[:, 1], _WIDEST, examples)
 
 
 def _uniform(key: Key, examples: int, size: int) -> UInt[Array, "size 2"]:
     """Independent uniform indices, in two digits of base 2^31: words beyond are drawn again."""
     last = examples - 1
     highest = last >> _WIDEST
-    shifts = [32 - highest.bit_length(), 32 - min(last.bit_length(), _WIDEST)]
+    high_shift = 32 - highest.bit_length()
+    low_shift = 32 - min(last.bit_length(), _WIDEST)
     limit = jnp.array([[examples >> _WIDEST, examples % 2**_WIDEST]], jnp.uint32)
 
-    def digits(key: Key) -> Array:
+    def draw(key: Key) -> Array:
         words = jax.random.bits(key, (size, 2), jnp.uint32)
-        # A shift by 32 bits is not defined, and a digit of no bits is 0.
-        high = words[:, 0] >> shifts[0] if highest else jnp.zeros(size, jnp.uint32)
-        return jnp.stack([high, words[:, 1] >> shifts[1]], axis=1)
+        # A digit of no bits is 0, and a shift by 32 bits is not defined.
+        high = jnp.zeros(size, jnp.uint32)
+        if highest:
+            high = words[:, 0] >> high_shift
+        low = words[:, 1] >> low_shift
+        return jnp.stack([high, low], axis=1)
 
-    return _redrawn(key, size, digits, lambda indices: ~less(indices, limit))
+    def beyond(indices: Array) -> Array:
+        return ~less(indices, limit)
+
+    return _redrawn(key, size, draw, beyond)
 
 
 def _redrawn(
@@ -180,15 +204,21 @@ def _redrawn(
         drawn = jnp.where(again[:, None], draw(jax.random.fold_in(key, turn)), drawn)
         return turn + 1, drawn, wrong(drawn)
 
+    def any_wrong(state: tuple[Array, Array, Array]) -> Array:
+        return jnp.any(state[2])
+
     start = jnp.uint32(0), jnp.zeros((size, 2), jnp.uint32), jnp.ones(size, bool)
-    return jax.lax.while_loop(lambda state: jnp.any(state[2]), body, start)[1]
+    _, drawn, _ = jax.lax.while_loop(any_wrong, body, start)
+    return drawn
 
 
 def _found_before(indices: UInt[Array, "size 2"]) -> Bool[Array, " size"]:
     """Which places hold the index of an earlier place."""
     places = jnp.arange(len(indices), dtype=jnp.int32)
     high, low, order = jax.lax.sort((indices[:, 0], indices[:, 1], places), num_keys=3)
-    same = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
+    same_high = high[1:] == high[:-1]
+    same_low = low[1:] == low[:-1]
+    same = same_high & same_low
     return jnp.zeros(len(indices), bool).at[order[1:]].set(same)
 
 
@@ -198,11 +228,13 @@ def permuted(key: Key, examples: int, starts: np.ndarray, offset: int | Int[Arra
     # other, so every round can be undone and no two indices meet. Numbers beyond the data set are
     # sent on until they return, which is a permutation of the others.
     shift = (examples - 1).bit_length() // 2
-    highest = (examples - 1) >> shift
-    mask, last = 2**shift - 1, (examples - 1) % 2**shift
-    secret, offset = jax.random.bits(key, (2,), jnp.uint32), jnp.asarray(offset, jnp.uint32)
+    mask = 2**shift - 1
+    highest, last = divmod(examples - 1, 2**shift)
+    secret = jax.random.bits(key, (2,), jnp.uint32)
+    offset = jnp.asarray(offset, jnp.uint32)
     low = jnp.asarray(starts & mask, jnp.uint32) + (offset & mask)
-    high = jnp.asarray(starts >> shift, jnp.uint32) + (offset >> shift) + (low >> shift)
+    carry = low >> shift
+    high = jnp.asarray(starts >> shift, jnp.uint32) + (offset >> shift) + carry
     low = low & mask
 
     def mixed(round_: Array, digit: Array) -> tuple[Array, Array]:
@@ -215,16 +247,22 @@ def permuted(key: Key, examples: int, starts: np.ndarray, offset: int | Int[Arra
         # 42 bits modulo the number of upper digits, which is at most 2^22.
         more = (((a % (highest + 1)) << 10) | (b >> 22)) % (highest + 1)
         high = (high + more) % (highest + 1)
-        return high, (low + mixed(2 * i + 1, high)[0]) & mask
+        added, _ = mixed(2 * i + 1, high)
+        return high, (low + added) & mask
 
     def walk(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         high, low, outside = state
-        a, b = jax.lax.fori_loop(jnp.uint32(0), jnp.uint32(_ROUNDS // 2), round_pair, (high, low))
-        high, low = jnp.where(outside, a, high), jnp.where(outside, b, low)
+        pairs = jnp.uint32(_ROUNDS // 2)
+        sent_high, sent_low = jax.lax.fori_loop(jnp.uint32(0), pairs, round_pair, (high, low))
+        high = jnp.where(outside, sent_high, high)
+        low = jnp.where(outside, sent_low, low)
         return high, low, (high == highest) & (low > last)
 
+    def any_outside(state: tuple[Array, Array, Array]) -> Array:
+        return jnp.any(state[2])
+
     state = high, low, jnp.ones_like(high, bool)
-    high, low, _ = jax.lax.while_loop(lambda state: jnp.any(state[2]), walk, state)
+    high, low, _ = jax.lax.while_loop(any_outside, walk, state)
     return _joined(high, low, shift, examples)
 
 
@@ -244,8 +282,9 @@ def listed(chosen: Bool[Array, " examples"]) -> Draw:
 
 def _listed(chosen: Bool[Array, " examples"]) -> Draw:
     """`listed` in parallel."""
-    examples, counts = jnp.arange(chosen.size, dtype=jnp.int32), jnp.cumsum(chosen, dtype=jnp.int32)
-    # The others from the last place on, as `_listed_in_turn` writes them.
+    examples = jnp.arange(chosen.size, dtype=jnp.int32)
+    counts = jnp.cumsum(chosen, dtype=jnp.int32)
+    # The others fill the places from the last one backwards, as `_listed_in_turn` writes them.
     places = jnp.where(chosen, counts - 1, chosen.size - 1 - (examples - counts))
     return Draw(jnp.zeros_like(examples).at[places].set(examples), examples < counts[-1])
 
