@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 SOURCES = ROOT / "src" / "dpjax"
 FOLDERS = {"src": SOURCES, "experiments": ROOT / "experiments", "tests": ROOT / "tests"}
 
-STATEMENTS = {"src": 13_300, "experiments": 5_400, "tests": 13_250}
+STATEMENTS = {"src": 14_000, "experiments": 6_300, "tests": 13_700}
 # Tokens on a line of code; per 1,000 statements; per cent.
 SHARES = {
     "src": {
