@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 SOURCES = ROOT / "src" / "dpjax"
 
 # Lines, of all files of Python (and of notebooks, for experiments).
-CEILINGS = {"src": 29_000, "tests": 23_400, "experiments": 10_700}
+CEILINGS = {"src": 29_000, "tests": 23_500, "experiments": 10_700}
 CODE = 16_480  # lines of src without blank lines, comments and docstrings
 RAISES = 0.05  # of the code
 MEDIAN_ERROR = 90  # characters
