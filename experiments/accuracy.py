@@ -6,10 +6,11 @@ verdict   linear on wavelets and `patches` they do on FashionMNIST and CIFAR-10;
           below; experiments/results/README.md has the rows, and says which did not run
 time      35 to 100 core seconds a run of MNIST, 50 to 120 of FashionMNIST, 115 to 170 of CIFAR-10
 hardware  CPU cores
-command   python -m experiments.accuracy --cache_dir=FOLDER --out=experiments/results/accuracy.json
+command   python -m experiments.accuracy --seeds=10 --cache_dir=FOLDER
+              --out=experiments/results/accuracy.json
 
 Each data set and model has a search on a split of the training set: the last 10,000 examples of a
-fixed order are held out, and no test example is read. The search was fixed before the final runs.
+fixed order are held out, and no test example is read. Each was fixed before its final runs.
 At epsilon 3 it walks through `CHANGES` and `LAST`, and keeps what raises the accuracy of the held
 out examples; at 1 and 8 it walks on through `LAST`; rows at 2 take the choice at 3. Final runs
 train on the whole training set and read the test set once. ``--search`` runs searches alone,
@@ -18,9 +19,10 @@ on the split, with and without noise, and keeps the accuracy on the way.
 
 Beside the file of results lies a card for each row, in `cards`, which `dpjax verify` recomputes.
 
-A row says how many trials chose its settings. The training set is public here, so they cost
-nothing; "best of" is what `accounting.select_best` charges for private data: for a geometric number
-of trials with this mean, drawn from settings that were fixed in advance.
+A row says how many trials of its model chose its settings; the tables count the trials of all
+models. The training set is public here, so they cost nothing; "best of" is what
+`accounting.select_best` charges for private data: for a geometric number of trials with this mean,
+drawn from settings that were fixed in advance.
 """
 
 from __future__ import annotations

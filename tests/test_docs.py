@@ -109,9 +109,58 @@ def test_the_site_has_every_public_name_and_needs_no_network(tmp_path):
         assert not re.search(r'class="arithmatex">\\', page.read_text()), page
 
 
+PROSE = [ROOT / name for name in ("README.md", "BUILD_NOTES.md", "CONTRIBUTING.md")]
+PROSE += sorted(PAGES.rglob("*.md"))
+
+
+def test_names_in_prose_exist():
+    """Such as `accounting.levels`, and the constants that CONTRIBUTING.md and the notes name."""
+    # A mechanism of a user is often called as its module is.
+    rooms = {name: [getattr(dpjax, name)] for name in public_names()}
+    rooms["mechanism"].append(dpjax.Mechanism)
+    sources = "\n".join(
+        path.read_text()
+        for folder in ("src", "tests", "experiments")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    files = {"py", "md", "txt", "json", "jsonl", "npz"}
+    missing = []
+    for path in PROSE:
+        text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+        for room, name in re.findall(r"`(?:dpjax\.)?([a-z_]+)\.([a-z_]\w*)[^`./]*`", text):
+            known = name in files or any(hasattr(place, name) for place in rooms.get(room, ()))
+            if room in rooms and not known:
+                missing.append(f"{path.name}: {room}.{name}")
+        if path.parent == ROOT:
+            names = re.findall(r"`(?:\w+\.)*(_?[A-Z][A-Z_]{2,})`", text)
+            missing += [n for n in names if not re.search(rf"^ *{n}\b", sources, re.MULTILINE)]
+    assert not missing
+
+
+def test_the_ratios_in_prose_are_those_of_the_benchmark():
+    """README.md, the FAQ and the page of speed, of `experiments/results/steps.json`."""
+    steps = [tables.sides(of) for of in tables.load("steps")["workloads"].values()]
+
+    def range_of(side, other, digits):
+        ratios = sorted(of[side]["median_ms"] / of[other]["median_ms"] for of in steps)
+        return f"{ratios[0]:{digits}} to {ratios[-1]:{digits}}"
+
+    plain = range_of("dpjax", "plain JAX", ".2f")
+    opacus = range_of("Opacus", "dpjax", ".1f")
+    others = [opacus, range_of("jax_privacy", "dpjax", ".2g")]
+    for page, ranges in [
+        (ROOT / "README.md", [plain, *others]),
+        (PAGES / "speed.md", [plain, *others]),
+        (PAGES / "faq.md", [plain]),
+    ]:
+        for of in ranges:
+            assert of in page.read_text(), (page.name, of)
+
+
 def test_the_tables_of_results_are_current():
     """`python -m experiments.common.tables` writes them."""
     assert (tables.RESULTS / "README.md").read_text() == tables.page()
-    readme, rows = (ROOT / "README.md").read_text(), tables.readme_rows()
-    assert readme == markdown.filled(readme, {"results": rows})
+    readme = (ROOT / "README.md").read_text()
+    texts = {"accuracies": tables.best_table(), "results": tables.readme_rows()}
+    assert readme == markdown.filled(readme, texts)
     assert len(readme.splitlines()) <= 130

@@ -107,6 +107,16 @@ def test_a_seed_that_diverged_is_no_luck_of_the_others():
     assert tables.summary(rows["diverged"], "accuracy").startswith("nan")
 
 
+def test_what_is_private_at_an_epsilon_is_so_at_larger_ones():
+    """A published accuracy holds from its epsilon on, and to exceed an older one is not a lead."""
+    assert tables.published_at("cifar10", 1) == (72.3, True)
+    assert tables.published_at("cifar10", 3) == (81.4, False)
+    assert tables.compared([73.0], 72.3, True) == "73.0; at least 72.3"
+    assert tables.compared([70.0, 71.0], 72.3, True) == "70.5; at least **72.3**"
+    assert tables.compared([90.4], 89.3, False) == "**90.4**; 89.3"
+    assert tables.compared([98.53], 98.5, False) == "98.5; 98.5"
+
+
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
 def test_every_row_of_the_results_and_of_the_claims_is_a_row_of_the_paper(paper):
     assert set(tables.load(paper.name)["rows"]) <= set(paper.rows)

@@ -135,6 +135,20 @@ def _claims() -> list[Claim]:
         why = f"{minutes} minutes a run of SSE+CE" if minutes else ""
         system = f"{words}: SSE+focal above SSE+CE"
         ablation.append(Claim(system, focal, "above", than=sides["SSE+CE"], why=why))
+        # The two halves of what figure 9 shows: the squared error early, the focal loss late.
+        why = f"{minutes} minutes a run of SSE" if minutes else ""
+        for ours, other, when, at in (("SSE", "CE", *times[1]), ("SSE+focal", "SSE", *times[0])):
+            ablation.append(
+                Claim(
+                    f"{words}: {ours} above {other}{when}",
+                    sides[ours],
+                    "above",
+                    than=sides[other],
+                    at=at,
+                    why=why,
+                    figures=("9",),
+                )
+            )
     for better, worse in (("SSE", "SAE"), ("Huber 1.0", "Huber 0.1")):
         ours, than = ([key_of("mnist pixels cnn", loss)] for loss in (better, worse))
         system = f"MNIST, pixels cnn: {better} above {worse}"

@@ -21,7 +21,7 @@ Norms: TypeAlias = Float[Array, "batch groups"]
 ON_BOUND = 2.0**-14
 """How far above a number, relative to it, a norm still counts as at most that number.
 
-Engines round norms up: an example exactly on its bound is kept by all of them.
+An engine may round a norm up, and an example that is exactly on its bound is kept by all of them.
 """
 
 _BOUND = "It is the most that one example can move the sum."
