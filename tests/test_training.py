@@ -23,6 +23,7 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import clipping, ledger, sampling, strategies, training, trees
 from dpjax.data import Dataset, Stream
+from dpjax.training.checks import any_finite_row
 from dpjax.training.progress import Progress
 
 DATA = jnp.ones((50, 3))
@@ -192,6 +193,21 @@ def test_a_signal_in_the_last_evaluation_ends_the_process():
 
     with pytest.raises(KeyboardInterrupt, match="stopped at step 2 of 3, not saved"):
         fit(make(steps=3), evaluate=interrupt, evaluate_every=2)
+
+
+@kills("training/checks.py", "finite = finite & np.isfinite", "finite = np.isfinite")
+def test_data_without_a_finite_row_are_refused_before_a_step():
+    gaps = np.where(np.arange(3) == 1, np.nan, np.ones((50, 3), np.float32))
+    with pytest.raises(ValueError, match=r"each of the 50 rows of the data holds a number that is"):
+        algorithm_with(mechanism_with(50, 50), gaps)
+    last = gaps.copy()
+    last[49] = 1
+    algorithm_with(mechanism_with(50, 50), last)
+    numbers = np.full(300, np.inf)
+    numbers[299] = 0
+    assert any_finite_row((numbers, np.ones(300)))
+    assert not any_finite_row((numbers, numbers[::-1]))
+    assert any_finite_row(np.arange(3)), "whole numbers"
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from dpjax.training.progress import Follow, Progress
 from dpjax.training.run_folder import Folder
 from dpjax.training.runner import Evaluate, Run, Terms
 from dpjax.training.signals import Stop
-from dpjax.types import Algorithm
+from dpjax.types import Algorithm, HeldOut
 
 
 def fit(
@@ -35,6 +35,7 @@ def fit(
     configuration: Mapping[str, Any] | None = None,
     save_every: int | None = None,
     progress: bool | Follow = True,
+    held_out: HeldOut | None = None,
 ) -> tuple[Any, list[dict[str, Any]]]:
     """Runs an algorithm, and resumes an interrupted run.
 
@@ -61,6 +62,8 @@ def fit(
       save_every: Steps between checkpoints that have no row; by default about five minutes.
       progress: Whether to show a live line; or a function that gets the rows of the log after each
         evaluation instead, as `dpjax.reports.live_plot` makes one.
+      held_out: The units that were held out for ``evaluate``, as `dpjax.data.Dataset.held_out` has
+        them. No epsilon covers them, so the statements in the folder name them.
 
     Returns:
       The last state, and the rows of the log. ``row["private"]`` was computed from private
@@ -125,6 +128,7 @@ def fit(
       12
     """
     terms = _checked(algorithm, state, steps, evaluate_every, save_every, delta, method)
+    terms = terms._replace(held_out=held_out)
     # First, since what follows would be refused in one process alone, and the others would wait.
     without_keys = state._replace(key=None, noise_key=None, epoch_key=None)
     processes.require_equal("fit", lambda: {"the state": trees.fingerprint(without_keys)})

@@ -20,13 +20,20 @@ from dpjax import processes, reports, trees
 from dpjax._files import replace
 from dpjax.mechanism import Mechanism
 from dpjax.training.run_folder import Folder
-from dpjax.types import PyTree, State
+from dpjax.types import HeldOut, PyTree, State
 
 _FILE = "params.msgpack"
 
 
 def write_released(
-    folder: Folder, mechanism: Mechanism, state: State, delta: float, method: str, *, last: bool
+    folder: Folder,
+    mechanism: Mechanism,
+    state: State,
+    delta: float,
+    method: str,
+    *,
+    last: bool,
+    held_out: HeldOut | None = None,
 ) -> None:
     """Writes card, statement and parameters of a state; a last card states all methods."""
     params = jax.tree.map(trees.on_host, state.params)  # of all processes
@@ -37,6 +44,7 @@ def write_released(
     methods = None if last else ("rdp", "rdp-classic", method)
     facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
     card = reports.card(mechanism, delta, **facts)
+    facts["held_out"] = held_out
     board = reports.board(mechanism, delta, **facts)
     facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
     words = reports.statement(mechanism, delta, **facts)

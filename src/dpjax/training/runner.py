@@ -24,7 +24,7 @@ from dpjax.training.keys import renewed, supplied, with_supplied, without_secret
 from dpjax.training.released import write_released
 from dpjax.training.run_folder import Folder, counted
 from dpjax.training.tensorboard import Board
-from dpjax.types import Algorithm, State
+from dpjax.types import Algorithm, HeldOut, State
 
 Evaluate = Callable[[Any], Mapping[str, Any]]
 
@@ -43,6 +43,7 @@ class Terms(NamedTuple):
     save_every: int | None
     delta: float
     method: str
+    held_out: HeldOut | None = None
 
     def has_row(self, done: int) -> bool:
         """Whether the log has a row of this step."""
@@ -194,8 +195,15 @@ class Run:
     def write_released(self) -> None:
         """Writes what may be released of the last row into the folder, if there is one."""
         if self.folder is not None:
-            stated = (self.terms.delta, self.terms.method)
-            write_released(self.folder, self.mechanism, self.state, *stated, last=self.over)
+            write_released(
+                self.folder,
+                self.mechanism,
+                self.state,
+                self.terms.delta,
+                self.terms.method,
+                last=self.over,
+                held_out=self.terms.held_out,
+            )
 
     def _warn_of_dropped(self) -> None:
         """Warns once that examples or clients contributed zero. Every row has their number."""
