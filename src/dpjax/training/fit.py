@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpjax import checks, ledger, processes, trees
+from dpjax.training._keys import renewed, supplied
+from dpjax.training._progress import Follow, Progress
+from dpjax.training._runner import Evaluate, Run, Terms
+from dpjax.training._signals import Stop
 from dpjax.training.checks import check_state
-from dpjax.training.keys import renewed, supplied
-from dpjax.training.progress import Follow, Progress
 from dpjax.training.run_folder import Folder
-from dpjax.training.runner import Evaluate, Run, Terms
-from dpjax.training.signals import Stop
 from dpjax.types import Algorithm
 
 

@@ -20,10 +20,10 @@ from dpjax import accounting, ledger, processes, trees
 from dpjax._files import FIELDS
 from dpjax.ledger import Refused
 from dpjax.mechanism import Mechanism
-from dpjax.training.keys import renewed, supplied, with_supplied, without_secrets
+from dpjax.training._keys import renewed, supplied, with_supplied, without_secrets
+from dpjax.training._tensorboard import Board
 from dpjax.training.released import write_released
 from dpjax.training.run_folder import Folder, counted
-from dpjax.training.tensorboard import Board
 from dpjax.types import Algorithm, State
 
 Evaluate = Callable[[Any], Mapping[str, Any]]
