@@ -621,7 +621,8 @@ class TestBoundSchedule:
     @pytest.mark.thorough
     @kills("training/step.py", "p, x: loss(p, x) / scale", "p, x: loss(p, x)", slow=True)
     def test_it_is_clipping_to_the_bound_of_the_step(self):
-        _, (state, infos) = self.run(clipping.flat(0.4), bound_schedule=self.schedule)
+        algorithm, (state, infos) = self.run(clipping.flat(0.4), bound_schedule=self.schedule)
+        assert algorithm.scaled_by == "a bound schedule"
         far = np.linalg.norm(3 * np.ones(3))
         moved = [0.1, 0.1, 3.2, 3.2]  # bounds 0.1 and 3.2 x; the gradient is longer at first
         want = 0.0

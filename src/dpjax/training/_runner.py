@@ -221,7 +221,7 @@ class Run:
         if self.folder is not None:
             write_released(
                 self.folder,
-                self.mechanism,
+                self.algorithm,
                 self.state,
                 self.terms.delta,
                 self.terms.method,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,43 +18,32 @@ import numpy as np
 
 from dpjax import processes, reports, trees
 from dpjax._files import replace
-from dpjax.mechanism import Mechanism
 from dpjax.training.run_folder import Folder
-from dpjax.types import PyTree, State
+from dpjax.types import Algorithm, PyTree, State
 
 _FILE = "params.msgpack"
 
 
 def write_released(
-    folder: Folder, mechanism: Mechanism, state: State, delta: float, method: str, *, last: bool
+    folder: Folder, algorithm: Algorithm, state: State, delta: float, method: str, *, last: bool
 ) -> None:
     """Writes card, statements and parameters of a state; the last card states all methods."""
     params = jax.tree.map(trees.on_host, state.params)  # processes may share a leaf
     if not processes.first_process():
         return
     path = folder.path
+    mechanism: Any = algorithm.mechanism
     # Loss distributions of many different steps take seconds, so only the last card has them.
     methods = None if last else ("rdp", "rdp-classic", method)
     facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
     card = reports.card(mechanism, delta, **facts)
     board = reports.board(mechanism, delta, **facts)
-    facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
-    words = reports.statement(mechanism, delta, **facts)
+    words = reports.statement(mechanism, delta, scaled_by=algorithm.scaled_by, **facts)
     replace(path / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)
     replace(path / "statement.txt", words + "\n", public=True)
     replace(path / "board.txt", board + "\n", public=True)
     # The parameters come last: no file counts fewer steps than they have.
     replace(path / _FILE, serialized(params), public=True)
-
-
-def _scaled_by(identity: Mapping[str, Any], mechanism: Mechanism) -> str | None:
-    """What this run multiplies sum and noise by, which its mechanism does not say."""
-    match identity:  # of another algorithm, these names are of the caller's configuration
-        case {"algorithm": "dpsgd", "bound schedule": str()}:
-            return "a bound schedule"
-        case {"algorithm": "fedavg", "weights": {"total": total}}:
-            return None if total == mechanism.sampling.examples else "the total of weights"
-    return None
 
 
 def released_params(folder: str | os.PathLike[str], like: PyTree) -> PyTree:
