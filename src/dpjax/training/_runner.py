@@ -192,7 +192,7 @@ class Run:
             self.board.write(row)
 
     def _evaluated(self, evaluate: Evaluate, names: set[str]) -> dict[str, Any]:
-        """The numbers of ``evaluate``; ``names`` are the log's own, also those of other rows."""
+        """The numbers that ``evaluate`` returns; ``names`` are fields of the log."""
         # Users may keep this state: it has buffers of its own, and keys that made no noise.
         answer = evaluate(trees.copy(renewed(self.state, self.mechanism)))
         clashes = sorted((names - {"stop", "private"}) & answer.keys())

@@ -214,7 +214,7 @@ def _largest_epsilon(algorithm: Algorithm, terms: Terms) -> float:
     planned = mechanism.epsilon_of(multipliers, terms.delta, terms.method)
     budget = algorithm.budget
     shown = (terms.delta, terms.method)
-    # An epsilon at another delta, or by another method, is not comparable with those of the line.
+    # The line shows epsilons at one delta and by one method. Others are not comparable with them.
     if budget is None or mechanism.stated(budget.delta, budget.method) != shown:
         return planned
     return budget.epsilon
