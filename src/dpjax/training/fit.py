@@ -44,9 +44,9 @@ def fit(
       state: From ``algorithm.init``, or from an earlier `fit`; `fit` copies it.
       steps: How many more steps; by default all that are planned.
       evaluate: ``state -> {name: number}``, for example the accuracy on test data; an array is
-        logged as a list. Numbers that depend on private data go under ``"private"``, a mapping
-        too. The state is a copy, which you may keep. With ``"stop": True`` among the numbers the
-        run ends after this row. After a kill it may see the same parameters twice.
+        logged as a list. Numbers that depend on private data go under ``"private"``, which is a
+        mapping too. The state is a copy, which you may keep. With ``"stop": True`` among the
+        numbers the run ends after this row. After a kill it may see the same parameters twice.
       evaluate_every: Steps between evaluations; by default a twentieth of the run. With a folder
         each waits for a checkpoint.
       delta: The delta at which epsilon is shown; by default that of the budget, or of
@@ -58,7 +58,7 @@ def fit(
         may be released, and ``metrics.jsonl``, ``run.json`` (the identity of the run),
         ``checkpoints`` and, if that extra is installed, TensorBoard's events in ``tensorboard``,
         which only their owner can read.
-      configuration: What else identifies the run (flags, a name, ...), in JSON types.
+      configuration: Further facts that identify the run (flags, a name, ...), in JSON types.
       save_every: Steps between checkpoints that have no row; by default about five minutes.
       progress: Whether to show a live line; or a function that gets the rows of the log after each
         evaluation instead, as `dpjax.reports.live_plot` makes one.
@@ -90,10 +90,11 @@ def fit(
     Privacy:
       Each call draws its noise from a new key, unless the caller supplied one. So two calls with
       one state, or a folder and its copy, are two runs: each card counts its own steps, and the
-      costs add up. Bins of `dpjax.sampling.random_allocation` follow from the new key as soon as an
-      epoch begins, at step 0 above all; copies that part within an epoch share its rest, and
-      with `dpjax.sampling.balls_in_bins` all later bins, so their costs do not add up. A supplied
-      key is in no file, and a run that is resumed with it ends with the same bits on a CPU.
+      costs add up. Bins of `dpjax.sampling.random_allocation` follow from the new key from the next
+      beginning of an epoch on, such as step 0. Two copies that part within an epoch share its
+      other bins, and with `dpjax.sampling.balls_in_bins` all later bins, so their costs do not add
+      up. No file holds a supplied key, and a run that resumes with it ends with the same bits on a
+      CPU.
 
       Card and statement count the steps that ran, so a run that stops early costs less if the time
       to stop was fixed without its results. If `evaluate` chose it (``"stop": True``) by what was
@@ -103,8 +104,8 @@ def fit(
       no epsilon covers.
 
     Example:
-      Stops when the accuracy has not improved in five evaluations. A resumed run begins with an
-      empty list: keep what must last in a file.
+      Stops when the accuracy has not improved in five evaluations. The list of a resumed run is
+      empty at first: keep numbers that must last in a file.
 
       >>> import dpjax, jax.numpy as jnp, optax
       >>> mechanism = dpjax.Mechanism(

@@ -83,7 +83,7 @@ class Folder:
         return latest
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of the log. A line that a kill cut off is removed."""
+        """The rows of the log. Removes a last line that a killed process wrote only in part."""
 
         def read() -> list[dict[str, Any]]:
             rows = read_log(self.log)
