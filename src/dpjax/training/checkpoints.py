@@ -184,28 +184,28 @@ def _in_structure(like: PyTree, named: Mapping[str, np.ndarray], where: str) -> 
     )
 
 
-def _as_leaf(leaf: Any, saved: np.ndarray, found: str) -> Any:
+def _as_leaf(leaf: Any, saved: np.ndarray, subject: str) -> Any:
     """The saved array as a Python number, NumPy array, typed key or JAX array, like ``leaf``."""
     if type(leaf) in (bool, int, float, complex):
         return saved.item()
     if not isinstance(leaf, jax.Array):
         return saved
     if checks.is_typed_key(leaf):
-        words = _as_array(jax.random.key_data(leaf), saved, found)
+        words = _as_array(jax.random.key_data(leaf), saved, subject)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
-    return _as_array(leaf, saved, found)
+    return _as_array(leaf, saved, subject)
 
 
-def _as_array(leaf: jax.Array, saved: np.ndarray, found: str) -> jax.Array:
+def _as_array(leaf: jax.Array, saved: np.ndarray, subject: str) -> jax.Array:
     """The saved array as a JAX array with the devices and the weak type of ``leaf``."""
     if (leaf.shape, leaf.dtype) != (saved.shape, saved.dtype):
         raise ValueError(
-            f"checkpoints: {found} as {saved.dtype}{list(saved.shape)}; expected "
+            f"checkpoints: {subject} as {saved.dtype}{list(saved.shape)}; expected "
             f"{leaf.dtype}{list(leaf.shape)}."
         )
     number: Any = saved
     if jax.typeof(leaf).weak_type and saved.ndim == 0:
-        # JAX made this scalar of a Python number: it must not widen arrays, as a NumPy scalar does.
+        # JAX made this scalar of a Python number: a strongly typed one widens arrays.
         weak = jnp.asarray(saved.item())
         if weak.dtype == saved.dtype:
             number = weak
