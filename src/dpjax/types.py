@@ -606,6 +606,8 @@ class Algorithm:
     """What of a state is released beside its params, and worth a place in the log."""
     budget: Any = None
     """The `dpjax.ledger.Budget` that the run may not pass, if there is one."""
+    scaled_by: str | None = None
+    """A public factor of sum and noise that is not in the mechanism, as the statement names it."""
 
     def __repr__(self) -> str:
         return short(self, "mechanism", "budget")
