@@ -15,12 +15,12 @@ from jax.extend.core import Primitive, primitives
 from mutation import kills
 
 from dpjax import clipped_grad, clipping, gradients, testing, trees
-from dpjax.gradients import nan_isolation, platforms
+from dpjax.gradients import _platforms, nan_isolation
 from dpjax.gradients._bookkeeping.ghost import backward
 from dpjax.gradients._bookkeeping.primitives import PRIMITIVES
+from dpjax.gradients._jaxprs import equations
 from dpjax.gradients._xla_cpu.convolution import convolution
 from dpjax.gradients._xla_cpu.primitives import FAST
-from dpjax.gradients.jaxprs import equations
 from dpjax.gradients.traced import Traced
 
 KEY = jax.random.key(0)
@@ -436,7 +436,7 @@ def test_ghost_is_the_definition(names):
 @pytest.mark.thorough
 @pytest.mark.parametrize("names", [["embedding", "conv strided"], *GROUPS])
 def test_the_forms_of_accelerators_are_the_definition(names):
-    with platforms.traced_for(platforms.ACCELERATOR):
+    with _platforms.traced_for(_platforms.ACCELERATOR):
         assert_is_the_definition(names, tolerance=5e-4)
 
 
@@ -1014,7 +1014,7 @@ def test_norm_and_sum_are_of_the_same_bfloat16_numbers(engine, name):
     assert max(found) == pytest.approx(1, abs=1e-6)
 
 
-@kills("trees.py", "jax.lax.reduce_precision(wider, exponents, kind.nmant)", "wider")
+@kills("trees.py", "jax.lax.reduce_precision(wider, exponents, narrow_info.nmant)", "wider")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_numbers_are_widened_exactly(dtype):
     every = jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), dtype)

@@ -105,13 +105,14 @@ def _gradients_and_scales(entry: Entry, leaves: Sequence[Array]) -> tuple[dict[i
 
 def _transposed(scales: Array, order: Sequence[int]) -> Array:
     """Scales ``[batch, *slices]`` with the axes of their slices in another order."""
-    return jnp.transpose(scales, (0, *(1 + axis for axis in order)))
+    slices = [1 + axis for axis in order]
+    return jnp.transpose(scales, (0, *slices))
 
 
 def norms_with(
     leaf: int, others: Sequence[Entry], commons: Sequence[Common], leaves: Sequence[Array]
 ) -> tuple[Squares, Pieces | None]:
-    """As `leaf_norms.norms`, with common gradients in addition to those of the entries."""
+    """As `leaf_norms.norms`, of gradients to which the common ones are added, if there are any."""
     if others:
         squares, pieces = norms(leaf, others, leaves, exact=bool(commons))
     else:
@@ -183,7 +184,7 @@ def _times_blocks(x: Array, matrices: Array) -> Array:
     """Inputs ``[batch, blocks, inputs, positions]`` times the matrix of each block."""
     if len(matrices) > 1:
         return product("bhks,hkd->bhsd", x, matrices)
-    # As a product of two matrices, for which XLA need not copy into its layout.
+    # XLA need not copy into its layout for a product of two matrices.
     x = jnp.swapaxes(x, 2, 3)
     batch, blocks, positions, inputs = x.shape
     products = product("nk,kd->nd", x.reshape(-1, inputs), matrices[0])

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from dpjax.gradients import platforms
+from dpjax.gradients import _platforms
 from dpjax.gradients._bookkeeping.outer_products import Outer
 from dpjax.gradients._bookkeeping.primitives import form_of, row_of
 from dpjax.gradients._bookkeeping.sites import Site
@@ -40,7 +40,7 @@ _ADDITION = 4
 # The Gram rule compiles a program for each pair of sites: 20 sites took more than a minute.
 _MANY_SITES = 6
 # Instantiated gradients are kept if they have at most this many times the numbers that the product
-# reads: a second product for the sum would cost more than the memory.
+# reads: a second product for the sum costs more than the memory.
 _ROOM = 4
 # A gradient is common to all examples if a leaf has this many times the entries that scale it.
 _FEW_SCALES = 4
@@ -83,7 +83,7 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     # A second product rounds otherwise. For an isometry `norms` bounds that; other views need an
     # operator norm, so their gradients are kept.
     keep = leaf.size <= _ROOM * sizes.read or not isometric
-    if platforms.on_cpu():
+    if _platforms.on_cpu():
         instantiated = _instantiated_on_cpu(leaf, sizes, keep)
         paired = _paired_on_cpu(sizes)
     else:
@@ -116,24 +116,17 @@ def _by_derivative(leaf: Array | Shape, sites: Sequence[Site], isometric: bool) 
 
 def _sizes(outers: Sequence[Outer]) -> _Sizes:
     _, blocks, _, outputs = outers[0].g.shape
-    inputs = []
-    read = 0
-    copied = 0
-    for outer in outers:
-        # A one-hot column costs a comparison instead of a product over the inputs.
-        inputs.append(1 if outer.indexed else outer.width)
-        read_of_inputs = sum(math.prod(piece.shape[1:]) for piece in outer.x)
-        read += read_of_inputs + math.prod(outer.g.shape[1:])
-        if outer.copied:
-            copied += read_of_inputs
+    copied = [piece for outer in outers if outer.copied for piece in outer.x]
+    read = [array for outer in outers for array in (*outer.x, outer.g)]
     has_indices = any(outer.indexed for outer in outers)
     return _Sizes(
         blocks=blocks,
         positions=sum(outer.g.shape[2] for outer in outers),
-        inputs=max(inputs),
+        # A one-hot column costs a comparison instead of a product over the inputs.
+        inputs=max(1 if outer.indexed else outer.width for outer in outers),
         outputs=outputs,
-        read=read,
-        copied=copied,
+        read=sum(math.prod(array.shape[1:]) for array in read),
+        copied=sum(math.prod(piece.shape[1:]) for piece in copied),
         has_indices=has_indices,
         is_one_table=has_indices and len(outers) == 1,
     )

@@ -75,8 +75,8 @@ def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
             continue
         add_to_table = into_table(i, leaf_entries)
         if add_to_table is not None:
-            # In place: a microbatch of a language model touches few rows of a table that is larger
-            # than all its other leaves.
+            # The sum is added in place, because a microbatch of a language model touches few rows
+            # of a table that is larger than all other leaves.
             sums[i] = add_to_table(sums[i], leaf_factors)
         else:
             leaf_sums[i] = recomputed(i, leaf_entries, leaf_factors, leaves)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dpjax import trees
-from dpjax.gradients import platforms
+from dpjax.gradients import _platforms
 from dpjax.gradients._bookkeeping.cost import aligned, choose
 from dpjax.gradients._bookkeeping.leaf_sums import (
     DROPPED,
@@ -87,7 +87,7 @@ def _instantiated_pieces(
 
 def _gram_norms(forms: Sequence[Outer]) -> Squares:
     """Inner products between positions, within each site and between any two sites."""
-    if platforms.on_cpu() and not any(form.indexed for form in forms):
+    if _platforms.on_cpu() and not any(form.indexed for form in forms):
         forms = [_centred(forms)]
     first = forms[0].g
     total = jnp.zeros(first.shape[0], first.dtype)

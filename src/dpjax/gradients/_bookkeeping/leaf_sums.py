@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from dpjax import trees
-from dpjax.gradients import platforms
+from dpjax.gradients import _platforms
 from dpjax.gradients._bookkeeping.cost import as_large_as_cotangents
 from dpjax.gradients._bookkeeping.outer_products import (
     HIGHEST,
@@ -101,8 +101,8 @@ def clipped_sums(sums: Mapping[int, LeafSum], sound: Bool[Array, " batch"]) -> d
     # An array that several leaves read is masked once.
     arrays = {id(x): x for leaf_sum in sums.values() for x in leaf_sum.arrays}
     # Accelerators mask as they read, and wait at a loop.
-    mask = _masked_in_place if platforms.on_cpu() else _masked
-    # In a list: JAX sorts dictionaries, here by addresses in memory.
+    mask = _masked_in_place if _platforms.on_cpu() else _masked
+    # A list, because JAX sorts dictionaries, here by addresses in memory.
     masked = dict(zip(arrays, mask(list(arrays.values()), sound), strict=True))
     totals = {}
     for leaf, leaf_sum in sums.items():
@@ -112,21 +112,19 @@ def clipped_sums(sums: Mapping[int, LeafSum], sound: Bool[Array, " batch"]) -> d
 
 def _masked(arrays: list[Array], sound: Bool[Array, " batch"]) -> list[Array]:
     """The arrays with ones in place of the data of unsound examples, whose factors are 0."""
-    masked = []
-    for x in arrays:
+    masked = list(arrays)
+    for i, x in enumerate(arrays):
         if jnp.issubdtype(x.dtype, jnp.floating):
             # Ones and not zeros, because some sites divide by their data. `where` selects; a
             # multiplication by 0 keeps NaN.
-            masked.append(jnp.where(trees.expand(sound, x), x, 1))
-        else:
-            masked.append(x)
+            masked[i] = jnp.where(trees.expand(sound, x), x, 1)
     return masked
 
 
 @jax.custom_jvp
 def _masked_in_place(arrays: list[Array], sound: Bool[Array, " batch"]) -> list[Array]:
     """As `_masked`, in a loop of one trip, or of none for a batch without unsound examples."""
-    # For a `jax.lax.cond` XLA copies the data, and few batches need the mask.
+    # XLA copies the data for a `jax.lax.cond`, and few batches need the mask.
     _, masked = jax.lax.while_loop(
         lambda state: ~state[0],
         lambda state: (jnp.ones((), bool), _masked(state[1], sound)),
@@ -144,7 +142,7 @@ def _(primals: Any, tangents: Any) -> tuple[list[Array], list[Array]]:
 def weighted_sum(gradients: Array, factors: Squares) -> Array:
     """The sum of per-example gradients, each times its factor."""
     gradients = trees.widened_exactly(gradients)  # as their norm reads them
-    if not platforms.on_cpu():
+    if not _platforms.on_cpu():
         # Multiplied and reduced in float32 as the gradients are read; a matrix unit rounds.
         return jnp.sum(trees.expand(factors, gradients) * gradients, axis=0)
     # One product: XLA on CPU is much slower if it multiplies first and reduces afterwards.
@@ -162,7 +160,7 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
             total = added([total, *sums])
             continue
         if form is not None and not form.indexed:
-            # By all leaves of the site: JAX cannot differentiate by only a padding value.
+            # A VJP by all leaves of the site, as JAX cannot differentiate by only a padding value.
             pull_back = pulled(sorted(entry.site.leaves), leaves, entry.site.of)
             # The pull-back through the view runs once, after the sum over examples.
             of_site = pull_back(form.joined(_over_all(form)))[leaf]
@@ -212,7 +210,7 @@ def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares]
         return None
 
     def add(total: Array, factors: Squares) -> Array:
-        # A batch uses few rows: a sum of its own would be mostly zeros.
+        # A batch uses few rows, so a separate sum is mostly zeros.
         scaled = form_of(*entry.scaled(factors))
         assert scaled is not None
         rows = scaled.g.reshape(-1, *total.shape[1:])
@@ -231,7 +229,7 @@ def _sum_of_products(x: Array, g: Array) -> Array:
     blocks, _, outputs = g.shape[1:]
     if blocks > 1:
         return product("bhks,bhsd->hkd", x, g)
-    # As a product of two matrices, for which XLA need not copy the inputs into its layout.
+    # XLA need not copy the inputs into its layout for a product of two matrices.
     inputs = x.shape[2]
     x = jnp.swapaxes(x, 2, 3).reshape(-1, inputs)
     return product("nk,nd->kd", x, g.reshape(-1, outputs))[None]
@@ -259,15 +257,14 @@ def _products(entry: Entry, form: Outer, exact: bool) -> list[Array]:
         precision = HIGHEST
     dtypes = {x.dtype for x in (*entry.site.data, entry.site.output)}
     # A GPU keeps gradients in bfloat16, and sums their norm and total in float32.
-    as_bfloat16 = not exact and platforms.on_gpu() and dtypes == {jnp.dtype(jnp.bfloat16)}
-    products = []
-    for x in form.x:
-        g = form.g
+    as_bfloat16 = not exact and _platforms.on_gpu() and dtypes == {jnp.dtype(jnp.bfloat16)}
+
+    def product_of(x: Array, g: Array) -> Array:
         if as_bfloat16:
-            x = x.astype(jnp.bfloat16)
-            g = g.astype(jnp.bfloat16)
-        products.append(product("bhks,bhsd->bhkd", x, g, precision))
-    return products
+            x, g = x.astype(jnp.bfloat16), g.astype(jnp.bfloat16)
+        return product("bhks,bhsd->bhkd", x, g, precision)
+
+    return [product_of(x, form.g) for x in form.x]
 
 
 def instantiated(

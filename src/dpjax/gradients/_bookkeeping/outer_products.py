@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from dpjax.gradients import platforms
+from dpjax.gradients import _platforms
 from dpjax.gradients._bookkeeping.patches import patches
 from dpjax.gradients._bookkeeping.sites import Site
 
@@ -68,7 +68,7 @@ Form = Callable[[Site, Sequence[Array], Array], "Outer | None"]
 def rounds(site: Site) -> bool:
     """Whether one pass of a matrix unit computes the product of a site: it rounds its operands."""
     parameters = site.equation.params
-    if platforms.on_cpu() or "precision" not in parameters:
+    if _platforms.on_cpu() or "precision" not in parameters:
         return False
     dtypes = {x.dtype for x in (*site.data, site.output)}
     if not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:
@@ -91,7 +91,7 @@ def without_stacks(site: Site, outer: Outer) -> Outer:
     pieces = list(outer.x)
     g = outer.g
     place = outer.place
-    # From the innermost scan outwards, because each merge moves the axes behind it.
+    # The innermost scan is first, because each merge moves the axes behind it.
     for scan in reversed(range(len(site.stacks))):
         rounds_axis = 1 + scan
         blocks_axis = rounds_axis + 1
@@ -139,9 +139,8 @@ def dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
         x = x.astype(cotangent.dtype)  # the square of an int8 overflows
     rank = x.ndim - lead
     free = [a for a in range(rank) if a not in (*inputs_of_data, *batch[other])]
-    sizes = []
-    for axes in (batch[other], free, inputs_of_data):
-        sizes.append(math.prod(x.shape[lead + axis] for axis in axes))
+    groups = (batch[other], free, inputs_of_data)
+    sizes = [math.prod(x.shape[lead + axis] for axis in axes) for axes in groups]
     blocks, positions, _ = sizes
     x = _arranged(x, lead, [*batch[other], *free, *inputs_of_data], sizes)
     x = jnp.swapaxes(x, -1, -2)
@@ -259,7 +258,8 @@ def _transposed(
 def _last_channels(x: Array, spec: Sequence[int]) -> Array:
     """Examples, images, space and channels, in this order."""
     image, channels, *space = spec
-    return jnp.transpose(x, (0, *(1 + axis for axis in (image, *space, channels))))
+    order = [1 + axis for axis in (image, *space, channels)]
+    return jnp.transpose(x, (0, *order))
 
 
 def gather(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
@@ -302,7 +302,8 @@ def _gathers_rows(parameters: dict[str, Any], shape: Sequence[int]) -> bool:
 
 
 def _arranged(x: Array, lead: int, order: Sequence[int], sizes: Sequence[int]) -> Array:
-    x = jnp.transpose(x, (*range(lead), *(lead + axis for axis in order)))
+    behind_lead = [lead + axis for axis in order]
+    x = jnp.transpose(x, (*range(lead), *behind_lead))
     return x.reshape(*x.shape[:lead], *sizes)
 
 
@@ -334,7 +335,7 @@ def product(formula: str, a: Array, b: Array, precision: Any = HIGHEST) -> Array
 def precision_of(parameters: dict[str, Any]) -> Any:
     """The precision at which a kept gradient is formed: on accelerators the loss's own."""
     given = parameters.get("precision")
-    if platforms.on_cpu():
+    if _platforms.on_cpu():
         return HIGHEST  # in the same time
     if isinstance(given, tuple):
         left, right = given

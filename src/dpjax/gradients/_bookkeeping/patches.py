@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from dpjax.gradients import platforms
+from dpjax.gradients import _platforms
 
 # Patches are written for kernel entries with this many inputs together, each group with a product
 # of its own: as fast as all entries together, with less memory. One entry by itself is a slow copy.
@@ -34,7 +34,7 @@ def patches(
         return [_tiles(x, kernel, places)]
     entries = list(itertools.product(*map(range, kernel)))
     is_large = len(entries) > _UNROLLED
-    if platforms.on_cpu():
+    if _platforms.on_cpu():
         inputs = x.shape[-1] // parameters["feature_group_count"]
         in_piece = min(-(-_PIECE // inputs), len(entries))
     elif is_large:
@@ -56,10 +56,8 @@ def patches(
 def _padded(x: Array, parameters: dict[str, Any]) -> Array:
     """Channels-last images with their padding and dilation, which is interior padding."""
     unpadded = (0, 0, 0)
-    edges = []
     pairs = zip(parameters["padding"], parameters["lhs_dilation"], strict=True)
-    for (low, high), dilation in pairs:
-        edges.append((low, high, dilation - 1))
+    edges = [(low, high, dilation - 1) for (low, high), dilation in pairs]
     return jax.lax.pad(x, jnp.zeros((), x.dtype), [unpadded, unpadded, *edges, unpadded])
 
 
@@ -114,7 +112,7 @@ def _tiles(x: Array, kernel: Sequence[int], places: Sequence[int]) -> Array:
     """Patches that do not overlap: together they are one transposed view of the image."""
     examples, images, *_, channels = x.shape
     rank = len(kernel)
-    # With VALID padding the end of the image may lie in no patch.
+    # The end of the image may lie in no patch with VALID padding.
     pairs = list(zip(places, kernel, strict=True))
     used = [count * size for count, size in pairs]
     x = jax.lax.slice(x, [0] * x.ndim, [examples, images, *used, channels])

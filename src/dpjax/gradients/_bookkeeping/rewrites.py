@@ -60,7 +60,7 @@ def _scaled(equation: JaxprEqn, view: View, data: Any, operand: int) -> Rewritte
         if scale.ndim:
             scale = _like_output(scale, y, operand, contracted, batch)
         if divides:
-            # By the reciprocal: a product is linear in the scale, and a quotient is not.
+            # Multiply by the reciprocal: a product is linear in the scale, and a quotient is not.
             scale = 1 / scale
         return y * scale
 
@@ -80,7 +80,7 @@ def _like_output(
     scale = jax.lax.transpose(scale, [*batch, *free, *contracted])
     count = len(batch) + len(free)
     scale = jax.lax.squeeze(scale, range(count, scale.ndim))
-    # The free axes of the left operand come before those of the right one.
+    # The free axes of the left operand come first, then the free axes of the right one.
     first = len(batch)
     if operand == 1:
         first = y.ndim - len(free)

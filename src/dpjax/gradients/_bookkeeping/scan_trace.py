@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array
 
 from dpjax import trees
-from dpjax.gradients import platforms
+from dpjax.gradients import _platforms
 from dpjax.gradients._bookkeeping.outer_products import product
 from dpjax.gradients._bookkeeping.primitives import row_of
 from dpjax.gradients._bookkeeping.sites import (
@@ -32,7 +32,7 @@ from dpjax.gradients._bookkeeping.sites import (
     settled,
     union,
 )
-from dpjax.gradients.jaxprs import scan_counts
+from dpjax.gradients._jaxprs import scan_counts
 
 Walk = Callable[[Jaxpr, Sequence[Any], Sequence[Any], Book], list[Any]]
 
@@ -129,7 +129,9 @@ def _stacked_axes(site: Site, view: View, by_round: bool) -> tuple[int, ...] | N
         return None
     if not by_round:
         return tuple(view.axes[axis] for axis in site.axes)
-    return (view.axes[0], *(view.axes[axis + 1] for axis in site.axes))
+    rounds_axis, *others = view.axes
+    in_round = [others[axis] for axis in site.axes]
+    return (rounds_axis, *in_round)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +155,7 @@ class _StackedUse:
         """The outputs of all rounds."""
         in_body = self._leaves_of_body(leaves, memo)
         places = self._places()
-        if row_of(self.site).entrywise and platforms.on_cpu():
+        if row_of(self.site).entrywise and _platforms.on_cpu():
             # XLA on CPU is slow at the fused reduction of cotangents times a number of each round.
             for j in self.views:
                 if not self.sliced[j]:
@@ -162,8 +164,7 @@ class _StackedUse:
         return jax.vmap(self.site.apply, (places, 0))(in_body, data)
 
     def _leaves_of_body(self, leaves: Leaves, memo: Memo | None) -> dict[int, Array]:
-        if memo is None:
-            memo = {}
+        memo = {} if memo is None else memo
         return {j: view.of(leaves, memo) for j, view in self.views.items()}
 
     def _places(self) -> dict[int, int | None]:

@@ -36,8 +36,8 @@ class View(NamedTuple):
     axes: tuple[int, ...] | None = None  # of the leaf, if it is a transpose of one
     depth: int = 0  # the number of equations between the value and a leaf
     constant: frozenset[int] = frozenset()  # axes along which all entries are equal
-    # For each leaf and each axis of the value: the axis of the leaf at whose same index an entry of
-    # the value reads the leaf, and nowhere else; or None.
+    # An axis of the leaf for each leaf and each axis of the value, or None: an entry of the value
+    # depends only on entries of the leaf with the same index along that axis.
     own: Mapping[int, Axes] = {}
     # The equation with this value as its only result, and the views that entered it.
     made: tuple[JaxprEqn, tuple[View, ...]] | None = None
@@ -61,11 +61,11 @@ class Site(NamedTuple):
     # of the ``slices``, times the derivative of ``unscaled(leaves)``.
     scales: Callable[[Leaves, Sequence[Array], Array], Array]
     unscaled: Callable[[Leaves], Array]
-    # For each scan around the equation, outermost first: whether the scan slices the view, as it
-    # does with stacked layers. Data, output and a sliced view have a leading axis for each scan.
+    # Whether each scan around the equation, outermost first, slices the view, as it does with
+    # stacked layers. Data, output and a sliced view have a leading axis for each scan.
     stacks: tuple[bool, ...] = ()
-    # For leaves with one gradient for all examples, apart from a scale for each slice: the axes of
-    # the leaf that count the slices. See `common`.
+    # The axes of a leaf that count its slices, for leaves with one gradient for all examples apart
+    # from a scale for each slice. See `common`.
     slices: Mapping[int, tuple[int, ...]] = {}
 
 
@@ -154,7 +154,7 @@ def plain(values: Sequence[Any], book: Book | None = None, name: str = "") -> li
             plain_values.append(x)
             continue
         if book is not None:
-            # From here on JAX differentiates by the leaf for each example: exact, but slower.
+            # JAX then differentiates by the leaf for each example: exact, but slower.
             book.materialise(x.leaves, f"enters {name}")
         plain_values.append(x.value)
     return plain_values

@@ -40,27 +40,17 @@ def structure(
 
 
 def _is_constant(axis: int, inputs: Sequence[tuple[View, _InputAxes]]) -> bool:
-    for view, axes in inputs:
-        input_axis = axes[axis]
-        if input_axis is not None and input_axis not in view.constant:
-            return False
-    return True
+    return all(axes[axis] is None or axes[axis] in view.constant for view, axes in inputs)
 
 
 def _axis_of_leaf(leaf: int, axis: int, inputs: Sequence[tuple[View, _InputAxes]]) -> int | None:
     """The axis of the leaf along which all inputs that depend on the leaf run, if it is one."""
     leaf_axes: set[int | None] = set()
     for view, axes in inputs:
-        if leaf not in view.leaves:
-            continue
-        input_axis = axes[axis]
-        if input_axis is None:
-            leaf_axes.add(None)
-        else:
-            leaf_axes.add(view.own[leaf][input_axis])
-    if len(leaf_axes) != 1:
-        return None
-    return leaf_axes.pop()
+        if leaf in view.leaves:
+            input_axis = axes[axis]
+            leaf_axes.add(None if input_axis is None else view.own[leaf][input_axis])
+    return leaf_axes.pop() if len(leaf_axes) == 1 else None
 
 
 def slices(view: View) -> dict[int, tuple[int, ...]]:
@@ -126,7 +116,4 @@ def _reshaped_axes(before: Sequence[int], shape: Sequence[int]) -> list[_InputAx
     if [before[axis] for axis in longer] != [length for length in shape if length > 1]:
         return None
     remaining = iter(longer)
-    axes: list[int | None] = []
-    for length in shape:
-        axes.append(next(remaining) if length > 1 else None)
-    return [axes]
+    return [[next(remaining) if length > 1 else None for length in shape]]

@@ -38,9 +38,6 @@ def tapped(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> A
     slices_of_leaves: Mapping[int, tuple[int, ...]] = {}
     if is_only_view and known(equation.primitive.name).entrywise and view.value.size:
         slices_of_leaves = slices(view)
-    axes = None
-    if is_only_view:
-        axes = view.axes
     # The tap is zero: it changes no value, and its cotangent is the output's.
     output_with_tap = book.tap(output)
     site = Site(
@@ -51,7 +48,7 @@ def tapped(equation: JaxprEqn, inputs: list[Any], operand: int, book: Book) -> A
         shape=view.value.shape,
         of=view.of,
         isometry=view.isometry and is_only_view,
-        axes=axes,
+        axes=view.axes if is_only_view else None,
         apply=use.apply,
         data=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in data),
         output=jax.ShapeDtypeStruct(output.shape, output.dtype),
@@ -106,27 +103,19 @@ class _Use:
 
     def _arguments(self, leaves: Leaves, data: Sequence[Array], memo: Memo | None) -> list[Array]:
         """The inputs of the equation in their order, recomputed or recorded."""
-        if memo is None:
-            memo = {}
+        memo = {} if memo is None else memo
         recorded = iter(data)
-        arguments = []
-        for i in range(self.inputs):
-            if i in self.views:
-                arguments.append(self.views[i].of(leaves, memo))
-            else:
-                arguments.append(next(recorded))
-        # Converted after all are computed, because they may share values.
-        return [self._widened(argument) for argument in arguments]
-
-    def _widened(self, x: Array) -> Array:
-        if not is_a(jnp.floating, x):
-            return x
-        return x.astype(self.wide)
+        # All are computed before they are converted, because they may share values.
+        arguments = [
+            self.views[i].of(leaves, memo) if i in self.views else next(recorded)
+            for i in range(self.inputs)
+        ]
+        return [x.astype(self.wide) if is_a(jnp.floating, x) else x for x in arguments]
 
     def _run(self, arguments: Sequence[Array]) -> Array:
         parameters = dict(self.equation.params)
         if "precision" in parameters:
-            # Read when a gradient is formed, because the platform decides: see `platforms`.
+            # Read when a gradient is formed, because the platform decides: see `_platforms`.
             precision = precision_of(self.equation.params)
             if precision is None:
                 parameters["precision"] = None

@@ -22,8 +22,8 @@ from dpjax.gradients._bookkeeping.scan_trace import scan_sites
 from dpjax.gradients._bookkeeping.sites import Book, Program, View, constant, plain, settled
 from dpjax.gradients._bookkeeping.taps import tapped
 from dpjax.gradients._bookkeeping.views import derived, is_a
+from dpjax.gradients._jaxprs import evaluate
 from dpjax.gradients._xla_cpu.primitives import bind_fast
-from dpjax.gradients.jaxprs import evaluate
 from dpjax.types import LossFn, PyTree
 
 # A leaf is large if it has this many times the entries of the product and of the other leaves.
@@ -116,9 +116,7 @@ def _checkpointed(equation: JaxprEqn, inputs: list[Any], book: Book) -> list[Any
     walked = list[Any]()
 
     def region() -> tuple[list[Any], list[tuple[Array, ...]]]:
-        taps = None
-        if book.taps is not None:
-            taps = book.taps[first_site:]
+        taps = None if book.taps is None else book.taps[first_site:]
         inner = Book(book.materialised, taps)
         inner.sizes = book.sizes
         outputs = _walk(parameters["jaxpr"], (), inputs, inner)

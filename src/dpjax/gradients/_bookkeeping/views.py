@@ -2,7 +2,7 @@
 """Views of views: the results of an equation whose inputs all depend on parameters only.
 
 Such a result is a view again: it is recomputed from the leaves in full precision when a gradient is
-pulled back to them. Where that would change a value or a derivative of the model, the leaves are
+pulled back to them. If that changes a value or a derivative of the model, the leaves are
 materialised instead.
 """
 
@@ -20,7 +20,7 @@ from jaxtyping import Array
 from dpjax.gradients._bookkeeping.primitives import known
 from dpjax.gradients._bookkeeping.sites import Book, Leaves, Memo, View, dtype, union
 from dpjax.gradients._bookkeeping.structure import structure
-from dpjax.gradients.jaxprs import bind, equations, inner_programs, own_vjp
+from dpjax.gradients._jaxprs import bind, equations, inner_programs, own_vjp
 
 # A view calls the views that it is computed from, and Python's stack ends at about 1,000 calls.
 _DEEP = 100
@@ -45,9 +45,7 @@ def derived(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
 
     compute = _recomputation(equation, views, outputs, leaves)
     source = _rearranged(equation.primitive.name, views, outputs[0])
-    made = None
-    if len(outputs) == 1:
-        made = (equation, tuple(views))
+    made = (equation, tuple(views)) if len(outputs) == 1 else None
     results = []
     for i, output in enumerate(outputs):
         trained = leaves
@@ -122,8 +120,7 @@ def _recomputation(
     trained = bool(leaves) and any(is_a(jnp.floating, output) for output in outputs)
 
     def compute(leaves: Leaves, memo: Memo | None = None) -> list[Array]:
-        if memo is None:
-            memo = {}
+        memo = {} if memo is None else memo
         if id(views) not in memo:
             inputs = [view.of(leaves, memo) for view in views]
             if not trained:
