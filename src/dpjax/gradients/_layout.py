@@ -116,7 +116,7 @@ def run_laid_out(
 
     def run(params: PyTree, rows: Rows, key: Key, start: PyTree, frozen: PyTree) -> ClippedSum:
         # The layout is chosen inside, because here the platform is that of the trace.
-        with_frozen = loss.beside(frozen)
+        with_frozen = loss.with_frozen(frozen)
         chosen = _layout(request, with_frozen, params, example)
         if chosen.mesh and committed and committed != tuple(chosen.mesh.devices.flat):
             # JAX refuses arrays that are committed to other devices. A single share runs on any.

@@ -119,7 +119,7 @@ def clipped_grad(
         refuse_explicit("clipped_grad", "data", batch)
         refuse_explicit("clipped_grad", "parameters", params)
         traced = Traced(loss, has_aux)
-        check_loss(traced.beside(frozen), params, trees.one_row(batch), "clipped_grad")
+        check_loss(traced.with_frozen(frozen), params, trees.one_row(batch), "clipped_grad")
         # Every engine returns zeros for no examples.
         name = "vmap" if size == 0 else engine
         together = microbatch_size
@@ -137,7 +137,7 @@ def clipped_grad(
 
             def run(weights: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
                 params, frozen = weights
-                return chosen(traced.beside(frozen), rule, params, rows, start)
+                return chosen(traced.with_frozen(frozen), rule, params, rows, start)
 
             return run
 

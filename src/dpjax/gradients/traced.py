@@ -36,7 +36,7 @@ class Traced:
         self.gradients: dict[Any, Jaxpr] = {}
         self.programs: dict[Any, Program] = {}
 
-    def beside(self, frozen: PyTree) -> Traced:
+    def with_frozen(self, frozen: PyTree) -> Traced:
         """The loss with these frozen weights, which are valid in the trace around this call."""
         if frozen is None:
             return self

@@ -80,7 +80,7 @@ def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | N
     if len(outers) < len(sites):
         return _by_derivative(leaf, sites, isometric)
     sizes = _sizes(outers)
-    # A second product rounds otherwise. For an isometry `norms` bounds that; other views need an
+    # A second product rounds differently. For an isometry `norms` bounds that; other views need an
     # operator norm, so their gradients are kept.
     keep = leaf.size <= _ROOM * sizes.read or not isometric
     if _platforms.on_cpu():
