@@ -20,9 +20,9 @@ import dpjax
 from dpjax import clipped_grad, clipping, gradients, losses, testing
 from dpjax.gradients import batching
 from dpjax.gradients._bookkeeping import sites
+from dpjax.gradients._layout import bytes_per_example
 from dpjax.gradients.batching import Rows
 from dpjax.gradients.clipped_grad import clipped_sum
-from dpjax.gradients.layout import bytes_per_example
 from dpjax.gradients.nan_isolation import isolated
 from dpjax.gradients.traced import Traced
 
