@@ -139,7 +139,7 @@ def test_a_sensitivity_is_rounded_up():
 
 
 @kills(
-    "strategies/streams.py",
+    "strategies/_streams.py",
     "(jnp.asarray(step) - 1 - jnp.arange(size)) % size + 1",
     "(jnp.asarray(step) - jnp.arange(size)) % size + 1",
     case="cut-root",

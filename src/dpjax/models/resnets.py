@@ -8,9 +8,9 @@ from typing import Any
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from dpjax.models import parts
+from dpjax.models import _parts
 
-_HE: parts.Initializer = nn.initializers.he_normal()
+_HE: _parts.Initializer = nn.initializers.he_normal()
 
 
 class WideResNet(nn.Module):
@@ -46,9 +46,9 @@ class WideResNet(nn.Module):
     depth: int = 16
     width: int = 4
     groups: int = 16
-    activation: parts.Activation = nn.relu
+    activation: _parts.Activation = nn.relu
     standardized: bool = False
-    kernel_init: parts.Initializer = _HE
+    kernel_init: _parts.Initializer = _HE
     torch_init: bool = False
 
     @nn.compact
@@ -56,7 +56,7 @@ class WideResNet(nn.Module):
         self, x: Float[Array, "*batch height width channels"]
     ) -> Float[Array, "*batch classes"]:
         """Gives the logits of one image, or of a batch."""
-        parts.expect_image("WideResNet", x, smallest=4)
+        _parts.expect_image("WideResNet", x, smallest=4)
         blocks, rest = divmod(self.depth - 4, 6)
         if rest or blocks < 1:
             raise ValueError(f"models.WideResNet(depth={self.depth}): depth must be 6 n + 4.")
@@ -65,7 +65,7 @@ class WideResNet(nn.Module):
             for block in range(blocks):
                 x = self._block(x, 2**stage * 16 * self.width, 2 if stage > 0 and block == 0 else 1)
         x = self._normed(x).mean(axis=(-3, -2))
-        return parts.dense(self, x, self.classes)
+        return _parts.dense(self, x, self.classes)
 
     def _block(self, x: Array, channels: int, stride: int) -> Array:
         h = self._normed(x)
@@ -76,10 +76,10 @@ class WideResNet(nn.Module):
         return x + self._conv(h, channels, 3)
 
     def _normed(self, x: Array) -> Array:
-        return parts.activated(self, self.activation, parts.group_norm(x, self.groups))
+        return _parts.activated(self, self.activation, _parts.group_norm(x, self.groups))
 
     def _conv(self, x: Array, channels: int, kernel: int, **options: Any) -> Array:
         if self.standardized:
             # Through Flax's own hook, so the parameters keep their published names.
-            options["conv_general_dilated"] = parts.standardized
-        return parts.conv(self, x, channels, kernel, use_bias=False, **options)
+            options["conv_general_dilated"] = _parts.standardized
+        return _parts.conv(self, x, channels, kernel, use_bias=False, **options)

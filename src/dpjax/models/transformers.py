@@ -17,30 +17,30 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dpjax import checks
-from dpjax.models import parts
+from dpjax.models import _parts
 
-_XAVIER: parts.Initializer = nn.initializers.xavier_uniform()
+_XAVIER: _parts.Initializer = nn.initializers.xavier_uniform()
 _EPSILON = {"pre-norm": 1e-6, "bert": 1e-12, "gpt2": 1e-5}  # of the norms of each layout
 
 
 class _MlpBlock(nn.Module):
     hidden: int
-    activation: parts.Activation
-    kernel_init: parts.Initializer
+    activation: _parts.Activation
+    kernel_init: _parts.Initializer
     torch_init: bool
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch positions width"]) -> Array:
-        h = parts.activated(self, self.activation, parts.dense(self, x, self.hidden))
-        return parts.dense(self, h, x.shape[-1])
+        h = _parts.activated(self, self.activation, _parts.dense(self, x, self.hidden))
+        return _parts.dense(self, h, x.shape[-1])
 
 
 class _EncoderBlock(nn.Module):
     heads: int
     hidden: int
-    activation: parts.Activation
+    activation: _parts.Activation
     layout: str
-    kernel_init: parts.Initializer
+    kernel_init: _parts.Initializer
     torch_init: bool
 
     @nn.compact
@@ -51,7 +51,7 @@ class _EncoderBlock(nn.Module):
         attention = nn.MultiHeadDotProductAttention(
             self.heads,
             name="MultiHeadDotProductAttention_1",
-            **parts.attention_init(self, x.shape[-1]),
+            **_parts.attention_init(self, x.shape[-1]),
         )
         mlp = _MlpBlock(self.hidden, *style, name="MlpBlock_3")
         if self.layout == "bert":
@@ -69,7 +69,7 @@ class _Positions(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*batch positions width"]) -> Array:
         shape = (1, self.length, x.shape[-1])
-        return x + self.param("pos_embedding", parts.embedding_init(self), shape)[0, : x.shape[-2]]
+        return x + self.param("pos_embedding", _parts.embedding_init(self), shape)[0, : x.shape[-2]]
 
 
 class _Encoder(nn.Module):
@@ -137,8 +137,8 @@ class TextTransformer(nn.Module):
     segments: int = 0
     padding: int | None = 0
     layout: str = "pre-norm"
-    activation: parts.Activation = partial(nn.gelu, approximate=False)
-    kernel_init: parts.Initializer = _XAVIER
+    activation: _parts.Activation = partial(nn.gelu, approximate=False)
+    kernel_init: _parts.Initializer = _XAVIER
     torch_init: bool = False
 
     @nn.compact
@@ -151,7 +151,7 @@ class TextTransformer(nn.Module):
         checks.one_of("models.TextTransformer", "layout", self.layout, ("pre-norm", "bert"))
         tokens, segments = x if isinstance(x, tuple | list) else (x, None)
         real = jnp.ones(tokens.shape, bool) if self.padding is None else tokens != self.padding
-        table = partial(nn.Embed, features=self.width, embedding_init=parts.embedding_init(self))
+        table = partial(nn.Embed, features=self.width, embedding_init=_parts.embedding_init(self))
         h = table(self.vocabulary, name="token")(tokens)
         if segments is not None:
             h = h + table(self.segments, name="segment")(segments)
@@ -161,11 +161,11 @@ class TextTransformer(nn.Module):
         h = jnp.where((real & (least < 0))[..., None], jnp.nan, h)
         # The mask has axes for heads and queries: padding may attend, but no query attends to it.
         h = _encoder(self, self.length, self.layout)(h, real[..., None, None, :])
-        return parts.dense(self, self._summary(h, real), self.classes, name="head")
+        return _parts.dense(self, self._summary(h, real), self.classes, name="head")
 
     def _summary(self, h: Array, real: Bool[Array, "*batch positions"]) -> Array:
         if self.layout == "bert":
-            return jnp.tanh(parts.dense(self, h[..., 0, :], self.width, name="pooler"))
+            return jnp.tanh(_parts.dense(self, h[..., 0, :], self.width, name="pooler"))
         # At least 1: the mean over a text of padding alone would be 0 / 0.
         count = jnp.maximum(real.sum(axis=-1, keepdims=True), 1)
         return jnp.sum(jnp.where(real[..., None], h, 0), axis=-2) / count
@@ -198,8 +198,8 @@ class ViT(nn.Module):
     depth: int = 12
     heads: int = 12
     hidden: int | None = None
-    activation: parts.Activation = nn.gelu
-    kernel_init: parts.Initializer = _XAVIER
+    activation: _parts.Activation = nn.gelu
+    kernel_init: _parts.Initializer = _XAVIER
     torch_init: bool = False
 
     @nn.compact
@@ -207,12 +207,12 @@ class ViT(nn.Module):
         self, x: Float[Array, "*batch height width channels"]
     ) -> Float[Array, "*batch classes"]:
         """Gives the logits of one image, or of a batch."""
-        parts.expect_image("ViT", x, smallest=self.patch)
+        _parts.expect_image("ViT", x, smallest=self.patch)
         if x.shape[-3] % self.patch or x.shape[-2] % self.patch:
             raise ValueError(
                 f"models.ViT: patch {self.patch} must divide the sides {x.shape[-3:-1]}."
             )
-        h = parts.conv(
+        h = _parts.conv(
             self, x, self.width, self.patch, "embedding", strides=self.patch, padding="VALID"
         )
         h = h.reshape(*h.shape[:-3], -1, self.width)
@@ -220,7 +220,7 @@ class ViT(nn.Module):
         first = self.param("cls", nn.initializers.zeros, (1, 1, self.width))
         h = jnp.concatenate([jnp.broadcast_to(first[0], (*h.shape[:-2], 1, self.width)), h], -2)
         h = _encoder(self, h.shape[-2], "pre-norm")(h)
-        return parts.dense(self, h[..., 0, :], self.classes, name="head")
+        return _parts.dense(self, h[..., 0, :], self.classes, name="head")
 
 
 class Decoder(nn.Module):
@@ -251,8 +251,8 @@ class Decoder(nn.Module):
     depth: int = 12
     heads: int = 12
     hidden: int | None = None
-    activation: parts.Activation = nn.gelu
-    kernel_init: parts.Initializer = nn.initializers.normal(0.02)
+    activation: _parts.Activation = nn.gelu
+    kernel_init: _parts.Initializer = nn.initializers.normal(0.02)
     torch_init: bool = False
 
     @nn.compact
@@ -260,7 +260,7 @@ class Decoder(nn.Module):
         self, x: Int[Array, "*batch positions"]
     ) -> Float[Array, "*batch positions vocabulary"]:
         """Gives the logits behind each token of one text, or of a batch."""
-        init = parts.embedding_init(self)
+        init = _parts.embedding_init(self)
         table = nn.Embed(self.vocabulary, self.width, embedding_init=init, name="token")
         h = _encoder(self, self.length, "gpt2")(table(x), nn.make_causal_mask(x))
         return table.attend(h)

@@ -11,8 +11,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from dpjax import checks
+from dpjax.scattering._fourier import filtered, moduli, on_columns, on_rows, spectrum_of
 from dpjax.scattering.filters import Bank, averaging, coarsen, filter_bank, mirrored, padded_size
-from dpjax.scattering.fourier import filtered, moduli, on_columns, on_rows, spectrum_of
 from dpjax.trees import wide
 
 

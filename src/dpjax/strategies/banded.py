@@ -13,11 +13,11 @@ import functools
 from numpy.typing import ArrayLike
 
 from dpjax import checks
-from dpjax.strategies import search, series
+from dpjax.strategies import _search, _series
+from dpjax.strategies._workload import Workload, workload
 from dpjax.strategies.participation import Participation, or_once
 from dpjax.strategies.strategy import LARGEST_MATRIX, Strategy, narrowed
 from dpjax.strategies.toeplitz import InverseToeplitz, Toeplitz
-from dpjax.strategies.workload import Workload, workload
 
 
 def square_root(steps: int, bands: int | None = None) -> Strategy:
@@ -41,7 +41,7 @@ def square_root(steps: int, bands: int | None = None) -> Strategy:
     """
     steps, bands = _sizes("strategies.square_root", steps, steps if bands is None else bands)
     name = "square root" if bands == steps else f"square root, {bands} bands"
-    return Toeplitz(name=name, steps=steps, values=tuple(series.square_root(bands)))
+    return Toeplitz(name=name, steps=steps, values=tuple(_series.square_root(bands)))
 
 
 def banded_inverse_square_root(steps: int, bands: int) -> Strategy:
@@ -58,7 +58,7 @@ def banded_inverse_square_root(steps: int, bands: int) -> Strategy:
       factorization error for multi-epoch differentially private SGD", 2025.
     """
     steps, bands = _sizes("strategies.banded_inverse_square_root", steps, bands)
-    name, values = f"banded inverse square root, {bands} bands", series.square_root(bands, 0.5)
+    name, values = f"banded inverse square root, {bands} bands", _series.square_root(bands, 0.5)
     return InverseToeplitz(name=name, steps=steps, values=tuple(values))
 
 
@@ -126,7 +126,7 @@ def _searched(
     if participation.most == 1:
         # One step of an example meets no other: as if they were a whole run apart.
         participation = Participation(separation=steps, most=1)
-    return narrowed(search.banded_coefficients(steps, bands, participation, of, error))
+    return narrowed(_search.banded_coefficients(steps, bands, participation, of, error))
 
 
 def _sizes(call: str, steps: int, bands: int) -> tuple[int, int]:

@@ -16,10 +16,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dpjax import checks
-from dpjax.strategies import powers, series, streams
+from dpjax.strategies import _powers, _series, _streams
+from dpjax.strategies._workload import Workload, workload
 from dpjax.strategies.participation import Participation, or_once
 from dpjax.strategies.strategy import Strategy, narrowed
-from dpjax.strategies.workload import Workload, workload
 from dpjax.types import PyTree
 
 
@@ -49,20 +49,20 @@ class Buffered(Strategy):
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         r"""$x_t = z_t - \sum_i a_i s_i$, and then $s_i \leftarrow \lambda_i s_i + x_t$."""
         scales, decays = (jnp.asarray(x, jnp.float32) for x in (self.scales, self.decays))
-        scale = streams.sound(step, self.steps)
+        scale = _streams.sound(step, self.steps)
 
         def one(leaf: Array, sums: Array) -> tuple[Array, Array]:
-            noise = (leaf.astype(sums.dtype) - streams.weighted(scales, sums)) * scale
+            noise = (leaf.astype(sums.dtype) - _streams.weighted(scales, sums)) * scale
             return noise, decays.astype(sums.dtype).reshape(-1, *[1] * noise.ndim) * sums + noise
 
-        return streams.mapped(one, z, memory)
+        return _streams.mapped(one, z, memory)
 
     def _reciprocal(self) -> Float[np.ndarray, " steps"]:
         """Pole by pole: the combined polynomial of nearly equal poles would lose all digits."""
         weights = np.sqrt(self.scales)
         # The zeros of c are the eigenvalues of a symmetric matrix, and so real.
         zeros = np.linalg.eigvalsh(np.diag(self.decays) - np.outer(weights, weights))
-        return series.quotient(np.array(self.decays), zeros, self.steps)
+        return _series.quotient(np.array(self.decays), zeros, self.steps)
 
 
 def buffered(
@@ -104,7 +104,7 @@ def buffered(
 def _searched(
     steps: int, buffers: int, participation: Participation, of: Workload, error: str
 ) -> Buffered:
-    scales, decays = powers.least_error(steps, buffers, participation, of, error)
+    scales, decays = _powers.least_error(steps, buffers, participation, of, error)
     # The largest float32 below 1: a decay may round to 1.
     decays = np.minimum(decays, 1 - 2.0**-24)
     name = f"buffered, {buffers} buffers"

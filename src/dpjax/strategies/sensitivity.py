@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float
 
+from dpjax.strategies._search import first_pattern
 from dpjax.strategies.participation import Participation
-from dpjax.strategies.search import first_pattern
 
 if TYPE_CHECKING:  # a strategy finds its errors with this file
     from dpjax.strategies.strategy import Strategy

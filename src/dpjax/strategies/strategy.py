@@ -19,10 +19,10 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from dpjax import checks
-from dpjax.strategies import series, streams
+from dpjax.strategies import _series, _streams
+from dpjax.strategies._workload import Workload, toeplitz_squares, workload
 from dpjax.strategies.participation import Participation, or_once
 from dpjax.strategies.sensitivity import of_products, sensitivity
-from dpjax.strategies.workload import Workload, toeplitz_squares, workload
 from dpjax.types import PyTree
 
 # Up to here a strategy is handled as a whole matrix of 128 MiB where there is no shorter way.
@@ -110,11 +110,11 @@ class Strategy:
     def matrix(self) -> Float[np.ndarray, "steps steps"]:
         """C in float64, for runs of a moderate number of steps."""
         assert self.coefficients is not None
-        return series.lower_triangular(series.padded(self.coefficients, self.steps))
+        return _series.lower_triangular(_series.padded(self.coefficients, self.steps))
 
     def inverse(self) -> Float[np.ndarray, "steps steps"]:
         """The inverse of C in float64, for runs of a moderate number of steps."""
-        inverse, scales = series.lower_triangular(self._reciprocal()), self._scales()
+        inverse, scales = _series.lower_triangular(self._reciprocal()), self._scales()
         return inverse if scales is None else inverse * scales[:, None]
 
     def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
@@ -133,7 +133,7 @@ class Strategy:
         ``zeros`` is a tree of the parameters' structure, shapes and placement; values are not read.
         Each leaf of the answer has a leading axis of ``remembers`` rows.
         """
-        return streams.stacked(zeros, self.remembers)
+        return _streams.stacked(zeros, self.remembers)
 
     def next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         """The noise of one step: the stream that multiplies by the inverse of C.

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from numpy.typing import ArrayLike
 
 from dpjax import checks
-from dpjax.strategies import series, streams
+from dpjax.strategies import _series, _streams
 from dpjax.strategies.participation import Participation
 from dpjax.strategies.sensitivity import of_bands
 from dpjax.strategies.strategy import LARGEST_MATRIX, Strategy, narrowed
@@ -58,7 +58,7 @@ class Toeplitz(Strategy):
 
     def matrix(self) -> Float[np.ndarray, "steps steps"]:
         """C."""
-        plain = series.lower_triangular(series.padded(self.values, self.steps))
+        plain = _series.lower_triangular(_series.padded(self.values, self.steps))
         scales = self._scales()
         return plain if scales is None else plain / scales
 
@@ -84,24 +84,24 @@ class Toeplitz(Strategy):
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         r"""Row t of $T x = z$, solved for $x_t$: $x_t = (z_t - \sum_k c_k x_{t-k}) / c_0$."""
         size, values = self.remembers, jnp.asarray(self.values, jnp.float32)
-        scale = streams.sound(step, self.steps)
+        scale = _streams.sound(step, self.steps)
         if self.normalized:
             norms = jnp.sqrt(jnp.cumsum(values**2))
             # The column of step t ends with the run, after steps - t terms.
             scale = scale * norms[jnp.clip(self.steps - 1 - jnp.asarray(step), 0, size)]
-        weights = values[streams.ages(step, size)] if size else values[1:]
+        weights = values[_streams.ages(step, size)] if size else values[1:]
 
         def one(leaf: Array, noises: Array) -> tuple[Array, Array]:
             wide = leaf.astype(noises.dtype)
-            noise = (wide - streams.weighted(weights, noises)) if size else wide
+            noise = (wide - _streams.weighted(weights, noises)) if size else wide
             noise = noise / self.values[0]
-            noises = streams.replaced(noises, noise, step % size) if size else noises
+            noises = _streams.replaced(noises, noise, step % size) if size else noises
             return noise * scale, noises
 
-        return streams.mapped(one, z, memory)
+        return _streams.mapped(one, z, memory)
 
     def _reciprocal(self) -> Float[np.ndarray, " steps"]:
-        return series.reciprocal(np.array(self.values), self.steps)
+        return _series.reciprocal(np.array(self.values), self.steps)
 
     def _scales(self) -> Float[np.ndarray, " steps"] | None:
         """Normalized, the norm of each column of T."""
@@ -133,13 +133,13 @@ class InverseToeplitz(Strategy):
     @property
     def coefficients(self) -> Float[np.ndarray, " steps"]:
         """The reciprocal series."""
-        return series.reciprocal(np.array(self.values), self.steps)
+        return _series.reciprocal(np.array(self.values), self.steps)
 
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         r"""$\sum_k d_k z_{t-k}$."""
         size, values = self.remembers, jnp.asarray(self.values, jnp.float32)
-        scale = streams.sound(step, self.steps)
-        weights = values[streams.ages(step, size)] if size else values[1:]
+        scale = _streams.sound(step, self.steps)
+        weights = values[_streams.ages(step, size)] if size else values[1:]
 
         def one(leaf: Array, normals: Array) -> tuple[Array, Array]:
             wide = leaf.astype(normals.dtype)
@@ -147,14 +147,14 @@ class InverseToeplitz(Strategy):
             if not size:
                 return noise * scale, normals
             # Read before it is overwritten: otherwise XLA copies the whole ring at each step.
-            earlier, normals = optimization_barrier((streams.weighted(weights, normals), normals))
+            earlier, normals = optimization_barrier((_streams.weighted(weights, normals), normals))
             noise = noise + earlier
-            return noise * scale, streams.replaced(normals, wide, step % size)
+            return noise * scale, _streams.replaced(normals, wide, step % size)
 
-        return streams.mapped(one, z, memory)
+        return _streams.mapped(one, z, memory)
 
     def _reciprocal(self) -> Float[np.ndarray, " steps"]:
-        return series.padded(self.values, self.steps)
+        return _series.padded(self.values, self.steps)
 
 
 def _checked(call: str, steps: int, values: ArrayLike) -> tuple[float, ...]:

@@ -22,10 +22,10 @@ from jaxtyping import Array, Float
 from scipy.linalg import solve_triangular
 
 from dpjax import checks
-from dpjax.strategies import streams
+from dpjax.strategies import _streams
+from dpjax.strategies._workload import Workload
 from dpjax.strategies.participation import Participation
 from dpjax.strategies.strategy import LARGEST_MATRIX, Strategy
-from dpjax.strategies.workload import Workload
 from dpjax.types import PyTree
 
 
@@ -77,7 +77,7 @@ class Tree(Strategy):
         """The noise of a leaf, given the sums of the left siblings above it."""
         levels, step = self.remembers, jnp.asarray(step)
         weights, precision = self._weights(step, jnp)
-        scale = streams.sound(step, self.steps)
+        scale = _streams.sound(step, self.steps)
         # A step ends the nodes on as many levels as its number has trailing ones.
         full = jnp.cumprod((step >> np.arange(levels)) & 1)
         ended = jnp.sum(full)
@@ -87,10 +87,10 @@ class Tree(Strategy):
             noise = leaf.astype(sums.dtype) / jnp.sqrt(precision).astype(sums.dtype)
             if not levels:
                 return noise * scale, sums
-            noise = (noise + streams.weighted(weights, sums)) * scale
-            return noise, streams.replaced(sums, noise + streams.weighted(full, sums), ended)
+            noise = (noise + _streams.weighted(weights, sums)) * scale
+            return noise, _streams.replaced(sums, noise + _streams.weighted(full, sums), ended)
 
-        return streams.mapped(one, z, memory)
+        return _streams.mapped(one, z, memory)
 
     def _variances(self) -> tuple[Float[np.ndarray, " levels"], Float[np.ndarray, " levels"]]:
         """V on each level: of a full node, and of the last node that is not empty."""

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from dpjax.verify.epsilon import EPSILONS, by_losses, by_rdp, most_true_positives
+from dpjax.verify._epsilon import EPSILONS, by_losses, by_rdp, most_true_positives
+from dpjax.verify._matrices import require_hidden
 from dpjax.verify.facts import BOUNDS, Card, Unreadable, card_of
-from dpjax.verify.matrices import require_hidden
 from dpjax.verify.steps import steps_of
 
 # Relative: both bounds are found on grids of orders and of losses.

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dpjax.verify._matrices import is_amplified
 from dpjax.verify.facts import MOST_LEVELS, Card, Number, Run, Unreadable, read
-from dpjax.verify.matrices import is_amplified
 
 DISTINCT = 16  # multipliers of an epoch of random allocation; more are rounded
 

@@ -17,9 +17,9 @@ import math
 import numpy as np
 from jaxtyping import Complex, Float
 
-from dpjax.strategies import descent
+from dpjax.strategies import _descent
+from dpjax.strategies._workload import Workload
 from dpjax.strategies.participation import Participation
-from dpjax.strategies.workload import Workload
 
 # One row of rates for each direction in which the gradient is taken.
 Rates = Complex[np.ndarray, "directions rates"]
@@ -52,7 +52,7 @@ def least_error(
     minima = []
     for slowest in (3.0 / steps, 0.3 / steps):
         rates = np.geomspace(min(slowest, 0.1), 1.5, 2 * buffers)
-        minima.append(descent.minimum(objective, np.log(np.diff(rates, prepend=0.0))))
+        minima.append(_descent.minimum(objective, np.log(np.diff(rates, prepend=0.0))))
     poles, zeros = unpacked(min(minima, key=lambda x: objective(x)[0])[None])
     decays = np.exp(-poles)
     return (_residues(poles, zeros) * decays)[0], decays[0]

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from dpjax import checks
-from dpjax.strategies import series
+from dpjax.strategies import _series
 
 
 class Workload(NamedTuple):
@@ -27,7 +27,7 @@ class Workload(NamedTuple):
 
     def applied(self, noise: Float[np.ndarray, "steps n"]) -> Float[np.ndarray, "steps n"]:
         """The workload matrix times the rows of ``noise``."""
-        moves = series.filtered([1.0], [1.0, -self.momentum], noise)
+        moves = _series.filtered([1.0], [1.0, -self.momentum], noise)
         if self.rates is not None:
             moves = moves * np.asarray(self.rates)[:, None]
         return np.cumsum(moves, axis=0)
@@ -62,7 +62,7 @@ def toeplitz_squares(
     rates = np.ones(steps) if of.rates is None else np.asarray(of.rates)
     changed = np.flatnonzero((scales != scales[0]) | (rates != rates[0]))
     start = int(changed[0]) if changed.size else steps
-    averaged = scales[0] * series.filtered([1.0], [1.0, -of.momentum], inverse)
+    averaged = scales[0] * _series.filtered([1.0], [1.0, -of.momentum], inverse)
     summed = rates[0] * np.cumsum(averaged)
     squares = np.cumsum(summed**2)
     if start == steps:

@@ -20,9 +20,9 @@ import dp_accounting as dp
 import numpy as np
 from scipy.special import erfcx, gammaln, ndtr
 
+from dpjax.verify._matrices import saved
 from dpjax.verify.epochs import delta_of, epsilon_of, law_of
 from dpjax.verify.facts import Card
-from dpjax.verify.matrices import saved
 from dpjax.verify.steps import Step
 
 RELATION = {

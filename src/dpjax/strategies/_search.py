@@ -13,9 +13,9 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Float
 
-from dpjax.strategies import descent, series
+from dpjax.strategies import _descent, _series
+from dpjax.strategies._workload import Workload
 from dpjax.strategies.participation import Participation
-from dpjax.strategies.workload import Workload
 
 Series = Float[np.ndarray, " steps"]
 Valued = tuple[float, Series]
@@ -40,9 +40,9 @@ def variance(steps: int, of: Workload, error: str) -> Callable[[Series], Valued]
             form[rows, rows - lag] = form[rows - lag, rows] = sums
 
     def value(inverse: Series) -> Valued:
-        errors = series.filtered([1.0], below, inverse)
+        errors = _series.filtered([1.0], below, inverse)
         weighted = form * errors if form.ndim == 1 else form @ errors
-        return float(weighted @ errors), 2 * series.filtered([1.0], below, weighted[::-1])[::-1]
+        return float(weighted @ errors), 2 * _series.filtered([1.0], below, weighted[::-1])[::-1]
 
     return value
 
@@ -75,8 +75,8 @@ def banded_coefficients(
     # Apart enough, columns of one pattern do not meet, and any signs are exact. Otherwise the
     # coefficients must decrease: they are sums of steps down, each a square.
     decreasing = bands > participation.separation
-    root = series.square_root(bands)
-    begin = series.product(root, root * of.momentum ** np.arange(bands), bands)
+    root = _series.square_root(bands)
+    begin = _series.product(root, root * of.momentum ** np.arange(bands), bands)
     begin = begin / begin[0]
 
     def unpacked(x: np.ndarray) -> np.ndarray:
@@ -84,15 +84,15 @@ def banded_coefficients(
 
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
         column = unpacked(x)
-        inverse = series.reciprocal(column, steps)
+        inverse = _series.reciprocal(column, steps)
         spread, by_inverse = variance_of(inverse)
-        solved = series.filtered([1.0], column, by_inverse[::-1])[::-1]
-        by_spread = -series.correlated(solved, inverse, bands)
+        solved = _series.filtered([1.0], column, by_inverse[::-1])[::-1]
+        by_spread = -_series.correlated(solved, inverse, bands)
         squared, by_squared = squared_sensitivity(np.pad(column, (0, steps - bands)), participation)
         gradient = by_spread / spread + by_squared[:bands] / squared
         by_steps = np.cumsum(gradient) * 2 * x if decreasing else gradient[1:]
         return math.log(spread * squared), by_steps
 
     x = np.sqrt(-np.diff(begin, append=0.0)) if decreasing else begin[1:]
-    best = unpacked(descent.minimum(objective, x)) if x.size else begin
+    best = unpacked(_descent.minimum(objective, x)) if x.size else begin
     return best / best[0]
