@@ -83,7 +83,7 @@ def streamed(strategy, z, *, at=0):
     case="signs-normalized",
 )
 @kills(
-    "strategies/sensitivity.py", "* (1 if distance == 0 else 2)", "", case="normalized", slow=True
+    "strategies/sensitivity.py", "collected *= 2", "collected *= 1", case="normalized", slow=True
 )
 @kills(
     "strategies/sensitivity.py",

@@ -8,50 +8,59 @@ from collections.abc import Callable
 import numpy as np
 
 Valued = tuple[float, np.ndarray]
+Objective = Callable[[np.ndarray], Valued]
+Pairs = list[tuple[np.ndarray, np.ndarray]]
 
-# Steps at most, and the earlier steps that the Hessian is estimated from.
-_STEPS, _PAIRS = 1_000, 20
+# The most iterations of a search.
+_ITERATIONS = 1_000
+# The number of earlier moves from which the Hessian is estimated.
+_PAIRS = 20
 
 
-def minimum(objective: Callable[[np.ndarray], Valued], x: np.ndarray) -> np.ndarray:
+def minimum(objective: Objective, x: np.ndarray) -> np.ndarray:
     """The minimum of a value with a gradient; the value is infinite outside the domain.
 
-    SciPy's threaded BLAS costs more than the objectives here.
+    SciPy's optimizers are not used, because their threaded BLAS costs more than these objectives.
     """
     value, gradient = objective(x)
-    pairs: list[tuple[np.ndarray, np.ndarray]] = []
-    for _ in range(_STEPS):
-        direction = -_scaled(gradient, pairs)
+    pairs: Pairs = []
+    for _ in range(_ITERATIONS):
+        direction = -_times_inverse_hessian(gradient, pairs)
         slope = float(gradient @ direction)
         if -slope <= 1e-10:
             break
-        length = 1.0 if pairs else min(1.0, 0.1 / float(np.max(np.abs(direction))))
+        length = 1.0
+        if not pairs:
+            length = min(1.0, 0.1 / float(np.max(np.abs(direction))))
         while True:
-            after, turned = objective(x + length * direction)
-            # Less than this ratio of the promised decrease is a step too far.
-            if after <= value + 1e-4 * length * slope or length < 1e-12:
+            next_value, next_gradient = objective(x + length * direction)
+            # Armijo's rule: halve a step that reaches too little of the decrease that the slope
+            # promises.
+            if next_value <= value + 1e-4 * length * slope or length < 1e-12:
                 break
             length *= 0.5
-        if not after < value:
+        if not next_value < value:
             break
-        moved, change = length * direction, turned - gradient
-        if moved @ change > 0:
-            pairs = [*pairs[1 - _PAIRS :], (moved, change)]
-        x, value, gradient = x + moved, after, turned
+        move = length * direction
+        change = next_gradient - gradient
+        if move @ change > 0:
+            pairs = [*pairs[1 - _PAIRS :], (move, change)]
+        x = x + move
+        value, gradient = next_value, next_gradient
     return x
 
 
-def _scaled(gradient: np.ndarray, pairs: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """The inverse Hessian that the last steps suggest, times the gradient (two-loop recursion)."""
+def _times_inverse_hessian(gradient: np.ndarray, pairs: Pairs) -> np.ndarray:
+    """The gradient times the inverse Hessian that the pairs suggest (two-loop recursion)."""
     direction = gradient.copy()
     shares = []
-    for moved, turned in reversed(pairs):
-        share = (moved @ direction) / (moved @ turned)
-        direction -= share * turned
+    for move, change in reversed(pairs):
+        share = (move @ direction) / (move @ change)
+        direction -= share * change
         shares.append(share)
     if pairs:
-        moved, turned = pairs[-1]
-        direction *= (moved @ turned) / (turned @ turned)
-    for (moved, turned), share in zip(pairs, reversed(shares), strict=True):
-        direction += (share - (turned @ direction) / (moved @ turned)) * moved
+        move, change = pairs[-1]
+        direction *= (move @ change) / (change @ change)
+    for (move, change), share in zip(pairs, reversed(shares), strict=True):
+        direction += (share - (change @ direction) / (move @ change)) * move
     return direction

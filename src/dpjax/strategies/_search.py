@@ -11,51 +11,67 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from jaxtyping import Float
 
 from dpjax.strategies import _descent, _series
+from dpjax.strategies._series import Matrix, Series
 from dpjax.strategies._workload import Workload
 from dpjax.strategies.participation import Participation
 
-Series = Float[np.ndarray, " steps"]
 Valued = tuple[float, Series]
 
 
-def variance(steps: int, of: Workload, error: str) -> Callable[[Series], Valued]:
+def variance(steps: int, workload: Workload, error: str) -> Callable[[Series], Valued]:
     r"""The mean or maximal variance of the workload as a function of 1 / c, with its gradient.
 
     With learning rates the mean variance is a quadratic form in the averaged noise series, with
     $Q_{uv} = \sum_{j \ge \max(u, v)} \eta_j \eta_{j - |u - v|} (T - j) / T$.
     """
-    below, left = np.array([1.0, -of.momentum]), (steps - np.arange(steps)) / steps
-    if of.rates is None:
-        below = np.convolve([1.0, -1.0], below)
-        # Entry j of the error series occurs in all rows from j on, and in the last row once.
-        form = left if error == "mean" else np.ones(steps)
+    averaging = np.array([1.0, -workload.momentum])
+    remaining = (steps - np.arange(steps)) / steps
+    if workload.rates is not None:
+        denominator = averaging
+        form = _quadratic_form(np.asarray(workload.rates), remaining)
     else:
-        rates, form = np.asarray(of.rates), np.zeros((steps, steps))
-        for lag in range(steps):
-            sums = np.cumsum((rates[lag:] * rates[: steps - lag] * left[lag:])[::-1])[::-1]
-            rows = np.arange(lag, steps)
-            form[rows, rows - lag] = form[rows - lag, rows] = sums
+        denominator = np.convolve([1.0, -1.0], averaging)
+        # Entry j of the error series occurs in all rows from j on, and in the last row once. So the
+        # form is diagonal.
+        form = remaining if error == "mean" else np.ones(steps)
 
     def value(inverse: Series) -> Valued:
-        errors = _series.filtered([1.0], below, inverse)
+        errors = _series.filtered([1.0], denominator, inverse)
         weighted = form * errors if form.ndim == 1 else form @ errors
-        return float(weighted @ errors), 2 * _series.filtered([1.0], below, weighted[::-1])[::-1]
+        gradient = 2 * _transposed_filter(denominator, weighted)
+        return float(weighted @ errors), gradient
 
     return value
 
 
-def first_pattern(
-    coefficients: Series, participation: Participation
-) -> Float[np.ndarray, " steps"]:
+def _transposed_filter(denominator: Series, values: Series) -> Series:
+    """Applies the transpose of division by ``denominator``, which is division in reverse."""
+    return _series.filtered([1.0], denominator, values[::-1])[::-1]
+
+
+def _quadratic_form(rates: Series, remaining: Series) -> Matrix:
+    """The matrix Q of `variance`."""
+    steps = rates.size
+    form = np.zeros((steps, steps))
+    for lag in range(steps):
+        products = rates[lag:] * rates[: steps - lag] * remaining[lag:]
+        sums = np.cumsum(products[::-1])[::-1]
+        rows = np.arange(lag, steps)
+        form[rows, rows - lag] = sums
+        form[rows - lag, rows] = sums
+    return form
+
+
+def first_pattern(coefficients: Series, participation: Participation) -> Series:
     """C times the indicator of steps 0, b, 2b, ..."""
-    steps, apart = coefficients.size, participation.separation
+    steps = coefficients.size
+    apart = participation.separation
     most = participation.within(steps)
-    blocks = -(-steps // apart)
-    shaped = np.pad(coefficients, (0, blocks * apart - steps)).reshape(blocks, apart)
-    sums = np.cumsum(shaped, axis=0)
+    rows = -(-steps // apart)
+    padded = np.pad(coefficients, (0, rows * apart - steps))
+    sums = np.cumsum(padded.reshape(rows, apart), axis=0)
     sums[most:] -= sums[:-most].copy()
     return sums.reshape(-1)[:steps]
 
@@ -64,35 +80,62 @@ def squared_sensitivity(coefficients: Series, participation: Participation) -> V
     """The squared norm of `first_pattern`, with its gradient."""
     sums = first_pattern(coefficients, participation)
     # The transpose of a Toeplitz map is the map in reverse.
-    return float(sums @ sums), 2 * first_pattern(sums[::-1], participation)[::-1]
+    gradient = 2 * first_pattern(sums[::-1], participation)[::-1]
+    return float(sums @ sums), gradient
 
 
 def banded_coefficients(
-    steps: int, bands: int, participation: Participation, of: Workload, error: str
-) -> Float[np.ndarray, " bands"]:
+    steps: int, bands: int, participation: Participation, workload: Workload, error: str
+) -> Series:
     """The first column of the banded Toeplitz matrix of least error."""
-    variance_of = variance(steps, of, error)
-    # Apart enough, columns of one pattern do not meet, and any signs are exact. Otherwise the
-    # coefficients must decrease: they are sums of steps down, each a square.
-    decreasing = bands > participation.separation
-    root = _series.square_root(bands)
-    begin = _series.product(root, root * of.momentum ** np.arange(bands), bands)
-    begin = begin / begin[0]
+    variance_of = variance(steps, workload, error)
 
-    def unpacked(x: np.ndarray) -> np.ndarray:
-        return np.cumsum(np.square(x)[::-1])[::-1] if decreasing else np.concatenate([[1.0], x])
-
-    def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
-        column = unpacked(x)
+    def objective(column: Series) -> Valued:
         inverse = _series.reciprocal(column, steps)
-        spread, by_inverse = variance_of(inverse)
-        solved = _series.filtered([1.0], column, by_inverse[::-1])[::-1]
-        by_spread = -_series.correlated(solved, inverse, bands)
-        squared, by_squared = squared_sensitivity(np.pad(column, (0, steps - bands)), participation)
-        gradient = by_spread / spread + by_squared[:bands] / squared
-        by_steps = np.cumsum(gradient) * 2 * x if decreasing else gradient[1:]
-        return math.log(spread * squared), by_steps
+        squared_error, by_inverse = variance_of(inverse)
+        solved = _transposed_filter(column, by_inverse)
+        by_error = -_series.correlated(solved, inverse, bands)
+        padded = np.pad(column, (0, steps - bands))
+        squared, by_squared = squared_sensitivity(padded, participation)
+        gradient = by_error / squared_error + by_squared[:bands] / squared
+        return math.log(squared_error * squared), gradient
 
-    x = np.sqrt(-np.diff(begin, append=0.0)) if decreasing else begin[1:]
-    best = unpacked(_descent.minimum(objective, x)) if x.size else begin
+    root = _series.square_root(bands)
+    start = _series.product(root, root * workload.momentum ** np.arange(bands), bands)
+    start = start / start[0]
+    # If the steps of a pattern are at least ``bands`` apart, its columns do not overlap, and the
+    # sensitivity is exact for any signs. Otherwise the coefficients must decrease.
+    if bands <= participation.separation:
+        best = _free_minimum(objective, start)
+    else:
+        best = _decreasing_minimum(objective, start)
     return best / best[0]
+
+
+def _free_minimum(objective: Callable[[Series], Valued], start: Series) -> Series:
+    """The best column with 1 on the diagonal."""
+    if start.size == 1:
+        return start
+
+    def column_of(x: np.ndarray) -> Series:
+        return np.concatenate([[1.0], x])
+
+    def of_others(x: np.ndarray) -> Valued:
+        value, gradient = objective(column_of(x))
+        return value, gradient[1:]
+
+    return column_of(_descent.minimum(of_others, start[1:]))
+
+
+def _decreasing_minimum(objective: Callable[[Series], Valued], start: Series) -> Series:
+    """The best column that decreases: its differences are squares of the numbers searched."""
+
+    def column_of(x: np.ndarray) -> Series:
+        return np.cumsum(np.square(x)[::-1])[::-1]
+
+    def of_roots(x: np.ndarray) -> Valued:
+        value, gradient = objective(column_of(x))
+        return value, np.cumsum(gradient) * 2 * x
+
+    roots = np.sqrt(-np.diff(start, append=0.0))
+    return column_of(_descent.minimum(of_roots, roots))
