@@ -233,7 +233,7 @@ CHANGES = [
 ]
 
 
-@kills("verify/cards.py", "elif value > largest * (1 + LOOSE):", "elif False:")
+@kills("verify/cards.py", "if claimed > largest * (1 + LOOSE):", "if False:")
 @kills("verify/facts.py", "    if unlike:\n", "    if False:\n", slow=True)
 @kills("verify/facts.py", "not least <= given <= most", "given < least", slow=True)
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ WITHOUT_NOISE = {
 }
 
 
-@kills("verify/steps.py", "for z in (*used, *(", "for z in (*used[:0], *(", case="schedule")
+@kills("verify/steps.py", "0 in used or", "0 in used[:0] or", case="schedule")
 @pytest.mark.parametrize("name", WITHOUT_NOISE)
 def test_a_run_without_noise_promises_nothing(name):
     options, why = WITHOUT_NOISE[name]
