@@ -20,7 +20,7 @@ Logits = Float[Array, "*batch classes"]
 class MLP(nn.Module):
     """A multilayer perceptron; with no hidden layers, a linear model.
 
-    Of an input of three axes and more, the last three are an image, which is flattened. On wavelet
+    The last three axes of an input of three or more are an image, which is flattened. On wavelet
     features the linear model has 39,700 parameters for ``(7, 7, 81)`` and 155,530 for
     ``(8, 8, 243)``.
 
@@ -55,7 +55,8 @@ class MLP(nn.Module):
         if x.ndim >= 3:  # two axes are a batch of vectors, not an image
             x = _parts.flat(x)
         for width in self.features:
-            x = _parts.activated(self, self.activation, _parts.dense(self, x, width))
+            h = _parts.dense(self, x, width)
+            x = _parts.activated(self, self.activation, h)
         return _parts.dense(self, x, self.classes)
 
 
@@ -90,14 +91,14 @@ class TemperedCNN(nn.Module):
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
-        # With padding=2, fewer pixels would leave nothing for the last pooling.
+        # The last pooling needs this many pixels with padding=2.
         _parts.expect_image("TemperedCNN", x, smallest=16)
-        act = partial(_parts.activated, self, self.activation)
-        x = act(_parts.conv(self, x, 16, 8, strides=2, padding=self.padding))
+        activated = partial(_parts.activated, self, self.activation)
+        x = activated(_parts.conv(self, x, 16, 8, strides=2, padding=self.padding))
         x = nn.max_pool(x, (2, 2), strides=(1, 1))
-        x = act(_parts.conv(self, x, 32, 4, strides=2, padding="VALID"))
-        x = _parts.flat(nn.max_pool(x, (2, 2), strides=(1, 1)))
-        x = act(_parts.dense(self, x, 32))
+        x = activated(_parts.conv(self, x, 32, 4, strides=2, padding="VALID"))
+        x = nn.max_pool(x, (2, 2), strides=(1, 1))
+        x = activated(_parts.dense(self, _parts.flat(x), 32))
         return _parts.dense(self, x, self.classes)
 
 
@@ -127,15 +128,17 @@ class CIFARCNN(nn.Module):
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
         _parts.expect_image("CIFARCNN", x, smallest=8)
-        h = _parts.conv(self, self._trunk(x, nn.avg_pool), 256, 3)
+        x = self._blocks(x, nn.avg_pool)
+        h = _parts.conv(self, x, 256, 3)
         x = _parts.activated(self, self.activation, h)
         return _parts.conv(self, x, self.classes, 3).mean(axis=(-3, -2))
 
-    def _trunk(self, x: Images, pooling: _parts.Pooling) -> Array:
-        # Papernot et al. (2021), table 2: both networks for CIFAR-10 share these blocks.
+    def _blocks(self, x: Images, pooling: _parts.Pooling) -> Array:
+        """The three blocks that both networks for CIFAR-10 share."""
         for channels in (32, 64, 128):
             for _ in range(2):
-                x = _parts.activated(self, self.activation, _parts.conv(self, x, channels, 3))
+                h = _parts.conv(self, x, channels, 3)
+                x = _parts.activated(self, self.activation, h)
             x = pooling(x, (2, 2), strides=(2, 2))
         return x
 
@@ -160,7 +163,8 @@ class CIFARDenseCNN(CIFARCNN):
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
         _parts.expect_image("CIFARDenseCNN", x, smallest=8)
-        h = _parts.dense(self, _parts.flat(self._trunk(x, nn.max_pool)), 128)
+        x = self._blocks(x, nn.max_pool)
+        h = _parts.dense(self, _parts.flat(x), 128)
         x = _parts.activated(self, self.activation, h)
         return _parts.dense(self, x, self.classes)
 
@@ -197,12 +201,13 @@ class ScatterCNN(nn.Module):
         """Gives the logits of one example's features, or of a batch."""
         _parts.expect_image("ScatterCNN", x, smallest=5)
         for channels, stride in ((16, 2), (32, 1)):
-            # With stride 2, "SAME" would pad even sides at one end only.
+            # The padding is given, because "SAME" with stride 2 pads even sides at one end only.
             h = _parts.conv(self, x, channels, 3, strides=stride, padding=1)
             x = _parts.activated(self, self.activation, h)
             if self.as_printed:
                 x = nn.max_pool(x, (2, 2), strides=(1, 1))
-        x = _parts.activated(self, self.activation, _parts.dense(self, _parts.flat(x), 32))
+        h = _parts.dense(self, _parts.flat(x), 32)
+        x = _parts.activated(self, self.activation, h)
         return _parts.dense(self, x, self.classes)
 
 
@@ -230,10 +235,12 @@ class ScatterCIFARCNN(ScatterCNN):
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one example's features, or of a batch."""
         _parts.expect_image("ScatterCIFARCNN", x, smallest=4)
+        convolutions = 2 if self.as_printed else 1
         for block in range(2):
-            for _ in range(2 if self.as_printed else 1):
-                x = _parts.activated(self, self.activation, _parts.conv(self, x, 64, 3))
-            # The published code has fewer poolings than the table of the paper, and is the default.
+            for _ in range(convolutions):
+                h = _parts.conv(self, x, 64, 3)
+                x = _parts.activated(self, self.activation, h)
+            # The published code, which is the default, pools once; the table of the paper twice.
             if block == 0 or self.as_printed:
                 x = nn.max_pool(x, (2, 2), strides=(2, 2))
         return _parts.dense(self, _parts.flat(x), self.classes)

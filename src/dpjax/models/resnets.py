@@ -26,8 +26,8 @@ class WideResNet(nn.Module):
       depth: 6 n + 4 layers.
       width: Factor of the channels.
       groups: Of every norm; must divide 16.
-      standardized: Whether the kernels of convolutions are standardised, which regains part of
-        what batch normalisation gave.
+      standardized: Whether the kernels of convolutions are standardised, which regains part of the
+        accuracy of batch normalisation.
       kernel_init: As in `MLP`, like ``torch_init``.
 
     Example:
@@ -62,15 +62,17 @@ class WideResNet(nn.Module):
             raise ValueError(f"models.WideResNet(depth={self.depth}): depth must be 6 n + 4.")
         x = self._conv(x, 16, 3)
         for stage in range(3):
+            channels = 2**stage * 16 * self.width
             for block in range(blocks):
-                x = self._block(x, 2**stage * 16 * self.width, 2 if stage > 0 and block == 0 else 1)
+                halves_sides = stage > 0 and block == 0
+                x = self._block(x, channels, stride=2 if halves_sides else 1)
         x = self._normed(x).mean(axis=(-3, -2))
         return _parts.dense(self, x, self.classes)
 
     def _block(self, x: Array, channels: int, stride: int) -> Array:
         h = self._normed(x)
         if stride != 1 or x.shape[-1] != channels:
-            # Pre-activation residual blocks: the shortcut branches off behind the norm.
+            # The shortcut branches off behind the norm, as in all pre-activation blocks.
             x = self._conv(h, channels, 1, strides=stride)
         h = self._normed(self._conv(h, channels, 3, strides=stride))
         return x + self._conv(h, channels, 3)
@@ -80,6 +82,6 @@ class WideResNet(nn.Module):
 
     def _conv(self, x: Array, channels: int, kernel: int, **options: Any) -> Array:
         if self.standardized:
-            # Through Flax's own hook, so the parameters keep their published names.
+            # This hook of Flax keeps the published names of the parameters.
             options["conv_general_dilated"] = _parts.standardized
         return _parts.conv(self, x, channels, kernel, use_bias=False, **options)
