@@ -11,7 +11,7 @@ import pytest
 
 import dpjax
 from dpjax import clipping, losses, models, testing
-from dpjax.models import parts
+from dpjax.models import _parts
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -212,7 +212,7 @@ def test_group_norm_of_an_example_alone_is_that_of_the_formula():
     class Norm(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return parts.group_norm(x, 2)
+            return _parts.group_norm(x, 2)
 
     x = RNG.normal(size=(3, 5, 4)).astype("f4")
     got, _ = Norm().init_with_output(KEY, x)
@@ -227,7 +227,7 @@ def test_a_standardised_kernel_keeps_the_variance_and_forgets_the_mean():
     x, kernel = RNG.normal(size=(1, 40, 40, 8)).astype("f4"), RNG.normal(size=(3, 3, 8, 6))
     arguments = ((1, 1), "SAME", None, None, ("NHWC", "HWIO", "NHWC"))
     plain, moved = (
-        parts.standardized(jnp.asarray(x), jnp.asarray(k, "f4"), *arguments)
+        _parts.standardized(jnp.asarray(x), jnp.asarray(k, "f4"), *arguments)
         for k in (kernel, 7 * kernel + 3)
     )
     assert np.std(plain) == pytest.approx(1, abs=0.1)

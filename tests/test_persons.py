@@ -113,7 +113,7 @@ def moved(rows=(X, Y), loss=row_loss, **options):
 
 
 @kills("losses/people.py", "jnp.maximum(1, jnp.sum(mask))", "mask.size")
-@kills("losses/people.py", "jnp.where(mask, each, 0)", "each", slow=True)
+@kills("losses/people.py", "jnp.where(mask, values, 0)", "values", slow=True)
 @kills("training/streaming.py", "mask[cut][: len(indices[cut])]", "mask[:0][cut]", slow=True)
 def test_a_step_clips_one_gradient_a_person():
     expected = by_definition(0)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from dpjax import strategies
+from dpjax.strategies._series import square_root
 from dpjax.strategies.buffered import Buffered
-from dpjax.strategies.series import square_root
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "pages" / "correlated.md"
 JAX_PRIVACY = "jax_privacy"

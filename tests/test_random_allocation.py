@@ -235,7 +235,7 @@ def test_a_mechanism_is_accounted_by_pld():
     assert "as proved by PLD" in reports.statement(planned, DELTA)
 
 
-@kills("verify/epsilon.py", "min(epsilon, epsilon_of", "max(epsilon, epsilon_of", case="options0")
+@kills("verify/_epsilon.py", "min(epsilon, epsilon_of", "max(epsilon, epsilon_of", case="options0")
 @pytest.mark.parametrize("options", [{}, {"neighbours": "replace-one"}, {"preparation": [9.0]}])
 def test_verify_recomputes_epochs(options):
     planned = mechanism(noise_multiplier=1.5, steps=15, **options)

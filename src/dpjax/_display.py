@@ -15,7 +15,7 @@ _REPR = reprlib.Repr()
 _REPR.maxother = 400  # a mechanism within an algorithm is not cut
 _REPR.maxtuple = 4
 
-# Inline, because a notebook has no style sheet for it.
+# The style is inline, because a notebook has no style sheet for it.
 _CELL = 'style="text-align:left;vertical-align:top;padding-right:1.2em"'
 
 
@@ -27,10 +27,10 @@ def short(thing: Any, *names: str) -> str:
 
 def veiled(thing: Any, *secrets: str) -> str:
     """The line of a named tuple, without the values that no cell of a notebook may show."""
-    fields = (
-        f"{name}={'<secret>' if name in secrets else brief(value)}"
-        for name, value in zip(thing._fields, thing, strict=True)
-    )
+    fields = []
+    for name, value in zip(thing._fields, thing, strict=True):
+        shown = "<secret>" if name in secrets else brief(value)
+        fields.append(f"{name}={shown}")
     return f"{type(thing).__name__}({', '.join(fields)})"
 
 
@@ -47,7 +47,9 @@ def rate(value: float) -> str:
 def duration(seconds: float) -> str:
     """A time as terminal and page print it: ``9.5 s`` or ``2 min 3 s``."""
     minutes, rest = divmod(seconds, 60)
-    return f"{int(minutes):,} min {int(rest)} s" if minutes else f"{rest:.1f} s"
+    if not minutes:
+        return f"{rest:.1f} s"
+    return f"{int(minutes):,} min {int(rest)} s"
 
 
 def table(title: str, rows: Iterable[tuple[str, str]]) -> str:

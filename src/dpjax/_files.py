@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of a folder that several processes may read while one of them writes.
 
-A file is replaced whole: a reader, also after a kill, finds the new content or the old one. Its
-owner alone can read it from its first byte, unless the caller calls it public.
+A file is replaced as a whole: a reader, also after a kill, finds the new content or the old one.
+Only its owner can read it, from its first byte on, unless it is public.
 """
 
 from __future__ import annotations
@@ -22,42 +22,45 @@ import numpy as np
 FIELDS = frozenset(
     ["step", "counted", "epsilon", "delta", "method", "estimate", "bound", "stop", "private"]
 )
-"""What `fit` itself writes into a row of a log; `evaluate` returns the other numbers."""
+"""The numbers that `fit` itself writes into a row of a log; `evaluate` returns the others."""
 
 
 def replace(path: pathlib.Path, content: str | bytes, *, public: bool = False) -> None:
     """Replaces a file atomically: it holds the whole new content, or the old one."""
+    if isinstance(content, str):
+        content = content.encode()
     with replacing(path, public=public) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        file.write(content)
 
 
 def opened_for_owner(path: str, flags: int) -> int:
-    """The ``opener`` of `open` for a file that its owner alone can read."""
+    """The ``opener`` of `open` for a file that only its owner can read."""
     return os.open(path, flags, 0o600)
 
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path, *, public: bool = False) -> Iterator[IO[bytes]]:
     """A file to write and read, which replaces another one when the block ends without an error."""
-    # In the same folder, because a rename is atomic within one file system only. By a name of its
-    # own: another process may write too.
-    beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
-    handle = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666 if public else 0o600)
+    # The temporary file is in the same folder, because a rename is atomic only within one file
+    # system. Its name is random, because another process may write too.
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    permissions = 0o666 if public else 0o600
+    handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, permissions)
     try:
         with os.fdopen(handle, "w+b") as file:
             yield file
             file.flush()
-            # Before the rename: after a power failure the new name must not hold an empty file.
+            # Synced before the rename, so the new name is not empty after a power failure.
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def lock(path: pathlib.Path) -> int | None:
     """The handle of a lock, or None if another process holds it; the file names its process."""
-    # flock, because the system frees the lock when the last process with the handle ends.
+    # The system frees a lock of flock when the last process with the handle ends.
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,39 +73,42 @@ def lock(path: pathlib.Path) -> int | None:
 
 
 def read_arrays(path: pathlib.Path, call: str) -> dict[str, np.ndarray]:
-    """All arrays of an ``.npz`` by name; errors name the file and ``call``, what reads it."""
+    """All arrays of an ``.npz`` by name; errors name the file and its reader, ``call``."""
     try:
         # Pickled arrays are refused, because they can run code when they are read.
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except FileNotFoundError:
         raise
-    except Exception as error:  # of zipfile, zlib and NumPy, of many kinds
-        what = f"{call}: {path} is not a whole .npz file of plain arrays ({error})."
-        raise ValueError(what) from error
+    except Exception as error:  # zipfile, zlib and NumPy raise many kinds
+        message = f"{call}: {path} is not a whole .npz file of plain arrays ({error})."
+        raise ValueError(message) from error
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """The JSON object in a file."""
-    content, fault = path.read_bytes(), "no object"
+    content = path.read_bytes()
+    fault = "no object"
     try:
         value = json.loads(content)
         if isinstance(value, dict):
             return value
-    except ValueError as error:  # also of bytes that are no UTF-8
+    except ValueError as error:  # also for bytes that are not UTF-8
         fault = str(error)
     raise ValueError(f"{path}: expected a JSON object ({fault}). Restore or remove the file.")
 
 
 def line_of_log(row: Mapping[str, Any]) -> str:
     """A row as JSON. JSON has no infinity, so an infinite epsilon becomes null."""
-    infinite = math.isinf(row.get("epsilon", 0))
-    return json.dumps({**row, "epsilon": None} if infinite else row, allow_nan=False) + "\n"
+    if math.isinf(row.get("epsilon", 0)):
+        row = {**row, "epsilon": None}
+    return json.dumps(row, allow_nan=False) + "\n"
 
 
 def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a run's log by step; the last of a step counts. A cut last line is no row."""
-    rows, lines = {}, path.read_bytes().splitlines() if path.exists() else []
+    """The rows of a run's log by step; the last of a step counts. A cut last line is left out."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    rows = {}
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)

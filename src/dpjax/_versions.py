@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The versions of installed packages, for cards, run folders and `dpjax --version`.
 
-A package that runs from its sources has no version. That must not end a run whose privacy is spent,
-so the answer is then words instead of an exception. Standard library only.
+A package that runs from its sources has no version. An exception then ends a run whose privacy is
+spent, so the answer is words instead. Imports only the standard library.
 """
 
 from __future__ import annotations

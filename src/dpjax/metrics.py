@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model reaches on examples with known answers.
+"""Measures of a model on examples with known answers.
 
 Metrics of logits and labels may be called inside `jax.jit`, which does not detect labels out of
 range. Metrics of one number an example, a score or a predicted quantity, are NumPy's, in float64.
@@ -7,7 +7,7 @@ range. Metrics of one number an example, a score or a predicted quantity, are Nu
 | edge case | value |
 |---|---|
 | NaN among the logits | no prediction: wrong, and in no column of the table; the rest is NaN |
-| NaN among scores or quantities; scores of one class alone | NaN |
+| NaN among scores or quantities; scores of only one class | NaN |
 | no example of a class | NaN for that class |
 | bfloat16, float16, whole numbers | probabilities, sums and counts are float32 |
 
@@ -114,8 +114,8 @@ def per_class_accuracy(logits: Logits, labels: Labels) -> Float[Array, " classes
 def balanced_accuracy(logits: Logits, labels: Labels) -> Float[Array, ""]:
     """The mean of `per_class_accuracy` over the classes that have examples.
 
-    The arguments are as in `accuracy`. To always guess one class gives 1 / classes, however
-    frequent it is.
+    The arguments are as in `accuracy`. A model that always guesses one class has 1 / classes,
+    however frequent that class is.
 
     Example:
       >>> logits = jnp.array([[1.0, 0.0]] * 4)
@@ -142,8 +142,9 @@ def brier(logits: Logits, labels: Labels) -> Float[Array, ""]:
     """
     logits, labels = _batch("brier", logits, labels)
     classes = logits.shape[-1]
-    gaps = jax.nn.softmax(_wide(logits)) - jax.nn.one_hot(labels, classes)
-    return jnp.mean(jnp.sum(gaps**2, axis=-1)) / (2 if classes == 2 else 1)
+    errors = jax.nn.softmax(_wide(logits)) - jax.nn.one_hot(labels, classes)
+    score = jnp.mean(jnp.sum(errors**2, axis=-1))
+    return score / 2 if classes == 2 else score
 
 
 def nll(logits: Logits, labels: Labels) -> Float[Array, ""]:
@@ -156,9 +157,10 @@ def nll(logits: Logits, labels: Labels) -> Float[Array, ""]:
       2.3026
     """
     logits, labels = _batch("nll", logits, labels)
-    # From the logits: a probability that underflows to 0 would make the mean infinite.
-    scores = jax.nn.log_softmax(_wide(logits))
-    return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], axis=-1))
+    # Logarithms of probabilities are infinite where a probability underflows to 0.
+    log_probabilities = jax.nn.log_softmax(_wide(logits))
+    of_labels = jnp.take_along_axis(log_probabilities, labels[:, None], axis=-1)
+    return -jnp.mean(of_labels)
 
 
 def reliability(logits: Logits, labels: Labels, *, bins: int = 15) -> Reliability:
@@ -178,21 +180,21 @@ def reliability(logits: Logits, labels: Labels, *, bins: int = 15) -> Reliabilit
     """
     logits, labels = _batch("reliability", logits, labels)
     bins = checks.whole("metrics.reliability", "bins", bins, "15 is usual.")
-    # In float32 or wider: bfloat16 has 128 values between 1/2 and 1, where confidences lie.
+    # `_wide`, because bfloat16 has only 128 values between 1/2 and 1, where confidences lie.
     confidence = jax.nn.softmax(_wide(logits)).max(axis=-1)
     place = jnp.ceil(jnp.nan_to_num(confidence) * bins).astype(jnp.int32) - 1
     # NaN is at -1 here, and rounding may put a confidence of 1 beyond the last bin.
     place = jnp.clip(place, 0, bins - 1)
     counts, rights = _counted(_predicted(logits) == labels, place, bins)
-    # In parts: a float32 sum of a million confidences, one after the other, loses a per cent.
+    # Sums over buckets: one float32 sum over a million confidences loses a per cent.
     total = jax.ops.segment_sum(confidence, place, num_segments=bins, bucket_size=4096)
-    # Empty bins divide 0 by 1 and stay 0, without a NaN that would reach sums over bins.
-    filled = jnp.maximum(counts, 1)
-    return Reliability(counts, total / filled, rights / filled)
+    # Empty bins divide 0 by 1 and stay 0; a NaN there reaches sums over bins.
+    divisors = jnp.maximum(counts, 1)
+    return Reliability(counts, confidence=total / divisors, accuracy=rights / divisors)
 
 
 def ece(logits: Logits, labels: Labels, *, bins: int = 15) -> Float[Array, ""]:
-    r"""The expected calibration error: how far confidence is from accuracy, on average.
+    r"""The expected calibration error: the mean distance of confidence from accuracy.
 
     $$ \sum_b \frac{n_b}{n} \, | \text{accuracy}_b - \text{confidence}_b | $$
 
@@ -242,14 +244,16 @@ def auroc(scores: Numbers, labels: Numbers) -> float:
       >>> auroc([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1])
       0.75
     """
-    scores, right = _scored("auroc", scores, labels)
-    ones, zeros = right.sum(), (~right).sum()
-    if not ones * zeros or np.isnan(scores).any():
+    scores, is_one = _scored("auroc", scores, labels)
+    ones = is_one.sum()
+    zeros = (~is_one).sum()
+    if ones == 0 or zeros == 0 or np.isnan(scores).any():
         return np.nan
     # Equal scores share the mean of their ranks, which counts a tie half (Mann and Whitney, 1947).
     _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = np.cumsum(counts) - (counts - 1) / 2
-    return float((ranks[places][right].sum() - ones * (ones + 1) / 2) / (ones * zeros))
+    won = ranks[places][is_one].sum() - ones * (ones + 1) / 2
+    return float(won / (ones * zeros))
 
 
 def average_precision(scores: Numbers, labels: Numbers) -> float:
@@ -263,14 +267,15 @@ def average_precision(scores: Numbers, labels: Numbers) -> float:
       >>> round(average_precision([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1]), 4)
       0.8333
     """
-    scores, right = _scored("average_precision", scores, labels)
-    if right.all() or not right.any() or np.isnan(scores).any():
+    scores, is_one = _scored("average_precision", scores, labels)
+    if is_one.all() or not is_one.any() or np.isnan(scores).any():
         return np.nan
     order = np.argsort(-scores, kind="stable")
     # A threshold takes all examples of one score together.
     ends = np.append(np.flatnonzero(np.diff(scores[order])), len(scores) - 1)
-    hits = np.cumsum(right[order])[ends]
-    return float(np.diff(hits, prepend=0) @ (hits / (ends + 1)) / hits[-1])
+    hits = np.cumsum(is_one[order])[ends]
+    precisions = hits / (ends + 1)
+    return float(np.diff(hits, prepend=0) @ precisions / hits[-1])
 
 
 def bootstrap(
@@ -289,19 +294,23 @@ def bootstrap(
       scores: The first argument of the metric: an example a row.
       labels: The second one.
       level: The share of the draws inside; as many are below as above.
-      draws: How many draws.
-      seed: Of the draws.
+      draws: The number of draws.
+      seed: The seed of the draws.
 
-    The interval is about these test examples: another training has another noise.
+    The interval covers only the choice of test examples, not the noise of training.
 
     Example:
       >>> scores = np.linspace(0, 1, 200)
       >>> bootstrap(auroc, scores, scores + np.sin(37 * np.arange(200)) / 2 > 0.5, draws=100)
       (0.69..., 0.80...)
     """
-    scores, labels, random = np.asarray(scores), np.asarray(labels), np.random.default_rng(seed)
-    rows = (random.integers(0, len(labels), len(labels)) for _ in range(draws))
-    values = [float(metric(scores[row], labels[row])) for row in rows]
+    scores = np.asarray(scores)
+    labels = np.asarray(labels)
+    random = np.random.default_rng(seed)
+    values = []
+    for _ in range(draws):
+        rows = random.integers(0, len(labels), len(labels))
+        values.append(float(metric(scores[rows], labels[rows])))
     low, high = np.nanquantile(values, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
@@ -313,7 +322,8 @@ def rmse(predictions: Numbers, targets: Numbers) -> float:
       >>> round(rmse([1.0, 2.0], [1.0, 4.0]), 4)
       1.4142
     """
-    return float(np.sqrt(np.mean(np.subtract(*_columns("rmse", predictions, targets)) ** 2)))
+    predictions, targets = _columns("rmse", predictions, targets)
+    return float(np.sqrt(np.mean((predictions - targets) ** 2)))
 
 
 def mae(predictions: Numbers, targets: Numbers) -> float:
@@ -323,13 +333,14 @@ def mae(predictions: Numbers, targets: Numbers) -> float:
       >>> mae([1.0, 2.0], [1.0, 4.0])
       1.0
     """
-    return float(np.mean(np.abs(np.subtract(*_columns("mae", predictions, targets)))))
+    predictions, targets = _columns("mae", predictions, targets)
+    return float(np.mean(np.abs(predictions - targets)))
 
 
 def r2(predictions: Numbers, targets: Numbers) -> float:
-    """The share of the variance of ``[batch]`` targets that is predicted; NaN if it is 0.
+    """The share of the variance of ``[batch]`` targets that is predicted; NaN if the variance is 0.
 
-    To predict the mean of these targets has 0, and worse is negative.
+    A prediction of the mean of these targets has 0, and a worse one is negative.
 
     Example:
       >>> round(r2([1.0, 2.0, 3.0], [1.0, 2.0, 4.0]), 4)
@@ -337,7 +348,9 @@ def r2(predictions: Numbers, targets: Numbers) -> float:
     """
     predictions, targets = _columns("r2", predictions, targets)
     variance = targets.var()
-    return float(1 - np.mean((predictions - targets) ** 2) / variance) if variance else np.nan
+    if variance == 0:
+        return np.nan
+    return float(1 - np.mean((predictions - targets) ** 2) / variance)
 
 
 def _scored(name: str, scores: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -348,18 +361,30 @@ def _scored(name: str, scores: Any, labels: Any) -> tuple[np.ndarray, np.ndarray
     return scores, labels == 1
 
 
-def _columns(name: str, *given: Any) -> tuple[np.ndarray, np.ndarray]:
-    columns = [np.asarray(column, np.float64) for column in given]
-    first, second = (x[:, 0] if x.ndim == 2 and x.shape[1] == 1 else x for x in columns)
-    if first.ndim != 1 or first.shape != second.shape or not first.size:
-        shapes = " and ".join(str(list(column.shape)) for column in columns)
-        raise ValueError(f"metrics.{name}: got {shapes}; expected [batch] twice.")
-    return first, second
+def _columns(name: str, first: Any, second: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Two arguments as vectors of one length."""
+    first = np.asarray(first, np.float64)
+    second = np.asarray(second, np.float64)
+    one = _without_column_axis(first)
+    other = _without_column_axis(second)
+    if one.ndim != 1 or one.shape != other.shape or not one.size:
+        raise ValueError(
+            f"metrics.{name}: got {list(first.shape)} and {list(second.shape)}; expected [batch] "
+            "twice."
+        )
+    return one, other
+
+
+def _without_column_axis(array: Any) -> Any:
+    """A column ``[batch, 1]`` as a vector; other arrays as they are."""
+    if array.ndim == 2 and array.shape[1] == 1:
+        return array[:, 0]
+    return array
 
 
 def _counted(right: Array, places: Array, number: int) -> tuple[Array, Array]:
-    """How many predictions each place has, and how many of them are right."""
-    # Integers count exactly; float32 would stop at 2**24.
+    """The predictions at each place, and the right ones among them."""
+    # int32, because float32 stops counting at 2**24.
     rows = jnp.stack([jnp.ones_like(right), right], axis=-1).astype(jnp.int32)
     counts, rights = jax.ops.segment_sum(rows, places, num_segments=number).T
     return counts, rights
@@ -367,30 +392,33 @@ def _counted(right: Array, places: Array, number: int) -> tuple[Array, Array]:
 
 def _predicted(logits: Array) -> Int[Array, " batch"]:
     """The class of the largest logit; a class that does not exist where any logit is NaN."""
-    return jnp.where(jnp.isnan(logits).any(axis=-1), logits.shape[-1], logits.argmax(axis=-1))
+    classes = logits.shape[-1]
+    is_nan = jnp.isnan(logits).any(axis=-1)
+    return jnp.where(is_nan, classes, logits.argmax(axis=-1))
 
 
 def _wide(logits: Array) -> Array:
+    """The logits in float32 or wider."""
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
 def _batch(name: str, logits: Any, labels: Any) -> tuple[Array, Array]:
     """Logits and labels as JAX arrays; raises unless they belong to one batch."""
     logits = jnp.asarray(logits)
-    # NumPy's first: JAX would take the last 32 bits of a label, and then find it in range.
-    labels = labels if isinstance(labels, jax.Array) else np.asarray(labels)
-    if labels.ndim == 2 and labels.shape[1] == 1:  # a column: argmax would make class 0 of each
-        labels = labels[:, 0]
-    integers = jnp.issubdtype(labels.dtype, jnp.integer)
-    if logits.ndim != 2 or labels.shape != logits.shape[:1] or not labels.size or not integers:
+    # NumPy keeps 64 bits of a label. JAX takes the last 32, which may be in range.
+    if not isinstance(labels, jax.Array):
+        labels = np.asarray(labels)
+    labels = _without_column_axis(labels)
+    are_whole = jnp.issubdtype(labels.dtype, jnp.integer)
+    if logits.ndim != 2 or labels.shape != logits.shape[:1] or not labels.size or not are_whole:
         raise ValueError(
             f"metrics.{name}: got logits {list(logits.shape)} and labels {labels.dtype}"
             f"{list(labels.shape)}; expected [batch, classes] and whole numbers [batch]. For "
             "one-hot rows, pass labels.argmax(-1)."
         )
-    # Inside jit the labels have no values yet, so only shapes and dtypes are checked there.
+    # A traced label has no value yet, so only shapes and dtypes are checked inside jit.
     if not isinstance(labels, Tracer):
-        values = np.asarray(labels)  # a JAX comparison would be traced inside jit
+        values = np.asarray(labels)  # jit traces a comparison of JAX arrays
         if values.min() < 0 or values.max() >= logits.shape[-1]:
             raise ValueError(
                 f"metrics.{name}: got labels from {values.min()} to {values.max()} for logits of "

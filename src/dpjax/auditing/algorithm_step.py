@@ -25,7 +25,8 @@ from dpjax.accounting.methods import checked_delta
 from dpjax.mechanism import Mechanism
 from dpjax.types import Algorithm, Draw, Key, PyTree, Sampler, State
 
-_SEEDS = 2**16  # how many keys are searched for one that draws the canary
+# The number of keys that are searched for one that draws the canary.
+_SEEDS = 2**16
 
 
 class Separation(NamedTuple):
@@ -34,7 +35,7 @@ class Separation(NamedTuple):
     measured: Float[np.ndarray, " keys"]
     r"""$\mu$ under each key."""
     lower: Float[np.ndarray, " keys"]
-    r"""What $\mu$ is at least, by the confidence limit of the noise's deviation."""
+    r"""The least $\mu$, by the confidence limit of the noise's deviation."""
     claimed: float
     r"""The largest $\mu$ that the mechanism allows: 1 / multiplier; twice that with `instead`, and
     $C_{00} / \mathrm{sens}(C)$ times that with noise that is correlated by $C$."""
@@ -48,14 +49,14 @@ class Separation(NamedTuple):
         """Whether the canary moves more than the mechanism allows, or by NaN."""
         if self.claimed == math.inf:
             return False
-        # Not "above": NaN is above nothing, and would be taken for a sound step.
+        # The negated comparison also refutes a step by NaN, which is not above anything.
         if self.projections is None:
             return not np.max(self.lower) <= self.claimed
         from scipy.stats import chi2
 
-        at, shares = self._shares()
+        separations, shares = self._shares()
         with np.errstate(divide="ignore"):
-            scales = self.claimed / at
+            scales = self.claimed / separations
         # An estimated norm lets the contribution exceed the bound by s with P(chi2_r < r / s^2).
         allowed = chi2(self.projections).cdf(self.projections * scales**2)
         return not np.all(shares <= allowed)
@@ -63,8 +64,10 @@ class Separation(NamedTuple):
     def epsilon(self, delta: float) -> float:
         """The lower bound on the epsilon of one step that draws the canary."""
         delta = checked_delta("Separation.epsilon", delta)
-        pairs = [(mu, share) for mu, share in zip(*self._shares(), strict=True) if share > delta]
-        refuted = (profiles.gaussian(mu).epsilon(delta / share) for mu, share in pairs)
+        refuted = []
+        for mu, share in zip(*self._shares(), strict=True):
+            if share > delta:
+                refuted.append(profiles.gaussian(mu).epsilon(delta / share))
         return max(refuted, default=0.0)
 
     def claimed_epsilon(self, delta: float) -> float:
@@ -81,7 +84,8 @@ class Separation(NamedTuple):
         if self.projections is None:
             return self.lower.max(keepdims=True), np.ones(1)
         keys = len(self.lower)
-        # Dvoretzky, Kiefer and Wolfowitz (1956, Massart's constant): for all of them together.
+        # The bound of Dvoretzky, Kiefer and Wolfowitz (1956, Massart's constant) holds for all
+        # shares together.
         slack = math.sqrt(math.log(2 / (1 - self.confidence)) / (2 * keys))
         return np.sort(self.lower), 1 - np.arange(keys) / keys - slack
 
@@ -152,46 +156,72 @@ def audit_algorithm(
       Nasr et al., "Tight Auditing of Differentially Private Machine Learning", 2023.
     """
     call = "auditing.audit_algorithm"
-    for row in (canary, 0 if instead is None else instead):
-        checks.whole(call, "canary or instead", row, least=0, most=sampling.examples - 1)
+    for row in (canary, instead):
+        if row is not None:
+            checks.whole(call, "canary or instead", row, least=0, most=sampling.examples - 1)
     confidence = checks.fraction(call, "confidence", confidence, "Such as 0.999, not per cent.")
-    base, lacking = sampling, without(sampling, [canary])
+    if instead is None:
+        present = sampling
+        absent = without(sampling, [canary])
+    else:
+        present = without(sampling, [instead])
+        absent = _redrawn(present, lambda draw, _: _renamed(draw, canary, instead))
+    step_with = _FirstStep(build(present), params)
+    step_without = _FirstStep(build(_empty_beyond_seeds(absent)), params)
+    mechanism = step_with.mechanism
+    projections = mechanism.clipping.projections
+    risk = 1 - confidence
+    if projections is not None:
+        risk = risk / 2
+    deviations, limits = _deviations(lambda n: step_without(_SEEDS + n), pairs, risk)
+    moved = []
+    rounding = []
+    for seed in _seeds_that_draw(present, canary, keys):
+        leaves_with = step_with(seed)
+        leaves_without = step_without(seed)
+        pairs_of_leaves = zip(leaves_with, leaves_without, strict=True)
+        moved.append([float(np.linalg.norm(a - b)) for a, b in pairs_of_leaves])
+        rounding.append(step_with.rounding(leaves_with, leaves_without))
+    # A difference that rounding can explain is not evidence against the mechanism.
+    certain = np.maximum(0.0, np.subtract(moved, rounding))
+    # The audit decides, and not the mechanism's relation: for a removal, the claim of a replacement
+    # allows half of the noise.
+    claimed = _of_one_row(mechanism)
     if instead is not None:
-        base = without(sampling, [instead])
-        lacking = _redrawn(base, lambda draw, _: _renamed(draw, canary, instead))
-    # To compile once less, the program without the canary measures the noise as well: under keys
-    # that are not searched it draws no row.
-    silent = _redrawn(
-        lacking,
-        lambda draw, key: draw._replace(mask=draw.mask & (jax.random.key_data(key)[-1] < _SEEDS)),
+        claimed = 2.0 * claimed
+    return Separation(
+        measured=in_units(np.asarray(moved), deviations),
+        lower=in_units(certain, limits),
+        claimed=claimed,
+        projections=projections,
+        confidence=confidence,
     )
-    step, without_it = _FirstStep(build(base), params), _FirstStep(build(silent), params)
-    mechanism = step.mechanism
-    estimated = mechanism.clipping.projections
-    risk = 1 - confidence if estimated is None else (1 - confidence) / 2
-    deviations, limits = _deviations(lambda n: without_it(_SEEDS + n), pairs, risk)
-    moved, rounding = [], []
-    for seed in _seeds_that_draw(base, canary, keys):
-        one, other = step(seed), without_it(seed)
-        moved.append([float(np.linalg.norm(a - b)) for a, b in zip(one, other, strict=True)])
-        rounding.append(step.rounding(one, other))
-    # What rounding may have added is no evidence against the mechanism.
-    sure = np.maximum(0.0, np.subtract(moved, rounding))
-    # Not by the relation of the mechanism: a removal against the claim of a replacement would hide
-    # half of the noise.
-    claimed = _of_one(mechanism) * (1.0 if instead is None else 2.0)
-    measured, lower = in_units(np.asarray(moved), deviations), in_units(sure, limits)
-    return Separation(measured, lower, claimed, estimated, confidence)
 
 
-def _of_one(mechanism: Mechanism) -> float:
-    """How far the mechanism lets the gradient of one row move its first step, in units of noise."""
-    # Step 0 has the first row of C^-1 Z; the multiplier is that of the whole run.
-    row, noise = 1.0, mechanism.noise
-    if noise is not None:
-        row = float(noise.next(jnp.ones(()), noise.start(jnp.zeros(())), 0)[0])
+def _empty_beyond_seeds(sampling: Sampler) -> Sampler:
+    """The sampler, with empty draws under keys that are not searched.
+
+    So one compiled program takes both the steps without the canary and those that measure the
+    noise.
+    """
+
+    def emptied(draw: Draw, key: Key) -> Draw:
+        is_searched = jax.random.key_data(key)[-1] < _SEEDS
+        return draw._replace(mask=draw.mask & is_searched)
+
+    return _redrawn(sampling, emptied)
+
+
+def _of_one_row(mechanism: Mechanism) -> float:
+    """The most that the gradient of one row may move the first step, in units of its noise."""
+    # The noise of step 0 is the first row of C^-1 Z; the multiplier is that of the whole run.
+    scale = 1.0
+    if mechanism.noise is not None:
+        memory = mechanism.noise.start(jnp.zeros(()))
+        noise, _ = mechanism.noise.next(jnp.ones(()), memory, 0)
+        scale = float(noise)
     with np.errstate(divide="ignore"):
-        return float(1.0 / (mechanism.multipliers[0] * mechanism.strategy_sensitivity * row))
+        return float(1.0 / (mechanism.multipliers[0] * mechanism.strategy_sensitivity * scale))
 
 
 def without(sampling: Sampler, rows: ArrayLike) -> Sampler:
@@ -210,14 +240,14 @@ def without(sampling: Sampler, rows: ArrayLike) -> Sampler:
             f"auditing.without: {sampling.name} draws {sampling.unit}s; expected a sampler of "
             "rows. Audit with sampling.poisson on one row a person."
         )
-    gone = jnp.asarray(np.isin(np.arange(sampling.examples), np.asarray(rows)))
+    removed = jnp.asarray(np.isin(np.arange(sampling.examples), np.asarray(rows)))
 
-    def fewer(drawn: Draw, _: Key) -> Draw:
-        stays = drawn.mask & ~gone[drawn.indices]
-        order = jnp.argsort(~stays, stable=True)
-        return Draw(drawn.indices[order], stays[order])
+    def reduced(drawn: Draw, _: Key) -> Draw:
+        mask = drawn.mask & ~removed[drawn.indices]
+        order = jnp.argsort(~mask, stable=True)
+        return Draw(drawn.indices[order], mask[order])
 
-    return _redrawn(sampling, fewer)
+    return _redrawn(sampling, reduced)
 
 
 def _redrawn(sampling: Sampler, change: Callable[[Draw, Key], Draw]) -> Sampler:
@@ -230,22 +260,28 @@ def _redrawn(sampling: Sampler, change: Callable[[Draw, Key], Draw]) -> Sampler:
 
 
 def _renamed(draw: Draw, row: int, instead: int) -> Draw:
+    """The draw with another row in the place of ``row``."""
     return draw._replace(indices=jnp.where(draw.indices == row, instead, draw.indices))
 
 
 class _FirstStep:
-    """What the first step of an algorithm releases under the key of a seed, leaf by leaf."""
+    """The leaves that the first step of an algorithm releases under the key of a seed."""
 
     def __init__(self, algorithm: Algorithm, params: PyTree) -> None:
-        call, named = "auditing.audit_algorithm", "build(sampling).mechanism"
-        self.mechanism = checks.instance(call, named, algorithm.mechanism, Mechanism)
+        self.mechanism = checks.instance(
+            "auditing.audit_algorithm",
+            "build(sampling).mechanism",
+            algorithm.mechanism,
+            Mechanism,
+        )
         self.step = algorithm.step
-        # As of a supplied key: each seed below begins the same run again.
+        # The key is supplied, because each seed below begins the same run again.
         self.state: State = algorithm.init(params, jax.random.key(0))
 
     def __call__(self, seed: int) -> list[np.ndarray]:
         key = jax.random.key(seed)
-        return self.released(self.step(self.state._replace(key=key, noise_key=key))[0])
+        state, _ = self.step(self.state._replace(key=key, noise_key=key))
+        return self.released(state)
 
     def released(self, state: State) -> list[np.ndarray]:
         """The parameters of a state, and the bound if it is adapted."""
@@ -253,57 +289,63 @@ class _FirstStep:
         adaptive = self.mechanism.adaptive
         if adaptive is None:
             return leaves
-        # The next bound follows from the noisy count. Its logarithm is linear in the count.
         bound = np.atleast_1d(np.float64(state.bound_scale))
-        return [*leaves, np.log(bound) if adaptive.geometric else bound]
+        if adaptive.geometric:
+            bound = np.log(bound)  # linear in the noisy count that the next bound follows
+        return [*leaves, bound]
 
-    def rounding(self, one: list[np.ndarray], other: list[np.ndarray]) -> list[float]:
-        """For each leaf, how far the roundings of two steps can move them apart."""
-        before, leaves = self.released(self.state), jax.tree.leaves(self.state.params)
-        digits = [float(jnp.finfo(leaf.dtype).eps) for leaf in [*leaves, jnp.float32(1)]]
-        return [
+    def rounding(self, first: list[np.ndarray], second: list[np.ndarray]) -> list[float]:
+        """The distance by which rounding can move the leaves of two steps apart."""
+        dtypes = [leaf.dtype for leaf in jax.tree.leaves(self.state.params)]
+        dtypes.append(jnp.dtype(jnp.float32))  # of the bound
+        distances = []
+        for dtype, w, a, b in zip(dtypes, self.released(self.state), first, second, strict=False):
             # Half a last digit of each sum, and of each of the two factors of its update.
-            eps * float(np.linalg.norm(np.maximum(abs(a), abs(b)) + abs(a - w) + abs(b - w)))
-            for eps, w, a, b in zip(digits, before, one, other, strict=False)
-        ]
+            rounded = np.maximum(abs(a), abs(b)) + abs(a - w) + abs(b - w)
+            distances.append(float(jnp.finfo(dtype).eps) * float(np.linalg.norm(rounded)))
+        return distances
 
 
 def _deviations(
     noise_of: Callable[[int], list[np.ndarray]], pairs: int, risk: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The deviation of each leaf's noise, and limits that all hold but for the risk."""
+    """The deviation of each leaf's noise, and upper limits that together fail with the risk."""
     from scipy.stats import chi2
 
-    squares, sizes = np.zeros(1), np.zeros(1)
+    squares = np.zeros(1)
+    counts = np.zeros(1)
     for pair in range(pairs):
-        both = zip(noise_of(2 * pair), noise_of(2 * pair + 1), strict=True)
-        # The difference of two keys has no mean, whatever decays the parameters.
-        differences = [(a - b) / math.sqrt(2) for a, b in both]
-        squares = squares + np.array([np.sum(d**2) for d in differences])
-        sizes = sizes + np.array([d.size for d in differences])
-    some = np.maximum(sizes, 1)
-    quantiles = chi2(some).ppf(risk / len(some))
-    return np.sqrt(squares / some), np.sqrt(squares / quantiles)
+        leaves = zip(noise_of(2 * pair), noise_of(2 * pair + 1), strict=True)
+        # The difference of two keys has mean 0, also where the optimizer decays the parameters.
+        differences = [(a - b) / math.sqrt(2) for a, b in leaves]
+        squares = squares + np.array([np.sum(leaf**2) for leaf in differences])
+        counts = counts + np.array([leaf.size for leaf in differences])
+    counts = np.maximum(counts, 1)
+    quantiles = chi2(counts).ppf(risk / len(counts))
+    return np.sqrt(squares / counts), np.sqrt(squares / quantiles)
 
 
 def in_units(
     moved: Float[np.ndarray, "keys leaves"], deviations: Float[np.ndarray, " leaves"]
 ) -> Float[np.ndarray, " keys"]:
-    """The separation under each key, from what each leaf moved."""
+    """The separation under each key, from the distance that each leaf moved."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        # Without noise: infinity, where anything moved at all.
+        # Without noise a leaf that moved at all has an infinite shift.
         shifts = np.where(moved == 0, 0.0, moved / deviations)
     # Independent Gaussians separate by the root of the sum of squares.
     return np.linalg.norm(shifts, axis=1)
 
 
 def _seeds_that_draw(sampling: Sampler, row: int, count: int) -> list[int]:
+    """The first seeds whose keys draw the row."""
+
     @jax.jit
     def holds(seed: Array) -> Bool[Array, ""]:
         indices, mask = sampling.draw(jax.random.key(seed), jnp.int32(0))
         return jnp.any((indices == row) & mask)
 
-    seeds = list(itertools.islice((seed for seed in range(_SEEDS) if holds(seed)), count))
+    drawing = (seed for seed in range(_SEEDS) if holds(seed))
+    seeds = list(itertools.islice(drawing, count))
     if len(seeds) < count:
         raise ValueError(
             f"auditing.audit_algorithm(canary={row}, keys={count}): {len(seeds)} of {_SEEDS} keys "

@@ -35,16 +35,17 @@ class Recorded(NamedTuple):
 
 def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """The optimizer, with a state that keeps the last private mean for `score_canaries`."""
-    takes_more = optax.with_extra_args_support(optimizer)
+    with_extra = optax.with_extra_args_support(optimizer)
 
     def init(params: PyTree) -> Recorded:
-        return Recorded(jax.tree.map(jnp.zeros_like, params), optimizer.init(params))
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return Recorded(zeros, optimizer.init(params))
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, Any]:
-        moves, inner = takes_more.update(updates, state.inner, params, **extra)
-        return moves, Recorded(updates, inner)
+        changes, inner = with_extra.update(updates, state.inner, params, **extra)
+        return changes, Recorded(updates, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -66,7 +67,7 @@ def score_canaries(
        \Bigr\rangle $$
 
     with $\bar g_i(w_t)$ the clipped gradient of canary $i$ at the parameters before step $t$, and
-    $\tilde g_t$ the private mean of the step, less what is expected of all $n$ rows: the attacker
+    $\tilde g_t$ the private mean of the step, less its expectation over all $n$ rows: the attacker
     knows the rest of the data and that canaries $k$ joined by fair coins. With several groups the
     mean of a canary's factors stands for all of them in $\bar g_i$.
 
@@ -84,7 +85,7 @@ def score_canaries(
       The scores, for `guess_members`; and the state after the steps.
 
     Privacy:
-      Scores read what the attacker knows: the canaries and what is released.
+      Scores read only data that the attacker knows: the canaries, the rest and the releases.
 
     Example:
       >>> import dpjax
@@ -129,29 +130,34 @@ def _added(
     scores: Array,
     state: State,
     mean: PyTree,
-    *known: PyTree,
+    canaries: PyTree,
+    rest: PyTree,
 ) -> Float[Array, " canaries"]:
     """Scores after one more step, from the state before it and the mean that it released."""
-    params, examples = state.params, mechanism.sampling.examples
-    sizes = [trees.leading_size(rows) for rows in known]
-    canaries, rest = (
-        with_entry(entry, state.key, state.step, rows, (size,))
-        for rows, size in zip(known, sizes, strict=True)
-    )
-    # Exact norms: the attacker need not estimate what it can compute.
+    params = state.params
+    examples = mechanism.sampling.examples
+    canary_count = trees.leading_size(canaries)
+    rest_count = trees.leading_size(rest)
+    canaries = with_entry(entry, state.key, state.step, canaries, (canary_count,))
+    rest = with_entry(entry, state.key, state.step, rest, (rest_count,))
+    # The attacker can compute exact norms, so none is estimated here.
     clipped = clipped_grad(loss, dataclasses.replace(mechanism.clipping, projections=None))
-    theirs, others = clipped(params, canaries), clipped(params, rest)
-    share = (examples - sizes[0]) / max(1, sizes[1])  # without a rest its sum is 0
-    surplus = jax.tree.map(
-        lambda m, o, c, p: (m - (share * o + c / 2) / examples).astype(p.dtype),
-        mean,
-        others.value,
-        theirs.value,
-        params,
-    )
+    of_canaries = clipped(params, canaries)
+    of_rest = clipped(params, rest)
+    scale = (examples - canary_count) / max(1, rest_count)  # an empty rest has the sum 0
+
+    def surplus_of(mean: Array, rest_sum: Array, canary_sum: Array, leaf: Array) -> Array:
+        expected = (scale * rest_sum + canary_sum / 2) / examples
+        return (mean - expected).astype(leaf.dtype)
+
+    surplus = jax.tree.map(surplus_of, mean, of_rest.value, of_canaries.value, params)
+
+    def losses(params: PyTree) -> Array:
+        return jax.vmap(loss, (None, 0))(params, canaries)
+
     # One forward-mode pass is the dot product of every canary's gradient with the surplus.
-    along = jax.jvp(lambda p: jax.vmap(loss, (None, 0))(p, canaries), (params,), (surplus,))[1]
-    return scores + along * jnp.mean(theirs.factors, axis=1)
+    _, products = jax.jvp(losses, (params,), (surplus,))
+    return scores + products * jnp.mean(of_canaries.factors, axis=1)
 
 
 def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[int, int]:
@@ -170,16 +176,19 @@ def guess_members(scores: ArrayLike, members: ArrayLike, guesses: int) -> tuple[
       (2, 2)
     """
     call = "auditing.guess_members"
-    scores, truths = np.asarray(scores), np.asarray(members)
+    scores = np.asarray(scores)
+    members = np.asarray(members)
     if scores.ndim != 1 or np.any(np.isnan(scores)):
         raise ValueError(f"{call}(scores of shape {scores.shape}): expected a vector, no NaN.")
-    if truths.shape != scores.shape or not np.all((truths == 0) | (truths == 1)):
+    if members.shape != scores.shape or not np.all((members == 0) | (members == 1)):
         raise ValueError(
-            f"{call}(members of shape {truths.shape}): expected {scores.size} truth values."
+            f"{call}(members of shape {members.shape}): expected {scores.size} truth values."
         )
     guesses = checks.whole(call, "guesses", guesses, least=2, most=scores.size)
-    # Equal scores in a random order: in that of the rows, sorted members would be guessed right.
+    half = guesses // 2
+    # Equal scores are in a random order. Otherwise sorted members are guessed right by their place.
     ties = np.random.default_rng(0).permutation(scores.size)
-    order, half, inside = np.lexsort((ties, scores)), guesses // 2, truths == 1
-    right = np.sum(inside[order[-half:]]) + np.sum(~inside[order[:half]])
+    order = np.lexsort((ties, scores))
+    is_member = members == 1
+    right = np.sum(is_member[order[-half:]]) + np.sum(~is_member[order[:half]])
     return int(right), 2 * half

@@ -30,6 +30,6 @@ def exposure(losses: ArrayLike, secret: int) -> float:
       Carlini et al., "The Secret Sharer", 2019.
     """
     losses = np.asarray(losses)
-    # Counted from the losses above: NaN is above none, so that a model that fails knows nothing.
+    # The rank counts the losses above. NaN is above none, so a model that fails knows nothing.
     rank = losses.size - np.sum(losses > losses[secret])
     return float(np.log2(losses.size / rank))

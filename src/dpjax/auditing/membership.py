@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Membership inference: what scores of members and of other rows say about epsilon.
+r"""Membership inference: lower bounds on epsilon from scores of members and of other rows.
 
 If a run is $(\epsilon, \delta)$-private, the rates of true and false positives of every test obey
 $\mathrm{TPR} \le e^\epsilon\,\mathrm{FPR} + \delta$, and so do the rates of the opposite guess.
@@ -17,8 +17,10 @@ from numpy.typing import ArrayLike
 from dpjax import checks
 from dpjax.accounting import profiles
 
-RATES = (0.001, 0.01, 0.1)  # false-positive rates, as the field reports them
-_RANKS = 60  # thresholds from each end of the scores, which share the risk
+# The false-positive rates that the field reports.
+RATES = (0.001, 0.01, 0.1)
+# The thresholds from each end of the scores, which share the risk.
+_RANKS = 60
 _RESAMPLED = 1000
 
 
@@ -35,7 +37,7 @@ class Share(NamedTuple):
 
 
 class Membership(NamedTuple):
-    """What thresholds on scores say about membership.
+    """The membership that thresholds on scores reveal.
 
     Privacy: computed from private data without noise. Do not publish it.
     """
@@ -44,7 +46,7 @@ class Membership(NamedTuple):
     """The chance that a member has a higher score than another row; a half tells nothing."""
     true_positives: dict[float, Share]
     """The share of members that are found, by the share of other rows that are taken for members.
-    It rests on at least one other row: below 1 / others it is NaN, and its limits alone count."""
+    It rests on at least one other row: below 1 / others it is NaN, and only its limits count."""
     epsilon: float
     """The lower bound on epsilon at the delta of the claim, whatever the scores' distribution."""
     gaussian_epsilon: float
@@ -88,23 +90,31 @@ def audit_membership(
     """
     call = "auditing.audit_membership"
     confidence = checks.fraction(call, "confidence", confidence, "Such as 0.95, not per cent.")
-    named = ("members", members), ("others", others)
-    ins, outs = (np.sort(_checked(name, scores))[::-1] for name, scores in named)
-    # Both limits of both rates, at every rank.
+    ins = _falling(_checked("members", members))
+    outs = _falling(_checked("others", others))
+    # The risk is shared by both limits of both rates, at every rank.
     risk = (1 - confidence) / 4 / _RANKS / 2
     epsilon = max(_refuted(ins, outs, delta, risk), _refuted(-outs[::-1], -ins[::-1], delta, risk))
     draw = np.random.default_rng(seed)
-    again = [
-        _measured(*(np.sort(draw.choice(x, x.size))[::-1] for x in (ins, outs)))
-        for _ in range(_RESAMPLED)
-    ]
-    low, high = np.quantile(again, ((1 - confidence) / 2, (1 + confidence) / 2), axis=0)
-    auroc, *rates = map(Share, _measured(ins, outs).tolist(), low.tolist(), high.tolist())
-    found = {
-        at: share if at * outs.size >= 1 else share._replace(value=math.nan)
-        for at, share in zip(RATES, rates, strict=True)
-    }
-    return Membership(auroc, found, epsilon, _fitted(ins, outs, delta, confidence), confidence)
+    resampled = []
+    for _ in range(_RESAMPLED):
+        drawn_ins = _falling(draw.choice(ins, ins.size))
+        drawn_outs = _falling(draw.choice(outs, outs.size))
+        resampled.append(_measured(drawn_ins, drawn_outs))
+    low, high = np.quantile(resampled, ((1 - confidence) / 2, (1 + confidence) / 2), axis=0)
+    auroc, *shares = map(Share, _measured(ins, outs).tolist(), low.tolist(), high.tolist())
+    true_positives = {}
+    for rate, share in zip(RATES, shares, strict=True):
+        if rate * outs.size < 1:
+            share = share._replace(value=math.nan)
+        true_positives[rate] = share
+    return Membership(
+        auroc=auroc,
+        true_positives=true_positives,
+        epsilon=epsilon,
+        gaussian_epsilon=_fitted(ins, outs, delta, confidence),
+        confidence=confidence,
+    )
 
 
 def lira(
@@ -124,8 +134,8 @@ def lira(
     the true label.
 
     Args:
-      target: What the attacked model says of each row.
-      shadows: What the shadow models say.
+      target: The score of each row under the attacked model.
+      shadows: The scores under the shadow models.
       joined: ``[shadows, rows]``, whether a row was in the training data of a shadow model.
       online: Whether the attacker trains models with each row. Otherwise the score is how far the
         target is above the models without the row, in standard deviations.
@@ -140,24 +150,33 @@ def lira(
       Carlini et al., "Membership Inference Attacks From First Principles", 2022.
     """
     joined = np.asarray(joined, bool)
-    parts = (joined, ~joined)
-    if not all(np.all(part.sum(axis=0) >= 2) for part in parts[not online :]):
+    enough_out = np.all((~joined).sum(axis=0) >= 2)
+    enough_in = np.all(joined.sum(axis=0) >= 2)
+    if not enough_out or (online and not enough_in):
         raise ValueError(
             "auditing.lira(joined): expected each row in two shadow models or more, and out of two."
         )
-    (inside, spread), (outside, wide) = (_normal(shadows, part) for part in parts)
-    above = (target - outside) / wide
+    out_mean, out_deviation = _normal(shadows, ~joined)
+    out_shift = (target - out_mean) / out_deviation
     if not online:
-        return above
-    return np.log(wide / spread) + (above**2 - ((target - inside) / spread) ** 2) / 2
+        return out_shift
+    in_mean, in_deviation = _normal(shadows, joined)
+    in_shift = (target - in_mean) / in_deviation
+    return np.log(out_deviation / in_deviation) + (out_shift**2 - in_shift**2) / 2
 
 
-def _normal(shadows: np.ndarray, part: np.ndarray) -> tuple[np.ndarray, float]:
-    """The mean of each row over the models of its part, and the deviation over all rows."""
-    counts = part.sum(axis=0)
-    mean = np.where(part, shadows, 0).sum(axis=0) / np.maximum(counts, 1)
-    squares = np.where(part, (shadows - mean) ** 2, 0).sum()
-    return mean, math.sqrt(squares / max(1, counts.sum() - np.sum(counts > 0)))
+def _normal(shadows: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, float]:
+    """The mean of each row over its chosen models, and the deviation over all rows."""
+    counts = chosen.sum(axis=0)
+    mean = np.where(chosen, shadows, 0).sum(axis=0) / np.maximum(counts, 1)
+    squares = np.where(chosen, (shadows - mean) ** 2, 0).sum()
+    freedom = max(1, counts.sum() - np.sum(counts > 0))
+    return mean, math.sqrt(squares / freedom)
+
+
+def _falling(scores: np.ndarray) -> np.ndarray:
+    """The scores from the largest to the smallest."""
+    return np.sort(scores)[::-1]
 
 
 def _checked(name: str, scores: ArrayLike) -> Float[np.ndarray, " rows"]:
@@ -172,18 +191,21 @@ def _checked(name: str, scores: ArrayLike) -> Float[np.ndarray, " rows"]:
 
 def _refuted(ins: np.ndarray, outs: np.ndarray, delta: float, risk: float) -> float:
     """The largest epsilon that the limits of both rates refute; scores fall from the first."""
-    from scipy.stats import beta  # a second that only audits of whole runs cost
+    from scipy.stats import beta  # the import takes a second, so only audits of whole runs pay it
 
     # Ranks are chosen without looking, so the share of all members above the k-th score is beta
     # distributed, and its quantile is the limit of Clopper and Pearson.
-    ranks, places = (_ranks(x.size) for x in (ins, outs))
+    ranks = _ranks(ins.size)
+    out_ranks = _ranks(outs.size)
     true = beta.ppf(risk, ranks, ins.size - ranks + 1)
-    most = np.append(beta.ppf(1 - risk, places, outs.size - places + 1), 1.0)
+    limits = beta.ppf(1 - risk, out_ranks, outs.size - out_ranks + 1)
     # Fewer others than the next rank are at the threshold or above it.
     reached = np.searchsorted(-outs, -ins[ranks - 1], side="right")
-    false = most[np.searchsorted(places, reached + 1)]
+    next_rank = np.searchsorted(out_ranks, reached + 1)
+    false = np.append(limits, 1.0)[next_rank]
     with np.errstate(divide="ignore"):
-        return float(np.max(np.log(np.maximum(true - delta, 0) / false), initial=0.0))
+        epsilons = np.log(np.maximum(true - delta, 0) / false)
+    return float(np.max(epsilons, initial=0.0))
 
 
 def _ranks(size: int) -> np.ndarray:
@@ -194,21 +216,28 @@ def _ranks(size: int) -> np.ndarray:
 
 def _measured(ins: np.ndarray, outs: np.ndarray) -> Float[np.ndarray, " four"]:
     """AUROC, and the true-positive rate at each rate of false positives; scores fall."""
-    below, most = (np.searchsorted(outs[::-1], ins, side) for side in ("left", "right"))
-    places = np.floor(np.multiply(RATES, outs.size)).astype(int)
-    # Strictly above the first score of another row that may not be taken for a member.
-    found = [np.sum(ins > outs[min(place, outs.size - 1)]) for place in places]
-    return np.array([np.sum(below + most) / 2 / outs.size, *found]) / ins.size
+    below = np.searchsorted(outs[::-1], ins, "left")
+    below_or_equal = np.searchsorted(outs[::-1], ins, "right")
+    won = np.sum(below + below_or_equal) / 2 / outs.size
+    counts = [won]
+    for rate in RATES:
+        # A member counts strictly above the first other row that the rate does not include.
+        place = min(math.floor(rate * outs.size), outs.size - 1)
+        counts.append(np.sum(ins > outs[place]))
+    return np.array(counts) / ins.size
 
 
 def _fitted(ins: np.ndarray, outs: np.ndarray, delta: float, confidence: float) -> float:
+    """The lower bound on epsilon by the distance of two Gaussians with one deviation."""
     from scipy.stats import norm
 
-    counts = ins.size, outs.size
-    pooled = math.sqrt((ins.var() * counts[0] + outs.var() * counts[1]) / (sum(counts) - 2))
-    if not pooled:
+    total = ins.size + outs.size
+    deviation = math.sqrt((ins.var() * ins.size + outs.var() * outs.size) / (total - 2))
+    if not deviation:
         return math.inf if ins[0] > outs[0] else 0.0
-    mu = (ins.mean() - outs.mean()) / pooled
-    error = math.sqrt(1 / counts[0] + 1 / counts[1] + mu**2 / (2 * sum(counts)))
+    mu = (ins.mean() - outs.mean()) / deviation
+    error = math.sqrt(1 / ins.size + 1 / outs.size + mu**2 / (2 * total))
     least = max(0.0, float(mu - norm.ppf(confidence) * error))
-    return profiles.gaussian(least).epsilon(delta) if delta else math.inf if least else 0.0
+    if delta:
+        return profiles.gaussian(least).epsilon(delta)
+    return math.inf if least else 0.0

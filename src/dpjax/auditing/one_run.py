@@ -15,7 +15,8 @@ from dpjax.accounting.events import with_noise
 from dpjax.accounting.methods import checked_delta, profile_of
 
 CURVES = ("gaussian", "any")
-_POINTS = np.append(0.0, np.geomspace(0.02, 40, 40))  # epsilons that describe a curve
+# The epsilons whose deltas describe a curve.
+_POINTS = np.append(0.0, np.geomspace(0.02, 40, 40))
 
 
 def epsilon_lower_bound(
@@ -70,14 +71,19 @@ def epsilon_lower_bound(
     if not 0 <= correct <= guesses <= canaries:
         raise ValueError(f"{call}: expected {correct=} <= {guesses=} <= {canaries=}.")
     confidence = checks.fraction(call, "confidence", confidence, "Such as 0.95, not per cent.")
-    numbers, risk = (correct, guesses, canaries), 1 - confidence
+    numbers = (correct, guesses, canaries)
+    risk = 1 - confidence
     if isinstance(curve, DpEvent):
         return _of_event(curve, numbers, delta, risk)
     checks.one_of(call, "curve", curve, CURVES, "Or give an event.")
     if curve == "any" or delta == 0:
         return _largest(lambda epsilon: _any_refuted(epsilon, numbers, delta, risk), 0.0, 50.0)
     checked_delta(call, delta)
-    mu = _largest(lambda mu: refuted(lambda r: float(ndtr(ndtri(r) - mu)), *numbers, risk), 0, 20.0)
+
+    def gaussian_refuted(mu: float) -> bool:
+        return refuted(lambda rate: float(ndtr(ndtri(rate) - mu)), *numbers, risk)
+
+    mu = _largest(gaussian_refuted, 0, 20.0)
     return profiles.gaussian(mu).epsilon(delta)
 
 
@@ -88,62 +94,71 @@ def refuted(
 
     ``least`` is the smallest false-positive rate that the curve allows at a true-positive rate.
     """
-    # Assume that the chance of j right guesses or more is `risk` at j = correct. `right` and
-    # `wrong` are what a random canary then adds to the chance that j guesses or more are right and
-    # its own is right, or wrong. To flip its coin makes one right guess wrong, so that `wrong` at j
-    # is at least what the curve allows beside `right` at j + 1. All j together have a chance of 1.
-    right, wrong = risk * correct / canaries, risk * (guesses - correct) / canaries
+    # Assume that the chance of j right guesses or more is `risk` at j = correct. For a random
+    # canary, `right` is the chance that its guess is right and j or more are, and `wrong` that its
+    # guess is wrong and j or more are right. Flipping its coin makes one right guess wrong, so
+    # `wrong` at j is at least the rate that the curve allows for `right` at j + 1. The sum over all
+    # j cannot exceed the chance that the canary has a guess.
+    right = risk * correct / canaries
+    wrong = risk * (guesses - correct) / canaries
     for j in range(correct - 1, -1, -1):
-        more = max(wrong, least(right))
-        if more == wrong:  # and so at all smaller j
+        increased = max(wrong, least(right))
+        if increased == wrong:  # and so at all smaller j
             break
-        right += j / (guesses - j) * (more - wrong)
-        wrong = more
+        right += j / (guesses - j) * (increased - wrong)
+        wrong = increased
         if right + wrong > guesses / canaries:
             return True
     return right + wrong > guesses / canaries
 
 
 def _of_event(event: DpEvent, numbers: tuple[int, int, int], delta: float, risk: float) -> float:
+    """The epsilon of the event with the least noise that is refuted."""
     method = accounting.tightest(event)
+    factors = np.exp(_POINTS)
 
-    def holds(octaves: float) -> bool:
+    def is_refuted(octaves: float) -> bool:
         profile = profile_of(with_noise(event, 2.0**-octaves), method, "add-or-remove")
-        deltas, factors = np.array([profile.delta(e) for e in _POINTS]), np.exp(_POINTS)
+        deltas = np.array([profile.delta(epsilon) for epsilon in _POINTS])
 
         def least(right: float) -> float:
-            # Both directions of each (epsilon, delta); some of them bound less than all, never
-            # more.
-            below = np.max((right - deltas) / factors)
-            return max(0.0, float(below), float(np.max(1 - deltas - factors * (1 - right))))
+            # Each (epsilon, delta) bounds the curve in both directions. More points only raise it.
+            forward = np.max((right - deltas) / factors)
+            reverse = np.max(1 - deltas - factors * (1 - right))
+            return max(0.0, float(forward), float(reverse))
 
         return refuted(least, *numbers, risk)
 
-    if not holds(-8.0):
+    if not is_refuted(-8.0):
         return 0.0
-    octaves = _largest(holds, -8.0, 8.0, digits=4e-3)
+    octaves = _largest(is_refuted, -8.0, 8.0, digits=4e-3)
     return accounting.epsilon(with_noise(event, 2.0**-octaves), delta, method)
 
 
 def _any_refuted(epsilon: float, numbers: tuple[int, int, int], delta: float, risk: float) -> bool:
-    from scipy.stats import binom  # a second that only audits of whole runs cost
+    """Whether no run that is (epsilon, delta)-private has this many right guesses."""
+    from scipy.stats import binom  # the import takes a second, so only audits of whole runs pay it
 
     correct, guesses, canaries = numbers
     # With pure epsilon each guess is right with at most this chance.
-    chance, steps = 1 / (1 + np.exp(-epsilon)), np.arange(1, correct + 1)
+    chance = 1 / (1 + np.exp(-epsilon))
     # Delta turns a bounded number of wrong guesses into right ones.
-    below = np.cumsum(binom.pmf(correct - steps, guesses, chance))
-    slack = np.max(below / steps, initial=0.0)
+    turned = np.arange(1, correct + 1)
+    below = np.cumsum(binom.pmf(correct - turned, guesses, chance))
+    slack = np.max(below / turned, initial=0.0)
     return bool(binom.sf(correct - 1, guesses, chance) + 2 * canaries * delta * slack <= risk)
 
 
 def _largest(
     holds: Callable[[float], bool], low: float, high: float, digits: float = 1e-6
 ) -> float:
-    """The largest number at which ``holds`` does, by bisection; ``low`` if it does nowhere."""
+    """The largest number at which ``holds`` is true, by bisection; ``low`` if there is none."""
     if not holds(low):
         return low
     while high - low > digits:
         middle = (low + high) / 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
+        if holds(middle):
+            low = middle
+        else:
+            high = middle
     return low

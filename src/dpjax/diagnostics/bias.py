@@ -63,31 +63,44 @@ def clipping_bias(
       Chen, Wu and Hong, "Understanding Gradient Clipping in Private SGD", 2020.
     """
     size = trees.leading_size(batch)
-    # In microbatches: per-example gradients of a large model fill the memory.
     sums = jax.jit(partial(_sums, loss, rule))
-    clipped, unclipped, norms = zip(
-        *(
-            sums(params, jax.tree.map(lambda x, at=at: x[at : at + microbatch_size], batch))
-            for at in range(0, size, microbatch_size)
-        ),
-        strict=True,
-    )
-    clipped, unclipped = (
-        jax.tree.map(lambda *x: sum(x[1:], x[0]), *parts) for parts in (clipped, unclipped)
-    )
-    norms = jnp.concatenate(norms)
+    clipped_parts = []
+    unclipped_parts = []
+    norm_parts = []
+    # Per-example gradients of a whole batch fill the memory for a large model.
+    for start in range(0, size, microbatch_size):
+        rows = jax.tree.map(lambda x, start=start: x[start : start + microbatch_size], batch)
+        clipped, unclipped, norms = sums(params, rows)
+        clipped_parts.append(clipped)
+        unclipped_parts.append(unclipped)
+        norm_parts.append(norms)
+    clipped = _added(clipped_parts)
+    unclipped = _added(unclipped_parts)
+    norms = jnp.concatenate(norm_parts)
     # An infinite norm is above every bound; a NaN is above none, though clipping drops the example.
-    above = jnp.mean(norms > jnp.asarray(rule.bounds), axis=0)
-    return Bias(cosine(clipped, unclipped), length(clipped) / length(unclipped), norms, above)
+    is_above = norms > jnp.asarray(rule.bounds)
+    return Bias(
+        cosine=cosine(clipped, unclipped),
+        shrinkage=length(clipped) / length(unclipped),
+        norms=norms,
+        clipped=jnp.mean(is_above, axis=0),
+    )
+
+
+def _added(parts: list[PyTree]) -> PyTree:
+    """The sum of trees."""
+    return jax.tree.map(lambda first, *others: sum(others, first), *parts)
 
 
 def _sums(
     loss: LossFn, rule: Clipping, params: PyTree, rows: PyTree
 ) -> tuple[PyTree, PyTree, Array]:
-    # By definition and not by an engine: the unclipped sum needs each gradient too.
+    """The clipped and the unclipped sum, and the norms."""
+    # Gradients are materialised and no engine is used, because the unclipped sum needs each.
     gradients = jax.vmap(jax.grad(loss), (None, 0))(params, rows)
     clipped, norms, factors = clipping.clip(rule, gradients)
-    finite = jnp.all(jnp.isfinite(norms), axis=-1, keepdims=True)
+    is_finite = jnp.all(jnp.isfinite(norms), axis=-1, keepdims=True)
     # The unclipped sum leaves out the same examples as the clipped one.
-    once = jnp.broadcast_to(finite.astype(factors.dtype), factors.shape)
-    return clipped, trees.scaled_sum(gradients, once, rule.partition.assign(params)), norms
+    ones = jnp.broadcast_to(is_finite.astype(factors.dtype), factors.shape)
+    unclipped = trees.scaled_sum(gradients, ones, rule.partition.assign(params))
+    return clipped, unclipped, norms

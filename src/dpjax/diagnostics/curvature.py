@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharpness, which bounds by how much the noise of a step raises the loss, to second order."""
+"""Sharpness, which bounds the increase of the loss by the noise of a step, to second order."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,24 +61,19 @@ def sharpness(
       Golub and Van Loan, "Matrix Computations", 2013, section 8.2.
     """
     step = jax.jit(partial(_step, loss))
-
-    def going(state: tuple[Any, ...]) -> Array:
-        _, value, before, count = state
-        return (count < iterations) & (jnp.abs(value - before) > tolerance * value)
-
-    def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        direction, before, _, count = state
-        return *step(params, batch, direction), before, count + 1
-
-    first = trees.random_like(jax.random.normal, jax.random.fold_in(key, Purpose.MEASURES), params)
-    size = length(first)
-    first = jax.tree.map(lambda v, p: (v / size).astype(p.dtype), first, params)
-    state = body((first, jnp.zeros_like(size), jnp.zeros_like(size), jnp.int32(0)))
-    # In a compiled loop XLA on CPU makes gradients of convolutions many times slower.
-    while going(state):
-        state = body(state)
-    direction, value, _, steps = state
-    return Sharpness(value, direction, steps)
+    start = trees.random_like(jax.random.normal, jax.random.fold_in(key, Purpose.MEASURES), params)
+    size = length(start)
+    direction = jax.tree.map(lambda v, p: (v / size).astype(p.dtype), start, params)
+    previous = jnp.zeros_like(size)
+    direction, value = step(params, batch, direction)
+    count = 1
+    # The loop is Python's, because XLA on CPU makes gradients of convolutions many times slower in
+    # a compiled one.
+    while count < iterations and jnp.abs(value - previous) > tolerance * value:
+        previous = value
+        direction, value = step(params, batch, direction)
+        count += 1
+    return Sharpness(value, direction, jnp.int32(count))
 
 
 def _step(loss: LossFn, params: PyTree, batch: PyTree, v: PyTree) -> tuple[PyTree, Array]:
@@ -87,10 +82,13 @@ def _step(loss: LossFn, params: PyTree, batch: PyTree, v: PyTree) -> tuple[PyTre
     def mean(params: PyTree) -> Array:
         return jnp.mean(jax.vmap(loss, (None, 0))(params, batch))
 
-    # Forward over reverse: the memory of one gradient and one tangent.
-    moved = jax.jvp(jax.grad(mean), (params,), (v,))[1]
-    size = length(moved)
+    # Forward over reverse mode needs the memory of one gradient and one tangent.
+    _, product = jax.jvp(jax.grad(mean), (params,), (v,))
+    size = length(product)
     divisor = jnp.where(size > 0, size, 1)
-    # A Hessian of zeros keeps the direction.
-    unit = jax.tree.map(lambda x, y: jnp.where(size > 0, x / divisor, y).astype(x.dtype), moved, v)
-    return unit, size
+
+    def unit(of_product: Array, of_v: Array) -> Array:
+        # A Hessian of zeros keeps the direction.
+        return jnp.where(size > 0, of_product / divisor, of_v).astype(of_product.dtype)
+
+    return jax.tree.map(unit, product, v), size

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The neural tangent kernel of private training, and two senses in which it is positive.
 
-Clipped, it need not be symmetric or positive, by which convergence_calibration_2023 explains why
-training with a small bound can fail.
+With clipping it need not be symmetric or positive. convergence_calibration_2023 explains by this
+why training with a small bound can fail.
 """
 
 from __future__ import annotations
@@ -71,19 +71,22 @@ def ntk(
       Differential Privacy", 2023, equations 3.1, 4.3 and 4.4.
     """
     size = trees.leading_size(inputs, name="ntk inputs")
-    rows = jax.vmap(jax.jacrev(lambda p, x: jnp.ravel(function(p, x))), (None, 0))(params, inputs)
-    leaves = [
-        leaf.reshape(size * leaf.shape[1], math.prod(leaf.shape[2:])).astype(trees.wide(leaf.dtype))
-        for leaf in jax.tree.leaves(rows)
-    ]
+    jacobian = jax.jacrev(lambda params, x: jnp.ravel(function(params, x)))
+    leaves = jax.tree.leaves(jax.vmap(jacobian, (None, 0))(params, inputs))
     groups = partition.assign(params) if partition else (0,) * len(leaves)
-    # Without factors the kernel is that of plain gradient descent, symmetric and positive.
-    columns = jnp.ones((size, max(groups) + 1)) if factors is None else jnp.asarray(factors)
-    wide = jnp.repeat(columns, leaves[0].shape[0] // size, axis=0)
-    # The columns alone, by the factor of the example whose gradient moves the weights: so the
-    # clipped kernel is not symmetric.
-    products = (jnp.matmul(j, j.T, precision="highest") for j in leaves)
-    return sum((h * wide[:, g] for h, g in zip(products, groups, strict=True)), jnp.zeros(()))
+    if factors is None:
+        factors = jnp.ones((size, max(groups) + 1))
+    outputs = leaves[0].shape[1]
+    row_factors = jnp.repeat(jnp.asarray(factors), outputs, axis=0)
+    kernel = jnp.zeros(())
+    for leaf, group in zip(leaves, groups, strict=True):
+        rows = leaf.reshape(size * outputs, math.prod(leaf.shape[2:]))
+        rows = rows.astype(trees.wide(leaf.dtype))
+        products = jnp.matmul(rows, rows.T, precision="highest")
+        # Only columns are scaled, by the factor of the example whose gradient moves the weights. So
+        # the clipped kernel is not symmetric.
+        kernel = kernel + products * row_factors[:, group]
+    return kernel
 
 
 def definiteness(matrix: Num[ArrayLike, "n n"], tolerance: float = 1e-5) -> Definiteness:
@@ -110,16 +113,17 @@ def definiteness(matrix: Num[ArrayLike, "n n"], tolerance: float = 1e-5) -> Defi
     # A zero matrix is symmetric and positive; 1e-300 only prevents the division by 0.
     asymmetry = float(np.linalg.norm(a - a.T) / (2 * max(np.linalg.norm(a), 1e-300)))
     quadratic = float(np.linalg.eigvalsh((a + a.T) / 2)[0])
-    # Of the matrix itself, which may have complex ones: the loss falls by their real parts, and the
-    # quadratic form can be negative although these are positive.
+    # These eigenvalues of the matrix itself may be complex. The loss falls by their real parts,
+    # which can be positive although the quadratic form is negative.
     eigenvalues = np.linalg.eigvals(a)
-    eigenvalue, turning = float(eigenvalues.real.min()), float(np.abs(eigenvalues.imag).max())
+    real = float(eigenvalues.real.min())
+    imaginary = float(np.abs(eigenvalues.imag).max())
     floor = -tolerance * max(float(np.linalg.norm(a, 2)), 1e-300)
     return Definiteness(
-        asymmetry,
-        quadratic,
-        eigenvalue,
-        asymmetry <= tolerance,
-        quadratic >= floor,
-        eigenvalue >= floor and turning <= -floor,
+        asymmetry=asymmetry,
+        quadratic=quadratic,
+        eigenvalue=real,
+        symmetric=asymmetry <= tolerance,
+        positive_quadratic=quadratic >= floor,
+        positive_eigenvalues=real >= floor and imaginary <= -floor,
     )

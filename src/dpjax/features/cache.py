@@ -21,7 +21,8 @@ from dpjax import checks
 from dpjax._files import replacing
 from dpjax.scattering import scatter
 
-_VERSION = 1  # raise it when the values of a transform change: old files are then not found
+# A new version, for a transform whose values change, makes old files unused.
+_VERSION = 1
 
 
 def scattered(
@@ -39,7 +40,7 @@ def scattered(
       J: The number of scales; see `dpjax.scattering.scatter`.
       L: The number of angles.
       directory: The folder of the cache; by default features are computed in every call.
-      batch_size: The number of images on the device; changes speed and memory only.
+      batch_size: The number of images on the device; changes only speed and memory.
 
     Privacy:
       Each row is a function of one image: the features cost nothing, and are as secret as the
@@ -54,19 +55,20 @@ def scattered(
     def transform(images: Any) -> jax.Array:
         return scatter(images, J, L)
 
-    # In this machine's byte order, so that equal images share a file.
     images = np.asarray(images)
+    # One byte order, so equal images share a file.
     images = images.astype(images.dtype.newbyteorder("="), copy=False)
     row = jax.eval_shape(transform, jax.ShapeDtypeStruct((1, *images.shape[1:]), images.dtype))
 
     def compute(images: np.ndarray) -> np.ndarray:
-        # Into one array: features are several times as large as the images.
+        # One array is filled, because features are several times as large as the images.
         features = np.empty((len(images), *row.shape[1:]), row.dtype)
         size = min(batch_size, len(images))
         for start in range(0, len(images), max(1, size)):
             batch = images[start : start + size]
-            if len(batch) < size:  # padded, because compiling a second shape would take longer
-                batch = np.pad(batch, ((0, size - len(batch)), *[(0, 0)] * (images.ndim - 1)))
+            if len(batch) < size:  # compiling a second shape takes longer than padding
+                missing = size - len(batch)
+                batch = np.pad(batch, [(0, missing)] + [(0, 0)] * (images.ndim - 1))
             features[start : start + size] = transform(batch)[: len(images) - start]
         return features
 
@@ -91,7 +93,7 @@ def cached(
       inputs: An array; a single changed bit makes another key.
       settings: All other facts that the result depends on, as JSON: numbers, strings, lists.
       directory: The folder; made if it does not exist.
-      name: How the file's name begins.
+      name: The beginning of the file's name.
 
     Example:
       >>> import tempfile
@@ -107,10 +109,11 @@ def cached(
     # `str` is equal for bfloat16 and other void types, `name` for both byte orders.
     kind = [inputs.dtype.name, inputs.dtype.str]
     facts = {"name": name, "kind": kind, "shape": inputs.shape, "settings": dict(settings)}
-    hashed = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    # All bytes: a changed image must not be given the features of the old one.
-    hashed.update(np.ascontiguousarray(inputs).reshape(-1).view(np.uint8).data)
-    path = Path(directory, f"{name}-{hashed.hexdigest()[:32]}.npy")
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    # The hash reads all bytes, because a changed image must not get the features of the old one.
+    content = np.ascontiguousarray(inputs).reshape(-1).view(np.uint8)
+    digest.update(content.data)
+    path = Path(directory, f"{name}-{digest.hexdigest()[:32]}.npy")
     if path.is_file():
         return np.load(path, allow_pickle=False)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,11 +20,14 @@ from dpjax.noise.link import add_noise
 from dpjax.noise.multiplier import checked_multiplier, standard_deviations
 from dpjax.types import Key, Purpose
 
-_ROWS = 2**16  # examples that are added together in float64, on the host
+# The number of examples that are summed together in float64, on the host.
+_ROWS = 2**16
 
 Features = Float[Array, "examples height width channels"]
 
-_MEANS, _SQUARES = 0, 1  # the two queries; their threshold searches have the streams 2 and 3
+# The two queries. The searches for their thresholds have the noise streams 2 and 3.
+_MEANS = 0
+_SQUARES = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +118,10 @@ class Normalization:
 
     def __post_init__(self) -> None:
         checks.whole("features.Normalization", "examples", self.examples)
-        for bound in (1.0,) if isinstance(self.thresholds, Search) else self.thresholds:
+        thresholds = self.thresholds
+        if isinstance(thresholds, Search):
+            thresholds = (1.0,)  # those that a search finds are positive
+        for bound in thresholds:
             checks.not_negative("features.Normalization", "thresholds", bound)
             rule = clipping.flat(bound)
             checked_multiplier("features.Normalization", self.noise_multiplier, rule)
@@ -132,8 +138,8 @@ class Normalization:
         """Runs the queries on all examples.
 
         The key is consumed; the root key of the run may be given. A second release, of other
-        features say, needs another key: equal noise on both would cancel in their difference. Each
-        row of features is a function of one raw example. The moments may be published.
+        features say, needs another key: equal noise on both cancels in their difference. Each row
+        of features must be a function of one raw example. The moments may be published.
 
         Privacy:
           Write the moments before they are used, and read them on resume: each call is a release.
@@ -143,13 +149,15 @@ class Normalization:
                 f"features.Normalization: got {len(features)} examples; expected {self.examples}."
             )
         means, squares = _statistics(features)
-        mean, square = (
-            _release(key, query, rows, self._threshold(key, query, rows), self.noise_multiplier)
-            / self.examples
-            for query, rows in ((_MEANS, means), (_SQUARES, squares))
-        )
+        mean = self._mean(key, _MEANS, means)
+        mean_square = self._mean(key, _SQUARES, squares)
         # Noise can make the difference negative.
-        return Moments(mean, jnp.maximum(square - mean**2, 0))
+        return Moments(mean, variance=jnp.maximum(mean_square - mean**2, 0))
+
+    def _mean(self, key: Key, query: int, rows: Array) -> Array:
+        """The noisy mean of rows that are clipped to the query's threshold."""
+        threshold = self._threshold(key, query, rows)
+        return _release(key, query, rows, threshold, self.noise_multiplier) / self.examples
 
     def _threshold(self, key: Key, query: int, rows: Array) -> float:
         """The given threshold, or the quantile of a noisy histogram."""
@@ -157,21 +165,24 @@ class Normalization:
         if not isinstance(search, Search):
             return search[query]
         norms = trees.group_norms(rows, (0,), 1)
-        bins = jnp.minimum(jnp.searchsorted(jnp.asarray(search.edges), norms), search.bins - 1)
-        # One vote an example; a norm that is not finite has none.
+        bins = jnp.searchsorted(jnp.asarray(search.edges), norms)
+        bins = jnp.minimum(bins, search.bins - 1)
+        # An example adds one vote, or none if its norm is not finite.
         votes = jnp.where(jnp.isfinite(norms), jax.nn.one_hot(bins[:, 0], search.bins), 0)
         counts = _release(key, 2 + query, votes, 1.0, search.noise_multiplier)
-        # The number of examples is public; the sum of the noisy counts would add their noise.
-        below = np.cumsum(np.asarray(counts, np.float64)) >= search.quantile * self.examples
-        return float(search.edges[np.argmax(below) if below.any() else -1])
+        # The number of examples is public, and has no noise as the sum of the counts has.
+        wanted = search.quantile * self.examples
+        is_enough = np.cumsum(np.asarray(counts, np.float64)) >= wanted
+        found = np.argmax(is_enough) if is_enough.any() else -1
+        return float(search.edges[found])
 
 
 @jax.jit
 def _statistics(features: Features) -> tuple[Array, Array]:
     """Channel means and mean squares of each example: ``[examples, channels]``."""
     features = features.astype(trees.wide(features.dtype))
-    # Over places within an example: its contribution stays one vector, however large the image.
-    return jnp.mean(features, axis=(1, 2)), jnp.mean(features**2, axis=(1, 2))
+    places = (1, 2)  # an example contributes one vector, whatever the size of its image
+    return jnp.mean(features, axis=places), jnp.mean(features**2, axis=places)
 
 
 def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float) -> Array:
@@ -188,14 +199,15 @@ def _release(key: Key, query: int, rows: Array, bound: float, multiplier: float)
 
 
 def _summed(rows: Array, factors: Array) -> tuple[Array, Array]:
-    """The sum of rows times their factors, and what its dtype lacks of it."""
-    # One float32 sum over a million examples rounds by percents of a bound, and one row can move
-    # the roundings of all others.
+    """The sum of rows times their factors, and its remainder beyond the rows' dtype."""
+    # float32 rounds a sum over a million examples by percents of a bound, and one row can move the
+    # roundings of all others.
     total = np.zeros(rows.shape[1:], np.float64)
     for start in range(0, rows.shape[0], _ROWS):
         block = np.asarray(rows[start : start + _ROWS])
         scale = np.asarray(factors[start : start + _ROWS], block.dtype)
-        # 0 * NaN is NaN: a dropped example must contribute exactly 0.
-        total += np.sum(np.where(scale != 0, block, 0) * scale, axis=0, dtype=np.float64)
+        # A dropped example must contribute exactly 0, and 0 * NaN is NaN.
+        block = np.where(scale != 0, block, 0)
+        total += np.sum(block * scale, axis=0, dtype=np.float64)
     high = total.astype(rows.dtype)
     return jnp.asarray(high), jnp.asarray((total - high).astype(rows.dtype))

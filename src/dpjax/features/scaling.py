@@ -38,7 +38,7 @@ def group_norm(
       stabilizer: $s$; prevents division by 0 in a constant group.
 
     Privacy:
-      An example's result depends on that example alone, so it costs nothing.
+      An example's result depends only on that example, so it costs nothing.
 
     Example:
       >>> group_norm(jnp.array([[[1.0, 3.0, 7.0, 7.0]]]), groups=2).round(3)
@@ -51,12 +51,14 @@ def group_norm(
     *rest, channels = features.shape
     if channels % groups:
         raise ValueError(f"features.group_norm: {groups} groups must divide {channels} channels.")
-    # A mean over a group in bfloat16 would keep two digits.
-    split = features.astype(trees.wide(features.dtype)).reshape(*rest, groups, channels // groups)
+    # A mean over a group in bfloat16 keeps only two digits.
+    wide = features.astype(trees.wide(features.dtype))
+    grouped = wide.reshape(*rest, groups, channels // groups)
+    # The axes leave out the batch, because statistics over it make an example depend on others.
     axes = (-4, -3, -1)
-    # Of this example alone: a statistic over the batch would let examples see each other.
-    mean = jnp.mean(split, axis=axes, keepdims=True)
-    scaled = (split - mean) / jnp.sqrt(jnp.var(split, axis=axes, keepdims=True) + stabilizer)
+    mean = jnp.mean(grouped, axis=axes, keepdims=True)
+    variance = jnp.var(grouped, axis=axes, keepdims=True)
+    scaled = (grouped - mean) / jnp.sqrt(variance + stabilizer)
     return scaled.reshape(features.shape).astype(features.dtype)
 
 
@@ -72,7 +74,7 @@ def normalize(
        \quad y_c = 0 \text{ where } \sigma_c^2 = 0 $$
 
     Channels are last; ``stabilizer`` is $s$. Moments are from `Normalization.release`, or of public
-    data. A noisy variance of 0 says more noise than signal.
+    data. A noisy variance of 0 means more noise than signal.
 
     Privacy:
       Free: the examples share only the released moments.
@@ -83,7 +85,8 @@ def normalize(
       Array([[[[2., 0.]]]], dtype=float32)
     """
     features = jnp.asarray(features)
-    # A variance of 0 says that noise dominates: its root would amplify the channel.
+    # Noise dominates a variance of 0, and its inverse root amplifies the channel.
     scale = jnp.where(moments.variance > 0, jax.lax.rsqrt(moments.variance + stabilizer), 0)
-    mean, scale = (jnp.broadcast_to(x, features.shape) for x in (moments.mean, scale))
+    mean = jnp.broadcast_to(moments.mean, features.shape)
+    scale = jnp.broadcast_to(scale, features.shape)
     return (features - mean) * scale

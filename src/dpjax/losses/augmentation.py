@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several views of one example, averaged before clipping, so that the noise does not grow."""
+"""Several views of one example, averaged before clipping, so the noise does not grow."""
 
 from __future__ import annotations
 
@@ -54,11 +54,14 @@ def augmented(
     key = trees.mappable(jax.random.fold_in(key, Purpose.VIEWS))
 
     def mean_loss(params: PyTree, example: tuple[Any, ...]) -> Float[Array, ""]:
-        # Not from a state: a loss stays pure, and a resumed run draws the same views.
+        # The numbers replace a random state: the loss stays pure, and a resumed run draws the same
+        # views.
         x, y, *numbers = unpacked("augmented", example)
-        # One after the other, so that (row 1, step 2) and (row 2, step 1) differ.
+        # Folds are sequential, so (row 1, step 2) and (row 2, step 1) differ.
         folded = functools.reduce(jax.random.fold_in, numbers, key)
-        drawn = jax.vmap(augment, (0, None))(jax.random.split(folded, views), x)
-        return jnp.mean(jax.vmap(lambda view: loss(params, (view, y)))(drawn))
+        keys = jax.random.split(folded, views)
+        views_of_x = jax.vmap(augment, (0, None))(keys, x)
+        values = jax.vmap(lambda view: loss(params, (view, y)))(views_of_x)
+        return jnp.mean(values)
 
     return mean_loss

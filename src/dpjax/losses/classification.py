@@ -34,7 +34,8 @@ def cross_entropy(logits: Logits, label: Label) -> Loss:
       2.3026
     """
     scores, chosen = _classes("cross_entropy", logits, label)
-    # Not scores[label]: engines materialise a gather per example, and it wraps for negative labels.
+    # A masked sum replaces scores[label]: engines materialise a gather per example, and a gather
+    # wraps for negative labels.
     return _known(chosen, jax.nn.logsumexp(scores) - jnp.sum(scores, where=chosen))
 
 
@@ -56,15 +57,18 @@ def focal(gamma: float = 2.0) -> Callable[[Array, Array], Array]:
 
     def loss(logits: Logits, label: Label) -> Loss:
         scores, chosen = _classes("focal", logits, label)
-        # By how much the others lead. Both logarithms follow from this one number: log(1 - p) from
-        # p would be log(0) for an example that is learnt to the last bit.
-        lead = scores - jnp.sum(scores, where=chosen)
-        # Not -inf, which classes that are ruled out have: if no other is left, its gradient is NaN.
-        none = chosen | jnp.isneginf(scores)
-        margin = jax.nn.logsumexp(jnp.where(none, jnp.finfo(lead.dtype).min, lead))
-        log_right, log_wrong = -jax.nn.softplus(margin), -jax.nn.softplus(-margin)
-        weight = jnp.exp(gamma * log_wrong) if gamma else 1.0  # 0 times minus infinity is NaN
-        return _known(chosen, -weight * log_right)
+        leads = scores - jnp.sum(scores, where=chosen)  # of the other classes over the label's
+        # A finite number excludes a class, because the gradient is NaN if all have -inf.
+        is_excluded = chosen | jnp.isneginf(scores)
+        leads = jnp.where(is_excluded, jnp.finfo(leads.dtype).min, leads)
+        # Both logarithms follow from the margin. The probability p gives log(1 - p) = log(0) for an
+        # example that is learnt to the last bit.
+        margin = jax.nn.logsumexp(leads)
+        log_right = -jax.nn.softplus(margin)
+        if not gamma:  # 0 times an infinite logarithm is NaN
+            return _known(chosen, -log_right)
+        log_wrong = -jax.nn.softplus(-margin)
+        return _known(chosen, -jnp.exp(gamma * log_wrong) * log_right)
 
     return loss
 
@@ -88,8 +92,9 @@ def one_hot(error: Callable[[Array, Array], Array]) -> Callable[[Array, Array], 
 
     def loss(logits: Logits, label: Label) -> Loss:
         scores, chosen = _classes("one_hot", logits, label)
-        # On the logits and not on probabilities, as the papers apply squared error to classes.
-        return _known(chosen, error(scores, chosen.astype(scores.dtype)))
+        target = chosen.astype(scores.dtype)
+        # The papers apply the squared error to the logits, not to probabilities.
+        return _known(chosen, error(scores, target))
 
     return loss
 
@@ -108,17 +113,19 @@ def weighted(error: Callable[..., Array], weights: Sequence[float] | Array) -> C
     """
     table = jnp.asarray([checks.not_negative("losses.weighted", "weight", w) for w in weights])
 
-    @functools.wraps(error)  # `of` reads which arguments a loss takes
-    def loss(logits: Logits, label: Label, **more: Any) -> Loss:
-        return jnp.sum(table, where=jnp.arange(table.size) == label) * error(logits, label, **more)
+    @functools.wraps(error)  # `of` reads the names of the arguments
+    def loss(logits: Logits, label: Label, **options: Any) -> Loss:
+        weight = jnp.sum(table, where=jnp.arange(table.size) == label)
+        return weight * error(logits, label, **options)
 
     return loss
 
 
 def _classes(name: str, logits: ArrayLike, label: ArrayLike) -> tuple[Array, Array]:
     """The logits in float32 or wider, and a mask that selects the label's logit."""
-    logits, label = jnp.asarray(logits), jnp.asarray(label)
-    if label.shape == (1,):  # a column of labels, [n, 1]: argmax would make class 0 of each
+    logits = jnp.asarray(logits)
+    label = jnp.asarray(label)
+    if label.shape == (1,):  # from a column of labels, [n, 1]
         label = label.reshape(())
     if logits.ndim != 1 or label.ndim != 0 or not jnp.issubdtype(label.dtype, jnp.integer):
         raise ValueError(
@@ -130,5 +137,6 @@ def _classes(name: str, logits: ArrayLike, label: ArrayLike) -> tuple[Array, Arr
 
 
 def _known(chosen: Array, loss: Array) -> Array:
-    # The gradient through this branch is zero, so the example adds nothing to a private sum.
+    """The loss, or NaN for a label out of range."""
+    # The gradient through NaN's branch is zero, so the example adds nothing to a private sum.
     return jnp.where(chosen.any(), loss, jnp.nan)

@@ -69,12 +69,14 @@ def composite(
       Shamsabadi and Papernot, "Losing Less: A Loss for Differentially Private Deep Learning",
       2022, equations 5 to 8, tables 6 and 7.
     """
-    call, readings = "losses.composite", ("(1-alpha)/beta", "1/beta", "beta")
-    checks.one_of(call, "coefficient", coefficient, readings)
+    call = "losses.composite"
+    checks.one_of(call, "coefficient", coefficient, ("(1-alpha)/beta", "1/beta", "beta"))
     beta = checks.positive(call, "beta", beta, infinite=coefficient != "beta")
     fades = coefficient == "(1-alpha)/beta"
-    weight = {"(1-alpha)/beta": 0.5 / beta, "1/beta": 1 / beta, "beta": beta}[coefficient]
-    hard, easy = focal(gamma), one_hot(error)
+    weights = {"(1-alpha)/beta": 0.5 / beta, "1/beta": 1 / beta, "beta": beta}
+    penalty_weight = weights[coefficient]
+    focal_loss = focal(gamma)
+    error_loss = one_hot(error)
 
     def loss(
         logits: Float[ArrayLike, " classes"],
@@ -83,24 +85,31 @@ def composite(
         hidden: Sequence[Float[ArrayLike, "..."]],
         epoch: ArrayLike,
     ) -> Float[Array, ""]:
-        logits, label = jnp.asarray(logits), jnp.asarray(label)
-        # A function of the epoch alone costs no privacy.
+        logits = jnp.asarray(logits)
+        label = jnp.asarray(label)
+        # The epoch is public, so alpha costs no privacy.
         alpha = jax.nn.sigmoid(jnp.asarray(epoch, jnp.float32) - threshold)
-        # An error without weight is that of zeros: 0 times an error that overflows is NaN.
-        used = [jnp.where(share > 0, logits, 0) for share in (alpha, 1 - alpha)]
-        total = alpha * hard(used[0], label) + (1 - alpha) * easy(used[1], label)
-        if weight:  # with weight 0 it is left out, for the same reason
+        # An error with weight 0 reads zeros, because 0 times an error that overflows is NaN.
+        focal_logits = jnp.where(alpha > 0, logits, 0)
+        error_logits = jnp.where(1 - alpha > 0, logits, 0)
+        focal_term = alpha * focal_loss(focal_logits, label)
+        total = focal_term + (1 - alpha) * error_loss(error_logits, label)
+        if penalty_weight:  # a penalty with weight 0 is left out, for the same reason
             share = 1 - alpha if fades else jnp.ones(())
-            total += share * weight * _mean_squares([jnp.where(share > 0, h, 0) for h in hidden])
-        # An example without a class contributes nothing, and so neither does its penalty.
-        # Not `label < logits.size`: in uint8, 256 classes are 0.
-        return jnp.where(jnp.any(jnp.arange(logits.size) == label), total, jnp.nan)
+            penalized = [jnp.where(share > 0, h, 0) for h in hidden]
+            total += share * penalty_weight * _mean_squares(penalized)
+        # The penalty of an example without a class is dropped with its loss. `label < logits.size`
+        # fails in uint8, where 256 classes are 0.
+        is_class = jnp.any(jnp.arange(logits.size) == label)
+        return jnp.where(is_class, total, jnp.nan)
 
     return loss
 
 
 def _mean_squares(hidden: Sequence[ArrayLike]) -> Array:
     r"""$\sum_m \|h_m\|^2 / d_m$."""
-    # In float32 or wider: the square of a bfloat16 pre-activation has two digits.
-    wide = [h.astype(trees.wide(h.dtype)) for h in map(jnp.asarray, hidden)]
-    return sum((jnp.mean(h * h) for h in wide), jnp.zeros((), jnp.float32))
+    total = jnp.zeros((), jnp.float32)
+    for h in map(jnp.asarray, hidden):
+        wide = h.astype(trees.wide(h.dtype))  # the square of a bfloat16 number has two digits
+        total = total + jnp.mean(wide * wide)
+    return total

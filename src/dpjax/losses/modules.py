@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from dpjax.types import LossFn, PyTree
 
 ExampleLoss: TypeAlias = Callable[..., Float[Array, ""]]
-"""``loss(output, target)``, and ``hidden`` and ``epoch`` if it has arguments so named."""
+"""``loss(output, target)``, with ``hidden`` and ``epoch`` if it has arguments of these names."""
 
 
 def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
@@ -76,8 +76,7 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
         )
     if "rngs" in options:
         raise ValueError(f"losses.of(rngs=...): expected none. {_OWN_KEY}")
-    # By argument name, so that one `of` serves all losses; read once, not in every trace.
-    named = inspect.signature(loss).parameters
+    takes_hidden = "hidden" in inspect.signature(loss).parameters
 
     def per_example(
         params: PyTree, example: tuple[Any, ...], frozen: PyTree = None
@@ -87,10 +86,11 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
         x, y, *epoch = unpacked("of", example)
         if frozen is not None:
             params = unflatten_dict({**flatten_dict(frozen), **flatten_dict(params)})
-        # An argument `epoch` with a default serves runs without `per_step` too.
-        more: dict[str, Any] = {"epoch": epoch[0]} if epoch else {}
+        arguments: dict[str, Any] = {}
+        if epoch:  # a loss whose argument has a default also runs without `per_step`
+            arguments["epoch"] = epoch[0]
         # No other collection is mutable: batch statistics raise and are refused below.
-        mutable = {"mutable": ["preactivations"]} if "hidden" in named else {}
+        mutable = {"mutable": ["preactivations"]} if takes_hidden else {}
         try:
             output = model.apply({"params": params}, x, **mutable, **options)
         except (flax.errors.ScopeCollectionNotFound, flax.errors.ModifyScopeVariableError) as error:
@@ -98,16 +98,16 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
         except flax.errors.InvalidRngError as error:
             name = type(model).__name__
             raise ValueError(f"losses.of: {name} has no key for dropout. {_OWN_KEY}") from error
-        if mutable:
+        if takes_hidden:
             output, sown = output
-            more["hidden"] = _hidden(model, params, sown)
-        return loss(output, y, **more)
+            arguments["hidden"] = _hidden(model, params, sown)
+        return loss(output, y, **arguments)
 
     return per_example
 
 
 def unpacked(name: str, example: Any) -> tuple[Any, ...] | list[Any]:
-    """The example as ``(x, y, ...)``; a dictionary would give its keys, and an array its rows."""
+    """The example as ``(x, y, ...)``; dictionaries and arrays, which also unpack, are refused."""
     if not isinstance(example, tuple | list) or len(example) < 2:
         raise TypeError(
             f"losses.{name}: the example is {jax.tree.map(jnp.shape, example)!s:.100} (shapes); "
@@ -123,7 +123,7 @@ _STATE = 'Batch statistics mix examples: use GroupNorm, and give model.init(...)
 
 
 def _hidden(model: nn.Module, params: PyTree, sown: Any) -> list[Array]:
-    """The pre-activations; a penalty on none of them would look like a result."""
+    """The pre-activations; raises if none is kept, because the penalty is then 0."""
     hidden = jax.tree.leaves(sown)
     if not hidden and sum(jnp.ndim(leaf) > 1 for leaf in jax.tree.leaves(params)) > 1:
         raise ValueError(

@@ -26,7 +26,7 @@ def of_person(loss: LossFn) -> LossFn:
       ``loss(params, (rows, mask))``, with rows ``[most_rows, ...]`` of one person.
 
     Sensitivity:
-      That of one example: the divisor is of this person's rows alone, and clipping bounds the
+      That of one example: the divisor depends on only this person's rows, and clipping bounds the
       gradient of the mean.
 
     Example:
@@ -43,8 +43,9 @@ def of_person(loss: LossFn) -> LossFn:
         params: PyTree, person: tuple[PyTree, Bool[Array, " rows"]], *frozen: PyTree
     ) -> Float[Array, ""]:
         rows, mask = person
-        each = jax.vmap(lambda row: loss(params, row, *frozen))(rows)
-        each = each.astype(trees.wide(each.dtype))
-        return jnp.sum(jnp.where(mask, each, 0)) / jnp.maximum(1, jnp.sum(mask))
+        values = jax.vmap(lambda row: loss(params, row, *frozen))(rows)
+        values = values.astype(trees.wide(values.dtype))
+        total = jnp.sum(jnp.where(mask, values, 0))
+        return total / jnp.maximum(1, jnp.sum(mask))
 
     return mean_loss

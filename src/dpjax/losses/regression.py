@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of numbers: a prediction and a target of one shape in, one number out.
 
-All are sums over components: a mean would change which gradients are clipped.
+All are sums over components. A mean changes the gradients, and so which of them are clipped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def absolute(prediction: Prediction, target: Target) -> Loss:
       3.0
     """
     residual = _residual("absolute", prediction, target)
-    # Not jnp.abs: its derivative at 0 is 1, so a perfect prediction would have a gradient.
+    # jnp.abs has the derivative 1 at 0, and a perfect prediction must have no gradient.
     return jnp.sum(residual * jnp.sign(residual))
 
 
@@ -71,13 +71,15 @@ def huber(delta: float = 1.0) -> Callable[[Array, Array], Array]:
 
 
 def _residual(name: str, prediction: ArrayLike, target: ArrayLike) -> Array:
-    prediction, target = jnp.asarray(prediction), jnp.asarray(target)
+    """The difference in float32 or wider, of a prediction and a target of one shape."""
+    prediction = jnp.asarray(prediction)
+    target = jnp.asarray(target)
     # A dense layer of one unit has shape (1,), and its target ().
     if prediction.shape != target.shape and not (prediction.shape == (1,) and target.shape == ()):
         raise ValueError(
             f"losses.{name}: got shapes {prediction.shape} and {target.shape}; expected the same "
             "shape. For a batch use jax.vmap; for class labels losses.one_hot."
         )
-    # Widened first: targets such as prices lose their digits in a narrow dtype.
-    kind = trees.wide(jnp.result_type(prediction, target))
-    return prediction.astype(kind) - target.astype(kind)
+    # Both are widened first, because targets such as prices lose their digits in a narrow dtype.
+    dtype = trees.wide(jnp.result_type(prediction, target))
+    return prediction.astype(dtype) - target.astype(dtype)

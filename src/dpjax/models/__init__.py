@@ -16,6 +16,7 @@ from typing import Any
 import flax.linen as nn
 
 from dpjax import checks
+from dpjax.models._parts import Activation
 from dpjax.models.activations import tempered_sigmoid
 from dpjax.models.papers import (
     CIFARCNN,
@@ -25,7 +26,6 @@ from dpjax.models.papers import (
     ScatterCNN,
     TemperedCNN,
 )
-from dpjax.models.parts import Activation
 from dpjax.models.resnets import WideResNet
 from dpjax.models.transformers import Decoder, TextTransformer, ViT
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations. Bounded ones keep gradients from growing, so that clipping removes less."""
+"""Activations. Bounded ones keep gradients from growing, so clipping removes less."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def tempered_sigmoid(
     call = "models.tempered_sigmoid"
     scale = checks.positive(call, "scale", scale)
     inverse_temperature = checks.positive(call, "inverse_temperature", inverse_temperature)
-    # The second form: the first subtracts nearly equal numbers around zero. In Python floats, which
-    # are exactly 1 and 0 with the defaults: the result is tanh.
-    half, centre = scale / 2, scale / 2 - float(offset)
+    # The code has the second form, because the first subtracts nearly equal numbers around zero.
+    # With the defaults both floats are exact, 1 and 0, so the result is tanh.
+    half = scale / 2
+    centre = half - float(offset)
 
     def activation(x: Float[Array, "..."]) -> Float[Array, "..."]:
         return half * jnp.tanh((inverse_temperature / 2) * x) + centre
@@ -49,7 +50,7 @@ def tempered_sigmoid(
     return activation
 
 
-# Unbounded ones too: the papers compare tempered sigmoids with them.
+# Unbounded ones are here too, because the papers compare tempered sigmoids with them.
 _NAMED = MappingProxyType(
     {
         "elu": jax.nn.elu,
@@ -72,4 +73,5 @@ _NAMED = MappingProxyType(
 
 def by_name(name: str) -> Activation:
     """Finds an activation by its lower-case name, for command lines and configurations."""
-    return _NAMED[checks.one_of("models.activations.by_name", "name", name, _NAMED)]
+    checks.one_of("models.activations.by_name", "name", name, _NAMED)
+    return _NAMED[name]

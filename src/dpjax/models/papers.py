@@ -10,9 +10,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dpjax.models import parts
+from dpjax.models import _parts
 
-_LECUN: parts.Initializer = nn.initializers.lecun_normal()
+_LECUN: _parts.Initializer = nn.initializers.lecun_normal()
 Images = Float[Array, "*batch height width channels"]
 Logits = Float[Array, "*batch classes"]
 
@@ -20,7 +20,7 @@ Logits = Float[Array, "*batch classes"]
 class MLP(nn.Module):
     """A multilayer perceptron; with no hidden layers, a linear model.
 
-    Of an input of three axes and more, the last three are an image, which is flattened. On wavelet
+    The last three axes of an input of three or more are an image, which is flattened. On wavelet
     features the linear model has 39,700 parameters for ``(7, 7, 81)`` and 155,530 for
     ``(8, 8, 243)``.
 
@@ -45,18 +45,19 @@ class MLP(nn.Module):
 
     features: Sequence[int] = (64, 64)
     classes: int = 10
-    activation: parts.Activation = jnp.tanh
-    kernel_init: parts.Initializer = _LECUN
+    activation: _parts.Activation = jnp.tanh
+    kernel_init: _parts.Initializer = _LECUN
     torch_init: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "*example"]) -> Logits:
         """Gives the logits of one example, or of a batch."""
         if x.ndim >= 3:  # two axes are a batch of vectors, not an image
-            x = parts.flat(x)
+            x = _parts.flat(x)
         for width in self.features:
-            x = parts.activated(self, self.activation, parts.dense(self, x, width))
-        return parts.dense(self, x, self.classes)
+            h = _parts.dense(self, x, width)
+            x = _parts.activated(self, self.activation, h)
+        return _parts.dense(self, x, self.classes)
 
 
 class TemperedCNN(nn.Module):
@@ -82,23 +83,23 @@ class TemperedCNN(nn.Module):
     """
 
     classes: int = 10
-    activation: parts.Activation = jnp.tanh
+    activation: _parts.Activation = jnp.tanh
     padding: str | int = "SAME"
-    kernel_init: parts.Initializer = _LECUN
+    kernel_init: _parts.Initializer = _LECUN
     torch_init: bool = False
 
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
-        # With padding=2, fewer pixels would leave nothing for the last pooling.
-        parts.expect_image("TemperedCNN", x, smallest=16)
-        act = partial(parts.activated, self, self.activation)
-        x = act(parts.conv(self, x, 16, 8, strides=2, padding=self.padding))
+        # The last pooling needs this many pixels with padding=2.
+        _parts.expect_image("TemperedCNN", x, smallest=16)
+        activated = partial(_parts.activated, self, self.activation)
+        x = activated(_parts.conv(self, x, 16, 8, strides=2, padding=self.padding))
         x = nn.max_pool(x, (2, 2), strides=(1, 1))
-        x = act(parts.conv(self, x, 32, 4, strides=2, padding="VALID"))
-        x = parts.flat(nn.max_pool(x, (2, 2), strides=(1, 1)))
-        x = act(parts.dense(self, x, 32))
-        return parts.dense(self, x, self.classes)
+        x = activated(_parts.conv(self, x, 32, 4, strides=2, padding="VALID"))
+        x = nn.max_pool(x, (2, 2), strides=(1, 1))
+        x = activated(_parts.dense(self, _parts.flat(x), 32))
+        return _parts.dense(self, x, self.classes)
 
 
 class CIFARCNN(nn.Module):
@@ -119,23 +120,25 @@ class CIFARCNN(nn.Module):
     """
 
     classes: int = 10
-    activation: parts.Activation = jnp.tanh
-    kernel_init: parts.Initializer = _LECUN
+    activation: _parts.Activation = jnp.tanh
+    kernel_init: _parts.Initializer = _LECUN
     torch_init: bool = False
 
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
-        parts.expect_image("CIFARCNN", x, smallest=8)
-        h = parts.conv(self, self._trunk(x, nn.avg_pool), 256, 3)
-        x = parts.activated(self, self.activation, h)
-        return parts.conv(self, x, self.classes, 3).mean(axis=(-3, -2))
+        _parts.expect_image("CIFARCNN", x, smallest=8)
+        x = self._blocks(x, nn.avg_pool)
+        h = _parts.conv(self, x, 256, 3)
+        x = _parts.activated(self, self.activation, h)
+        return _parts.conv(self, x, self.classes, 3).mean(axis=(-3, -2))
 
-    def _trunk(self, x: Images, pooling: parts.Pooling) -> Array:
-        # Papernot et al. (2021), table 2: both networks for CIFAR-10 share these blocks.
+    def _blocks(self, x: Images, pooling: _parts.Pooling) -> Array:
+        """The three blocks that both networks for CIFAR-10 share."""
         for channels in (32, 64, 128):
             for _ in range(2):
-                x = parts.activated(self, self.activation, parts.conv(self, x, channels, 3))
+                h = _parts.conv(self, x, channels, 3)
+                x = _parts.activated(self, self.activation, h)
             x = pooling(x, (2, 2), strides=(2, 2))
         return x
 
@@ -159,10 +162,11 @@ class CIFARDenseCNN(CIFARCNN):
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one image, or of a batch."""
-        parts.expect_image("CIFARDenseCNN", x, smallest=8)
-        h = parts.dense(self, parts.flat(self._trunk(x, nn.max_pool)), 128)
-        x = parts.activated(self, self.activation, h)
-        return parts.dense(self, x, self.classes)
+        _parts.expect_image("CIFARDenseCNN", x, smallest=8)
+        x = self._blocks(x, nn.max_pool)
+        h = _parts.dense(self, _parts.flat(x), 128)
+        x = _parts.activated(self, self.activation, h)
+        return _parts.dense(self, x, self.classes)
 
 
 class ScatterCNN(nn.Module):
@@ -187,23 +191,24 @@ class ScatterCNN(nn.Module):
     """
 
     classes: int = 10
-    activation: parts.Activation = jnp.tanh
+    activation: _parts.Activation = jnp.tanh
     as_printed: bool = False
-    kernel_init: parts.Initializer = _LECUN
+    kernel_init: _parts.Initializer = _LECUN
     torch_init: bool = False
 
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one example's features, or of a batch."""
-        parts.expect_image("ScatterCNN", x, smallest=5)
+        _parts.expect_image("ScatterCNN", x, smallest=5)
         for channels, stride in ((16, 2), (32, 1)):
-            # With stride 2, "SAME" would pad even sides at one end only.
-            h = parts.conv(self, x, channels, 3, strides=stride, padding=1)
-            x = parts.activated(self, self.activation, h)
+            # The padding is given, because "SAME" with stride 2 pads even sides at one end only.
+            h = _parts.conv(self, x, channels, 3, strides=stride, padding=1)
+            x = _parts.activated(self, self.activation, h)
             if self.as_printed:
                 x = nn.max_pool(x, (2, 2), strides=(1, 1))
-        x = parts.activated(self, self.activation, parts.dense(self, parts.flat(x), 32))
-        return parts.dense(self, x, self.classes)
+        h = _parts.dense(self, _parts.flat(x), 32)
+        x = _parts.activated(self, self.activation, h)
+        return _parts.dense(self, x, self.classes)
 
 
 class ScatterCIFARCNN(ScatterCNN):
@@ -229,11 +234,13 @@ class ScatterCIFARCNN(ScatterCNN):
     @nn.compact
     def __call__(self, x: Images) -> Logits:
         """Gives the logits of one example's features, or of a batch."""
-        parts.expect_image("ScatterCIFARCNN", x, smallest=4)
+        _parts.expect_image("ScatterCIFARCNN", x, smallest=4)
+        convolutions = 2 if self.as_printed else 1
         for block in range(2):
-            for _ in range(2 if self.as_printed else 1):
-                x = parts.activated(self, self.activation, parts.conv(self, x, 64, 3))
-            # The published code has fewer poolings than the table of the paper, and is the default.
+            for _ in range(convolutions):
+                h = _parts.conv(self, x, 64, 3)
+                x = _parts.activated(self, self.activation, h)
+            # The published code, which is the default, pools once; the table of the paper twice.
             if block == 0 or self.as_printed:
                 x = nn.max_pool(x, (2, 2), strides=(2, 2))
-        return parts.dense(self, parts.flat(x), self.classes)
+        return _parts.dense(self, _parts.flat(x), self.classes)

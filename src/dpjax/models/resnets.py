@@ -8,9 +8,9 @@ from typing import Any
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from dpjax.models import parts
+from dpjax.models import _parts
 
-_HE: parts.Initializer = nn.initializers.he_normal()
+_HE: _parts.Initializer = nn.initializers.he_normal()
 
 
 class WideResNet(nn.Module):
@@ -26,8 +26,8 @@ class WideResNet(nn.Module):
       depth: 6 n + 4 layers.
       width: Factor of the channels.
       groups: Of every norm; must divide 16.
-      standardized: Whether the kernels of convolutions are standardised, which regains part of
-        what batch normalisation gave.
+      standardized: Whether the kernels of convolutions are standardised, which regains part of the
+        accuracy of batch normalisation.
       kernel_init: As in `MLP`, like ``torch_init``.
 
     Example:
@@ -46,9 +46,9 @@ class WideResNet(nn.Module):
     depth: int = 16
     width: int = 4
     groups: int = 16
-    activation: parts.Activation = nn.relu
+    activation: _parts.Activation = nn.relu
     standardized: bool = False
-    kernel_init: parts.Initializer = _HE
+    kernel_init: _parts.Initializer = _HE
     torch_init: bool = False
 
     @nn.compact
@@ -56,30 +56,32 @@ class WideResNet(nn.Module):
         self, x: Float[Array, "*batch height width channels"]
     ) -> Float[Array, "*batch classes"]:
         """Gives the logits of one image, or of a batch."""
-        parts.expect_image("WideResNet", x, smallest=4)
+        _parts.expect_image("WideResNet", x, smallest=4)
         blocks, rest = divmod(self.depth - 4, 6)
         if rest or blocks < 1:
             raise ValueError(f"models.WideResNet(depth={self.depth}): depth must be 6 n + 4.")
         x = self._conv(x, 16, 3)
         for stage in range(3):
+            channels = 2**stage * 16 * self.width
             for block in range(blocks):
-                x = self._block(x, 2**stage * 16 * self.width, 2 if stage > 0 and block == 0 else 1)
+                halves_sides = stage > 0 and block == 0
+                x = self._block(x, channels, stride=2 if halves_sides else 1)
         x = self._normed(x).mean(axis=(-3, -2))
-        return parts.dense(self, x, self.classes)
+        return _parts.dense(self, x, self.classes)
 
     def _block(self, x: Array, channels: int, stride: int) -> Array:
         h = self._normed(x)
         if stride != 1 or x.shape[-1] != channels:
-            # Pre-activation residual blocks: the shortcut branches off behind the norm.
+            # The shortcut branches off behind the norm, as in all pre-activation blocks.
             x = self._conv(h, channels, 1, strides=stride)
         h = self._normed(self._conv(h, channels, 3, strides=stride))
         return x + self._conv(h, channels, 3)
 
     def _normed(self, x: Array) -> Array:
-        return parts.activated(self, self.activation, parts.group_norm(x, self.groups))
+        return _parts.activated(self, self.activation, _parts.group_norm(x, self.groups))
 
     def _conv(self, x: Array, channels: int, kernel: int, **options: Any) -> Array:
         if self.standardized:
-            # Through Flax's own hook, so the parameters keep their published names.
-            options["conv_general_dilated"] = parts.standardized
-        return parts.conv(self, x, channels, kernel, use_bias=False, **options)
+            # This hook of Flax keeps the published names of the parameters.
+            options["conv_general_dilated"] = _parts.standardized
+        return _parts.conv(self, x, channels, kernel, use_bias=False, **options)

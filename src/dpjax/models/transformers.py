@@ -10,56 +10,74 @@ release, and with ``layout="bert"`` the text classifier is BERT's network, whose
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dpjax import checks
-from dpjax.models import parts
+from dpjax.models import _parts
 
-_XAVIER: parts.Initializer = nn.initializers.xavier_uniform()
-_EPSILON = {"pre-norm": 1e-6, "bert": 1e-12, "gpt2": 1e-5}  # of the norms of each layout
+_XAVIER: _parts.Initializer = nn.initializers.xavier_uniform()
+
+
+class _Layout(NamedTuple):
+    """The norms of an encoder: their epsilon, and whether they follow each residual sum."""
+
+    epsilon: float
+    norms_follow: bool = False
+
+
+_LAYOUTS = {
+    "pre-norm": _Layout(1e-6),
+    "bert": _Layout(1e-12, norms_follow=True),
+    "gpt2": _Layout(1e-5),
+}
 
 
 class _MlpBlock(nn.Module):
     hidden: int
-    activation: parts.Activation
-    kernel_init: parts.Initializer
+    activation: _parts.Activation
+    kernel_init: _parts.Initializer
     torch_init: bool
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch positions width"]) -> Array:
-        h = parts.activated(self, self.activation, parts.dense(self, x, self.hidden))
-        return parts.dense(self, h, x.shape[-1])
+        h = _parts.activated(self, self.activation, _parts.dense(self, x, self.hidden))
+        return _parts.dense(self, h, x.shape[-1])
 
 
 class _EncoderBlock(nn.Module):
     heads: int
     hidden: int
-    activation: parts.Activation
-    layout: str
-    kernel_init: parts.Initializer
+    activation: _parts.Activation
+    layout: _Layout
+    kernel_init: _parts.Initializer
     torch_init: bool
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch positions width"], mask: Any) -> Array:
-        style = (self.activation, self.kernel_init, self.torch_init)
-        # The numbers in the names are the published ones; both layouts share them.
-        norms = [_norm(self.layout, f"LayerNorm_{i}") for i in (0, 2)]
+        # The numbers in the names are the published ones; all layouts share them.
+        first_norm = _norm(self.layout, "LayerNorm_0")
+        second_norm = _norm(self.layout, "LayerNorm_2")
         attention = nn.MultiHeadDotProductAttention(
             self.heads,
             name="MultiHeadDotProductAttention_1",
-            **parts.attention_init(self, x.shape[-1]),
+            **_parts.attention_init(self, x.shape[-1]),
         )
-        mlp = _MlpBlock(self.hidden, *style, name="MlpBlock_3")
-        if self.layout == "bert":
-            # BERT normalises behind each residual sum; later encoders in front of each block.
-            x = norms[0](x + attention(x, mask=mask))
-            return norms[1](x + mlp(x))
-        x = x + attention(norms[0](x), mask=mask)
-        return x + mlp(norms[1](x))
+        mlp = _MlpBlock(
+            self.hidden,
+            self.activation,
+            self.kernel_init,
+            self.torch_init,
+            name="MlpBlock_3",
+        )
+        if self.layout.norms_follow:
+            x = first_norm(x + attention(x, mask=mask))
+            return second_norm(x + mlp(x))
+        x = x + attention(first_norm(x), mask=mask)
+        return x + mlp(second_norm(x))
 
 
 class _Positions(nn.Module):
@@ -68,30 +86,34 @@ class _Positions(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch positions width"]) -> Array:
-        shape = (1, self.length, x.shape[-1])
-        return x + self.param("pos_embedding", parts.embedding_init(self), shape)[0, : x.shape[-2]]
+        *_, positions, width = x.shape
+        shape = (1, self.length, width)
+        table = self.param("pos_embedding", _parts.embedding_init(self), shape)
+        return x + table[0, :positions]
 
 
 class _Encoder(nn.Module):
     length: int
     depth: int
     block: Any
-    layout: str
+    layout: _Layout
     torch_init: bool
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch positions width"], mask: Any = None) -> Array:
         x = _Positions(self.length, self.torch_init, name="posembed_input")(x)
-        if self.layout == "bert":
+        if self.layout.norms_follow:
             x = _norm(self.layout, "input_norm")(x)
         for i in range(self.depth):
             x = self.block(name=f"encoderblock_{i}")(x, mask)
-        return x if self.layout == "bert" else _norm(self.layout, "encoder_norm")(x)
+        if not self.layout.norms_follow:
+            x = _norm(self.layout, "encoder_norm")(x)
+        return x
 
 
-def _norm(layout: str, name: str) -> nn.LayerNorm:
+def _norm(layout: _Layout, name: str) -> nn.LayerNorm:
     # Flax's fast variance, E[x^2] - E[x]^2, cancels digits.
-    return nn.LayerNorm(_EPSILON[layout], use_fast_variance=False, name=name)
+    return nn.LayerNorm(layout.epsilon, use_fast_variance=False, name=name)
 
 
 class TextTransformer(nn.Module):
@@ -103,8 +125,8 @@ class TextTransformer(nn.Module):
     | ``"bert"`` | norm(x + f(x)); a first norm | tanh of a dense layer of token 0 |
 
     An input is ``tokens``, at most ``length`` of them, or ``(tokens, segments)`` if there are
-    segments (first and second sentence); batch axes may lead. A text of padding alone gives
-    finite logits. Logits are NaN if a token or segment has no vector.
+    segments (first and second sentence); batch axes may lead. A text of only padding gives finite
+    logits. Logits are NaN if a token or segment has no vector.
 
     Attributes:
       width: Length of every token's vector; a multiple of ``heads``.
@@ -137,8 +159,8 @@ class TextTransformer(nn.Module):
     segments: int = 0
     padding: int | None = 0
     layout: str = "pre-norm"
-    activation: parts.Activation = partial(nn.gelu, approximate=False)
-    kernel_init: parts.Initializer = _XAVIER
+    activation: _parts.Activation = partial(nn.gelu, approximate=False)
+    kernel_init: _parts.Initializer = _XAVIER
     torch_init: bool = False
 
     @nn.compact
@@ -151,24 +173,29 @@ class TextTransformer(nn.Module):
         checks.one_of("models.TextTransformer", "layout", self.layout, ("pre-norm", "bert"))
         tokens, segments = x if isinstance(x, tuple | list) else (x, None)
         real = jnp.ones(tokens.shape, bool) if self.padding is None else tokens != self.padding
-        table = partial(nn.Embed, features=self.width, embedding_init=parts.embedding_init(self))
+        table = partial(nn.Embed, features=self.width, embedding_init=_parts.embedding_init(self))
         h = table(self.vocabulary, name="token")(tokens)
+        smallest = tokens
         if segments is not None:
             h = h + table(self.segments, name="segment")(segments)
-        # A lookup counts negative numbers from the end: -100, padding elsewhere, would be a word.
-        # Too large ones are NaN already.
-        least = tokens if segments is None else jnp.minimum(tokens, segments)
-        h = jnp.where((real & (least < 0))[..., None], jnp.nan, h)
+            smallest = jnp.minimum(tokens, segments)
+        # A lookup counts negative numbers from the end. Otherwise -100, the padding of other
+        # libraries, is read as a word. Too large numbers give NaN already.
+        is_unknown = real & (smallest < 0)
+        h = jnp.where(is_unknown[..., None], jnp.nan, h)
         # The mask has axes for heads and queries: padding may attend, but no query attends to it.
         h = _encoder(self, self.length, self.layout)(h, real[..., None, None, :])
-        return parts.dense(self, self._summary(h, real), self.classes, name="head")
+        return _parts.dense(self, self._summary(h, real), self.classes, name="head")
 
     def _summary(self, h: Array, real: Bool[Array, "*batch positions"]) -> Array:
+        """The input of the head: one vector for each text."""
         if self.layout == "bert":
-            return jnp.tanh(parts.dense(self, h[..., 0, :], self.width, name="pooler"))
-        # At least 1: the mean over a text of padding alone would be 0 / 0.
+            h = _parts.dense(self, h[..., 0, :], self.width, name="pooler")
+            return jnp.tanh(h)
+        total = jnp.sum(jnp.where(real[..., None], h, 0), axis=-2)
+        # The count is at least 1, because a text of only padding has the mean 0 / 0.
         count = jnp.maximum(real.sum(axis=-1, keepdims=True), 1)
-        return jnp.sum(jnp.where(real[..., None], h, 0), axis=-2) / count
+        return total / count
 
 
 class ViT(nn.Module):
@@ -198,8 +225,8 @@ class ViT(nn.Module):
     depth: int = 12
     heads: int = 12
     hidden: int | None = None
-    activation: parts.Activation = nn.gelu
-    kernel_init: parts.Initializer = _XAVIER
+    activation: _parts.Activation = nn.gelu
+    kernel_init: _parts.Initializer = _XAVIER
     torch_init: bool = False
 
     @nn.compact
@@ -207,20 +234,27 @@ class ViT(nn.Module):
         self, x: Float[Array, "*batch height width channels"]
     ) -> Float[Array, "*batch classes"]:
         """Gives the logits of one image, or of a batch."""
-        parts.expect_image("ViT", x, smallest=self.patch)
+        _parts.expect_image("ViT", x, smallest=self.patch)
         if x.shape[-3] % self.patch or x.shape[-2] % self.patch:
             raise ValueError(
                 f"models.ViT: patch {self.patch} must divide the sides {x.shape[-3:-1]}."
             )
-        h = parts.conv(
-            self, x, self.width, self.patch, "embedding", strides=self.patch, padding="VALID"
+        h = _parts.conv(
+            self,
+            x,
+            self.width,
+            self.patch,
+            name="embedding",
+            strides=self.patch,
+            padding="VALID",
         )
         h = h.reshape(*h.shape[:-3], -1, self.width)
-        # Zeros, as in the published ViT: the class token learns where to look.
-        first = self.param("cls", nn.initializers.zeros, (1, 1, self.width))
-        h = jnp.concatenate([jnp.broadcast_to(first[0], (*h.shape[:-2], 1, self.width)), h], -2)
+        # The class token starts at 0, as in the published ViT.
+        token = self.param("cls", nn.initializers.zeros, (1, 1, self.width))
+        tokens = jnp.broadcast_to(token[0], (*h.shape[:-2], 1, self.width))
+        h = jnp.concatenate([tokens, h], axis=-2)
         h = _encoder(self, h.shape[-2], "pre-norm")(h)
-        return parts.dense(self, h[..., 0, :], self.classes, name="head")
+        return _parts.dense(self, h[..., 0, :], self.classes, name="head")
 
 
 class Decoder(nn.Module):
@@ -251,8 +285,8 @@ class Decoder(nn.Module):
     depth: int = 12
     heads: int = 12
     hidden: int | None = None
-    activation: parts.Activation = nn.gelu
-    kernel_init: parts.Initializer = nn.initializers.normal(0.02)
+    activation: _parts.Activation = nn.gelu
+    kernel_init: _parts.Initializer = nn.initializers.normal(0.02)
     torch_init: bool = False
 
     @nn.compact
@@ -260,13 +294,16 @@ class Decoder(nn.Module):
         self, x: Int[Array, "*batch positions"]
     ) -> Float[Array, "*batch positions vocabulary"]:
         """Gives the logits behind each token of one text, or of a batch."""
-        init = parts.embedding_init(self)
+        init = _parts.embedding_init(self)
         table = nn.Embed(self.vocabulary, self.width, embedding_init=init, name="token")
-        h = _encoder(self, self.length, "gpt2")(table(x), nn.make_causal_mask(x))
+        encoder = _encoder(self, self.length, "gpt2")
+        h = encoder(table(x), nn.make_causal_mask(x))
         return table.attend(h)
 
 
-def _encoder(model: TextTransformer | ViT | Decoder, length: int, layout: str) -> _Encoder:
+def _encoder(model: TextTransformer | ViT | Decoder, length: int, name: str) -> _Encoder:
+    """The stack of blocks of a model, in the layout of this name."""
+    layout = _LAYOUTS[name]
     block = partial(
         _EncoderBlock,
         heads=model.heads,

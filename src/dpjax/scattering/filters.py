@@ -2,8 +2,8 @@
 """The filters of the scattering transform, as NumPy arrays of float64.
 
 They are sampled on the padded image with periodic boundaries and represented by their Fourier
-transforms, which are real. Every constant is kymatio's, so that published features and thresholds
-agree to the sixth digit.
+transforms, which are real. Every constant is kymatio's, so published features and thresholds agree
+to the sixth digit.
 """
 
 import functools
@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-_PI = 3.1415  # kymatio's digits, which are part of the published features
-_REACH = 2  # periods on either side of the image at which filters are sampled
+# The digits of kymatio, on which the published features depend.
+_PI = 3.1415
+# The number of periods on either side of the image at which filters are sampled.
+_REACH = 2
 
 
 class Bank(NamedTuple):
@@ -52,15 +54,16 @@ def filter_bank(rows: int, columns: int, J: int, L: int) -> Bank:
       >>> [scale.shape for scale in bank.wavelets], round(float(bank.lowpass[0][0] ** 2), 7)
       ([(8, 36, 36), (8, 36, 36)], 1.0000295)
     """
-    # kymatio's order of angles, so that published weights and feature orders carry over.
+    # Angles have kymatio's order, on which published weights and feature orders depend.
     angles = (max(L // 2 - 1, 0) - np.arange(L)) * math.pi / L
-    wavelets = tuple(
-        np.stack([_morlet((rows, columns), j, angle, 4 / L) for angle in angles]) for j in range(J)
-    )
+    wavelets = []
+    for j in range(J):
+        of_scale = [_morlet((rows, columns), j, angle, 4 / L) for angle in angles]
+        wavelets.append(np.stack(of_scale))
     lowpass = _gaussian(rows, J - 1), _gaussian(columns, J - 1)
-    for shared in (*wavelets, *lowpass):  # by all callers, through the cache
-        shared.setflags(write=False)
-    return Bank(wavelets, lowpass)
+    for array in (*wavelets, *lowpass):
+        array.setflags(write=False)  # all callers share the cached arrays
+    return Bank(tuple(wavelets), lowpass)
 
 
 def _width(j: int) -> float:
@@ -69,28 +72,42 @@ def _width(j: int) -> float:
 
 def _morlet(shape: tuple[int, int], j: int, angle: float, slant: float) -> np.ndarray:
     """The Fourier transform of one wavelet, ``[rows, columns]``."""
-    u, v = np.ogrid[tuple(slice(-_REACH * n, (_REACH + 1) * n) for n in shape)]
+    rows, columns = shape
+    u = _positions(rows)[:, None]
+    v = _positions(columns)
     along = u * math.cos(angle) + v * math.sin(angle)
     across = v * math.cos(angle) - u * math.sin(angle)
     square = along**2 + (slant * across) ** 2
-    envelope = slant / (2 * _PI * _width(j) ** 2) * np.exp(-square / (2 * _width(j) ** 2))
+    variance = _width(j) ** 2
+    envelope = slant / (2 * _PI * variance) * np.exp(-square / (2 * variance))
     wave = envelope * np.exp(0.75j * math.pi / 2**j * along)
-    # A wavelet has mean 0; the envelope is subtracted in the proportion that makes it so.
-    wavelet = _wrap(wave - wave.sum() / envelope.sum() * envelope, shape)
-    return np.fft.fft2(wavelet).real  # the imaginary part is 0 up to rounding
+    # The multiple of the envelope that is subtracted makes the mean of the wavelet 0.
+    wavelet = wave - wave.sum() / envelope.sum() * envelope
+    spectrum = np.fft.fft2(_wrapped(wavelet, shape))
+    return spectrum.real  # the imaginary part is 0 up to rounding
 
 
 def _gaussian(size: int, j: int) -> np.ndarray:
     """The Fourier transform of one factor of the low-pass filter, ``[size]``."""
-    u = np.arange(-_REACH * size, (_REACH + 1) * size)
-    envelope = np.exp(-(u**2) / (2 * _width(j) ** 2)) / math.sqrt(2 * _PI * _width(j) ** 2)
-    return np.fft.fft(_wrap(envelope, (size,))).real
+    u = _positions(size)
+    variance = _width(j) ** 2
+    envelope = np.exp(-(u**2) / (2 * variance)) / math.sqrt(2 * _PI * variance)
+    return np.fft.fft(_wrapped(envelope, (size,))).real
 
 
-def _wrap(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _positions(size: int) -> np.ndarray:
+    """The pixels of one axis at which filters are sampled, over all periods."""
+    return np.arange(-_REACH * size, (_REACH + 1) * size)
+
+
+def _wrapped(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The sum of all periods, an array of this shape."""
     periods = 2 * _REACH + 1
-    split = values.reshape([n for size in shape for n in (periods, size)])
-    return split.sum(axis=tuple(range(0, 2 * len(shape), 2)))
+    split_shape = []
+    for size in shape:
+        split_shape += [periods, size]
+    period_axes = tuple(range(0, 2 * len(shape), 2))
+    return values.reshape(split_shape).sum(axis=period_axes)
 
 
 def coarsen(response: np.ndarray, resolution: int) -> np.ndarray:
@@ -101,8 +118,8 @@ def coarsen(response: np.ndarray, resolution: int) -> np.ndarray:
         response = np.moveaxis(response, axis, -1).copy()
         # Frequencies that the smaller field cannot hold are removed before the rest is folded.
         response[..., coarse // 2 : coarse // 2 + size - coarse] = 0
-        response = response.reshape(*response.shape[:-1], 2**resolution, coarse).sum(axis=-2)
-        response = np.moveaxis(response, -1, axis)
+        folds = response.reshape(*response.shape[:-1], 2**resolution, coarse)
+        response = np.moveaxis(folds.sum(axis=-2), -1, axis)
     return response
 
 
@@ -112,7 +129,8 @@ def averaging(lowpass: np.ndarray, resolution: int, J: int) -> np.ndarray:
     size = len(kernel)
     # The first and the last sample lie in the margin.
     centres = np.arange(0, size, 2 ** (J - resolution))[1:-1]
-    return kernel[(centres[:, None] - np.arange(size)) % size]
+    distances = centres[:, None] - np.arange(size)
+    return kernel[distances % size]
 
 
 def mirrored(size: int) -> np.ndarray:
@@ -120,4 +138,6 @@ def mirrored(size: int) -> np.ndarray:
 
     Opposite indices share sines and cosines up to a sign, so a transform uses half a matrix twice.
     """
-    return np.concatenate([np.arange(size // 2 + 1), -np.arange(1, (size + 1) // 2) % size])
+    first_half = np.arange(size // 2 + 1)
+    opposite = -np.arange(1, (size + 1) // 2) % size
+    return np.concatenate([first_half, opposite])

@@ -11,8 +11,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from dpjax import checks
+from dpjax.scattering._fourier import filtered, moduli, on_columns, on_rows, spectrum_of
 from dpjax.scattering.filters import Bank, averaging, coarsen, filter_bank, mirrored, padded_size
-from dpjax.scattering.fourier import filtered, moduli, on_columns, on_rows, spectrum_of
 from dpjax.trees import wide
 
 
@@ -51,7 +51,8 @@ def scatter(
       has the same values.
     """
     images = jnp.asarray(images)
-    J, L = (checks.whole("scattering.scatter", n, v) for n, v in (("J", J), ("L", L)))
+    J = checks.whole("scattering.scatter", "J", J)
+    L = checks.whole("scattering.scatter", "L", L)
     if images.ndim != 4 or min(images.shape[1:3]) < 2**J:
         raise ValueError(
             f"scattering.scatter(J={J}): got images of shape {images.shape}; expected (batch, "
@@ -62,39 +63,43 @@ def scatter(
 
 @functools.partial(jax.jit, static_argnames=("J", "L"))
 def _scatter(images: Array, J: int, L: int) -> Array:
-    """Transforms the images in parts, whose size changes speed and memory only."""
-    size, lot = images.shape[0], min(images.shape[0], _part_size(images, J, L))
-    even = size // lot * lot if lot else 0
-    # A loop over equal parts, and one rest: padding the last part would compute unused features.
-    parts = images[:even].reshape(-1, max(1, lot), *images.shape[1:])
+    """Transforms the images in parts, whose size changes only speed and memory."""
+    size = images.shape[0]
+    part_size = max(1, min(size, _part_size(images, J, L)))
+    looped = size // part_size * part_size
+    # The loop takes equal parts. Padding the last one would compute unused features.
+    parts = images[:looped].reshape(-1, part_size, *images.shape[1:])
     features = jax.lax.map(lambda part: _cascade(part, J, L), parts)
-    features = features.reshape(even, *features.shape[2:])
-    if even == size:
+    features = features.reshape(looped, *features.shape[2:])
+    if looped == size:
         return features
-    return jnp.concatenate([features, _cascade(images[even:], J, L)])
+    rest = _cascade(images[looped:], J, L)
+    return jnp.concatenate([features, rest])
 
 
 def _part_size(images: Array, J: int, L: int) -> int:
+    """The number of images whose spectra fit into a CPU's caches, or occupy an accelerator."""
     _, height, width, channels = images.shape
     pixels = padded_size(height, J) * padded_size(width, J)
     # The largest intermediate: both parts of all angles of one scale, and of both orders.
     spectra = 2 * images.dtype.itemsize * channels * pixels * L * max(1.0, L / 4)
-    # On a CPU the spectra of a part should stay in its caches; elsewhere they should fill the chip.
-    room = 2**23 if jax.default_backend() == "cpu" else 2**30
-    return 2 ** max(0, int(math.log2(room / spectra)))
+    capacity = 2**23 if jax.default_backend() == "cpu" else 2**30
+    return 2 ** max(0, int(math.log2(capacity / spectra)))
 
 
 def _cascade(images: Array, J: int, L: int) -> Array:
     """All paths of one part of the images, from pixels to features."""
-    # Rows first and columns last: transforms are then products with matrices on either side.
+    # With rows first and columns last, transforms are products with matrices on either side.
     field = _field(images, J)
     bank = filter_bank(field.shape[0], field.shape[-1], J, L)
     orders = [_average(field, bank, 0)[:, :, None]]
     spectrum = spectrum_of(field, 2 ** (J - 1))
-    once = [_response(spectrum, bank, j, 0) for j in range(J)]
-    orders += [_average(first, bank, j) for j, first in enumerate(once)]
-    # A modulus is smoother than its field: only coarser wavelets find anything in it.
-    orders += [_second_order(first, bank, j) for j, first in enumerate(once[:-1])]
+    moduli_by_scale = [_response(spectrum, bank, j, 0) for j in range(J)]
+    for j in range(J):
+        orders.append(_average(moduli_by_scale[j], bank, j))
+    # A modulus is smoother than its field, so only coarser wavelets respond to it.
+    for j in range(J - 1):
+        orders.append(_second_order(moduli_by_scale[j], bank, j))
     features = jnp.concatenate(orders, axis=2)
     height, _, _, width = features.shape
     features = features.reshape(height, images.shape[0], -1, width)  # paths join channels
@@ -105,7 +110,10 @@ def _second_order(first: Array, bank: Bank, j: int) -> Float[Array, "rows images
     """The averaged moduli of all coarser wavelets, applied to the first order's at scale ``j``."""
     J = len(bank.wavelets)
     spectrum = spectrum_of(first, 2 ** (J - 1 - j))
-    orders = [_average(_response(spectrum, bank, k, j), bank, k) for k in range(j + 1, J)]
+    orders = []
+    for k in range(j + 1, J):
+        response = _response(spectrum, bank, k, j)
+        orders.append(_average(response, bank, k))
     rows, images, *_, columns = orders[0].shape
     return jnp.concatenate(orders, axis=3).reshape(rows, images, -1, columns)
 
@@ -121,17 +129,25 @@ def _response(
 
 
 def _average(field: Array, bank: Bank, resolution: int) -> Array:
-    down, across = (averaging(f, resolution, len(bank.wavelets)) for f in bank.lowpass)
-    return on_columns(on_rows(down[:, mirrored(down.shape[1])], field), across.T)
+    """The low-pass filter of a field that was halved ``resolution`` times, without its margins."""
+    J = len(bank.wavelets)
+    down, across = (averaging(factor, resolution, J) for factor in bank.lowpass)
+    down = down[:, mirrored(down.shape[1])]
+    return on_columns(on_rows(down, field), across.T)
 
 
 def _field(images: Array, J: int) -> Float[Array, "rows images columns"]:
     """Pads by reflection, and moves rows to the front and columns to the end."""
-    batch, *sides, channels = images.shape
-    rows, columns = (
-        np.pad(np.arange(side), (margin // 2, margin - margin // 2), mode="reflect")
-        for side in sides
-        for margin in [padded_size(side, J) - side]
-    )
-    images = images[:, rows[mirrored(len(rows))]][:, :, columns]
+    batch, height, width, channels = images.shape
+    rows = _reflected(height, J)
+    columns = _reflected(width, J)
+    images = images[:, rows[mirrored(len(rows))]]
+    images = images[:, :, columns]
     return images.transpose(1, 0, 3, 2).reshape(len(rows), batch * channels, len(columns))
+
+
+def _reflected(size: int, J: int) -> np.ndarray:
+    """The pixel at each place of a padded side."""
+    margin = padded_size(size, J) - size
+    widths = margin // 2, margin - margin // 2
+    return np.pad(np.arange(size), widths, mode="reflect")

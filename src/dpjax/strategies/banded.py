@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Banded strategies: closed forms from the square root of the prefix sums, and BandMF.
 
-A band less is an array of the parameters' size less. Strategies with at most as many bands as one
-example's steps are apart have a further merit: columns of one example do not overlap, so that the
-sensitivity is exact and sampling amplifies.
+Each band more costs the memory of one copy of the parameters. If the steps of one example are at
+least ``bands`` apart, the columns of C at these steps do not overlap: then the sensitivity is exact
+and sampling amplifies.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import functools
 from numpy.typing import ArrayLike
 
 from dpjax import checks
-from dpjax.strategies import search, series
+from dpjax.strategies import _search, _series
+from dpjax.strategies._workload import Workload, checked_workload
 from dpjax.strategies.participation import Participation, or_once
 from dpjax.strategies.strategy import LARGEST_MATRIX, Strategy, narrowed
 from dpjax.strategies.toeplitz import InverseToeplitz, Toeplitz
-from dpjax.strategies.workload import Workload, workload
 
 
 def square_root(steps: int, bands: int | None = None) -> Strategy:
@@ -39,9 +39,14 @@ def square_root(steps: int, bands: int | None = None) -> Strategy:
       Kalinin and Lampert, "Banded square root matrix factorization for differentially private
       model training", 2024.
     """
-    steps, bands = _sizes("strategies.square_root", steps, steps if bands is None else bands)
-    name = "square root" if bands == steps else f"square root, {bands} bands"
-    return Toeplitz(name=name, steps=steps, values=tuple(series.square_root(bands)))
+    if bands is None:
+        bands = steps
+    steps, bands = _sizes("strategies.square_root", steps, bands)
+    name = "square root"
+    if bands < steps:
+        name += f", {bands} bands"
+    coefficients = _series.square_root(bands)
+    return Toeplitz(name=name, steps=steps, values=tuple(coefficients))
 
 
 def banded_inverse_square_root(steps: int, bands: int) -> Strategy:
@@ -58,8 +63,11 @@ def banded_inverse_square_root(steps: int, bands: int) -> Strategy:
       factorization error for multi-epoch differentially private SGD", 2025.
     """
     steps, bands = _sizes("strategies.banded_inverse_square_root", steps, bands)
-    name, values = f"banded inverse square root, {bands} bands", series.square_root(bands, 0.5)
-    return InverseToeplitz(name=name, steps=steps, values=tuple(values))
+    return InverseToeplitz(
+        name=f"banded inverse square root, {bands} bands",
+        steps=steps,
+        values=tuple(_series.square_root(bands, 0.5)),
+    )
 
 
 def banded(
@@ -105,30 +113,33 @@ def banded(
     steps, bands = _sizes(call, steps, bands)
     checks.one_of(call, "error", error, ("mean", "maximal"))
     participation = or_once(call, participation)
-    of = workload(call, steps, momentum, learning_rates)
-    if of.rates is not None and (steps > LARGEST_MATRIX or error == "maximal"):
+    workload = checked_workload(call, steps, momentum, learning_rates)
+    if workload.rates is not None and (steps > LARGEST_MATRIX or error == "maximal"):
         raise ValueError(
             f"{call}(learning_rates): expected error='mean' and at most {LARGEST_MATRIX} steps."
         )
-    fits = bands <= participation.separation or participation.most == 1
+    if normalized is None:
+        normalized = bands <= participation.separation or participation.most == 1
     return Toeplitz(
         name=f"banded, {bands} bands",
         steps=steps,
-        values=_searched(steps, bands, participation, of, error),
-        normalized=fits if normalized is None else normalized,
+        values=_searched(steps, bands, participation, workload, error),
+        normalized=normalized,
     )
 
 
 @functools.lru_cache(maxsize=64)
 def _searched(
-    steps: int, bands: int, participation: Participation, of: Workload, error: str
+    steps: int, bands: int, participation: Participation, workload: Workload, error: str
 ) -> tuple[float, ...]:
     if participation.most == 1:
-        # One step of an example meets no other: as if they were a whole run apart.
+        # A single step overlaps with no other, as if steps were a whole run apart.
         participation = Participation(separation=steps, most=1)
-    return narrowed(search.banded_coefficients(steps, bands, participation, of, error))
+    coefficients = _search.banded_coefficients(steps, bands, participation, workload, error)
+    return narrowed(coefficients)
 
 
 def _sizes(call: str, steps: int, bands: int) -> tuple[int, int]:
     steps = checks.whole(call, "steps", steps)
-    return steps, checks.whole(call, "bands", bands, most=steps)
+    bands = checks.whole(call, "bands", bands, most=steps)
+    return steps, bands

@@ -13,13 +13,14 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from dpjax import checks
-from dpjax.strategies import powers, series, streams
+from dpjax.strategies import _powers, _series, _streams
+from dpjax.strategies._series import Series
+from dpjax.strategies._workload import Workload, checked_workload
 from dpjax.strategies.participation import Participation, or_once
 from dpjax.strategies.strategy import Strategy, narrowed
-from dpjax.strategies.workload import Workload, workload
 from dpjax.types import PyTree
 
 
@@ -41,28 +42,32 @@ class Buffered(Strategy):
         return len(self.scales)
 
     @property
-    def coefficients(self) -> Float[np.ndarray, " steps"]:
-        """All of them; the last are small."""
+    def coefficients(self) -> Series:
+        """One for each step; none is cut off, although the last are small."""
         powers = np.array(self.decays)[:, None] ** np.arange(self.steps - 1)
         return np.concatenate([[1.0], np.array(self.scales) @ powers])
 
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         r"""$x_t = z_t - \sum_i a_i s_i$, and then $s_i \leftarrow \lambda_i s_i + x_t$."""
-        scales, decays = (jnp.asarray(x, jnp.float32) for x in (self.scales, self.decays))
-        scale = streams.sound(step, self.steps)
+        scales = jnp.asarray(self.scales, jnp.float32)
+        decays = jnp.asarray(self.decays, jnp.float32)
+        sound = _streams.sound(step, self.steps)
 
-        def one(leaf: Array, sums: Array) -> tuple[Array, Array]:
-            noise = (leaf.astype(sums.dtype) - streams.weighted(scales, sums)) * scale
-            return noise, decays.astype(sums.dtype).reshape(-1, *[1] * noise.ndim) * sums + noise
+        def next_noise(leaf: Array, sums: Array) -> tuple[Array, Array]:
+            wide = leaf.astype(sums.dtype)
+            noise = (wide - _streams.weighted(scales, sums)) * sound
+            # One decay for each row of the sums.
+            factors = decays.astype(sums.dtype).reshape(-1, *[1] * noise.ndim)
+            return noise, factors * sums + noise
 
-        return streams.mapped(one, z, memory)
+        return _streams.mapped(next_noise, z, memory)
 
-    def _reciprocal(self) -> Float[np.ndarray, " steps"]:
-        """Pole by pole: the combined polynomial of nearly equal poles would lose all digits."""
+    def _reciprocal(self) -> Series:
+        """Filters by one pole after another: the product of nearly equal ones loses all digits."""
         weights = np.sqrt(self.scales)
         # The zeros of c are the eigenvalues of a symmetric matrix, and so real.
         zeros = np.linalg.eigvalsh(np.diag(self.decays) - np.outer(weights, weights))
-        return series.quotient(np.array(self.decays), zeros, self.steps)
+        return _series.quotient(np.array(self.decays), zeros, self.steps)
 
 
 def buffered(
@@ -77,9 +82,9 @@ def buffered(
 
     $$ c_0 = 1, \qquad c_k = \sum_{i=1}^{d} a_i \lambda_i^{k-1} $$
 
-    Poles $\lambda$ and zeros $\theta$ interlace, $1 > \lambda_1 > \theta_1 > \lambda_2 > \dots$, so
-    that the coefficients are positive and decrease, and the sensitivity is exact. ``buffers`` is d,
-    which is also the memory in copies of the parameters; more than about 6 hardly lower the error.
+    Poles $\lambda$ and zeros $\theta$ interlace, $1 > \lambda_1 > \theta_1 > \lambda_2 > \dots$. So
+    the coefficients are positive and decrease, and the sensitivity is exact. ``buffers`` is d, also
+    the memory in copies of the parameters; more than about 6 hardly lower the error.
     The other arguments are as for `banded`, and results are cached too.
 
     Example:
@@ -94,18 +99,24 @@ def buffered(
       aggregation, use BLTs", 2024: several participations.
     """
     call = "strategies.buffered"
-    steps, buffers = checks.whole(call, "steps", steps), checks.whole(call, "buffers", buffers)
+    steps = checks.whole(call, "steps", steps)
+    buffers = checks.whole(call, "buffers", buffers)
     checks.one_of(call, "error", error, ("mean", "maximal"))
     participation = or_once(call, participation)
-    return _searched(steps, buffers, participation, workload(call, steps, momentum, None), error)
+    workload = checked_workload(call, steps, momentum, None)
+    return _searched(steps, buffers, participation, workload, error)
 
 
 @functools.lru_cache(maxsize=64)
 def _searched(
-    steps: int, buffers: int, participation: Participation, of: Workload, error: str
+    steps: int, buffers: int, participation: Participation, workload: Workload, error: str
 ) -> Buffered:
-    scales, decays = powers.least_error(steps, buffers, participation, of, error)
-    # The largest float32 below 1: a decay may round to 1.
+    scales, decays = _powers.least_error(steps, buffers, participation, workload, error)
+    # At most the largest float32 below 1, because a decay may round to 1.
     decays = np.minimum(decays, 1 - 2.0**-24)
-    name = f"buffered, {buffers} buffers"
-    return Buffered(name=name, steps=steps, scales=tuple(scales), decays=tuple(decays))
+    return Buffered(
+        name=f"buffered, {buffers} buffers",
+        steps=steps,
+        scales=tuple(scales),
+        decays=tuple(decays),
+    )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Participation: the sets of steps in which one example may take part.
 
-A sampler promises one, and the sensitivity of a strategy is computed for it. What an example
-contributes at each of its steps is any gradient within the clipping bound.
+A sampler promises one, and the sensitivity of a strategy is computed for it. At each of its steps
+an example contributes any gradient within the clipping bound.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Participation:
 
     def within(self, steps: int) -> int:
         """The largest number of steps that one example can have in a run of ``steps`` steps."""
-        fit = -(-steps // self.separation)
-        return fit if self.most is None else min(self.most, fit)
+        fitting = -(-steps // self.separation)
+        return fitting if self.most is None else min(self.most, fitting)
 
 
 def once() -> Participation:

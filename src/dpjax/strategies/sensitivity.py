@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""How far one example moves $C G$, which is what the noise of a run must hide.
+r"""The sensitivity: how far one example moves $C G$, and so what the noise of a run must hide.
 
 The example adds gradients $g_t$ with $\lVert g_t \rVert \le 1$ at the steps t of a pattern that its
 participation allows. With $X = C^T C$,
@@ -15,16 +15,17 @@ patterns that includes all allowed ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float
 
+from dpjax.strategies._search import first_pattern
+from dpjax.strategies._series import Matrix, Series
 from dpjax.strategies.participation import Participation
-from dpjax.strategies.search import first_pattern
 
-if TYPE_CHECKING:  # a strategy finds its errors with this file
+if TYPE_CHECKING:  # strategy.py imports this file
     from dpjax.strategies.strategy import Strategy
 
 
@@ -52,9 +53,9 @@ def sensitivity(strategy: Strategy, participation: Participation) -> float:
 
     Sensitivity:
       The third row is Theorem 2 of Kalinin and Lampert. Why it holds: for decreasing coefficients
-      $X_{ij}$ falls in $i$, in $j$ and with their distance, so that moving steps of a pattern
-      towards 0 and closer together never makes the sum smaller, and neither do further steps. The
-      fourth row follows since larger magnitudes make each $\lvert X_{ij} \rvert$ larger.
+      $X_{ij}$ falls in $i$, in $j$ and with their distance. So moving steps of a pattern towards 0
+      and closer together never makes the sum smaller, and neither do further steps. The fourth row
+      follows since larger magnitudes make each $\lvert X_{ij} \rvert$ larger.
 
     Example:
       >>> from dpjax import strategies
@@ -71,100 +72,130 @@ def sensitivity(strategy: Strategy, participation: Participation) -> float:
     most = participation.within(strategy.steps)
     squares = strategy.column_squares()
     if most == 1 or strategy.bands <= participation.separation:
+        largest = float(_largest_sum(squares, participation))
         # Sums of whole numbers, such as the squared norms of white noise, are exact.
-        additions = 0 if np.all(squares == np.round(squares)) else _additions(strategy) + most
-        return _root(float(_chosen(squares, participation)), additions)
-    bounds, exact, coefficients = [], False, strategy.coefficients
+        if np.all(squares == np.round(squares)):
+            return _root(largest, additions=0)
+        return _root(largest, _additions(strategy) + most)
+    least = min(_squared_bounds(strategy, participation))
+    return _root(least, _additions(strategy) + 2 * strategy.steps)
+
+
+def _squared_bounds(strategy: Strategy, participation: Participation) -> Iterator[float]:
+    """Bounds on the squared sensitivity, where the columns of a pattern overlap."""
+    coefficients = strategy.coefficients
     if coefficients is not None:
         column = np.pad(coefficients, (0, strategy.steps - coefficients.size))
         # The least decreasing sequence above the magnitudes; the column itself if it decreases.
         decreasing = np.maximum.accumulate(np.abs(column)[::-1])[::-1]
-        bounds.append(float(np.sum(first_pattern(decreasing, participation) ** 2)))
-        exact = bool(np.all(decreasing == column))
-    if not exact:
-        bounds.append(float(_chosen(np.sqrt(squares), participation)) ** 2)
-        bounds.extend(strategy.squared_bounds(participation))
-    return _root(min(bounds), _additions(strategy) + 2 * strategy.steps)
+        yield float(np.sum(first_pattern(decreasing, participation) ** 2))
+        if np.all(decreasing == column):
+            return  # the bound is exact
+    norms = np.sqrt(strategy.column_squares())
+    yield float(_largest_sum(norms, participation)) ** 2
+    yield from strategy.squared_bounds(participation)
 
 
-def _chosen(values: Float[np.ndarray, "*rows steps"], participation: Participation) -> np.ndarray:
-    """The largest sum of values at the steps of a pattern, by dynamic programming; along rows."""
-    steps, apart = values.shape[-1], participation.separation
-    best = np.zeros((*values.shape[:-1], steps + 1))  # of patterns that end before each step
+def _largest_sum(
+    values: Float[np.ndarray, "*rows steps"], participation: Participation
+) -> Float[np.ndarray, "*rows"]:
+    """The largest sum of each row's values at the steps of a pattern, by dynamic programming."""
+    steps = values.shape[-1]
+    # A step joins patterns that end at least the separation before it.
+    joins = np.maximum(np.arange(steps) + 1 - participation.separation, 0)
+    none = np.zeros((*values.shape[:-1], 1))
+    best = np.zeros((*values.shape[:-1], steps + 1))  # over patterns that end before each step
     for _ in range(participation.within(steps)):
-        # A step joins patterns that end at least the separation before it.
-        earlier = best[..., np.maximum(np.arange(steps) + 1 - apart, 0)]
-        ending = np.maximum.accumulate(earlier + values, axis=-1)
-        best = np.concatenate([np.zeros_like(best[..., :1]), ending], axis=-1)
+        ending = np.maximum.accumulate(best[..., joins] + values, axis=-1)
+        best = np.concatenate([none, ending], axis=-1)
     return best[..., -1]
 
 
-def of_products(gram: Float[np.ndarray, "steps steps"], participation: Participation) -> float:
-    """The bound on the squared sensitivity by magnitudes of all products of columns."""
-    steps, apart = len(gram), participation.separation
+def of_products(gram: Matrix, participation: Participation) -> float:
+    """Bounds the squared sensitivity by the magnitudes of all products of columns."""
+    steps = len(gram)
+    apart = participation.separation
     if participation.even:
-        return _largest_cycle([np.diagonal(gram, d) for d in range(0, steps, apart)], participation)
+        diagonals = [np.diagonal(gram, distance) for distance in range(0, steps, apart)]
+        return _largest_cycle(diagonals, participation)
     lag = np.abs(np.arange(steps)[:, None] - np.arange(steps))
-    return _row_bounds(np.diagonal(gram), np.where(lag < apart, 0.0, gram), participation)
+    others = np.where(lag < apart, 0.0, gram)
+    return _row_bounds(np.diagonal(gram), others, participation)
 
 
 def of_bands(diagonals: list[np.ndarray], participation: Participation) -> float:
-    """The same where only columns less than ``len(diagonals)`` steps apart overlap."""
-    apart, own, last = participation.separation, diagonals[0], len(diagonals) - 1
+    """`of_products` where only columns less than ``len(diagonals)`` steps apart overlap."""
+    apart = participation.separation
     if participation.even:
         return _largest_cycle(diagonals[::apart], participation)
-    others = np.zeros((len(own), 2 * last + 1))  # of each step with the steps around it
+    squares = diagonals[0]
+    steps = len(squares)
+    last = len(diagonals) - 1
+    others = np.zeros((steps, 2 * last + 1))  # products of each step with the steps around it
     for distance in range(apart, len(diagonals)):
-        others[: len(own) - distance, last + distance] = diagonals[distance]
+        others[: steps - distance, last + distance] = diagonals[distance]
         others[distance:, last - distance] = diagonals[distance]
-    return _row_bounds(own, others, participation)
+    return _row_bounds(squares, others, participation)
 
 
 def _row_bounds(
-    own: Float[np.ndarray, " steps"],
+    squares: Series,
     others: Float[np.ndarray, "steps around"],
     participation: Participation,
 ) -> float:
-    """A step's share of the sum is at most what its row can collect; then steps are chosen."""
-    most = participation.within(len(own))
+    """Bounds a step's share of the sum by its row, and then chooses the steps."""
+    most = participation.within(len(squares))
     fewer = Participation(separation=participation.separation, most=most - 1)
-    return float(_chosen(own + _chosen(others, fewer), participation))
+    shares = squares + _largest_sum(others, fewer)
+    return float(_largest_sum(shares, participation))
 
 
 def _largest_cycle(diagonals: Sequence[np.ndarray], participation: Participation) -> float:
-    """The largest sum over evenly spaced steps: more of them only add to a sum of magnitudes."""
-    steps, apart = len(diagonals[0]), participation.separation
-    most, longest = participation.within(steps), -(-steps // apart)
+    """The largest sum over evenly spaced steps.
+
+    Only the longest patterns count, because products are magnitudes.
+    """
+    steps = len(diagonals[0])
+    apart = participation.separation
+    most = participation.within(steps)
+    longest = -(-steps // apart)
     sums = np.zeros((longest - most + 1, apart))
     for distance, products in enumerate(diagonals[:most]):
-        # A column for each first step; the windows of a pattern begin at each of its steps.
-        cycles = np.pad(products, (0, longest * apart - len(products))).reshape(longest, apart)
+        # Each column holds the steps of one cycle, and a pattern is a window of it.
+        padded = np.pad(products, (0, longest * apart - len(products)))
+        cycles = padded.reshape(longest, apart)
         windows = np.lib.stride_tricks.sliding_window_view(cycles, most - distance, axis=0)
-        sums += np.sum(windows[: len(sums)], axis=-1) * (1 if distance == 0 else 2)
+        collected = np.sum(windows[: len(sums)], axis=-1)
+        if distance > 0:
+            collected *= 2  # entries above and below the diagonal
+        sums += collected
     return float(np.max(sums))
 
 
 def _additions(strategy: Strategy) -> int:
-    """How many float64 roundings a column norm and its coefficients may have."""
+    """The most float64 roundings of a column norm and its coefficients."""
     if strategy.remembers + 1 == strategy.bands < max(strategy.steps, 2):
         return strategy.bands - 1
     return strategy.steps * (strategy.remembers + 2)
 
 
 def _root(square: float, additions: int) -> float:
-    """The square root, rounded up by what as many roundings can have taken away."""
+    """The square root, rounded up by the most that this many additions can have lost."""
     square = square * (1 + additions * 2.0**-52)
     root = math.sqrt(square)
     return root if root * root >= square else math.nextafter(root, math.inf)
 
 
-def overlaps(strategy: Strategy, bins: int) -> Float[np.ndarray, " bins"]:
+def overlaps(strategy: Strategy, bins: int) -> Series:
     r"""Bounds on the products of the moves of two bins, for `dpjax.accounting.allocation`.
 
     With $m_{tb} = \sum_{s \bmod n = b} |C_{ts}|$ for n bins, the i-th number is the largest of the
     i-th largest entries of the rows of $M^T M$.
     """
     magnitudes = np.abs(strategy.matrix())
-    moves = np.stack([magnitudes[:, first::bins].sum(axis=1) for first in range(bins)], axis=1)
-    # Sums of float64 numbers, none negative, have no relative error of this size.
-    return np.sort(moves.T @ moves * (1 + 1e-9), axis=1)[:, ::-1].max(axis=0)
+    columns = [magnitudes[:, first::bins].sum(axis=1) for first in range(bins)]
+    moves = np.stack(columns, axis=1)  # M
+    # The factor exceeds the relative rounding error of these sums of non-negative numbers.
+    products = moves.T @ moves * (1 + 1e-9)
+    descending = np.sort(products, axis=1)[:, ::-1]
+    return descending.max(axis=0)

@@ -19,13 +19,13 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from dpjax import checks
-from dpjax.strategies import series, streams
+from dpjax.strategies import _series, _streams
+from dpjax.strategies._workload import Workload, checked_workload, toeplitz_squares
 from dpjax.strategies.participation import Participation, or_once
 from dpjax.strategies.sensitivity import of_products, sensitivity
-from dpjax.strategies.workload import Workload, toeplitz_squares, workload
 from dpjax.types import PyTree
 
-# Up to here a strategy is handled as a whole matrix of 128 MiB where there is no shorter way.
+# The most steps for which a strategy may be a full matrix, of 128 MiB.
 LARGEST_MATRIX = 4_096
 
 
@@ -93,36 +93,41 @@ class Strategy:
         | buffered | scales, decays | Toeplitz: 1, then sums of scale * decay^(k-1) |
         | tree | | $C^T C$ counts the nodes of a binary tree above both steps |
         """
-        fields = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(self).items()}
-        return {"kind": self.kind, **fields}
+        facts: dict[str, Any] = {"kind": self.kind}
+        for name, value in vars(self).items():
+            facts[name] = list(value) if isinstance(value, tuple) else value
+        return facts
 
     def column_squares(self) -> Float[np.ndarray, " steps"]:
         """The squared norm of each column of C."""
         assert self.coefficients is not None
-        # A column has as many terms as there are rows from the diagonal down.
         sums = np.cumsum(np.square(self.coefficients))
-        return sums[np.minimum(np.arange(self.steps, 0, -1), sums.size) - 1]
+        # A column has as many terms as there are rows from the diagonal down.
+        terms = np.minimum(np.arange(self.steps, 0, -1), sums.size)
+        return sums[terms - 1]
 
     def column_norms(self) -> Float[np.ndarray, " steps"]:
-        """The norm of each column of C: how much one example counts that takes part once."""
+        """The norm of each column of C: how far an example that takes part once moves $C G$."""
         return np.sqrt(self.column_squares())
 
     def matrix(self) -> Float[np.ndarray, "steps steps"]:
         """C in float64, for runs of a moderate number of steps."""
         assert self.coefficients is not None
-        return series.lower_triangular(series.padded(self.coefficients, self.steps))
+        first_column = _series.padded(self.coefficients, self.steps)
+        return _series.lower_triangular(first_column)
 
     def inverse(self) -> Float[np.ndarray, "steps steps"]:
         """The inverse of C in float64, for runs of a moderate number of steps."""
-        inverse, scales = series.lower_triangular(self._reciprocal()), self._scales()
+        inverse = _series.lower_triangular(self._reciprocal())
+        scales = self._scales()
         return inverse if scales is None else inverse * scales[:, None]
 
-    def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
+    def squares(self, workload: Workload) -> Float[np.ndarray, " steps"]:
         """The squared norm of each row of W times the inverse, for the workload W."""
-        return toeplitz_squares(self._reciprocal(), self._scales(), of)
+        return toeplitz_squares(self._reciprocal(), self._scales(), workload)
 
     def squared_bounds(self, participation: Participation) -> Iterator[float]:
-        """Bounds on the squared `sensitivity` beside bounds from column norms alone."""
+        """Bounds on the squared `sensitivity` that need more than the norms of columns."""
         if self.steps <= LARGEST_MATRIX:
             matrix = self.matrix()
             yield of_products(np.abs(matrix.T @ matrix), participation)
@@ -133,14 +138,14 @@ class Strategy:
         ``zeros`` is a tree of the parameters' structure, shapes and placement; values are not read.
         Each leaf of the answer has a leading axis of ``remembers`` rows.
         """
-        return streams.stacked(zeros, self.remembers)
+        return _streams.stacked(zeros, self.remembers)
 
     def next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         """The noise of one step: the stream that multiplies by the inverse of C.
 
-        From standard normal numbers ``z``, independent of other steps' numbers, and the memory of
-        `start` or of the step before. Returns the noise, with the structure of ``z``, and the next
-        memory. Steps come in order, from 0; a traced step outside the run gives NaN.
+        ``z`` are standard normal numbers, independent of other steps' numbers, and ``memory`` is
+        that of `start` or of the step before. Returns the noise, with the structure of ``z``, and
+        the next memory. Steps come in order, from 0; a traced step outside the run gives NaN.
         """
         if not isinstance(step, Tracer):
             hint = "The sensitivity depends on the number of steps; make the strategy for all."
@@ -172,9 +177,12 @@ class Strategy:
           Errors(mean=2.370..., maximal=2.531...)
         """
         call = "strategy.errors"
-        squares = self.squares(workload(call, self.steps, momentum, learning_rates))
+        squares = self.squares(checked_workload(call, self.steps, momentum, learning_rates))
         scale = sensitivity(self, or_once(call, participation))
-        return Errors(scale * math.sqrt(np.mean(squares)), scale * math.sqrt(np.max(squares)))
+        return Errors(
+            mean=scale * math.sqrt(np.mean(squares)),
+            maximal=scale * math.sqrt(np.max(squares)),
+        )
 
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         raise NotImplementedError
@@ -184,7 +192,7 @@ class Strategy:
         raise NotImplementedError
 
     def _scales(self) -> Float[np.ndarray, " steps"] | None:
-        """By which the rows of this inverse are multiplied, if they are."""
+        """The factors of the rows of this inverse, or None."""
 
 
 def narrowed(values: Any) -> tuple[float, ...]:
@@ -193,7 +201,7 @@ def narrowed(values: Any) -> tuple[float, ...]:
 
 
 def from_facts(facts: dict[str, Any]) -> Strategy:
-    """The strategy that ``strategy.facts``, or what JSON made of them, describe.
+    """The strategy that ``strategy.facts`` describe, also after a round trip through JSON.
 
     Example:
       >>> from dpjax import strategies
@@ -201,5 +209,7 @@ def from_facts(facts: dict[str, Any]) -> Strategy:
       2
     """
     families = {family.kind: family for family in Strategy.__subclasses__()}
-    kind = checks.one_of("strategies.from_facts", "kind", facts.get("kind"), families)
-    return families[kind](**{name: value for name, value in facts.items() if name != "kind"})
+    fields = dict(facts)
+    kind = fields.pop("kind", None)
+    checks.one_of("strategies.from_facts", "kind", kind, families)
+    return families[kind](**fields)

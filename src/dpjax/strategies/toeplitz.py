@@ -15,11 +15,12 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import optimization_barrier
-from jaxtyping import Array, Float
+from jaxtyping import Array
 from numpy.typing import ArrayLike
 
 from dpjax import checks
-from dpjax.strategies import series, streams
+from dpjax.strategies import _series, _streams
+from dpjax.strategies._series import Matrix, Series
 from dpjax.strategies.participation import Participation
 from dpjax.strategies.sensitivity import of_bands
 from dpjax.strategies.strategy import LARGEST_MATRIX, Strategy, narrowed
@@ -35,11 +36,12 @@ class Toeplitz(Strategy):
     kind: ClassVar[str] = "toeplitz"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "values", _checked("strategies.toeplitz", self.steps, self.values))
+        values = _checked("strategies.toeplitz", self.steps, self.values)
+        object.__setattr__(self, "values", values)
 
     @property
     def bands(self) -> int:
-        """As many as there are coefficients."""
+        """The number of coefficients."""
         return len(self.values)
 
     @property
@@ -48,31 +50,34 @@ class Toeplitz(Strategy):
         return len(self.values) - 1
 
     @property
-    def coefficients(self) -> Float[np.ndarray, " bands"] | None:
-        """None if normalized: the columns of that matrix are multiples of one another only."""
+    def coefficients(self) -> Series | None:
+        """None if normalized: that matrix is not Toeplitz, since its columns have own factors."""
         return None if self.normalized else np.array(self.values)
 
-    def column_squares(self) -> Float[np.ndarray, " steps"]:
-        """The last columns have fewer terms, unless normalized."""
+    def column_squares(self) -> Series:
+        """The squared norm of each column: 1 if normalized, less for the last columns otherwise."""
         return np.ones(self.steps) if self.normalized else super().column_squares()
 
-    def matrix(self) -> Float[np.ndarray, "steps steps"]:
+    def matrix(self) -> Matrix:
         """C."""
-        plain = series.lower_triangular(series.padded(self.values, self.steps))
+        plain = _series.lower_triangular(_series.padded(self.values, self.steps))
         scales = self._scales()
         return plain if scales is None else plain / scales
 
     def squared_bounds(self, participation: Participation) -> Iterator[float]:
-        """By the products of columns in the bands."""
+        """The bound by products of the columns that overlap."""
         if self.steps * self.bands <= LARGEST_MATRIX**2:
             yield of_bands(self._products(), participation)
 
     def _products(self) -> list[np.ndarray]:
         """The magnitudes of $(C^T C)_{i,i+d}$ for all distances d at which columns overlap."""
-        steps, values = self.steps, np.asarray(self.values)
-        # The last columns are cut off at the bottom: how many terms each has.
+        steps = self.steps
+        values = np.asarray(self.values)
+        # The number of terms in each column: the end of the run cuts off the last ones.
         terms = np.minimum(len(values), steps - np.arange(steps))
-        squares = np.cumsum(values**2)[terms - 1] if self.normalized else np.ones(steps)
+        squares = np.ones(steps)
+        if self.normalized:
+            squares = np.cumsum(values**2)[terms - 1]
         diagonals = []
         for distance in range(len(values)):
             sums = np.cumsum(values[distance:] * values[: len(values) - distance])
@@ -83,30 +88,35 @@ class Toeplitz(Strategy):
 
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         r"""Row t of $T x = z$, solved for $x_t$: $x_t = (z_t - \sum_k c_k x_{t-k}) / c_0$."""
-        size, values = self.remembers, jnp.asarray(self.values, jnp.float32)
-        scale = streams.sound(step, self.steps)
+        size = self.remembers
+        values = jnp.asarray(self.values, jnp.float32)
+        scale = _streams.sound(step, self.steps)
         if self.normalized:
             norms = jnp.sqrt(jnp.cumsum(values**2))
             # The column of step t ends with the run, after steps - t terms.
             scale = scale * norms[jnp.clip(self.steps - 1 - jnp.asarray(step), 0, size)]
-        weights = values[streams.ages(step, size)] if size else values[1:]
+        weights = values[_streams.ages(step, size)] if size else values[1:]
 
-        def one(leaf: Array, noises: Array) -> tuple[Array, Array]:
-            wide = leaf.astype(noises.dtype)
-            noise = (wide - streams.weighted(weights, noises)) if size else wide
+        def next_noise(leaf: Array, noises: Array) -> tuple[Array, Array]:
+            noise = leaf.astype(noises.dtype)
+            if size:
+                noise = noise - _streams.weighted(weights, noises)
             noise = noise / self.values[0]
-            noises = streams.replaced(noises, noise, step % size) if size else noises
+            if size:
+                noises = _streams.replaced(noises, noise, step % size)
             return noise * scale, noises
 
-        return streams.mapped(one, z, memory)
+        return _streams.mapped(next_noise, z, memory)
 
-    def _reciprocal(self) -> Float[np.ndarray, " steps"]:
-        return series.reciprocal(np.array(self.values), self.steps)
+    def _reciprocal(self) -> Series:
+        return _series.reciprocal(np.array(self.values), self.steps)
 
-    def _scales(self) -> Float[np.ndarray, " steps"] | None:
-        """Normalized, the norm of each column of T."""
+    def _scales(self) -> Series | None:
+        """The norm of each column of T, if normalized."""
+        if not self.normalized:
+            return None
         plain = Toeplitz(name="T", steps=self.steps, values=self.values)
-        return plain.column_norms() if self.normalized else None
+        return plain.column_norms()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +132,8 @@ class InverseToeplitz(Strategy):
 
     @property
     def bands(self) -> int:
-        """The inverse of a banded matrix is not banded."""
-        return self.steps if len(self.values) > 1 else 1
+        """All diagonals, since the inverse of a banded matrix is not banded; 1 for a diagonal."""
+        return 1 if len(self.values) == 1 else self.steps
 
     @property
     def remembers(self) -> int:
@@ -131,38 +141,41 @@ class InverseToeplitz(Strategy):
         return len(self.values) - 1
 
     @property
-    def coefficients(self) -> Float[np.ndarray, " steps"]:
+    def coefficients(self) -> Series:
         """The reciprocal series."""
-        return series.reciprocal(np.array(self.values), self.steps)
+        return _series.reciprocal(np.array(self.values), self.steps)
 
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         r"""$\sum_k d_k z_{t-k}$."""
-        size, values = self.remembers, jnp.asarray(self.values, jnp.float32)
-        scale = streams.sound(step, self.steps)
-        weights = values[streams.ages(step, size)] if size else values[1:]
+        size = self.remembers
+        values = jnp.asarray(self.values, jnp.float32)
+        scale = _streams.sound(step, self.steps)
+        weights = values[_streams.ages(step, size)] if size else values[1:]
 
-        def one(leaf: Array, normals: Array) -> tuple[Array, Array]:
+        def next_noise(leaf: Array, normals: Array) -> tuple[Array, Array]:
             wide = leaf.astype(normals.dtype)
             noise = self.values[0] * wide
             if not size:
                 return noise * scale, normals
-            # Read before it is overwritten: otherwise XLA copies the whole ring at each step.
-            earlier, normals = optimization_barrier((streams.weighted(weights, normals), normals))
+            earlier = _streams.weighted(weights, normals)
+            # The barrier puts this sum before the update. Otherwise XLA copies the ring each step.
+            earlier, normals = optimization_barrier((earlier, normals))
             noise = noise + earlier
-            return noise * scale, streams.replaced(normals, wide, step % size)
+            return noise * scale, _streams.replaced(normals, wide, step % size)
 
-        return streams.mapped(one, z, memory)
+        return _streams.mapped(next_noise, z, memory)
 
-    def _reciprocal(self) -> Float[np.ndarray, " steps"]:
-        return series.padded(self.values, self.steps)
+    def _reciprocal(self) -> Series:
+        return _series.padded(self.values, self.steps)
 
 
 def _checked(call: str, steps: int, values: ArrayLike) -> tuple[float, ...]:
     """Coefficients in float32, without the zeros at their end."""
-    # Those zeros would cost memory and hide the number of bands.
+    # Zeros at the end cost memory and add bands.
     narrow = np.trim_zeros(np.asarray(values, np.float32), "b")
     fits = narrow.ndim == 1 and 1 <= narrow.size <= steps and np.all(np.isfinite(narrow))
-    if not fits or not narrow[0] > 0:  # C has no inverse with 0 on its diagonal
+    # A matrix with 0 on its diagonal has no inverse.
+    if not fits or not narrow[0] > 0:
         raise ValueError(f"{call}: expected 1 to {steps} finite coefficients, the first above 0.")
     return narrowed(narrow)
 
@@ -172,8 +185,8 @@ def toeplitz(
 ) -> Strategy:
     r"""A banded Toeplitz strategy with given coefficients: $C_{ij} = c_{i-j}$.
 
-    Positive coefficients that fall keep the noise small. Others can let it grow over the run, until
-    float32 rounds the numbers of a step away, and then nothing hides that step.
+    Positive coefficients that fall keep the noise small. With others it can grow over the run,
+    until float32 rounds the numbers of a step away, and then nothing hides that step.
 
     There is at most one coefficient for each step, and the first is above 0. ``normalized`` divides
     each column by its own norm: the last columns have fewer terms, and without this their noise

@@ -18,56 +18,64 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 from scipy.linalg import solve_triangular
 
 from dpjax import checks
-from dpjax.strategies import streams
+from dpjax.strategies import _streams
+from dpjax.strategies._series import Matrix, Series
+from dpjax.strategies._workload import Workload
 from dpjax.strategies.participation import Participation
 from dpjax.strategies.strategy import LARGEST_MATRIX, Strategy
-from dpjax.strategies.workload import Workload
 from dpjax.types import PyTree
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tree(Strategy):
-    """A tree with the next power of two of leaves; after the run they have no data and no noise."""
+    """A tree with a power of two of leaves; the leaves after the run have no data and no noise."""
 
     kind: ClassVar[str] = "tree"
 
     @property
     def remembers(self) -> int:
-        """The noise sum of a left sibling on each level: the levels below the root."""
+        """The levels below the root: the stream keeps the noise sum of a left sibling on each."""
         return (self.steps - 1).bit_length()
 
-    def column_squares(self) -> Float[np.ndarray, " steps"]:
-        """Each step is in one node of each level."""
+    def column_squares(self) -> Series:
+        """The number of levels, since each step is in one node of each."""
         return np.full(self.steps, float(self.remembers + 1))
 
-    def matrix(self) -> Float[np.ndarray, "steps steps"]:
-        """Row t: the weights of left siblings, spread over their steps."""
+    def matrix(self) -> Matrix:
+        """C: row t has the weights of left siblings, each at all steps of its sibling."""
         c = np.zeros((self.steps, self.steps))
         for t in range(self.steps):
             weights, precision = self._weights(t, np)
             c[t, t] = math.sqrt(precision)
             for level in range(self.remembers):
-                first = ((t >> level) - 1) << level
-                if t >> level & 1:
-                    c[t, first : first + (1 << level)] = -weights[level] * c[t, t]
+                node = t >> level
+                if node & 1:  # a right sibling
+                    first = (node - 1) << level
+                    end = first + (1 << level)
+                    c[t, first:end] = -weights[level] * c[t, t]
         return c
 
-    def inverse(self) -> Float[np.ndarray, "steps steps"]:
-        """By forward substitution."""
+    def inverse(self) -> Matrix:
+        """The inverse by forward substitution."""
         return solve_triangular(self.matrix(), np.eye(self.steps), lower=True)
 
-    def squares(self, of: Workload) -> Float[np.ndarray, " steps"]:
-        """By the matrix."""
+    def squares(self, workload: Workload) -> Series:
+        """The squared norm of each row, computed from the full matrix."""
         if self.steps > LARGEST_MATRIX:
             raise ValueError(f"strategy.errors of a tree: at most {LARGEST_MATRIX} steps.")
-        return np.sum(of.applied(self.inverse()) ** 2, axis=1)
+        rows = workload.applied(self.inverse())
+        return np.sum(rows**2, axis=1)
 
     def squared_bounds(self, participation: Participation) -> Iterator[float]:
-        """Also by the squared counts of a pattern in all nodes: on a level, at most their count."""
+        """Adds the bound by the number of the pattern's steps in each node.
+
+        On a level, the squares of these numbers sum to at most the number of all steps times the
+        most steps in one node.
+        """
         yield from super().squared_bounds(participation)
         most = participation.within(self.steps)
         sizes = [min(2**level, self.steps) for level in range(self.remembers + 1)]
@@ -75,29 +83,34 @@ class Tree(Strategy):
 
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:
         """The noise of a leaf, given the sums of the left siblings above it."""
-        levels, step = self.remembers, jnp.asarray(step)
+        levels = self.remembers
+        step = jnp.asarray(step)
         weights, precision = self._weights(step, jnp)
-        scale = streams.sound(step, self.steps)
+        sound = _streams.sound(step, self.steps)
         # A step ends the nodes on as many levels as its number has trailing ones.
-        full = jnp.cumprod((step >> np.arange(levels)) & 1)
-        ended = jnp.sum(full)
+        ended = jnp.cumprod((step >> np.arange(levels)) & 1)
+        slot = jnp.sum(ended)
 
-        def one(leaf: Array, sums: Array) -> tuple[Array, Array]:
-            # NumPy's float64 in the precision would widen the noise under jax_enable_x64.
+        def next_noise(leaf: Array, sums: Array) -> tuple[Array, Array]:
+            # The cast prevents NumPy's float64 from widening the noise under jax_enable_x64.
             noise = leaf.astype(sums.dtype) / jnp.sqrt(precision).astype(sums.dtype)
             if not levels:
-                return noise * scale, sums
-            noise = (noise + streams.weighted(weights, sums)) * scale
-            return noise, streams.replaced(sums, noise + streams.weighted(full, sums), ended)
+                return noise * sound, sums
+            noise = (noise + _streams.weighted(weights, sums)) * sound
+            node_sum = noise + _streams.weighted(ended, sums)
+            return noise, _streams.replaced(sums, node_sum, slot)
 
-        return streams.mapped(one, z, memory)
+        return _streams.mapped(next_noise, z, memory)
 
-    def _variances(self) -> tuple[Float[np.ndarray, " levels"], Float[np.ndarray, " levels"]]:
+    def _variances(self) -> tuple[Series, Series]:
         """V on each level: of a full node, and of the last node that is not empty."""
-        full, last = [1.0], [1.0]
+        full = [1.0]
+        last = [1.0]
         for level in range(self.remembers):
-            right = (self.steps - 1) >> level & 1
-            last.append(1 / (1 + 1 / (full[-1] + last[-1] if right else last[-1])))
+            children = last[-1]
+            if (self.steps - 1) >> level & 1:  # the last node is a right sibling
+                children = full[-1] + last[-1]
+            last.append(1 / (1 + 1 / children))
             full.append(1 / (1 + 1 / (2 * full[-1])))
         return np.array(full), np.array(last)
 
@@ -105,19 +118,23 @@ class Tree(Strategy):
         """The mean of a leaf's noise as weights of the left siblings' sums, and its precision."""
         full, last = self._variances()
         weights: list[Any] = [0.0] * self.remembers
-        a: Any = 1.0  # from the root down, the precision of a node's sum given the steps before
+        precision: Any = 1.0  # of a node's sum, given the steps before; from the root down
         for level in reversed(range(self.remembers)):
             node = step >> level
             is_right = node & 1
-            # The steps of a right sibling are still free; a left sibling's are known.
             end = (self.steps - 1) >> level
-            sibling = numpy.where(node + 1 < end, full[level], last[level] * (node + 1 == end))
-            free = a / (1 + a * numpy.where(is_right, 0.0, sibling))
+            right_sibling = numpy.where(
+                node + 1 < end, full[level], last[level] * (node + 1 == end)
+            )
+            # The steps of a right sibling are still free, those under a left one are known.
+            sibling = numpy.where(is_right, 0.0, right_sibling)
+            free = precision / (1 + precision * sibling)
             shrunk = free / (free + 1)
             weights = [weight * shrunk for weight in weights]
             weights[level] = -shrunk * is_right
-            a = free + 1
-        return numpy.asarray(weights, dtype=np.float64 if numpy is np else np.float32), a
+            precision = free + 1
+        dtype = np.float64 if numpy is np else np.float32
+        return numpy.asarray(weights, dtype=dtype), precision
 
 
 def tree(steps: int) -> Strategy:

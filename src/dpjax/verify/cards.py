@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a privacy card, recomputes its epsilon, and says what holds."""
+"""Reads a privacy card, recomputes its epsilon, and reports which claims hold."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from dpjax.verify.epsilon import EPSILONS, by_losses, by_rdp, most_true_positives
+from dpjax.verify._epsilon import EPSILONS, by_losses, by_rdp, most_true_positives
+from dpjax.verify._matrices import require_hidden
 from dpjax.verify.facts import BOUNDS, Card, Unreadable, card_of
-from dpjax.verify.matrices import require_hidden
 from dpjax.verify.steps import steps_of
 
-# Relative: both bounds are found on grids of orders and of losses.
+# The relative distance of bounds that grids of orders and of losses give.
 TOLERANCE = 0.005
-# How far a claim may be above the recomputed one.
+# The largest relative excess of a claim over the recomputed epsilon.
 LOOSE = 0.01
 # dp-accounting cuts 1e-15 off the distribution of each different step.
 SMALLEST_DELTA = 1e-12
@@ -39,12 +39,17 @@ def main(words: Sequence[str] | None = None) -> int:
 
     ``words`` is the folder of a run, or a card; by default the words of the command line.
     """
-    words = sys.argv[1:] if words is None else list(words)
+    if words is None:
+        words = sys.argv[1:]
+    if list(words) in (["-h"], ["--help"]):
+        print(_USAGE)
+        return 0
     if len(words) != 1 or words[0].startswith("-"):
         print(_USAGE)
-        return 0 if words in (["-h"], ["--help"]) else 2
+        return 2
     path = pathlib.Path(words[0])
-    path = path / "privacy.json" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "privacy.json"
     logger = logging.get_absl_logger()
     before = logger.level
     logger.setLevel("CRITICAL")  # the library reports orders that do not converge
@@ -63,14 +68,16 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
-    """The card in a file, which the ``run.json`` of its folder does not contradict."""
-    card, run = parsed(path), path.with_name("run.json")
-    if run.exists():
-        facts = parsed(run)
-        supplied = facts.get("randomness") == "supplied" and card.get("randomness") != "supplied"
-        if supplied or facts.get("mechanism") != card.get("mechanism"):
-            other = "key" if supplied else "mechanism"
-            raise Unreadable(f"the card describes another {other} than run.json beside it.")
+    """Reads a card, and raises if the ``run.json`` of its folder contradicts it."""
+    card = parsed(path)
+    run = path.with_name("run.json")
+    if not run.exists():
+        return card
+    facts = parsed(run)
+    if facts.get("randomness") == "supplied" and card.get("randomness") != "supplied":
+        raise Unreadable("the card describes another key than run.json beside it.")
+    if facts.get("mechanism") != card.get("mechanism"):
+        raise Unreadable("the card describes another mechanism than run.json beside it.")
     return card
 
 
@@ -102,7 +109,7 @@ def findings(facts: dict[str, Any]) -> Iterator[tuple[bool, str]]:
         yield from claims(card)
         yield from obstacles(card)
     except (ArithmeticError, LookupError, MemoryError, ValueError) as error:
-        # Facts that are possible each by itself, and not together.
+        # Each fact is possible by itself, but not together with the others.
         raise Unreadable(f"the card cannot be accounted ({error}).") from error
 
 
@@ -114,19 +121,10 @@ def claims(card: Card) -> Iterator[tuple[bool, str]]:
         yield False, f"promises nothing: the card claims no epsilon by {' or '.join(BOUNDS)}"
         return
     exact, deltas = recomputed(card, bounds)
-    # What one accountant proves holds for a claim of any, so claims meet the smallest.
+    # A proof by any accountant holds for every claim, so claims are compared with the smallest.
     smallest, best = min((value, name) for name, value in exact.items())
     for name, value in bounds.items():
-        largest = exact.get(name, math.inf)
-        verdict = "holds"
-        if math.isinf(value):
-            verdict = "promises nothing"
-        elif value < smallest * (1 - TOLERANCE):
-            small = card.delta < SMALLEST_DELTA
-            verdict = "cannot be confirmed at so small a delta" if small else "DOES NOT HOLD"
-        elif value > largest * (1 + LOOSE):
-            # No honest card claims far more than its facts cost: they have another delta or noise.
-            verdict = f"IS OF OTHER FACTS, which would cost at most {upwards(largest)}"
+        verdict = verdict_of(value, smallest, exact.get(name, math.inf), card.delta)
         yield (
             verdict == "holds",
             f"{name:12} claims epsilon {upwards(value)} for one {card.mechanism.unit} at "
@@ -138,44 +136,62 @@ def claims(card: Card) -> Iterator[tuple[bool, str]]:
             True,
             f"{name:12} estimates epsilon {upwards(claimed[name])}: not checked, and no bound",
         )
-    wrong, right = zip(*card.true_positive_rates, strict=True)
-    if min(right) < 1:
-        rates = [most_true_positives(deltas, rate) for rate in wrong]
+    false_positives, true_positives = zip(*card.true_positive_rates, strict=True)
+    if min(true_positives) < 1:
+        rates = [most_true_positives(deltas, rate) for rate in false_positives]
         sound = no_less(card, deltas)
+        verdict = "holds" if sound else "DOES NOT HOLD"
         yield (
             sound,
-            f"{'attacks':12} of {percent(wrong)} false positives claim at most {percent(right)} "
-            f"true ones; recomputed {percent(rates)}: {'holds' if sound else 'DOES NOT HOLD'}",
+            f"{'attacks':12} of {percent(false_positives)} false positives claim at most "
+            f"{percent(true_positives)} true ones; recomputed {percent(rates)}: {verdict}",
         )
 
 
+def verdict_of(claimed: float, smallest: float, largest: float, delta: float) -> str:
+    """The verdict on a claimed epsilon, between the best and the claim's own accountant."""
+    if math.isinf(claimed):
+        return "promises nothing"
+    if claimed < smallest * (1 - TOLERANCE):
+        if delta < SMALLEST_DELTA:
+            return "cannot be confirmed at so small a delta"
+        return "DOES NOT HOLD"
+    if claimed > largest * (1 + LOOSE):
+        # No honest card claims far more than its facts cost: they have another delta or noise.
+        return f"IS OF OTHER FACTS, which would cost at most {upwards(largest)}"
+    return "holds"
+
+
 def no_less(card: Card, deltas: np.ndarray) -> bool:
-    """Whether attacks reach no more than the card says, if these are its deltas."""
+    """Whether attacks reach no more than the card claims, if these are its deltas."""
     return all(
-        right >= most_true_positives(deltas, wrong) * (1 - TOLERANCE)
-        for wrong, right in card.true_positive_rates
+        claimed >= most_true_positives(deltas, false_positives) * (1 - TOLERANCE)
+        for false_positives, claimed in card.true_positive_rates
     )
 
 
 def recomputed(card: Card, bounds: dict[str, float]) -> tuple[dict[str, float], np.ndarray]:
     """Epsilon by each method that is needed to confirm these bounds, and deltas at `EPSILONS`."""
-    if (steps := steps_of(card)) is None:
+    steps = steps_of(card)
+    if steps is None:
         return dict.fromkeys(BOUNDS, math.inf), np.ones_like(EPSILONS)
     exact, deltas = by_rdp(card, steps)
     smallest = exact.get("rdp", math.inf)
-    # Distributions take seconds. They confirm what whole orders cannot.
-    slow = min(bounds.values()) < smallest * (1 - TOLERANCE) or not no_less(card, deltas)
-    if "pld" in bounds or slow:
-        epsilon, by_loss = by_losses(card, steps)
-        exact["pld"], deltas = min(epsilon, smallest), np.minimum(deltas, by_loss)
+    open_claims = min(bounds.values()) < smallest * (1 - TOLERANCE) or not no_less(card, deltas)
+    # Loss distributions take seconds. They can confirm a claim that Rényi divergences cannot.
+    if "pld" in bounds or open_claims:
+        epsilon, deltas_by_losses = by_losses(card, steps)
+        exact["pld"] = min(epsilon, smallest)
+        deltas = np.minimum(deltas, deltas_by_losses)
     return exact, deltas
 
 
 def obstacles(card: Card) -> Iterator[tuple[bool, str]]:
-    """Yields what is against a release, or limits it, whatever epsilon is."""
+    """Yields each reason against a release, and each limit of it, whatever epsilon is."""
     if card.not_private is not None:
         yield False, f"not for release: the card says {card.not_private!r}"
-    if "supplied" in (card.randomness, *(run.randomness for run in card.mechanism.before)):
+    earlier = [run.randomness for run in card.mechanism.before]
+    if "supplied" in (card.randomness, *earlier):
         yield (
             True,
             "the key was supplied: epsilon holds against those who do not know the key, for one "
@@ -195,8 +211,9 @@ def percent(rates: Iterable[float]) -> str:
 
 
 def upwards(value: float, form: str = "#.3g") -> str:
-    """A number in three digits, never below its value: a claim rounded down would not be proved."""
+    """A number in three digits, never below its value, because a proof covers nothing smaller."""
     if not math.isfinite(value):
         return f"{value:g}"
     with localcontext(prec=3, rounding=ROUND_CEILING):
-        return f"{float(+Decimal(repr(float(value)))):{form}}".rstrip(".")
+        rounded = +Decimal(repr(float(value)))
+    return f"{float(rounded):{form}}".rstrip(".")

@@ -4,8 +4,8 @@ r"""The epsilon of epochs of random allocation: the law of a likelihood ratio, p
 With an example, an epoch of t bins with multipliers $z_j$ has the likelihood ratio
 $S = \frac1t \sum_j \exp(g_j / z_j - 1 / 2 z_j^2)$ of independent standard Gaussians $g_j$, and
 ratios of epochs multiply (Feldman and Shenfeld, *Privacy amplification by random allocation*,
-2025). A law is a list of points. Sums and products of two laws have a point for each pair, and are
-merged to few points, which keep mass and mean. Merging can only lower epsilon, by 0.2 % at most in
+2025). A law is a list of points. Sums and products of two laws have a point for each pair. They are
+merged to fewer points, which keep mass and mean. Merging only lowers epsilon, by 0.2 % at most in
 the tests.
 """
 
@@ -20,8 +20,13 @@ import numpy as np
 
 from dpjax.verify.steps import Step
 
-POINTS, CELLS = 1000, 2**16  # of a merged law, and that its points are sorted into
+# The most points of a merged law.
+POINTS = 1000
+# The cells into which the points of a law are sorted.
+CELLS = 2**16
+
 Law: TypeAlias = tuple[np.ndarray, np.ndarray]  # positive points, and their masses
+Join: TypeAlias = Callable[..., np.ndarray]  # np.add or np.multiply
 
 
 def law_of(steps: Counter[Step]) -> Law:
@@ -37,65 +42,89 @@ def ratio(step: Step) -> Law:
     if not step.epoch:
         points, masses = lognormal(step.multiplier)
         return 1 - step.rate + step.rate * points, masses
-    total = np.full(1, float(step.bins - sum(n for _, n in step.epoch))), np.ones(1)
-    for multiplier, n in step.epoch:
-        total = paired(np.add, total, repeated(np.add, lognormal(multiplier), n))
-    return total[0] / step.bins, total[1]
+    unused = step.bins - sum(count for _, count in step.epoch)
+    total = np.full(1, float(unused)), np.ones(1)
+    for multiplier, count in step.epoch:
+        total = paired(np.add, total, repeated(np.add, lognormal(multiplier), count))
+    points, masses = total
+    return points / step.bins, masses
 
 
 def lognormal(multiplier: float) -> Law:
-    """The likelihood ratio of one Gaussian: by the trapezoid rule, which is exact for it."""
+    """The likelihood ratio of one Gaussian, by the trapezoid rule, which is exact for it."""
     g = np.linspace(-9, 9 + 1 / multiplier, POINTS)
     masses = np.exp(-(g**2) / 2) * (g[1] - g[0]) / math.sqrt(2 * math.pi)
-    return np.exp(g / multiplier - 1 / (2 * multiplier**2)), masses
+    points = np.exp(g / multiplier - 1 / (2 * multiplier**2))
+    return points, masses
 
 
-def repeated(join: Callable[..., np.ndarray], law: Law, count: int) -> Law:
+def repeated(join: Join, law: Law, count: int) -> Law:
     """The sum or product of ``count`` independent ratios, by squaring."""
     if count == 1:
         return law
     half = repeated(join, law, count // 2)
-    both = paired(join, half, half)
-    return paired(join, both, law) if count % 2 else both
+    total = paired(join, half, half)
+    if count % 2:
+        total = paired(join, total, law)
+    return total
 
 
-def paired(join: Callable[..., np.ndarray], one: Law, other: Law) -> Law:
+def paired(join: Join, left: Law, right: Law) -> Law:
     """The sum or product of two independent ratios."""
-    points = join(one[0][:, None], other[0]).ravel()
-    return merged(points, np.multiply.outer(one[1], other[1]).ravel())
+    left_points, left_masses = left
+    right_points, right_masses = right
+    points = join(left_points[:, None], right_points)
+    masses = np.multiply.outer(left_masses, right_masses)
+    return merged(points.ravel(), masses.ravel())
 
 
 def merged(points: np.ndarray, masses: np.ndarray) -> Law:
-    """At most `POINTS` of them, dense where a law has much of its mass."""
+    """Merges points to at most `POINTS`, dense where a law has much of its mass."""
     if points.size <= POINTS:
         return points, masses
     logs = np.log(points)
     logs -= logs.min()
     cells = (logs * ((CELLS - 1) / logs.max())).astype(int)
-    mass, mean = np.bincount(cells, masses), np.bincount(cells, masses * points)
-    held = np.flatnonzero(mass)
-    mass, mean, gaps = mass[held], mean[held], np.diff(held, prepend=-1)
-    # Points as the sixth root of the density, as the tails are what decides; of the laws without
-    # and with the example. A cell without points belongs to the next one.
-    shares = (mass / mass.sum()) ** (1 / 6) + (mean / mean.sum()) ** (1 / 6)
-    dense = np.cumsum(shares * gaps ** (5 / 6))
-    cells = ((POINTS - 1) * dense / dense[-1]).astype(int)
-    mass, mean = np.bincount(cells, mass), np.bincount(cells, mean)
-    return mean[mass > 0] / mass[mass > 0], mass[mass > 0]
+    masses, sums = binned(cells, masses, masses * points)
+    occupied = np.flatnonzero(masses)
+    masses = masses[occupied]
+    sums = sums[occupied]
+    # A cell without points belongs to the next one.
+    widths = np.diff(occupied, prepend=-1)
+    # The number of points grows with the sixth root of the density, because epsilon depends on the
+    # tails: of the laws without the example (masses) and with it (sums).
+    shares = (masses / masses.sum()) ** (1 / 6) + (sums / sums.sum()) ** (1 / 6)
+    places = np.cumsum(shares * widths ** (5 / 6))
+    cells = ((POINTS - 1) * places / places[-1]).astype(int)
+    masses, sums = binned(cells, masses, sums)
+    occupied = masses > 0
+    return sums[occupied] / masses[occupied], masses[occupied]
+
+
+def binned(cells: np.ndarray, masses: np.ndarray, sums: np.ndarray) -> Law:
+    """The masses of each cell, and the sums of mass times point."""
+    return np.bincount(cells, masses), np.bincount(cells, sums)
 
 
 def epsilon_of(law: Law, delta: float) -> float:
     """The least epsilon at delta."""
-    low, high = 0.0, 1e4
+    low = 0.0
+    high = 1e4
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (low, middle) if delta_of(law, middle) <= delta else (middle, high)
+        if delta_of(law, middle) <= delta:
+            high = middle
+        else:
+            low = middle
     return high
 
 
 def delta_of(law: Law, epsilon: float) -> float:
-    """The delta at epsilon: with against without the example, or reversed, whichever is more."""
+    """The larger delta at epsilon: with against without the example, or reversed."""
     points, masses = law
     with np.errstate(over="ignore"):
-        gaps = points - np.exp(epsilon), 1 - np.exp(epsilon) * points
-    return max(float(masses @ gap.clip(0)) for gap in gaps)
+        excess = points - np.exp(epsilon)
+        reverse_excess = 1 - np.exp(epsilon) * points
+    delta = float(masses @ excess.clip(0))
+    reverse_delta = float(masses @ reverse_excess.clip(0))
+    return max(delta, reverse_delta)

@@ -1,32 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facts of a privacy card: exactly these fields, as what is not read is not checked.
+"""The facts of a privacy card: exactly these fields, because a field that is not read is unchecked.
 
-`dpjax.mechanism.card` and `dpjax.reports.card` say what they mean.
+`dpjax.mechanism.card` and `dpjax.reports.card` document their meaning.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace, UnionType
+from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 FORMAT = 4
-MOST_STEPS = 10**8  # of one multiplier: more would take minutes, and no run has had them
+# The most steps with one multiplier: more take minutes, and no run has had them.
+MOST_STEPS = 10**8
 MOST_LEVELS = 256
-BOUNDS = ("rdp", "pld", "rdp-classic")  # of the methods of a card, the proven ones
-# From the weakest: what is proved for one of them also holds for the later ones.
+# The proven methods of a card.
+BOUNDS = ("rdp", "pld", "rdp-classic")
+# A proof for one relation also holds for the relations before it.
 NEIGHBOURS = ("add-or-remove", "zero-out", "replace-one")
 
 
 class Limits(NamedTuple):
-    """Between which values a number is."""
+    """The interval of a number; ``above`` excludes its least value."""
 
     least: float = 0
     most: float = math.inf
-    above: bool = False  # the least
+    above: bool = False
 
 
 Number = Annotated[float, Limits()]
@@ -34,6 +36,7 @@ Positive = Annotated[float, Limits(above=True)]
 Rate = Annotated[float, Limits(0, 1)]
 Count = Annotated[int, Limits(1, 2**63)]
 Steps = Annotated[int, Limits(1, MOST_STEPS)]
+Reals = list[Annotated[float, Limits(-math.inf)]]
 Neighbours = Literal["add-or-remove", "zero-out", "replace-one"]
 Randomness = Literal["fresh", "supplied"]
 
@@ -52,13 +55,55 @@ class Sampling:
     place: Literal[None, "any", "same", "random", "coin"]
 
 
-class Strategy(SimpleNamespace):
-    """A strategy of correlated noise; its fields depend on its ``kind``, see `KINDS`."""
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A strategy of correlated noise; `dpjax.strategies.Strategy.facts` documents the fields."""
+
+    kind: str
+    name: str
+    steps: Steps
+    sensitivity: Number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toeplitz(Strategy):
+    """Given coefficients of C."""
+
+    values: Reals
+    normalized: Literal[True, False]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InverseToeplitz(Strategy):
+    """Given coefficients of the inverse of C."""
+
+    values: Reals
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffered(Strategy):
+    """A Toeplitz matrix whose coefficients are sums of decaying powers."""
+
+    scales: Reals
+    decays: Reals
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree(Strategy):
+    """A binary tree of sums."""
+
+
+KINDS: dict[str, type[Strategy]] = {
+    "toeplitz": Toeplitz,
+    "inverse_toeplitz": InverseToeplitz,
+    "buffered": Buffered,
+    "tree": Tree,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run costs."""
+    """The facts that determine the cost of a run."""
 
     unit: str
     sampling: Sampling
@@ -83,13 +128,13 @@ class Mechanism(Run):
     neighbours: Neighbours
     multipliers_by_group: list[Number] | None
     clipping: dict[str, Any]
-    adaptive: Any  # the count that bounds follow is part of the steps' multipliers
+    adaptive: Any  # unread: the multipliers of the steps include the noisy count of a bound
     before: list[Earlier]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Levels:
-    """To how many geometric levels, from the smallest on, multipliers of sampled steps round."""
+    """The geometric levels to which multipliers of sampled steps are rounded."""
 
     levels: Annotated[int, Limits(1, MOST_LEVELS)]
     smallest: Positive
@@ -105,7 +150,7 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """The plan, how many of its steps count, and what is claimed for them."""
+    """The plan, the number of its steps that ran, and the claims for these steps."""
 
     mechanism: Mechanism
     steps: Annotated[int, Limits(0, 2**63)]
@@ -119,68 +164,78 @@ class Card:
     versions: Any
 
 
-# Beside name, kind, steps and sensitivity: `dpjax.strategies.Strategy.facts` documents them.
-_REALS = list[Annotated[float, Limits(-math.inf)]]
-KINDS: dict[str, dict[str, Any]] = {
-    "toeplitz": {"values": _REALS, "normalized": Literal[True, False]},
-    "inverse_toeplitz": {"values": _REALS},
-    "buffered": {"scales": _REALS, "decays": _REALS},
-    "tree": {},
-}
-
-
 class Unreadable(Exception):
     """The card cannot be checked, with the reason in a sentence."""
 
 
 def refused(where: str, value: Any, expected: str) -> Unreadable:
-    """The error for a value that no such field has."""
+    """The error for a value outside its field's type."""
     return Unreadable(f"{where} is {value!r:.80}; expected {expected}.")
 
 
 def read(hint: Any, value: Any, where: str) -> Any:
     """The value of a field with this type hint."""
-    origin, args = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
+    if hint is Strategy:
+        hint = kind_of(value, where)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return hint(**fields(get_type_hints(hint, include_extras=True), value, where))
+        hints = get_type_hints(hint, include_extras=True)
+        return hint(**fields(hints, value, where))
     if hint is str and not isinstance(value, str):
         raise refused(where, value, "a text")
     if origin is Annotated:
-        kind, limits = args
+        kind, limits = arguments
         return number(kind, limits, value, where)
     if origin is Literal:
-        return one_of(args, value, where)
+        return one_of(arguments, value, where)
     if origin in (Union, UnionType):
-        return None if value is None else read(args[0], value, where)
-    if origin is list or origin is tuple:
-        if not isinstance(value, list) or (origin is tuple and len(value) != len(args)):
-            raise refused(where, value, "a list" if origin is list else f"{len(args)} values")
-        hints = args * len(value) if origin is list else args
-        places = enumerate(zip(hints, value, strict=True))
-        return origin(read(of, entry, f"{where}[{place}]") for place, (of, entry) in places)
+        return None if value is None else read(arguments[0], value, where)
+    if origin is list:
+        if not isinstance(value, list):
+            raise refused(where, value, "a list")
+        return entries(arguments * len(value), value, where)
+    if origin is tuple:
+        if not isinstance(value, list) or len(value) != len(arguments):
+            raise refused(where, value, f"{len(arguments)} values")
+        return tuple(entries(arguments, value, where))
     if origin is dict:
         if not isinstance(value, dict):
             raise refused(where, value, "an object")
-        of_name, of_value = args
-        pairs = value.items()
-        return {read(of_name, k, where): read(of_value, v, f"{where}.{k}") for k, v in pairs}
-    return strategy(value, where) if hint is Strategy else value
+        name_hint, value_hint = arguments
+        return {
+            read(name_hint, name, where): read(value_hint, entry, f"{where}.{name}")
+            for name, entry in value.items()
+        }
+    return value
+
+
+def entries(hints: Sequence[Any], values: list[Any], where: str) -> list[Any]:
+    """The entries of a list, each with its own type hint."""
+    return [
+        read(hint, entry, f"{where}[{place}]")
+        for place, (hint, entry) in enumerate(zip(hints, values, strict=True))
+    ]
 
 
 def number(kind: type, limits: Limits, value: Any, where: str) -> Any:
-    """A number within limits; NaN is within none, "inf" is infinity, and true is no number."""
+    """A number within limits; "inf" is infinity. NaN and true are refused."""
     least, most, above = limits
     given = math.inf if value == "inf" else value
-    is_number = type(given) is int if kind is int else type(given) in (int, float)
+    types = (int,) if kind is int else (int, float)
+    is_number = type(given) in types
     if not is_number or not least <= given <= most or (above and given == least):
-        of, start = "whole number" if kind is int else "number", "above" if above else "from"
-        end = "" if most == math.inf else f", at most {most:,}"
-        raise refused(where, value, f"a {of} {start} {least:g}{end}")
+        noun = "whole number" if kind is int else "number"
+        start = "above" if above else "from"
+        expected = f"a {noun} {start} {least:g}"
+        if most < math.inf:
+            expected += f", at most {most:,}"
+        raise refused(where, value, expected)
     return kind(given)
 
 
 def one_of(choices: tuple[Any, ...], value: Any, where: str) -> Any:
-    """One of a few values; 1 is not true."""
+    """One of a few values, also of the same type: 1 is not true."""
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise refused(where, value, f"one of {', '.join(map(repr, choices))}")
     return value
@@ -188,7 +243,7 @@ def one_of(choices: tuple[Any, ...], value: Any, where: str) -> Any:
 
 def fields(hints: Mapping[str, Any], value: Any, where: str) -> dict[str, Any]:
     """The fields of a JSON object that has exactly these."""
-    given = set(value if isinstance(value, dict) else ())
+    given = set(value) if isinstance(value, dict) else set()
     unlike = [f"{name} is missing" for name in sorted(hints.keys() - given)]
     unlike += [f"{name} is unknown" for name in sorted(given - hints.keys())]
     if unlike:
@@ -196,16 +251,14 @@ def fields(hints: Mapping[str, Any], value: Any, where: str) -> dict[str, Any]:
     return {name: read(hint, value[name], f"{where}.{name}") for name, hint in hints.items()}
 
 
-def strategy(value: Any, where: str) -> Strategy:
-    """A strategy of any kind."""
+def kind_of(value: Any, where: str) -> type[Strategy]:
+    """The class of a strategy."""
     kind = value.get("kind") if isinstance(value, dict) else value
-    of_kind = KINDS[one_of(tuple(KINDS), kind, f"{where}.kind")]
-    usual = {"kind": str, "name": str, "steps": Steps, "sensitivity": Number}
-    return Strategy(**fields({**usual, **of_kind}, value, where))
+    return KINDS[one_of(tuple(KINDS), kind, f"{where}.kind")]
 
 
 def card_of(value: dict[str, Any]) -> Card:
-    """The card that a JSON object is."""
+    """Reads a card from its JSON object, and checks that its fields agree."""
     mechanism = value.get("mechanism")
     version = mechanism.get("format") if isinstance(mechanism, dict) else FORMAT
     if version != FORMAT:
@@ -214,13 +267,14 @@ def card_of(value: dict[str, Any]) -> Card:
         )
     card = read(Card, value, "the card")
     for name, claim in card.epsilon.items():
-        one_of((name in BOUNDS,), claim.proven, f"the card.epsilon.{name}.proven")
+        proven = name in BOUNDS
+        one_of((proven,), claim.proven, f"the card.epsilon.{name}.proven")
     planned = sum(steps for _, steps in card.mechanism.multiplier_and_steps)
     if card.steps > planned:
         raise refused("the card.steps", card.steps, f"at most the planned {planned:,}")
     runs = (card.mechanism, *card.mechanism.before)
     for run in runs:
-        if not run.unit.isidentifier():  # it is printed
+        if not run.unit.isidentifier():  # the verdicts print it
             raise refused("the card.mechanism.unit", run.unit, "one word")
     proved = max(NEIGHBOURS.index(run.sampling.neighbours) for run in runs)
     if NEIGHBOURS.index(card.mechanism.neighbours) < proved:

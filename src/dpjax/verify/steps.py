@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dpjax.verify._matrices import is_amplified
 from dpjax.verify.facts import MOST_LEVELS, Card, Number, Run, Unreadable, read
-from dpjax.verify.matrices import is_amplified
 
-DISTINCT = 16  # multipliers of an epoch of random allocation; more are rounded
+# The most different multipliers in an epoch of random allocation; more are rounded.
+DISTINCT = 16
 
 
 class Step(NamedTuple):
@@ -24,7 +25,7 @@ class Step(NamedTuple):
     """The sizes of the data and of a batch, if all batches have one size."""
     bins: int = 0
     epoch: tuple[tuple[float, int], ...] = ()
-    """Of an epoch of random allocation: how many of its bins ran with which multipliers."""
+    """The multipliers of an epoch of random allocation, each with the number of its bins."""
 
     @property
     def is_sampled(self) -> bool:
@@ -33,56 +34,72 @@ class Step(NamedTuple):
 
 
 def steps_of(card: Card) -> Counter[Step] | None:
-    """What the runs of a card released, at its levels; None if any of it had no noise."""
-    before, plan, ran = card.mechanism.before, planned(card.mechanism), first_steps(card)
+    """The sums that the runs of a card released, at its levels; None if one had no noise."""
+    before = card.mechanism.before
     runs = (*before, card.mechanism)
     bounds = read(list[Number], card.mechanism.clipping.get("bounds"), "clipping.bounds")
     if card.steps and math.inf in bounds:
         return None
-    used = np.concatenate([ran, *map(planned, before)])[:, 0]
-    bare = any(z == 0 for z in (*used, *(z for run in runs for z in run.preparation)))
-    if bare or any(run.sampling.event == "none" for run in runs):
+    if any(run.sampling.event == "none" for run in runs):
         return None
-    earlier = sum((steps_of_run(run, planned(run)) for run in before), Counter[Step]())
-    queries = Counter(Step(z) for run in runs for z in run.preparation)
-    steps, all_planned = (earlier + steps_of_run(card.mechanism, pairs) for pairs in (ran, plan))
-    noisy = queries + at_levels(card, steps, all_planned)
-    # Infinite noise, and a rate of 0, release nothing.
-    return Counter({s: n for s, n in noisy.items() if s.rate > 0 and s.multiplier < math.inf})
+    ran = first_steps(card)
+    used = np.concatenate([ran, *map(planned, before)])[:, 0]
+    queries = [multiplier for run in runs for multiplier in run.preparation]
+    if 0 in used or 0 in queries:
+        return None
+    earlier: Counter[Step] = Counter()
+    for run in before:
+        earlier += steps_of_run(run, planned(run))
+    steps = earlier + steps_of_run(card.mechanism, ran)
+    all_planned = earlier + steps_of_run(card.mechanism, planned(card.mechanism))
+    noisy = Counter(map(Step, queries)) + at_levels(card, steps, all_planned)
+    # A sum with infinite noise or at rate 0 releases nothing.
+    return Counter(
+        {
+            step: count
+            for step, count in noisy.items()
+            if step.rate > 0 and step.multiplier < math.inf
+        }
+    )
 
 
 def planned(run: Run) -> np.ndarray:
-    """Pairs of a multiplier and how many steps in turn have it, ``[pairs, 2]``."""
+    """Pairs of a multiplier and the number of steps in turn that have it, ``[pairs, 2]``."""
     return np.array(run.multiplier_and_steps, np.float64).reshape(-1, 2)
 
 
 def first_steps(card: Card) -> np.ndarray:
     """The pairs of the steps that ran, which are the first ones of the plan."""
     pairs = planned(card.mechanism)
-    pairs[:, 1] = np.diff(np.minimum(np.cumsum(pairs[:, 1]), card.steps), prepend=0)
+    ends = np.minimum(np.cumsum(pairs[:, 1]), card.steps)
+    pairs[:, 1] = np.diff(ends, prepend=0)
     return pairs[pairs[:, 1] > 0]
 
 
 def steps_of_run(run: Run, pairs: np.ndarray) -> Counter[Step]:
     """The steps of one run with these multipliers."""
-    sampling, (multipliers, counts) = run.sampling, pairs.T
+    sampling = run.sampling
+    multipliers, counts = pairs.T
     if run.projections is not None:
         raise Unreadable("norms were estimated by random projections: nothing is recomputed.")
     if run.noise is not None and not is_amplified(run.noise, sampling):
-        # The noise hides all steps of an example together.
+        # Correlated noise hides all steps of an example together, as one sum.
         return Counter(map(Step, multipliers[:1].tolist()))
     if sampling.event == "allocation":
         return epochs(np.repeat(multipliers, counts.astype(int)), sampling.cycle)
-    if sampling.cycle > 1 or len(sampling.rates) > 1:  # places of steps count
+    if sampling.cycle > 1 or len(sampling.rates) > 1:  # rates depend on the places of steps
         multipliers = np.repeat(multipliers, counts.astype(int))
-        # One batch a cycle, at an unknown place: the least noise is counted.
+        # An example is in one batch of a cycle, at an unknown place: the least noise is counted.
         starts = np.arange(0, len(multipliers), sampling.cycle)
-        multipliers = np.minimum.reduceat(multipliers, starts) if len(starts) else multipliers
+        if len(starts):
+            multipliers = np.minimum.reduceat(multipliers, starts)
         counts = np.ones(len(multipliers))
     rates, lasts = np.array(sampling.rates).T
     rows = np.searchsorted(np.cumsum(lasts), np.arange(len(multipliers)), side="right")
-    rates = rates[np.minimum(rows, len(rates) - 1)]  # the last rate stays
-    subset = (sampling.examples, int(sampling.batch_size)) if sampling.event == "subset" else None
+    rates = rates[np.minimum(rows, len(rates) - 1)]  # later steps have the last rate
+    subset = None
+    if sampling.event == "subset":
+        subset = sampling.examples, int(sampling.batch_size)
     steps: Counter[Step] = Counter()
     for multiplier, rate, count in zip(multipliers.tolist(), rates.tolist(), counts, strict=True):
         steps[Step(multiplier, rate, subset)] += int(count)
@@ -93,12 +110,14 @@ def epochs(multipliers: np.ndarray, bins: int) -> Counter[Step]:
     """Epochs in which an example is in one of their steps, drawn at random."""
     steps: Counter[Step] = Counter()
     for start in range(0, len(multipliers), bins):
-        rows = sorted(z for z in multipliers[start : start + bins].tolist() if z < math.inf)
+        of_epoch = multipliers[start : start + bins]
+        rows = np.sort(of_epoch[of_epoch < math.inf]).tolist()
         if len(set(rows)) > DISTINCT:  # each sixteenth counts with its least noise
             share = math.ceil(len(rows) / DISTINCT)
             rows = [rows[place - place % share] for place in range(len(rows))]
         if rows:
-            steps[Step(rows[0], bins=bins, epoch=tuple(sorted(Counter(rows).items())))] += 1
+            counts = tuple(sorted(Counter(rows).items()))
+            steps[Step(rows[0], bins=bins, epoch=counts)] += 1
     return steps
 
 
@@ -109,17 +128,19 @@ def at_levels(card: Card, steps: Counter[Step], plan: Counter[Step]) -> Counter[
         raise Unreadable(f"the card plans over {MOST_LEVELS} different steps and names no levels.")
     if card.levels is None:
         return steps
-    count, planned_rates = card.levels.levels, {step.rate for step in sampled}
+    count = card.levels.levels
+    planned_rates = {step.rate for step in sampled}
     multipliers = grid({step.multiplier for step in sampled}, card.levels.smallest, count)
     rates = grid(planned_rates, min(planned_rates, default=1.0), count)
     rounded: Counter[Step] = Counter()
-    for step, n in steps.items():
+    for step, times in steps.items():
         if is_rounded(step):
             above = np.searchsorted(rates, step.rate)
             below = np.searchsorted(multipliers, step.multiplier, side="right") - 1
-            multiplier = multipliers[below] if below >= 0 else step.multiplier
-            step = step._replace(multiplier=float(multiplier), rate=float(rates[above]))
-        rounded[step] += n
+            step = step._replace(rate=float(rates[above]))
+            if below >= 0:
+                step = step._replace(multiplier=float(multipliers[below]))
+        rounded[step] += times
     return rounded
 
 

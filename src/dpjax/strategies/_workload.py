@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Workloads: what an optimizer makes of the noisy gradients, as a linear map.
+r"""Workloads: the linear map from noisy gradients to parameters that an optimizer applies.
 
 Without momentum the parameters are prefix sums of gradients. With momentum $\beta$ and learning
 rates $\eta_s$ they are, up to a sign, $\theta_t = \sum_{s \le t} \eta_s m_s$ with
@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from dpjax import checks
-from dpjax.strategies import series
+from dpjax.strategies import _series
+from dpjax.strategies._series import Matrix, Series
 
 
 class Workload(NamedTuple):
@@ -25,16 +25,18 @@ class Workload(NamedTuple):
     momentum: float = 0.0
     rates: tuple[float, ...] | None = None
 
-    def applied(self, noise: Float[np.ndarray, "steps n"]) -> Float[np.ndarray, "steps n"]:
+    def applied(self, noise: Matrix) -> Matrix:
         """The workload matrix times the rows of ``noise``."""
-        moves = series.filtered([1.0], [1.0, -self.momentum], noise)
+        moves = _series.filtered([1.0], [1.0, -self.momentum], noise)
         if self.rates is not None:
             moves = moves * np.asarray(self.rates)[:, None]
         return np.cumsum(moves, axis=0)
 
 
-def workload(call: str, steps: int, momentum: float, learning_rates: ArrayLike | None) -> Workload:
-    """The workload of these arguments, checked; without rates, that of a rate of 1."""
+def checked_workload(
+    call: str, steps: int, momentum: float, learning_rates: ArrayLike | None
+) -> Workload:
+    """Checks the arguments; without learning rates each step has a rate of 1."""
     beta = checks.number(call, "momentum", momentum)
     if not 0 <= beta < 1:
         raise ValueError(f"{call}(momentum={momentum}): expected a number from 0 to below 1.")
@@ -50,30 +52,35 @@ def workload(call: str, steps: int, momentum: float, learning_rates: ArrayLike |
 
 
 def toeplitz_squares(
-    inverse: Float[np.ndarray, " steps"], scales: Float[np.ndarray, " steps"] | None, of: Workload
-) -> Float[np.ndarray, " steps"]:
+    inverse: Series,
+    scales: Series | None,
+    workload: Workload,
+) -> Series:
     r"""Squared row norms of $W D C^{-1}$ for a Toeplitz $C^{-1}$, without a matrix.
 
-    As long as scales and rates are constant, row t holds the first coefficients of one series in
-    reverse, and the squared norm is a prefix sum. After that, rows follow from one another.
+    While scales and rates are constant, row t holds the first coefficients of one series in
+    reverse, and its squared norm is a prefix sum. Each later row is computed from the row before.
     """
     steps = inverse.size
-    scales = np.ones(steps) if scales is None else scales
-    rates = np.ones(steps) if of.rates is None else np.asarray(of.rates)
-    changed = np.flatnonzero((scales != scales[0]) | (rates != rates[0]))
-    start = int(changed[0]) if changed.size else steps
-    averaged = scales[0] * series.filtered([1.0], [1.0, -of.momentum], inverse)
+    if scales is None:
+        scales = np.ones(steps)
+    rates = np.ones(steps) if workload.rates is None else np.asarray(workload.rates)
+    averaged = scales[0] * _series.filtered([1.0], [1.0, -workload.momentum], inverse)
     summed = rates[0] * np.cumsum(averaged)
     squares = np.cumsum(summed**2)
-    if start == steps:
+    changed = np.flatnonzero((scales != scales[0]) | (rates != rates[0]))
+    if not changed.size:
         return squares
-    # Reversed, so that position i of each row stays that of step i's normal numbers.
-    momentum, total = np.zeros(steps), np.zeros(steps)
-    momentum[:start], total[:start] = averaged[:start][::-1], summed[:start][::-1]
-    backwards = inverse[::-1].copy()
+    start = int(changed[0])
+    # Rows are stored in reverse: position i always belongs to the normal numbers of step i.
+    averaged_row = np.zeros(steps)
+    averaged_row[:start] = averaged[:start][::-1]
+    summed_row = np.zeros(steps)
+    summed_row[:start] = summed[:start][::-1]
+    reversed_inverse = inverse[::-1].copy()
     for t in range(start, steps):
-        momentum[: t + 1] *= of.momentum
-        momentum[: t + 1] += scales[t] * backwards[steps - 1 - t :]
-        total[: t + 1] += rates[t] * momentum[: t + 1]
-        squares[t] = total[: t + 1] @ total[: t + 1]
+        averaged_row[: t + 1] *= workload.momentum
+        averaged_row[: t + 1] += scales[t] * reversed_inverse[steps - 1 - t :]
+        summed_row[: t + 1] += rates[t] * averaged_row[: t + 1]
+        squares[t] = summed_row[: t + 1] @ summed_row[: t + 1]
     return squares

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams: memory of earlier arrays on each leaf, read by a weighted sum over a leading axis.
 
-Elementwise in the axes of a leaf: leaves that a mesh splits need no communication. A ring
-overwrites its oldest row in place, and the weights rotate instead.
+The sum is elementwise in the axes of a leaf, so leaves that a mesh splits need no communication. A
+ring overwrites its oldest row in place, and the weights rotate instead.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def ages(step: Any, size: int) -> Int[Array, " size"]:
 
 def weighted(weights: Float[Array, " size"], rows: Float[Array, "size ..."]) -> Float[Array, "..."]:
     """``sum_k weights[k] rows[k]``."""
-    # At the highest precision: accelerators would round noise to bfloat16 otherwise.
     weights = weights.astype(rows.dtype)
+    # At a lower precision accelerators round the noise to bfloat16.
     return jnp.tensordot(weights, rows, axes=1, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -48,14 +48,19 @@ def replaced(rows: Float[Array, "size ..."], row: Float[Array, "..."], slot: Any
 
 def sound(step: Any, steps: int) -> Any:
     """1 within the run and NaN outside it, for a step that may be traced."""
-    # No noise is accounted for such a step. NaN cannot be mistaken for a release.
     step = jnp.asarray(step)
-    return jnp.where((step >= 0) & (step < steps), 1.0, jnp.nan).astype(jnp.float32)
+    within = (step >= 0) & (step < steps)
+    # The accounting knows no noise outside the run, and NaN cannot be mistaken for a release.
+    return jnp.where(within, 1.0, jnp.nan).astype(jnp.float32)
 
 
 def mapped(function: Any, z: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
     """``(noise, memory)`` of ``function(leaf of z, its rows)`` on each leaf."""
     leaves, structure = jax.tree.flatten(z)
-    pairs = list(map(function, leaves, structure.flatten_up_to(memory)))
-    noise, rows = zip(*pairs, strict=True) if pairs else ((), ())
-    return structure.unflatten(noise), structure.unflatten(rows)
+    noise = []
+    next_rows = []
+    for leaf, rows in zip(leaves, structure.flatten_up_to(memory), strict=True):
+        leaf_noise, leaf_rows = function(leaf, rows)
+        noise.append(leaf_noise)
+        next_rows.append(leaf_rows)
+    return structure.unflatten(noise), structure.unflatten(next_rows)

@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from jaxtyping import Complex, Float
+from jaxtyping import Complex
 
-from dpjax.strategies import descent
+from dpjax.strategies import _descent
+from dpjax.strategies._series import Series
+from dpjax.strategies._workload import Workload
 from dpjax.strategies.participation import Participation
-from dpjax.strategies.workload import Workload
 
 # One row of rates for each direction in which the gradient is taken.
 Rates = Complex[np.ndarray, "directions rates"]
@@ -29,48 +30,60 @@ _TINY = 1e-30
 
 
 def least_error(
-    steps: int, buffers: int, participation: Participation, of: Workload, error: str
-) -> tuple[Float[np.ndarray, " buffers"], Float[np.ndarray, " buffers"]]:
+    steps: int, buffers: int, participation: Participation, workload: Workload, error: str
+) -> tuple[Series, Series]:
     """Scales and decays of the buffered Toeplitz matrix of least error."""
     directions = 1j * _TINY * np.eye(2 * buffers)
 
     def unpacked(x: np.ndarray) -> tuple[Rates, Rates]:
-        # Prefix sums of exponentials: poles and zeros interlace for any x. The least gap keeps
-        # digits in the differences of powers that nearly merge.
-        rates = np.cumsum(np.exp(x) + 1e-6 / steps, axis=1)
-        return rates[:, 0::2], rates[:, 1::2]
+        # The rates are prefix sums of exponentials, so poles and zeros interlace for any x. The
+        # least gap keeps digits in the differences of powers that nearly merge.
+        gaps = np.exp(x) + 1e-6 / steps
+        rates = np.cumsum(gaps, axis=1)
+        poles = rates[:, 0::2]
+        zeros = rates[:, 1::2]
+        return poles, zeros
 
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
-        # At a rate of 40 a power is 0 after one step; products of its reciprocal would overflow.
+        # At a rate of 40 a power is 0 after one step, and products of its reciprocal overflow.
         if np.max(x) > 4 or np.sum(np.exp(x)) > 40:
             return math.inf, x
         poles, zeros = unpacked(x + directions)
-        values = np.log(variance(poles, zeros, steps, of, error))
+        values = np.log(variance(poles, zeros, steps, workload, error))
         values += np.log(squared_sensitivity(poles, zeros, steps, participation))
         return float(values[0].real), np.imag(values) / _TINY
 
     minima = []
     for slowest in (3.0 / steps, 0.3 / steps):
         rates = np.geomspace(min(slowest, 0.1), 1.5, 2 * buffers)
-        minima.append(descent.minimum(objective, np.log(np.diff(rates, prepend=0.0))))
-    poles, zeros = unpacked(min(minima, key=lambda x: objective(x)[0])[None])
+        gaps = np.diff(rates, prepend=0.0)
+        minima.append(_descent.minimum(objective, np.log(gaps)))
+    best = min(minima, key=lambda x: objective(x)[0])
+    poles, zeros = unpacked(best[None])
     decays = np.exp(-poles)
-    return (_residues(poles, zeros) * decays)[0], decays[0]
+    scales = _residues(poles, zeros) * decays
+    return scales[0], decays[0]
 
 
-def variance(poles: Rates, zeros: Rates, steps: int, of: Workload, error: str) -> Values:
+def variance(poles: Rates, zeros: Rates, steps: int, workload: Workload, error: str) -> Values:
     r"""The mean or last variance of W / c: powers of 1, of the momentum, and of the zeros."""
-    constant = [0.0, -math.log(of.momentum)] if of.momentum else [0.0]
-    rates = np.concatenate([np.tile(constant, (len(zeros), 1)), zeros], axis=1)
+    constant = [0.0]
+    if workload.momentum:
+        constant.append(-math.log(workload.momentum))
+    constants = np.tile(constant, (len(zeros), 1))
+    rates = np.concatenate([constants, zeros], axis=1)
     weights = _residues(rates, poles)
     pairs = rates[:, :, None] + rates[:, None]
-    # The pair of 1 with itself is no geometric sum.
+    # The pair of 1 with itself has no geometric sum; its entry of `sums` is set below.
     pairs[:, 0, 0] = 1.0
     sums = np.expm1(-pairs * steps) / np.expm1(-pairs)
     if error == "mean":
         sums = (steps - np.exp(-pairs) * sums) / -np.expm1(-pairs) / steps
-    sums[:, 0, 0] = (steps + 1) / 2 if error == "mean" else steps
-    return np.sum(weights[:, :, None] * weights[:, None] * sums, axis=(1, 2))
+        sums[:, 0, 0] = (steps + 1) / 2
+    else:
+        sums[:, 0, 0] = steps
+    products = weights[:, :, None] * weights[:, None]
+    return np.sum(products * sums, axis=(1, 2))
 
 
 def squared_sensitivity(
@@ -81,19 +94,24 @@ def squared_sensitivity(
     $\tau$ steps after the m-th, each power contributes $A_i \lambda_i^\tau U_{im}$ with
     $U_{im} = 1 + \lambda_i^b U_{i,m-1}$.
     """
-    apart, most = participation.separation, participation.within(steps)
+    apart = participation.separation
+    most = participation.within(steps)
     weights = _residues(poles, zeros)
-    collected = np.cumsum(np.exp(-apart * poles[:, None] * np.arange(most)[:, None]), axis=1)
-    at_steps = 1 + np.sum(weights[:, None] * (collected - 1), axis=2)
     pairs = poles[:, :, None] + poles[:, None]
+    decays = np.exp(-apart * poles[:, None] * np.arange(most)[:, None])
+    collected = np.cumsum(decays, axis=1)  # U
+
+    def after(collected: np.ndarray, length: int) -> Values:
+        """The squared norm of the rows after a step of the pattern, up to ``length`` in all."""
+        sums = np.exp(-pairs) * np.expm1(-pairs * (length - 1)) / np.expm1(-pairs)
+        weighted = weights[:, None] * collected
+        products = np.swapaxes(weighted, 1, 2) @ weighted
+        return np.sum(products * sums, axis=(1, 2))
+
+    at_steps = 1 + np.sum(weights[:, None] * (collected - 1), axis=2)
     total = np.sum(at_steps**2, axis=1)
-    # Between two steps of the pattern, and from the last one to the end of the run.
-    stretches = (collected[:, :-1], apart), (collected[:, -1:], steps - (most - 1) * apart)
-    for amounts, length in stretches:
-        between = np.exp(-pairs) * np.expm1(-pairs * (length - 1)) / np.expm1(-pairs)
-        weighted = weights[:, None] * amounts
-        inner = np.swapaxes(weighted, 1, 2) @ weighted
-        total += np.sum(inner * between, axis=(1, 2))
+    total += after(collected[:, :-1], apart)
+    total += after(collected[:, -1:], steps - (most - 1) * apart)
     return total
 
 
@@ -101,5 +119,6 @@ def _residues(powers: Rates, others: Rates) -> Rates:
     r"""The weight of each power: $\prod_j (1 - o_j / p_i) / \prod_{j \ne i} (1 - p_j / p_i)$."""
     above = -np.expm1(powers[:, :, None] - others[:, None])
     below = -np.expm1(powers[:, :, None] - powers[:, None])
-    below[:, range(powers.shape[1]), range(powers.shape[1])] = 1.0
+    diagonal = np.arange(powers.shape[1])
+    below[:, diagonal, diagonal] = 1.0
     return np.prod(above, axis=2) / np.prod(below, axis=2)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Descent: L-BFGS for all searches, where a step that leaves the domain is halved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+Valued = tuple[float, np.ndarray]
+Objective = Callable[[np.ndarray], Valued]
+Pairs = list[tuple[np.ndarray, np.ndarray]]
+
+# The most iterations of a search.
+_ITERATIONS = 1_000
+# The number of earlier moves from which the Hessian is estimated.
+_PAIRS = 20
+
+
+def minimum(objective: Objective, x: np.ndarray) -> np.ndarray:
+    """The minimum of a value with a gradient; the value is infinite outside the domain.
+
+    SciPy's optimizers are not used, because their threaded BLAS costs more than these objectives.
+    """
+    value, gradient = objective(x)
+    pairs: Pairs = []
+    for _ in range(_ITERATIONS):
+        direction = -_times_inverse_hessian(gradient, pairs)
+        slope = float(gradient @ direction)
+        if -slope <= 1e-10:
+            break
+        length = 1.0
+        if not pairs:
+            length = min(1.0, 0.1 / float(np.max(np.abs(direction))))
+        while True:
+            next_value, next_gradient = objective(x + length * direction)
+            # Armijo's rule: halve a step that reaches too little of the decrease that the slope
+            # promises.
+            if next_value <= value + 1e-4 * length * slope or length < 1e-12:
+                break
+            length *= 0.5
+        if not next_value < value:
+            break
+        move = length * direction
+        change = next_gradient - gradient
+        if move @ change > 0:
+            pairs = [*pairs[1 - _PAIRS :], (move, change)]
+        x = x + move
+        value, gradient = next_value, next_gradient
+    return x
+
+
+def _times_inverse_hessian(gradient: np.ndarray, pairs: Pairs) -> np.ndarray:
+    """The gradient times the inverse Hessian that the pairs suggest (two-loop recursion)."""
+    direction = gradient.copy()
+    shares = []
+    for move, change in reversed(pairs):
+        share = (move @ direction) / (move @ change)
+        direction -= share * change
+        shares.append(share)
+    if pairs:
+        move, change = pairs[-1]
+        direction *= (move @ change) / (change @ change)
+    for (move, change), share in zip(pairs, reversed(shares), strict=True):
+        direction += (share - (change @ direction) / (move @ change)) * move
+    return direction

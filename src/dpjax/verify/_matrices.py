@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""How far one example moves a run with correlated noise, from only the facts on a card.
+
+The noise of step t is row t of $C^{-1} Z$. One example with gradients of norm 1 at the steps $P$
+moves $C G$ by at most $(\sum_{i, j \in P} |X_{ij}|)^{1/2}$, with $X = C^T C$. This file finds the
+largest such sum over the steps that an example can be in, or a bound on it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from dpjax.verify.facts import (
+    Buffered,
+    InverseToeplitz,
+    Run,
+    Sampling,
+    Strategy,
+    Toeplitz,
+    Tree,
+    Unreadable,
+)
+
+# The most steps for which C is computed as a matrix.
+LARGEST = 4_096
+
+
+def require_hidden(run: Run) -> None:
+    """Raises if correlated noise was scaled to less than one example moves."""
+    if run.noise is None:
+        return
+    planned = sum(steps for _, steps in run.multiplier_and_steps)
+    several = len({multiplier for multiplier, _ in run.multiplier_and_steps}) > 1
+    if planned > run.noise.steps or several or run.projections is not None:
+        raise Unreadable(
+            f"noise is correlated over {run.noise.steps:,} steps, and the run has {planned:,}, "
+            "several multipliers or estimated norms."
+        )
+    least = sensitivity(run.noise, run.sampling)
+    if not run.noise.sensitivity >= least * (1 - 1e-6):
+        raise Unreadable(
+            f"noise was scaled to {run.noise.sensitivity:.6g}, and one example moves {least:.6g}."
+        )
+
+
+def is_amplified(noise: Strategy, sampling: Sampling) -> bool:
+    """Whether the columns of two steps of one example have no row in common."""
+    # An example takes part only at every ``cycle``-th step, and step t moves rows t to
+    # t + bands - 1. A run of one cycle is always amplified, because no matrix has more bands than
+    # steps.
+    return sampling.place == "coin" and bands(noise) <= sampling.cycle
+
+
+def bands(noise: Strategy) -> int:
+    """An upper bound on the diagonals of C from the main one to the last that is not zero."""
+    if isinstance(noise, Toeplitz):
+        return len(noise.values)
+    if isinstance(noise, InverseToeplitz) and len(noise.values) == 1:
+        return 1
+    return noise.steps
+
+
+def sensitivity(noise: Strategy, sampling: Sampling) -> float:
+    """The least scale of the noise that hides an example, in bounds of one step."""
+    cycle = sampling.cycle
+    cycles = -(-noise.steps // cycle)
+    if is_amplified(noise, sampling):  # one participation: the longest column
+        return float(column_norms(noise).max())
+    match sampling.place:
+        case "same" | "random" | "coin":
+            return math.sqrt(largest(noise, cycles, cycle))
+        case "any":  # the end of a cycle and the start of the next can meet
+            return math.sqrt(largest(noise, cycles, 1))
+    raise Unreadable(
+        f"noise is correlated, and no sensitivity is known for {sampling.name} batches."
+    )
+
+
+def largest(noise: Strategy, most: int, apart: int) -> float:
+    """The largest sum of |X| over ``most`` steps, any or every ``apart``-th, or a bound on it."""
+    norms = column_norms(noise)
+    if bands(noise) <= apart:  # the columns of a pattern do not overlap
+        return chosen(norms**2, most, apart)
+    bound = chosen(norms, most, apart) ** 2
+    if isinstance(noise, Tree):
+        bound = min(bound, by_nodes(noise, most, apart))
+        if noise.steps > LARGEST:
+            return bound
+    elif not is_normalized(noise):
+        # A larger column that falls bounds the sum. It is exact for a column that falls itself.
+        column = np.abs(first_column(noise))
+        falling = np.maximum.accumulate(column[::-1])[::-1]
+        bound = min(bound, of_first_pattern(falling, most, apart))
+        if np.all(falling == column):
+            return bound
+    if noise.steps > LARGEST:
+        raise Unreadable(
+            f"columns of {noise.steps:,} steps meet and do not fall: too many to compute."
+        )
+    c = matrix(noise)
+    x = np.abs(c.T @ c)
+    if apart > 1:
+        return max(float(x[first::apart, first::apart].sum()) for first in range(apart))
+    # A step collects at most its own entry and the largest others of its row.
+    squares = np.diagonal(x).copy()
+    np.fill_diagonal(x, 0)
+    others = np.sort(x, axis=1)[:, noise.steps - most + 1 :].sum(axis=1)
+    return min(bound, chosen(squares + others, most, apart))
+
+
+def chosen(values: np.ndarray, most: int, apart: int) -> float:
+    """The largest sum of the values of ``most`` steps, any or every ``apart``-th."""
+    if apart == 1:
+        return float(np.sort(values)[-most:].sum())
+    places = np.arange(len(values)) % apart
+    return float(np.bincount(places, values).max())
+
+
+def by_nodes(tree: Tree, most: int, apart: int) -> float:
+    """The sum of |X| if every node above a step has as many steps of the pattern as it can."""
+    total = 0
+    for level in range(levels(tree)):
+        size = min(2**level, tree.steps)
+        total += most * min(most, -(-size // apart))
+    return float(total)
+
+
+def of_first_pattern(column: np.ndarray, most: int, apart: int) -> float:
+    """The squared norm of the sum of the columns at steps 0, ``apart``, 2 ``apart``, ..."""
+    steps = len(column)
+    total = np.zeros(steps)
+    for number in range(most):
+        total[number * apart :] += column[: steps - number * apart]
+    return float(total @ total)
+
+
+def levels(tree: Tree) -> int:
+    """The levels of a tree, from the steps to the root."""
+    return (tree.steps - 1).bit_length() + 1
+
+
+def is_normalized(noise: Strategy) -> bool:
+    """Whether the columns of a Toeplitz matrix are divided by their norms."""
+    return isinstance(noise, Toeplitz) and noise.normalized
+
+
+def column_norms(noise: Strategy) -> np.ndarray:
+    """The norms of the columns of C, ``[steps]``."""
+    if isinstance(noise, Tree):
+        return np.full(noise.steps, math.sqrt(levels(noise)))
+    column = first_column(noise)
+    if is_normalized(noise):
+        return np.ones(noise.steps)
+    squares = np.cumsum(column**2)[::-1]  # the last columns end with the run
+    return np.sqrt(squares)
+
+
+def matrix(noise: Strategy) -> np.ndarray:
+    """The matrix C, ``[steps, steps]``."""
+    steps = np.arange(noise.steps)
+    if isinstance(noise, Tree):
+        # X counts the nodes above both of two steps; C is its Cholesky factor from the last step.
+        above = [np.equal.outer(steps >> level, steps >> level) for level in range(levels(noise))]
+        common = np.sum(above, axis=0) * 1.0
+        return np.linalg.cholesky(common[::-1, ::-1])[::-1, ::-1].T
+    column = first_column(noise)
+    c = np.zeros((noise.steps, noise.steps))
+    for step in steps:
+        c[step:, step] = column[: noise.steps - step]
+    if is_normalized(noise):
+        c = c / np.linalg.norm(c, axis=0)
+    return c
+
+
+def first_column(noise: Strategy) -> np.ndarray:
+    """The first column of a Toeplitz C, ``[steps]``."""
+    steps = noise.steps
+    if isinstance(noise, Buffered):
+        powers = np.array(noise.decays)[:, None] ** np.arange(steps - 1)
+        return np.append(1.0, np.array(noise.scales) @ powers)
+    assert isinstance(noise, Toeplitz | InverseToeplitz)
+    values = np.array(noise.values)
+    if not values[0] > 0:
+        raise Unreadable("noise is correlated by a matrix without an inverse: its diagonal has 0.")
+    if isinstance(noise, Toeplitz):
+        return np.pad(values, (0, steps - len(values)))
+    column = np.eye(1, steps)[0] / values[0]  # of the inverse series, by long division
+    for k in range(1, steps):
+        divisor = values[1 : k + 1]
+        column[k] = -(divisor @ column[k - len(divisor) : k][::-1]) / values[0]
+    return column
+
+
+def saved(run: Run, orders: np.ndarray) -> np.ndarray:
+    r"""The divergence minus that of a Gaussian, because an example hides among random bins.
+
+    An example in bin b moves row t of $C G$ by at most $m_{tb}$, the sum of $|C_{ts}|$ over the
+    steps of the bin. With $K = M^T M$ over the variance, the moment of the mixture of bins against
+    the run without the example is at most $\prod_j \max_a E_b e^{j K_{ab}}$ for a whole order
+    (Hölder). The reverse moment is at most a Gaussian's (Jensen).
+    """
+    noise: Any = run.noise
+    bins = run.sampling.cycle
+    multiplier = min(run.multiplier_and_steps)[0]
+    if run.sampling.place != "random" or noise.steps > LARGEST or multiplier <= 0:
+        return 0 * orders
+    sizes = np.abs(matrix(noise))
+    moves = np.array([sizes[:, first::bins].sum(axis=1) for first in range(bins)])
+    products = moves @ moves.T / noise.sensitivity**2  # K, for multiplier 1
+    overlaps = np.sort(products, axis=1).max(axis=0)  # at least the sorted entries of every row
+    if np.mean(overlaps) > 0.75:  # the card does not count what is saved here
+        return 0 * orders
+    # A bin of 32 random bits, modulo the number of bins, is this much likelier than 1 / bins.
+    odds = (1 + bins / 2**32) / bins
+    overlaps = overlaps / multiplier**2
+    log_moments = [0.0]
+    for j in range(1, math.ceil(max(orders))):
+        top = j * overlaps[-1]
+        log_mean = top + math.log(odds * np.exp(j * overlaps - top).sum())
+        log_moments.append(log_moments[-1] + log_mean)
+    whole_orders = 1 + np.arange(len(log_moments))
+    forward = np.interp(orders, whole_orders, log_moments) / (orders - 1)
+    reverse = (overlaps[-1] + (orders - 1) * odds * overlaps.sum()) / 2
+    gaussian = orders / (2 * multiplier**2)
+    return np.minimum(np.maximum(forward, reverse) - gaussian, 0.0)
