@@ -34,7 +34,7 @@ from absl import logging
 import dpjax
 from dpjax import clipping, data, models, sampling, strategies
 from experiments.common import runs
-from experiments.scatternet import __main__ as scatternet
+from experiments.scatternet import run as scatternet
 from experiments.scatternet.settings import ROWS, SMALL
 
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)

@@ -86,7 +86,7 @@ HEADLINES = (  # claims of the README, one of each paper
 
 def papers() -> list[Paper]:
     """All papers, in the order of the page."""
-    return [importlib.import_module(f"experiments.{name}.__main__").PAPER for name in PACKAGES]
+    return [importlib.import_module(f"experiments.{name}.run").PAPER for name in PACKAGES]
 
 
 @functools.cache

@@ -11,13 +11,12 @@ from experiments.common.figures import Draw, Figure, logged
 from experiments.grouped_clipping.settings import SETTINGS, WORDS, keys
 
 _ACCURACY = "test accuracy, %"
-LINES = {
-    f"{dataset}, {steps} steps": {
-        way: keys(dataset, way, steps, "tanh", "relu") for way in ("flat", "paper", "equal")
-    }
-    for dataset in WORDS
-    for steps in SETTINGS[dataset].steps.values()
-}
+_WAYS = ("flat", "paper", "equal")
+LINES = {}
+for _dataset in WORDS:
+    for _steps in SETTINGS[_dataset].steps.values():
+        _rows = {way: keys(_dataset, way, _steps, "tanh", "relu") for way in _WAYS}
+        LINES[f"{_dataset}, {_steps} steps"] = _rows
 
 
 def _figure(shows: str, draw: Draw) -> Figure:

@@ -43,20 +43,38 @@ SMALL = {
     "digits pixels": Row("digits", "mlp", 256, 2.0, 16, 3.0, ""),
     "digits wavelets": Row("digits", "scatter_linear", 256, 0.5, 16, 3.5, "data"),
 }
-PRINTED = dict(zip(ROWS, (98.1, 98.7, 98.7, 86.0, 89.7, 89.0, 59.2, 67.0, 69.3), strict=True))
-ROWS |= {f"{of}, shuffled": ROWS[of]._replace(shuffled=True) for of in ROWS if "cifar w" in of}
+PRINTED = {
+    "mnist pixels cnn": 98.1,
+    "mnist wavelets linear": 98.7,
+    "mnist wavelets cnn": 98.7,
+    "fashion pixels cnn": 86.0,
+    "fashion wavelets linear": 89.7,
+    "fashion wavelets cnn": 89.0,
+    "cifar pixels cnn": 59.2,
+    "cifar wavelets linear": 67.0,
+    "cifar wavelets cnn": 69.3,
+}
+for _name in ("cifar wavelets linear", "cifar wavelets cnn"):
+    ROWS[f"{_name}, shuffled"] = ROWS[_name]._replace(shuffled=True)
 EXAMPLES = {"mnist": 60_000, "fashion_mnist": 60_000, "cifar10": 50_000, "digits": 1_437}
 BOUND = 0.1
-MOMENTS, SEARCH = 8.0, 20.0  # noise of the two queries for moments, and of two for thresholds
+MOMENTS = 8.0  # the noise of each of the two queries for moments
+SEARCH = 20.0  # the noise of each of the two queries for thresholds
 
 WORDS = {"mnist": "MNIST", "fashion": "FashionMNIST", "cifar": "CIFAR-10"}
-CLAIMS = [
-    Claim(f"{WORDS[dataset]}: {rest}", [key], PRINTED[key])
-    for key in PRINTED
-    for dataset, rest in [key.split(" ", 1)]
-] + [
-    Claim(f"{word}: linear on wavelets above a CNN on pixels", [f"{dataset} wavelets linear"],
-          "above", [f"{dataset} pixels cnn"], paired=False)
-    for dataset, word in WORDS.items()
-]  # fmt: skip
-CLAIMS.insert(0, Claim("nine rows", list(PRINTED), 3.0, measure="epsilon"))
+
+
+def _claims() -> list[Claim]:
+    claims = [Claim("nine rows", list(PRINTED), 3.0, measure="epsilon")]
+    for key, accuracy in PRINTED.items():
+        dataset, rest = key.split(" ", 1)
+        claims.append(Claim(f"{WORDS[dataset]}: {rest}", [key], accuracy))
+    for dataset, word in WORDS.items():
+        system = f"{word}: linear on wavelets above a CNN on pixels"
+        linear = [f"{dataset} wavelets linear"]
+        cnn = [f"{dataset} pixels cnn"]
+        claims.append(Claim(system, linear, "above", than=cnn, paired=False))
+    return claims
+
+
+CLAIMS = _claims()
