@@ -61,11 +61,18 @@ def classify(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, A
         look=partial(looked, runs.logits_on(model, x_test), y_test),
         bound_schedule=schedule,
     )
-    way = [{k: v for k, v in log.items() if not isinstance(v, list)} for log in numbers["way"]]
-    return {**numbers["way"][-1], **numbers, "way": way}
+    *_, last = numbers["way"]
+    numbers["way"] = [without_bins(look) for look in numbers["way"]]
+    return {**last, **numbers}
+
+
+def without_bins(look: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a look; its lists, a number for each bin, are left out."""
+    return {name: value for name, value in look.items() if not isinstance(value, list)}
 
 
 def train(row: Any, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]:
+    """One run of any row."""
     if isinstance(row, algorithms.Method):
         return algorithms.train(row, seed, folder)
     if isinstance(row, limits.Kernel):
@@ -74,24 +81,23 @@ def train(row: Any, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]
         return limits.train(row, seed, folder)
     if why := settings.ABSENT.get(row.task):
         raise ValueError(f"{row.task}: {why}. Its rows have an epsilon alone.")
-    regression = row.task in settings.REGRESSIONS
-    return (regressions.train if regression else classify)(row, seed, folder)
+    if row.task in settings.REGRESSIONS:
+        return regressions.train(row, seed, folder)
+    return classify(row, seed, folder)
 
 
 def epsilons(row: Any) -> tuple[Any, ...]:
-    """What runs, and what the paper's estimate is of."""
-    if not isinstance(row, Row):
-        # Bounds of layers are not read, so any parameters will do.
-        shape = {"layer": {"kernel": jnp.zeros(1)}}
-        step = isinstance(row, limits.Step)
-        mechanism = (
-            limits.mechanism_of(row)
-            if step
-            else algorithms.mechanism_of(row, algorithms.size_of(row), shape)
-        )
+    """The mechanism that runs, and the event that the paper's estimate is for."""
+    if isinstance(row, limits.Step):
+        mechanism = limits.mechanism_of(row)
+        return mechanism, mechanism.event, "gdp"
+    if isinstance(row, algorithms.Method):
+        # The event does not depend on the parameters, so a single layer stands for them.
+        params = {"layer": {"kernel": jnp.zeros(1)}}
+        mechanism = algorithms.mechanism_of(row, algorithms.size_of(row), params)
         return mechanism, mechanism.event, "gdp"
     setting = settings.SETTINGS[row.task]
-    params = {f"layer{i}": {"kernel": jnp.zeros(1)} for i in range(4)}  # as many as of the CNN
+    params = {f"layer{i}": {"kernel": jnp.zeros(1)} for i in range(4)}  # the CNN has 4 layers
     ran = settings.mechanism_of(setting, row.way, params)
     return ran, settings.claimed(setting), "gdp", setting.delta
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -38,7 +38,8 @@ from experiments.finetuning.settings import LINEAR, PARTS, SWITCH, Row
 
 SIDE = 96  # pixels to which images are resized
 LENGTH = 32  # tokens; 6 % of the phrases are longer and cut
-BINS, RANK = 15, 8  # of confidence; of adapters
+BINS = 15  # of confidence
+RANK = 8  # of adapters
 DELTA = runs.DELTA
 
 
@@ -63,49 +64,61 @@ def dataset_of(row: Row) -> data.Dataset:
     """Images, tokens, or features for a linear layer; with --smoke small ones."""
     if runs.SMOKE.value:
         return _small(row)
-    return _images() if row.data == "cifar10" else _phrases(row.part == LINEAR)
+    if row.data == "cifar10":
+        return _images()
+    return _phrases(row.part == LINEAR)
 
 
 def _images() -> data.Dataset:
-    dataset = runs.loaded("cifar10")
-    train, test = (
-        efficientnet.features_of(x, SIDE, WEIGHTS.value, runs.CACHE_DIR.value)
-        for x, _ in (dataset.train, dataset.test)
-    )
-    return _featured(dataset, train, test)
+    """CIFAR-10, as EfficientNet's features."""
+
+    def features_of(images: Any) -> np.ndarray:
+        return efficientnet.features_of(images, SIDE, WEIGHTS.value, runs.CACHE_DIR.value)
+
+    return _featured(runs.loaded("cifar10"), features_of)
 
 
 def _phrases(featured: bool) -> data.Dataset:
+    """SST-2, as tokens or as MiniLM's features."""
     tokens_of = minilm.tokenizer(minilm.published(WEIGHTS.value))
-    parts = []
-    for rows in map(text.rows_of, ("train", "test")):
+
+    def part(name: str) -> tuple[np.ndarray, np.ndarray]:
+        rows = text.rows_of(name)
         x = np.stack([tokens_of(words, LENGTH) for words, _ in rows])
-        parts.append((x, np.array([int(label) for _, label in rows], np.int32)))
-    dataset = data.Dataset("sst2", parts[0], parts[1], 2)
+        return x, np.array([int(label) for _, label in rows], np.int32)
+
+    def features_of(tokens: Any) -> np.ndarray:
+        return minilm.features_of(tokens, WEIGHTS.value, runs.CACHE_DIR.value)
+
+    dataset = data.Dataset("sst2", part("train"), part("test"), 2)
     if not featured:
         return dataset
-    train, test = (minilm.features_of(x, WEIGHTS.value, runs.CACHE_DIR.value) for x, _ in parts)
-    return _featured(dataset, train, test)
+    return _featured(dataset, features_of)
 
 
-def _featured(dataset: data.Dataset, train: np.ndarray, test: np.ndarray) -> data.Dataset:
-    (_, y), (_, y_test) = dataset.train, dataset.test
-    return dataset._replace(train=(scaled(train), y), test=(scaled(test), y_test))
+def _featured(dataset: data.Dataset, features_of: Callable[[Any], np.ndarray]) -> data.Dataset:
+    """The data set with scaled features in place of its inputs."""
+    x, y = dataset.train
+    x_test, y_test = dataset.test
+    train = scaled(features_of(x))
+    test = scaled(features_of(x_test))
+    return dataset._replace(train=(train, y), test=(test, y_test))
 
 
 def scaled(features: np.ndarray) -> np.ndarray:
     """Each example's features less their mean, at length 1: free, because no other is read."""
     centred = features - features.mean(axis=-1, keepdims=True)
-    return centred / np.maximum(np.linalg.norm(centred, axis=-1, keepdims=True), 1e-6)
+    lengths = np.linalg.norm(centred, axis=-1, keepdims=True)
+    return centred / np.maximum(lengths, 1e-6)
 
 
 def _small(row: Row) -> data.Dataset:
+    """The data of a smoke run: digits, or random tokens."""
     if row.part == LINEAR:
-        dataset = data.load("digits")
-        train, test = (x.reshape(len(x), -1) for x, _ in (dataset.train, dataset.test))
-        return _featured(dataset, train, test)
-    draw = np.random.default_rng(0)
-    x, y = draw.integers(1, 50, (120, 12)).astype(np.int32), draw.integers(0, 2, 120)
+        return _featured(data.load("digits"), lambda images: images.reshape(len(images), -1))
+    rng = np.random.default_rng(0)
+    x = rng.integers(1, 50, (120, 12)).astype(np.int32)
+    y = rng.integers(0, 2, 120)
     return data.Dataset("random tokens", (x[:90], y[:90]), (x[90:], y[90:]), 2)
 
 
@@ -113,9 +126,11 @@ def model_of(row: Row, seed: int) -> Any:
     """A linear layer, or a network that is trained in part."""
     if row.part == LINEAR:
         return models.by_name("linear", dataset_of(row).classes or 0)
-    small: dict[str, Any] = {"vocabulary": 50, "width": 16, "depth": 1, "heads": 2}
-    network: Any = minilm.MiniLM(classes=2, **small if runs.SMOKE.value else {})
-    tokens, key = jnp.zeros(LENGTH, jnp.int32), jax.random.key(seed)
+    network: Any = minilm.MiniLM(classes=2)
+    if runs.SMOKE.value:
+        network = minilm.MiniLM(classes=2, vocabulary=50, width=16, depth=1, heads=2)
+    key = jax.random.key(seed)
+    tokens = jnp.zeros(LENGTH, jnp.int32)
     weights = jax.jit(network.init)(key, tokens)["params"]
     if not runs.SMOKE.value:
         weights = minilm.load(minilm.published(WEIGHTS.value), weights)
@@ -123,6 +138,7 @@ def model_of(row: Row, seed: int) -> Any:
 
 
 def tuned(network: Any, weights: Any, part: str, key: Any) -> Tuned:
+    """The network, with the leaves and adapters of a part to train."""
     leaves: Any = flatten_dict(weights, sep="/")
     known = leaves | text.adapters(leaves, key, RANK)
     trained = {name: leaf for name, leaf in known.items() if re.search(PARTS[part], name)}
@@ -133,19 +149,40 @@ def tuned(network: Any, weights: Any, part: str, key: Any) -> Tuned:
 def setting_of(row: Row) -> calibration.Setting:
     """A run as the paper's other tasks describe theirs, with the noise of this epsilon."""
     examples = dataset_of(row).examples
-    batch, steps = (32, 4) if runs.SMOKE.value else (row.batch, row.steps)
+    batch = row.batch
+    steps = row.steps
+    if runs.SMOKE.value:
+        batch = 32
+        steps = 4
     noise = 0.0
     if row.epsilon < math.inf:
         plan = runs.calibrated(examples, batch, steps, row.epsilon, 1.0)
         noise = float(plan.multipliers[0])
-    rates = row.rate, row.rate / row.large if row.optimizer == "sgd" else row.rate
-    given = (examples, batch, noise, steps, steps, row.epsilon, DELTA, row.optimizer)
-    return calibration.Setting(*given, *rates, row.small, row.large, SWITCH)
+    plain_rate = row.rate
+    if row.optimizer == "sgd":
+        plain_rate = row.rate / row.large
+    return calibration.Setting(
+        examples=examples,
+        batch=batch,
+        noise=noise,
+        steps=steps,
+        accounted=steps,
+        printed=row.epsilon,
+        delta=DELTA,
+        optimizer=row.optimizer,
+        rate=row.rate,
+        plain_rate=plain_rate,
+        small=row.small,
+        large=row.large,
+        switch=SWITCH,
+    )
 
 
 def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]:
-    """One run: accuracy and calibration of the last parameters, and what they cost."""
-    dataset, model, setting = dataset_of(row), model_of(row, seed), setting_of(row)
+    """One run: accuracy and calibration of the last parameters, and their epsilons."""
+    dataset = dataset_of(row)
+    model = model_of(row, seed)
+    setting = setting_of(row)
     (x,), _ = dataset.rows(np.array([0]))
     params = calibration.shapes(model, x)
     mechanism = calibration.mechanism_of(setting, row.way, params)
@@ -156,7 +193,10 @@ def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]
 
     def look(state: Any) -> dict[str, Any]:
         logits = logits_of(state.params)
-        return {way: getattr(metrics, way)(logits, y_test, bins=BINS) for way in ("ece", "mce")}
+        return {
+            "ece": metrics.ece(logits, y_test, bins=BINS),
+            "mce": metrics.mce(logits, y_test, bins=BINS),
+        }
 
     numbers = runs.trained(
         dataset,
@@ -165,14 +205,16 @@ def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]
         optimizer,
         seed,
         folder,
-        evaluations=2,  # at the end, and once before: `trained` keeps no log of a single one
+        evaluations=2,  # `trained` keeps no log of a single one
         look=look,
         bound_schedule=schedule,
     )
     last = numbers["way"][-1]
     return {
         "accuracy": numbers["accuracy"],
-        **{figure: last[figure] for figure in ("nll", "ece", "mce")},
+        "nll": last["nll"],
+        "ece": last["ece"],
+        "mce": last["mce"],
         "trained": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
         "noise": setting.noise,
         "rdp": mechanism.epsilon(DELTA, "rdp"),
@@ -181,7 +223,7 @@ def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]
 
 
 def epsilons(row: Row) -> tuple[dpjax.Mechanism, Any, str]:
-    """What runs; the paper has other networks, so nothing is printed."""
+    """The mechanism that runs; no epsilon is printed, since the paper has other networks."""
     mechanism = calibration.mechanism_of(setting_of(row), calibration.SMALL, {"w": jnp.zeros(1)})
     return mechanism, mechanism.event, "pld"
 

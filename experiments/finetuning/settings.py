@@ -27,7 +27,10 @@ from experiments.common.claims import Claim
 
 
 class Row(NamedTuple):
-    """Data, what is trained, and how.  ``rate`` is of a bound of 1 for SGD."""
+    """A run of one network: its data, the part that is trained, and its optimizer.
+
+    For SGD ``rate`` is the rate at a bound of 1.
+    """
 
     data: str
     part: str  # of the network
@@ -57,7 +60,10 @@ NETWORKS = {
 
 
 def key_of(network: str, epsilon: float, way: str) -> str:
-    return f"{network} {way}" + (f" at epsilon {epsilon:g}" if epsilon < math.inf else "")
+    """The key of a row."""
+    if epsilon == math.inf:
+        return f"{network} {way}"
+    return f"{network} {way} at epsilon {epsilon:g}"
 
 
 ROWS = {
@@ -79,13 +85,14 @@ def _claims() -> list[Claim]:
     claims = []
     for network in NETWORKS:
         for epsilon in EPSILONS:
-            ours, than = ([key_of(network, epsilon, way)] for way in (LARGE, SMALL_R))
+            large = [key_of(network, epsilon, LARGE)]
+            small = [key_of(network, epsilon, SMALL_R)]
             dataset, part = network.split(" ", 1)
             words = f"{WORDS[dataset]}, {part}, epsilon {epsilon:g}"
             system = f"{words}: {CALIBRATES}"
-            claims.append(Claim(system, ours, "below", than=than, measure="ece", own=True))
+            claims.append(Claim(system, large, "below", than=small, measure="ece", own=True))
             system = f"{words}: accuracy with a large bound level with that with a small one"
-            claims.append(Claim(system, ours, "level", than=than, own=True))
+            claims.append(Claim(system, large, "level", than=small, own=True))
     return claims
 
 
