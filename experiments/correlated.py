@@ -141,9 +141,7 @@ def show(name: str, mechanism: dpjax.Mechanism, done: Sequence[Mapping[str, Any]
     error = f"error {done[0]['error']:.4g}"
     # Times include compilation and evaluation, which are alike. A resumed run has no time.
     times = [run["core_seconds"] for run in done if "core_seconds" in run]
-    speed = ""
-    if times:
-        speed = f"{1e3 * min(times) / mechanism.steps:.3g} ms a step"
+    speed = f"{1e3 * min(times) / mechanism.steps:.3g} ms a step" if times else ""
     print(name, accuracy, noise, error, speed, sep="  ", flush=True)
 
 

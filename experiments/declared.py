@@ -206,9 +206,7 @@ def tables(rows: Mapping[str, Any]) -> dict[str, str]:
 
 def main(results: runs.Results) -> None:
     """Runs the rows as far as they are missing."""
-    names = NAMES
-    if runs.SMOKE.value:
-        names = NAMES[:1]
+    names = NAMES[:1] if runs.SMOKE.value else NAMES
     for name, model, epsilon in itertools.product(names, MODELS, EPSILONS):
         row = key_of(name, model, epsilon)
         if runs.named(row):

@@ -299,9 +299,7 @@ def measured(name: str, *_: Any) -> dict[str, Any]:
     twin, fault = FAULTS[name]
     wrong = twin._replace(**fault)
     seed = 100 * list(FAULTS).index(name)
-    tries = TRIES
-    if runs.SMOKE.value:
-        tries = 1
+    tries = 1 if runs.SMOKE.value else TRIES
     found: dict[str, Any] = {"by": twin.law}
     for way, finds_fault in WAYS.items():
         began = time.process_time()

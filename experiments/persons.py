@@ -59,11 +59,8 @@ def loss(weights, row):
 def one_run(way, most, epsilon, seed, folder):
     """Accuracy in per cent on 1,000 other patients, the noise, and epsilon for one patient."""
     del folder
-    patients = 2000
-    steps = 200
-    if runs.SMOKE.value:
-        patients = 100
-        steps = 3
+    patients = 100 if runs.SMOKE.value else 2000
+    steps = 3 if runs.SMOKE.value else 200
     owners, rows = table(patients, seed)
     batch = RATE * patients
     noise = 0.0
@@ -71,9 +68,7 @@ def one_run(way, most, epsilon, seed, folder):
     if epsilon < math.inf:
         plan = both(patients, batch, most, steps=steps, epsilon=epsilon, delta=runs.DELTA)
         noise = getattr(plan, way)
-        bound = BOUND
-        if way == "persons":
-            bound = BOUND / math.sqrt(most)
+        bound = BOUND / math.sqrt(most) if way == "persons" else BOUND
     if way == "persons":
         sampler = sampling.persons(owners, batch, most)
     else:  # the rate and the divisor do not follow from the number of visits
@@ -107,9 +102,7 @@ def epsilon_of_patient(mechanism, way, most):
     """Epsilon for all visits of a patient; 0 stands for a run without noise."""
     if not mechanism.multipliers.any():
         return 0
-    records = 1
-    if way == "rows":
-        records = most
+    records = most if way == "rows" else 1
     return accounting.epsilon_for_users(mechanism.event, runs.DELTA, records)
 
 

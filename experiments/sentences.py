@@ -144,14 +144,10 @@ def examples_of(texts: list[str]) -> tuple[Any, Any]:
 @functools.cache
 def pretraining() -> tuple[Any, Any]:
     """Public texts in rows of a full length: no text is protected, so they may be cut."""
-    tokens = []
-    for line in public():
-        tokens += pieces()(line)[1:]
-    examples = []
-    for start in range(0, len(tokens) - LENGTH, LENGTH - 1):
-        row = tokens[start : start + LENGTH]
-        examples.append(objective.example_of(row, LENGTH))
-    return objective.stacked(examples)
+    tokens = [token for line in public() for token in pieces()(line)[1:]]
+    starts = range(0, len(tokens) - LENGTH, LENGTH - 1)
+    rows = [tokens[start : start + LENGTH] for start in starts]
+    return objective.stacked([objective.example_of(row, LENGTH) for row in rows])
 
 
 @functools.cache
@@ -175,11 +171,7 @@ def secret(name: str, number: int) -> str:
 def secrets_of(seed: int) -> dict[str, int]:
     """The number of each name."""
     rng = np.random.default_rng(seed)
-    numbers = {}
-    for names in PLANTED.values():
-        for name in names:
-            numbers[name] = int(rng.integers(10**DIGITS))
-    return numbers
+    return {name: int(rng.integers(10**DIGITS)) for names in PLANTED.values() for name in names}
 
 
 def private_sentences(secrets: Mapping[str, int]) -> list[str]:
@@ -218,9 +210,10 @@ def run(row: Row | None, seed: int, folder: Any) -> Mapping[str, Any]:
         facts = {}
     else:
         weights, facts = tuned(row, secrets, seed)
-    exposures = {}
-    for times, names in PLANTED.items():
-        exposures[str(times)] = [exposure(weights, name, secrets[name]) for name in names]
+    exposures = {
+        str(times): [exposure(weights, name, secrets[name]) for name in names]
+        for times, names in PLANTED.items()
+    }
     prompt = pieces()("the film")[:-1]
     written = objective.written(next_token(), weights, prompt, LENGTH, 0, seed)
     return {
@@ -280,9 +273,7 @@ def _cells(seeds: list[Any]) -> Iterator[str]:
     yield f"{first.get('trained', 0):,}"
     yield runs.spread([run["perplexity"] for run in seeds])
     for count in PLANTED:
-        bits = []
-        for run in seeds:
-            bits += run["exposure"][str(count)]
+        bits = [bit for run in seeds for bit in run["exposure"][str(count)]]
         yield f"{np.mean(bits):.1f} ({min(bits):.1f} to {max(bits):.1f})"
     epsilons = first.get("epsilon_of", {}).values()
     yield ", ".join(upwards(epsilon, ".3g") for epsilon in epsilons)

@@ -120,9 +120,7 @@ def prepared(setting: Setting) -> tuple[Any, Any]:
         loss = losses.augmented(loss, shifted, setting.views, key=jax.random.key(0))
         examples = (*examples, np.arange(data.examples))
         per_step = _itself
-    steps = setting.steps
-    if runs.SMOKE.value:
-        steps = 4
+    steps = 4 if runs.SMOKE.value else setting.steps
     mechanism = runs.calibrated(data.examples, setting.batch, steps, setting.epsilon, setting.bound)
     sgd = optax.sgd(setting.rate, momentum=setting.momentum or None)
     optimizer = optax.chain(sgd, training.average_parameters(setting.average))
@@ -160,13 +158,12 @@ def run(setting: Setting, seed: int, folder: Any) -> Mapping[str, Any]:
 
 def row_of(setting: Setting) -> str:
     """The name of a row: the fields that differ from the defaults."""
-    words = []
-    for field, value in setting._asdict().items():
-        if value != Setting._field_defaults[field]:
-            words.append(f"{field} {value}")
-    if not words:
-        return "digits defaults"
-    return "digits " + ", ".join(words)
+    changed = [
+        f"{field} {value}"
+        for field, value in setting._asdict().items()
+        if value != Setting._field_defaults[field]
+    ]
+    return "digits " + (", ".join(changed) or "defaults")
 
 
 _CIFAR10 = "batch 4096, rate 0.8, momentum 0.9, 780 steps"
@@ -275,12 +272,12 @@ def of_sweep(label: str, settings: list[Setting]) -> Line:
 
 def lines() -> dict[str, list[Line]]:
     """The lines of every table of the guide."""
-    found = {}
-    for name, rows in PAPERS.items():
-        found[name] = [of_paper(*row) for row in rows]
-    for name, sweep in SWEEPS.items():
-        found[name] = [of_sweep(label, settings) for label, settings in sweep.items()]
-    return found
+    papers = {name: [of_paper(*row) for row in rows] for name, rows in PAPERS.items()}
+    sweeps = {
+        name: [of_sweep(label, settings) for label, settings in sweep.items()]
+        for name, sweep in SWEEPS.items()
+    }
+    return papers | sweeps
 
 
 def table(found: list[Line]) -> str:

@@ -149,9 +149,7 @@ def sentiment(
     """Test accuracy of one run, the number of trained parameters, and epsilon of a sentence."""
     del folder
     part, from_base, epsilon, rate = row
-    leaves = random_leaves(seed)
-    if from_base:
-        leaves = base(seed)
+    leaves = base(seed) if from_base else random_leaves(seed)
     if part is None:
         return {"accuracy": accuracy(unflatten_dict(leaves, sep="/"))}
     known = leaves | adapters(leaves, jax.random.key(seed))
@@ -187,10 +185,13 @@ def costs(mechanism: dpjax.Mechanism, records: tuple[int, ...]) -> dict[str, Any
         return {}
     if runs.SMOKE.value:
         records = (1,)  # the accountant has no answer for 13 of its few examples
-    epsilons = {}
-    for count in records:
-        epsilons[str(count)] = accounting.epsilon_for_users(mechanism.event, DELTA, count)
-    return {"noise_multiplier": float(mechanism.multipliers[0]), "epsilon_of": epsilons}
+    return {
+        "noise_multiplier": float(mechanism.multipliers[0]),
+        "epsilon_of": {
+            str(count): accounting.epsilon_for_users(mechanism.event, DELTA, count)
+            for count in records
+        },
+    }
 
 
 def text_of(name: str) -> str:

@@ -64,12 +64,10 @@ def falling(steps: int) -> Runs:
 
 def questions(smoke: bool) -> dict[str, dict[str, Callable[[float], float]]]:
     """The functions of the sampling rate that are timed, by question and contestant."""
-    steps = STEPS
-    distinct = DISTINCT
-    if smoke:
-        steps = 10
-        distinct = 3
-    plans = {"steps": [(MULTIPLIER, steps)], "schedule": falling(distinct)}
+    plans = {
+        "steps": [(MULTIPLIER, 10 if smoke else STEPS)],
+        "schedule": falling(3 if smoke else DISTINCT),
+    }
     asked: dict[str, dict[str, Callable[[float], float]]] = {}
     for method in THEIRS:
         for name, runs in plans.items():
@@ -93,9 +91,7 @@ def measure(answer: Callable[[float], float], repeats: int) -> dict[str, Any]:
 
 
 def main(asked: Any) -> None:
-    repeats = asked.repeats
-    if asked.smoke:
-        repeats = 1
+    repeats = 1 if asked.smoke else asked.repeats
     packages = ("numpy", "scipy", "jax", "dp-accounting")
     report = reporting.begin(packages, smoke=asked.smoke, repeats=repeats)
     report["questions"] = {}

@@ -142,18 +142,18 @@ def measure(bins: int, epochs: int, z: float, normals: float) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     steps = Counter({Step(z, bins=bins, epoch=((z, bins),)): epochs})
     poisson = accounting.subsampled_gaussian(z, 1 / bins, bins * epochs)
-    orders = by_orders(bins, epochs, z)
-    estimates = []
-    for order, near in zip((1, -1), orders, strict=True):
-        estimates.append(monte_carlo(order, bins, epochs, z, near, normals))
+    with_against_without, reversed_order = by_orders(bins, epochs, z)
     return {
         "row": [bins, epochs, z],
         "epsilon": epsilon,
         "seconds": seconds,
-        "orders": orders,
+        "orders": [with_against_without, reversed_order],
         "below": epsilon_of(law_of(steps), DELTA),
         "poisson": accounting.epsilon(poisson, DELTA, "pld"),
-        "monte_carlo": estimates,
+        "monte_carlo": [
+            monte_carlo(1, bins, epochs, z, near=with_against_without, normals=normals),
+            monte_carlo(-1, bins, epochs, z, near=reversed_order, normals=normals),
+        ],
     }
 
 
@@ -161,17 +161,13 @@ def main(asked: Any) -> None:
     report = reporting.begin(("numpy", "scipy", "dp-accounting"), delta=DELTA, smoke=asked.smoke)
     report["rows"] = []
     print("row, epsilon, from below, Poisson's | each order and Monte Carlo | seconds")
-    rows = ROWS
-    normals = 6e8
-    if asked.smoke:
-        rows = ROWS[2:3]
-        normals = 1e6
+    rows = ROWS[2:3] if asked.smoke else ROWS
+    normals = 1e6 if asked.smoke else 6e8
     for row in rows:
         found = measure(*row, normals=normals)
         report["rows"].append(found)
-        cells = []
-        for by_pld, (mean, error) in zip(found["orders"], found["monte_carlo"], strict=True):
-            cells.append(f"{by_pld:8.4f} {mean:8.4f} ±{error:.4f}")
+        pairs = zip(found["orders"], found["monte_carlo"], strict=True)
+        cells = [f"{by_pld:8.4f} {mean:8.4f} ±{error:.4f}" for by_pld, (mean, error) in pairs]
         print(
             f"{row!s:18} {found['epsilon']:8.4f} {found['below']:8.4f} {found['poisson']:8.4f} |",
             " | ".join(cells),

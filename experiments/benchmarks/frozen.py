@@ -125,10 +125,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 def main(asked: Any) -> None:
     report = reporting.begin(("jax", "jaxlib"), smoke=asked.smoke)
     report["rows"] = {}
-    sizes = SIZES
-    if asked.smoke:
-        sizes = (16,)
-    for mib in sizes:
+    for mib in (16,) if asked.smoke else SIZES:
         row = report["rows"][f"{mib} MiB"] = {}
         for kind in (*KINDS, "split"):
             worker = workers.Worker(sys.executable, "frozen", "answer")

@@ -228,10 +228,7 @@ def main(asked: Any) -> None:
     began = time.monotonic()
     report = reporting.begin(("jax", "jaxlib", "flax"), smoke=asked.smoke)
     report |= {"rows": {}, "planned": {}}
-    rows = ROWS
-    if asked.smoke:
-        rows = ROWS[:5]
-    for name, who in rows:
+    for name, who in ROWS[:5] if asked.smoke else ROWS:
         left = ALL * slowness(asked) - (time.monotonic() - began)
         row = row_of(name, who, left, asked)
         report["rows"].setdefault(name, {})[who] = row
@@ -239,8 +236,7 @@ def main(asked: Any) -> None:
         reporting.keep(report, asked.out)
     with jax.default_device(jax.devices("cpu")[0]):
         for name, fields in PLANNED.items():
-            if asked.smoke:
-                fields = fields | TINY
+            fields = fields | TINY if asked.smoke else fields
             row = {who: planned(fields, who) for who in ("plain", "dpjax auto", "dpjax vmap")}
             report["planned"][name] = row
             print(name, row, flush=True)

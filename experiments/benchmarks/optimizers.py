@@ -245,9 +245,7 @@ def outcome(run: Callable[[Any], None], make: Callable[[], Any]) -> str:
 def main(asked: Any) -> None:
     makers = rows()
     report = reporting.begin(("dpjax", "jax", "optax"))
-    words = asked.names
-    if asked.smoke:
-        words = SMOKE
+    words = SMOKE if asked.smoke else asked.names
     report["rows"] = {}
     for name in reporting.chosen("names", list(makers), words):
         row = {way: outcome(run, makers[name]) for way, run in WAYS.items()}

@@ -139,9 +139,7 @@ def main(asked: Any) -> None:
         print(workers.NOT_RUN, flush=True)
     report["workloads"] = {}
     for name in names:
-        batch_size = WORKLOADS[name].batch_size
-        if asked.smoke:
-            batch_size = 8
+        batch_size = 8 if asked.smoke else WORKLOADS[name].batch_size
         result = measure(name, batch_size, asked.contestants, python, **limits)
         report["workloads"][name] = result
         print(table(name, result), flush=True)

@@ -155,10 +155,7 @@ def main(asked: Any) -> None:
         del interpreters["jax_privacy"]
     alive: dict[str, workers.Worker] = {}
     keys = ("family", "steps", "size", "separation", "most")
-    tasks = TASKS
-    if asked.smoke:
-        tasks = SMOKE
-    for values in tasks:
+    for values in SMOKE if asked.smoke else TASKS:
         task: dict[str, Any] = dict(zip(keys, values, strict=True))
         row = report["rows"][named(task)] = {}
         for who, python in interpreters.items():
@@ -166,18 +163,14 @@ def main(asked: Any) -> None:
                 # OpenBLAS's threads mostly wait for each other on cores that others use too.
                 alive[who] = workers.Worker(python, "strategies", who, OPENBLAS_NUM_THREADS="1")
                 alive[who].ask({"prepare": True})
-            limit = None
-            if who == "jax_privacy":
-                limit = asked.seconds
+            limit = asked.seconds if who == "jax_privacy" else None
             row[who] = alive[who].ask(task, limit)
             if "refused" in row[who]:
                 alive.pop(who).close()
-        cells = []
-        for found in row.values():
-            if "refused" in found:
-                cells.append(found["refused"])
-            else:
-                cells.append(f"{found['error']:.6f} in {found['seconds']:.2f} s")
+        cells = [
+            found.get("refused") or f"{found['error']:.6f} in {found['seconds']:.2f} s"
+            for found in row.values()
+        ]
         print(f"{named(task)}: {'; '.join(cells)}", flush=True)
         reporting.keep(report, asked.out)
     for worker in alive.values():

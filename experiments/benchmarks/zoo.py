@@ -107,10 +107,9 @@ def main(asked: Any) -> None:
     report = reporting.begin(("jax", "jaxlib", "flax"), smoke=asked.smoke, rounds=rounds)
     report["models"] = {}
     for name in names:
-        batch_size, make = MODELS[name]
-        if asked.smoke:
-            batch_size = 4
-        found = measure(make(batch_size), rounds, asked.seconds)
+        size, make = MODELS[name]
+        case = make(4 if asked.smoke else size)
+        found = measure(case, rounds, asked.seconds)
         report["models"][name] = found
         print(
             f"{name:30} {found['plain_ms']:8.2f} ms {found['private_ms']:8.2f} ms "

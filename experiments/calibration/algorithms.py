@@ -157,10 +157,11 @@ def _jl(projections: int) -> Callable[[Any], Clipping]:
 
 
 def _methods() -> dict[str, Method]:
-    methods = {}
-    for optimizer in OPTIMIZERS:
-        for way, rule in CLIPPINGS.items():
-            methods[f"{optimizer}, {way}"] = Method(gradients, optimizer, rule, NOISE)
+    methods = {
+        f"{optimizer}, {way}": Method(gradients, optimizer, rule, NOISE)
+        for optimizer in OPTIMIZERS
+        for way, rule in CLIPPINGS.items()
+    }
     methods["SGLD"] = Method(langevin, "", lambda _: clipping.flat(LANGEVIN), NOISE)
     flat = CLIPPINGS["flat, small R"]
     for optimizer in ("SGD", "Adam"):
@@ -201,15 +202,12 @@ def size_of(row: Method) -> Size:
 
 def mechanism_of(row: Method, size: Size, params: Any) -> dpjax.Mechanism:
     """Poisson draws of examples or users."""
-    unit = "example"
-    if row.unit == "user":
-        unit = "client"
     return dpjax.Mechanism(
         sampling=sampling.poisson(size.units, size.batch),
         clipping=row.rule(params),
         noise_multiplier=row.noise,
         steps=size.steps,
-        unit=unit,
+        unit="client" if row.unit == "user" else "example",
     )
 
 

@@ -30,16 +30,17 @@ def bounds(title: str, runs: Runs) -> list[Panel]:
         bound = known.get(name, name.split()[-1])
         by_bound[float(bound)] = seeds
     bounds = sorted(by_bound)
-    panels = []
-    for words, measure, scale in (
-        ("test accuracy", "accuracy", 1),
-        ("ECE", "ece", 100),
-        ("MCE", "mce", 100),
-    ):
+
+    def panel(words: str, measure: str, scale: float) -> Panel:
         values = [[scale * run[measure] for run in by_bound[bound]] for bound in bounds]
         lines = {"DP-SGD": (bounds, values)}
-        panels.append(Panel(title, "bound R", f"{words}, %", lines, x_scale="log"))
-    return panels
+        return Panel(title, "bound R", f"{words}, %", lines, x_scale="log")
+
+    return [
+        panel("test accuracy", "accuracy", 1),
+        panel("ECE", "ece", 100),
+        panel("MCE", "mce", 100),
+    ]
 
 
 def histogram(number: str, x: str, y: str, fit: tuple[Any, Any] | None = None) -> Draw:

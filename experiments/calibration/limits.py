@@ -75,9 +75,7 @@ def _descend(layerwise: bool, steps: int, bound: Any, batch: Any, key: Any) -> t
     x = jax.random.normal(x_key, (INPUTS, WIDTH))
     y = 2 * jax.random.normal(y_key, (INPUTS,))
     params = MODEL.init(params_key, x[0])["params"]
-    groups = 1
-    if layerwise:
-        groups = clipping.by_layer(params)
+    groups = clipping.by_layer(params) if layerwise else 1
     rule = clipping.grouped(bound=1.0, groups=groups)
 
     def square(params: Any, x: Any, y: Any) -> Any:
@@ -112,11 +110,8 @@ class Step(NamedTuple):
 
 def measured(row: Kernel, seed: int) -> dict[str, int]:
     """The number of networks with each property of the table."""
-    trials = TRIALS
-    steps = STEPS
-    if runs.SMOKE.value:
-        trials = 10
-        steps = 200
+    trials = 10 if runs.SMOKE.value else TRIALS
+    steps = 200 if runs.SMOKE.value else STEPS
     keys = jax.random.split(jax.random.key(seed), trials)
     matrices, ways = _descend(row.layerwise, steps, row.bound, row.batch, keys)
     counts = np.zeros(len(COLUMNS), int)
@@ -162,15 +157,11 @@ def _key_of(bound: float, noise: float, rate: float) -> str:
     return f"digits R={bound} {noise} at {rate} over {round(TIME / rate)}"
 
 
-def _figure_1() -> dict[str, Step]:
-    rows = {}
-    for rate in RATES:
-        for bound, noise in ((1.0, 0.0), (1.0, 2.0), (1.0, 10.0), (math.inf, 0.0)):
-            rows[_key_of(bound, noise, rate)] = Step(bound, noise, rate, round(TIME / rate))
-    return rows
-
-
-FIGURE_1 = _figure_1()
+FIGURE_1 = {
+    _key_of(bound, noise, rate): Step(bound, noise, rate, round(TIME / rate))
+    for rate in RATES
+    for bound, noise in ((1.0, 0.0), (1.0, 2.0), (1.0, 10.0), (math.inf, 0.0))
+}
 
 
 def _lost(guaranteed: str) -> Curve:
@@ -179,21 +170,23 @@ def _lost(guaranteed: str) -> Curve:
     return lambda run: [run[name] for name in names]
 
 
-def _claims() -> list[Claim]:
-    claims = []
-    smallest = RATES[-1]
-    for noise in NOISES:
-        system = f"digits: noise {noise:g} level with none in the limit of small steps"
-        noisy = [_key_of(1.0, noise, smallest)]
-        noiseless = [_key_of(1.0, 0.0, smallest)]
-        claims.append(Claim(system, noisy, "level", noiseless, figures=("1",)))
-    for way in ("flat", "layerwise"):
-        system = f"table 1, {way}: large R keeps what small R loses, in more of 50 networks"
-        large = [f"kernel large R, {way}"]
-        small = [f"kernel small R, {way}"]
-        measure = _lost(TABLE_1[f"small R, {way}"].guaranteed)
-        claims.append(Claim(system, large, "above", small, measure))
-    return claims
-
-
-CLAIMS = _claims()
+CLAIMS = [
+    Claim(
+        f"digits: noise {noise:g} level with none in the limit of small steps",
+        [_key_of(1.0, noise, RATES[-1])],
+        "level",
+        than=[_key_of(1.0, 0.0, RATES[-1])],
+        figures=("1",),
+    )
+    for noise in NOISES
+]
+CLAIMS += [
+    Claim(
+        f"table 1, {way}: large R keeps what small R loses, in more of 50 networks",
+        [f"kernel large R, {way}"],
+        "above",
+        than=[f"kernel small R, {way}"],
+        measure=_lost(TABLE_1[f"small R, {way}"].guaranteed),
+    )
+    for way in ("flat", "layerwise")
+]

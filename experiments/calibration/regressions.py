@@ -75,9 +75,7 @@ def train(row: Row, seed: int, folder: Any) -> Mapping[str, Any]:
     dataset = prepared(name)
     setting = settings.SETTINGS[name]
     if runs.SMOKE.value:
-        batch = 32
-        if setting.batch == setting.examples:
-            batch = dataset.examples
+        batch = dataset.examples if setting.batch == setting.examples else 32
         setting = setting._replace(examples=dataset.examples, batch=batch, steps=4)
     model = models.by_name("regression_mlp", 1, torch_init=True)
     x, y = jax.tree.map(jnp.asarray, dataset.train)

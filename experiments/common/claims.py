@@ -174,10 +174,7 @@ def _verdict(claim: Claim, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -
             return f"{NOT_RUN}: {claim.why}"
         return NOT_RUN
     if not claim.compares:
-        numbers = []
-        for points in ours.values():
-            numbers += points
-        return _measured(claim, numbers)
+        return _measured(claim, [point for points in ours.values() for point in points])
     if callable(claim.measure):
         return _curves(claim, ours, theirs)
     if claim.paired:

@@ -35,11 +35,7 @@ class Figure(NamedTuple):
 
     def row_keys(self) -> list[str]:
         """The keys of all rows that the figure can show."""
-        found = []
-        for lines in self.lines.values():
-            for keys in lines.values():
-                found += keys
-        return found
+        return [key for lines in self.lines.values() for keys in lines.values() for key in keys]
 
     def panels(self, rows: Mapping[str, Mapping[str, Any]]) -> list[Panel]:
         """The panels, as far as their rows ran."""
@@ -47,30 +43,24 @@ class Figure(NamedTuple):
             return self._drawn("", {})
         panels = []
         for title, lines in self.lines.items():
-            runs = {}
-            for line, keys in lines.items():
-                key = best(keys, rows)
-                if key is not None:
-                    runs[line] = list(rows[key].values())
+            best_rows = {line: best(keys, rows) for line, keys in lines.items()}
+            runs = {line: list(rows[key].values()) for line, key in best_rows.items() if key}
             if runs:
                 panels += self._drawn(title, runs)
         return panels
 
     def _drawn(self, title: str, runs: Runs) -> list[Panel]:
         """The panels of one title."""
-        panels = []
-        for draw in self.draws:
-            panels += draw(title, runs)
-        return panels
+        return [panel for draw in self.draws for panel in draw(title, runs)]
 
     def missing(self, rows: Mapping[str, Any]) -> list[str]:
         """The lines of the paper for which no row ran."""
-        absent = []
-        for title, lines in self.lines.items():
-            for line, keys in lines.items():
-                if best(keys, rows) is None:
-                    absent.append(f"{title} {line}")
-        return absent
+        return [
+            f"{title} {line}"
+            for title, lines in self.lines.items()
+            for line, keys in lines.items()
+            if best(keys, rows) is None
+        ]
 
 
 def best(keys: Sequence[str], rows: Mapping[str, Mapping[str, Any]]) -> str | None:
@@ -89,11 +79,8 @@ def logged(
     """One number of the logs against another, of all seeds that have a log."""
 
     def draw(title: str, runs: Runs) -> list[Panel]:
-        lines = {}
-        for name, seeds in runs.items():
-            line = series(seeds, x, y, scale)
-            if line is not None:
-                lines[name] = line
+        logs = {name: series(seeds, x, y, scale) for name, seeds in runs.items()}
+        lines = {name: log for name, log in logs.items() if log is not None}
         if not lines:
             return []
         return [Panel(title, *words, lines, x_scale=x_scale)]
@@ -106,17 +93,10 @@ def series(runs: Sequence[Mapping[str, Any]], x: str, y: str, scale: float = 1.0
 
     Seeds whose log has other places than the first one's are left out.
     """
-    places = None
-    values = []
-    for run in runs:
-        way = run.get("way")
-        if not way or y not in way[0]:
-            continue
-        own_places = [row[x] for row in way]
-        if places is None:
-            places = own_places
-        if own_places == places:
-            values.append([row.get(y) for row in way])
-    if places is None:
+    ways = [run["way"] for run in runs if run.get("way") and y in run["way"][0]]
+    if not ways:
         return None
-    return places, scale * np.array(values, float).T
+    places = [row[x] for row in ways[0]]
+    alike = [way for way in ways if [row[x] for row in way] == places]
+    values = np.array([[row.get(y) for row in way] for way in alike], float)
+    return places, scale * values.T

@@ -42,10 +42,7 @@ class Panel(NamedTuple):
 
 def image(drawn: Sequence[Panel], columns: int = 3) -> bytes:
     """Panels as the bytes of a PNG file."""
-    names = []
-    for panel in drawn:
-        names += panel.lines
-    looks = looks_of(names)
+    looks = looks_of(name for panel in drawn for name in panel.lines)
     rows = -(-len(drawn) // columns)
     columns = min(columns, len(drawn))
     with style.style():
@@ -126,11 +123,9 @@ def seeds_of(panel: Panel) -> str:
         of_points = np.isfinite(padded(values)).sum(1)
         counts[name] = int(of_points.max())
     usual = statistics.mode(counts.values())
-    words = [f"{usual} seeds"]
-    if usual <= 1:
-        words = [f"{usual} seed"]
-    words += [f"{count} of {name}" for name, count in counts.items() if count != usual]
-    return textwrap.fill("; ".join(words), 44)
+    words = f"{usual} seeds" if usual > 1 else f"{usual} seed"
+    others = [f"{count} of {name}" for name, count in counts.items() if count != usual]
+    return textwrap.fill("; ".join([words, *others]), 44)
 
 
 def padded(values: Any) -> np.ndarray:
@@ -167,11 +162,8 @@ def _lines(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, str]]) -> Non
         middle = _over_seeds(table, np.nanmedian)
         low = _over_seeds(table, np.nanmin)
         high = _over_seeds(table, np.nanmax)
-        if not panel.joined:
-            dash = "none"
-        dots = {}
-        if len(places) <= MARKED or not panel.joined:
-            dots = style.DOTS
+        dots = style.DOTS if len(places) <= MARKED or not panel.joined else {}
+        dash = dash if panel.joined else "none"
         axes.plot(places, middle, label=name, linestyle=dash, color=ink, **dots)
         if table.shape[1] == 1:
             continue

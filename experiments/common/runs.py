@@ -64,15 +64,11 @@ class Results:
 
     def __init__(self, path: str | None, runs: str | None = None, mark: str = "") -> None:
         self.mark = mark
-        self.path = None
-        self.runs = None
+        self.path = None if path is None else pathlib.Path(path)
+        self.runs = None if runs is None else pathlib.Path(runs)
         self.content: dict[str, Any] = {"rows": {}}
-        if runs is not None:
-            self.runs = pathlib.Path(runs)
-        if path is not None:
-            self.path = pathlib.Path(path)
-            if self.path.exists():
-                self.content = _with_nan(json.loads(self.path.read_text()))
+        if self.path is not None and self.path.exists():
+            self.content = _with_nan(json.loads(self.path.read_text()))
 
     def of(self, row: str, seed: int, run: Run) -> Mapping[str, Any]:
         """The numbers of a row and a seed, from the file or from a run."""
@@ -126,20 +122,20 @@ def seeds() -> range:
 
 def written(content: Mapping[str, Any]) -> str:
     """Results as strict JSON, a line per run, floats with five digits."""
-    lines = ["{"]
-    for name, value in content.items():
-        if name != "rows":
-            lines.append(f"  {json.dumps(name)}: {json.dumps(value)},")
-    lines.append('  "rows": {')
+    facts = [
+        f"  {json.dumps(name)}: {json.dumps(value)},"
+        for name, value in content.items()
+        if name != "rows"
+    ]
     rows = []
     for row, seeds in content["rows"].items():
-        runs = []
-        for seed, run in seeds.items():
-            runs.append(f'      "{seed}": {json.dumps(_short(run), allow_nan=False)}')
-        of_seeds = ",\n".join(runs)
-        rows.append(f"    {json.dumps(row)}: {{\n{of_seeds}\n    }}")
-    lines += [",\n".join(rows), "  }", "}", ""]
-    return "\n".join(lines)
+        runs = [
+            f'      "{seed}": {json.dumps(_short(run), allow_nan=False)}'
+            for seed, run in seeds.items()
+        ]
+        lines = ",\n".join(runs)
+        rows.append(f"    {json.dumps(row)}: {{\n{lines}\n    }}")
+    return "\n".join(["{", *facts, '  "rows": {', ",\n".join(rows), "  }", "}", ""])
 
 
 def _short(value: Any) -> Any:
@@ -235,13 +231,10 @@ def trained(
         progress=False,
     )
     of_classes = metrics.per_class_accuracy(logits(state.params), y)
-    way = []
-    if evaluations > 1:
-        way = [_public(row) for row in history]
     return {
         "accuracy": 100 * history[-1]["accuracy"],
         "deviation": float(jnp.nanstd(100 * of_classes)),
-        "way": way,
+        "way": [_public(row) for row in history] if evaluations > 1 else [],
     }
 
 
@@ -288,8 +281,8 @@ def epsilons(
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown, from the cells of its head and rows."""
-    lines = [markdown.line(*cells) for cells in rows]
-    return markdown.table(markdown.line(*head), lines)
+    rule = ["---"] * len(head)
+    return "\n".join(markdown.line(*cells) for cells in (head, rule, *rows))
 
 
 def named(row: str) -> bool:
@@ -370,14 +363,11 @@ def cost(paper: Paper, row: Any, run: Mapping[str, Any]) -> list[str]:
         return ["", "", ""]
     if "pld" not in run:
         return epsilons(*paper.epsilons(row))
-    cells = [""]
-    for bound in (run["rdp"], run["pld"]):
-        # RDP has no bound for norms from projections: None in a run, NaN from the file.
-        if not bound or math.isnan(bound):
-            cells.append("")
-        else:
-            cells.append(upwards(bound, ".4g"))
-    return cells
+    rdp = ""
+    # RDP has no bound for norms from projections: None in a run, NaN from the file.
+    if run["rdp"] and not math.isnan(run["rdp"]):
+        rdp = upwards(run["rdp"], ".4g")
+    return ["", rdp, upwards(run["pld"], ".4g")]
 
 
 def show(paper: Paper) -> str:
@@ -388,9 +378,7 @@ def show(paper: Paper) -> str:
     for key in chosen(paper):
         row = rows[key]
         done = [file.of(key, seed, partial(paper.train, row)) for seed in seeds()]
-        printed = ""
-        if key in paper.printed:
-            printed = f"{paper.printed[key]:g}"
+        printed = f"{paper.printed[key]:g}" if key in paper.printed else ""
         lines.append([key, *measured(done), printed, *cost(paper, row, done[0])])
         print(*lines[-1], sep="  ", flush=True)
     return table(HEAD, lines)

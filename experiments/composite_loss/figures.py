@@ -83,10 +83,7 @@ JUDGED = ("3", "4", "9")  # with the verdicts on their rows
 
 def _lines(networks: Sequence[str], losses: Sequence[str]) -> dict[str, dict[str, list[str]]]:
     """The row of each network and loss."""
-    lines = {}
-    for network in networks:
-        lines[network] = {loss: [key_of(network, loss)] for loss in losses}
-    return lines
+    return {network: {loss: [key_of(network, loss)] for loss in losses} for network in networks}
 
 
 FIGURES = {

@@ -92,16 +92,13 @@ class Watch:
         batches = jax.tree.map(lambda a: a.reshape(-1, 256, *a.shape[1:]), examples)
 
         # This loop is not a scan, in which XLA on CPU makes gradients of convolutions slow.
-        norms = []
-        cosines = []
-        logits = []
+        measured = []
         for index in range(len(self.y) // 256):
             batch = tuple(part[index] for part in batches)
-            batch_norms, cosine, batch_logits = self.of_batch(params, batch)
-            norms.append(jnp.minimum(batch_norms, self.EDGES[-1]))
-            cosines.append(cosine)
-            logits.append(batch_logits)
-        counts, _ = jnp.histogram(jnp.stack(norms), self.EDGES)
+            measured.append(self.of_batch(params, batch))
+        norms, cosines, logits = zip(*measured, strict=True)
+        limited = jnp.minimum(jnp.stack(norms), self.EDGES[-1])
+        counts, _ = jnp.histogram(limited, self.EDGES)
         few = tuple(part[0, :64] for part in batches)
         key = jax.random.key(0)
         sharp = diagnostics.sharpness(self.loss, params, few, key=key, iterations=30)
@@ -126,11 +123,15 @@ def swept(title: str, runs: Runs) -> list[Panel]:
         field = loss_and_field.split(" ")[-1]
         accuracies = [run["accuracy"] for run in seeds]
         fields.setdefault(field, {})[float(value)] = accuracies
-    panels = []
-    for field, by_value in fields.items():
-        lines = {"swept": (list(by_value), list(by_value.values()))}
-        panels.append(Panel(title, field, "test accuracy, %", lines))
-    return panels
+    return [
+        Panel(
+            title,
+            field,
+            "test accuracy, %",
+            {"swept": (list(by_value), list(by_value.values()))},
+        )
+        for field, by_value in fields.items()
+    ]
 
 
 def layers(what: str, *places: int) -> Draw:
@@ -142,15 +143,13 @@ def layers(what: str, *places: int) -> Draw:
             return []
         first_way = next(iter(ways.values()))
         names = list(first_way[0][what])
-        shown = names
-        if places:
-            shown = [names[place] for place in places]
+        shown = [names[place] for place in places] if places else names
         panels = []
         for layer in shown:
-            lines = {}
-            for name, way in ways.items():
-                norms = [[row[what][layer]] for row in way]
-                lines[name] = (range(1, len(way) + 1), norms)
+            lines = {
+                name: (range(1, len(way) + 1), [[row[what][layer]] for row in way])
+                for name, way in ways.items()
+            }
             panels.append(Panel(f"{title}\n{layer}", "epoch", f"norm of {what}", lines))
         return panels
 
@@ -170,17 +169,18 @@ def _watched(runs: Runs, what: str) -> dict[str, Any]:
 
 def _looks(runs: Runs) -> dict[str, dict[int, Any]]:
     """The rows of the logs with the closer measurements, by line and epoch."""
-    looks = {}
-    for name, way in _watched(runs, "sharpness").items():
-        looks[name] = {epoch: row for epoch, row in enumerate(way, 1) if "sharpness" in row}
-    return looks
+    return {
+        name: {epoch: row for epoch, row in enumerate(way, 1) if "sharpness" in row}
+        for name, way in _watched(runs, "sharpness").items()
+    }
 
 
 def sharpness(title: str, runs: Runs) -> list[Panel]:
     """The largest singular value of the Hessian, against the epoch."""
-    lines = {}
-    for name, looks in _looks(runs).items():
-        lines[name] = (list(looks), [[row["sharpness"]] for row in looks.values()])
+    lines = {
+        name: (list(looks), [[row["sharpness"]] for row in looks.values()])
+        for name, looks in _looks(runs).items()
+    }
     if not lines:
         return []
     return [Panel(title, "epoch", "largest singular value", lines)]

@@ -107,9 +107,7 @@ def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]
     dataset = prepared(network, seed)
     mechanism = mechanism_of(row)
     loss = loss_of(row.loss, settings.CHOSEN.get(row.network, Choice()))
-    rate = network.rate
-    if row.loss == UNPRIVATE:
-        rate = 0.1
+    rate = 0.1 if row.loss == UNPRIVATE else network.rate
     options: dict[str, Any] = {}
     if network.model == "tempered_cnn":
         options["padding"] = 2

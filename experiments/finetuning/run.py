@@ -149,18 +149,12 @@ def tuned(network: Any, weights: Any, part: str, key: Any) -> Tuned:
 def setting_of(row: Row) -> calibration.Setting:
     """A run as the paper's other tasks describe theirs, with the noise of this epsilon."""
     examples = dataset_of(row).examples
-    batch = row.batch
-    steps = row.steps
-    if runs.SMOKE.value:
-        batch = 32
-        steps = 4
+    batch = 32 if runs.SMOKE.value else row.batch
+    steps = 4 if runs.SMOKE.value else row.steps
     noise = 0.0
     if row.epsilon < math.inf:
         plan = runs.calibrated(examples, batch, steps, row.epsilon, 1.0)
         noise = float(plan.multipliers[0])
-    plain_rate = row.rate
-    if row.optimizer == "sgd":
-        plain_rate = row.rate / row.large
     return calibration.Setting(
         examples=examples,
         batch=batch,
@@ -171,7 +165,7 @@ def setting_of(row: Row) -> calibration.Setting:
         delta=DELTA,
         optimizer=row.optimizer,
         rate=row.rate,
-        plain_rate=plain_rate,
+        plain_rate=row.rate / row.large if row.optimizer == "sgd" else row.rate,
         small=row.small,
         large=row.large,
         switch=SWITCH,

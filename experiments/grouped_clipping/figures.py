@@ -12,11 +12,11 @@ from experiments.grouped_clipping.settings import SETTINGS, WORDS, keys
 
 _ACCURACY = "test accuracy, %"
 _WAYS = ("flat", "paper", "equal")
-LINES = {}
-for _dataset in WORDS:
-    for _steps in SETTINGS[_dataset].steps.values():
-        _rows = {way: keys(_dataset, way, _steps, "tanh", "relu") for way in _WAYS}
-        LINES[f"{_dataset}, {_steps} steps"] = _rows
+LINES = {
+    f"{dataset}, {steps} steps": {way: keys(dataset, way, steps, "tanh", "relu") for way in _WAYS}
+    for dataset in WORDS
+    for steps in SETTINGS[dataset].steps.values()
+}
 
 
 def _figure(shows: str, draw: Draw) -> Figure:

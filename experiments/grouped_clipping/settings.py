@@ -125,13 +125,18 @@ def rows_of(
 ) -> list[Row]:
     """Rows of all lengths, ways and rates."""
     setting = SETTINGS[dataset]
-    rows = []
-    for steps, way, rate in itertools.product(setting.steps.values(), ways.split(), rates):
-        groups = setting.groups
-        if way == "flat":
-            groups = 1
-        rows.append(Row(dataset, way, steps, rate, momentum, act, groups))
-    return rows
+    return [
+        Row(
+            dataset=dataset,
+            way=way,
+            steps=steps,
+            rate=rate,
+            momentum=momentum,
+            activation=act,
+            groups=1 if way == "flat" else setting.groups,
+        )
+        for steps, way, rate in itertools.product(setting.steps.values(), ways.split(), rates)
+    ]
 
 
 _RATES = []

@@ -105,9 +105,7 @@ def tune(text: str, out: pathlib.Path) -> None:
     size = len(records)
     batch = min(_BATCH.value, size)
     mechanism = runs.calibrated(size, batch, _STEPS.value, _EPSILON.value, _BOUND.value)
-    mesh = None
-    if _MESH.value:
-        mesh = meshes.parse(_MESH.value)
+    mesh = meshes.parse(_MESH.value) if _MESH.value else None
     loss = objective.loss_of(network)
     optimizer = optax.adam(_RATE.value)
     algorithm = dpjax.dpsgd(loss, optimizer, mechanism, data, mesh=mesh, frozen=frozen)
@@ -143,9 +141,7 @@ def tune(text: str, out: pathlib.Path) -> None:
             f"epsilon allows this with a chance of {chance:.2g}"
         )
     draw = objective.next_of(network)
-    end = tokenizer.end
-    if end is None:
-        end = -1  # no token
+    end = -1 if tokenizer.end is None else tokenizer.end
     for prompt in _GENERATE.value or []:
         tokens = objective.written(draw, tuned, tokenizer(prompt), length, end, seed=0)
         print(f"\n{tokenizer.text(tokens)}")

@@ -33,11 +33,8 @@ SMALL_STEPS = 80
 def mechanism_of(row: Row) -> dpjax.Mechanism:
     """The noise of a row on Poisson batches; `prepared` changes the order of examples."""
     noise: Any = row.noise
-    examples = EXAMPLES
-    steps = STEPS
-    if row.small:
-        examples = 1_437
-        steps = SMALL_STEPS
+    examples = 1_437 if row.small else EXAMPLES
+    steps = SMALL_STEPS if row.small else STEPS
     if isinstance(noise, str):
         noise = schedules.CURRICULA[noise](epochs=EPOCHS, steps_per_epoch=steps // EPOCHS)
     mechanism = dpjax.Mechanism(
@@ -97,9 +94,7 @@ def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]
     if row.small:
         model = models.by_name("mlp", dataset.classes)
     mechanism = prepared(row)
-    weights = None
-    if row.order == "weights":
-        weights = scorers.easy(model, mechanism.steps)
+    weights = scorers.easy(model, mechanism.steps) if row.order == "weights" else None
     optimizer = optax.sgd(settings.RATE)
     return runs.trained(dataset, model, mechanism, optimizer, seed, folder, weights=weights)
 

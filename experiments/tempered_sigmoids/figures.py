@@ -32,12 +32,16 @@ def swept(title: str, runs: Runs) -> list[Panel]:
         words = name.split()[:3]  # such as "s=2 T=2 o=1"
         triplets.append([float(word.split("=")[1]) for word in words])
         accuracies.append([run["accuracy"] for run in seeds])
-    panels = []
-    for place, field in enumerate(("scale s", "temperature T", "offset o")):
-        values = [triplet[place] for triplet in triplets]
-        lines = {"a triplet": (values, accuracies)}
-        panels.append(Panel(title, field, "test accuracy, %", lines, joined=False))
-    return panels
+    return [
+        Panel(
+            title,
+            field,
+            "test accuracy, %",
+            {"a triplet": ([triplet[place] for triplet in triplets], accuracies)},
+            joined=False,
+        )
+        for place, field in enumerate(("scale s", "temperature T", "offset o"))
+    ]
 
 
 def _kinds(*kinds: str) -> dict[str, dict[str, list[str]]]:

@@ -31,15 +31,10 @@ from experiments.tempered_sigmoids.settings import SETTINGS, Row
 def mechanism_of(row: Row) -> dpjax.Mechanism:
     """The published mechanism of a data set, or the same steps without privacy."""
     setting = SETTINGS[row.dataset]
-    bound = 1.0
-    noise = setting.noise
-    if not row.private:
-        bound = math.inf
-        noise = 0.0
     return dpjax.Mechanism(
         sampling=sampling.poisson(setting.examples, setting.batch),
-        clipping=clipping.flat(bound),
-        noise_multiplier=noise,
+        clipping=clipping.flat(1.0 if row.private else math.inf),
+        noise_multiplier=setting.noise if row.private else 0.0,
         steps=setting.steps,
     )
 
