@@ -75,19 +75,23 @@ class Recipe(NamedTuple):
     average: float = 0.95
     bound: float = 0.1
     groups: int = 27  # of each colour; 0 for private moments of channels
-    mirrored: str = ""  # "mean" of both features, two "views" in the loss, or "predictions" alone
+    mirrored: str = ""  # "mean" of both features, two "views" in the loss, or only "predictions"
     opponent: bool = False  # grey, and two differences of colours
     cells: int = 0  # means of wavelets over this grid; 0 for all places
-    filters: int = 0  # of `patches`, whose features stand beside the wavelets
-    standard: bool = False  # each feature by its moments over leaves, which are no data
+    filters: int = 0  # of `patches`, whose features are joined to the wavelets
+    standard: bool = False  # each feature by its moments over leaves, which are not data
 
     @property
     def words(self) -> str:
-        """What the recipe changes of the defaults."""
-        fields = [(k, v) for k, v in self._asdict().items() if v != self._field_defaults.get(k)]
-        words = [f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in fields[2:]]
-        changes = ", ".join(word for word in words if not word.startswith("epsilon"))
-        return f"{named(self.dataset, self.model, self.epsilon)}: {changes}"
+        """The name of the row, and the fields that differ from the defaults."""
+        changes = []
+        for field, value in self._asdict().items():
+            if field in ("dataset", "model", "epsilon"):  # the name of the row has these
+                continue
+            if value != self._field_defaults.get(field):
+                number = f"{value:g}" if isinstance(value, float) else f"{value}"
+                changes.append(f"{field} {number}")
+        return f"{named(self.dataset, self.model, self.epsilon)}: {', '.join(changes)}"
 
 
 def named(dataset: str, model: str, epsilon: float) -> str:
@@ -122,32 +126,49 @@ STARTS: dict[tuple[str, str], dict[str, Any]] = {
     ("cifar10", "patches"): {"batch": 16384, "epochs": 40, "rate": 1.6, **_PATCHES, **_COLOURS},
     ("digits", "linear"): {"batch": 256, "epochs": 16, "rate": 0.5},
 }
-# The factors by which a change multiplies these numbers; other values are replaced.
+# A change multiplies these numbers by its factors; other values are replaced.
 FACTORS = ("batch", "epochs", "rate", "bound")
 Changes = list[dict[str, Any]]
 CHANGES: dict[str, Changes] = {
     "linear": [
-        *({"batch": 4, "rate": 4, "epochs": 2}, {"groups": 9}, {"groups": 0}),
-        *({"mirrored": "mean"}, {"opponent": True}, {"bound": 10, "rate": 0.1}),
+        {"batch": 4, "rate": 4, "epochs": 2},
+        {"groups": 9},
+        {"groups": 0},
+        {"mirrored": "mean"},
+        {"opponent": True},
+        {"bound": 10, "rate": 0.1},
     ],
     "cnn": [
-        *({"batch": 2, "rate": 2}, {"groups": 0}),
-        *({"mirrored": "predictions"}, {"mirrored": "views"}, {"opponent": True}),
+        {"batch": 2, "rate": 2},
+        {"groups": 0},
+        {"mirrored": "predictions"},
+        {"mirrored": "views"},
+        {"opponent": True},
     ],
     "patches": [
-        *({"batch": 2, "epochs": 2}, {"mirrored": "mean"}, {"standard": True}),
-        *({"bound": 10, "rate": 0.1}, {"bound": 3, "rate": 0.3}),
+        {"batch": 2, "epochs": 2},
+        {"mirrored": "mean"},
+        {"standard": True},
+        {"bound": 10, "rate": 0.1},
+        {"bound": 3, "rate": 0.3},
     ],
 }
-# A rate that gains when it is halved or doubled is so again; a trial is not repeated.
-LAST: Changes = [*({"rate": factor} for factor in (0.5, 0.5, 2, 2)), {"average": 0.98}]
-# Of MNIST at epsilon 1: the start, and moments of every place, twice. Of CIFAR-10 short trials on
-# 5,000 examples: sizes, thresholds and grids of patches, and whether they help wavelets.
+# A rate that gains by a factor is changed by it once more; a trial is not repeated.
+LAST: Changes = [
+    {"rate": 0.5},
+    {"rate": 0.5},
+    {"rate": 2},
+    {"rate": 2},
+    {"average": 0.98},
+]
+# Trials before the search. MNIST at epsilon 1: the start, and moments of every place, twice.
+# CIFAR-10: short trials on 5,000 examples of sizes, thresholds and grids of patches, and whether
+# they help wavelets.
 EARLIER = {("mnist", "linear"): 3, ("cifar10", "patches"): 46}
 
 
 def applies(change: Mapping[str, Any], recipe: Recipe) -> bool:
-    """Digits change when mirrored, and grey images have no colours."""
+    """Whether images of this kind can take a change: digits do not stay digits when mirrored."""
     if recipe.dataset == "digits":  # a smoke run
         return set(change) == {"rate"} and recipe.epsilon == 3
     absent = {"mnist": {"mirrored", "opponent"}, "fashion_mnist": {"opponent"}}
@@ -161,8 +182,10 @@ def search(dataset: str, model: str, score: Callable[[Recipe], float]) -> dict[f
     for epsilon, changes in ((3.0, CHANGES[model] + LAST), (1.0, LAST), (8.0, LAST)):
         best = found.get(3.0, best)._replace(epsilon=epsilon)
         for change in (change for change in changes if applies(change, best)):
-            numbers = {k: v * getattr(best, k) if k in FACTORS else v for k, v in change.items()}
-            best = max(best, best._replace(**numbers), key=score)  # of equals the first
+            values = {}
+            for field, value in change.items():
+                values[field] = value * getattr(best, field) if field in FACTORS else value
+            best = max(best, best._replace(**values), key=score)  # the first of two equals
         found[epsilon] = best
     return {**found, 2.0: found[3.0]._replace(epsilon=2.0)}
 
@@ -171,87 +194,120 @@ _THRESHOLDS = features.Search(noise_multiplier=40.0)
 normalization = partial(features.Normalization, noise_multiplier=16.0, thresholds=_THRESHOLDS)
 
 
-# Orthogonal: grey, red less green, both less twice blue.
+# The columns are orthogonal: grey, red less green, both less twice blue.
 _OPPONENT = np.linalg.qr([[1, 1, 1], [1, -1, 1], [1, 0, -2.0]])[0]
 
 
+class Features(NamedTuple):
+    """The fields of a recipe that its features depend on."""
+
+    dataset: str
+    groups: int
+    mirrored: str
+    opponent: bool
+    cells: int
+    filters: int
+    standard: bool
+
+
+def chunks(array: np.ndarray) -> list[np.ndarray]:
+    """Views of 5,000 rows, to change an array in place: wavelets of CIFAR-10 take 3 GiB."""
+    return np.array_split(array, -(-len(array) // 5_000))
+
+
+def maps_of(how: Features, images: np.ndarray) -> list[np.ndarray]:
+    """Wavelets, and with filters their answers."""
+    seen = images @ _OPPONENT if how.opponent else images
+    seen = np.ascontiguousarray(seen, np.float32)
+    wavelets = features.scattered(seen, directory=runs.CACHE_DIR.value)
+    if how.cells:
+        wavelets = patches.cell_means(wavelets, how.cells)
+    if not how.filters:
+        return [wavelets]
+    pixels = np.ascontiguousarray(images, np.float32)
+    return [wavelets, patches.encoded(pixels, how.filters, runs.CACHE_DIR.value)]
+
+
+def joined(how: Features, maps: list[np.ndarray]) -> np.ndarray:
+    """Maps with their groups of channels normalised, as one array."""
+    if how.groups:
+        scale = jax.jit(features.group_norm, static_argnums=1)
+        colours = maps[0].shape[-1] // 81
+        for part, groups in zip(maps, (how.groups * colours, 16), strict=False):
+            for rows in chunks(part):
+                rows[:] = scale(rows, groups)
+    if not how.filters:
+        return maps[0]
+    return np.concatenate([part.reshape(len(part), 1, 1, -1) for part in maps], -1)
+
+
+def views_of(how: Features, images: np.ndarray, views: int) -> np.ndarray:
+    """The features of images, ``[images, views, ...]``; the second view is mirrored."""
+    plain = maps_of(how, images)
+    if views == 1 and how.mirrored != "mean":
+        return joined(how, plain)[:, None]
+    mirrored = maps_of(how, images[:, :, ::-1])
+    if how.mirrored != "mean":
+        return np.stack([joined(how, plain), joined(how, mirrored)], 1)
+    for first, other in zip(plain, mirrored, strict=True):
+        first += other
+        first /= 2
+    return joined(how, plain)[:, None]
+
+
 @functools.lru_cache(maxsize=1)
-def featured(name: str, *how: Any) -> data.Dataset:
-    """Features of all images, by a recipe's fields from `groups` on; an axis has the views."""
-    groups, mirrored, opponent, cells, filters, standard = how
-    scale = jax.jit(features.group_norm, static_argnums=1)
-
-    def parts_of(images: Any) -> list[np.ndarray]:
-        """Wavelets, and what the filters answer."""
-        seen = np.ascontiguousarray(images @ _OPPONENT if opponent else images, np.float32)
-        maps = features.scattered(seen, directory=runs.CACHE_DIR.value)
-        parts = [patches.cell_means(maps, cells) if cells else maps]
-        if filters:
-            images = np.ascontiguousarray(images, np.float32)
-            parts.append(patches.encoded(images, filters, runs.CACHE_DIR.value))
-        return parts
-
-    def joined(parts: list[np.ndarray]) -> np.ndarray:
-        # In place: wavelets of CIFAR-10 take 3 GiB.
-        counts = groups * (parts[0].shape[-1] // 81), 16
-        for part, count in zip(parts, counts, strict=False) if groups else ():
-            for rows in np.array_split(part, -(-len(part) // 5_000)):
-                rows[:] = scale(rows, count)
-        flat = [part.reshape(len(part), 1, 1, -1) for part in parts]
-        return np.concatenate(flat, -1) if filters else parts[0]
-
-    def of(images: Any, views: int) -> np.ndarray:
-        found = [parts_of(np.asarray(images))]
-        if views > 1 or mirrored == "mean":
-            found.append(parts_of(np.asarray(images)[:, :, ::-1]))
-        if mirrored == "mean":
-            for first, other in zip(*found, strict=True):
-                first += other
-                first /= 2
-            del found[1:]
-        alone, *other = map(joined, found)
-        return np.stack([alone, *other], 1) if other else alone[:, None]
-
-    dataset = runs.loaded(name)
-    views = {"views": (2, 2), "predictions": (1, 2)}.get(mirrored, (1, 1))
-    pairs = zip((dataset.train, dataset.test), views, strict=True)
-    train, test = ((of(x, count), y) for (x, y), count in pairs)
-    if standard:
-        side, colours = dataset.train[0].shape[2:]
-        drawn = of(patches.leaves(1_500, colours, np.random.default_rng(1))[:, :side, :side], 1)
-        moments = features.Moments(*(f(drawn, (0, 1, 2, 3)) for f in (np.mean, np.var)))
-        for part in (train[0], test[0]):
-            for rows in np.array_split(part, -(-len(part) // 5_000)):
-                rows[:] = features.normalize(rows, moments, stabilizer=0.5)
-    return dataset._replace(train=train, test=test)
+def featured(how: Features) -> data.Dataset:
+    """Features of all images, ``[examples, views, ...]``."""
+    dataset = runs.loaded(how.dataset)
+    train_views, test_views = {"views": (2, 2), "predictions": (1, 2)}.get(how.mirrored, (1, 1))
+    x, y = dataset.train
+    x_test, y_test = dataset.test
+    train = views_of(how, np.asarray(x), train_views)
+    test = views_of(how, np.asarray(x_test), test_views)
+    if how.standard:
+        side, colours = x.shape[2:]
+        leaves = patches.leaves(1_500, colours, np.random.default_rng(1))
+        drawn = views_of(how, leaves[:, :side, :side], 1)
+        axes = (0, 1, 2, 3)
+        moments = features.Moments(np.mean(drawn, axes), np.var(drawn, axes))
+        for rows in chunks(train) + chunks(test):
+            rows[:] = features.normalize(rows, moments, stabilizer=0.5)
+    return dataset._replace(train=(train, y), test=(test, y_test))
 
 
 def prepared(recipe: Recipe, held_out: int, seed: int) -> tuple[Any, Any]:
-    """Features and labels to train on, and those to measure on."""
-    dataset = featured(recipe.dataset, *recipe[recipe._fields.index("groups") :])
-    train, test = dataset.train, dataset.test
+    """Features and labels to train on, and others to measure on."""
+    dataset = featured(Features(*(getattr(recipe, field) for field in Features._fields)))
+    x, y = dataset.train
+    x_test, y_test = dataset.test
     if held_out:
         order = np.random.default_rng(0).permutation(dataset.examples)
-        split = order[:-held_out], order[-held_out:]
-        train, test = (tuple(part[rows] for part in dataset.train) for rows in split)
+        kept = order[:-held_out]
+        held = order[-held_out:]
+        x_test, y_test = x[held], y[held]
+        x, y = x[kept], y[kept]
     if not recipe.groups:
-        asked = normalization(examples=len(train[0]))
-        moments = asked.release(jax.random.key(seed), train[0][:, 0])
-        train, test = ((features.normalize(x, moments), y) for x, y in (train, test))
-    return train, test
+        private = normalization(examples=len(x))
+        moments = private.release(jax.random.key(seed), x[:, 0])
+        x = features.normalize(x, moments)
+        x_test = features.normalize(x_test, moments)
+    return (x, y), (x_test, y_test)
 
 
 @functools.cache
 def mechanism_of(recipe: Recipe, examples: int) -> dpjax.Mechanism:
     """Poisson batches, and the noise that makes epsilon exact."""
+    queries = ()
+    if not recipe.groups:
+        queries = normalization(examples=examples).multipliers
     planned = dpjax.Mechanism(
         sampling=sampling.poisson(examples, recipe.batch),
         clipping=clipping.flat(recipe.bound),
         noise_multiplier=1.0,
         steps=round(recipe.epochs * examples / recipe.batch),
-        preparation=() if recipe.groups else normalization(examples=examples).multipliers,
+        preparation=queries,
     )
-    if math.isinf(recipe.epsilon):  # what the model could reach: not private
+    if math.isinf(recipe.epsilon):  # the limit of the model: not private
         return dataclasses.replace(planned, noise_multiplier=0.0)
     return planned.calibrate(recipe.epsilon, runs.DELTA, "pld")
 
@@ -261,77 +317,126 @@ def run(
 ) -> dict[str, Any]:
     """Accuracy on the test set, or on the examples that are held out; once, after the last step."""
     train, (x, y) = prepared(recipe, held_out, seed)
-    mechanism = mechanism_of(recipe, len(train[0]))
-    network, loss = "scatter_linear", losses.cross_entropy
-    more: dict[str, Any] = {}
+    examples = len(train[0])
+    mechanism = mechanism_of(recipe, examples)
     if recipe.model == "cnn":
         network, choice = CNNS[recipe.dataset]
-        loss, epoch = losses.composite(**choice._asdict()), round(len(train[0]) / recipe.batch)
-        more = {"per_step": lambda step: step // epoch}
+        loss = losses.composite(**choice._asdict())
+        steps_per_epoch = round(examples / recipe.batch)
+        per_step = partial(epoch_of, steps_per_epoch)
+    else:
+        network = "scatter_linear"
+        loss = losses.cross_entropy
+        per_step = None
     model = models.by_name(network, 10, torch_init=True)
-    of_view = losses.of(model, loss)
+    loss_of_view = losses.of(model, loss)
 
-    def of_example(params: Any, example: Any) -> Any:
-        return jnp.mean(jax.vmap(lambda view: of_view(params, (view, *example[1:])))(example[0]))
+    def loss_of_example(params: Any, example: Any) -> Any:
+        views, *rest = example
 
-    moves = optax.sgd(recipe.rate, momentum=0.9)
-    moves = optax.chain(moves, training.average_parameters(recipe.average))
-    algorithm = dpjax.dpsgd(of_example, moves, mechanism, train, **more)
+        def of_view(view: Any) -> Any:
+            return loss_of_view(params, (view, *rest))
+
+        return jnp.mean(jax.vmap(of_view)(views))
+
+    sgd = optax.sgd(recipe.rate, momentum=0.9)
+    optimizer = optax.chain(sgd, training.average_parameters(recipe.average))
+    algorithm = dpjax.dpsgd(loss_of_example, optimizer, mechanism, train, per_step=per_step)
     params = jax.jit(model.init)(jax.random.key(seed), x[0, 0])["params"]
     state = algorithm.init(params, key=jax.random.key(seed))
 
     def evaluate(state: Any) -> dict[str, Any]:
         params = training.averaged(state.optimizer)
-        views = [jax.nn.log_softmax(runs.logits_on(model, v)(params)) for v in x.swapaxes(0, 1)]
-        return {"accuracy": 100 * float(metrics.accuracy(sum(views), y))}
+        predicted = 0
+        for view in x.swapaxes(0, 1):
+            predicted += jax.nn.log_softmax(runs.logits_on(model, view)(params))
+        return {"accuracy": 100 * float(metrics.accuracy(predicted, y))}
 
-    every = -(-mechanism.steps // looks)
-    options: dict[str, Any] = {"evaluate_every": every, "directory": folder, "progress": False}
-    _, rows = dpjax.fit(algorithm, state, evaluate=evaluate, **options)
+    _, rows = dpjax.fit(
+        algorithm,
+        state,
+        evaluate=evaluate,
+        evaluate_every=-(-mechanism.steps // looks),
+        directory=folder,
+        progress=False,
+    )
+    accuracy = rows[-1]["accuracy"]
+    if looks == 1:
+        return {"accuracy": accuracy}
     way = [{"step": row["step"], "accuracy": row["accuracy"]} for row in rows]
-    return {"accuracy": rows[-1]["accuracy"], **({"way": way} if looks > 1 else {})}
+    return {"accuracy": accuracy, "way": way}
+
+
+def epoch_of(steps_per_epoch: int, step: Any) -> Any:
+    """The epoch of a step."""
+    return step // steps_per_epoch
 
 
 def final(recipe: Recipe, trials: int, seed: int, folder: pathlib.Path | None) -> dict[str, Any]:
     """A row: the test set is read once, and the trials that led to the recipe are counted."""
     mechanism = mechanism_of(recipe, runs.loaded(recipe.dataset).examples)
-    best = accounting.select_best(mechanism.event, runs.DELTA, runs=trials).epsilon_best
-    facts = {"epsilon": mechanism.epsilon(runs.DELTA, "pld"), "trials": trials, "best_of": best}
-    return run(recipe, 0, seed, folder) | facts | {"recipe": recipe.words}
+    best = accounting.select_best(mechanism.event, runs.DELTA, runs=trials)
+    return {
+        **run(recipe, 0, seed, folder),
+        "epsilon": mechanism.epsilon(runs.DELTA, "pld"),
+        "trials": trials,
+        "best_of": best.epsilon_best,
+        "recipe": recipe.words,
+    }
 
 
-def main(argv: list[str]) -> None:
-    runs.only_flags(argv)
-    logging.set_verbosity(logging.ERROR)
-    results, smoke = runs.results(), runs.SMOKE.value
+def write_card(results: runs.Results, name: str, recipe: Recipe) -> None:
+    """Writes the card of a row into a folder next to the file of results, if there is one."""
+    if results.path is not None:
+        mechanism = mechanism_of(recipe, runs.loaded(recipe.dataset).examples)
+        card = reports.card(mechanism, runs.DELTA, supplied=True)
+        path = results.path.parent / "cards" / f"{name.replace(' ', '_')}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(card) + "\n")
+
+
+def walk(results: runs.Results, dataset: str, model: str) -> None:
+    """The search of a data set and model, and the rows or curves that the flags ask for."""
+    rows = {epsilon: named(dataset, model, epsilon) for epsilon in EPSILONS}
+    rows = {epsilon: name for epsilon, name in rows.items() if runs.named(name)}
+    if not rows:
+        return
+    held_out = 300 if runs.SMOKE.value else HELD_OUT
     tried: dict[str, float] = {}
 
     def score(recipe: Recipe) -> float:
-        if recipe.words not in tried:
-            one = partial(run, recipe, 300 if smoke else HELD_OUT)
-            tried[recipe.words] = results.of(f"split: {recipe.words}", 0, one)["accuracy"]
-            print(f"split: {recipe.words}  {tried[recipe.words]:.2f}", flush=True)
-        return tried[recipe.words]
+        words = f"split: {recipe.words}"
+        if words not in tried:
+            trial = partial(run, recipe, held_out)
+            tried[words] = results.of(words, 0, trial)["accuracy"]
+            print(f"{words}  {tried[words]:.2f}", flush=True)
+        return tried[words]
 
-    for of in [("digits", "linear")] if smoke else itertools.product(TARGETS, MODELS):
-        names = {e: name for e in EPSILONS if runs.named(name := named(*of, e))}
-        tried.clear()
-        chosen = search(*of, score) if names else {}
-        trials = len(tried) + EARLIER.get(of, 0)
-        for epsilon in (3.0, math.inf) if CURVES.value and names else ():
+    chosen = search(dataset, model, score)
+    if CURVES.value:
+        for epsilon in (3.0, math.inf):
             recipe = chosen[3.0]._replace(epsilon=epsilon)
-            one = partial(run, recipe, 300 if smoke else HELD_OUT, looks=20)
-            results.of(f"curve: {named(*of, epsilon)}", 0, one)
-        for epsilon, name in () if SEARCH.value or CURVES.value else names.items():
-            one = partial(final, chosen[epsilon], trials)
-            done = [results.of(name, seed, one) for seed in runs.seeds()]
+            curve = partial(run, recipe, held_out, looks=20)
+            results.of(f"curve: {named(dataset, model, epsilon)}", 0, curve)
+    elif not SEARCH.value:
+        trials = len(tried) + EARLIER.get((dataset, model), 0)
+        for epsilon, name in rows.items():
+            last = partial(final, chosen[epsilon], trials)
+            done = [results.of(name, seed, last) for seed in runs.seeds()]
             print(name, runs.spread([row["accuracy"] for row in done]), sep="  ", flush=True)
-            if results.path is not None:
-                path = results.path.parent / "cards" / f"{name.replace(' ', '_')}.json"
-                path.parent.mkdir(exist_ok=True)
-                mechanism = mechanism_of(chosen[epsilon], runs.loaded(of[0]).examples)
-                card = reports.card(mechanism, runs.DELTA, supplied=True)
-                path.write_text(json.dumps(card) + "\n")
+            write_card(results, name, chosen[epsilon])
+
+
+def main(argv: list[str]) -> None:
+    """Runs searches and rows as far as they are missing."""
+    runs.only_flags(argv)
+    logging.set_verbosity(logging.ERROR)
+    results = runs.results()
+    if runs.SMOKE.value:
+        walk(results, "digits", "linear")
+        return
+    for dataset, model in itertools.product(TARGETS, MODELS):
+        walk(results, dataset, model)
 
 
 if __name__ == "__main__":

@@ -40,8 +40,13 @@ from experiments.common import runs
 _ALGORITHMS = flags.DEFINE_string(
     "algorithms", "all", "Audit the algorithms that have this in their name; all for every one."
 )
-ROWS, STEPS, MULTIPLIER, DELTA = 400, 8, 2.0, 1e-5
-GUESSES, PROJECTIONS, PAIRS = ROWS // 5, 30, 64
+ROWS = 400
+STEPS = 8
+MULTIPLIER = 2.0
+DELTA = 1e-5
+GUESSES = ROWS // 5
+PROJECTIONS = 30
+PAIRS = 64
 
 Build = Callable[[dpjax.types.Sampler, Any], dpjax.types.Algorithm]
 
@@ -55,53 +60,80 @@ class Audited(NamedTuple):
     length: float = 3.0
     """The norm of each gradient; the bound is 1."""
     keys: int = 1
+    """Keys over which one step is measured."""
     instead: int | None = None
+    """The row that takes the place of row 0, for batches of a fixed size."""
 
 
 def rows(length: float, opposite: bool = False) -> dict[str, np.ndarray]:
     """The data: row i points along axis i of both leaves, and the last one against the first."""
-    each = np.eye(ROWS, dtype=np.float32) * np.float32(length / np.sqrt(2))
+    leaf = np.eye(ROWS, dtype=np.float32) * np.float32(length / np.sqrt(2))
     if opposite:
-        each[-1] = -each[0]
-    return {"a": each, "b": each}
+        leaf[-1] = -leaf[0]
+    return {"a": leaf, "b": leaf}
 
 
-def loss(params: Any, example: Any, *more: Any) -> jax.Array:
-    """Linear, so that the gradient of a row is the same at all parameters."""
-    del more
-    return -sum((jnp.vdot(params[name], example[name]) for name in params), jnp.float32(0))
+def loss(params: Any, example: Any) -> jax.Array:
+    """A linear loss: the gradient of a row is the same at all parameters."""
+    total = jnp.float32(0)
+    for name, leaf in params.items():
+        total += jnp.vdot(leaf, example[name])
+    return -total
 
 
 def described(sampler: Any, rule: Any, multiplier: Any = MULTIPLIER, **more: Any) -> Any:
+    """The mechanism of a row."""
     return dpjax.Mechanism(
-        sampling=sampler, clipping=rule, noise_multiplier=multiplier, steps=STEPS, **more
+        sampling=sampler,
+        clipping=rule,
+        noise_multiplier=multiplier,
+        steps=STEPS,
+        **more,
     )
 
 
-def sgd(rule: Any = None, *, options: Any = None, **more: Any) -> Build:
-    """DP-SGD with a rule and with options of the mechanism and of `dpjax.dpsgd`."""
-    rule = clipping.flat(1.0) if rule is None else rule
+def sgd(rule: Any = None, **more: Any) -> Build:
+    """DP-SGD with a rule, and with options of the mechanism."""
+    if rule is None:
+        rule = clipping.flat(1.0)
 
     def build(sampler: Any, x: Any) -> Any:
         mechanism = described(sampler, rule, **more)
-        wrapped = (x,) if options else x
-        one = (lambda w, example: loss(w, *example)) if options else loss
-        return dpjax.dpsgd(one, optax.sgd(1.0), mechanism, wrapped, **(options or {}))
+        return dpjax.dpsgd(loss, optax.sgd(1.0), mechanism, x)
+
+    return build
+
+
+def sgd_with(**options: Any) -> Build:
+    """DP-SGD with options of `dpjax.dpsgd`; an example is a tuple, to which a step may be added."""
+
+    def of_tuple(params: Any, example: Any) -> jax.Array:
+        return loss(params, example[0])
+
+    def build(sampler: Any, x: Any) -> Any:
+        mechanism = described(sampler, clipping.flat(1.0))
+        return dpjax.dpsgd(of_tuple, optax.sgd(1.0), mechanism, (x,), **options)
 
     return build
 
 
 def streamed(sampler: Any, x: Any) -> Any:
     """DP-SGD on rows that are read by index."""
-    source = data.Stream(range(ROWS), example=lambda i: {name: x[name][i] for name in x})
-    return dpjax.dpsgd(loss, optax.sgd(1.0), described(sampler, clipping.flat(1.0)), source)
+
+    def row(index: int) -> Any:
+        return {name: leaf[index] for name, leaf in x.items()}
+
+    source = data.Stream(range(ROWS), example=row)
+    mechanism = described(sampler, clipping.flat(1.0))
+    return dpjax.dpsgd(loss, optax.sgd(1.0), mechanism, source)
 
 
 def langevin(sampler: Any, x: Any) -> Any:
     """DP-SGLD whose rate gives the same multiplier at half of the rows a step."""
+    rate = (2 * 0.5 / MULTIPLIER) ** 2
     return training.dp_sgld(
         loss,
-        (2 * 0.5 / MULTIPLIER) ** 2,
+        rate,
         sampler,
         clipping.flat(1.0),
         STEPS,
@@ -115,24 +147,40 @@ def of_clients(local: bool, **options: Any) -> Build:
     """Federated averaging or SGD; a client holds two copies of its row."""
 
     def build(sampler: Any, x: Any) -> Any:
-        clients = federated.Clients.split(
-            {name: np.repeat(x[name], 2, axis=0) for name in x}, np.repeat(np.arange(ROWS), 2), ROWS
-        )
+        copies = {name: np.repeat(leaf, 2, axis=0) for name, leaf in x.items()}
+        owners = np.repeat(np.arange(ROWS), 2)
+        clients = federated.Clients.split(copies, owners, ROWS)
         mechanism = described(sampler, clipping.flat(1.0), unit="client")
         if not local:
             return federated.fedsgd(loss, optax.sgd(1.0), mechanism, clients, **options)
-        work = {"client_optimizer": optax.sgd(1.0), "local_batch_size": 1, "local_epochs": 1}
-        return federated.fedavg(loss, optax.sgd(1.0), mechanism, clients, **work, **options)
+        return federated.fedavg(
+            loss,
+            optax.sgd(1.0),
+            mechanism,
+            clients,
+            client_optimizer=optax.sgd(1.0),
+            local_batch_size=1,
+            local_epochs=1,
+            **options,
+        )
 
     return build
 
 
 def schedule(step: Any) -> Any:
+    """Noise that falls from 1.5 times the multiplier to once."""
     return MULTIPLIER * (1.5 - 0.5 * jnp.asarray(step) / STEPS)
 
 
 COUNT = clipping.Quantile(count_multiplier=2 * MULTIPLIER)
+LINEAR_COUNT = dataclasses.replace(COUNT, geometric=False)
 HALF = np.where(np.arange(ROWS) < ROWS // 2, 1.0, 0.5)
+BINS = sampling.scored(
+    np.arange(ROWS) % 2,
+    [[0.5, 0.25]],
+    steps_per_row=STEPS,
+    batch_size=0.375 * ROWS,
+)
 ALGORITHMS = (
     Audited("dpsgd, flat", sgd()),
     Audited("dpsgd, grouped", sgd(clipping.grouped(total=1.0, groups=2))),
@@ -146,25 +194,17 @@ ALGORITHMS = (
     Audited("dpsgd, hard_threshold", sgd(clipping.hard_threshold(1.0)), length=0.999),
     Audited("dpsgd, jl", sgd(clipping.jl(1.0, PROJECTIONS)), keys=400),
     Audited("dpsgd, adapted bound", sgd(adaptive=COUNT)),
-    Audited(
-        "dpsgd, adapted bound, linear", sgd(adaptive=dataclasses.replace(COUNT, geometric=False))
-    ),
+    Audited("dpsgd, adapted bound, linear", sgd(adaptive=LINEAR_COUNT)),
     Audited("dpsgd, scheduled noise", sgd(multiplier=schedule)),
-    Audited("dpsgd, scheduled bound", sgd(options={"bound_schedule": lambda t: 2.0 - t / STEPS})),
-    Audited("dpsgd, loss by step", sgd(options={"per_step": lambda t: t})),
-    Audited("dpsgd, weights", sgd(options={"weights": lambda t, w, x: 1.0 - t / (2 * STEPS)})),
-    Audited("dpsgd, engine vmap", sgd(options={"engine": "vmap"})),
+    Audited("dpsgd, scheduled bound", sgd_with(bound_schedule=lambda t: 2.0 - t / STEPS)),
+    Audited("dpsgd, loss by step", sgd_with(per_step=lambda t: t)),
+    Audited("dpsgd, weights", sgd_with(weights=lambda t, w, x: 1.0 - t / (2 * STEPS))),
+    Audited("dpsgd, engine vmap", sgd_with(engine="vmap")),
     Audited("dpsgd, stream", streamed),
     Audited("dpsgd, full batches", sgd(), sampling.full(ROWS)),
     Audited("dpsgd, shuffled batches", sgd(), sampling.shuffled(ROWS, ROWS // 4)),
     Audited("dpsgd, fixed batches", sgd(), sampling.fixed(ROWS, ROWS // 2), instead=ROWS - 1),
-    Audited(
-        "dpsgd, scored batches",
-        sgd(),
-        sampling.scored(
-            np.arange(ROWS) % 2, [[0.5, 0.25]], steps_per_row=STEPS, batch_size=0.375 * ROWS
-        ),
-    ),
+    Audited("dpsgd, scored batches", sgd(), BINS),
     Audited(
         "dpsgd, banded noise",
         sgd(noise=strategies.banded(STEPS, 2)),
@@ -185,10 +225,14 @@ ALGORITHMS = (
 
 def audit(audited: Audited) -> tuple[Line, Line]:
     """Measures one step, then one run, of an algorithm."""
-    x = rows(audited.length, audited.instead is not None)
+    x = rows(audited.length, opposite=audited.instead is not None)
     params = {name: jnp.zeros(ROWS) for name in x}
+
+    def build(sampler: dpjax.types.Sampler) -> dpjax.types.Algorithm:
+        return audited.build(sampler, x)
+
     separation = auditing.audit_algorithm(
-        lambda sampler: audited.build(sampler, x),
+        build,
         audited.sampling,
         params,
         canary=0,
@@ -198,7 +242,7 @@ def audit(audited: Audited) -> tuple[Line, Line]:
     )
     members = np.random.default_rng(0).random(ROWS) < 0.5
     sampler = auditing.without(audited.sampling, np.flatnonzero(~members))
-    algorithm = audited.build(sampler, x)
+    algorithm = build(sampler)
     mechanism: Any = algorithm.mechanism
     method = "pld"
     if mechanism.clipping.projections is None:
@@ -218,11 +262,16 @@ def audit(audited: Audited) -> tuple[Line, Line]:
 def main(argv: list[str]) -> None:
     runs.only_flags(argv)
     logging.set_verbosity(logging.ERROR)
-    lines, results, started = [], {}, time.time()
+    lines = []
+    results = {}
+    started = time.time()
     print(HEAD, flush=True)
-    words = "" if _ALGORITHMS.value == "all" else _ALGORITHMS.value
-    chosen = [audited for audited in ALGORITHMS if words in audited.name]
-    for audited in chosen[: 1 if runs.SMOKE.value else None]:
+    chosen = list(ALGORITHMS)
+    if _ALGORITHMS.value != "all":
+        chosen = [audited for audited in ALGORITHMS if _ALGORITHMS.value in audited.name]
+    if runs.SMOKE.value:
+        chosen = chosen[:1]
+    for audited in chosen:
         step, run = audit(audited)
         lines += [step, run]
         results[audited.name] = {"step": strict(step._asdict()), "run": strict(run._asdict())}

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import itertools
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,64 +34,77 @@ from absl import logging
 import dpjax
 from dpjax import clipping, data, models, sampling, strategies
 from experiments.common import runs
-from experiments.scatternet import __main__ as scatternet
+from experiments.scatternet import run as scatternet
 from experiments.scatternet.settings import ROWS, SMALL
 
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 METHODS = ("poisson", "banded", "buffered", "allocation", "shuffled")
-BATCH, EPOCHS, MOMENTUM, BANDS = 1024, 15, 0.9, 16
-# Of each data set, one rate for all methods and epsilons, chosen in advance.
+BATCH = 1024
+EPOCHS = 15
+MOMENTUM = 0.9
+BANDS = 16
+# Each data set has one rate for all methods and epsilons, chosen in advance.
 RATES = {"mnist": 2.0, "fashion_mnist": 2.0, "cifar10": 0.5, "digits": 0.5}
 
 
 @functools.cache
 def mechanism_of(method: str, examples: int, epsilon: float, batch: int) -> dpjax.Mechanism:
+    """The draws and noise of a method, with the multiplier of an epsilon."""
     steps = EPOCHS * examples // batch
-    options: dict[str, Any] = {}
+    whole_epochs = EPOCHS * (examples // batch)
+    noise = None
     if method == "poisson":
-        batches = sampling.poisson(examples, batch)
+        sampler = sampling.poisson(examples, batch)
     elif method == "banded":
         bands = min(BANDS, examples // batch)
-        batches = sampling.cyclic_poisson(examples, batch, cycle=bands)
-        options["noise"] = strategies.banded(steps, bands, momentum=MOMENTUM)
-    elif method in ("allocation", "shuffled"):
-        steps = EPOCHS * (examples // batch)  # whole epochs
-        name = {"allocation": "random_allocation"}.get(method, method)
-        batches = sampling.by_name(name, examples, batch)
+        sampler = sampling.cyclic_poisson(examples, batch, cycle=bands)
+        noise = strategies.banded(steps, bands, momentum=MOMENTUM)
+    elif method == "allocation":
+        sampler = sampling.by_name("random_allocation", examples, batch)
+        steps = whole_epochs
+    elif method == "shuffled":
+        sampler = sampling.shuffled(examples, batch)
+        steps = whole_epochs
     else:
-        batches = sampling.balls_in_bins(examples, batch)
-        apart = batches.participation(steps)
-        options["noise"] = strategies.buffered(steps, participation=apart, momentum=MOMENTUM)
+        sampler = sampling.balls_in_bins(examples, batch)
+        participation = sampler.participation(steps)
+        noise = strategies.buffered(steps, participation=participation, momentum=MOMENTUM)
     planned = dpjax.Mechanism(
-        sampling=batches, clipping=clipping.flat(0.1), noise_multiplier=1.0, steps=steps, **options
+        sampling=sampler,
+        clipping=clipping.flat(0.1),
+        noise_multiplier=1.0,
+        steps=steps,
+        noise=noise,
     )
     return planned.calibrate(epsilon, runs.DELTA, "pld")
 
 
 def error_of(mechanism: dpjax.Mechanism) -> float:
-    """What the noise adds to a parameter, in bounds: the root mean square over the steps."""
+    """The root mean square over the steps of the noise in a parameter, in clipping bounds."""
     strategy = mechanism.noise or strategies.white(mechanism.steps)
-    unit = strategy.errors(momentum=MOMENTUM).mean / strategies.sensitivity(
-        strategy, strategies.once()
-    )
-    return float(mechanism.multipliers[0] * mechanism.strategy_sensitivity * unit)
+    error = strategy.errors(momentum=MOMENTUM).mean
+    of_multiplier_1 = error / strategies.sensitivity(strategy, strategies.once())
+    scale = mechanism.multipliers[0] * mechanism.strategy_sensitivity
+    return float(scale * of_multiplier_1)
 
 
 @functools.lru_cache(maxsize=1)
 def prepared(dataset: str) -> data.Dataset:
     """Wavelet features, each example normalised by itself."""
-    row = next(row for row in {**ROWS, **SMALL}.values() if row.dataset == dataset)
+    rows = {**ROWS, **SMALL}.values()
+    row = next(row for row in rows if row.dataset == dataset)
     return scatternet.prepared(row._replace(scaled="group"), jax.random.key(0))
 
 
 def run(
     dataset: str, mechanism: dpjax.Mechanism, seed: int, folder: pathlib.Path | None
 ) -> Mapping[str, Any]:
-    ready = prepared(dataset)
-    model = models.by_name("scatter_linear", ready.classes, torch_init=True)
-    moves = optax.sgd(RATES[dataset], momentum=MOMENTUM)
+    """One run: accuracy, epsilon and the error of the noise."""
+    wavelets = prepared(dataset)
+    model = models.by_name("scatter_linear", wavelets.classes, torch_init=True)
+    optimizer = optax.sgd(RATES[dataset], momentum=MOMENTUM)
     return {
-        **runs.trained(ready, model, mechanism, moves, seed, folder),
+        **runs.trained(wavelets, model, mechanism, optimizer, seed, folder),
         "epsilon": mechanism.epsilon(),
         "noise_multiplier": float(mechanism.multipliers[0]),
         "sensitivity": mechanism.strategy_sensitivity,
@@ -102,22 +115,34 @@ def run(
 def main(argv: list[str]) -> None:
     runs.only_flags(argv)
     logging.set_verbosity(logging.ERROR)
-    smoke, results = runs.SMOKE.value, runs.results()
-    for dataset in ["digits"] if smoke else ["mnist", "fashion_mnist", "cifar10"]:
+    results = runs.results()
+    datasets = ["mnist", "fashion_mnist", "cifar10"]
+    epsilons = EPSILONS
+    batch = BATCH
+    if runs.SMOKE.value:
+        datasets = ["digits"]
+        epsilons = (2.0,)
+        batch = 128
+    for dataset in datasets:
         examples = runs.loaded(dataset).examples
-        for epsilon, method in itertools.product(EPSILONS[2:3] if smoke else EPSILONS, METHODS):
+        for epsilon, method in itertools.product(epsilons, METHODS):
             name = f"{dataset} {method} at epsilon {epsilon:g}"
             if runs.named(name):
-                mechanism = mechanism_of(method, examples, epsilon, 128 if smoke else BATCH)
-                one = partial(run, dataset, mechanism)
-                done = [results.of(name, seed, one) for seed in runs.seeds()]
-                accuracy = runs.spread([row["accuracy"] for row in done])
-                # With compilation and evaluation, which are alike; a resumed run has no time.
-                times = [row["core_seconds"] for row in done if "core_seconds" in row]
-                each = f"{1e3 * min(times) / mechanism.steps:.3g} ms a step" if times else ""
-                noise = f"multiplier {done[0]['noise_multiplier']:.4g}"
-                error = f"error {done[0]['error']:.4g}"
-                print(name, accuracy, noise, error, each, sep="  ", flush=True)
+                mechanism = mechanism_of(method, examples, epsilon, batch)
+                run_seed = partial(run, dataset, mechanism)
+                done = [results.of(name, seed, run_seed) for seed in runs.seeds()]
+                show(name, mechanism, done)
+
+
+def show(name: str, mechanism: dpjax.Mechanism, done: Sequence[Mapping[str, Any]]) -> None:
+    """Prints a row: accuracies, the noise and its error, and milliseconds a step."""
+    accuracy = runs.spread([run["accuracy"] for run in done])
+    noise = f"multiplier {done[0]['noise_multiplier']:.4g}"
+    error = f"error {done[0]['error']:.4g}"
+    # Times include compilation and evaluation, which are alike. A resumed run has no time.
+    times = [run["core_seconds"] for run in done if "core_seconds" in run]
+    speed = f"{1e3 * min(times) / mechanism.steps:.3g} ms a step" if times else ""
+    print(name, accuracy, noise, error, speed, sep="  ", flush=True)
 
 
 if __name__ == "__main__":

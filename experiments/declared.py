@@ -19,6 +19,7 @@ References:
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import pathlib
@@ -37,33 +38,73 @@ from experiments.common import runs
 
 EPSILONS = (1.0, 3.0, 8.0, math.inf)
 MODELS = {"linear": {}, "mlp": {"features": (32,)}}
-CANCER = {"radius": 40, "texture": 50, "perimeter": 300, "area": 5000, "smoothness": 0.3}
-CANCER |= {"compactness": 1.5, "concavity": 1.5, "concave points": 0.3, "symmetry": 0.7}
-CANCER |= {"fractal dimension": 0.25}
-WINE = {"fixed acidity": 20, "volatile acidity": 2, "citric acid": 1, "residual sugar": 20}
-WINE |= {"chlorides": 1, "free sulfur dioxide": 100, "total sulfur dioxide": 300}
-WINE |= {"density": (0.98, 1.01), "pH": (2, 5), "sulphates": 2, "alcohol": (8, 16)}
-HOUSING = {"longitude": (-125, -114), "latitude": (32, 42), "housing_median_age": 60}
-HOUSING |= {"total_rooms": 10_000, "total_bedrooms": 2000, "population": 5000}
-HOUSING |= {"households": 2000, "median_income": 15}
-DIABETES = {"age": 100, "sex": (1, 2), "bmi": (15, 45), "bp": (50, 150), "s1": 400, "s2": 300}
-DIABETES |= {"s3": 120, "s4": 10, "s5": (3, 7), "s6": (50, 150)}
+# The range of each column.
+CANCER = {
+    "radius": (0, 40),
+    "texture": (0, 50),
+    "perimeter": (0, 300),
+    "area": (0, 5000),
+    "smoothness": (0, 0.3),
+    "compactness": (0, 1.5),
+    "concavity": (0, 1.5),
+    "concave points": (0, 0.3),
+    "symmetry": (0, 0.7),
+    "fractal dimension": (0, 0.25),
+}
+WINE = {
+    "fixed acidity": (0, 20),
+    "volatile acidity": (0, 2),
+    "citric acid": (0, 1),
+    "residual sugar": (0, 20),
+    "chlorides": (0, 1),
+    "free sulfur dioxide": (0, 100),
+    "total sulfur dioxide": (0, 300),
+    "density": (0.98, 1.01),
+    "pH": (2, 5),
+    "sulphates": (0, 2),
+    "alcohol": (8, 16),
+}
+HOUSING = {
+    "longitude": (-125, -114),
+    "latitude": (32, 42),
+    "housing_median_age": (0, 60),
+    "total_rooms": (0, 10_000),
+    "total_bedrooms": (0, 2000),
+    "population": (0, 5000),
+    "households": (0, 2000),
+    "median_income": (0, 15),
+}
+DIABETES = {
+    "age": (0, 100),
+    "sex": (1, 2),
+    "bmi": (15, 45),
+    "bp": (50, 150),
+    "s1": (0, 400),
+    "s2": (0, 300),
+    "s3": (0, 120),
+    "s4": (0, 10),
+    "s5": (3, 7),
+    "s6": (50, 150),
+}
 
 
-def declared(limits: Mapping[str, Any], **learnt: Any) -> dict[str, Any]:
-    """Numbers from 0, or from another number, to a limit; and the column to be learnt."""
-    pairs = {name: most if isinstance(most, tuple) else (0, most) for name, most in limits.items()}
-    numbers = {n: {"kind": "number", "low": low, "high": high} for n, (low, high) in pairs.items()}
-    # A gap counts as the middle of its range.
-    return {n: {**c, "fill": (c["low"] + c["high"]) / 2} for n, c in numbers.items()} | learnt
+def declared(ranges: Mapping[str, Any], **learnt: Any) -> dict[str, Any]:
+    """The columns of a table: numbers in their ranges, and the column to be learnt."""
+    columns = {}
+    for name, (low, high) in ranges.items():
+        middle = (low + high) / 2  # stands for a missing number
+        columns[name] = {"kind": "number", "low": low, "high": high, "fill": middle}
+    return columns | learnt
 
 
 def target(low: float, high: float) -> dict[str, Any]:
+    """A number to be learnt."""
     return {"kind": "target", "low": low, "high": high}
 
 
 @functools.cache
 def table(name: str) -> data.Dataset:
+    """A table, from scikit-learn or from the data folder."""
     folder = pathlib.Path(runs.DATA_DIR.value or os.environ.get("DPJAX_DATA_DIR", "."))
     if name == "breast cancer":
         from sklearn.datasets import load_breast_cancer
@@ -90,37 +131,45 @@ def table(name: str) -> data.Dataset:
 @functools.cache
 def algorithm(name: str, model: str, epsilon: float) -> tuple[dpjax.types.Algorithm, Any]:
     """The algorithm of a row, and its model."""
-    dataset, private = table(name), math.isfinite(epsilon)
+    dataset = table(name)
     network = models.by_name(model, classes=dataset.classes or 1, **MODELS[model])
-    examples = len(dataset.train[1])
+    _, labels = dataset.train
+    examples = len(labels)
     mechanism = runs.calibrated(examples, min(examples // 4, 512), 160, epsilon, 0.5)
-    loss = losses.cross_entropy if dataset.classes else losses.squared_error
-    # Labels take the page's rate.  A target takes a tenth: the noise that is left grows with it.
-    rate = 1.0 if private and dataset.classes else 0.1
-    optimizer = optax.chain(optax.sgd(rate, momentum=0.9), training.average_parameters(0.95))
+    loss = losses.squared_error
+    # A target has a tenth of the page's rate, with which the noise in the parameters grows.
+    rate = 0.1
+    if dataset.classes:
+        loss = losses.cross_entropy
+        if math.isfinite(epsilon):
+            rate = 1.0
+    sgd = optax.sgd(rate, momentum=0.9)
+    optimizer = optax.chain(sgd, training.average_parameters(0.95))
     return dpjax.dpsgd(losses.of(network, loss), optimizer, mechanism, dataset.train), network
 
 
 def train(name: str, model: str, epsilon: float, seed: int, folder: Any) -> Mapping[str, Any]:
     """One run, measured on the held-out rows."""
     del folder
-    made, network = algorithm(name, model, epsilon)
-    dataset, key = table(name), jax.random.key(seed)
+    dpsgd, network = algorithm(name, model, epsilon)
+    dataset = table(name)
+    key = jax.random.key(seed)
     x, y = dataset.test
     params = network.init(key, jnp.asarray(x[0]))["params"]
-    state, _ = dpjax.fit(made, made.init(params, key=key), evaluate_every=160, progress=False)
+    state = dpsgd.init(params, key=key)
+    state, _ = dpjax.fit(dpsgd, state, evaluate_every=160, progress=False)
     average = {"params": training.averaged(state.optimizer)}
     outputs = np.asarray(network.apply(average, jnp.asarray(x)), np.float64)
     if dataset.classes:
         scores = outputs[:, 1] - outputs[:, 0]
-        return {
-            "accuracy": 100 * float(np.mean((scores > 0) == y)),
-            "auroc": metrics.auroc(scores, y),
-        }
+        right = (scores > 0) == y
+        return {"accuracy": 100 * float(np.mean(right)), "auroc": metrics.auroc(scores, y)}
+    predicted = outputs[:, 0]
     low, high = dataset.target_range
+    scale = (high - low) / 2  # targets are scaled to [-1, 1]
     return {
-        "rmse": (high - low) / 2 * float(metrics.rmse(outputs[:, 0], y)),
-        "r2": float(metrics.r2(outputs[:, 0], y)),
+        "rmse": scale * float(metrics.rmse(predicted, y)),
+        "r2": float(metrics.r2(predicted, y)),
     }
 
 
@@ -128,30 +177,42 @@ NAMES = ("breast cancer", "diabetes", "wine quality", "california housing")
 WORDS = {"accuracy": "accuracy, %", "auroc": "AUROC", "rmse": "RMSE", "r2": "R2"}
 
 
+def key_of(name: str, model: str, epsilon: float) -> str:
+    """The name of a row."""
+    return f"{name} {model} at epsilon {epsilon:g}"
+
+
 def tables(rows: Mapping[str, Any]) -> dict[str, str]:
+    """The table of the page: means over seeds by epsilon, and the largest range of the private."""
     lines = []
     for name in NAMES:
-        for model, of in (("linear", "linear"), ("mlp", "network")):
-            found = [[*rows[f"{name} {model} at epsilon {e:g}"].values()] for e in EPSILONS]
-            for measure in set(WORDS) & set(found[0][0]):
-                digits = ".1f" if measure == "accuracy" else ".3g"
-                cells = (f"{np.mean([run[measure] for run in each]):{digits}}" for each in found)
-                spread = max(np.ptp([run[measure] for run in each]) for each in found[:3])
-                lines.append([name, of, WORDS[measure], *cells, f"{spread:{digits}}"])
-    heads = ["table", "model", "measure", *(f"epsilon {e:g}" for e in EPSILONS[:3])]
-    order = [*WORDS.values()]
-    lines.sort(key=lambda line: (NAMES.index(line[0]), order.index(line[2]), line[1]))
-    return {"table": runs.table([*heads, "not private", "largest range of 5 seeds"], lines)}
+        for measure, words in WORDS.items():
+            digits = ".1f" if measure == "accuracy" else ".3g"
+            for model, model_words in (("linear", "linear"), ("mlp", "network")):
+                means = []
+                ranges = []
+                for epsilon in EPSILONS:
+                    runs_of = rows[key_of(name, model, epsilon)].values()
+                    values = [run[measure] for run in runs_of if measure in run]
+                    if values:
+                        means.append(f"{np.mean(values):{digits}}")
+                        if math.isfinite(epsilon):
+                            ranges.append(np.ptp(values))
+                if means:
+                    lines.append([name, model_words, words, *means, f"{max(ranges):{digits}}"])
+    heads = ["table", "model", "measure", "epsilon 1", "epsilon 3", "epsilon 8", "not private"]
+    return {"table": runs.table([*heads, "largest range of 5 seeds"], lines)}
 
 
 def main(results: runs.Results) -> None:
-    for name in NAMES[: 1 if runs.SMOKE.value else None]:
-        for model in MODELS:
-            for epsilon in EPSILONS:
-                row = f"{name} {model} at epsilon {epsilon:g}"
-                if runs.named(row):
-                    one = partial(train, name, model, epsilon)
-                    print(row, *(results.of(row, s, one) for s in runs.seeds()), flush=True)
+    """Runs the rows as far as they are missing."""
+    names = NAMES[:1] if runs.SMOKE.value else NAMES
+    for name, model, epsilon in itertools.product(names, MODELS, EPSILONS):
+        row = key_of(name, model, epsilon)
+        if runs.named(row):
+            run = partial(train, name, model, epsilon)
+            done = [results.of(row, seed, run) for seed in runs.seeds()]
+            print(row, *done, flush=True)
 
 
 if __name__ == "__main__":

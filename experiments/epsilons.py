@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rows of the papers cost: the paper's epsilon, and bounds by RDP and by PLD.
+"""The epsilons of the papers' rows: the paper's own, and bounds by RDP and by PLD.
 
 ``python -m experiments.epsilons`` writes ``experiments/results/epsilons.json`` in three minutes.
 Run it with the data at hand when settings of rows change.
@@ -18,14 +18,20 @@ from experiments.common.paper import Paper
 
 def costs(paper: Paper) -> dict[str, list[str]]:
     """The epsilons of rows that ran or have a printed epsilon, and of first epochs with a claim."""
-    ran = {key: of for key, of in tables.load(paper.name)["rows"].items() if key in paper.rows}
-    spent = {key: epsilons(paper, key, run=next(iter(of.values()))) for key, of in ran.items()}
+    spent = {}
+    ran = set()
+    for key, seeds in tables.load(paper.name)["rows"].items():
+        if key in paper.rows:
+            first_run = next(iter(seeds.values()))
+            spent[key] = epsilons(paper, key, run=first_run)
+            ran.add(key)
     for claim in paper.claims:
         if claim.at:
-            for key in sorted({*claim.rows, *claim.than} & set(ran)):
+            for key in sorted({*claim.rows, *claim.than} & ran):
                 spent[claim.spent(key)] = epsilons(paper, key, claim.at)
-        elif claim.measure == "epsilon" and not set(claim.rows) & set(ran):
-            spent[claim.rows[0]] = epsilons(paper, claim.rows[0])
+        elif claim.measure == "epsilon" and ran.isdisjoint(claim.rows):
+            key = claim.rows[0]
+            spent[key] = epsilons(paper, key)
     return {key: words for key, words in spent.items() if words}
 
 
@@ -39,19 +45,28 @@ def epsilons(
         return []  # counts, and no training
     if run is not None and "pld" in run:
         return runs.cost(paper, paper.rows[key], run)
-    mechanism, *how = paper.epsilons(paper.rows[key], *([epochs] if epochs else []))
+    row = paper.rows[key]
+    if epochs:
+        mechanism, *paper_accounting = paper.epsilons(row, epochs)
+    else:
+        mechanism, *paper_accounting = paper.epsilons(row)
     if not mechanism.multipliers.all():
         return []
-    return runs.epsilons(mechanism, *how)
+    return runs.epsilons(mechanism, *paper_accounting)
 
 
 def written(content: dict[str, Any]) -> str:
-    """JSON with a line for each row, so that a difference is read by line."""
+    """JSON with a line for each row, so a difference is read by line."""
+
+    def on_one_line(row: re.Match[str]) -> str:
+        return f"[{' '.join(row[1].split())}]"
+
     flat = json.dumps(content, indent=0)
-    return re.sub(r"\[\s+([^]]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", flat) + "\n"
+    return re.sub(r"\[\s+([^]]*?)\s+\]", on_one_line, flat) + "\n"
 
 
 def main(argv: list[str]) -> None:
+    """Writes the file."""
     runs.only_flags(argv)
     content = {paper.name: costs(paper) for paper in tables.papers()}
     (tables.RESULTS / "epsilons.json").write_text(written(content))

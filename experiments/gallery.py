@@ -46,45 +46,58 @@ class Drawn(NamedTuple):
         return f"{self.paper.name}_{self.name}.png"
 
     def caption(self, judged: Sequence[Judged]) -> str:
-        """What the paper says, what ran here, and the verdicts on the rows that it shows."""
+        """The caption of the paper, the verdicts on the rows that it shows, and missing rows."""
         parts = [f"**Published.** {self.figure.shows}"]
-        by_verdict: dict[str, list[str]] = {}
-        keys = set(self.figure.row_keys()) if self.figure.judged else ()
-        for result in judged:
-            claim, words = result.claim, result.verdict.partition(":")[0]
-            if self.name in claim.figures or (not claim.figures and result.row in keys):
-                system = "epsilon of " * (claim.measure == "epsilon") + claim.system
-                by_verdict.setdefault(words, []).append(system)
+        by_verdict = self._by_verdict(judged)
         if self.picture is None:
             parts.append("**Here.** Not run.")
         elif not self.figure.lines:
             parts.append("**Here.** Drawn from the formula.")
         elif by_verdict:
-            words = [f"{verdict}: {'; '.join(of)}" for verdict, of in sorted(by_verdict.items())]
+            words = [
+                f"{word}: {'; '.join(systems)}" for word, systems in sorted(by_verdict.items())
+            ]
             parts.append(f"**Here.** By the rule of the results, {'. '.join(words)}.")
         else:
             parts.append("**Here.** No claim of it is judged; compare the lines.")
         if self.missing:
             absent = ", ".join(self.missing[:SHOWN])
-            absent += f" and {len(self.missing) - SHOWN} more" * (len(self.missing) > SHOWN)
+            if len(self.missing) > SHOWN:
+                absent += f" and {len(self.missing) - SHOWN} more"
             run = f"`{self.paper.command} --figure={self.name}` runs these rows."
             parts.append(f"**Not run:** {absent}. {run}")
         return "\n\n".join(parts)
 
+    def _by_verdict(self, judged: Sequence[Judged]) -> dict[str, list[str]]:
+        """The systems of the claims about this figure, by the word of their verdict."""
+        keys = set(self.figure.row_keys()) if self.figure.judged else set()
+        by_verdict: dict[str, list[str]] = {}
+        for result in judged:
+            claim = result.claim
+            if self.name in claim.figures or (not claim.figures and result.row in keys):
+                system = claim.system
+                if claim.measure == "epsilon":
+                    system = f"epsilon of {claim.system}"
+                word, _, _ = result.verdict.partition(":")
+                by_verdict.setdefault(word, []).append(system)
+        return by_verdict
+
 
 def rows_of(paper: Paper) -> Mapping[str, Any]:
     """The rows of a results file, each run with the sound epsilon of its row, where it is known."""
-    rows = tables.load(paper.name)["rows"]
-    known = tables.load("epsilons")[paper.name]
-    # Estimated norms have no bound by RDP.
-    rdp = {row: {"rdp": float(known[row][1] or "inf")} for row in set(rows) & set(known)}
-    return {
-        row: {seed: {**run, **rdp.get(row, {})} for seed, run in seeds.items()}
-        for row, seeds in rows.items()
-    }
+    epsilons = tables.load("epsilons")[paper.name]
+    rows = {}
+    for row, seeds in tables.load(paper.name)["rows"].items():
+        facts = {}
+        if row in epsilons:
+            _, rdp, _ = epsilons[row]
+            facts = {"rdp": float(rdp or "inf")}  # estimated norms have no bound by RDP
+        rows[row] = {seed: {**run, **facts} for seed, run in seeds.items()}
+    return rows
 
 
 def drawn(papers: Sequence[Paper]) -> Iterator[Drawn]:
+    """Every figure of the papers."""
     for paper in papers:
         rows = rows_of(paper)
         for name, figure in paper.figures.items():
@@ -94,8 +107,9 @@ def drawn(papers: Sequence[Paper]) -> Iterator[Drawn]:
 
 
 def gallery() -> tuple[str, dict[str, bytes]]:
-    """A page with every figure beside its claims, and the pictures by file name."""
-    parts, files = [PAGE], {}
+    """A page with every figure and its claims, and the pictures by file name."""
+    parts = [PAGE]
+    files = {}
     for paper in tables.papers():
         if not paper.figures:
             continue
@@ -113,25 +127,28 @@ def gallery() -> tuple[str, dict[str, bytes]]:
 
 
 def curves() -> bytes:
-    """Of each data set the accuracy on the way, at epsilon 3 and without noise."""
-    rows, panels = tables.load("accuracy")["rows"], []
+    """The accuracy of each data set and model by step, at epsilon 3 and without noise."""
+    rows = tables.load("accuracy")["rows"]
+    panels = []
     for dataset, model in itertools.product(accuracy.TARGETS, accuracy.MODELS):
         lines = {}
         for words, epsilon in (("at epsilon 3", 3.0), ("without noise", math.inf)):
-            if row := rows.get(f"curve: {accuracy.named(dataset, model, epsilon)}"):
-                way = row["0"]["way"]
-                places, values = zip(*(look.values() for look in way), strict=True)
-                lines[words] = (places, [[value] for value in values])
+            name = f"curve: {accuracy.named(dataset, model, epsilon)}"
+            if name in rows:
+                way = rows[name]["0"]["way"]
+                steps = [look["step"] for look in way]
+                lines[words] = (steps, [[look["accuracy"]] for look in way])
         if lines:
             panels.append(pictures.Panel(f"{dataset} {model}", "steps", "held out, %", lines))
     return pictures.image(panels)
 
 
 def speed_picture() -> bytes:
-    """How many times a plain step three libraries take, for each model."""
-    models = tables.load("steps")["workloads"]
-    bars = {
-        side: [found[side] and found[side]["ratio"] for found in map(tables.sides, models.values())]
-        for side in tables.SIDES[1:-1]
-    }
-    return pictures.bars(bars, list(models), "time of a private step / plain JAX's")
+    """The steps of three libraries relative to a plain step, for each model."""
+    workloads = tables.load("steps")["workloads"]
+    found = [tables.sides(workload) for workload in workloads.values()]
+    bars = {}
+    for side in tables.SIDES[1:-1]:
+        figures = [of_model[side] for of_model in found]
+        bars[side] = [figure["ratio"] if figure else None for figure in figures]
+    return pictures.bars(bars, list(workloads), "time of a private step / plain JAX's")

@@ -15,7 +15,6 @@ gradient, and that of a mean of k visits is this over the root of k. Settings we
 
 import functools
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,8 @@ import dpjax
 from dpjax import accounting, clipping, losses, sampling
 from experiments.common import runs
 
-RATE, BOUND, RESULTS = 0.1, 10.0, pathlib.Path(__file__).parent / "results/persons.json"
+RATE = 0.1
+BOUND = 10.0
 WAYS = {
     "one gradient a patient, up to 5 visits a step": ("persons", 5),
     "one gradient a patient, one visit a step": ("persons", 1),
@@ -38,39 +38,76 @@ both = functools.cache(accounting.persons_or_rows)
 
 def table(patients, seed):
     """The patient of each visit, its numbers and its label."""
-    draw, weights = np.random.default_rng(seed), np.random.default_rng(99).normal(size=200) / 9
-    owners = np.repeat(np.arange(patients), draw.integers(1, 31, patients))
-    x = draw.normal(size=(len(owners), 200)).astype(np.float32)
-    x[:, :100] = draw.normal(size=(patients, 100))[owners]
-    chance = 1 / (1 + np.exp(-x @ weights - draw.normal(size=patients)[owners]))
-    return owners, (x, (draw.random(len(owners)) < chance).astype(np.int32))
+    rng = np.random.default_rng(seed)
+    weights = np.random.default_rng(99).normal(size=200) / 9
+    visits = rng.integers(1, 31, patients)
+    owners = np.repeat(np.arange(patients), visits)
+    x = rng.normal(size=(len(owners), 200)).astype(np.float32)
+    x[:, :100] = rng.normal(size=(patients, 100))[owners]
+    effects = rng.normal(size=patients)[owners]
+    chance = 1 / (1 + np.exp(-x @ weights - effects))
+    labels = (rng.random(len(owners)) < chance).astype(np.int32)
+    return owners, (x, labels)
+
+
+def loss(weights, row):
+    """The cross-entropy of one visit."""
+    x, label = row
+    return losses.cross_entropy(x @ weights, label)
 
 
 def one_run(way, most, epsilon, seed, folder):
     """Accuracy in per cent on 1,000 other patients, the noise, and epsilon for one patient."""
-    patients, steps = (100, 3) if runs.SMOKE.value else (2000, 200)
-    (owners, rows), (_, (x, y)) = table(patients, seed), table(1000, 1000 + seed)
-    batch, noise, bound = RATE * patients, 0.0, math.inf
+    del folder
+    patients = 100 if runs.SMOKE.value else 2000
+    steps = 3 if runs.SMOKE.value else 200
+    owners, rows = table(patients, seed)
+    batch = RATE * patients
+    noise = 0.0
+    bound = math.inf
     if epsilon < math.inf:
         plan = both(patients, batch, most, steps=steps, epsilon=epsilon, delta=runs.DELTA)
-        noise, bound = getattr(plan, way), BOUND / math.sqrt(most if way == "persons" else 1)
-    sampler = sampling.persons(owners, batch, most)
-    if way == "rows":  # a rate and a divisor that do not follow from the number of visits
+        noise = getattr(plan, way)
+        bound = BOUND / math.sqrt(most) if way == "persons" else BOUND
+    if way == "persons":
+        sampler = sampling.persons(owners, batch, most)
+    else:  # the rate and the divisor do not follow from the number of visits
         kept = np.arange(len(owners)) - np.searchsorted(owners, owners) < most
-        rows, bins = jax.tree.map(lambda a: a[kept], rows), np.zeros(np.sum(kept), int)
+        rows = jax.tree.map(lambda a: a[kept], rows)
+        bins = np.zeros(np.sum(kept), int)
         sampler = sampling.scored(bins, [[RATE]], steps_per_row=steps, batch_size=batch * most)
-    rule, facts = clipping.flat(bound), {"noise_multiplier": noise, "steps": steps}
-    mechanism = dpjax.Mechanism(sampling=sampler, clipping=rule, **facts)
-    loss = lambda w, row: losses.cross_entropy(row[0] @ w, row[1])  # noqa: E731
+    mechanism = dpjax.Mechanism(
+        sampling=sampler,
+        clipping=clipping.flat(bound),
+        noise_multiplier=noise,
+        steps=steps,
+    )
     algorithm = dpjax.dpsgd(loss, optax.adam(0.02), mechanism, rows)
-    state, _ = algorithm.run(algorithm.init(jnp.zeros((200, 2)), jax.random.key(seed)), steps)
-    accuracy = 100 * float(np.mean(np.argmax(x @ state.params, axis=1) == y))
+    state = algorithm.init(jnp.zeros((200, 2)), jax.random.key(seed))
+    state, _ = algorithm.run(state, steps)
+    return {
+        "accuracy": accuracy(state.params, seed),
+        "noise_multiplier": noise,
+        "epsilon": epsilon_of_patient(mechanism, way, most),
+    }
+
+
+def accuracy(weights, seed):
+    """Per cent of the visits of 1,000 other patients."""
+    _, (x, labels) = table(1000, 1000 + seed)
+    return 100 * float(np.mean(np.argmax(x @ weights, axis=1) == labels))
+
+
+def epsilon_of_patient(mechanism, way, most):
+    """Epsilon for all visits of a patient; 0 stands for a run without noise."""
+    if not mechanism.multipliers.any():
+        return 0
     records = most if way == "rows" else 1
-    cost = accounting.epsilon_for_users(mechanism.event, runs.DELTA, records) if noise else 0
-    return {"accuracy": accuracy, "noise_multiplier": noise, "epsilon": cost}
+    return accounting.epsilon_for_users(mechanism.event, runs.DELTA, records)
 
 
 def main(results):
+    """Runs the rows as far as they are missing."""
     for name, (way, most) in WAYS.items():
         for column, epsilon in COLUMNS.items():
             run = functools.partial(one_run, way, most, epsilon)
@@ -80,9 +117,14 @@ def main(results):
 
 def tables(rows):
     """The table of the page: accuracy by way and epsilon."""
-    found = {way: [rows[f"{way}, {column}"].values() for column in COLUMNS] for way in WAYS}
-    cells = [[w, *(runs.spread([r["accuracy"] for r in c]) for c in v)] for w, v in found.items()]
-    return {"ways": runs.table(["", *COLUMNS], cells)}
+    lines = []
+    for way in WAYS:
+        line = [way]
+        for column in COLUMNS:
+            seeds = rows[f"{way}, {column}"].values()
+            line.append(runs.spread([run["accuracy"] for run in seeds]))
+        lines.append(line)
+    return {"ways": runs.table(["", *COLUMNS], lines)}
 
 
 if __name__ == "__main__":

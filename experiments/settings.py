@@ -50,9 +50,9 @@ class Setting(NamedTuple):
 
 
 EPOCHS = 40  # about the 112 batches of 512
-# Wide enough that the best rate of no setting is the first or the last.
+# The best rate of each setting is neither the first nor the last.
 RATES = (0.1, 0.2, 0.4, 0.8, 1.6)
-# The name of each table, and of each setting in it; of several the best rate is shown.
+# The settings of each line, by table and line; the best rate of several is shown.
 SWEEPS: dict[str, dict[str, list[Setting]]] = {
     "rate": {f"rate {r:g}": [Setting(rate=r)] for r in (0.004, 0.04, 0.4, 4.0, 40.0)},
     "bound": {
@@ -92,68 +92,84 @@ class Convolutions(nn.Module):
     def __call__(self, x: Any) -> Any:
         for width, stride in ((16, 1), (32, 2)):
             x = nn.Conv(width, (3, 3), strides=stride)(x)
-            x = nn.relu(nn.GroupNorm(num_groups=4)(x) if self.normalised else x)
+            if self.normalised:
+                x = nn.GroupNorm(num_groups=4)(x)
+            x = nn.relu(x)
         return nn.Dense(10)(x.reshape(-1))
 
 
 def shifted(key: Any, x: Any) -> Any:
     """The image, moved by at most one pixel in each direction."""
-    corner = jax.random.randint(key, (2,), 0, 3)
-    return jax.lax.dynamic_slice(jnp.pad(x, ((1, 1), (1, 1), (0, 0))), (*corner, 0), x.shape)
+    row, column = jax.random.randint(key, (2,), 0, 3)
+    padded = jnp.pad(x, ((1, 1), (1, 1), (0, 0)))
+    return jax.lax.dynamic_slice(padded, (row, column, 0), x.shape)
 
 
 @functools.lru_cache(maxsize=1)
 def prepared(setting: Setting) -> tuple[Any, Any]:
     """Model and algorithm of a setting, compiled once for its seeds."""
     data = dpjax.data.load("digits")
-    normalised = setting.network == "cnn, normalised"
-    model = models.MLP(features=(128,)) if setting.network == "mlp" else Convolutions(normalised)
+    if setting.network == "mlp":
+        model = models.MLP(features=(128,))
+    else:
+        model = Convolutions(normalised=setting.network == "cnn, normalised")
     loss = losses.of(model, losses.cross_entropy)
-    more: dict[str, Any] = {}
     examples: tuple[Any, ...] = data.train
+    per_step = None
     if setting.views > 1:
         loss = losses.augmented(loss, shifted, setting.views, key=jax.random.key(0))
         examples = (*examples, np.arange(data.examples))
-        more["per_step"] = lambda step: step
+        per_step = _itself
     steps = 4 if runs.SMOKE.value else setting.steps
-    plan = data.examples, setting.batch, steps, setting.epsilon, setting.bound
-    mechanism = runs.calibrated(*plan)
-    moves = optax.sgd(setting.rate, momentum=setting.momentum or None)
-    moves = optax.chain(moves, training.average_parameters(setting.average))
-    return model, dpjax.dpsgd(loss, moves, mechanism, examples, **more)
+    mechanism = runs.calibrated(data.examples, setting.batch, steps, setting.epsilon, setting.bound)
+    sgd = optax.sgd(setting.rate, momentum=setting.momentum or None)
+    optimizer = optax.chain(sgd, training.average_parameters(setting.average))
+    return model, dpjax.dpsgd(loss, optimizer, mechanism, examples, per_step=per_step)
+
+
+def _itself(step: Any) -> Any:
+    """The step, from which `losses.augmented` draws its views."""
+    return step
 
 
 def run(setting: Setting, seed: int, folder: Any) -> Mapping[str, Any]:
-    """Test accuracy of the averaged parameters, and what the last tenth of the steps saw."""
+    """Test accuracy of the averaged parameters, and the means of the last tenth of the steps."""
     del folder
     model, algorithm = prepared(setting)
+    mechanism = algorithm.mechanism
     x, y = jax.tree.map(jnp.asarray, dpjax.data.load("digits").test)
     params = jax.jit(model.init)(jax.random.key(seed), x[0])["params"]
     state = algorithm.init(params, key=jax.random.key(seed))
-    last = max(1, algorithm.mechanism.steps // 10)
-    state, _ = dpjax.fit(algorithm, state, steps=algorithm.mechanism.steps - last, progress=False)
-    # A row of the log holds the means since the row before it: here of these steps.
+    last = max(1, mechanism.steps // 10)
+    state, _ = dpjax.fit(algorithm, state, steps=mechanism.steps - last, progress=False)
+    # A row of the log holds the means since the row before it, which are those last steps.
     state, rows = dpjax.fit(algorithm, state, steps=last, evaluate_every=last, progress=False)
     logits = runs.logits_on(model, x)(training.averaged(state.optimizer))
-    (seen,) = (row["private"] for row in rows)
+    (row,) = rows
+    means = row["private"]
     return {
         "accuracy": 100 * float(metrics.accuracy(logits, y)),
-        "loss": float(seen["loss"]),
-        "clipped": 100 * float(np.mean(seen["clipped"])),
-        "noise_multiplier": float(algorithm.mechanism.multipliers[0]),
-        "epsilon": algorithm.mechanism.epsilon(runs.DELTA, "pld"),
+        "loss": float(means["loss"]),
+        "clipped": 100 * float(np.mean(means["clipped"])),
+        "noise_multiplier": float(mechanism.multipliers[0]),
+        "epsilon": mechanism.epsilon(runs.DELTA, "pld"),
     }
 
 
 def row_of(setting: Setting) -> str:
-    """The name of a row: what differs from the defaults."""
-    changed = {k: v for k, v in setting._asdict().items() if v != Setting._field_defaults[k]}
-    return "digits " + (", ".join(f"{k} {v}" for k, v in changed.items()) or "defaults")
+    """The name of a row: the fields that differ from the defaults."""
+    changed = [
+        f"{field} {value}"
+        for field, value in setting._asdict().items()
+        if value != Setting._field_defaults[field]
+    ]
+    return "digits " + (", ".join(changed) or "defaults")
 
 
 _CIFAR10 = "batch 4096, rate 0.8, momentum 0.9, 780 steps"
 _GROUPS = "cifar10 paper, 16 groups, batch 1024, momentum 0.9"
-# The tables of the guide whose rows are other experiments': name, file of results, row.
+# The tables of the guide with rows of other experiments. A line has a name, a file of results and
+# a row of it.
 PAPERS: dict[str, list[tuple[str, str, str]]] = {
     "features": [
         ("MNIST, a CNN on pixels", "tramer2021", "mnist pixels cnn"),
@@ -218,7 +234,7 @@ PAPERS: dict[str, list[tuple[str, str, str]]] = {
 
 
 class Line(NamedTuple):
-    """A line of a table: accuracies by seed, epsilon by PLD, and where they come from."""
+    """A line of a table: accuracies by seed, epsilon by PLD, and the row that they come from."""
 
     label: str
     accuracies: list[float]
@@ -229,60 +245,77 @@ class Line(NamedTuple):
 
 @functools.cache
 def content(name: str) -> Any:
+    """A file of results."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def of_paper(label: str, name: str, row: str) -> Line:
+    """A line with a row of another experiment."""
     seeds = list(content(name)["rows"][row].values())
-    epsilon = content("epsilons")[name].get(row, ["", "", "none"])[2]
-    return Line(label, [run["accuracy"] for run in seeds], epsilon, f"{name}: {row}", seeds)
+    accuracies = [run["accuracy"] for run in seeds]
+    _, _, epsilon = content("epsilons")[name].get(row, ["", "", "none"])
+    return Line(label, accuracies, epsilon, f"{name}: {row}", seeds)
 
 
 def of_sweep(label: str, settings: list[Setting]) -> Line:
     """The setting whose mean over seeds is best."""
     rows = content("settings")["rows"]
-    found = {row_of(s): list(rows[row_of(s)].values()) for s in settings}
-    accuracies = {name: [run["accuracy"] for run in runs] for name, runs in found.items()}
-    best = max(found, key=lambda name: statistics.mean(accuracies[name]))
-    source = f"settings: {best}"
-    return Line(label, accuracies[best], f"{settings[0].epsilon:g}", source, found[best])
+    accuracies = {}
+    for setting in settings:
+        row = row_of(setting)
+        accuracies[row] = [run["accuracy"] for run in rows[row].values()]
+    best = max(accuracies, key=lambda row: statistics.mean(accuracies[row]))
+    epsilon = f"{settings[0].epsilon:g}"
+    seeds = list(rows[best].values())
+    return Line(label, accuracies[best], epsilon, f"settings: {best}", seeds)
 
 
 def lines() -> dict[str, list[Line]]:
     """The lines of every table of the guide."""
-    return {name: [of_paper(*row) for row in rows] for name, rows in PAPERS.items()} | {
+    papers = {name: [of_paper(*row) for row in rows] for name, rows in PAPERS.items()}
+    sweeps = {
         name: [of_sweep(label, settings) for label, settings in sweep.items()]
         for name, sweep in SWEEPS.items()
     }
+    return papers | sweeps
 
 
 def table(found: list[Line]) -> str:
-    """One table; sweeps show also what the last tenth of the steps saw."""
+    """One table; sweeps also show the means of the last tenth of the steps."""
+    with_means = all("clipped" in run for line in found for run in line.runs)
     head = ["setting", "test accuracy", "epsilon", "row"]
-    seen = all("clipped" in run for line in found for run in line.runs)
-    head[3:3] = ["training loss", "clipped"] if seen else []
+    if with_means:
+        head = ["setting", "test accuracy", "epsilon", "training loss", "clipped", "row"]
     rows = []
     for line in found:
-        cells = [line.label, runs.spread(line.accuracies), line.epsilon, f"`{line.source}`"]
-        if seen:
-            mean = {k: statistics.mean(run[k] for run in line.runs) for k in ("loss", "clipped")}
-            cells[3:3] = [f"{mean['loss']:.2f}", f"{mean['clipped']:.0f} %"]
+        cells = [line.label, runs.spread(line.accuracies), line.epsilon]
+        if with_means:
+            loss = statistics.mean(run["loss"] for run in line.runs)
+            clipped = statistics.mean(run["clipped"] for run in line.runs)
+            cells += [f"{loss:.2f}", f"{clipped:.0f} %"]
+        cells.append(f"`{line.source}`")
         rows.append(cells)
     return runs.table(head, rows)
 
 
 def tables() -> dict[str, str]:
+    """The tables of the page, by marker."""
     return {name: table(found) for name, found in lines().items()}
 
 
 def main(results: runs.Results) -> None:
+    """Runs the rows as far as they are missing."""
     for table, sweep in SWEEPS.items():
-        for name, settings in sweep.items() if runs.named(table) else ():
-            middle = len(settings) // 2
-            for setting in settings[middle : middle + 1] if runs.SMOKE.value else settings:
-                done = [results.of(row_of(setting), s, partial(run, setting)) for s in runs.seeds()]
+        if not runs.named(table):
+            continue
+        for name, settings in sweep.items():
+            if runs.SMOKE.value:
+                settings = [settings[len(settings) // 2]]
+            for setting in settings:
+                row = row_of(setting)
+                done = [results.of(row, seed, partial(run, setting)) for seed in runs.seeds()]
                 accuracy = runs.spread([row["accuracy"] for row in done])
-                print(f"{table}: {name}", row_of(setting), accuracy, sep="  ", flush=True)
+                print(f"{table}: {name}", row, accuracy, sep="  ", flush=True)
 
 
 if __name__ == "__main__":

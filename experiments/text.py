@@ -43,7 +43,9 @@ from dpjax.accounting.rounding import upwards
 from experiments.common import runs
 
 DELTA = runs.DELTA
-WORDS, LENGTH, RANK = 4096, 24, 4  # hashed words, the longest text, of adapters
+WORDS = 4096  # numbers that stand for words
+LENGTH = 24  # words of the longest text
+RANK = 4  # of adapters
 
 SMALL = [["a warm and funny film", "1"], ["warm and funny", "1"], ["dull", "0"]] * 7
 
@@ -66,7 +68,9 @@ SENTIMENT = {  # what is trained, from the base or not, epsilon, rate of Adam
 
 
 def mechanism_of(examples: int, batch: int, epochs: int, epsilon: float) -> dpjax.Mechanism:
-    return runs.calibrated(examples, batch, epochs * examples // batch, epsilon, 0.5)
+    """Poisson batches with the noise of an epsilon."""
+    steps = epochs * examples // batch
+    return runs.calibrated(examples, batch, steps, epsilon, bound=0.5)
 
 
 def train(
@@ -78,15 +82,19 @@ def train(
     seed: int,
     frozen: Any = None,
 ) -> Any:
+    """The parameters after the last step."""
     algorithm = dpjax.dpsgd(loss, optax.adam(rate), mechanism, data, frozen=frozen)
     state = algorithm.init(params, key=jax.random.key(seed))
-    return dpjax.fit(algorithm, state, evaluate_every=mechanism.steps, progress=False)[0].params
+    state, _ = dpjax.fit(algorithm, state, evaluate_every=mechanism.steps, progress=False)
+    return state.params
 
 
 def tokens(text: str) -> np.ndarray:
     """Each word as a number by a public hash; 0 pads."""
-    words = [1 + zlib.crc32(word.encode()) % (WORDS - 1) for word in text.lower().split()]
-    return np.array((words + [0] * LENGTH)[:LENGTH], np.int32)
+    numbers = np.zeros(LENGTH, np.int32)
+    for place, word in enumerate(text.lower().split()[:LENGTH]):
+        numbers[place] = 1 + zlib.crc32(word.encode()) % (WORDS - 1)
+    return numbers
 
 
 MODEL = models.TextTransformer(vocabulary=WORDS, length=LENGTH, width=32, depth=1, heads=2)
@@ -94,37 +102,45 @@ MODEL = models.TextTransformer(vocabulary=WORDS, length=LENGTH, width=32, depth=
 
 def adapters(flat: Mapping[str, Any], key: Any, rank: int = RANK) -> dict[str, Any]:
     """Thin factors for the kernels of queries and values; their product starts at zero."""
+    kernels = [name for name in flat if re.search("(query|value)/kernel", name)]
     factors = {}
-    for number, name in enumerate(k for k in flat if re.search("(query|value)/kernel", k)):
+    for number, name in enumerate(kernels):
         inputs = flat[name].shape[0]
-        draw = jax.random.normal(jax.random.fold_in(key, number), (inputs, rank))
-        factors[f"lora/{name}/a"] = draw / math.sqrt(inputs)
-        factors[f"lora/{name}/b"] = jnp.zeros((rank, flat[name].size // inputs))
+        outputs = flat[name].size // inputs
+        a = jax.random.normal(jax.random.fold_in(key, number), (inputs, rank))
+        factors[f"lora/{name}/a"] = a / math.sqrt(inputs)
+        factors[f"lora/{name}/b"] = jnp.zeros((rank, outputs))
     return factors
 
 
 def assembled(frozen: Mapping[str, Any], trained: Mapping[str, Any]) -> Any:
     """The tree of the model: frozen leaves, trained ones, and kernels with their adapters."""
-    flat = {**frozen, **{k: v for k, v in trained.items() if not k.startswith("lora/")}}
-    for name in (k[5:-2] for k in trained if k.endswith("/a")):
-        low = trained[f"lora/{name}/a"] @ trained[f"lora/{name}/b"]
-        flat[name] = flat[name] + low.reshape(flat[name].shape)
+    flat = dict(frozen)
+    flat.update({name: leaf for name, leaf in trained.items() if not name.startswith("lora/")})
+    for factor in trained:
+        if factor.startswith("lora/") and factor.endswith("/a"):
+            name = factor.removeprefix("lora/").removesuffix("/a")
+            low = trained[f"lora/{name}/a"] @ trained[f"lora/{name}/b"]
+            flat[name] = flat[name] + low.reshape(flat[name].shape)
     return unflatten_dict(flat, sep="/")
 
 
 @functools.cache
 def base(seed: int) -> dict[str, Any]:
-    """Leaves of a network that was trained on the public sentences alone."""
+    """Leaves of a network that was trained only on the public sentences."""
     x, y = phrases_of("dev")
     mechanism = mechanism_of(len(y), min(64, len(y) // 2), 20, math.inf)
     loss = losses.of(MODEL, losses.cross_entropy)
     params = unflatten_dict(random_leaves(seed), sep="/")
-    return flatten_dict(train(loss, 2e-3, mechanism, (x, y), params, seed), sep="/")
+    params = train(loss, 2e-3, mechanism, (x, y), params, seed)
+    return flatten_dict(params, sep="/")
 
 
 def random_leaves(seed: int) -> dict[str, Any]:
-    init = jax.jit(MODEL.init)
-    return flatten_dict(init(jax.random.key(seed), jnp.zeros(LENGTH, jnp.int32))["params"], sep="/")
+    """Leaves of the network before training."""
+    text = jnp.zeros(LENGTH, jnp.int32)
+    params = jax.jit(MODEL.init)(jax.random.key(seed), text)["params"]
+    return flatten_dict(params, sep="/")
 
 
 def sentiment(
@@ -132,13 +148,13 @@ def sentiment(
 ) -> Mapping[str, Any]:
     """Test accuracy of one run, the number of trained parameters, and epsilon of a sentence."""
     del folder
-    part, based, epsilon, rate = row
-    leaves = base(seed) if based else random_leaves(seed)
+    part, from_base, epsilon, rate = row
+    leaves = base(seed) if from_base else random_leaves(seed)
     if part is None:
         return {"accuracy": accuracy(unflatten_dict(leaves, sep="/"))}
     known = leaves | adapters(leaves, jax.random.key(seed))
-    trained = {k: v for k, v in known.items() if re.search(TRAINED[part], k)}
-    frozen = {k: v for k, v in leaves.items() if k not in trained}
+    trained = {name: leaf for name, leaf in known.items() if re.search(TRAINED[part], name)}
+    frozen = {name: leaf for name, leaf in leaves.items() if name not in trained}
     x, y = phrases_of("train")
     mechanism = mechanism_of(len(y), min(1024, len(y) // 2), 1, epsilon)
 
@@ -158,7 +174,8 @@ def sentiment(
 def accuracy(params: Any) -> float:
     """On the test sentences, in per cent."""
     x, y = jax.tree.map(jnp.asarray, phrases_of("test"))
-    return 100 * float(metrics.accuracy(runs.logits_on(MODEL, x)(params), y))
+    logits = runs.logits_on(MODEL, x)(params)
+    return 100 * float(metrics.accuracy(logits, y))
 
 
 @functools.cache
@@ -166,16 +183,19 @@ def costs(mechanism: dpjax.Mechanism, records: tuple[int, ...]) -> dict[str, Any
     """The noise, and epsilon for a unit of several examples."""
     if not mechanism.multipliers[0]:
         return {}
-    of = partial(accounting.epsilon_for_users, mechanism.event, DELTA)
-    # The accountant has no answer for 16 of the few examples of a smoke run.
-    counts = (1,) if runs.SMOKE.value else records
+    if runs.SMOKE.value:
+        records = (1,)  # the accountant has no answer for 13 of its few examples
     return {
         "noise_multiplier": float(mechanism.multipliers[0]),
-        "epsilon_of": {str(count): of(count) for count in counts},
+        "epsilon_of": {
+            str(count): accounting.epsilon_for_users(mechanism.event, DELTA, count)
+            for count in records
+        },
     }
 
 
 def text_of(name: str) -> str:
+    """A file of the data folder."""
     folder = runs.DATA_DIR.value or os.environ.get("DPJAX_DATA_DIR", ".")
     return pathlib.Path(folder, name).read_text("utf-8")
 
@@ -190,7 +210,7 @@ def rows_of(part: str) -> list[list[str]]:
 def phrases_of_sentences(seed: int, folder: Any) -> dict[str, Any]:
     """How many of the examples are parts of one sentence."""
     del seed, folder
-    counts = [*sentences().values()]
+    counts = list(sentences().values())
     return {"sentences": len(counts), "median": float(np.median(counts)), "most": max(counts)}
 
 
@@ -200,55 +220,60 @@ def sentences() -> dict[str, int]:
     Some phrases are parts of several.
     """
     counts: dict[str, int] = {}
-    of_word: dict[str, set[str]] = collections.defaultdict(set)
-    for text in sorted((text.strip() for text, _ in rows_of("train")), key=len, reverse=True):
-        shared = set.intersection(*(of_word[word] for word in text.split()))
-        inside = [sentence for sentence in shared if f" {text} " in f" {sentence} "]
-        for sentence in inside:
+    with_word: dict[str, set[str]] = collections.defaultdict(set)
+    phrases = [phrase.strip() for phrase, _ in rows_of("train")]
+    for phrase in sorted(phrases, key=len, reverse=True):
+        candidates = set.intersection(*(with_word[word] for word in phrase.split()))
+        found = [sentence for sentence in candidates if f" {phrase} " in f" {sentence} "]
+        for sentence in found:
             counts[sentence] += 1
-        if not inside:
-            counts[text] = 1
-            for word in text.split():
-                of_word[word].add(text)
+        if not found:
+            counts[phrase] = 1
+            for word in phrase.split():
+                with_word[word].add(phrase)
     return counts
 
 
 @functools.cache
 def phrases_of(part: str) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of phrases, and their sentiment."""
     x = np.stack([tokens(text) for text, _ in rows_of(part)])
     return x, np.array([int(label) for _, label in rows_of(part)], np.int32)
 
 
 def tables(rows: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of the page, by marker."""
     counts = rows["sst2 phrases of a sentence"]["0"]
-    units = rows["sst2 all at epsilon 3"]["0"]["epsilon_of"]
+    phrases = (
+        f"Its {counts['sentences']:,} sentences have {counts['median']:.0f} phrases in the "
+        f"median, and one has {counts['most']}."
+    )
+    epsilons = rows["sst2 all at epsilon 3"]["0"]["epsilon_of"]
+    units = [[count, upwards(epsilon, ".4g")] for count, epsilon in epsilons.items()]
     return {
-        "sst2": runs.table(["", "parameters", "test accuracy"], [*_sentiment(rows)]),
-        "phrases": (
-            f"Its {counts['sentences']:,} sentences have {counts['median']:.0f} phrases in the "
-            f"median, and one has {counts['most']}."
-        ),
-        "units": runs.table(
-            ["phrases of one sentence", "epsilon at delta 1e-5"],
-            [[count, upwards(epsilon, ".4g")] for count, epsilon in units.items()],
-        ),
+        "sst2": runs.table(["", "parameters", "test accuracy"], list(_sentiment(rows))),
+        "phrases": phrases,
+        "units": runs.table(["phrases of one sentence", "epsilon at delta 1e-5"], units),
     }
 
 
 def _sentiment(rows: Mapping[str, Any]) -> Iterator[list[str]]:
+    """A line for each row, and one of `experiments.finetuning`."""
     for name in SENTIMENT:
         seeds = list(rows[name].values())
         trained = f"{seeds[0].get('trained', 0):,}"
         accuracies = [run["accuracy"] for run in seeds]
         yield [name.removeprefix("sst2 "), trained, runs.spread(accuracies)]
     file = pathlib.Path(__file__).parent / "results" / "finetuning.json"
-    seeds = [*json.loads(file.read_text())["rows"]["sst2 linear small R at epsilon 1"].values()]
+    finetuned = json.loads(file.read_text())["rows"]
+    seeds = list(finetuned["sst2 linear small R at epsilon 1"].values())
     accuracies = [run["accuracy"] for run in seeds]
     trained = str(seeds[0]["trained"])
     yield ["a head on frozen MiniLM at epsilon 1", trained, runs.spread(accuracies)]
 
 
 def main(results: runs.Results) -> None:
+    """Runs the rows as far as they are missing."""
     seeds = runs.seeds()
     if runs.named("sst2 phrases of a sentence"):
         print(results.of("sst2 phrases of a sentence", 0, phrases_of_sentences))

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from experiments.finetuning import __main__ as run
-from experiments.finetuning import efficientnet, files, minilm
+from experiments.finetuning import efficientnet, files, minilm, run
 
 FOLDER = os.environ.get("DPJAX_WEIGHTS_DIR")
 published = pytest.mark.skipif(FOLDER is None, reason="DPJAX_WEIGHTS_DIR names no folder")

@@ -15,15 +15,15 @@ from experiments.calibration import algorithms
 from experiments.calibration import settings as calibration
 from experiments.common import claims, pictures, runs, tables
 from experiments.common.claims import Claim, judged
-from experiments.composite_loss import __main__ as composite
+from experiments.composite_loss import run as composite
 from experiments.composite_loss.settings import Choice
-from experiments.grouped_clipping import __main__ as grouped
+from experiments.grouped_clipping import run as grouped
 from experiments.grouped_clipping import settings as groups
-from experiments.noise_curricula import __main__ as curricula
+from experiments.noise_curricula import run as curricula
 from experiments.noise_curricula import settings as noises
-from experiments.scatternet import __main__ as scatternet
+from experiments.scatternet import run as scatternet
 from experiments.scatternet import settings as features
-from experiments.tempered_sigmoids import __main__ as tempered
+from experiments.tempered_sigmoids import run as tempered
 from experiments.tempered_sigmoids import settings as sigmoids
 from run_binary import run
 

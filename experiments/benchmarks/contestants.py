@@ -23,8 +23,10 @@ from dpjax import clipping, gradients, sampling
 from experiments.benchmarks import workers
 from experiments.benchmarks.workloads import SEED, WORKLOADS
 
-BOUND, NOISE_MULTIPLIER, LEARNING_RATE = 1.0, 1.1, 0.1
-STEPS = 1_000_000  # past its plan a mechanism returns NaN
+BOUND = 1.0
+NOISE_MULTIPLIER = 1.1
+LEARNING_RATE = 0.1
+STEPS = 1_000_000  # more than any run takes: a mechanism returns NaN after its last step
 PEERS = (
     "jax_privacy",
     "opacus hooks",
@@ -36,7 +38,7 @@ PEERS = (
 
 
 class Refused(Exception):
-    """This contestant has no figure; the message says why in few words."""
+    """This contestant has no figure; the message gives the reason in a few words."""
 
 
 class Contestant(NamedTuple):
@@ -48,7 +50,7 @@ class Contestant(NamedTuple):
 
 
 def step_of(gradient: Any, link: optax.GradientTransformation) -> tuple[Any, Any]:
-    """The optimizer and the jitted step of a gradient, what makes it private, and SGD."""
+    """The optimizer and the jitted step of a gradient, the link that makes it private, and SGD."""
     optimizer = optax.chain(link, optax.sgd(LEARNING_RATE))
 
     @jax.jit
@@ -60,9 +62,10 @@ def step_of(gradient: Any, link: optax.GradientTransformation) -> tuple[Any, Any
 
 
 def compiled(gradient: Any, link: optax.GradientTransformation, params: Any, batch: Any) -> Any:
-    """A contestant in this process: a gradient, what makes it private, and SGD."""
+    """A contestant in this process: a gradient, the link that makes it private, and SGD."""
     optimizer, step = step_of(gradient, link)
-    program, arguments = None, (params, optimizer.init(params), batch)
+    program = None
+    arguments = (params, optimizer.init(params), batch)
 
     def run(steps: int) -> float:
         nonlocal program, arguments
@@ -72,30 +75,38 @@ def compiled(gradient: Any, link: optax.GradientTransformation, params: Any, bat
                 program = step.lower(*arguments).compile()
                 arguments = jax.device_put(arguments, program.input_shardings[0])
             for _ in range(steps):
-                # One at a time: host devices that wait for each other can be starved of threads.
-                arguments = (*jax.block_until_ready(program(*arguments)), arguments[2])
+                # Steps are not queued, because host devices that wait for each other can run
+                # out of threads.
+                moved = jax.block_until_ready(program(*arguments))
+                arguments = (*moved, arguments[2])
         except jax.errors.JaxRuntimeError as error:  # such as for lack of memory
-            raise Refused(str(error).splitlines()[0][:100]) from error
+            first_line = str(error).splitlines()[0]
+            raise Refused(first_line[:100]) from error
         return (time.perf_counter() - started) / steps
 
     def planned() -> dict[str, int | None]:
         assert program is not None
         devices = jax.tree.leaves(program.output_shardings)[0].num_devices
-        each = getattr(program.memory_analysis(), "temp_size_in_bytes", None)
-        return {"planned_bytes": None if each is None else devices * each}
+        of_device = getattr(program.memory_analysis(), "temp_size_in_bytes", None)
+        if of_device is None:
+            return {"planned_bytes": None}
+        return {"planned_bytes": devices * of_device}
 
     def sound() -> bool:
-        return bool(jnp.isfinite(ravel_pytree(arguments[0])[0]).all())
+        flat, _ = ravel_pytree(arguments[0])
+        return bool(jnp.isfinite(flat).all())
 
     return Contestant(run, planned, sound, lambda: None, {})
 
 
 def peer(python: str, name: str, workload: str, batch_size: int, **env: str) -> Contestant:
     """A contestant in another process, and perhaps of another environment."""
-    worker, last = workers.Worker(python, "peers", name, **env), {}
+    worker = workers.Worker(python, "peers", name, **env)
+    last = {}
 
     def ask(question: dict[str, Any]) -> dict[str, Any]:
-        last.update(answer := worker.ask(question))
+        answer = worker.ask(question)
+        last.update(answer)
         if "refused" in answer:
             worker.close()
             raise Refused(answer["refused"])
@@ -132,12 +143,13 @@ def jax_privacy(loss: Any, batch_size: int, microbatch_size: int | None = None) 
         keep_batch_dim=False,
         microbatch_size=microbatch_size,
     )
-    deviation, key = NOISE_MULTIPLIER * BOUND / batch_size, jax.random.key(SEED)
+    deviation = NOISE_MULTIPLIER * BOUND / batch_size
+    key = jax.random.key(SEED)
     return gradient, noise_addition.gaussian_privatizer(stddev=deviation, prng_key=key)
 
 
 def of_jax(loss: Any, batch_size: int) -> dict[str, tuple[Any, optax.GradientTransformation]]:
-    """By name the gradients of JAX and dpjax, each with what makes it private."""
+    """The gradients of JAX and dpjax by name, each with the link that makes it private."""
     key = jax.random.key(SEED)
     mechanism = dpjax.Mechanism(
         sampling=sampling.poisson(examples=60_000, batch_size=batch_size),

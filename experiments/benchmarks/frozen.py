@@ -30,25 +30,34 @@ import dpjax
 from dpjax import clipping, sampling
 from experiments.benchmarks import memory, reporting, workers
 
-WIDTH, RANK, EXAMPLES = 2048, 4, 64
+WIDTH = 2048
+RANK = 4
+EXAMPLES = 64
 SIZES = (64, 128, 256, 512)  # MiB
 KINDS = ("argument", "closure")
 
 
 def problem(mib: int) -> tuple[Any, Any, Any, Any]:
     """The loss ``(adapters, example, frozen)``, adapters, frozen weights and data."""
-    layers, rng = mib * 2**20 // (4 * WIDTH**2), np.random.default_rng(0)
-    frozen = jnp.asarray(rng.normal(size=(layers, WIDTH, WIDTH)), jnp.float32) / WIDTH**0.5
-    down = jnp.asarray(rng.normal(size=(layers, WIDTH, RANK)), jnp.float32) / WIDTH**0.5
+    layers = mib * 2**20 // (4 * WIDTH**2)
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> Any:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    frozen = normal(layers, WIDTH, WIDTH) / WIDTH**0.5
+    down = normal(layers, WIDTH, RANK) / WIDTH**0.5
     adapters = {"down": down, "up": jnp.zeros((layers, RANK, WIDTH))}
-    data = jnp.asarray(rng.normal(size=(EXAMPLES, WIDTH)), jnp.float32)
+    data = normal(EXAMPLES, WIDTH)
 
     def loss(params: Any, x: Any, frozen: Any) -> Any:
         def layer(h: Any, weights: Any) -> tuple[Any, None]:
-            kernel, pair = weights
-            return jnp.tanh(h @ kernel + (h @ pair["down"]) @ pair["up"]), None
+            kernel, adapter = weights
+            low_rank = (h @ adapter["down"]) @ adapter["up"]
+            return jnp.tanh(h @ kernel + low_rank), None
 
-        return jnp.sum(jax.lax.scan(layer, x, (frozen, params))[0] ** 2)
+        outputs, _ = jax.lax.scan(layer, x, (frozen, params))
+        return jnp.sum(outputs**2)
 
     return loss, adapters, frozen, data
 
@@ -70,35 +79,53 @@ def started(kind: str, mib: int, **options: Any) -> tuple[Any, Any]:
     return algorithm, algorithm.init(adapters)
 
 
-def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Seconds and memory of a first step; bytes of a run's folder; or how weights are split."""
-    kind, mib = question["kind"], question["mib"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    if kind == "split":
-        jax.config.update("jax_num_cpu_devices", 4)
-        mesh = dpjax.meshes.parse("data:2,model:2")
-        algorithm, state = started(kind, mib, mesh=mesh)
-        state = dpjax.meshes.placed(state._replace(ledger=None), mesh)
-        steps = algorithm.run.__self__.steps  # pyright: ignore[reportFunctionMemberAccess]
-        leaves, structure = jax.tree.flatten(state)
-        program = steps._compiled(tuple(leaf.sharding for leaf in leaves), structure)
-        compiled = program.lower(state, *steps._held_on(mesh), 1).compile()
-        each = compiled.memory_analysis().argument_size_in_bytes / 2**20
-        return {"spec": str(compiled.input_shardings[0][2].spec), "MiB of a device": each}
+def first_step(kind: str, mib: int) -> dict[str, Any]:
+    """Seconds and memory of a first step, and the bytes of a run's folder."""
     algorithm, state = started(kind, mib)
-    rise, begun = memory.of_process(), time.perf_counter()
-    jax.block_until_ready(algorithm.run(state, 1)[0].params)
-    seconds, held = time.perf_counter() - begun, rise()
+    rise = memory.of_process()
+    begun = time.perf_counter()
+    state, _ = algorithm.run(state, 1)
+    jax.block_until_ready(state.params)
+    seconds = time.perf_counter() - begun
+    risen = rise()
+    _, adapters, _, _ = problem(mib)
     with tempfile.TemporaryDirectory() as folder:
-        dpjax.fit(algorithm, algorithm.init(problem(mib)[1]), directory=folder, progress=False)
-        files = (path for path in pathlib.Path(folder).rglob("*") if path.is_file())
-        return {"first_s": seconds, "bytes": held, "folder": sum(f.stat().st_size for f in files)}
+        dpjax.fit(algorithm, algorithm.init(adapters), directory=folder, progress=False)
+        size = 0
+        for path in pathlib.Path(folder).rglob("*"):
+            if path.is_file():
+                size += path.stat().st_size
+    return {"first_s": seconds, "bytes": risen, "folder": size}
+
+
+def split_step(mib: int) -> dict[str, Any]:
+    """How the compiled step on four devices splits the weights, and what a device holds."""
+    jax.config.update("jax_num_cpu_devices", 4)
+    mesh = dpjax.meshes.parse("data:2,model:2")
+    algorithm, state = started("split", mib, mesh=mesh)
+    state = dpjax.meshes.placed(state._replace(ledger=None), mesh)
+    steps = algorithm.run.__self__.steps  # pyright: ignore[reportFunctionMemberAccess]
+    leaves, structure = jax.tree.flatten(state)
+    shardings = tuple(leaf.sharding for leaf in leaves)
+    program = steps._compiled(shardings, structure)
+    compiled = program.lower(state, *steps._held_on(mesh), 1).compile()
+    frozen_weights = compiled.input_shardings[0][2]
+    of_device = compiled.memory_analysis().argument_size_in_bytes / 2**20
+    return {"spec": str(frozen_weights.spec), "MiB of a device": of_device}
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """The figures of one kind of weights and one size."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    if question["kind"] == "split":
+        return split_step(question["mib"])
+    return first_step(question["kind"], question["mib"])
 
 
 def main(asked: Any) -> None:
     report = reporting.begin(("jax", "jaxlib"), smoke=asked.smoke)
     report["rows"] = {}
-    for mib in [16] if asked.smoke else SIZES:
+    for mib in (16,) if asked.smoke else SIZES:
         row = report["rows"][f"{mib} MiB"] = {}
         for kind in (*KINDS, "split"):
             worker = workers.Worker(sys.executable, "frozen", "answer")

@@ -34,7 +34,9 @@ from dpjax import clipping
 from experiments.benchmarks import contestants, peers, reporting, workers
 from experiments.benchmarks.workloads import SEED, TOKENS, Decoder, joined, split
 
-SECONDS, ALL, ROUNDS = 60.0, 480.0, 10  # of a row and of all rows, and timed steps
+SECONDS = 60.0  # of a row
+ALL = 480.0  # seconds of all rows
+ROUNDS = 10  # timed steps
 Sizes = dict[str, Any]
 
 
@@ -52,51 +54,73 @@ PLANNED = {
     "1,000 words, 4,096 tokens": sizes(128, 4, 2, 1_000, 4_096, examples=4, tied=True),
 }
 ROWS = (
-    *(("124 M", who) for who in ("plain", "dpjax auto", "opacus ghost")),
-    *(("1 B, LoRA", who) for who in ("plain", "dpjax auto")),
-    *(("350 M", who) for who in ("plain", "dpjax auto")),
-    *(("124 M", who) for who in ("dpjax vmap", "jax_privacy")),
+    ("124 M", "plain"),
+    ("124 M", "dpjax auto"),
+    ("124 M", "opacus ghost"),
+    ("1 B, LoRA", "plain"),
+    ("1 B, LoRA", "dpjax auto"),
+    ("350 M", "plain"),
+    ("350 M", "dpjax auto"),
+    ("124 M", "dpjax vmap"),
+    ("124 M", "jax_privacy"),
 )
 TINY = sizes(16, 2, 2, TOKENS, 16, examples=4)
 
 
 def problem(examples: int, **fields: Any) -> tuple[Any, Any, Any]:
-    """The loss of ``(params, example, frozen)``, what makes both trees, and texts."""
+    """The loss of ``(params, example, frozen)``, a function that makes both trees, and texts."""
     model = Decoder(scanned=True, **fields)
     x = jax.random.randint(jax.random.key(SEED), (examples, model.length), 0, model.words)
 
     def initial() -> tuple[Any, Any]:
         params = model.init(jax.random.key(SEED), x[0])["params"]
-        return split(params) if model.rank else (params, {})
+        if model.rank:
+            return split(params)
+        return params, {}
 
     def loss(params: Any, example: Any, frozen: Any) -> Any:
-        weights = joined(params, frozen) if model.rank else params
-        logits: Any = model.apply({"params": weights}, example[0])
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, example[1]))
+        tokens, labels = example
+        if model.rank:
+            params = joined(params, frozen)
+        logits: Any = model.apply({"params": params}, tokens)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
     return loss, initial, (x, jnp.roll(x, -1, axis=1))
 
 
 def private(loss: Any, who: str, examples: int) -> tuple[Any, Any]:
     """A contestant's gradient as a function of ``(params, (batch, frozen))``, and its link."""
-    alone = functools.partial(loss, frozen={})
+    unfrozen_loss = functools.partial(loss, frozen={})
     if who == "jax_privacy":
-        gradient, link = contestants.jax_privacy(alone, examples)
-        return lambda params, held: gradient(params, held[0]), link
-    link = contestants.of_jax(alone, examples)[who][1]
+        theirs, link = contestants.jax_privacy(unfrozen_loss, examples)
+
+        def gradient(params: Any, data: Any) -> Any:
+            batch, _ = data
+            return theirs(params, batch)
+
+        return gradient, link
+    _, link = contestants.of_jax(unfrozen_loss, examples)[who]
     if who == "plain":
 
-        def mean(params: Any, batch: Any, frozen: Any) -> Any:
+        def mean_loss(params: Any, batch: Any, frozen: Any) -> Any:
             return jnp.mean(jax.vmap(loss, (None, 0, None))(params, batch, frozen))
 
-        return lambda params, held: jax.grad(mean)(params, *held), link
-    rule, engine = clipping.flat(contestants.BOUND), who.removeprefix("dpjax ")
-    clipped = dpjax.clipped_grad(loss, rule, engine)
-    return lambda params, held: clipped(params, held[0], frozen=held[1]).sum, link
+        def gradient(params: Any, data: Any) -> Any:
+            return jax.grad(mean_loss)(params, *data)
+
+        return gradient, link
+    engine = who.removeprefix("dpjax ")
+    clipped = dpjax.clipped_grad(loss, clipping.flat(contestants.BOUND), engine)
+
+    def gradient(params: Any, data: Any) -> Any:
+        batch, frozen = data
+        return clipped(params, batch, frozen=frozen).sum
+
+    return gradient, link
 
 
 def planned(fields: Sizes, who: str) -> dict[str, int]:
-    """What XLA plans for one step on a CPU: temporaries, and these with arguments and results."""
+    """XLA's plan of one step on a CPU: temporaries, and these with arguments and results."""
     loss, initial, batch = problem(**fields)
     optimizer, step = contestants.step_of(*private(loss, who, fields["examples"]))
     params, frozen = jax.eval_shape(initial)
@@ -109,10 +133,16 @@ def planned(fields: Sizes, who: str) -> dict[str, int]:
 def of_opacus(fields: Sizes, who: str, parameters: int) -> contestants.Contestant:
     """The same decoder in PyTorch."""
     network = {name: fields[name] for name in ("width", "heads", "depth", "words", "length")}
-    task = {"decoder": network, "text": True, "batch_size": fields["examples"]}
-    task |= {"parameters": parameters, "bound": contestants.BOUND}
-    task |= {"noise_multiplier": contestants.NOISE_MULTIPLIER}
-    take, facts = peers.CONTESTANTS[who](task | {"learning_rate": contestants.LEARNING_RATE})
+    task = {
+        "decoder": network,
+        "text": True,
+        "batch_size": fields["examples"],
+        "parameters": parameters,
+        "bound": contestants.BOUND,
+        "noise_multiplier": contestants.NOISE_MULTIPLIER,
+        "learning_rate": contestants.LEARNING_RATE,
+    }
+    take, facts = peers.CONTESTANTS[who](task)
     last: dict[str, Any] = {}
 
     def run(steps: int) -> float:
@@ -120,57 +150,93 @@ def of_opacus(fields: Sizes, who: str, parameters: int) -> contestants.Contestan
         return last["seconds"]
 
     return contestants.Contestant(
-        run, lambda: last["memory"], lambda: last["sound"], lambda: None, facts
+        run=run,
+        memory=lambda: last["memory"],
+        sound=lambda: last["sound"],
+        close=lambda: None,
+        facts=facts,
     )
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Seconds, tokens a second and memory of a step of one contestant."""
-    fields, who = question["fields"], question["who"]
+    fields = question["fields"]
+    who = question["who"]
     loss, initial, batch = problem(**fields)
-    trees = jax.eval_shape(initial)
-    trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in trees)
+    params, frozen = jax.eval_shape(initial)
+    trained = numbers_of(params)
     if who.startswith("opacus"):
         made = of_opacus(fields, who, trained)
     else:
-        params, base = jax.jit(initial)()
-        made = contestants.compiled(*private(loss, who, len(batch[0])), params, (batch, base))
-    first, times = made.run(1), [made.run(1)]
+        gradient, link = private(loss, who, fields["examples"])
+        params, frozen = jax.jit(initial)()
+        made = contestants.compiled(gradient, link, params, (batch, frozen))
+    first = made.run(1)
+    made.run(1)  # a warm step, which is not counted
+    times = []
     begun = time.perf_counter()
-    while len(times) <= ROUNDS and time.perf_counter() - begun < SECONDS / 6:
+    while len(times) < ROUNDS and time.perf_counter() - begun < SECONDS / 6:
         times.append(made.run(1))
     if not made.sound():
         return {"refused": "NaN or infinity"}
-    seconds = statistics.median(times[1:])
-    figures = {"first_s": first, "step_s": seconds, "tokens_s": batch[0].size / seconds}
-    device = made.facts.get("device", jax.devices()[0].device_kind)
-    return {"trained": trained, "frozen": frozen, "device": device} | figures | made.memory()
+    seconds = statistics.median(times)
+    tokens, _ = batch
+    return {
+        "trained": trained,
+        "frozen": numbers_of(frozen),
+        "device": made.facts.get("device", jax.devices()[0].device_kind),
+        "first_s": first,
+        "step_s": seconds,
+        "tokens_s": tokens.size / seconds,
+        **made.memory(),
+    }
+
+
+def numbers_of(tree: Any) -> int:
+    """How many numbers the leaves hold."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def row_of(name: str, who: str, left: float, asked: Any) -> dict[str, Any]:
+    """One contestant on a GPU, or the reason why it did not run."""
+    if not asked.smoke and jax.default_backend() != "gpu":
+        return {"refused": "not run"}
+    if left <= 0:
+        return {"refused": "no time was left"}
+    python = asked.peers_python
+    if who.startswith(("plain", "dpjax")):
+        python = sys.executable
+    if not pathlib.Path(python).exists():
+        return {"refused": workers.NOT_RUN}
+    fields = SIZES[name]
+    if asked.smoke:
+        fields = fields | TINY
+    seconds = SECONDS * slowness(asked)
+    worker = workers.Worker(python, "llm", "answer")
+    row = worker.ask({"fields": fields, "who": who}, min(seconds, left))
+    worker.close()
+    return row
+
+
+def slowness(asked: Any) -> int:
+    """A smoke run has ten times the seconds, since it may share a busy CPU."""
+    return 10 if asked.smoke else 1
 
 
 def main(asked: Any) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a row has the GPU's memory
-    began, report = time.monotonic(), reporting.begin(("jax", "jaxlib", "flax"), smoke=asked.smoke)
-    there = asked.smoke or jax.default_backend() == "gpu"
+    began = time.monotonic()
+    report = reporting.begin(("jax", "jaxlib", "flax"), smoke=asked.smoke)
     report |= {"rows": {}, "planned": {}}
-    slow = 10 if asked.smoke else 1  # on a busy CPU
-    for name, who in ROWS[: 5 if asked.smoke else None]:
-        left = ALL * slow - (time.monotonic() - began)
-        python = sys.executable if who.startswith(("plain", "dpjax")) else asked.peers_python
-        if not there or left <= 0:
-            row = {"refused": "no time was left" if there else "not run"}
-        elif not pathlib.Path(python).exists():
-            row = {"refused": workers.NOT_RUN}
-        else:
-            fields = SIZES[name] | (TINY if asked.smoke else {})
-            worker = workers.Worker(python, "llm", "answer")
-            row = worker.ask({"fields": fields, "who": who}, min(SECONDS * slow, left))
-            worker.close()
+    for name, who in ROWS[:5] if asked.smoke else ROWS:
+        left = ALL * slowness(asked) - (time.monotonic() - began)
+        row = row_of(name, who, left, asked)
         report["rows"].setdefault(name, {})[who] = row
         print(name, who, row, flush=True)
         reporting.keep(report, asked.out)
     with jax.default_device(jax.devices("cpu")[0]):
         for name, fields in PLANNED.items():
-            fields = fields | (TINY if asked.smoke else {})
+            fields = fields | TINY if asked.smoke else fields
             row = {who: planned(fields, who) for who in ("plain", "dpjax auto", "dpjax vmap")}
             report["planned"][name] = row
             print(name, row, flush=True)

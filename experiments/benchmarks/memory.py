@@ -13,19 +13,21 @@ import gc
 import pathlib
 from collections.abc import Callable
 
-STATUS, CLEAR = pathlib.Path("/proc/self/status"), pathlib.Path("/proc/self/clear_refs")
+STATUS = pathlib.Path("/proc/self/status")
+CLEAR = pathlib.Path("/proc/self/clear_refs")
 
 Rise = Callable[[], int | None]
 
 
 def of_process() -> Rise:
+    """Resident memory of this process."""
     gc.collect()
     if not (STATUS.exists() and CLEAR.exists()):
         return lambda: None
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)
-    CLEAR.write_text("5")  # the peak becomes what is held: proc(5)
+    CLEAR.write_text("5")  # resets the peak to the current size: proc(5)
     before = _peak()
     return lambda: _peak() - before
 
@@ -43,5 +45,7 @@ def of_torch() -> Rise:
 
 
 def _peak() -> int:
-    lines = (line.split() for line in STATUS.read_text().splitlines())
-    return next(1024 * int(words[1]) for words in lines if words[0] == "VmHWM:")
+    """The largest resident memory since the last reset, in bytes."""
+    lines = STATUS.read_text().splitlines()
+    peak = next(line for line in lines if line.startswith("VmHWM:"))
+    return 1024 * int(peak.split()[1])  # printed in KiB

@@ -13,6 +13,7 @@ a composition of them. One without a row in `CALLS` is called with a learning ra
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,6 +35,7 @@ LABELS = {"bias": "frozen", "kernel": "trained"}
 
 
 def two() -> dict[str, optax.GradientTransformation]:
+    """An optimizer for each label."""
     return {"frozen": optax.set_to_zero(), "trained": inner()}
 
 
@@ -86,47 +88,80 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 def composed() -> dict[str, Callable[[], Any]]:
     """Compositions, as users write them."""
-    adam, chain, schedule = optax.adam, optax.chain, optax.warmup_cosine_decay_schedule
-    injected, stateful = optax.inject_hyperparams, optax.inject_stateful_hyperparams
-    decay, monitored = optax.add_decayed_weights(0.1, MASK), optax.monitor({"size": size})
-    skips = {"should_skip_update_fn": optax.skip_not_finite}
+
+    def clipped_adamw() -> Any:
+        schedule = optax.warmup_cosine_decay_schedule(0.0, RATE, 1, 2)
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+
+    def decayed_momentum() -> Any:
+        decay = optax.add_decayed_weights(0.1, MASK)
+        return optax.chain(decay, optax.trace(0.9, nesterov=True), optax.scale(-RATE))
+
+    def every_second_step() -> Any:
+        return optax.chain(inner(), optax.apply_every(2))
+
+    def averaged() -> Any:
+        return optax.chain(inner(), optax.ema(0.9))
+
+    def on_plateau() -> Any:
+        return optax.chain(optax.adam(RATE), optax.contrib.reduce_on_plateau())
+
+    def injected() -> Any:
+        return optax.inject_hyperparams(optax.adam)(learning_rate=RATE)
+
+    def injected_stateful() -> Any:
+        return optax.inject_stateful_hyperparams(optax.adam)(learning_rate=RATE)
+
+    def skipping() -> Any:
+        skip = optax.skip_not_finite
+        return optax.MultiSteps(optax.lion(RATE), 2, should_skip_update_fn=skip)
+
+    def monitored() -> Any:
+        return optax.chain(optax.monitor({"size": size}), optax.adam(RATE))
+
+    def named() -> Any:
+        decay = optax.add_decayed_weights(0.1)
+        return optax.named_chain(("adam", optax.scale_by_adam()), ("decay", decay))
+
+    def schedule_free() -> Any:
+        return optax.contrib.schedule_free(optax.adam(RATE, b1=0.0), RATE)
+
+    def lookahead() -> Any:
+        return dpjax.training.lookahead(inner(), 2, 0.5)
+
+    def dp_adam() -> Any:
+        return dpjax.training.dp_adam(RATE, mechanism())
+
     return {
-        "chain(clip_by_global_norm, adamw of a schedule)": lambda: chain(
-            optax.clip_by_global_norm(1.0), optax.adamw(schedule(0.0, RATE, 1, 2))
-        ),
-        "chain(add_decayed_weights, trace, scale)": lambda: chain(
-            decay, optax.trace(0.9, nesterov=True), optax.scale(-RATE)
-        ),
-        "chain(sgd, apply_every)": lambda: chain(inner(), optax.apply_every(2)),
-        "chain(sgd, ema)": lambda: chain(inner(), optax.ema(0.9)),
-        "chain(adam, reduce_on_plateau)": lambda: chain(
-            adam(RATE), optax.contrib.reduce_on_plateau()
-        ),
-        "inject_hyperparams(adam)": lambda: injected(adam)(learning_rate=RATE),
-        "inject_stateful_hyperparams(adam)": lambda: stateful(adam)(learning_rate=RATE),
-        "MultiSteps(lion), skip_not_finite": lambda: optax.MultiSteps(optax.lion(RATE), 2, **skips),
-        "chain(monitor, adam)": lambda: chain(monitored, adam(RATE)),
-        "named_chain(adam, weight decay)": lambda: optax.named_chain(
-            ("adam", optax.scale_by_adam()), ("decay", optax.add_decayed_weights(0.1))
-        ),
-        "schedule_free(adam without momentum)": lambda: optax.contrib.schedule_free(
-            adam(RATE, b1=0.0), RATE
-        ),
-        "training.lookahead": lambda: dpjax.training.lookahead(inner(), 2, 0.5),
-        "training.dp_adam": lambda: dpjax.training.dp_adam(RATE, mechanism()),
+        "chain(clip_by_global_norm, adamw of a schedule)": clipped_adamw,
+        "chain(add_decayed_weights, trace, scale)": decayed_momentum,
+        "chain(sgd, apply_every)": every_second_step,
+        "chain(sgd, ema)": averaged,
+        "chain(adam, reduce_on_plateau)": on_plateau,
+        "inject_hyperparams(adam)": injected,
+        "inject_stateful_hyperparams(adam)": injected_stateful,
+        "MultiSteps(lion), skip_not_finite": skipping,
+        "chain(monitor, adam)": monitored,
+        "named_chain(adam, weight decay)": named,
+        "schedule_free(adam without momentum)": schedule_free,
+        "training.lookahead": lookahead,
+        "training.dp_adam": dp_adam,
     }
 
 
-# They return a transformation, and their annotation does not say so.
+# These return a transformation, but their annotation does not name it.
 ANNOTATED = ("scale_by_factored_rms", "contrib.hutchinson_estimator_diag_hessian")
-# They take functions of optimizers, or optimizers of any number: `composed` has a row for each.
+# These take functions of optimizers, or any number of them: `composed` has a row for each.
 ELSEWHERE = ("chain", "named_chain", "inject_hyperparams", "inject_stateful_hyperparams")
 SMOKE = ["adam", "contrib.sam", "lookahead", "lbfgs", "training.dp_adam"]
 
 
 def mechanism() -> dpjax.Mechanism:
     return dpjax.Mechanism(
-        sampling=sampling.full(8), clipping=clipping.flat(1.0), noise_multiplier=1.3, steps=4
+        sampling=sampling.full(8),
+        clipping=clipping.flat(1.0),
+        noise_multiplier=1.3,
+        steps=4,
     )
 
 
@@ -142,35 +177,49 @@ def found() -> Iterator[tuple[str, Callable[..., Any]]]:
                 yield prefix + name, function
 
 
-def rows() -> dict[str, Callable[[], Any]]:
-    def maker(name: str, function: Callable[..., Any]) -> Callable[[], Any]:
-        takes = inspect.signature(function).parameters.get("learning_rate")
-        rate = {} if takes is None or takes.default is not takes.empty else {"learning_rate": RATE}
-        return lambda: CALLS.get(name, lambda of: of(**rate))(function)
+def with_learning_rate(function: Callable[..., Any]) -> Any:
+    """Calls a function with a learning rate, if it needs one."""
+    rate = inspect.signature(function).parameters.get("learning_rate")
+    if rate is not None and rate.default is rate.empty:
+        return function(learning_rate=RATE)
+    return function()
 
-    functions = {name: maker(name, f) for name, f in sorted(found()) if name not in ELSEWHERE}
-    return functions | composed()
+
+def rows() -> dict[str, Callable[[], Any]]:
+    """A function for each row, which makes its transformation."""
+    makers = {}
+    for name, function in sorted(found()):
+        if name not in ELSEWHERE:
+            call = CALLS.get(name, with_learning_rate)
+            makers[name] = functools.partial(call, function)
+    return makers | composed()
 
 
 def loss(params: Any, x: Any) -> Any:
-    return jnp.sum(jnp.square(x @ params["kernel"] + params["bias"] - 1))
+    outputs = x @ params["kernel"] + params["bias"]
+    return jnp.sum(jnp.square(outputs - 1))
 
 
 def by_itself(optimizer: Any) -> None:
-    params, state = PARAMS, optimizer.init(PARAMS)
+    """Two steps of Optax."""
+    params = PARAMS
+    state = optimizer.init(params)
     for _ in range(2):
-        updates, state = optimizer.update(jax.grad(loss)(params, jnp.ones(3)), state, params)
+        gradients = jax.grad(loss)(params, jnp.ones(3))
+        updates, state = optimizer.update(gradients, state, params)
         params = optax.apply_updates(params, updates)
 
 
 def through_dpsgd(optimizer: Any) -> None:
+    """Two steps of `dpjax.dpsgd`."""
     data = jax.random.normal(jax.random.key(1), (8, 3))
     algorithm = dpjax.dpsgd(loss, optimizer, mechanism(), data)
     state = algorithm.init(PARAMS)
     for _ in range(2):
         state, _ = algorithm.step(state)
-    if not all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(state.params)):
-        raise FloatingPointError("the parameters are not finite after two steps.")
+    for leaf in jax.tree.leaves(state.params):
+        if not jnp.all(jnp.isfinite(leaf)):
+            raise FloatingPointError("the parameters are not finite after two steps.")
 
 
 def behind_the_noise(optimizer: Any) -> None:
@@ -196,12 +245,13 @@ def outcome(run: Callable[[Any], None], make: Callable[[], Any]) -> str:
 def main(asked: Any) -> None:
     makers = rows()
     report = reporting.begin(("dpjax", "jax", "optax"))
-    names = SMOKE if asked.smoke else asked.names
+    words = SMOKE if asked.smoke else asked.names
     report["rows"] = {}
-    for name in reporting.chosen("names", list(makers), names):
+    for name in reporting.chosen("names", list(makers), words):
         row = {way: outcome(run, makers[name]) for way, run in WAYS.items()}
         report["rows"][name] = row
-        print(f"{name:50}", " | ".join(f"{found:.50}" for found in row.values()), flush=True)
+        cells = [f"{result:.50}" for result in row.values()]
+        print(f"{name:50}", " | ".join(cells), flush=True)
         reporting.keep(report, asked.out)
     for way in WAYS:
         ran = sum(row[way] == "runs" for row in report["rows"].values())

@@ -24,7 +24,7 @@ MICROBATCHES = (None, 64, 16)  # of jax_privacy; None is the whole batch in one
 
 def with_jax_privacy(task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """jax_privacy's clipped gradient and noise, each microbatch size tried for one warm step."""
-    version = importlib.metadata.version("jax_privacy")  # first, for it says what is missing
+    version = importlib.metadata.version("jax_privacy")  # first: its error names the package
     import jax
 
     from experiments.benchmarks import contestants, workloads
@@ -33,19 +33,22 @@ def with_jax_privacy(task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     problem = workloads.WORKLOADS[task["workload"]]._replace(batch_size=batch_size)
     loss, params, batch = workloads.problem(problem)
     tried = {}
-    for size in (s for s in MICROBATCHES if s is None or s < batch_size):
+    for size in MICROBATCHES:
+        if size is not None and size >= batch_size:
+            continue
         gradient, noise = contestants.jax_privacy(loss, batch_size, size)
         made = contestants.compiled(gradient, noise, params, batch)
         first = made.run(1)
         tried[size] = (made.run(1), first, made)
-    best = min(tried, key=lambda size: tried[size][0])
+    warm = {size: seconds for size, (seconds, _, _) in tried.items()}
+    best = min(tried, key=lambda size: warm[size])
     _, first, made = tried[best]
     facts = {
         "parameters": problem.parameters,
         "device": jax.devices()[0].device_kind,
         "note": f"microbatch {best or batch_size}",
         "first_s": first,
-        "microbatches_ms": {str(size or batch_size): 1e3 * t for size, (t, *_) in tried.items()},
+        "microbatches_ms": {str(size or batch_size): 1e3 * t for size, t in warm.items()},
         "versions": {"jax_privacy": version},
     }
 
@@ -57,7 +60,9 @@ def with_jax_privacy(task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def with_torch(mode: str | None, task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A PyTorch training step; `mode` is Opacus' way to per-example gradients, or None."""
-    packages = ("torch", "opacus") if mode else ("torch",)
+    packages = ["torch"]
+    if mode is not None:
+        packages.append("opacus")
     versions = {name: importlib.metadata.version(name) for name in packages}
     import torch
 
@@ -65,19 +70,23 @@ def with_torch(mode: str | None, task: dict[str, Any]) -> tuple[Any, dict[str, A
 
     torch.manual_seed(0)
     torch.set_num_threads(os.cpu_count() or 1)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        # TF32 for all products, as JAX has it; by default PyTorch has it for convolutions alone.
+    device = torch.device("cpu")
+    device_name = "cpu"
+    if torch.cuda.is_available():
+        device = torch.device("cuda")
+        device_name = torch.cuda.get_device_name()
+        # TF32 for all products, as in JAX; PyTorch's default has it for convolutions only.
         torch.set_float32_matmul_precision("high")
-    if "decoder" in task:  # of `llm`, by its sizes
+    if "decoder" in task:  # `llm` asks for a decoder by its sizes
         shape = (task["decoder"]["length"],)
         make = functools.partial(torch_models.Decoder, **task["decoder"])
     else:
         make, shape = torch_models.NETWORKS[task["workload"]]
-    batch_size, network = task["batch_size"], make().to(device)
-    held = sum(p.numel() for p in network.parameters() if p.requires_grad)
-    if held != task["parameters"]:
-        raise RuntimeError(f"the network trains {held:,} parameters, not {task['parameters']:,}")
+    batch_size = task["batch_size"]
+    network = make().to(device)
+    trains = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    if trains != task["parameters"]:
+        raise RuntimeError(f"the network trains {trains:,} parameters, not {task['parameters']:,}")
     if task["text"]:
         x = torch.randint(torch_models.TOKENS, (batch_size, *shape), device=device)
         y = x.roll(-1, 1).flatten()
@@ -92,23 +101,22 @@ def with_torch(mode: str | None, task: dict[str, Any]) -> tuple[Any, dict[str, A
         for _ in range(steps):
             optimizer.zero_grad()
             logits = network(x)
-            # Opacus' ghost mode joins the tokens of an example by their shape.
-            shape = {"shape": logits.shape} if mode == "ghost" and task["text"] else {}
-            criterion(logits.flatten(0, -2), y, **shape).backward()
+            flat = logits.flatten(0, -2)
+            if mode == "ghost" and task["text"]:
+                # Opacus' ghost mode joins the tokens of an example by their shape.
+                loss = criterion(flat, y, shape=logits.shape)
+            else:
+                loss = criterion(flat, y)
+            loss.backward()
             optimizer.step()
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds = (time.perf_counter() - started) / steps
-        held = {"peak_bytes": rise()}
+        peak = {"peak_bytes": rise()}
         sound = all(bool(torch.isfinite(p).all()) for p in network.parameters())
-        return {"seconds": seconds, "sound": sound, "memory": held}
+        return {"seconds": seconds, "sound": sound, "memory": peak}
 
-    facts = {
-        "parameters": held,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "versions": versions,
-    }
-    return take, facts
+    return take, {"parameters": trains, "device": device_name, "versions": versions}
 
 
 def trained_by(mode: str | None, network: Any, task: dict[str, Any]) -> tuple[Any, Any, Any]:

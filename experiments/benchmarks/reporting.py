@@ -32,7 +32,7 @@ def run(
       rounds: The default of --rounds; None if there is no such flag.
       out: What --out is.
     """
-    flags.disclaim_key_flags()  # so that --help of the benchmark shows them
+    flags.disclaim_key_flags()  # --help lists the flags of the benchmark's own module
     flags.DEFINE_bool("smoke", False, f"{smoke}: does it run?")
     flags.DEFINE_string("out", None, out)
     if rounds:
@@ -73,17 +73,24 @@ def chosen(
     flag: str, names: list[str], words: list[str] | None, always: tuple[str, ...] = ()
 ) -> list[str]:
     """The names that ``words`` select, whole or by prefix, in order; all without words."""
-    known = set(names if words is None else always)
-    for word in words or ():
-        found = {word} & set(names) or {name for name in names if name.startswith(word)}
-        if not found:
+    if words is None:
+        return names
+    selected = set(always)
+    for word in words:
+        matches = {word} & set(names)
+        if not matches:
+            matches = {name for name in names if name.startswith(word)}
+        if not matches:
             raise app.UsageError(f"--{flag}: {word!r}; there are {', '.join(names)}.")
-        known |= found
-    return [name for name in names if name in known]
+        selected |= matches
+    return [name for name in names if name in selected]
 
 
 def _processor() -> str:
-    told = pathlib.Path("/proc/cpuinfo")
-    lines = told.read_text().splitlines() if told.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    """The name of the processor, which Linux has in a file."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
+    return platform.machine()

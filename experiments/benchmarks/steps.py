@@ -36,9 +36,10 @@ def take_turns(
     contestants: dict[str, Contestant], figures: dict[str, Any], rounds: int, seconds: float
 ) -> None:
     """The rounds: one contestant at a time, in random order, each within its seconds."""
-    order, left = random.Random(SEED), dict.fromkeys(contestants, seconds)
+    rng = random.Random(SEED)
+    left = dict.fromkeys(contestants, seconds)
     for _ in range(rounds):
-        for name in order.sample(list(contestants), len(contestants)):
+        for name in rng.sample(list(contestants), len(contestants)):
             if left[name] <= 0:
                 continue
             run = contestants[name].run
@@ -52,14 +53,14 @@ def take_turns(
 
 
 def start(makes: dict[str, Callable[[], Contestant]]) -> tuple[dict[str, Contestant], dict]:
-    """Every contestant after its first step; of one that cannot take it, why."""
+    """Every contestant after its first step, or the reason why it cannot take one."""
     ready: dict[str, Contestant] = {}
     figures: dict[str, dict[str, Any]] = {}
     for name, make in makes.items():
         try:
             made = make()
             first = made.run(1)
-            made.run(1)  # what a library does once, it has done by then
+            made.run(1)  # some libraries set themselves up in two steps
         except Refused as why:
             figures[name] = {"refused": str(why)}
             continue
@@ -89,8 +90,9 @@ def measure(
     for who in PEERS:
         makes[who] = lambda who=who: peer(str(python), who, name, batch_size)
     names = reporting.chosen("contestants", list(makes), words, always=("plain",))
-    names = [n for n in names if python or n not in PEERS]
-    contestants, figures = start({n: makes[n] for n in names})
+    if python is None:
+        names = [name for name in names if name not in PEERS]
+    contestants, figures = start({name: makes[name] for name in names})
     try:
         take_turns(contestants, figures, **limits)
         for who, contestant in contestants.items():
@@ -117,20 +119,23 @@ def table(name: str, result: dict[str, Any]) -> str:
 
 
 def main(asked: Any) -> None:
-    # Before JAX looks for devices: peers on the same GPU need memory as well.
+    # Peers on the same GPU need memory as well. JAX reads this when it looks for devices.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax.config.update("jax_num_cpu_devices", asked.host_devices)
-    jax.config.update("jax_enable_compilation_cache", False)  # or a first step is no first step
+    jax.config.update("jax_enable_compilation_cache", False)  # each first step compiles
+    names = asked.workloads or list(WORKLOADS)
+    limits = {"rounds": asked.rounds, "seconds": asked.seconds}
     if asked.smoke:
-        jax.config.update("jax_disable_most_optimizations", True)  # compiling is all its time
-    names = asked.workloads or (["MLP on a table"] if asked.smoke else list(WORKLOADS))
+        jax.config.update("jax_disable_most_optimizations", True)  # it mostly compiles
+        names = asked.workloads or ["MLP on a table"]
+        limits["rounds"] = 2
     if unknown := set(names) - set(WORKLOADS):
         raise app.UsageError(f"--workloads: {sorted(unknown)}; there are {', '.join(WORKLOADS)}.")
-    python = asked.peers_python if pathlib.Path(asked.peers_python).exists() else None
-    limits = {"rounds": 2 if asked.smoke else asked.rounds, "seconds": asked.seconds}
     packages = ("jax", "jaxlib", "flax", "optax")
     report = reporting.begin(packages, smoke=asked.smoke, **limits)
-    if python is None:
+    python = asked.peers_python
+    if not pathlib.Path(python).exists():
+        python = None
         print(workers.NOT_RUN, flush=True)
     report["workloads"] = {}
     for name in names:

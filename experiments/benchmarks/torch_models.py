@@ -15,7 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-CLASSES, TOKENS, LENGTH = 10, 10_000, 64
+CLASSES = 10
+TOKENS = 10_000
+LENGTH = 64
 
 
 def mnist_cnn() -> nn.Module:
@@ -35,21 +37,29 @@ def mnist_cnn() -> nn.Module:
 
 def mlp() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(100, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, CLASSES)
+        nn.Linear(100, 256),
+        nn.Tanh(),
+        nn.Linear(256, 256),
+        nn.Tanh(),
+        nn.Linear(256, CLASSES),
     )
 
 
 def conv(before: int, channels: int, kernel: int, stride: int = 1) -> nn.Module:
-    return nn.Conv2d(before, channels, kernel, stride, kernel // 2, bias=False)
+    """A convolution with "same" padding and without a bias."""
+    padding = kernel // 2
+    return nn.Conv2d(before, channels, kernel, stride, padding, bias=False)
 
 
 class WideBlock(nn.Module):
-    """Norms and activations first; the shortcut branches off behind them where shapes change."""
+    """Norms and activations come first; a shortcut that changes shapes takes their output."""
 
     def __init__(self, before: int, channels: int, stride: int) -> None:
         super().__init__()
         self.first = nn.Sequential(nn.GroupNorm(16, before), nn.ReLU())
-        self.short = conv(before, channels, 1, stride) if before != channels else None
+        self.short = None
+        if before != channels:
+            self.short = conv(before, channels, 1, stride)
         self.rest = nn.Sequential(
             conv(before, channels, 3, stride),
             nn.GroupNorm(16, channels),
@@ -59,11 +69,13 @@ class WideBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x)
-        return self.rest(h) + (x if self.short is None else self.short(h))
+        if self.short is not None:
+            x = self.short(h)
+        return self.rest(h) + x
 
 
 class Block(nn.Module):
-    """ResNet-18's: norms behind the convolutions, an activation behind the sum."""
+    """ResNet-18's block: each convolution is normalised, and the sum goes through a ReLU."""
 
     def __init__(self, before: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -87,10 +99,13 @@ class Block(nn.Module):
 def residual(block: Callable[..., nn.Module], widths: list[int], *last: nn.Module) -> nn.Module:
     """Stages of two blocks; all but the first halve the sides."""
     layers = []
-    for stage, (before, channels) in enumerate(itertools.pairwise(widths)):
-        layers += [block(before, channels, 1 + (stage > 0)), block(channels, channels, 1)]
-    pool = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], CLASSES))
-    return nn.Sequential(*layers, *last, *pool)
+    stride = 1
+    for before, channels in itertools.pairwise(widths):
+        layers.append(block(before, channels, stride))
+        layers.append(block(channels, channels, 1))
+        stride = 2
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], CLASSES)]
+    return nn.Sequential(*layers, *last, *head)
 
 
 def wide_resnet() -> nn.Module:
@@ -99,44 +114,61 @@ def wide_resnet() -> nn.Module:
 
 
 def resnet18() -> nn.Module:
-    first = conv(3, 64, 3), nn.GroupNorm(32, 64), nn.ReLU()
-    return nn.Sequential(*first, residual(Block, [64, 64, 128, 256, 512]))
+    return nn.Sequential(
+        conv(3, 64, 3),
+        nn.GroupNorm(32, 64),
+        nn.ReLU(),
+        residual(Block, [64, 64, 128, 256, 512]),
+    )
 
 
 class Adapted(nn.Linear):
-    """A linear layer that is frozen, and LoRA beside it."""
+    """A frozen linear layer with LoRA."""
 
     def __init__(self, before: int, after: int, rank: int = 8) -> None:
         super().__init__(before, after)
-        self.thin = nn.Sequential(
-            nn.Linear(before, rank, bias=False), nn.Linear(rank, after, bias=False)
-        )
+        down = nn.Linear(before, rank, bias=False)
+        up = nn.Linear(rank, after, bias=False)
+        self.thin = nn.Sequential(down, up)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + self.thin(x)
 
 
 class DecoderBlock(nn.Module):
+    """A block like GPT-2's; ``linear`` makes its layers."""
+
     def __init__(self, linear: Callable[..., nn.Module], width: int = 128, heads: int = 4) -> None:
         super().__init__()
         self.heads = heads
-        self.before, self.between = (nn.LayerNorm(width, eps=1e-6) for _ in range(2))
-        self.query, self.key, self.value, self.out = (linear(width, width) for _ in range(4))
-        self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
+        self.before = nn.LayerNorm(width, eps=1e-6)
+        self.between = nn.LayerNorm(width, eps=1e-6)
+        self.query = linear(width, width)
+        self.key = linear(width, width)
+        self.value = linear(width, width)
+        self.out = linear(width, width)
+        self.up = linear(width, 4 * width)
+        self.down = linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def split(y: torch.Tensor) -> torch.Tensor:
             return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
         h = self.before(x)
-        q, k, v = split(self.query(h)), split(self.key(h)), split(self.value(h))
-        h = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(h.transpose(1, 2).flatten(2))
-        h = nn.functional.gelu(self.up(self.between(x)), approximate="tanh")
+        query = split(self.query(h))
+        key = split(self.key(h))
+        value = split(self.value(h))
+        h = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        h = h.transpose(1, 2).flatten(2)
+        x = x + self.out(h)
+        h = self.up(self.between(x))
+        h = nn.functional.gelu(h, approximate="tanh")
         return x + self.down(h)
 
 
 class Decoder(nn.Module):
+    """A causal Transformer."""
+
     def __init__(
         self,
         linear: Callable[..., nn.Module] = nn.Linear,
@@ -147,13 +179,19 @@ class Decoder(nn.Module):
         length: int = LENGTH,
     ) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(words, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(DecoderBlock(linear, width, heads) for _ in range(depth)))
-        self.norm, self.head = nn.LayerNorm(width, eps=1e-6), nn.Linear(width, words)
+        self.tokens = nn.Embedding(words, width)
+        self.positions = nn.Embedding(length, width)
+        blocks = [DecoderBlock(linear, width, heads) for _ in range(depth)]
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.head = nn.Linear(width, words)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        where = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
-        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(where))))
+        examples, length = tokens.shape
+        places = torch.arange(length, device=tokens.device).repeat(examples, 1)
+        x = self.tokens(tokens) + self.positions(places)
+        x = self.norm(self.blocks(x))
+        return self.head(x)
 
 
 def adapted_decoder() -> nn.Module:
@@ -163,7 +201,7 @@ def adapted_decoder() -> nn.Module:
     return network
 
 
-# Name -> (network, shape of an input, channels first), as in `workloads`.
+# The network of each name in `workloads`, and the shape of an input, with channels first.
 NETWORKS = {
     "tempered CNN": (mnist_cnn, (1, 28, 28)),
     "WideResNet-16-4": (wide_resnet, (3, 32, 32)),

@@ -52,7 +52,8 @@ class Worker:
         timer = threading.Timer(seconds or threading.TIMEOUT_MAX, stop)
         timer.daemon = True
         timer.start()
-        stdin, stdout = self._process.stdin, self._process.stdout
+        stdin = self._process.stdin
+        stdout = self._process.stdout
         assert stdin is not None
         assert stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -73,7 +74,7 @@ class Worker:
 
 def serve(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Answers every question on the standard input until it is closed."""
-    # Output of libraries must not mix with the answers.
+    # Libraries print too, so their output goes to the standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

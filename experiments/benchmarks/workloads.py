@@ -19,7 +19,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from dpjax import losses, models
 
-SEED, CLASSES, TOKENS, LENGTH = 0, 10, 10_000, 64
+SEED = 0
+CLASSES = 10
+TOKENS = 10_000
+LENGTH = 64
 
 
 class ResNet18(nn.Module):
@@ -29,19 +32,23 @@ class ResNet18(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         conv = functools.partial(nn.Conv, use_bias=False, padding=1)
         norm = functools.partial(nn.GroupNorm, 32, reduction_axes=(-3, -2, -1))
-        x = nn.relu(norm()(conv(64, (3, 3))(x)))
+        x = conv(64, (3, 3))(x)
+        x = nn.relu(norm()(x))
         for channels, first in ((64, 1), (128, 2), (256, 2), (512, 2)):
             for strides in (first, 1):
-                y = nn.relu(norm()(conv(channels, (3, 3), strides)(x)))
-                y = norm()(conv(channels, (3, 3))(y))
+                y = conv(channels, (3, 3), strides)(x)
+                y = nn.relu(norm()(y))
+                y = conv(channels, (3, 3))(y)
+                y = norm()(y)
                 if strides > 1:
-                    x = norm()(conv(channels, (1, 1), strides, padding=0)(x))
+                    x = conv(channels, (1, 1), strides, padding=0)(x)
+                    x = norm()(x)
                 x = nn.relu(x + y)
         return nn.Dense(CLASSES)(x.mean((-3, -2)))
 
 
 class Block(nn.Module):
-    """A block in the manner of GPT-2; with a rank, LoRA beside its layers."""
+    """A block like GPT-2's; with a rank, its layers have LoRA."""
 
     rank: int
     heads: int
@@ -49,15 +56,20 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
         length, width = x.shape
+
+        def split(name: str, h: jax.Array) -> jax.Array:
+            return self.dense(name, h, width).reshape(length, self.heads, -1)
+
         h = nn.LayerNorm(name="before")(x)
-        q, k, v = (
-            self.dense(name, h, width).reshape(length, self.heads, -1)
-            for name in ("query", "key", "value")
-        )
-        h = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
-        x = x + self.dense("out", h, width)
-        h = self.dense("up", nn.LayerNorm(name="between")(x), 4 * width)
-        return x + self.dense("down", nn.gelu(h), width), None
+        query = split("query", h)
+        key = split("key", h)
+        value = split("value", h)
+        h = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.dense("out", h.reshape(x.shape), width)
+        h = nn.LayerNorm(name="between")(x)
+        h = self.dense("up", h, 4 * width)
+        x = x + self.dense("down", nn.gelu(h), width)
+        return x, None
 
     def dense(self, name: str, x: jax.Array, width: int) -> jax.Array:
         y = nn.Dense(width, name=name)(x)
@@ -86,16 +98,20 @@ class Decoder(nn.Module):
         x = embedding(tokens) + positions
         if self.scanned:
             axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-            loop = nn.scan(Block, length=self.depth, **axes)(self.rank, self.heads, name="blocks")
-            x, _ = loop(x, None)
+            blocks = nn.scan(Block, length=self.depth, **axes)
+            x, _ = blocks(self.rank, self.heads, name="blocks")(x, None)
         else:
             for i in range(self.depth):
                 x, _ = Block(self.rank, self.heads, name=f"{i}")(x)
         x = nn.LayerNorm(name="last")(x)
-        return embedding.attend(x) if self.tied else nn.Dense(self.words, name="head")(x)
+        if self.tied:
+            return embedding.attend(x)
+        return nn.Dense(self.words, name="head")(x)
 
 
 class Workload(NamedTuple):
+    """A model, and the shapes that are timed."""
+
     model: nn.Module
     parameters: int  # that are trained
     shape: tuple[int, ...]
@@ -121,22 +137,26 @@ def split(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def joined(params: Any, frozen: Any) -> Any:
+    """All parameters of a model, from both sides of `split`."""
     return unflatten_dict({**frozen, **params}, sep="/")
 
 
 def problem(workload: Workload) -> tuple[Any, Any, Any]:
     """The loss of one example, the parameters that are trained, and a batch of noise."""
     model, expected, shape, size, text = workload
-    for_x, for_y, for_params = jax.random.split(jax.random.key(SEED), 3)
+    x_key, y_key, params_key = jax.random.split(jax.random.key(SEED), 3)
     if text:
-        x = jax.random.randint(for_x, (size, *shape), 0, TOKENS)
-        batch = x, jnp.roll(x, -1, axis=1)
+        x = jax.random.randint(x_key, (size, *shape), 0, TOKENS)
+        y = jnp.roll(x, -1, axis=1)
     else:
-        x = jax.random.normal(for_x, (size, *shape))
-        batch = x, jax.random.randint(for_y, (size,), 0, CLASSES)
-    params = dict(jax.jit(model.init)(for_params, x[0])["params"])
-    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
-    loss = losses.of(model, lambda logits, y: jnp.mean(cross_entropy(logits, y)))
+        x = jax.random.normal(x_key, (size, *shape))
+        y = jax.random.randint(y_key, (size,), 0, CLASSES)
+    params = dict(jax.jit(model.init)(params_key, x[0])["params"])
+
+    def error(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+    loss = losses.of(model, error)
     if getattr(model, "rank", 0):
         params, frozen = split(params)
         whole = loss
@@ -144,7 +164,9 @@ def problem(workload: Workload) -> tuple[Any, Any, Any]:
         def loss(params: Any, example: Any) -> jax.Array:
             return whole(joined(params, frozen), example)
 
-    held = sum(leaf.size for leaf in jax.tree.leaves(params))
-    if expected != held:
-        raise RuntimeError(f"workloads: {model} trains {held:,} parameters, expected {expected:,}.")
-    return loss, params, batch
+    trains = sum(leaf.size for leaf in jax.tree.leaves(params))
+    if trains != expected:
+        raise RuntimeError(
+            f"workloads: {model} trains {trains:,} parameters, expected {expected:,}."
+        )
+    return loss, params, (x, y)

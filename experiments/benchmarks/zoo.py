@@ -33,15 +33,18 @@ SMOKE = ["weight decay", "graph network"]
 
 
 def private(case: Case, bound: float, engine: str = "auto") -> Run:
+    """The clipped sum and the norms."""
+    clipped_grad = dpjax.clipped_grad(case.loss, clipping.flat(bound), engine=engine)
 
     def run(params: Any, batch: Any) -> Any:
-        found = dpjax.clipped_grad(case.loss, clipping.flat(bound), engine=engine)(params, batch)
-        return found.value, found.norms
+        clipped = clipped_grad(params, batch)
+        return clipped.value, clipped.norms
 
     return jax.jit(run)
 
 
 def plain(case: Case) -> Run:
+    """The gradient of the mean loss."""
 
     def mean(params: Any, batch: Any) -> jax.Array:
         return jnp.mean(jax.vmap(case.loss, (None, 0))(params, batch))
@@ -50,17 +53,19 @@ def plain(case: Case) -> Run:
 
 
 def disagreement(case: Case, bound: float) -> float:
-    """The relative difference from the definition, of the clipped sum or of the norms."""
-    found, wanted = (
-        private(case, bound, engine)(case.params, case.batch) for engine in ("auto", "vmap")
-    )
-    apart = jax.tree.map(jnp.subtract, found, wanted)
-    return max(
-        float(optax.tree.norm(a) / optax.tree.norm(b)) for a, b in zip(apart, wanted, strict=True)
-    )
+    """The relative difference from the definition: the larger one of the sum and the norms."""
+    measured = private(case, bound)(case.params, case.batch)
+    defined = private(case, bound, "vmap")(case.params, case.batch)
+    difference = jax.tree.map(jnp.subtract, measured, defined)
+    largest = 0.0
+    for error, exact in zip(difference, defined, strict=True):
+        relative = optax.tree.norm(error) / optax.tree.norm(exact)
+        largest = max(largest, float(relative))
+    return largest
 
 
 def cpu_seconds(run: Run, case: Case, times: int) -> float:
+    """The CPU time of one run, on average."""
     started = time.process_time()
     for _ in range(times):
         jax.block_until_ready(run(case.params, case.batch))
@@ -68,14 +73,15 @@ def cpu_seconds(run: Run, case: Case, times: int) -> float:
 
 
 def measure(case: Case, rounds: int, seconds: float) -> dict[str, float]:
+    """Times of both contestants, which take turns, and their disagreement."""
     _, norms = private(case, 1.0, "vmap")(case.params, case.batch)
     bound = float(jnp.median(norms))  # half of the examples are clipped
     contestants = {"plain": plain(case), "private": private(case, bound)}
-    first = {}
-    for who, run in contestants.items():
+    first = 0.0
+    for run in contestants.values():
         cpu_seconds(run, case, 1)  # compiles
-        first[who] = cpu_seconds(run, case, 1)
-    times = max(1, round(seconds / rounds / sum(first.values())))
+        first += cpu_seconds(run, case, 1)
+    times = max(1, round(seconds / rounds / first))
     taken: dict[str, list[float]] = {who: [] for who in contestants}
     for _ in range(rounds):
         for who, run in contestants.items():
@@ -92,14 +98,18 @@ def measure(case: Case, rounds: int, seconds: float) -> dict[str, float]:
 
 
 def main(asked: Any) -> None:
-    some = asked.models or (SMOKE if asked.smoke else None)
-    names = reporting.chosen("models", list(MODELS), some)
-    rounds = 1 if asked.smoke else asked.rounds
+    words = asked.models
+    rounds = asked.rounds
+    if asked.smoke:
+        words = asked.models or SMOKE
+        rounds = 1
+    names = reporting.chosen("models", list(MODELS), words or None)
     report = reporting.begin(("jax", "jaxlib", "flax"), smoke=asked.smoke, rounds=rounds)
     report["models"] = {}
     for name in names:
         size, make = MODELS[name]
-        found = measure(make(4 if asked.smoke else size), rounds, asked.seconds)
+        case = make(4 if asked.smoke else size)
+        found = measure(case, rounds, asked.seconds)
         report["models"][name] = found
         print(
             f"{name:30} {found['plain_ms']:8.2f} ms {found['private_ms']:8.2f} ms "

@@ -47,7 +47,9 @@ class Draw:
 
 def of_module(module: nn.Module, batch: tuple[Array, ...], error: Any = cross_entropy) -> Case:
     """The error of a Flax module's output; the last array of the batch holds the targets."""
-    params = jax.jit(module.init)(jax.random.key(0), *(x[0] for x in batch[:-1]))["params"]
+    *inputs, _ = batch
+    first = [x[0] for x in inputs]
+    params = jax.jit(module.init)(jax.random.key(0), *first)["params"]
 
     def loss(params: Any, example: Any) -> Array:
         *inputs, target = example
@@ -61,7 +63,9 @@ def classifier(module: nn.Module, *shape: int) -> Callable[[int], Case]:
 
     def case(size: int) -> Case:
         draw = Draw()
-        return of_module(module, (draw.normal(size, *shape), draw.below(10, size)))
+        x = draw.normal(size, *shape)
+        labels = draw.below(10, size)
+        return of_module(module, (x, labels))
 
     return case
 
@@ -71,6 +75,8 @@ def mean_square(prediction: Array, target: Array) -> Array:
 
 
 class Normalised(nn.Module):
+    """A perceptron with weight normalisation."""
+
     @nn.compact
     def __call__(self, x: Array) -> Array:
         for width in (256, 256):
@@ -94,10 +100,13 @@ class Hypernetwork(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        hidden, out = nn.Dense(32), nn.Dense(64 * 64, kernel_init=normal(0.02))
+        hidden = nn.Dense(32)
+        out = nn.Dense(64 * 64, kernel_init=normal(0.02))
+        codes = self.param("codes", normal(1.0), (4, 16))
         h = nn.Dense(64)(x)
-        for code in self.param("codes", normal(1.0), (4, 16)):
-            h = h + nn.relu(h @ out(jnp.tanh(hidden(code))).reshape(64, 64))
+        for code in codes:
+            kernel = out(jnp.tanh(hidden(code))).reshape(64, 64)
+            h = h + nn.relu(h @ kernel)
         return nn.Dense(10)(h)
 
 
@@ -110,14 +119,20 @@ class HypernetworkOfTheExample(nn.Module):
     def __call__(self, x: Array, places: Array) -> Array:
         n = self.width
         cuts = np.cumsum([2 * n, n, n * n, n, n])
-        a, b, c, d, e = jnp.split(nn.Dense(int(cuts[-1]))(nn.relu(nn.Dense(64)(x))), cuts[:-1])
-        return jnp.sin(jnp.sin(places @ a.reshape(2, n) + b) @ c.reshape(n, n) + d) @ e
+        generate = nn.Dense(int(cuts[-1]))
+        h = nn.relu(nn.Dense(64)(x))
+        kernel_1, bias_1, kernel_2, bias_2, out = jnp.split(generate(h), cuts[:-1])
+        h = jnp.sin(places @ kernel_1.reshape(2, n) + bias_1)
+        h = jnp.sin(h @ kernel_2.reshape(n, n) + bias_2)
+        return h @ out
 
 
 def hypernetwork_of_the_example(size: int) -> Case:
     draw = Draw()
-    batch = draw.normal(size, 128), draw.normal(size, 64, 2), draw.normal(size, 64)
-    return of_module(HypernetworkOfTheExample(), batch, mean_square)
+    x = draw.normal(size, 128)
+    places = draw.normal(size, 64, 2)
+    values = draw.normal(size, 64)
+    return of_module(HypernetworkOfTheExample(), (x, places, values), mean_square)
 
 
 class StandardConv(nn.Module):
@@ -131,10 +146,16 @@ class StandardConv(nn.Module):
     def __call__(self, x: Array) -> Array:
         shape = (self.kernel, self.kernel, x.shape[-1], self.channels)
         w = self.param("kernel", he_normal(), shape)
-        w = (w - w.mean((0, 1, 2))) / jnp.sqrt(w.var((0, 1, 2)) + 1e-10)
-        numbers = ("NHWC", "HWIO", "NHWC")
-        stride = (self.strides, self.strides)
-        return lax.conv_general_dilated(x[None], w, stride, "SAME", dimension_numbers=numbers)[0]
+        centred = w - w.mean((0, 1, 2))
+        w = centred / jnp.sqrt(w.var((0, 1, 2)) + 1e-10)
+        y = lax.conv_general_dilated(
+            x[None],
+            w,
+            window_strides=(self.strides, self.strides),
+            padding="SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        return y[0]
 
 
 class BiT(nn.Module):
@@ -146,57 +167,87 @@ class BiT(nn.Module):
         for channels, strides in ((32, 2), (64, 2)):
             y = nn.relu(nn.GroupNorm(8)(x))
             shortcut = StandardConv(channels, 1, strides)(y)
-            y = nn.relu(nn.GroupNorm(8)(StandardConv(channels // 2, 1)(y)))
-            y = nn.relu(nn.GroupNorm(8)(StandardConv(channels // 2, 3, strides)(y)))
+            y = StandardConv(channels // 2, 1)(y)
+            y = nn.relu(nn.GroupNorm(8)(y))
+            y = StandardConv(channels // 2, 3, strides)(y)
+            y = nn.relu(nn.GroupNorm(8)(y))
             x = shortcut + StandardConv(channels, 1)(y)
-        return nn.Dense(10)(nn.relu(nn.GroupNorm(8)(x)).mean((0, 1)))
+        y = nn.relu(nn.GroupNorm(8)(x))
+        return nn.Dense(10)(y.mean((0, 1)))
 
 
 class ResBlock(nn.Module):
+    """A residual block of a diffusion network; ``t`` is the embedding of the time."""
+
     channels: int
 
     @nn.compact
     def __call__(self, x: Array, t: Array) -> Array:
-        h = nn.Conv(self.channels, (3, 3))(nn.swish(nn.GroupNorm(8)(x)))
+        h = nn.swish(nn.GroupNorm(8)(x))
+        h = nn.Conv(self.channels, (3, 3))(h)
         h = h + nn.Dense(self.channels)(nn.swish(t))
-        h = nn.Conv(self.channels, (3, 3))(nn.swish(nn.GroupNorm(8)(h)))
-        return h + (x if x.shape == h.shape else nn.Conv(self.channels, (1, 1))(x))
+        h = nn.swish(nn.GroupNorm(8)(h))
+        h = nn.Conv(self.channels, (3, 3))(h)
+        if x.shape != h.shape:
+            x = nn.Conv(self.channels, (1, 1))(x)
+        return h + x
 
 
 class UNet(nn.Module):
+    """A diffusion network with two resolutions, and attention at the lower one."""
+
     @nn.compact
     def __call__(self, x: Array, t: Array) -> Array:
         angles = t * jnp.exp(jnp.linspace(0.0, 4.0, 16))
+        embed = nn.Dense(64)
         t = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)])
-        t = nn.Dense(64)(nn.swish(nn.Dense(64)(t)))
-        fine = ResBlock(16)(nn.Conv(16, (3, 3))(x), t)
-        coarse = ResBlock(32)(nn.Conv(16, (3, 3), strides=2)(fine), t)
+        t = nn.swish(nn.Dense(64)(t))
+        t = embed(t)
+
+        h = nn.Conv(16, (3, 3))(x)
+        fine = ResBlock(16)(h, t)
+        h = nn.Conv(16, (3, 3), strides=2)(fine)
+        coarse = ResBlock(32)(h, t)
+
         h = ResBlock(32)(coarse, t)
         flat = nn.GroupNorm(8)(h).reshape(-1, h.shape[-1])
-        h = h + nn.MultiHeadDotProductAttention(num_heads=2)(flat).reshape(h.shape)
-        h = ResBlock(32)(jnp.concatenate([h, coarse], axis=-1), t)
-        h = nn.Conv(32, (3, 3))(jnp.repeat(jnp.repeat(h, 2, axis=0), 2, axis=1))
-        h = ResBlock(16)(jnp.concatenate([h, fine], axis=-1), t)
-        return nn.Conv(x.shape[-1], (3, 3))(nn.swish(nn.GroupNorm(8)(h)))
+        attended = nn.MultiHeadDotProductAttention(num_heads=2)(flat)
+        h = h + attended.reshape(h.shape)
+
+        h = jnp.concatenate([h, coarse], axis=-1)
+        h = ResBlock(32)(h, t)
+        h = jnp.repeat(jnp.repeat(h, 2, axis=0), 2, axis=1)
+        h = nn.Conv(32, (3, 3))(h)
+        h = jnp.concatenate([h, fine], axis=-1)
+        h = ResBlock(16)(h, t)
+        h = nn.swish(nn.GroupNorm(8)(h))
+        return nn.Conv(x.shape[-1], (3, 3))(h)
 
 
 def denoiser(module: nn.Module, *shape: int) -> Callable[[int], Case]:
     """A network that predicts the noise of an image, given the noisy image and the time."""
 
+    def diffuse(x: Array, noise: Array, t: Array) -> Array:
+        return jnp.cos(t) * x + jnp.sin(t) * noise
+
     def case(size: int) -> Case:
         draw = Draw()
-        x, noise = draw.normal(size, *shape), draw.normal(size, *shape)
+        x = draw.normal(size, *shape)
+        noise = draw.normal(size, *shape)
         t = jnp.asarray(draw.rng.uniform(size=size), jnp.float32)
-        noisy = jax.vmap(lambda x, noise, t: jnp.cos(t) * x + jnp.sin(t) * noise)(x, noise, t)
+        noisy = jax.vmap(diffuse)(x, noise, t)
         return of_module(module, (noisy, t, noise), mean_square)
 
     return case
 
 
 class Recurrent(nn.Module):
+    """A classifier of the last state of an LSTM."""
+
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        return nn.Dense(10)(nn.RNN(nn.OptimizedLSTMCell(64))(x)[-1])
+        h = nn.RNN(nn.OptimizedLSTMCell(64))(x)
+        return nn.Dense(10)(h[-1])
 
 
 class Residual(nn.Module):
@@ -208,7 +259,9 @@ class Residual(nn.Module):
     def __call__(self, x: Array) -> Array:
         h = nn.Dense(32)(x)
         for _ in range(2):
-            h = h + nn.glu(nn.Dense(64)(nn.gelu(self.layer()(nn.RMSNorm(use_scale=False)(h)))))
+            y = nn.RMSNorm(use_scale=False)(h)
+            y = nn.gelu(self.layer()(y))
+            h = h + nn.glu(nn.Dense(64)(y))
         return nn.Dense(10)(h.mean(0))
 
 
@@ -221,19 +274,25 @@ class LRU(nn.Module):
             return self.param(name, init, shape)
 
         def complex_(name: str) -> Array:
-            return real(f"{name} real", lecun_normal(), 32, 32) + 1j * real(
-                f"{name} imag", lecun_normal(), 32, 32
-            )
+            real_part = real(f"{name} real", lecun_normal(), 32, 32)
+            imaginary = real(f"{name} imag", lecun_normal(), 32, 32)
+            return real_part + 1j * imaginary
 
         def join(a: Any, b: Any) -> Any:
-            return a[0] * b[0], b[0] * a[1] + b[1]
+            decay_a, h_a = a
+            decay_b, h_b = b
+            return decay_a * decay_b, decay_b * h_a + h_b
 
-        turn = 1j * jnp.exp(real("theta", normal(0.3), 32))
-        decay = jnp.exp(turn - jnp.exp(real("nu", normal(0.3), 32) - 1))
-        inputs = x.astype(jnp.complex64) @ complex_("b") * jnp.exp(real("gamma", zeros, 32))
-        # h_t = decay h_(t-1) + inputs_t
-        _, h = lax.associative_scan(join, (jnp.broadcast_to(decay, inputs.shape), inputs))
-        return (h @ complex_("c")).real + real("d", normal(1.0), 32) * x
+        phase = jnp.exp(real("theta", normal(0.3), 32))
+        rate = jnp.exp(real("nu", normal(0.3), 32) - 1)
+        decay = jnp.exp(1j * phase - rate)
+        inputs = x.astype(jnp.complex64) @ complex_("b")
+        inputs = inputs * jnp.exp(real("gamma", zeros, 32))
+        # The scan computes h_t = decay h_(t-1) + inputs_t.
+        decays = jnp.broadcast_to(decay, inputs.shape)
+        _, h = lax.associative_scan(join, (decays, inputs))
+        outputs = (h @ complex_("c")).real
+        return outputs + real("d", normal(1.0), 32) * x
 
 
 class S4D(nn.Module):
@@ -241,17 +300,26 @@ class S4D(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        (length, width), states = x.shape, 16
-        phases = self.param("phases", lambda _: jnp.pi * jnp.tile(jnp.arange(16.0), (width, 1)))
+        length, width = x.shape
+        states = 16
+
+        def frequencies(_: Any) -> Array:
+            return jnp.pi * jnp.tile(jnp.arange(16.0), (width, 1))
+
+        phases = self.param("phases", frequencies)
         rates = self.param("rates", nn.initializers.constant(np.log(0.5)), (width, states))
         log_step = self.param("log_step", normal(0.3), (width,)) - 3.0
         a = lax.complex(-jnp.exp(rates), phases)
         c = lax.complex(*self.param("c", normal(0.7), (2, width, states)))
+
         step = a * jnp.exp(log_step)[:, None]
         powers = jnp.exp(step[..., None] * jnp.arange(length))
-        kernel = 2 * jnp.einsum("hn,hnl->hl", c * (jnp.exp(step) - 1) / a, powers).real
-        spectrum = jnp.fft.rfft(kernel, n=2 * length) * jnp.fft.rfft(x.T, n=2 * length)
-        y = jnp.fft.irfft(spectrum, n=2 * length)[:, :length].T
+        weights = c * (jnp.exp(step) - 1) / a
+        kernel = 2 * jnp.einsum("hn,hnl->hl", weights, powers).real
+
+        padded = 2 * length
+        spectrum = jnp.fft.rfft(kernel, n=padded) * jnp.fft.rfft(x.T, n=padded)
+        y = jnp.fft.irfft(spectrum, n=padded)[:, :length].T
         return y + self.param("d", ones, (width,)) * x
 
 
@@ -261,11 +329,14 @@ def rotary(x: Array) -> Array:
     rates = 10_000.0 ** -(jnp.arange(half) / half)
     angles = jnp.arange(len(x))[:, None, None] * rates
     a, b = jnp.split(x, 2, axis=-1)
-    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    sin = jnp.sin(angles)
+    cos = jnp.cos(angles)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 class GatedBlock(nn.Module):
+    """A block like Gemma 2's: four query heads share a head of keys and values."""
+
     @nn.compact
     def __call__(self, x: Array) -> Array:
         def linear(*shape: int) -> Any:
@@ -274,13 +345,19 @@ class GatedBlock(nn.Module):
         y = nn.RMSNorm()(x)
         q = rotary(linear(4, 16)(y)) / 4
         k, v = jnp.moveaxis(linear(2, 16)(y), 1, 0)
-        scores = jnp.einsum("thk,sk->hts", q, rotary(k[:, None])[:, 0])
+        k = rotary(k[:, None])[:, 0]
+        scores = jnp.einsum("thk,sk->hts", q, k)
         scores = 50.0 * jnp.tanh(scores / 50.0)
-        scores = jnp.where(jnp.tril(jnp.ones((len(x), len(x)), bool)), scores, -1e9)
+        causal = jnp.tril(jnp.ones((len(x), len(x)), bool))
+        scores = jnp.where(causal, scores, -1e9)
         y = jnp.einsum("hts,sk->thk", nn.softmax(scores), v)
-        x = x + nn.RMSNorm()(linear(64)(y.reshape(len(x), 64)))
-        gate, up = jnp.moveaxis(linear(2, 128)(nn.RMSNorm()(x)), 1, 0)
-        return x + nn.RMSNorm()(linear(64)(nn.gelu(gate) * up))
+        y = linear(64)(y.reshape(len(x), 64))
+        x = x + nn.RMSNorm()(y)
+
+        y = nn.RMSNorm()(x)
+        gate, up = jnp.moveaxis(linear(2, 128)(y), 1, 0)
+        y = linear(64)(nn.gelu(gate) * up)
+        return x + nn.RMSNorm()(y)
 
 
 class GatedDecoder(nn.Module):
@@ -292,13 +369,18 @@ class GatedDecoder(nn.Module):
         x = 8.0 * embed(tokens)
         for _ in range(2):
             x = GatedBlock()(x)
-        return 30.0 * jnp.tanh(embed.attend(nn.RMSNorm()(x)) / 30.0)
+        logits = embed.attend(nn.RMSNorm()(x))
+        return 30.0 * jnp.tanh(logits / 30.0)
 
 
 def gated_decoder(size: int) -> Case:
     tokens = Draw().below(256, size, 48)
     batch = tokens[:, :-1], tokens[:, 1:]
-    return of_module(GatedDecoder(), batch, lambda *of: cross_entropy(*of).mean())
+
+    def error(logits: Array, targets: Array) -> Array:
+        return cross_entropy(logits, targets).mean()
+
+    return of_module(GatedDecoder(), batch, error)
 
 
 class GraphNetwork(nn.Module):
@@ -306,18 +388,23 @@ class GraphNetwork(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, ends: Array) -> Array:
+        source, target = ends.T
         h = nn.relu(nn.Dense(48)(x))
         for _ in range(2):
-            sent = nn.relu(nn.Dense(48)(jnp.concatenate([h[ends[:, 0]], h[ends[:, 1]]], axis=-1)))
-            received = jax.ops.segment_sum(sent, ends[:, 1], len(x))
-            h = h + nn.relu(nn.Dense(48)(jnp.concatenate([h, received], axis=-1)))
+            pairs = jnp.concatenate([h[source], h[target]], axis=-1)
+            sent = nn.relu(nn.Dense(48)(pairs))
+            received = jax.ops.segment_sum(sent, target, len(x))
+            nodes = jnp.concatenate([h, received], axis=-1)
+            h = h + nn.relu(nn.Dense(48)(nodes))
         return nn.Dense(10)(h.sum(0))
 
 
 def graph_network(size: int) -> Case:
     draw = Draw()
-    batch = draw.normal(size, 24, 8), draw.below(24, size, 64, 2), draw.below(10, size)
-    return of_module(GraphNetwork(), batch)
+    x = draw.normal(size, 24, 8)
+    ends = draw.below(24, size, 64, 2)
+    labels = draw.below(10, size)
+    return of_module(GraphNetwork(), (x, ends, labels))
 
 
 class FactorisationMachine(nn.Module):
@@ -328,19 +415,23 @@ class FactorisationMachine(nn.Module):
         v = nn.Embed(2_000, 16, embedding_init=normal(0.1))(ids)
         pairs = 0.5 * jnp.sum(v.sum(0) ** 2 - (v**2).sum(0))
         linear = nn.Embed(2_000, 1, embedding_init=zeros)(ids).sum()
-        deep = nn.Dense(1)(nn.relu(nn.Dense(64)(v.ravel())))[0]
+        last = nn.Dense(1)
+        hidden = nn.relu(nn.Dense(64)(v.ravel()))
+        deep = last(hidden)[0]
         return self.param("bias", zeros, ()) + linear + pairs + deep
 
 
 def factorisation_machine(size: int) -> Case:
     draw = Draw()
-    batch = draw.below(2_000, size, 16), 1.0 * draw.below(2, size)
-    return of_module(FactorisationMachine(), batch, optax.sigmoid_binary_cross_entropy)
+    ids = draw.below(2_000, size, 16)
+    labels = 1.0 * draw.below(2, size)
+    return of_module(FactorisationMachine(), (ids, labels), optax.sigmoid_binary_cross_entropy)
 
 
 def field(params: Any, h: Array, t: Array) -> Array:
     """The vector field of the neural ODEs."""
-    return jnp.tanh(h @ params["in"] + params["bias"] + t * params["time"]) @ params["out"]
+    hidden = jnp.tanh(h @ params["in"] + params["bias"] + t * params["time"])
+    return hidden @ params["out"]
 
 
 class NeuralODE(nn.Module):
@@ -358,16 +449,18 @@ class NeuralODE(nn.Module):
 
 
 def midpoint(params: Any, h: Array) -> Array:
-    """By a scan of equal steps, by the midpoint rule."""
+    """Where the ODE ends: 16 steps of the midpoint rule from time 0 to 1."""
 
     def step(h: Array, t: Array) -> tuple[Array, None]:
-        return h + field(params, h + field(params, h, t) / 32, t + 1 / 32) / 16, None
+        middle = h + field(params, h, t) / 32
+        return h + field(params, middle, t + 1 / 32) / 16, None
 
-    return lax.scan(step, h, jnp.arange(16) / 16)[0]
+    end, _ = lax.scan(step, h, jnp.arange(16) / 16)
+    return end
 
 
 VIT = models.ViT(patch=4, width=64, depth=3, heads=4, hidden=128)
-# Name -> batch size, and a function of a batch size.
+# The batch size of each model, and a function from a batch size to its case.
 MODELS: dict[str, tuple[int, Callable[[int], Case]]] = {
     "weight decay in the loss": (256, weight_decay_in_the_loss),
     "hypernetwork": (64, classifier(Hypernetwork(), 64)),

@@ -44,16 +44,21 @@ class Size(NamedTuple):
     steps: int
 
 
-EXAMPLES, USERS = Size(60_000, 256, 2_344), Size(3_000, 300, 100)
-DIGITS, DIGIT_USERS = Size(1_437, 256, 300), Size(359, 120, 200)  # for --smoke
-# Multipliers that cost EPSILON by PLD: of exact norms, by the number of projections, of users.
-# They are constants because calibration with projections takes minutes.
-NOISE, NOISE_JL, NOISE_USERS = 0.7438, {10: 1.7182, 30: 0.9085, 100: 0.7802}, 1.9737
-SMALL, LARGE = 1.0, 200.0  # as in table 2
+EXAMPLES = Size(60_000, 256, 2_344)
+USERS = Size(3_000, 300, 100)
+DIGITS = Size(1_437, 256, 300)  # for --smoke
+DIGIT_USERS = Size(359, 120, 200)
+# Each of these multipliers costs epsilon 2.38 by PLD. They are constants because calibration with
+# projections takes minutes.
+NOISE = 0.7438  # of exact norms
+NOISE_JL = {10: 1.7182, 30: 0.9085, 100: 0.7802}  # by the number of projections
+NOISE_USERS = 1.9737
+SMALL = 1.0  # the bounds of table 2
+LARGE = 200.0
 LANGEVIN = 20.0  # the bound of SGLD, whose rate follows from noise and bound
 
-# Rates of the first three are for a bound of 1 and divided by the bound, so that noise moves the
-# weights alike.  The others do not depend on the scale of their gradients.
+# These rates are divided by the bound, so noise moves the weights alike at all bounds. The adaptive
+# optimizers do not depend on the scale of their gradients.
 LINEAR: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "SGD": lambda bound: optax.sgd(0.5 / bound),
     "heavy ball": lambda bound: optax.sgd(0.05 / bound, momentum=0.9),
@@ -61,19 +66,19 @@ LINEAR: dict[str, Callable[[float], optax.GradientTransformation]] = {
 }
 ADAPTIVE: dict[str, optax.GradientTransformation] = {
     "Adam": optax.adam(1e-3),
-    # From 0: Optax starts the sum of squares at 0.1, and the noise of a whole run with R = 1 adds
-    # 0.02, so that the rate would never adapt.
+    # The sum of squares starts at 0. Optax starts it at 0.1, to which the noise of a whole run with
+    # R = 1 adds only 0.02, so the rate does not adapt.
     "AdaGrad": optax.adagrad(1e-2, initial_accumulator_value=0.0, eps=1e-10),
     "RMSprop": optax.rmsprop(5e-4),
 }
-OPTIMIZERS = {**LINEAR, **{name: lambda _, o=o: o for name, o in ADAPTIVE.items()}}
-# Through the CNN, 10 projections take 20 times as long as exact norms on a CPU, and 100 take 120
-# times.  So JL rows train a perceptron of as many parameters (25,450), and federated rows that too.
+OPTIMIZERS = (*LINEAR, *ADAPTIVE)
+# JL rows train a perceptron of as many parameters as the CNN (25,450), because 10 projections of
+# the CNN take 20 times as long as exact norms on a CPU. Federated rows train the perceptron too.
 MODELS = {"perceptron": models.MLP(features=(32,), activation=nn.relu)}
 CLIPPINGS: dict[str, Callable[[Any], Clipping]] = {  # of the parameters
     "flat, small R": lambda _: clipping.flat(SMALL),
     "flat, large R": lambda _: clipping.flat(LARGE),
-    # R / Z of gradients up to Z, and nothing of longer ones: algorithm 2, option 2.
+    # Gradients up to Z are scaled by R / Z, and longer ones are dropped: algorithm 2, option 2.
     "global": lambda _: clipping.hard_threshold(SMALL, screen=LARGE),
     "automatic": lambda _: clipping.automatic(SMALL),
     "layerwise": lambda p: clipping.grouped(total=SMALL, groups=clipping.by_layer(p)),
@@ -91,13 +96,19 @@ class Method(NamedTuple):
     unit: str = "example"
 
 
+def optimizer_of(row: Method, mechanism: dpjax.Mechanism) -> optax.GradientTransformation:
+    """The optimizer of a row, at the rate for its bound."""
+    if row.optimizer in ADAPTIVE:
+        return ADAPTIVE[row.optimizer]
+    return LINEAR[row.optimizer](mechanism.clipping.sensitivity)
+
+
 def gradients(
     row: Method, size: Size, loss: LossFn, dataset: data.Dataset, params: Any
 ) -> Algorithm:
     """DP-SGD with any optimizer (algorithm 1), by exact or estimated norms (algorithm 2)."""
     mechanism = mechanism_of(row, size, params)
-    optimizer = OPTIMIZERS[row.optimizer](mechanism.clipping.sensitivity)
-    return dpjax.dpsgd(loss, optimizer, mechanism, dataset.train)
+    return dpjax.dpsgd(loss, optimizer_of(row, mechanism), mechanism, dataset.train)
 
 
 def langevin(
@@ -105,15 +116,18 @@ def langevin(
 ) -> Algorithm:
     """DP-SGLD (algorithm 3) of the posterior under a standard normal prior."""
     mechanism = mechanism_of(row, size, params)
-    # z = 2 L / (n R sqrt(rate)), solved for the rate.
-    rate = (2 * size.batch / (size.units * mechanism.clipping.sensitivity * row.noise)) ** 2
+    # The rate solves z = 2 L / (n R sqrt(rate)).
+    root = 2 * size.batch / (size.units * mechanism.clipping.sensitivity * row.noise)
+    rate = root**2
     return training.dp_sgld(
         loss, rate, mechanism.sampling, mechanism.clipping, size.steps, dataset.train
     )
 
 
 def _clients(dataset: data.Dataset, users: int) -> federated.Clients:
-    return federated.Clients.split(dataset.train, np.arange(dataset.examples) % users, users)
+    """Users who share the examples evenly."""
+    owners = np.arange(dataset.examples) % users
+    return federated.Clients.split(dataset.train, owners, users)
 
 
 def fedavg(row: Method, size: Size, loss: LossFn, dataset: data.Dataset, params: Any) -> Algorithm:
@@ -133,34 +147,36 @@ def fedavg(row: Method, size: Size, loss: LossFn, dataset: data.Dataset, params:
 def fedsgd(row: Method, size: Size, loss: LossFn, dataset: data.Dataset, params: Any) -> Algorithm:
     """DP-FedSGD (algorithm 4): the gradient of each drawn user's mean loss, with heavy ball."""
     mechanism = mechanism_of(row, size, params)
-    optimizer = OPTIMIZERS[row.optimizer](mechanism.clipping.sensitivity)
-    return federated.fedsgd(loss, optimizer, mechanism, _clients(dataset, size.units))
+    clients = _clients(dataset, size.units)
+    return federated.fedsgd(loss, optimizer_of(row, mechanism), mechanism, clients)
 
 
 def _jl(projections: int) -> Callable[[Any], Clipping]:
+    """Flat clipping by norms that are estimated from projections."""
     return lambda _: clipping.jl(SMALL, projections)
 
 
-METHODS = {
-    **{
+def _methods() -> dict[str, Method]:
+    methods = {
         f"{optimizer}, {way}": Method(gradients, optimizer, rule, NOISE)
         for optimizer in OPTIMIZERS
         for way, rule in CLIPPINGS.items()
-    },
-    "SGLD": Method(langevin, "", lambda _: clipping.flat(LANGEVIN), NOISE),
-    **{
-        f"{optimizer}{words}": Method(gradients, optimizer, rule, noise, "perceptron")
-        for optimizer in ("SGD", "Adam")
-        for words, rule, noise in (
-            (", exact norms", CLIPPINGS["flat, small R"], NOISE),
-            *((f"-JL, r = {r}", _jl(r), noise) for r, noise in NOISE_JL.items()),
-        )
-    },
-    "FedAvg": Method(fedavg, "", lambda _: clipping.flat(0.5), NOISE_USERS, "perceptron", "user"),
-    "FedSGD": Method(
-        fedsgd, "heavy ball", CLIPPINGS["flat, small R"], NOISE_USERS, "perceptron", "user"
-    ),
-}
+    }
+    methods["SGLD"] = Method(langevin, "", lambda _: clipping.flat(LANGEVIN), NOISE)
+    flat = CLIPPINGS["flat, small R"]
+    for optimizer in ("SGD", "Adam"):
+        exact = Method(gradients, optimizer, flat, NOISE, "perceptron")
+        methods[f"{optimizer}, exact norms"] = exact
+        for projections, noise in NOISE_JL.items():
+            estimated = Method(gradients, optimizer, _jl(projections), noise, "perceptron")
+            methods[f"{optimizer}-JL, r = {projections}"] = estimated
+    users: dict[str, Any] = {"noise": NOISE_USERS, "model": "perceptron", "unit": "user"}
+    methods["FedAvg"] = Method(fedavg, "", lambda _: clipping.flat(0.5), **users)
+    methods["FedSGD"] = Method(fedsgd, "heavy ball", flat, **users)
+    return methods
+
+
+METHODS = _methods()
 
 
 def prepared() -> tuple[data.Dataset, Any]:
@@ -168,28 +184,30 @@ def prepared() -> tuple[data.Dataset, Any]:
     if runs.SMOKE.value:
         return data.load("digits"), models.MLP(features=(32,), activation=nn.relu)
     dataset = runs.loaded("mnist")
-    # By the constants of the example that the paper follows, Opacus' mnist.py.
-    train, test = (
-        (data.standardize(x, mean=0.1307, scale=0.3081), y)
-        for x, y in (dataset.train, dataset.test)
-    )
+    x, y = dataset.train
+    x_test, y_test = dataset.test
+    # The paper follows Opacus' example mnist.py, which has these constants.
+    x = data.standardize(x, mean=0.1307, scale=0.3081)
+    x_test = data.standardize(x_test, mean=0.1307, scale=0.3081)
     model = models.TemperedCNN(activation=nn.relu, torch_init=True)
-    return dataset._replace(train=train, test=test), model
+    return dataset._replace(train=(x, y), test=(x_test, y_test)), model
 
 
 def size_of(row: Method) -> Size:
-    if runs.SMOKE.value:
-        return DIGITS if row.unit == "example" else DIGIT_USERS
-    return EXAMPLES if row.unit == "example" else USERS
+    """The length of a run."""
+    if row.unit == "example":
+        return DIGITS if runs.SMOKE.value else EXAMPLES
+    return DIGIT_USERS if runs.SMOKE.value else USERS
 
 
 def mechanism_of(row: Method, size: Size, params: Any) -> dpjax.Mechanism:
+    """Poisson draws of examples or users."""
     return dpjax.Mechanism(
         sampling=sampling.poisson(size.units, size.batch),
         clipping=row.rule(params),
         noise_multiplier=row.noise,
         steps=size.steps,
-        unit="client" if row.unit == "user" else row.unit,
+        unit="client" if row.unit == "user" else "example",
     )
 
 
@@ -215,9 +233,11 @@ def train(row: Method, seed: int, folder: Any) -> Mapping[str, Any]:
         }
 
     state = algorithm.init(params, key=jax.random.key(seed))
-    # PLD alone knows norms from projections. Computed before the clock starts, because it takes
-    # longer than the training there.
-    rdp = None if mechanism.clipping.projections else mechanism.epsilon(DELTA)
+    # Epsilons are computed before the clock starts: for norms from projections they take longer
+    # than the training. Only PLD accounts for such norms.
+    rdp = None
+    if not mechanism.clipping.projections:
+        rdp = mechanism.epsilon(DELTA)
     pld = mechanism.epsilon(DELTA, "pld")
     started = time.process_time()
     options: Any = {"evaluate_every": mechanism.steps, "method": "pld", "delta": DELTA}

@@ -25,33 +25,32 @@ def bounds(title: str, runs: Runs) -> list[Panel]:
     """Accuracy, ECE and MCE against the bound."""
     setting = SETTINGS[title.split()[0]]
     known = {SMALL: setting.small, LARGE: setting.large}  # rows of table 2
-    by_bound = {float(known.get(name, name.split()[-1])): of for name, of in runs.items()}
-    places = sorted(by_bound)
+    by_bound = {}
+    for name, seeds in runs.items():
+        bound = known.get(name, name.split()[-1])
+        by_bound[float(bound)] = seeds
+    bounds = sorted(by_bound)
+
+    def panel(words: str, measure: str, scale: float) -> Panel:
+        values = [[scale * run[measure] for run in by_bound[bound]] for bound in bounds]
+        lines = {"DP-SGD": (bounds, values)}
+        return Panel(title, "bound R", f"{words}, %", lines, x_scale="log")
+
     return [
-        Panel(
-            title,
-            "bound R",
-            f"{words}, %",
-            {"DP-SGD": (places, [[scale * run[of] for run in by_bound[r]] for r in places])},
-            x_scale="log",
-        )
-        for words, of, scale in (
-            ("test accuracy", "accuracy", 1),
-            ("ECE", "ece", 100),
-            ("MCE", "mce", 100),
-        )
+        panel("test accuracy", "accuracy", 1),
+        panel("ECE", "ece", 100),
+        panel("MCE", "mce", 100),
     ]
 
 
-def histogram(what: str, x: str, y: str) -> Draw:
+def histogram(number: str, x: str, y: str, fit: tuple[Any, Any] | None = None) -> Draw:
     """A number of each bin of confidence."""
 
     def draw(title: str, runs: Runs) -> list[Panel]:
-        lines = {
-            name: (MIDDLES, np.transpose([np.asarray(run[what], float) for run in seeds]))
-            for name, seeds in runs.items()
-        }
-        fit = (MIDDLES, MIDDLES) if what == "reliability" else None
+        lines = {}
+        for name, seeds in runs.items():
+            values = [np.asarray(run[number], float) for run in seeds]
+            lines[name] = (MIDDLES, np.transpose(values))
         return [Panel(title, x, y, lines, fit=fit)]
 
     return draw
@@ -66,16 +65,23 @@ def gaps(title: str, runs: Runs) -> list[Panel]:
     rates = sorted({rate for _, _, rate in losses})
     lines = {}
     for (bound, noise), words in _compared(losses).items():
-        sides = [(losses[bound, noise, r], losses["R=1.0", "0.0", r]) for r in rates]
-        lines[words] = rates, [np.abs(one - other) for one, other in sides]
+        changes = []
+        for rate in rates:
+            change = losses[bound, noise, rate] - losses["R=1.0", "0.0", rate]
+            changes.append(np.abs(change))
+        lines[words] = rates, changes
     return [Panel(title, "step size", "change of the test loss", lines, x_scale="log")]
 
 
 def _compared(losses: Any) -> dict[tuple[str, str], str]:
-    """What is compared with clipping alone: each noise, and no clipping."""
-    pairs = dict.fromkeys((bound, noise) for bound, noise, _ in losses)
-    pairs.pop(("R=1.0", "0.0"))
-    return {(b, z): "clipping" if b == "R=inf" else f"noise {float(z):g}" for b, z in pairs}
+    """The runs that are compared with clipping without noise, and the name of each line."""
+    compared = {}
+    for bound, noise, _ in losses:
+        if bound == "R=inf":
+            compared[bound, noise] = "clipping"
+        elif noise != "0.0":
+            compared[bound, noise] = f"noise {float(noise):g}"
+    return compared
 
 
 def errors(title: str, runs: Runs) -> list[Panel]:
@@ -93,10 +99,11 @@ CURVES = (
     logged("step", "ece", ("step", "ECE, %"), 100),
 )
 CONFIDENCE = histogram("confidence", "confidence", "part of the examples")
-RELIABILITY = histogram("reliability", "confidence", "accuracy")
+RELIABILITY = histogram("reliability", "confidence", "accuracy", fit=(MIDDLES, MIDDLES))
 
 
 def _lines(*ways: str) -> dict[str, dict[str, list[str]]]:
+    """The rows of MNIST."""
     return {"mnist": {way: [f"mnist {way}"] for way in ways}}
 
 

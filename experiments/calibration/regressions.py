@@ -9,7 +9,7 @@ epsilon does not count.  Epsilon covers the training alone.  Prices are in 100,0
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,66 +21,81 @@ from experiments.calibration import settings
 from experiments.calibration.settings import Row
 from experiments.common import runs
 
-SCALES = {  # of the features: what becomes 0, what becomes 1; and the unit of the target
-    "california_housing": (
-        (-119.5, 36, 30, 2_500, 500, 1_500, 500, 4),
-        (2, 2, 12, 2_000, 400, 1_000, 400, 2),
-        1e5,
+
+class Scale(NamedTuple):
+    """Public constants: features become (x - center) / width, and targets y / unit."""
+
+    center: tuple[float, ...]
+    width: tuple[float, ...]
+    unit: float
+
+
+SCALES = {
+    "california_housing": Scale(
+        center=(-119.5, 36, 30, 2_500, 500, 1_500, 500, 4),
+        width=(2, 2, 12, 2_000, 400, 1_000, 400, 2),
+        unit=1e5,
     ),
-    "wine_quality": (
-        (8, 0.5, 0.25, 2.5, 0.1, 15, 50, 0.997, 3.3, 0.65, 10.5),
-        (2, 0.2, 0.2, 1.5, 0.05, 10, 30, 0.002, 0.15, 0.15, 1),
-        1.0,
+    "wine_quality": Scale(
+        center=(8, 0.5, 0.25, 2.5, 0.1, 15, 50, 0.997, 3.3, 0.65, 10.5),
+        width=(2, 0.2, 0.2, 1.5, 0.05, 10, 30, 0.002, 0.15, 0.15, 1),
+        unit=1.0,
     ),
 }
 
 
 def _squared(prediction: Any, target: Any) -> Any:
-    """The paper's: without the half."""
+    """The squared error, which the paper does not halve."""
     return 2 * losses.squared_error(prediction, target)
 
 
 def prepared(name: str) -> data.Dataset:
     """Scaled features and targets; with --smoke as many random ones as take a second."""
-    center, width, unit = SCALES[name]
+    scale = SCALES[name]
     if runs.SMOKE.value:
-        x = np.random.default_rng(0).normal(size=(96, len(center))).astype(np.float32)
+        x = np.random.default_rng(0).normal(size=(96, len(scale.center))).astype(np.float32)
         y = x[:, 0] + 5
         return data.Dataset(name, (x[:64], y[:64]), (x[64:], y[64:]), None)
     dataset = runs.loaded(name)
-    train, test = (
-        (data.standardize(x, center, width), np.asarray(y / unit, np.float32))
-        for x, y in (dataset.train, dataset.test)
-    )
+    train = _scaled(dataset.train, scale)
+    test = _scaled(dataset.test, scale)
     return dataset._replace(train=train, test=test)
+
+
+def _scaled(part: tuple[Any, Any], scale: Scale) -> tuple[Any, Any]:
+    """Features and targets by public constants."""
+    x, y = part
+    x = data.standardize(x, scale.center, scale.width)
+    return x, np.asarray(y / scale.unit, np.float32)
 
 
 def train(row: Row, seed: int, folder: Any) -> Mapping[str, Any]:
     """One run: mean squared errors over the steps."""
     name, way = row
-    dataset, setting = prepared(name), settings.SETTINGS[name]
+    dataset = prepared(name)
+    setting = settings.SETTINGS[name]
     if runs.SMOKE.value:
-        whole = setting.batch == setting.examples
-        size = dataset.examples
-        setting = setting._replace(examples=size, batch=size if whole else 32, steps=4)
+        batch = dataset.examples if setting.batch == setting.examples else 32
+        setting = setting._replace(examples=dataset.examples, batch=batch, steps=4)
     model = models.by_name("regression_mlp", 1, torch_init=True)
-    parts = jax.tree.map(jnp.asarray, (dataset.train, dataset.test))
-    params = model.init(jax.random.key(seed), parts[0][0][0])["params"]
+    x, y = jax.tree.map(jnp.asarray, dataset.train)
+    x_test, y_test = jax.tree.map(jnp.asarray, dataset.test)
+    params = model.init(jax.random.key(seed), x[0])["params"]
     mechanism = settings.mechanism_of(setting, way, params)
-    optimizer, _ = settings.moves(setting, way, settings.ways(setting, params)[way].bound)
-    algorithm = dpjax.dpsgd(losses.of(model, _squared), optimizer, mechanism, parts[0])
+    bound = settings.ways(setting, params)[way].bound
+    optimizer, _ = settings.moves(setting, way, bound)
+    algorithm = dpjax.dpsgd(losses.of(model, _squared), optimizer, mechanism, (x, y))
 
     @jax.jit
-    def errors(params: Any) -> list[Any]:
-        def error(x: Any, y: Any) -> Any:
-            prediction: Any = model.apply({"params": params}, x)
-            return jnp.mean((prediction[:, 0] - y) ** 2)
-
-        return [error(*part) for part in parts]
+    def mse(params: Any, x: Any, y: Any) -> Any:
+        prediction: Any = model.apply({"params": params}, x)
+        return jnp.mean((prediction[:, 0] - y) ** 2)
 
     def evaluate(state: Any) -> dict[str, Any]:
-        train, test = errors(state.params)
-        return {"mse": test, "private": {"train mse": train}}
+        return {
+            "mse": mse(state.params, x_test, y_test),
+            "private": {"train mse": mse(state.params, x, y)},
+        }
 
     state = algorithm.init(params, key=jax.random.key(seed))
     every = -(-setting.steps // 50)

@@ -37,11 +37,17 @@ One rule gives all verdicts. It was fixed before the rows were judged by it.
 
 Of rows at several rates the best mean counts, on test data."""
 
-RELATIVE, ERRORS, CHANCE = 0.05, 2, 0.05  # part of an error; standard errors; level of the tests
+RELATIVE = 0.05  # part of an error
+ERRORS = 2  # standard errors
+CHANCE = 0.05  # level of the tests
 MOST = 0.9  # of the points of a curve
 FEWEST = 3  # pairs, or runs of a number
-REPRODUCED, REFUTED, MISSED = "reproduced", "refuted", "not reached"
-NOISE, OPEN, NOT_RUN = "within noise", "open", "not run"
+REPRODUCED = "reproduced"
+REFUTED = "refuted"
+MISSED = "not reached"
+NOISE = "within noise"
+OPEN = "open"
+NOT_RUN = "not run"
 VERDICTS = (REPRODUCED, REFUTED, MISSED, NOISE, OPEN, NOT_RUN)
 _SCALE = {"ece": 100, "mce": 100, "mse": 1}  # of errors; the first two are published in per cent
 
@@ -50,21 +56,21 @@ Curve = Callable[[Mapping[str, Any]], Sequence[float]]  # the points of a run
 
 
 class Claim(NamedTuple):
-    """What a paper says of a system.
+    """A claim of a paper about a system.
 
     Attributes:
       system: Its name in the tables.
-      rows: The keys of the rows that speak for it; the best mean counts.
+      rows: The keys of its rows; the row with the best mean counts.
       published: The published number; "above", "below" or "level" for a comparison.
       than: The keys of the rows that it is compared with.
-      measure: The number of a run, "epsilon", or what reads the points of a curve from a run.
+      measure: The number of a run, "epsilon", or a function that reads a curve from a run.
       at: The epoch whose accuracy is meant; 0 for the last.
-      why: Why nothing ran, if the reason is not time.
+      why: The reason why nothing ran, if it is not time.
       own: Whether the comparison is of this repository, and not of the paper.
-      best: Of how many runs the paper prints the best; 0 for a mean or a single run.
+      best: The number of runs of which the paper prints the best; 0 for a mean or a single run.
       paired: Whether runs of one seed share start, batches and noise.
-      limit: What may explain a worse result here; of an epsilon, why it cannot be recomputed.
-      factor: What the numbers of ``than`` are multiplied by.
+      limit: A reason for a worse result here; for an epsilon, why it cannot be recomputed.
+      factor: The numbers of ``than`` are multiplied by it.
       figures: The figures whose captions give the verdict; none for all that draw the row.
     """
 
@@ -89,39 +95,51 @@ class Claim(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """1 if larger is what is claimed, or better; -1 if smaller is."""
-        return -1 if self.published == "below" or self.measure in _SCALE else 1
+        """1 if the claim is a larger number, -1 if it is a smaller one."""
+        if self.published == "below" or self.measure in _SCALE:
+            return -1
+        return 1
 
     def error(self, number: float) -> float:
-        return number if self.measure in _SCALE else 100 - number
+        """The error of a number; an accuracy lacks it to 100 %."""
+        if self.measure in _SCALE:
+            return number
+        return 100 - number
 
     def spent(self, row: str | None) -> str:
-        """By which name `epsilons.json` has the epsilons of a row, or of its first epochs."""
-        return (row or "") + f", {self.at} epochs" * bool(self.at)
+        """The key in `epsilons.json` of a row, or of its first epochs."""
+        key = row or ""
+        if self.at:
+            key += f", {self.at} epochs"
+        return key
 
 
 class Judged(NamedTuple):
-    """A claim beside what ran."""
+    """A claim, the runs that it was judged by, and the verdict."""
 
     claim: Claim
     row: str | None
-    ours: list[float]  # a number a seed; of a curve the mean of its points
+    ours: list[float]  # a number a seed; for a curve the mean of its points
     other: str | None  # the row that it is compared with
     theirs: list[float]
     verdict: str
 
 
 def judged(claim: Claim, rows: Rows, costs: Mapping[str, Sequence[str]]) -> Judged:
-    """The verdict of a claim by `RULE`; ``costs`` are the epsilons of rows, by PLD the last."""
+    """The verdict of a claim by `RULE`; ``costs`` are the epsilons of rows, the last by PLD."""
     if claim.measure == "epsilon":
         return _spent(claim, costs)
-    row, ours = _speaking(claim, claim.rows, rows)
-    other, theirs = _speaking(claim, claim.than, rows)
+    row, ours = _best_row(claim, claim.rows, rows)
+    other, theirs = _best_row(claim, claim.than, rows)
     verdict = _verdict(claim, ours, theirs)
     if claim.limit and verdict.startswith((REFUTED, MISSED)):
         verdict = f"{MISSED}: {claim.limit}"
-    means = [[statistics.mean(points) for points in side.values()] for side in (ours, theirs)]
-    return Judged(claim, row, means[0], other, means[1], verdict)
+    return Judged(claim, row, _means(ours), other, _means(theirs), verdict)
+
+
+def _means(side: Mapping[str, Sequence[float]]) -> list[float]:
+    """The mean of the points of each seed."""
+    return [statistics.mean(points) for points in side.values()]
 
 
 def curve(name: str, read: Callable[[Any], Any] = lambda value: value) -> Curve:
@@ -131,49 +149,60 @@ def curve(name: str, read: Callable[[Any], Any] = lambda value: value) -> Curve:
 
 def _spent(claim: Claim, costs: Mapping[str, Sequence[str]]) -> Judged:
     """The verdict on an epsilon, by the row that costs most."""
-    known = {row: cost for row in claim.rows if (cost := costs.get(claim.spent(row)))}
-    row = max(known, key=lambda row: float(known[row][-1]), default=None)
-    pld = known[row][-1] if row else "nan"
-    verdict = REPRODUCED if float(pld) <= float(claim.published) else f"{REFUTED}: it costs {pld}"
-    verdict = f"{OPEN}: {claim.limit}" if claim.limit else verdict if row else NOT_RUN
+    known = {}
+    for row in claim.rows:
+        epsilons = costs.get(claim.spent(row))
+        if epsilons:
+            known[row] = epsilons[-1]
+    row = max(known, key=lambda row: float(known[row]), default=None)
+    pld = known.get(row, "nan")
+    if claim.limit:
+        verdict = f"{OPEN}: {claim.limit}"
+    elif row is None:
+        verdict = NOT_RUN
+    elif float(pld) <= float(claim.published):
+        verdict = REPRODUCED
+    else:
+        verdict = f"{REFUTED}: it costs {pld}"
     return Judged(claim, row, [float(pld)], None, [], verdict)
 
 
 def _verdict(claim: Claim, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """The verdict by the points of each seed, of both sides."""
     if not ours or (claim.compares and not theirs):
-        return f"{NOT_RUN}: {claim.why}" if claim.why else NOT_RUN
+        if claim.why:
+            return f"{NOT_RUN}: {claim.why}"
+        return NOT_RUN
     if not claim.compares:
-        numbers = [point for points in ours.values() for point in points]
-        if len(numbers) < (fewest := claim.best or FEWEST):
-            return f"{OPEN}: {len(numbers)} of {fewest} runs"
-        return _measured(claim, numbers)
+        return _measured(claim, [point for points in ours.values() for point in points])
+    if callable(claim.measure):
+        return _curves(claim, ours, theirs)
     if claim.paired:
         seeds = [seed for seed in ours if seed in theirs]
-        pairs = [pair for s in seeds for pair in zip(ours[s], theirs[s], strict=False)]
-        sides: Any = list(zip(*pairs, strict=True)) or [(), ()]
+        our_numbers = [ours[seed][0] for seed in seeds]
+        their_numbers = [theirs[seed][0] for seed in seeds]
     else:
-        seeds, pairs, sides = (
-            (),
-            (),
-            [[points[0] for points in side.values()] for side in (ours, theirs)],
-        )
-    if (count := min(map(len, sides))) < FEWEST:
+        our_numbers = [points[0] for points in ours.values()]
+        their_numbers = [points[0] for points in theirs.values()]
+    count = min(len(our_numbers), len(their_numbers))
+    if count < FEWEST:
         return f"{OPEN}: {count} of {FEWEST} pairs"
-    if callable(claim.measure):
-        ahead = sum(claim.sign * (a - claim.factor * b) > 0 for a, b in pairs)
-        share = ahead / len(pairs)
-        verdict = REPRODUCED if share >= MOST else REFUTED if 1 - share >= MOST else MISSED
-        few = f", {len(seeds)} seed{'s' * (len(seeds) > 1)}" * (len(seeds) < FEWEST)
-        return f"{verdict}: leads at {ahead} of {count} points{few}"
-    return _compared(claim, *sides)
+    return _compared(claim, our_numbers, their_numbers)
 
 
 def _measured(claim: Claim, numbers: list[float]) -> str:
+    """The verdict on a printed number."""
+    fewest = claim.best or FEWEST
+    if len(numbers) < fewest:
+        return f"{OPEN}: {len(numbers)} of {fewest} runs"
+    ours = statistics.mean(numbers)
+    if claim.best:
+        better = max if claim.sign > 0 else min
+        ours = better(numbers[: claim.best])
     published = float(claim.published)
-    best = max if claim.sign > 0 else min
-    ours = best(numbers[: claim.best]) if claim.best else statistics.mean(numbers)
+    lead = claim.sign * (ours - published)
     noise = ERRORS * float(np.std(numbers, ddof=1)) * math.sqrt(1 + 1 / len(numbers))
-    error, lead = claim.error(published), claim.sign * (ours - published)
+    error = claim.error(published)
     if abs(lead) <= RELATIVE * error:
         return REPRODUCED
     if abs(lead) <= noise:
@@ -181,22 +210,47 @@ def _measured(claim: Claim, numbers: list[float]) -> str:
     return f"{REPRODUCED}: better" if lead > 0 else MISSED
 
 
+def _curves(claim: Claim, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """The verdict on curves, by the points that both sides have."""
+    seeds = [seed for seed in ours if seed in theirs]
+    leads = []
+    for seed in seeds:
+        for our_point, their_point in zip(ours[seed], theirs[seed], strict=False):
+            leads.append(claim.sign * (our_point - claim.factor * their_point))
+    if len(leads) < FEWEST:
+        return f"{OPEN}: {len(leads)} of {FEWEST} pairs"
+    ahead = sum(lead > 0 for lead in leads)
+    share = ahead / len(leads)
+    verdict = MISSED
+    if share >= MOST:
+        verdict = REPRODUCED
+    elif 1 - share >= MOST:
+        verdict = REFUTED
+    words = f"{verdict}: leads at {ahead} of {len(leads)} points"
+    if len(seeds) >= FEWEST:
+        return words
+    return f"{words}, {len(seeds)} {'seeds' if len(seeds) > 1 else 'seed'}"
+
+
 def _compared(claim: Claim, ours: Sequence[float], theirs: Sequence[float]) -> str:
     """The verdict on two sides, each a number a seed."""
-    ours, theirs = ([claim.sign * number for number in side] for side in (ours, theirs))
-    lead = statistics.mean(ours) - statistics.mean(theirs)
+    our_scores = [claim.sign * number for number in ours]
+    their_scores = [claim.sign * number for number in theirs]
+    lead = statistics.mean(our_scores) - statistics.mean(their_scores)
     if claim.published == "level":
-        errors = [claim.error(claim.sign * statistics.mean(side)) for side in (ours, theirs)]
-        if errors[0] <= (1 + RELATIVE) * errors[1]:
+        our_error = claim.error(statistics.mean(ours))
+        their_error = claim.error(statistics.mean(theirs))
+        if our_error <= (1 + RELATIVE) * their_error:
             return REPRODUCED
-    elif _chance(claim, ours, theirs) < CHANCE:
+    elif _chance(claim, our_scores, their_scores) < CHANCE:
         return REPRODUCED
-    trails = _chance(claim, theirs, ours) < CHANCE
-    return f"{REFUTED}: {-lead:.2g} behind" if trails else NOISE
+    if _chance(claim, their_scores, our_scores) < CHANCE:
+        return f"{REFUTED}: {-lead:.2g} behind"
+    return NOISE
 
 
 def _chance(claim: Claim, better: Sequence[float], worse: Sequence[float]) -> float:
-    """How likely a lead of this size is if there is none."""
+    """The p-value of a lead of this size."""
     if claim.paired:
         leads = np.subtract(better, worse)
         if np.ptp(leads) == 0:  # the t-test of constants is NaN
@@ -207,32 +261,49 @@ def _chance(claim: Claim, better: Sequence[float], worse: Sequence[float]) -> fl
     return test.pvalue
 
 
-def _speaking(claim: Claim, keys: Sequence[str], rows: Rows) -> tuple[str | None, dict[str, Any]]:
+def _best_row(claim: Claim, keys: Sequence[str], rows: Rows) -> tuple[str | None, dict[str, Any]]:
     """The row with the best mean, and the points of each of its seeds."""
-    of = {key: {s: p for s, run in rows[key].items() if (p := _points(claim, run))}
-          for key in keys if key in rows}  # fmt: skip
+    by_row: dict[str, dict[str, Any]] = {}
+    for key in keys:
+        for seed, run in rows.get(key, {}).items():
+            points = _points(claim, run)
+            if points:
+                by_row.setdefault(key, {})[seed] = points
 
     def mean(key: str) -> float:
-        numbers = [claim.sign * points[0] for points in of[key].values()]
-        if callable(claim.measure):  # as in figures the row with the best accuracy counts
+        if callable(claim.measure):  # as in figures, the row with the best accuracy counts
             numbers = [number(run.get("accuracy")) for run in rows[key].values()]
-        return statistics.mean(numbers) if math.isfinite(sum(numbers)) else -math.inf
+        else:
+            numbers = [claim.sign * points[0] for points in by_row[key].values()]
+        if not math.isfinite(sum(numbers)):
+            return -math.inf
+        return statistics.mean(numbers)
 
-    row = max((key for key in of if of[key]), key=mean, default=None)
-    return row, of.get(row or "", {})
+    if not by_row:
+        return None, {}
+    best = max(by_row, key=mean)
+    return best, by_row[best]
 
 
 def _points(claim: Claim, run: Mapping[str, Any]) -> Sequence[float]:
     """The number of a run, or the points of its curve."""
     if callable(claim.measure):
         return claim.measure(run)
-    scale = 100 if claim.at else _SCALE.get(claim.measure, 1)
+    scale = _SCALE.get(claim.measure, 1)
     if claim.at:
-        run = dict(*run.get("way", ())[claim.at - 1 : claim.at])
-    return [scale * number(run[claim.measure])] if claim.measure in run else []
+        way = run.get("way", ())
+        if len(way) < claim.at:
+            return []
+        run = way[claim.at - 1]
+        scale = 100  # logs have accuracies as parts of 1
+    if claim.measure not in run:
+        return []
+    return [scale * number(run[claim.measure])]
 
 
 def number(value: float | None) -> float:
-    """A number of a result; JSON has null for the NaN of a run that diverged."""
-    # Left out, the luckier seeds would decide.
+    """A number of a result; JSON has null for the NaN of a run that diverged.
+
+    Such a run counts: without it the luckier seeds decide.
+    """
     return math.nan if value is None else value

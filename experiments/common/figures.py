@@ -22,9 +22,9 @@ class Figure(NamedTuple):
     """A figure of a paper.
 
     Attributes:
-      shows: What the paper shows, and what it says of it.
+      shows: The caption: the figure of the paper, and its claim.
       draws: Functions that make panels from the runs of a title.
-      lines: By title and line, the keys of its rows; of several the best that ran is drawn.
+      lines: The keys of its rows, by title and line; the best row that ran is drawn.
       judged: Whether the verdicts on its rows stand below it.
     """
 
@@ -40,17 +40,21 @@ class Figure(NamedTuple):
     def panels(self, rows: Mapping[str, Mapping[str, Any]]) -> list[Panel]:
         """The panels, as far as their rows ran."""
         if not self.lines:
-            return [panel for draw in self.draws for panel in draw("", {})]
-        drawn = []
+            return self._drawn("", {})
+        panels = []
         for title, lines in self.lines.items():
-            runs = {line: list(rows[key].values()) for line, keys in lines.items()
-                    if (key := best(keys, rows))}  # fmt: skip
+            best_rows = {line: best(keys, rows) for line, keys in lines.items()}
+            runs = {line: list(rows[key].values()) for line, key in best_rows.items() if key}
             if runs:
-                drawn += [panel for draw in self.draws for panel in draw(title, runs)]
-        return drawn
+                panels += self._drawn(title, runs)
+        return panels
+
+    def _drawn(self, title: str, runs: Runs) -> list[Panel]:
+        """The panels of one title."""
+        return [panel for draw in self.draws for panel in draw(title, runs)]
 
     def missing(self, rows: Mapping[str, Any]) -> list[str]:
-        """What the paper shows and the results lack."""
+        """The lines of the paper for which no row ran."""
         return [
             f"{title} {line}"
             for title, lines in self.lines.items()
@@ -65,7 +69,8 @@ def best(keys: Sequence[str], rows: Mapping[str, Mapping[str, Any]]) -> str | No
     def mean(key: str) -> float:
         return statistics.mean(run.get("accuracy") or 0.0 for run in rows[key].values())
 
-    return max((key for key in keys if key in rows), key=mean, default=None)
+    ran = [key for key in keys if key in rows]
+    return max(ran, key=mean, default=None)
 
 
 def logged(
@@ -74,9 +79,11 @@ def logged(
     """One number of the logs against another, of all seeds that have a log."""
 
     def draw(title: str, runs: Runs) -> list[Panel]:
-        lines = {name: series(seeds, x, y, scale) for name, seeds in runs.items()}
-        lines = {name: line for name, line in lines.items() if line is not None}
-        return [Panel(title, *words, lines, x_scale=x_scale)] if lines else []
+        logs = {name: series(seeds, x, y, scale) for name, seeds in runs.items()}
+        lines = {name: log for name, log in logs.items() if log is not None}
+        if not lines:
+            return []
+        return [Panel(title, *words, lines, x_scale=x_scale)]
 
     return draw
 
@@ -87,8 +94,9 @@ def series(runs: Sequence[Mapping[str, Any]], x: str, y: str, scale: float = 1.0
     Seeds whose log has other places than the first one's are left out.
     """
     ways = [run["way"] for run in runs if run.get("way") and y in run["way"][0]]
-    places = [[row[x] for row in way] for way in ways]
-    alike = [way for way, place in zip(ways, places, strict=True) if place == places[0]]
-    if not alike:
+    if not ways:
         return None
-    return places[0], scale * np.array([[row.get(y) for row in way] for way in alike], float).T
+    places = [row[x] for row in ways[0]]
+    alike = [way for way in ways if [row[x] for row in way] == places]
+    values = np.array([[row.get(y) for row in way] for way in alike], float)
+    return places, scale * values.T

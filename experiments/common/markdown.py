@@ -9,18 +9,22 @@ from collections.abc import Iterable, Mapping
 
 
 def line(*cells: str) -> str:
+    """A line of a table."""
     return f"| {' | '.join(cells)} |"
 
 
 def table(head: str, lines: Iterable[str]) -> str:
     """The lines of a table below its head, which is given as Markdown writes it."""
-    return "\n".join([head, "|---" * (head.count("|") - 1) + "|", *lines])
+    columns = head.count("|") - 1
+    rule = "|" + columns * "---|"
+    return "\n".join([head, rule, *lines])
 
 
 def filled(page: str, texts: Mapping[str, str]) -> str:
-    """The page with each text between the markers of its name; blank lines beside them stay."""
+    """The page with each text between the markers of its name; blank lines around it stay."""
     for name, text in texts.items():
-        begin, end = (f"<!-- {name}: {side} -->" for side in ("begin", "end"))
+        begin = f"<!-- {name}: begin -->"
+        end = f"<!-- {name}: end -->"
         found = re.fullmatch(rf"(.*{begin}\n+).*?(\n+{end}.*)", page, re.DOTALL)
         if found is None:
             raise ValueError(f"{name}: expected its two markers. Usually this is another page.")

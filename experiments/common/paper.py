@@ -12,18 +12,18 @@ from experiments.common.claims import Claim
 
 
 class Paper(NamedTuple):
-    """What the package of a paper hands to `runs.main`, to the tables and to the gallery.
+    """A paper, as `runs.main`, the tables and the gallery take it.
 
     Attributes:
       name: Of its results file.
       title: Of its section on the page of results.
-      package: What runs it: ``python -m`` of this.
+      package: The module of its command, ``python -m PACKAGE``.
       rows: Its rows by key, which is also the key in the results file.
       tables: For each table, figure or other word of ``--table``, the keys of its rows.
       train: Trains a row: ``(row, seed, folder) -> numbers``.
-      epsilons: From a row, and if a claim is of its first epochs their number, to its mechanism,
-        what the paper accounts for, by which conversion, and the delta if not `runs.DELTA`.
-      claims: What the paper claims of its rows.
+      epsilons: Takes a row, and the number of epochs if a claim is about its first ones. Returns
+        its mechanism, the event of the paper, its conversion, and the delta if not `runs.DELTA`.
+      claims: The claims of the paper about its rows.
       small: A few rows for ``--smoke``.
       figures: Its figures, by name.
       note: A sentence below its table of claims.
@@ -44,15 +44,28 @@ class Paper(NamedTuple):
     @classmethod
     def of(cls, name: str, title: str, settings: Any, **more: Any) -> Paper:
         """A paper whose package has a module of settings with all rows, tables and claims."""
-        data = {"rows": settings.ROWS, "tables": settings.TABLES, "claims": settings.CLAIMS}
-        return cls(name, title, settings.__package__, small=settings.SMALL, **data, **more)
+        return cls(
+            name=name,
+            title=title,
+            package=settings.__package__,
+            rows=settings.ROWS,
+            tables=settings.TABLES,
+            claims=settings.CLAIMS,
+            small=settings.SMALL,
+            **more,
+        )
 
     @property
     def command(self) -> str:
+        """The command that runs its rows."""
         return f"python -m {self.package}"
 
     @property
     def printed(self) -> dict[str, float]:
-        """Published accuracies of rows at their end; of several the first."""
-        numbers = [c for c in self.claims if not (c.compares or c.at) and c.measure == "accuracy"]
-        return {key: float(claim.published) for claim in reversed(numbers) for key in claim.rows}
+        """Published accuracies of rows at their end; the first if there are several."""
+        accuracies: dict[str, float] = {}
+        for claim in self.claims:
+            if claim.measure == "accuracy" and not claim.compares and not claim.at:
+                for key in claim.rows:
+                    accuracies.setdefault(key, float(claim.published))
+        return accuracies

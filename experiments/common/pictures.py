@@ -12,7 +12,7 @@ import itertools
 import math
 import statistics
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -43,7 +43,8 @@ class Panel(NamedTuple):
 def image(drawn: Sequence[Panel], columns: int = 3) -> bytes:
     """Panels as the bytes of a PNG file."""
     looks = looks_of(name for panel in drawn for name in panel.lines)
-    rows, columns = -(-len(drawn) // columns), min(columns, len(drawn))
+    rows = -(-len(drawn) // columns)
+    columns = min(columns, len(drawn))
     with style.style():
         width = max(4.2, 2.8 * columns)
         longest = max(map(len, looks), default=1)
@@ -54,7 +55,8 @@ def image(drawn: Sequence[Panel], columns: int = 3) -> bytes:
             if panel is None:
                 axes.set_visible(False)
                 continue
-            axes.set_title("\n".join(filter(None, (panel.title, seeds_of(panel)))), fontsize=7)
+            words = [panel.title, seeds_of(panel)]
+            axes.set_title("\n".join(filter(None, words)), fontsize=7)
             axes.set(xlabel=panel.x, ylabel=panel.y, xscale=panel.x_scale, yscale=panel.scale)
             _ticks(axes)
             if panel.counts is None:
@@ -62,10 +64,20 @@ def image(drawn: Sequence[Panel], columns: int = 3) -> bytes:
             else:
                 _cells(axes, panel)
         # A name is in the legend once, though several panels have its line.
-        named = {n: h for a in places for h, n in zip(*a.get_legend_handles_labels(), strict=True)}
-        if named:
-            look = {"ncols": in_a_row, "frameon": False, "labelcolor": "linecolor", "fontsize": 7}
-            figure.legend(named.values(), named, loc="outside upper left", **look)
+        by_name = {}
+        for axes in places:
+            for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+                by_name[name] = handle
+        if by_name:
+            figure.legend(
+                by_name.values(),
+                by_name,
+                loc="outside upper left",
+                ncols=in_a_row,
+                frameon=False,
+                labelcolor="linecolor",
+                fontsize=7,
+            )
         return png(figure)
 
 
@@ -73,14 +85,16 @@ def bars(values: Mapping[str, Sequence[float | None]], names: Sequence[str], x: 
     """A group of bars for each name, on a logarithmic axis with a line at 1."""
     with style.style():
         figure = style.canvas(6.4, 0.55 * len(names) + 0.6)
-        axes, high = style.panel(figure, x, ""), 0.8 / len(values)
+        axes = style.panel(figure, x, "")
+        height = 0.8 / len(values)
         for i, (who, lengths) in enumerate(values.items()):
-            places = [place + (i - (len(values) - 1) / 2) * high for place in range(len(names))]
-            widths = [math.nan if length is None else length for length in lengths]
-            look = {"label": who, "color": style.PALETTE[style.SERIES[i]]}
-            beyond = [width - 1 for width in widths]  # from 1: the axis has no zero
-            drawn = axes.barh(places, beyond, 0.9 * high, left=1, **look)
-            axes.bar_label(drawn, [f"{w:.3g}" for w in widths], padding=2, fontsize=7)
+            offset = (i - (len(values) - 1) / 2) * height
+            places = [place + offset for place in range(len(names))]
+            widths = np.array(lengths, float)  # NaN for None
+            color = style.PALETTE[style.SERIES[i]]
+            # Bars begin at 1, because the axis has no zero.
+            bars = axes.barh(places, widths - 1, 0.9 * height, left=1, label=who, color=color)
+            axes.bar_label(bars, [f"{width:.3g}" for width in widths], padding=2, fontsize=7)
         axes.axvline(1, color=style.PALETTE["ink"], linewidth=0.8)
         axes.set_xscale("log")
         axes.margins(x=0.1)
@@ -101,14 +115,17 @@ def looks_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def seeds_of(panel: Panel) -> str:
-    """Over how many seeds the bands of a panel run, which may differ between its lines."""
+    """The number of seeds that the bands of a panel show, which may differ between its lines."""
     if not (panel.lines and panel.measured):
         return ""
-    seeds = {name: int(np.isfinite(padded(v)).sum(1).max()) for name, (_, v) in panel.lines.items()}
-    usual = statistics.mode(seeds.values())
-    words = [f"{usual} seed{'s' * (usual > 1)}"]
-    words += [f"{count} of {name}" for name, count in seeds.items() if count != usual]
-    return textwrap.fill("; ".join(words), 44)
+    counts = {}
+    for name, (_, values) in panel.lines.items():
+        of_points = np.isfinite(padded(values)).sum(1)
+        counts[name] = int(of_points.max())
+    usual = statistics.mode(counts.values())
+    words = f"{usual} seeds" if usual > 1 else f"{usual} seed"
+    others = [f"{count} of {name}" for name, count in counts.items() if count != usual]
+    return textwrap.fill("; ".join([words, *others]), 44)
 
 
 def padded(values: Any) -> np.ndarray:
@@ -121,7 +138,7 @@ def padded(values: Any) -> np.ndarray:
 
 
 def _ticks(axes: Any) -> None:
-    """Few ticks, so that labels do not meet in a small panel; plain numbers on logarithmic axes."""
+    """Few ticks, since labels meet in a small panel; plain numbers on logarithmic axes."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     for axis in (axes.xaxis, axes.yaxis):
@@ -134,18 +151,20 @@ def _ticks(axes: Any) -> None:
 
 
 def _lines(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, str]]) -> None:
+    """The median over seeds of each line, and the range around it."""
     if panel.fit is not None:
         axes.plot(*panel.fit, color=style.PALETTE["muted"], linewidth=0.8)
     for name, (places, values) in panel.lines.items():
         dash, color = looks[name]
-        places, table, ink = np.asarray(places, float), padded(values), style.PALETTE[color]
-        some = ~np.isnan(table).all(axis=1)  # a point without a number is a gap in the line
-        middle, low, high = (np.full(len(table), np.nan) for _ in range(3))
-        for line, of in ((middle, np.nanmedian), (low, np.nanmin), (high, np.nanmax)):
-            line[some] = of(table[some], axis=1)
+        ink = style.PALETTE[color]
+        places = np.asarray(places, float)
+        table = padded(values)
+        middle = _over_seeds(table, np.nanmedian)
+        low = _over_seeds(table, np.nanmin)
+        high = _over_seeds(table, np.nanmax)
         dots = style.DOTS if len(places) <= MARKED or not panel.joined else {}
-        shape = {"linestyle": dash if panel.joined else "none", "color": ink, **dots}
-        axes.plot(places, middle, label=name, **shape)
+        dash = dash if panel.joined else "none"
+        axes.plot(places, middle, label=name, linestyle=dash, color=ink, **dots)
         if table.shape[1] == 1:
             continue
         if panel.joined:
@@ -154,13 +173,23 @@ def _lines(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, str]]) -> Non
             axes.vlines(places, low, high, color=ink, linewidth=0.8)
 
 
+def _over_seeds(table: np.ndarray, reduce: Callable[..., Any]) -> np.ndarray:
+    """A statistic of each point; NaN at a point without a number, which is a gap in the line."""
+    known = ~np.isnan(table).all(axis=1)
+    line = np.full(len(table), np.nan)
+    line[known] = reduce(table[known], axis=1)
+    return line
+
+
 def _cells(axes: Any, panel: Panel) -> None:
     """Counts as percents of their row."""
     counts = np.asarray(panel.counts, float)
-    part = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    axes.imshow(part, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    totals = counts.sum(axis=1, keepdims=True)
+    shares = counts / np.maximum(totals, 1)
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     axes.grid(visible=False)
-    for (row, column), value in np.ndenumerate(np.rint(100 * part)):
-        ink = style.PALETTE["paper" if value > 50 else "ink"]
-        if value:
-            axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=5, color=ink)
+    look = {"ha": "center", "va": "center", "fontsize": 5}
+    for (row, column), percent in np.ndenumerate(np.rint(100 * shares)):
+        if percent:
+            ink = style.PALETTE["paper" if percent > 50 else "ink"]
+            axes.text(column, row, f"{percent:.0f}", color=ink, **look)

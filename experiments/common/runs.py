@@ -8,6 +8,7 @@ convention, and the sound ones of what ran.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import json
@@ -45,10 +46,11 @@ ROW = flags.DEFINE_multi_string("row", None, "Rows with this in their names, or 
 PAGE = flags.DEFINE_string("page", None, "Of a guide: run nothing, write its tables into this.")
 
 DELTA = 1e-5
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours: public
+MEAN = (0.485, 0.456, 0.406)  # of ImageNet's colours, which are public
+DEVIATION = (0.229, 0.224, 0.225)
 _LEFT_OUT = {"examples_per_second", "delta", "method", "private"}
 
-Run = Callable[[int, pathlib.Path | None], Mapping[str, Any]]  # of a seed, in its folder
+Run = Callable[[int, pathlib.Path | None], Mapping[str, Any]]  # takes a seed and its folder
 
 
 class Results:
@@ -57,7 +59,7 @@ class Results:
     Args:
       path: The file.
       runs: Folder with the checkpoints of unfinished runs.
-      mark: Prefix of row names, so that a smoke run never counts as a result.
+      mark: Prefix of row names; a smoke run never counts as a result.
     """
 
     def __init__(self, path: str | None, runs: str | None = None, mark: str = "") -> None:
@@ -71,54 +73,69 @@ class Results:
     def of(self, row: str, seed: int, run: Run) -> Mapping[str, Any]:
         """The numbers of a row and a seed, from the file or from a run."""
         row = self.mark + row
-        if str(seed) not in self.content["rows"].get(row, {}):
-            name = re.sub(r"[^\w=.]+", "-", f"{row}, seed {seed}")
-            folder = None if self.runs is None else self.runs / name
-            started, fresh = time.process_time(), folder is None or not folder.exists()
-            numbers = dict(run(seed, folder))
-            if (device := jax.devices()[0]).platform != "cpu":
-                numbers["device"] = f"{device.device_kind}, JAX {jax.__version__}"
-            elif fresh:  # a resumed run took longer than this process measured
-                # Of the cores, not of the wall clock: long runs share their machine.
-                numbers["core_seconds"] = round(time.process_time() - started, 1)
-                self.content |= {
-                    "date": time.strftime("%Y-%m-%d"),
-                    "device": f"{os.cpu_count()} x {device.device_kind}",
-                    "python": platform.python_version(),
-                    **{name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")},
-                }
-            self.content["rows"].setdefault(row, {})[str(seed)] = numbers
-            if self.path is not None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                temporary = self.path.with_suffix(".tmp")
-                temporary.write_text(written(self.content))
-                temporary.replace(self.path)
-        return self.content["rows"][row][str(seed)]
+        seeds = self.content["rows"].setdefault(row, {})
+        if str(seed) not in seeds:
+            seeds[str(seed)] = self._measured(row, seed, run)
+            self._write()
+        return seeds[str(seed)]
+
+    def _measured(self, row: str, seed: int, run: Run) -> dict[str, Any]:
+        """The numbers of a run, with its core seconds or its device."""
+        folder = None
+        if self.runs is not None:
+            folder = self.runs / re.sub(r"[^\w=.]+", "-", f"{row}, seed {seed}")
+        resumes = folder is not None and folder.exists()
+        started = time.process_time()
+        numbers = dict(run(seed, folder))
+        device = jax.devices()[0]
+        if device.platform != "cpu":
+            numbers["device"] = f"{device.device_kind}, JAX {jax.__version__}"
+        elif not resumes:  # a resumed run took longer than this process measured
+            # Seconds of the cores do not depend on other programs, and the wall clock does.
+            numbers["core_seconds"] = round(time.process_time() - started, 1)
+            self.content["date"] = time.strftime("%Y-%m-%d")
+            self.content["device"] = f"{os.cpu_count()} x {device.device_kind}"
+            self.content["python"] = platform.python_version()
+            for package in ("jax", "flax", "optax"):
+                self.content[package] = importlib.metadata.version(package)
+        return numbers
+
+    def _write(self) -> None:
+        """Replaces the file by one with all numbers so far."""
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self.path.with_suffix(".tmp")
+            temporary.write_text(written(self.content))
+            temporary.replace(self.path)
 
 
 def results() -> Results:
     """The results file and run folder that the flags name."""
-    return Results(OUT.value, RUNS.value, "smoke: " if SMOKE.value else "")
+    mark = "smoke: " if SMOKE.value else ""
+    return Results(OUT.value, RUNS.value, mark)
 
 
 def seeds() -> range:
+    """The seeds of each row."""
     return range(1 if SMOKE.value else SEEDS.value)
 
 
 def written(content: Mapping[str, Any]) -> str:
     """Results as strict JSON, a line per run, floats with five digits."""
-    facts = {name: value for name, value in content.items() if name != "rows"}
-    rows = [
-        f"    {json.dumps(row)}: {{\n"
-        + ",\n".join(
-            f'      "{seed}": {json.dumps(_short(run), allow_nan=False)}'
-            for seed, run in runs.items()
-        )
-        + "\n    }"
-        for row, runs in content["rows"].items()
+    facts = [
+        f"  {json.dumps(name)}: {json.dumps(value)},"
+        for name, value in content.items()
+        if name != "rows"
     ]
-    head = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in facts.items())
-    return f'{{\n{head}  "rows": {{\n' + ",\n".join(rows) + "\n  }\n}\n"
+    rows = []
+    for row, seeds in content["rows"].items():
+        runs = [
+            f'      "{seed}": {json.dumps(_short(run), allow_nan=False)}'
+            for seed, run in seeds.items()
+        ]
+        lines = ",\n".join(runs)
+        rows.append(f"    {json.dumps(row)}: {{\n{lines}\n    }}")
+    return "\n".join(["{", *facts, '  "rows": {', ",\n".join(rows), "  }", "}", ""])
 
 
 def _short(value: Any) -> Any:
@@ -129,7 +146,9 @@ def _short(value: Any) -> Any:
         return [_short(inner) for inner in value]
     if not isinstance(value, float):
         return value
-    return json.loads(f"{value:.5g}") if math.isfinite(value) else None
+    if not math.isfinite(value):
+        return None
+    return json.loads(f"{value:.5g}")
 
 
 def _with_nan(value: Any) -> Any:
@@ -142,15 +161,18 @@ def _with_nan(value: Any) -> Any:
 
 
 def loaded(name: str) -> data.Dataset:
+    """A data set from the folder that the flags name."""
     return data.load(name, DATA_DIR.value)
 
 
 def standardized(dataset: data.Dataset) -> data.Dataset:
     """Standardises colours by public moments; grey images stay in [0, 1]."""
-    (x, y), (x_test, y_test) = dataset.train, dataset.test
+    x, y = dataset.train
+    x_test, y_test = dataset.test
     if x.shape[-1] != len(MEAN):
         return dataset
-    x, x_test = (data.standardize(images, MEAN, DEVIATION) for images in (x, x_test))
+    x = data.standardize(x, MEAN, DEVIATION)
+    x_test = data.standardize(x_test, MEAN, DEVIATION)
     return dataset._replace(train=(x, y), test=(x_test, y_test))
 
 
@@ -159,7 +181,10 @@ def logits_on(model: Any, x: Any, batch_size: int = 500) -> Callable[[Any], Any]
 
     @jax.jit
     def logits(params: Any) -> Any:
-        return jax.lax.map(lambda x: model.apply({"params": params}, x), x, batch_size=batch_size)
+        def of_example(x: Any) -> Any:
+            return model.apply({"params": params}, x)
+
+        return jax.lax.map(of_example, x, batch_size=batch_size)
 
     return logits
 
@@ -177,7 +202,7 @@ def trained(
     look: Callable[[Any], Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """One run as the papers report it, of the last parameters: accuracy, and the way there.
+    """One run as the papers report it: the accuracy of the last parameters, and the log.
 
     ``deviation`` is the standard deviation over classes of their accuracies.  ``look`` takes the
     state at each evaluation; its numbers join the log in ``way``, as do the log's private numbers,
@@ -191,41 +216,51 @@ def trained(
     def evaluate(state: Any) -> dict[str, Any]:
         outputs = logits(state.params)
         row = {"accuracy": metrics.accuracy(outputs, y), "nll": metrics.nll(outputs, y)}
-        return row if look is None else {**row, **look(state)}
+        if look is not None:
+            row.update(look(state))
+        return row
 
     algorithm = dpjax.dpsgd(losses.of(model, loss), optimizer, mechanism, dataset.train, **options)
+    state = algorithm.init(params, key=jax.random.key(seed))
     state, history = dpjax.fit(
         algorithm,
-        algorithm.init(params, key=jax.random.key(seed)),
+        state,
         evaluate=evaluate,
         evaluate_every=-(-mechanism.steps // evaluations) or None,
         directory=directory,
         progress=False,
     )
-    flat = [{**row, **row.get("private", {})} for row in history]
-    way = [{k: v for k, v in row.items() if k not in _LEFT_OUT} for row in flat]
+    of_classes = metrics.per_class_accuracy(logits(state.params), y)
     return {
         "accuracy": 100 * history[-1]["accuracy"],
-        "deviation": float(jnp.nanstd(100 * metrics.per_class_accuracy(logits(state.params), y))),
-        "way": way if evaluations > 1 else [],
+        "deviation": float(jnp.nanstd(100 * of_classes)),
+        "way": [_public(row) for row in history] if evaluations > 1 else [],
     }
+
+
+def _public(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the log with its private numbers, and without those that results do not need."""
+    flat = {**row, **row.get("private", {})}
+    return {name: value for name, value in flat.items() if name not in _LEFT_OUT}
 
 
 @functools.cache
 def calibrated(examples: int, batch: int, steps: int, epsilon: float, bound: float) -> Any:
     """Poisson batches with the noise of an epsilon by PLD; no noise and no bound at infinity."""
-    private = math.isfinite(epsilon)
     planned = dpjax.Mechanism(
         sampling=sampling.poisson(examples, batch),
-        clipping=clipping.flat(bound if private else math.inf),
-        noise_multiplier=1.0 if private else 0.0,
+        clipping=clipping.flat(bound),
+        noise_multiplier=1.0,
         steps=steps,
     )
-    return planned.calibrate(epsilon, DELTA, "pld") if private else planned
+    if math.isinf(epsilon):
+        unbounded = clipping.flat(math.inf)
+        return dataclasses.replace(planned, clipping=unbounded, noise_multiplier=0.0)
+    return planned.calibrate(epsilon, DELTA, "pld")
 
 
 def spread(numbers: Sequence[float]) -> str:
-    """Mean, and the spread over seeds where there is one."""
+    """The mean, with the range of several seeds."""
     if not numbers:
         return "not run"
     if len(numbers) == 1:
@@ -239,17 +274,22 @@ def epsilons(
 ) -> list[str]:
     """The paper's figure for its own event, as papers round; bounds by RDP and PLD, rounded up."""
     paper = accounting.epsilon(claimed, delta, convention)
-    bounds = (mechanism.epsilon(delta), mechanism.epsilon(delta, "pld"))
-    return [f"{paper:.4g}", *(upwards(bound, ".4g") for bound in bounds)]
+    rdp = mechanism.epsilon(delta)
+    pld = mechanism.epsilon(delta, "pld")
+    return [f"{paper:.4g}", upwards(rdp, ".4g"), upwards(pld, ".4g")]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(markdown.line(*cells) for cells in (head, ["---"] * len(head), *rows))
+    """A table in Markdown, from the cells of its head and rows."""
+    rule = ["---"] * len(head)
+    return "\n".join(markdown.line(*cells) for cells in (head, rule, *rows))
 
 
 def named(row: str) -> bool:
-    """Whether --row names this row, as without the flag all."""
-    return any(word in row for word in ROW.value or [""])
+    """Whether --row names this row; without the flag, all rows are named."""
+    if not ROW.value:
+        return True
+    return any(word in row for word in ROW.value)
 
 
 def start(main: Callable[[list[str]], None], *shared: str) -> None:
@@ -271,8 +311,9 @@ def guide(
         if PAGE.value is None:
             main(results())
         else:
-            kept = pathlib.Path(__file__).parents[1] / f"results/{name}.json"
-            markdown.rewrite(PAGE.value, tables(json.loads(kept.read_text())["rows"]))
+            committed = pathlib.Path(__file__).parents[1] / "results" / f"{name}.json"
+            rows = json.loads(committed.read_text())["rows"]
+            markdown.rewrite(PAGE.value, tables(rows))
 
     start(run, "seeds", "smoke", "out", "page", *shared)
 
@@ -289,11 +330,14 @@ def chosen(paper: Paper) -> list[str]:
     if SMOKE.value:
         return list(paper.small)
     if ROW.value:
-        whole = [key for key in paper.rows if key in ROW.value]
-        return whole or [key for key in paper.rows if named(key)]
+        exact = [key for key in paper.rows if key in ROW.value]
+        return exact or [key for key in paper.rows if named(key)]
     if FIGURE.value:
         return paper.figures[FIGURE.value].row_keys()
-    return list(paper.tables[TABLE.value or next(iter(paper.tables))])
+    if TABLE.value:
+        return list(paper.tables[TABLE.value])
+    first_table = next(iter(paper.tables.values()))
+    return list(first_table)
 
 
 HEAD = ("row", "here", "ECE %", "paper", "epsilon, paper's", "rdp", "pld")
@@ -301,32 +345,38 @@ HEAD = ("row", "here", "ECE %", "paper", "epsilon, paper's", "rdp", "pld")
 
 def measured(done: Sequence[Mapping[str, Any]]) -> list[str]:
     """Accuracy, or the squared error of a regression; and calibration where it was measured."""
-    measure = next((name for name in ("accuracy", "mse") if name in done[0]), "")
+    if "accuracy" in done[0]:
+        numbers = spread([run["accuracy"] for run in done])
+    elif "mse" in done[0]:
+        numbers = spread([run["mse"] for run in done])
+    else:
+        numbers = str(dict(done[0]))
     errors = [100 * run["ece"] for run in done if "ece" in run]
-    return [
-        spread([run[measure] for run in done]) if measure else str(dict(done[0])),
-        spread(errors) if errors else "",
-    ]
+    if not errors:
+        return [numbers, ""]
+    return [numbers, spread(errors)]
 
 
 def cost(paper: Paper, row: Any, run: Mapping[str, Any]) -> list[str]:
-    """The epsilons of a row; epsilons that a run states itself are not computed again."""
-    if "pld" in run:
-        bounds = (run["rdp"], run["pld"])  # RDP has none for norms from projections
-        return [
-            "",
-            *("" if not bound or bound != bound else upwards(bound, ".4g") for bound in bounds),
-        ]
+    """The epsilons of a row; epsilons that a run records are not computed again."""
     if "networks" in run:  # counts of table 1 in `experiments.calibration`
         return ["", "", ""]
-    return epsilons(*paper.epsilons(row))
+    if "pld" not in run:
+        return epsilons(*paper.epsilons(row))
+    rdp = ""
+    # RDP has no bound for norms from projections: None in a run, NaN from the file.
+    if run["rdp"] and not math.isnan(run["rdp"]):
+        rdp = upwards(run["rdp"], ".4g")
+    return ["", rdp, upwards(run["pld"], ".4g")]
 
 
 def show(paper: Paper) -> str:
     """Runs rows as far as they are missing, and returns them as a table."""
-    file, lines = results(), []
+    file = results()
+    rows = paper.small if SMOKE.value else paper.rows
+    lines = []
     for key in chosen(paper):
-        row = (paper.small if SMOKE.value else paper.rows)[key]
+        row = rows[key]
         done = [file.of(key, seed, partial(paper.train, row)) for seed in seeds()]
         printed = f"{paper.printed[key]:g}" if key in paper.printed else ""
         lines.append([key, *measured(done), printed, *cost(paper, row, done[0])])

@@ -94,109 +94,151 @@ HEADLINES = (  # claims of the README, one of each paper
 
 def papers() -> list[Paper]:
     """All papers, in the order of the page."""
-    return [importlib.import_module(f"experiments.{name}.__main__").PAPER for name in PACKAGES]
+    return [importlib.import_module(f"experiments.{name}.run").PAPER for name in PACKAGES]
 
 
 @functools.cache
 def load(name: str) -> dict[str, Any]:
+    """A file of results."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def summary(seeds: dict[str, dict[str, Any]], figure: str) -> str:
     """Mean, range and number of seeds of one row."""
     values = [number(run[figure]) for run in seeds.values() if figure in run]
-    spread = f" ({min(values):.4g} to {max(values):.4g})" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.4g}{spread} | {len(values)}"
+    words = f"{statistics.mean(values):.4g}"
+    if len(values) > 1:
+        words += f" ({min(values):.4g} to {max(values):.4g})"
+    return f"{words} | {len(values)}"
 
 
 def judged_claims(paper: Paper) -> Iterator[tuple[Judged, list[str]]]:
-    """The claims of one paper with what ran, and its epsilons; of both sides if they differ."""
-    costs, rows = load("epsilons")[paper.name], load(paper.name)["rows"]
+    """The claims of one paper, each with its verdict and the epsilons of its sides."""
+    costs = load("epsilons")[paper.name]
+    rows = load(paper.name)["rows"]
     for claim in paper.claims:
         result = judged(claim, rows, costs)
-        ours, theirs = (
-            costs.get(claim.spent(row), ["", "", ""]) for row in (result.row, result.other)
-        )
-        sides = zip(ours, theirs, strict=True)
-        yield result, [a if b in ("", a) else f"{a} against {b}" for a, b in sides]
+        ours = costs.get(claim.spent(result.row), ["", "", ""])
+        theirs = costs.get(claim.spent(result.other), ["", "", ""])
+        yield result, [against(a, b) for a, b in zip(ours, theirs, strict=True)]
+
+
+def against(ours: str, theirs: str) -> str:
+    """Two epsilons, or one if the other is the same or unknown."""
+    if theirs in ("", ours):
+        return ours
+    return f"{ours} against {theirs}"
 
 
 def claim_rows(paper: Paper) -> Iterator[str]:
     """A line for each claim: published, here, three epsilons, the verdict, the row."""
     for result, epsilons in judged_claims(paper):
         if result.claim.measure != "epsilon":
-            cells = [result.claim.system, f"{result.claim.published}", here(result), *epsilons]
-            yield markdown.line(*cells, result.verdict, f"`{result.row}`" if result.row else "")
+            yield markdown.line(
+                result.claim.system,
+                f"{result.claim.published}",
+                here(result),
+                *epsilons,
+                result.verdict,
+                f"`{result.row}`" if result.row else "",
+            )
 
 
 def epsilon_rows() -> Iterator[str]:
-    """A line for each printed epsilon: what it costs by three accountants, and the verdict."""
+    """A line for each printed epsilon: the epsilons by three accountants, and the verdict."""
     for paper in papers():
+        authors, _, _ = paper.title.partition(":")
         for result, epsilons in judged_claims(paper):
-            if result.claim.measure == "epsilon":
-                words = f"{paper.title.partition(':')[0]}, {result.claim.system}"
-                yield markdown.line(words, f"{result.claim.published}", *epsilons, result.verdict)
+            claim = result.claim
+            if claim.measure == "epsilon":
+                words = f"{authors}, {claim.system}"
+                yield markdown.line(words, f"{claim.published}", *epsilons, result.verdict)
 
 
 def here(result: Judged) -> str:
-    """What ran: a number, or two that are compared."""
-    digits = 2 if callable(result.claim.measure) else 3 if result.claim.measure == "mse" else 1
-    sides = [spread(side, digits) for side in (result.ours, result.theirs) if side]
-    return " against ".join(sides) if result.ours else ""
+    """The numbers that ran: one, or two that are compared."""
+    digits = 1
+    if callable(result.claim.measure):
+        digits = 2
+    elif result.claim.measure == "mse":
+        digits = 3
+    if not result.ours:
+        return ""
+    words = spread(result.ours, digits)
+    if result.theirs:
+        words += f" against {spread(result.theirs, digits)}"
+    return words
 
 
 def spread(numbers: list[float], digits: int) -> str:
-    mean, low, high = (
-        f"{number:.{digits}f}" for number in (statistics.mean(numbers), min(numbers), max(numbers))
-    )
-    return mean + (f" ({low} to {high}; {len(numbers)})" if len(numbers) > 1 else " (1)")
+    """The mean of numbers, their range, and how many they are."""
+    mean = f"{statistics.mean(numbers):.{digits}f}"
+    if len(numbers) == 1:
+        return f"{mean} (1)"
+    low = f"{min(numbers):.{digits}f}"
+    high = f"{max(numbers):.{digits}f}"
+    return f"{mean} ({low} to {high}; {len(numbers)})"
 
 
 def verdicts() -> str:
     """How many claims have each verdict."""
     groups: dict[str, list[Judged]] = {}
-    for result in (result for paper in papers() for result, _ in judged_claims(paper)):
-        words = "comparisons of this repository" if result.claim.own else "other claims of papers"
-        words = "printed epsilons" if result.claim.measure == "epsilon" else words
-        groups.setdefault(words, []).append(result)
-    return " ".join(f"Of {len(of)} {words}: {counted(of)}." for words, of in groups.items())
+    for paper in papers():
+        for result, _ in judged_claims(paper):
+            words = "other claims of papers"
+            if result.claim.measure == "epsilon":
+                words = "printed epsilons"
+            elif result.claim.own:
+                words = "comparisons of this repository"
+            groups.setdefault(words, []).append(result)
+    sentences = [
+        f"Of {len(results)} {words}: {counted(results)}." for words, results in groups.items()
+    ]
+    return " ".join(sentences)
 
 
 def counted(results: Iterable[Judged]) -> str:
+    """How many results have each verdict."""
     count = Counter(result.verdict.partition(":")[0] for result in results)
     return ", ".join(f"{count[word]} {word}" for word in VERDICTS if count[word])
 
 
 def rows_of(paper: str) -> Iterator[str]:
+    """A line for each row that ran."""
     for name, seeds in sorted(load(paper)["rows"].items()):
-        if of := measure(seeds):
-            yield f"| {name} | {summary(seeds, of)} |"
-
-
-def measure(seeds: Mapping[str, Any]) -> str:
-    """The number that all runs of a row have; empty if they have none."""
-    return next((of for of in ("accuracy", "mse") if all(of in s for s in seeds.values())), "")
+        for figure in ("accuracy", "mse"):
+            if all(figure in run for run in seeds.values()):
+                yield f"| {name} | {summary(seeds, figure)} |"
+                break
 
 
 def allocation_rows() -> Iterator[str]:
-    """Epsilon of random allocation beside a bound from below, Monte Carlo and Poisson batches."""
-    for found in load("allocation")["rows"]:
-        bins, epochs, z = found["row"]
-        estimates = (f"{value:.3f} ± {error:.3f}" for value, error in found["monte_carlo"])
-        numbers = (f"{found[name]:.4f}" for name in ("epsilon", "below", "poisson"))
-        yield markdown.line(f"{bins}, {epochs}, {z:g}", *numbers, *estimates)
+    """Epsilon of random allocation, with a bound from below, Poisson batches and Monte Carlo."""
+    for row in load("allocation")["rows"]:
+        bins, epochs, z = row["row"]
+        yield markdown.line(
+            f"{bins}, {epochs}, {z:g}",
+            f"{row['epsilon']:.4f}",
+            f"{row['below']:.4f}",
+            f"{row['poisson']:.4f}",
+            *(f"{value:.3f} ± {error:.3f}" for value, error in row["monte_carlo"]),
+        )
 
 
 SIDES = ("plain JAX", "dpjax", "jax_privacy", "Opacus", "PyTorch, plain")
 
 
 def sides(workload: Mapping[str, Any]) -> dict[str, Any]:
-    """Of one model the contestants that a table shows, Opacus in its fastest mode."""
-    ran = {who: f for who, f in workload["contestants"].items() if "median_ms" in f}
+    """The contestants of one model that a table shows, Opacus in its fastest mode."""
+    ran = {who: figure for who, figure in workload["contestants"].items() if "median_ms" in figure}
     modes = [figure for who, figure in ran.items() if who.startswith("opacus")]
-    best = min(modes, key=lambda figure: figure["median_ms"], default=None)
-    of = ran["plain"], ran["dpjax auto"], ran.get("jax_privacy"), best, ran.get("torch plain")
-    return dict(zip(SIDES, of, strict=True))
+    return {
+        "plain JAX": ran["plain"],
+        "dpjax": ran["dpjax auto"],
+        "jax_privacy": ran.get("jax_privacy"),
+        "Opacus": min(modes, key=lambda figure: figure["median_ms"], default=None),
+        "PyTorch, plain": ran.get("torch plain"),
+    }
 
 
 def digits(value: float) -> str:
@@ -205,36 +247,62 @@ def digits(value: float) -> str:
 
 
 def step_tables(name: str) -> str:
-    """Time and memory of a step beside plain JAX and the peers, one row for each model."""
-    times, memory = [], []
+    """Time and memory of a step of plain JAX, dpjax and the peers, one row for each model."""
+    times = []
+    memory = []
     for model, workload in load(name)["workloads"].items():
-        found, model = sides(workload), f"{model}, batch {workload['batch_size']:,}"
-        cells = [
-            f"{digits(f['median_ms'])} ({digits(f['ratio'])})" if f else "-" for f in found.values()
-        ]
-        times.append(markdown.line(model, *cells))
-        held = [f and f.get("planned_bytes", f.get("peak_bytes")) for f in found.values()]
-        cells = ["-" if b is None else f"{b / 2**20:,.0f}" for b in held]
-        memory.append(markdown.line(model, *cells))
-    heads = (f"| {unit} | {' | '.join(SIDES)} |" for unit in ("ms", "MiB"))
-    return "\n\n".join(map(markdown.table, heads, (times, memory)))
+        row = f"{model}, batch {workload['batch_size']:,}"
+        found = sides(workload).values()
+        times.append(markdown.line(row, *(time_cell(figure) for figure in found)))
+        memory.append(markdown.line(row, *(memory_cell(figure) for figure in found)))
+    names = " | ".join(SIDES)
+    time_table = markdown.table(f"| ms | {names} |", times)
+    memory_table = markdown.table(f"| MiB | {names} |", memory)
+    return f"{time_table}\n\n{memory_table}"
+
+
+def time_cell(figure: Mapping[str, Any] | None) -> str:
+    """Milliseconds, and in brackets their ratio to plain JAX."""
+    if figure is None:
+        return "-"
+    return f"{digits(figure['median_ms'])} ({digits(figure['ratio'])})"
+
+
+def memory_cell(figure: Mapping[str, Any] | None) -> str:
+    """MiB that are planned, or at the peak."""
+    if figure is None:
+        return "-"
+    count = figure.get("planned_bytes", figure.get("peak_bytes"))
+    return "-" if count is None else mib(count)
 
 
 def frozen_rows() -> Iterator[str]:
     """A first step with frozen weights as an argument, and as constants, one row per size."""
     for size, row in load("frozen")["rows"].items():
-        ways = [row[way] for way in ("argument", "closure")]
-        cells = [f"{way['first_s']:.1f} s, {mib(way['bytes'])}" for way in ways]
-        split = f"{row['split']['MiB of a device']:,.0f}"
-        yield markdown.line(size, *cells, *(f"{way['folder']:,}" for way in ways), split)
+        argument = row["argument"]
+        closure = row["closure"]
+        yield markdown.line(
+            size,
+            f"{argument['first_s']:.1f} s, {mib(argument['bytes'])}",
+            f"{closure['first_s']:.1f} s, {mib(closure['bytes'])}",
+            f"{argument['folder']:,}",
+            f"{closure['folder']:,}",
+            f"{row['split']['MiB of a device']:,.0f}",
+        )
 
 
 def planned_rows() -> Iterator[str]:
-    """What XLA plans for steps of decoders, and the private one over the plain one."""
+    """XLA's plans for steps of decoders, and the private one over the plain one."""
     for name, row in load("llm_bench")["planned"].items():
-        cells = [f"{mib(row[who]['temporary_bytes'])} ({mib(row[who]['bytes'])})" for who in row]
-        ratios = (row["dpjax auto"][of] / row["plain"][of] for of in ("temporary_bytes", "bytes"))
-        yield markdown.line(name, *cells, "{:.2f} ({:.2f})".format(*ratios))
+        plain = row["plain"]
+        private = row["dpjax auto"]
+        temporaries = private["temporary_bytes"] / plain["temporary_bytes"]
+        all_bytes = private["bytes"] / plain["bytes"]
+        yield markdown.line(
+            name,
+            *(f"{mib(plan['temporary_bytes'])} ({mib(plan['bytes'])})" for plan in row.values()),
+            f"{temporaries:.2f} ({all_bytes:.2f})",
+        )
 
 
 def decoder_rows() -> Iterator[str]:
@@ -245,46 +313,62 @@ def decoder_rows() -> Iterator[str]:
             if "refused" in found:
                 yield markdown.line(name, who, found["refused"], "", "", "")
                 continue
-            held = found.get("planned_bytes", found.get("peak_bytes")) / 2**30
-            ratio = f"{found['step_s'] / plain:.2f}" if plain else ""
-            speed = f"{found['tokens_s']:,.0f}"
-            yield markdown.line(name, who, speed, ratio, f"{held:.1f}", f"{found['first_s']:.0f}")
+            gibibytes = found.get("planned_bytes", found.get("peak_bytes")) / 2**30
+            yield markdown.line(
+                name,
+                who,
+                f"{found['tokens_s']:,.0f}",
+                f"{found['step_s'] / plain:.2f}" if plain else "",
+                f"{gibibytes:.1f}",
+                f"{found['first_s']:.0f}",
+            )
 
 
 def mib(count: float) -> str:
+    """Bytes in MiB."""
     return f"{count / 2**20:,.0f}"
 
 
 def strategy_rows() -> Iterator[str]:
     """Error, seconds and their ratio of both libraries, one row per search."""
     for name, row in load("strategies")["rows"].items():
-        cells = []
-        for who in ("dpjax", "jax_privacy"):
-            found = row.get(who, {"refused": "not run"})
-            stopped = found.get("refused")
-            cells += (
-                [stopped, ""] if stopped else [f"{found['error']:.5f}", f"{found['seconds']:.2f}"]
-            )
-        peer = row["jax_privacy"]
-        # A search that was stopped, "> 300 s", would have taken longer.
-        taken = peer["seconds"] if "seconds" in peer else float(peer["refused"].split()[1])
-        ratio = taken / row["dpjax"]["seconds"]
-        said = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.1f}"
-        cells.append(f"{'> ' * ('seconds' not in peer)}{said}")
-        yield markdown.line(name, *cells)
+        ours = row["dpjax"]
+        theirs = row["jax_privacy"]
+        # A search that was stopped, "> 300 s", takes longer.
+        stopped = "seconds" not in theirs
+        seconds = float(theirs["refused"].split()[1]) if stopped else theirs["seconds"]
+        ratio = seconds / ours["seconds"]
+        words = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.1f}"
+        if stopped:
+            words = f"> {words}"
+        yield markdown.line(name, *search_cells(ours), *search_cells(theirs), words)
+
+
+def search_cells(found: Mapping[str, Any]) -> list[str]:
+    """Error and seconds of a search, or why it has none."""
+    if "refused" in found:
+        return [found["refused"], ""]
+    return [f"{found['error']:.5f}", f"{found['seconds']:.2f}"]
 
 
 def method_rows(methods: tuple[str, str, str], number: str) -> Iterator[str]:
     """Accuracy and one number of three methods, one row per data set and epsilon."""
     rows = load("correlated")["rows"]
-    settings = {tuple(row.split(f" {methods[1]} at epsilon ")) for row in rows}
-    settings = {setting for setting in settings if len(setting) == 2}
-    for dataset, epsilon in sorted(settings, key=lambda pair: (pair[0], float(pair[1]))):
+    settings = []
+    for row in rows:
+        words, _, epsilon = row.partition(" at epsilon ")
+        dataset, method = words.split()
+        if method == methods[1]:
+            settings.append((dataset, float(epsilon), epsilon))
+    for dataset, _, epsilon in sorted(settings):
         cells = []
         for method in methods:
-            found = list(rows.get(f"{dataset} {method} at epsilon {epsilon}", {}).values())
-            accuracy = spread([run["accuracy"] for run in found], 1) if found else "not run"
-            cells += [accuracy, f"{found[0][number]:.3g}" if found else ""]
+            seeds = list(rows.get(f"{dataset} {method} at epsilon {epsilon}", {}).values())
+            if seeds:
+                accuracies = [run["accuracy"] for run in seeds]
+                cells += [spread(accuracies, 1), f"{seeds[0][number]:.3g}"]
+            else:
+                cells += ["not run", ""]
         yield markdown.line(dataset, epsilon, *cells)
 
 
@@ -326,19 +410,29 @@ def best_table() -> str:
     for dataset, title in TITLES.items():
         cells = []
         for place, epsilon in enumerate(accuracy.EPSILONS):
-            found = rows.get(shown[title, epsilon], {})
-            here = [run["accuracy"] for run in found.values()]
-            cells.append(compared(here, *published_at(dataset, place)))
+            seeds = rows.get(shown[title, epsilon], {})
+            here = [run["accuracy"] for run in seeds.values()]
+            known, carried = published_at(dataset, place)
+            cells.append(compared(here, known, carried))
         lines.append(markdown.line(title, *cells))
-    by_seeds: dict[int, list[str]] = {}
-    for (title, epsilon), name in shown.items():
-        by_seeds.setdefault(len(rows.get(name, {})), []).append(f"{title} at {epsilon:g}")
-    most, *fewer = sorted(by_seeds, reverse=True)
-    seeds = [f"{most} seeds", *(f"{n} for {', '.join(by_seeds[n])}" for n in fewer)]
     trials = [f"{trials_on(dataset)} on {title}" for dataset, title in TITLES.items()]
-    note = f"Means of {'; of '.join(seeds)}. Trials: {', '.join(trials)}."
+    note = f"Means of {seeds_in_words(shown)}. Trials: {', '.join(trials)}."
     head = "| here; best published | epsilon 1 | 2 | 3 | 8 |"
     return markdown.table(head, [*lines, "", note])
+
+
+def seeds_in_words(shown: Mapping[tuple[str, float], str]) -> str:
+    """How many seeds the rows have, by title and epsilon: "10 seeds; of 5 for MNIST at 1"."""
+    rows = load("accuracy")["rows"]
+    places: dict[int, list[str]] = {}
+    for (title, epsilon), name in shown.items():
+        count = len(rows.get(name, {}))
+        places.setdefault(count, []).append(f"{title} at {epsilon:g}")
+    most, *fewer = sorted(places, reverse=True)
+    words = [f"{most} seeds"]
+    for count in fewer:
+        words.append(f"of {count} for {', '.join(places[count])}")
+    return "; ".join(words)
 
 
 def compared(here: Sequence[float], known: float, carried: bool) -> str:
@@ -395,77 +489,104 @@ def best_of(name: str, trials: int) -> float:
 
 
 def on_split(name: str) -> float:
-    """The accuracy on the split that chose the settings of a row; of 2 it was taken at 3."""
-    name = "split: " + name.replace("epsilon 2", "epsilon 3")
-    tried = (of for row, of in load("accuracy")["rows"].items() if row.startswith(f"{name}:"))
-    return max(of["0"]["accuracy"] for of in tried)
+    """The accuracy on the split that chose the settings of a row; rows at 2 took those at 3."""
+    prefix = f"split: {name.replace('epsilon 2', 'epsilon 3')}:"
+    rows = load("accuracy")["rows"]
+    return max(seeds["0"]["accuracy"] for row, seeds in rows.items() if row.startswith(prefix))
 
 
 def accuracy_rows() -> Iterator[str]:
-    """A line for each data set, model and epsilon: here, what its search took, and published."""
-    rows, epsilons = load("accuracy")["rows"], enumerate(accuracy.EPSILONS)
-    pairs = itertools.product(accuracy.TARGETS, accuracy.MODELS)
-    for (dataset, model), (place, epsilon) in itertools.product(pairs, epsilons):
-        name = accuracy.named(dataset, model, epsilon)
-        known = ((who, of[place]) for who, of in PUBLISHED[dataset].items())
-        published = ", ".join(f"{who} {number}" for who, number in known if number)
-        target, found = f"{accuracy.TARGETS[dataset][place]:g}", [*rows.get(name, {}).values()]
-        if not found:
-            yield markdown.line(name, "not run", target, "", "", "", "", "", published)
-            continue
-        run, times = found[0], [run["core_seconds"] for run in found if "core_seconds" in run]
-        trials = trials_on(dataset)
-        yield markdown.line(
-            *(name, spread([run["accuracy"] for run in found], 2), target),
-            *(upwards(run["epsilon"], ".4g"), str(trials), upwards(best_of(name, trials), ".2g")),
-            *(f"{statistics.median(times):.0f} s", run["recipe"].partition(": ")[2], published),
-        )
+    """A line for each data set, model and epsilon: here, its search, and published numbers."""
+    rows = load("accuracy")["rows"]
+    for dataset, model in itertools.product(accuracy.TARGETS, accuracy.MODELS):
+        for place, epsilon in enumerate(accuracy.EPSILONS):
+            name = accuracy.named(dataset, model, epsilon)
+            target = f"{accuracy.TARGETS[dataset][place]:g}"
+            published = ", ".join(
+                f"{who} {numbers[place]}"
+                for who, numbers in PUBLISHED[dataset].items()
+                if numbers[place]
+            )
+            seeds = list(rows.get(name, {}).values())
+            if not seeds:
+                yield markdown.line(name, "not run", target, "", "", "", "", "", published)
+                continue
+            first = seeds[0]
+            seconds = [run["core_seconds"] for run in seeds if "core_seconds" in run]
+            trials = trials_on(dataset)
+            _, _, settings = first["recipe"].partition(": ")
+            yield markdown.line(
+                name,
+                spread([run["accuracy"] for run in seeds], 2),
+                target,
+                upwards(first["epsilon"], ".4g"),
+                str(trials),
+                upwards(best_of(name, trials), ".2g"),
+                f"{statistics.median(seconds):.0f} s",
+                settings,
+                published,
+            )
 
 
 def audit_rows() -> Iterator[str]:
-    """Lower bounds beside claims, one row per algorithm."""
+    """Lower bounds and claims, one row per algorithm."""
     for name, found in load("audits")["rows"].items():
-        step, run = found["step"], found["run"]
-        # Bounds are rounded down and claims up, so that rounding refutes nothing and claims less.
-        each = [
-            f"{math.floor(1000 * audit['bound']) / 1000:.3f} | "
-            f"{math.ceil(1000 * audit['claimed']) / 1000:.3f}"
-            for audit in (step, run)
-        ]
-        yield markdown.line(name, step["measured"], *each)
+        step = found["step"]
+        yield markdown.line(name, step["measured"], audit_cells(step), audit_cells(found["run"]))
+
+
+def audit_cells(audit: Mapping[str, Any]) -> str:
+    """A bound, rounded down, and a claim, rounded up: rounding refutes nothing."""
+    bound = math.floor(1000 * audit["bound"]) / 1000
+    claimed = math.ceil(1000 * audit["claimed"]) / 1000
+    return f"{bound:.3f} | {claimed:.3f}"
 
 
 def optimizer_rows() -> Iterator[str]:
     """How many of Optax's optimizers run on private means, and each of the others."""
     rows = load("optimizers")["rows"]
-    ways = zip(*map(dict.values, rows.values()), strict=True)
-    ran = [sum(found == "runs" for found in each) for each in ways]
-    yield f"| run, of {len(rows)} | " + " | ".join(map(str, ran)) + " | |"
+    counts = [
+        str(sum(row[way] == "runs" for row in rows.values())) for way in ("optax", "dpsgd", "chain")
+    ]
+    yield f"| run, of {len(rows)} | {' | '.join(counts)} | |"
     for name, row in rows.items():
-        stopped = [found for found in row.values() if found != "runs"]
-        if stopped:
-            # As code: an error may hold the signs of a table or of HTML.
-            why = stopped[0].translate(str.maketrans("|`", "/'"))
-            cells = ["runs" if found == "runs" else "refused" for found in row.values()]
-            yield markdown.line(name, *cells, f"`{why:.150}`")
+        errors = [outcome for outcome in row.values() if outcome != "runs"]
+        if errors:
+            # The error is printed as code, since it may hold the signs of a table or of HTML.
+            error = errors[0].translate(str.maketrans("|`", "/'"))
+            cells = ["runs" if outcome == "runs" else "refused" for outcome in row.values()]
+            yield markdown.line(name, *cells, f"`{error:.150}`")
 
 
 def zoo_rows() -> Iterator[str]:
     """The cost and the disagreement of each model of the zoo."""
     for name, found in load("zoo")["models"].items():
-        times = f"{found['plain_ms']:.3g} | {found['private_ms']:.3g} | {found['ratio']:.2f}"
-        yield f"| {name} | {found['parameters']:,} | {times} | {found['disagreement']:.1e} |"
+        yield markdown.line(
+            name,
+            f"{found['parameters']:,}",
+            f"{found['plain_ms']:.3g}",
+            f"{found['private_ms']:.3g}",
+            f"{found['ratio']:.2f}",
+            f"{found['disagreement']:.1e}",
+        )
 
 
 def page() -> str:
-    ratios = [found["ratio"] for found in load("zoo")["models"].values()]
-    audits = load("audits")
-    above = sum(audit["refutes"] for row in audits["rows"].values() for audit in row.values())
-    head = (
-        "| system | published | here (range; seeds) | epsilon, the paper's | rdp | pld | verdict "
-        "| row |"
-    )
-    parts = [
+    """The page of results."""
+    sections = [
+        *head_of_page(),
+        *papers_of_page(),
+        *accuracies_of_page(),
+        *noise_of_page(),
+        *cost_of_page(),
+        *audits_of_page(),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def head_of_page() -> list[str]:
+    """The verdicts, their rule, and the printed epsilons."""
+    return [
         "# Results",
         "Made by `python -m experiments.common.tables` from the JSON files in\n"
         "`experiments/results`, which also hold date, versions and hardware. Accuracies are test\n"
@@ -479,17 +600,31 @@ def page() -> str:
         markdown.table(
             "| epsilon | printed | the paper's accounting | rdp | pld | verdict |", epsilon_rows()
         ),
-        "## Other claims of the papers",
-        CLAIMS,
     ]
+
+
+def papers_of_page() -> list[str]:
+    """The claims and the rows of each paper."""
+    head = (
+        "| system | published | here (range; seeds) | epsilon, the paper's | rdp | pld | verdict "
+        "| row |"
+    )
+    parts = ["## Other claims of the papers", CLAIMS]
     for paper in papers():
-        note = [paper.note] if paper.note else []
-        parts += [f"### {paper.title}", *note, markdown.table(head, claim_rows(paper))]
+        parts.append(f"### {paper.title}")
+        if paper.note:
+            parts.append(paper.note)
+        parts.append(markdown.table(head, claim_rows(paper)))
     parts.append("## All rows")
     for paper in papers():
         rows = markdown.table("| row | mean (range) | seeds |", rows_of(paper.name))
         parts += [f"### {paper.title}: rows", rows]
-    parts += [
+    return parts
+
+
+def accuracies_of_page() -> list[str]:
+    """The best accuracies, and the time of a step."""
+    return [
         "## The best accuracy at a true epsilon",
         ACCURACY,
         markdown.table(
@@ -501,6 +636,12 @@ def page() -> str:
         step_tables("steps"),
         "Medians of alternated rounds in one run, by\n"
         '`make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2"`.',
+    ]
+
+
+def noise_of_page() -> list[str]:
+    """Correlated noise, batches of epochs, and strategies."""
+    return [
         "## DP-SGD beside correlated noise, at equal epsilon",
         "Linear models on wavelets: accuracy, and the error that noise leaves in a parameter, in\n"
         "clipping bounds; by `python -m experiments.correlated --seeds=3`. Epsilon by PLD at 1e-5.",
@@ -530,6 +671,13 @@ def page() -> str:
         "after the other on two cores that a dozen other programs shared: ratios mean more than\n"
         "seconds. Some searches of jax_privacy were stopped. `make bench-peers BENCH=strategies`.",
         markdown.table("| | dpjax | s | jax_privacy | s | ratio |", strategy_rows()),
+    ]
+
+
+def cost_of_page() -> list[str]:
+    """The zoo, frozen weights, decoders, and a GPU."""
+    ratios = [found["ratio"] for found in load("zoo")["models"].values()]
+    return [
         "## Models of many kinds: the private sum beside a plain gradient",
         "CPU time in milliseconds of JAX's gradient of the mean loss and of the clipped sum, and\n"
         "the relative difference from the definition; by `make bench BENCH=zoo`. Ratio: median\n"
@@ -564,6 +712,14 @@ def page() -> str:
         step_tables("h100"),
         f"Milliseconds, and in brackets over plain JAX, with JAX {load('h100')['jax']}, "
         f"{load('h100')['note']}.",
+    ]
+
+
+def audits_of_page() -> list[str]:
+    """Audits, attacks, faults, and Optax's optimizers."""
+    audits = load("audits")
+    above = sum(audit["refutes"] for row in audits["rows"].values() for audit in row.values())
+    return [
         f"## Audits: lower bounds on epsilon at delta {audits['delta']:g}",
         markdown.table(
             "| | one step | epsilon above | claimed | a run: epsilon above | claimed |",
@@ -587,28 +743,40 @@ def page() -> str:
             "| optimizer | Optax itself | `dpsgd` | chain | the first error |", optimizer_rows()
         ),
     ]
-    return "\n\n".join(parts) + "\n"
 
 
 def readme_rows() -> str:
     """A line for each paper: its first claim, and how many of all its claims hold."""
-    lines, known = [], {paper.name: paper for paper in papers()}
+    known = {paper.name: paper for paper in papers()}
+    lines = []
     for name, system in HEADLINES:
-        found = list(judged_claims(known[name]))
-        result, epsilons = next(each for each in found if each[0].claim.system == system)
-        cells = [known[name].title.partition(":")[0], system, here(result), epsilons[-1]]
-        count = counted(result for result, _ in found if not result.claim.own)
-        lines.append(markdown.line(*cells, result.verdict, count))
+        paper = known[name]
+        results = list(judged_claims(paper))
+        headline = next(pair for pair in results if pair[0].claim.system == system)
+        result, (_, _, pld) = headline
+        authors, _, _ = paper.title.partition(":")
+        of_paper = [result for result, _ in results if not result.claim.own]
+        lines.append(
+            markdown.line(
+                authors,
+                system,
+                here(result),
+                pld,
+                result.verdict,
+                counted(of_paper),
+            )
+        )
     head = "| paper | claim | here (range; seeds) | true epsilon | verdict | all of its claims |"
     return markdown.table(head, [*lines, "", f"{verdicts()} {WORDS}"])
 
 
 def main(argv: list[str]) -> None:
+    """Writes the page of results, and the tables of README.md and of the page on speed."""
     runs.only_flags(argv)
     (RESULTS / "README.md").write_text(page())
-    parts = {"accuracies": best_table(), "results": readme_rows()}
-    markdown.rewrite(str(ROOT / "README.md"), parts)
-    speed = {name: step_tables(name) for name in ("steps", "h100")}
+    readme = {"accuracies": best_table(), "results": readme_rows()}
+    markdown.rewrite(str(ROOT / "README.md"), readme)
+    speed = {"steps": step_tables("steps"), "h100": step_tables("h100")}
     markdown.rewrite(str(ROOT / "docs" / "pages" / "speed.md"), speed)
 
 

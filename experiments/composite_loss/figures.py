@@ -27,7 +27,8 @@ from experiments.composite_loss.settings import (
 )
 
 MNIST, FASHION, CIFAR = PIXELS
-WEIGHTS, HIDDEN = "weights", "preactivations"
+WEIGHTS = "weights"
+HIDDEN = "preactivations"
 ENDS = (layers(HIDDEN, -1), layers(WEIGHTS, -1), gradients(1), cosines)
 INNER = (layers(WEIGHTS, 1, -1), layers(HIDDEN, 1, -1))
 NORMS = (gradients(1, 5, 10, 29, 39),)
@@ -81,6 +82,7 @@ JUDGED = ("3", "4", "9")  # with the verdicts on their rows
 
 
 def _lines(networks: Sequence[str], losses: Sequence[str]) -> dict[str, dict[str, list[str]]]:
+    """The row of each network and loss."""
     return {network: {loss: [key_of(network, loss)] for loss in losses} for network in networks}
 
 

@@ -31,14 +31,17 @@ def preactivation_norms(model: Any, params: Any, x: Any) -> dict[str, Any]:
     """The norm of the pre-activations of each hidden layer, on average over a batch."""
 
     def norms(x: Any) -> dict[str, Any]:
-        sown = model.apply({"params": params}, x, mutable=["preactivations"])[1]
-        named = zip(trees.leaf_names(sown), jax.tree.leaves(sown), strict=True)
-        return {name.removeprefix("preactivations/"): length(h) for name, h in named}
+        _, sown = model.apply({"params": params}, x, mutable=["preactivations"])
+        lengths = {}
+        for name, h in zip(trees.leaf_names(sown), jax.tree.leaves(sown), strict=True):
+            lengths[name.removeprefix("preactivations/")] = length(h)
+        return lengths
 
     return jax.tree.map(jnp.mean, jax.vmap(norms)(x))
 
 
 def asks_epoch(loss: losses.ExampleLoss) -> bool:
+    """Whether a loss has the epoch among its arguments."""
     return "epoch" in inspect.signature(loss).parameters
 
 
@@ -56,45 +59,58 @@ class Watch:
         dataset: data.Dataset,
         steps: int,
     ) -> None:
-        self.steps, self.model, self.rule = steps, model, rule
+        self.steps = steps
+        self.model = model
+        self.rule = rule
         self.loss = losses.of(model, loss)
-        self.tells = asks_epoch(loss)
+        self.loss_asks_epoch = asks_epoch(loss)
         size = 256 * min(16, dataset.examples // 256)
-        some = np.random.default_rng(0).choice(dataset.examples, size, replace=False)
-        self.rows = jax.tree.map(jnp.asarray, dataset.rows(some))
-        self.norms, self.together = jax.jit(self._norms), jax.jit(self._together)
+        indices = np.random.default_rng(0).choice(dataset.examples, size, replace=False)
+        self.x, self.y = jax.tree.map(jnp.asarray, dataset.rows(indices))
+        self.norms = jax.jit(self._norms)
+        self.of_batch = jax.jit(self._of_batch)
 
     def __call__(self, state: Any) -> Mapping[str, Any]:
-        params, epoch = state.params, state.ledger.steps // self.steps
-        close = self._closely(params, self.rows, epoch - 1) if epoch in self.CLOSELY else {}
-        return {**self.norms(params, self.rows[0][:256]), **close}
+        epoch = state.ledger.steps // self.steps
+        numbers = dict(self.norms(state.params, self.x[:256]))
+        if epoch in self.CLOSELY:
+            numbers.update(self._closely(state.params, epoch - 1))
+        return numbers
 
     def _norms(self, params: Any, x: Any) -> Mapping[str, Any]:
+        """Norms of weights and pre-activations, by layer."""
         hidden = preactivation_norms(self.model, params, x)
         logits = jnp.linalg.norm(self.model.apply({"params": params}, x), axis=-1)
         weights = {name: optax.tree.norm(layer) for name, layer in params.items()}
         return {"weights": weights, "preactivations": {**hidden, "logits": jnp.mean(logits)}}
 
-    def _closely(self, params: Any, rows: Any, epoch: Any) -> Mapping[str, Any]:
-        told = (jnp.full(len(rows[1]), epoch),) if self.tells else ()
-        batches = jax.tree.map(lambda a: a.reshape(-1, 256, *a.shape[1:]), (*rows, *told))
-        few = jax.tree.map(lambda a: a[0, :64], batches)
+    def _closely(self, params: Any, epoch: Any) -> Mapping[str, Any]:
+        """Gradients, confusion and sharpness on all examples that are watched."""
+        examples = (self.x, self.y)
+        if self.loss_asks_epoch:
+            examples = (self.x, self.y, jnp.full(len(self.y), epoch))
+        batches = jax.tree.map(lambda a: a.reshape(-1, 256, *a.shape[1:]), examples)
 
-        # A loop in Python: XLA on CPU compiles gradients of convolutions badly inside its own.
-        parts = [
-            self.together(params, jax.tree.map(lambda a, at=at: a[at], batches))
-            for at in range(len(batches[0]))
-        ]
-        norms, cosines, logits = (jnp.stack(each) for each in zip(*parts, strict=True))
-        sharp = diagnostics.sharpness(self.loss, params, few, key=jax.random.key(0), iterations=30)
+        # This loop is not a scan, in which XLA on CPU makes gradients of convolutions slow.
+        measured = []
+        for index in range(len(self.y) // 256):
+            batch = tuple(part[index] for part in batches)
+            measured.append(self.of_batch(params, batch))
+        norms, cosines, logits = zip(*measured, strict=True)
+        limited = jnp.minimum(jnp.stack(norms), self.EDGES[-1])
+        counts, _ = jnp.histogram(limited, self.EDGES)
+        few = tuple(part[0, :64] for part in batches)
+        key = jax.random.key(0)
+        sharp = diagnostics.sharpness(self.loss, params, few, key=key, iterations=30)
         return {
-            "gradients": jnp.histogram(jnp.minimum(norms, self.EDGES[-1]), self.EDGES)[0],
-            "cosines": cosines,
-            "confusion": metrics.confusion(logits.reshape(norms.size, -1), rows[1]),
+            "gradients": counts,
+            "cosines": jnp.stack(cosines),
+            "confusion": metrics.confusion(jnp.concatenate(logits), self.y),
             "sharpness": sharp.value,
         }
 
-    def _together(self, params: Any, batch: Any) -> Any:
+    def _of_batch(self, params: Any, batch: Any) -> Any:
+        """Norms of gradients, the cosine of clipped and unclipped means, and logits."""
         bias = diagnostics.clipping_bias(self.loss, self.rule, params, batch, microbatch_size=64)
         return bias.norms, bias.cosine, self.model.apply({"params": params}, batch[0])
 
@@ -104,11 +120,17 @@ def swept(title: str, runs: Runs) -> list[Panel]:
     fields: dict[str, dict[float, list[float]]] = {}
     for name, seeds in runs.items():
         loss_and_field, _, value = name.partition("=")
-        field = fields.setdefault(loss_and_field.rpartition(" ")[2], {})
-        field[float(value)] = [run["accuracy"] for run in seeds]
+        field = loss_and_field.split(" ")[-1]
+        accuracies = [run["accuracy"] for run in seeds]
+        fields.setdefault(field, {})[float(value)] = accuracies
     return [
-        Panel(title, field, "test accuracy, %", {"swept": (list(of), list(of.values()))})
-        for field, of in fields.items()
+        Panel(
+            title,
+            field,
+            "test accuracy, %",
+            {"swept": (list(by_value), list(by_value.values()))},
+        )
+        for field, by_value in fields.items()
     ]
 
 
@@ -117,36 +139,38 @@ def layers(what: str, *places: int) -> Draw:
 
     def draw(title: str, runs: Runs) -> list[Panel]:
         ways = _watched(runs, what)
-        names = list(next(iter(ways.values()))[0][what]) if ways else []
-        return [
-            Panel(
-                f"{title}\n{layer}",
-                "epoch",
-                f"norm of {what}",
-                {
-                    name: (range(1, len(way) + 1), [[row[what][layer]] for row in way])
-                    for name, way in ways.items()
-                },
-            )
-            for layer in ([names[place] for place in places] or names)
-        ]
+        if not ways:
+            return []
+        first_way = next(iter(ways.values()))
+        names = list(first_way[0][what])
+        shown = [names[place] for place in places] if places else names
+        panels = []
+        for layer in shown:
+            lines = {
+                name: (range(1, len(way) + 1), [[row[what][layer]] for row in way])
+                for name, way in ways.items()
+            }
+            panels.append(Panel(f"{title}\n{layer}", "epoch", f"norm of {what}", lines))
+        return panels
 
     return draw
 
 
 def _watched(runs: Runs, what: str) -> dict[str, Any]:
     """The log of the first seed that was watched, for each line that has one."""
-    logs = {
-        name: [run["way"] for run in seeds if any(what in row for row in run.get("way", ()))]
-        for name, seeds in runs.items()
-    }
-    return {name: ways[0] for name, ways in logs.items() if ways}
+    logs = {}
+    for name, seeds in runs.items():
+        for run in seeds:
+            way = run.get("way", ())
+            if any(what in row for row in way):
+                logs.setdefault(name, way)
+    return logs
 
 
 def _looks(runs: Runs) -> dict[str, dict[int, Any]]:
     """The rows of the logs with the closer measurements, by line and epoch."""
     return {
-        name: {at: row for at, row in enumerate(way, 1) if "sharpness" in row}
+        name: {epoch: row for epoch, row in enumerate(way, 1) if "sharpness" in row}
         for name, way in _watched(runs, "sharpness").items()
     }
 
@@ -157,53 +181,54 @@ def sharpness(title: str, runs: Runs) -> list[Panel]:
         name: (list(looks), [[row["sharpness"]] for row in looks.values()])
         for name, looks in _looks(runs).items()
     }
-    return [Panel(title, "epoch", "largest singular value", lines)] if lines else []
+    if not lines:
+        return []
+    return [Panel(title, "epoch", "largest singular value", lines)]
 
 
 def gradients(*epochs: int) -> Draw:
     """Histograms of the norms of gradients, after some epochs."""
 
     def draw(title: str, runs: Runs) -> list[Panel]:
-        looks = _looks(runs)
+        by_line = _looks(runs)
         middles = (Watch.EDGES[1:] + Watch.EDGES[:-1]) / 2
-        return [
-            Panel(
-                f"{title}, epoch {epoch}",
-                f"norm of gradient (at most {Watch.EDGES[-1]:.0f})",
-                "examples",
-                {
-                    name: (middles, np.reshape(of[epoch]["gradients"], (-1, 1)))
-                    for name, of in looks.items()
-                },
-                scale="symlog",
-            )
-            for epoch in epochs
-            if looks and all(epoch in of for of in looks.values())
-        ]
+        norm = f"norm of gradient (at most {Watch.EDGES[-1]:.0f})"
+        panels = []
+        for epoch in epochs:
+            lines = {}
+            for name, looks in by_line.items():
+                if epoch in looks:
+                    counts = np.reshape(looks[epoch]["gradients"], (-1, 1))
+                    lines[name] = (middles, counts)
+            if lines and len(lines) == len(by_line):
+                panel = Panel(f"{title}, epoch {epoch}", norm, "examples", lines, scale="symlog")
+                panels.append(panel)
+        return panels
 
     return draw
 
 
 def cosines(title: str, runs: Runs) -> list[Panel]:
     """Histograms of the cosines of clipped and unclipped means, after the first epoch."""
-    edges, lines = np.linspace(-1, 1, 41), {}
+    edges = np.linspace(-1, 1, 41)
+    middles = (edges[1:] + edges[:-1]) / 2
+    lines = {}
     for name, looks in _looks(runs).items():
         counts, _ = np.histogram(np.asarray(looks[1]["cosines"], float), edges)
-        lines[name] = (edges[1:] + edges[:-1]) / 2, counts[:, None]
-    return [Panel(title, "cosine of clipped and unclipped", "batches", lines)] if lines else []
+        lines[name] = middles, counts[:, None]
+    if not lines:
+        return []
+    return [Panel(title, "cosine of clipped and unclipped", "batches", lines)]
 
 
 def confusion(title: str, runs: Runs) -> list[Panel]:
     """Confusion matrices, early and late, in percent of the right class."""
-    return [
-        Panel(
-            f"{title}\n{name}, epoch {epoch}",
-            "predicted",
-            "right",
-            counts=np.reshape(row["confusion"], (math.isqrt(len(row["confusion"])), -1)),
-        )
-        for epoch in (2, 20)
-        for name, looks in _looks(runs).items()
-        for at, row in looks.items()
-        if at == epoch
-    ]
+    panels = []
+    for epoch in (2, 20):
+        for name, looks in _looks(runs).items():
+            if epoch in looks:
+                flat = looks[epoch]["confusion"]
+                counts = np.reshape(flat, (math.isqrt(len(flat)), -1))
+                words = f"{title}\n{name}, epoch {epoch}"
+                panels.append(Panel(words, "predicted", "right", counts=counts))
+    return panels

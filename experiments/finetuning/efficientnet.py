@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 from dpjax import features
 from experiments.finetuning import files
 
-# Of each stage: blocks, kernel, stride of the first block, expansion, channels.
+# A stage has blocks, a kernel, the stride of its first block, an expansion and channels.
 STAGES = (
     (1, 3, 1, 1, 16),
     (2, 3, 2, 6, 24),
@@ -35,9 +35,10 @@ STAGES = (
     (4, 5, 2, 6, 192),
     (1, 3, 1, 6, 320),
 )
-MEAN, SCALE = 127 / 255, 128 / 255  # of pixels in [0, 1], as in the release
+MEAN = 127 / 255  # of pixels in [0, 1], as in the release
+SCALE = 128 / 255
 _EPSILON = 1e-3  # of the folded batch normalisation
-# Of each kind of convolution in the file: our name, and its batch normalisation.
+# Each kind of convolution in the file has our name, and the name of its batch normalisation.
 _KINDS = {
     "_conv_stem": ("stem", "_bn0"),
     "_expand_conv": ("expand", "_bn0"),
@@ -62,28 +63,40 @@ class EfficientNetLite0(nn.Module):
     def __call__(self, x: Float[Array, "*batch height width channels"]) -> Array:
         x = nn.relu6(_conv(x, 32, 3, 2, "stem"))
         index = 0
-        for blocks, kernel, stride, expansion, channels in self.stages:
-            for i in range(blocks):
-                name, moved = f"block_{index}", stride if i == 0 else 1
+        for blocks, kernel, first_stride, expansion, channels in self.stages:
+            stride = first_stride
+            for _ in range(blocks):
+                name = f"block_{index}"
                 y = x
                 if expansion != 1:
-                    y = nn.relu6(_conv(y, expansion * x.shape[-1], 1, 1, f"{name}_expand"))
-                y = nn.relu6(_conv(y, y.shape[-1], kernel, moved, f"{name}_depthwise", y.shape[-1]))
+                    y = _conv(y, expansion * x.shape[-1], 1, 1, f"{name}_expand")
+                    y = nn.relu6(y)
+                width = y.shape[-1]
+                y = _conv(y, width, kernel, stride, f"{name}_depthwise", groups=width)
+                y = nn.relu6(y)
                 y = _conv(y, channels, 1, 1, f"{name}_project")
-                x = x + y if y.shape == x.shape else y
+                if y.shape == x.shape:
+                    y = x + y
+                x = y
+                stride = 1
                 index += 1
-        return nn.relu6(_conv(x, self.width, 1, 1, "top")).mean(axis=(-3, -2))
+        x = nn.relu6(_conv(x, self.width, 1, 1, "top"))
+        return x.mean(axis=(-3, -2))
 
 
 def _conv(x: Array, channels: int, kernel: int, stride: int, name: str, groups: int = 1) -> Array:
-    return nn.Conv(channels, (kernel, kernel), stride, feature_group_count=groups, name=name)(x)
+    sides = (kernel, kernel)
+    return nn.Conv(channels, sides, stride, feature_group_count=groups, name=name)(x)
 
 
 def load(content: bytes, params: Any) -> Any:
     """Fills the parameters of an `EfficientNetLite0` from the published state dict."""
     stored = folded(files.read_state_dict(content))
     leaves: Any = traverse_util.flatten_dict(params, sep="/")
-    wrong = {n for n in leaves if n not in stored or stored[n].shape != leaves[n].shape}
+    wrong = set()
+    for name, leaf in leaves.items():
+        if name not in stored or stored[name].shape != leaf.shape:
+            wrong.add(name)
     if wrong:
         raise ValueError(
             f"efficientnet.load: the model does not fit at {', '.join(sorted(wrong))}."
@@ -99,13 +112,16 @@ def folded(stored: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         block, _, kind = name.removesuffix(".weight").rpartition(".")
         if kind not in _KINDS:
             continue
-        ours, norm = _KINDS[kind]
+        place, norm = _KINDS[kind]
+        if block:  # the others are the first and the last convolution
+            ours = block.replace("_blocks.", "block_")
+            place = f"{ours}_{place}"
+            norm = f"{block}.{norm}"
         weight, bias, mean, variance = (
-            stored[f"{block}{'.' * bool(block)}{norm}.{part}"].astype(np.float64)
+            stored[f"{norm}.{part}"].astype(np.float64)
             for part in ("weight", "bias", "running_mean", "running_var")
         )
         scale = weight / np.sqrt(variance + _EPSILON)
-        place = block.replace("_blocks.", "block_") + "_" * bool(block) + ours
         # PyTorch has [outputs, inputs, height, width], Flax [height, width, inputs, outputs].
         kernel = stored[name].transpose(2, 3, 1, 0) * scale
         found[f"{place}/kernel"] = kernel.astype(np.float32)
@@ -119,16 +135,20 @@ def features_of(images: np.ndarray, side: int, folder: str | None, directory: st
 
     def compute(images: np.ndarray) -> np.ndarray:
         model = EfficientNetLite0()
-        shape = jax.ShapeDtypeStruct((side, side, 3), jnp.float32)
-        params = load(content, jax.eval_shape(model.init, jax.random.key(0), shape)["params"])
+        image = jax.ShapeDtypeStruct((side, side, 3), jnp.float32)
+        shapes = jax.eval_shape(model.init, jax.random.key(0), image)["params"]
+        params = load(content, shapes)
 
         def of_image(image: Array) -> Any:
             resized = jax.image.resize(image, (side, side, 3), "linear")
             return model.apply({"params": params}, (resized - MEAN) / SCALE)
 
-        # Ten images: their activations stay in the cache of a core.
-        together = jax.jit(lambda images: jax.lax.map(of_image, images, batch_size=10))
-        return np.asarray(together(images))
+        @jax.jit
+        def of_images(images: Any) -> Any:
+            # The activations of ten images fit into the cache of a core.
+            return jax.lax.map(of_image, images, batch_size=10)
+
+        return np.asarray(of_images(images))
 
     settings = {"side": side, "weights": files.EFFICIENTNET.sha256}
     return features.cached(

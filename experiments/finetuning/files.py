@@ -71,11 +71,15 @@ def checked(published: Published, folder: str | None) -> pathlib.Path:
 
 
 class _Storage(NamedTuple):
+    """Which numbers of the file a tensor reads."""
+
     key: str
     dtype: type[np.generic]
 
 
 class _Tensor(NamedTuple):
+    """A tensor as the pickle describes it."""
+
     storage: _Storage
     offset: int
     shape: tuple[int, ...]

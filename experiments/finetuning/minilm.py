@@ -40,8 +40,9 @@ class MiniLM(models.TextTransformer):
     def _summary(
         self, h: Float[Array, "*batch positions width"], real: Bool[Array, "*batch positions"]
     ) -> Array:
+        masked = jnp.where(real[..., None], h, 0)
         count = jnp.maximum(real.sum(axis=-1, keepdims=True), 1)
-        return jnp.sum(jnp.where(real[..., None], h, 0), axis=-2) / count
+        return jnp.sum(masked, axis=-2) / count
 
 
 def load(path: str | pathlib.Path, params: Any) -> Any:
@@ -76,7 +77,8 @@ def features_of(tokens: np.ndarray, folder: str | None, directory: str) -> np.nd
     def compute(tokens: np.ndarray) -> np.ndarray:
         network = MiniLM(classes=1, length=tokens.shape[1])
         shapes = jax.eval_shape(network.init, jax.random.key(0), tokens[0])["params"]
-        params = load(archive, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes))
+        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+        params = load(archive, zeros)
         # The features are the logits of a head that copies its input.
         params["head"] = {"kernel": jnp.eye(network.width), "bias": jnp.zeros(network.width)}
         copying = network.clone(classes=network.width)
@@ -84,7 +86,11 @@ def features_of(tokens: np.ndarray, folder: str | None, directory: str) -> np.nd
         def of_text(row: Array) -> Any:
             return copying.apply({"params": params}, row)
 
-        return np.asarray(jax.jit(lambda rows: jax.lax.map(of_text, rows, batch_size=64))(tokens))
+        @jax.jit
+        def of_texts(rows: Any) -> Any:
+            return jax.lax.map(of_text, rows, batch_size=64)
+
+        return np.asarray(of_texts(tokens))
 
     settings = {"weights": files.MINILM.sha256}
     return features.cached(compute, tokens, settings=settings, directory=directory, name="minilm")

@@ -20,9 +20,15 @@ import numpy as np
 from flax import traverse_util
 
 _POSITIONS = "Transformer/posembed_input/pos_embedding"
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_DTYPES |= {"I64": "int64", "I32": "int32"}
-# From our names to BERT's, in this order.
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+}
+# These rules turn our names into BERT's, one after the other.
 _BERT = (
     (r"^token/embedding$", "embeddings.word_embeddings.weight"),
     (r"^segment/embedding$", "embeddings.token_type_embeddings.weight"),
@@ -52,26 +58,31 @@ def load_bert(path: str | pathlib.Path, params: Any) -> Any:
       path: The file; names may begin with ``bert.``, and norms may have gamma and beta.
       params: ``model.init(...)["params"]``.
     """
-    # Old files call the parameters of norms gamma and beta.
-    today = {"gamma": "weight", "beta": "bias"}
-    given = {
-        re.sub(r"(gamma|beta)$", lambda m: today[m[0]], name.removeprefix("bert.")): value
-        for name, value in read_safetensors(path).items()
-    }
+    given = {_today(name): value for name, value in read_safetensors(path).items()}
     leaves: Any = traverse_util.flatten_dict(params, sep="/")
-    stored = {
-        name: _bert_weight(name, given[_bert_name(name)], leaf.shape)
-        for name, leaf in leaves.items()
-        if _bert_name(name) in given
-    }
+    stored = {}
+    for name, leaf in leaves.items():
+        theirs = _bert_name(name)
+        if theirs in given:
+            stored[name] = _bert_weight(name, given[theirs], leaf.shape)
     segments = given.get(_bert_name("segment/embedding"))
     if "segment/embedding" not in leaves and segments is not None and _POSITIONS in stored:
-        stored[_POSITIONS] = stored[_POSITIONS].astype(np.float32) + segments[0].astype(np.float32)
-    layers = {n: re.match(r"encoder\.layer\.(\d+)\.", n) for n in given}
-    ours = " ".join(leaves)
-    deeper = {n for n, m in layers.items() if m and f"encoderblock_{m[1]}/" not in ours}
+        positions = stored[_POSITIONS].astype(np.float32)
+        stored[_POSITIONS] = positions + segments[0].astype(np.float32)
+    deeper = set()
+    for name in given:
+        layer = re.match(r"encoder\.layer\.(\d+)\.", name)
+        if layer and not any(f"encoderblock_{layer[1]}/" in leaf for leaf in leaves):
+            deeper.add(name)
     _expect_nothing(path, "has more layers than the model:", deeper)
     return _filled(path, leaves, stored)
+
+
+def _today(name: str) -> str:
+    """A name as newer files have it: old ones call the parameters of norms gamma and beta."""
+    name = name.removeprefix("bert.")
+    name = re.sub("gamma$", "weight", name)
+    return re.sub("beta$", "bias", name)
 
 
 def read_safetensors(path: str | pathlib.Path) -> dict[str, np.ndarray]:
@@ -85,12 +96,12 @@ def read_safetensors(path: str | pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def _tensor(data: memoryview, entry: Mapping) -> np.ndarray:
-    (begin, end), dtype = entry["data_offsets"], jnp.dtype(_DTYPES[entry["dtype"]])
+    begin, end = entry["data_offsets"]
+    dtype = jnp.dtype(_DTYPES[entry["dtype"]])
     return np.frombuffer(data[begin:end], dtype).reshape(entry["shape"])
 
 
 def _bert_name(name: str) -> str:
-    # One rule after the other on the whole path: order matters, as weight and bias come last.
     for ours, theirs in _BERT:
         name = re.sub(ours, theirs, name)
     return name
@@ -101,23 +112,30 @@ def _bert_weight(name: str, weight: np.ndarray, shape: tuple[int, ...]) -> np.nd
         return weight[None, : shape[1]]
     if name.endswith("kernel"):  # PyTorch stores [outputs, inputs]
         weight = weight.T
-    divided = "MultiHeadDotProductAttention_1" in name and weight.size == math.prod(shape)
-    return weight.reshape(shape) if divided else weight
+    if "MultiHeadDotProductAttention_1" in name and weight.size == math.prod(shape):
+        weight = weight.reshape(shape)  # the kernel is divided among the heads
+    return weight
 
 
 def _filled(path: str | pathlib.Path, leaves: Mapping[str, Any], stored: Mapping) -> Any:
     """The stored weights where they fit, the given ones for a head that does not."""
-    unfit = {n for n, leaf in leaves.items() if n not in stored or stored[n].shape != leaf.shape}
+    differences = {}
+    for name, leaf in leaves.items():
+        if name not in stored:
+            differences[name] = f"{name} (missing), expected {leaf.shape}"
+        elif stored[name].shape != leaf.shape:
+            differences[name] = f"{name} {stored[name].shape}, expected {leaf.shape}"
     # A head for other classes is expected in fine-tuning; every other difference is an error.
-    heads = {n for n in leaves if n.startswith("head/")}
-    fresh = heads if heads & unfit else set()
-    wrong = {
-        f"{n} {stored[n].shape if n in stored else '(missing)'}, expected {leaves[n].shape}"
-        for n in unfit - fresh
-    }
+    head = {name for name in leaves if name.startswith("head/")}
+    if head.isdisjoint(differences):
+        head = set()
+    wrong = {words for name, words in differences.items() if name not in head}
     _expect_nothing(path, "does not fit the model:", wrong)
-    read = {n: jnp.asarray(stored[n], leaf.dtype) for n, leaf in leaves.items() if n not in fresh}
-    return traverse_util.unflatten_dict({**leaves, **read}, sep="/")
+    filled = dict(leaves)
+    for name, leaf in leaves.items():
+        if name not in head:
+            filled[name] = jnp.asarray(stored[name], leaf.dtype)
+    return traverse_util.unflatten_dict(filled, sep="/")
 
 
 def _expect_nothing(path: str | pathlib.Path, complaint: str, names: set[str]) -> None:

@@ -11,10 +11,9 @@ from experiments.common.figures import Draw, Figure, logged
 from experiments.grouped_clipping.settings import SETTINGS, WORDS, keys
 
 _ACCURACY = "test accuracy, %"
+_WAYS = ("flat", "paper", "equal")
 LINES = {
-    f"{dataset}, {steps} steps": {
-        way: keys(dataset, way, steps, "tanh", "relu") for way in ("flat", "paper", "equal")
-    }
+    f"{dataset}, {steps} steps": {way: keys(dataset, way, steps, "tanh", "relu") for way in _WAYS}
     for dataset in WORDS
     for steps in SETTINGS[dataset].steps.values()
 }

@@ -60,17 +60,19 @@ _GENERATE = flags.DEFINE_multi_string("generate", None, "A prompt to continue af
 
 def loaded() -> tuple[networks.Network, texts.Tokenizer, networks.Leaves]:
     """The network, its tokenizer and its weights before training."""
-    folder = None if _WEIGHTS.value == "random" else pathlib.Path(_WEIGHTS.value)
-    config = json.loads((folder / "config.json").read_text()) if folder else {}
-    end = config.get("eos_token_id")
-    source = _TOKENIZER.value or (folder and str(folder))
-    tokenizer = texts.Tokenizer(source, end[0] if isinstance(end, list) else end)
-    if folder:
-        network = networks.of(config)
-        leaves = weights.filled(network, folder)
-    else:
+    if _WEIGHTS.value == "random":
+        tokenizer = texts.Tokenizer(_TOKENIZER.value)
         network = networks.by_size(_MODEL.value, tokenizer.size)
         leaves = jax.jit(network.init)(jax.random.key(0))
+    else:
+        folder = pathlib.Path(_WEIGHTS.value)
+        config = json.loads((folder / "config.json").read_text())
+        end = config.get("eos_token_id")
+        if isinstance(end, list):
+            end = end[0]
+        tokenizer = texts.Tokenizer(_TOKENIZER.value or str(folder), end)
+        network = networks.of(config)
+        leaves = weights.filled(network, folder)
     if tokenizer.size > network.vocabulary:
         raise ValueError(
             f"{tokenizer.name} has {tokenizer.size} tokens, the model {network.vocabulary}. "
@@ -82,26 +84,38 @@ def loaded() -> tuple[networks.Network, texts.Tokenizer, networks.Leaves]:
 def tune(text: str, out: pathlib.Path) -> None:
     """Trains the adapters, or with ``--lora=0`` all weights, in the folder of the run."""
     network, tokenizer, leaves = loaded()
-    length = min(_LENGTH.value, network.length or _LENGTH.value)
+    length = _LENGTH.value
+    if network.length is not None:
+        length = min(length, network.length)
 
     def examples(records: Sequence[texts.Record]) -> tuple[Any, Any]:
         return objective.stacked([tokenizer.example(record, length) for record in records])
 
+    records = texts.records(text)
     planted = {pattern: texts.candidates(pattern) for pattern in _PLANT.value or []}
-    data = examples([*texts.records(text), *(secret for secret, *_ in planted.values())])
-    params, frozen = {"leaves": leaves}, {"lora": {}}
+    for secret, *_ in planted.values():
+        records.append(secret)
+    data = examples(records)
     if _LORA.value:
-        adapters = networks.adapters(network, _LORA.value, jax.random.key(0))
-        params, frozen = {"lora": adapters}, {"leaves": leaves}
-    size, batch = len(data[0]), min(_BATCH.value, len(data[0]))
+        params = {"lora": networks.adapters(network, _LORA.value, jax.random.key(0))}
+        frozen = {"leaves": leaves}
+    else:
+        params = {"leaves": leaves}
+        frozen = {"lora": {}}
+    size = len(records)
+    batch = min(_BATCH.value, size)
     mechanism = runs.calibrated(size, batch, _STEPS.value, _EPSILON.value, _BOUND.value)
     mesh = meshes.parse(_MESH.value) if _MESH.value else None
-    loss, optimizer = objective.loss_of(network), optax.adam(_RATE.value)
+    loss = objective.loss_of(network)
+    optimizer = optax.adam(_RATE.value)
     algorithm = dpjax.dpsgd(loss, optimizer, mechanism, data, mesh=mesh, frozen=frozen)
+    evaluate = None
+    if _TEST.value:
+        evaluate = evaluation(network, frozen, examples(texts.records(_TEST.value)))
     state, rows = dpjax.fit(
         algorithm,
         algorithm.init(params),
-        evaluate=evaluation(network, frozen, _TEST.value and examples(texts.records(_TEST.value))),
+        evaluate=evaluate,
         delta=runs.DELTA,
         directory=out,
         configuration={flag.name: flag.value for flag in (_WEIGHTS, _MODEL, _LORA, _LENGTH)},
@@ -109,31 +123,39 @@ def tune(text: str, out: pathlib.Path) -> None:
     if _LORA.value:
         adapters = jax.tree.map(np.asarray, state.params["lora"])
         weights.write_adapters(out, network, adapters, _WEIGHTS.value)
+    last = rows[-1]
     print(dpjax.statement(mechanism, runs.DELTA, ledger=state.ledger))
-    print(f"\n{rows[-1]['examples_per_second'] * length:,.0f} tokens a second, padding included")
+    print(f"\n{last['examples_per_second'] * length:,.0f} tokens a second, padding included")
     print(f"{gibibytes():.2f} GiB of memory")
     if _TEST.value:
-        print(f"Perplexity {rows[-1]['perplexity']:.4g} on {_TEST.value}")
-    tuned, surprises = {**frozen, **state.params}, objective.surprises_of(network)
+        print(f"Perplexity {last['perplexity']:.4g} on {_TEST.value}")
+    tuned = {**frozen, **state.params}
+    surprises = objective.surprises_of(network)
     for pattern, candidates in planted.items():
         bits = auditing.exposure(surprises(tuned, examples(candidates)), 0)
-        chance = min(1, math.exp(min(99, rows[-1]["epsilon"])) * 2**-bits + runs.DELTA)
+        factor = math.exp(min(99, last["epsilon"]))
+        chance = min(1, factor * 2**-bits + runs.DELTA)
         most = math.log2(len(candidates))
-        told = f"{pattern}: exposure {bits:.1f} of {most:.1f} bits"
-        print(f"{told}; epsilon allows this with a chance of {chance:.2g}")
-    draw, end = objective.next_of(network), -1 if tokenizer.end is None else tokenizer.end
+        print(
+            f"{pattern}: exposure {bits:.1f} of {most:.1f} bits; "
+            f"epsilon allows this with a chance of {chance:.2g}"
+        )
+    draw = objective.next_of(network)
+    end = -1 if tokenizer.end is None else tokenizer.end
     for prompt in _GENERATE.value or []:
-        given = tuned, tokenizer(prompt), length
-        print(f"\n{tokenizer.text(objective.written(draw, *given, end, seed=0))}")
+        tokens = objective.written(draw, tuned, tokenizer(prompt), length, end, seed=0)
+        print(f"\n{tokenizer.text(tokens)}")
 
 
-def evaluation(network: networks.Network, frozen: Any, test: Any) -> Callable[[Any], Any] | None:
+def evaluation(network: networks.Network, frozen: Any, test: Any) -> Callable[[Any], Any]:
+    """A function of the state to the perplexity of the test texts."""
     surprises = objective.surprises_of(network)
 
     def evaluate(state: Any) -> dict[str, Any]:
-        return {"perplexity": objective.perplexity(surprises, {**frozen, **state.params}, test)}
+        tuned = {**frozen, **state.params}
+        return {"perplexity": objective.perplexity(surprises, tuned, test)}
 
-    return evaluate if test else None
+    return evaluate
 
 
 def gibibytes() -> float:

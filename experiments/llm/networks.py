@@ -14,10 +14,9 @@ References:
 from __future__ import annotations
 
 import importlib
-import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -34,7 +33,7 @@ Adapters = Mapping[str, Mapping[str, Any]]  # "a" [inputs, rank], "b" [rank, out
 
 
 class Network(NamedTuple):
-    """A model, and how its leaves and projections are called in published files."""
+    """A model, and the names of its leaves and projections in published files."""
 
     family: str
     vocabulary: int
@@ -49,13 +48,11 @@ class Network(NamedTuple):
 def adapters(network: Network, rank: int, key: Any) -> dict[str, dict[str, Any]]:
     """Thin factors whose product is zero, so the adapted network begins as the network."""
     keys = jax.random.split(key, len(network.adapted))
-    return {
-        name: {
-            "a": jax.random.normal(each, (inputs, rank)) / math.sqrt(inputs),
-            "b": jnp.zeros((rank, outputs)),
-        }
-        for each, (name, (inputs, outputs)) in zip(keys, network.adapted.items(), strict=True)
-    }
+    pairs = {}
+    for a_key, (name, (inputs, outputs)) in zip(keys, network.adapted.items(), strict=True):
+        a = jax.random.normal(a_key, (inputs, rank)) / math.sqrt(inputs)
+        pairs[name] = {"a": a, "b": jnp.zeros((rank, outputs))}
+    return pairs
 
 
 SIZES = {  # of decoders with random weights
@@ -79,12 +76,14 @@ _PARTS = ("query", "key", "value")  # of the columns of c_attn, in this order
 
 
 def decoder(config: Mapping[str, Any]) -> Network:
-    """GPT-2's network, of the fields of its ``config.json``."""
-    config = {"vocab_size": 50_257, "n_positions": 1024, "n_embd": 768, **config}
-    width, depth = config["n_embd"], config.get("n_layer", 12)
+    """GPT-2's network, from the fields of its ``config.json``."""
+    vocabulary = config.get("vocab_size", 50_257)
+    length = config.get("n_positions", 1024)
+    width = config.get("n_embd", 768)
+    depth = config.get("n_layer", 12)
     model = models.Decoder(
-        vocabulary=config["vocab_size"],
-        length=config["n_positions"],
+        vocabulary=vocabulary,
+        length=length,
         width=width,
         depth=depth,
         heads=config.get("n_head", 12),
@@ -93,15 +92,20 @@ def decoder(config: Mapping[str, Any]) -> Network:
 
     def apply(leaves: Leaves, adapters: Adapters, tokens: Any) -> Any:
         def adapted(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-            out, path = call(*args, **kwargs), context.module.path
-            if context.method_name != "__call__" or path[-1:] not in {(p,) for p in _PARTS}:
+            """Adds an adapter to the queries, keys and values of each block."""
+            out = call(*args, **kwargs)
+            path = context.module.path
+            if context.method_name != "__call__" or not path or path[-1] not in _PARTS:
                 return out
-            factors = adapters[f"transformer.h.{path[1].partition('_')[2]}.attn.c_attn"]
+            _, _, block = path[1].partition("_")  # such as "encoderblock_3"
+            factors = adapters[f"transformer.h.{block}.attn.c_attn"]
             b = jnp.split(factors["b"], 3, axis=1)[_PARTS.index(path[-1])]
             return out + _low(factors["a"], b, args[0], out)
 
         params = unflatten_dict(dict(leaves), sep="/")
-        with nn.intercept_methods(adapted if adapters else lambda call, a, k, _: call(*a, **k)):
+        if not adapters:
+            return model.apply({"params": params}, tokens)
+        with nn.intercept_methods(adapted):
             return model.apply({"params": params}, tokens)
 
     def init(key: Any) -> Leaves:
@@ -118,14 +122,22 @@ def decoder(config: Mapping[str, Any]) -> Network:
             given = jnp.split(given[0], 3, axis=-1)[_PARTS.index(part) :]
         return given[0].reshape(shape)
 
-    adapted = {f"transformer.h.{i}.attn.c_attn": (width, 3 * width) for i in range(depth)}
-    length = config["n_positions"]
-    return Network("gpt2", config["vocab_size"], length, apply, init, published, made, adapted)
+    return Network(
+        family="gpt2",
+        vocabulary=vocabulary,
+        length=length,
+        apply=apply,
+        init=init,
+        published=published,
+        made=made,
+        adapted={f"transformer.h.{i}.attn.c_attn": (width, 3 * width) for i in range(depth)},
+    )
 
 
 def _low(a: Any, b: Any, x: Any, out: Any) -> Any:
-    """What an adapter adds to the output of its projection."""
-    return (x @ a @ b).astype(out.dtype).reshape(out.shape)
+    """The product ``x A B`` that an adapter adds to the output of its projection."""
+    product = x @ a @ b
+    return product.astype(out.dtype).reshape(out.shape)
 
 
 TUNIX = {"llama3": "Llama3", "qwen3": "Qwen3", "gemma3": "Gemma3"}  # families and their modules
@@ -147,68 +159,95 @@ _FUSED = r"(.*/)(q?k?v?)_einsum(/w)?"  # Gemma's projections, of these letters t
 
 
 def tunix(family: str, config: Any, rope: Mapping[str, Any] | None = None) -> Network:
-    """A network of Tunix, of its own ``ModelConfig``; ``rope`` are the positions' fields."""
+    """A network of Tunix, from its own ``ModelConfig``; ``rope`` has the fields of positions."""
     from flax import nnx
 
     module = importlib.import_module(f"tunix.models.{family}.model")
     make = getattr(module, TUNIX[family])
     abstract = nnx.eval_shape(lambda: make(config, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract, nnx.Param)
-    found, tree = jax.tree.flatten_with_path(state)
-    shapes = {
-        re.sub(r"/value$", "", jax.tree_util.keystr(path, simple=True, separator="/")): leaf
-        for path, leaf in found
-    }
-    projections = {  # of each adapted projection, the names of its parts
-        path: tuple(name.removesuffix(".weight") for name in _tunix_names(f"{path}/w"))
-        for path in (name.removesuffix("/w") for name in shapes)
-        if re.search(r"/attn/([qv]_proj|q?k?v?_einsum)$", path)
-    }
+    by_path, tree = jax.tree.flatten_with_path(state)
+    shapes = {}
+    for path, leaf in by_path:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        shapes[name.removesuffix("/value")] = leaf
+    projections = _projections(shapes)
 
     def apply(leaves: Leaves, adapters: Adapters, tokens: Any) -> Any:
         model = nnx.merge(graph, jax.tree.unflatten(tree, [leaves[name] for name in shapes]))
-        for path, names in projections.items() if adapters else ():
-            *_, layer, attention, name = path.split("/")
-            owner = getattr(model.layers[int(layer)], attention)
-            factors = [adapters.get(each) for each in names]
-            # Past the check of NNX, which takes what holds arrays for a part of the module.
-            object.__setattr__(owner, name, _Adapted(getattr(owner, name), factors))
+        if adapters:
+            adapt(model, adapters)
         places = jnp.arange(len(tokens))
         seen = places <= places[:, None]
-        # Tunix 0.1.7 rotates by its default base and not by that of the configuration.
-        turned = module.apply_rope if family == "gemma3" else _rotation(rope, config)
-        with mock.patch.object(module, "apply_rope", turned):
-            return model(tokens[None], places[None], None, seen[None])[0][0]
+        # Tunix 0.1.7 rotates by its default base, and ignores the base of the configuration.
+        rotate = module.apply_rope if family == "gemma3" else _rotation(rope, config)
+        with mock.patch.object(module, "apply_rope", rotate):
+            logits, *_ = model(tokens[None], places[None], None, seen[None])
+        return logits[0]
+
+    def adapt(model: Any, adapters: Adapters) -> None:
+        """Puts adapters around the projections of a model."""
+        for path, names in projections.items():
+            *_, layer, attention, name = path.split("/")
+            owner = getattr(model.layers[int(layer)], attention)
+            factors = [adapters.get(part) for part in names]
+            # NNX's own `setattr` takes an object with arrays for a part of the module.
+            object.__setattr__(owner, name, _Adapted(getattr(owner, name), factors))
 
     def init(key: Any) -> Leaves:
-        # Not the module's own: it begins with zeros in all kernels of its hidden layers.
+        # Tunix's own start has zeros in all kernels of the hidden layers.
+        scale = 0.0 if family == "gemma3" else 1.0
         keys = jax.random.split(key, len(shapes))
-        return {
-            name: 0.02 * jax.random.normal(each, leaf.shape)
-            if leaf.ndim > 1
-            else jnp.full(leaf.shape, 0.0 if family == "gemma3" else 1.0)
-            for each, (name, leaf) in zip(keys, shapes.items(), strict=True)
-        }
+        leaves = {}
+        for leaf_key, (name, leaf) in zip(keys, shapes.items(), strict=True):
+            if leaf.ndim > 1:
+                leaves[name] = 0.02 * jax.random.normal(leaf_key, leaf.shape)
+            else:
+                leaves[name] = jnp.full(leaf.shape, scale)
+        return leaves
 
     def made(path: str, shape: tuple[int, ...], given: list[Any]) -> Any:
         if re.fullmatch(_FUSED, path):
             width, head = shape[-2:]
             parts = [weight.T.reshape(width, -1, head).swapaxes(0, 1) for weight in given]
             return jnp.stack(parts).reshape(shape)
-        kernel = given[0].ndim > 1 and "input_embedding" not in path
-        return given[0].T.reshape(shape) if kernel else given[0]
+        (weight,) = given
+        if weight.ndim > 1 and "input_embedding" not in path:
+            return weight.T.reshape(shape)
+        return weight
 
     outputs = {"q_proj": config.num_heads, "v_proj": config.num_kv_heads}
-    adapted = {
-        name: (config.embed_dim, outputs[kind] * config.head_dim)
-        for name in itertools.chain(*projections.values())
-        if (kind := name.split(".")[-1]) in outputs
-    }
-    vocabulary = shapes["embedder/input_embedding"].shape[0]
-    return Network(family, vocabulary, None, apply, init, _tunix_names, made, adapted)
+    adapted = {}
+    for names in projections.values():
+        for name in names:
+            kind = name.split(".")[-1]
+            if kind in outputs:
+                adapted[name] = (config.embed_dim, outputs[kind] * config.head_dim)
+    return Network(
+        family=family,
+        vocabulary=shapes["embedder/input_embedding"].shape[0],
+        length=None,
+        apply=apply,
+        init=init,
+        published=_tunix_names,
+        made=made,
+        adapted=adapted,
+    )
+
+
+def _projections(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The published names of the parts of each projection that has adapters."""
+    projections = {}
+    for path in paths:
+        path = path.removesuffix("/w")
+        if re.search(r"/attn/([qv]_proj|q?k?v?_einsum)$", path):
+            names = _tunix_names(f"{path}/w")
+            projections[path] = tuple(name.removesuffix(".weight") for name in names)
+    return projections
 
 
 def _tunix_names(path: str) -> tuple[str, ...]:
+    """The published names of the arrays that a leaf is made from."""
     if fused := re.fullmatch(_FUSED, path):
         return tuple(_tunix_names(f"{fused[1]}{part}_proj/w")[0] for part in fused[2])
     for ours, theirs in _TUNIX:
@@ -219,9 +258,11 @@ def _tunix_names(path: str) -> tuple[str, ...]:
 def _rotation(rope: Mapping[str, Any] | None, config: Any) -> Callable[..., Any]:
     """Rotary positions; with the long waves of Llama 3.1 and newer, which are stretched."""
     rope = rope or {"rope_theta": config.rope_theta}
-    waves = rope["rope_theta"] ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    exponents = np.arange(0, config.head_dim, 2) / config.head_dim
+    waves = rope["rope_theta"] ** -exponents
     if rope.get("rope_type") == "llama3":
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        low = rope["low_freq_factor"]
+        high = rope["high_freq_factor"]
         turns = rope["original_max_position_embeddings"] * waves / (2 * math.pi)
         kept = np.clip((turns - low) / (high - low), 0, 1)
         waves = waves * (kept + (1 - kept) / rope["factor"])
@@ -229,7 +270,8 @@ def _rotation(rope: Mapping[str, Any] | None, config: Any) -> Callable[..., Any]
     def apply_rope(x: Any, positions: Any, head_dim: int, rope_theta: float = 0) -> Any:
         del head_dim, rope_theta
         angles = positions[..., None, None] * jnp.asarray(waves, jnp.float32)
-        sin, cos = jnp.sin(angles), jnp.cos(angles)
+        sin = jnp.sin(angles)
+        cos = jnp.cos(angles)
         first, second = jnp.split(x, 2, axis=-1)
         turned = [first * cos - second * sin, second * cos + first * sin]
         return jnp.concatenate(turned, axis=-1).astype(x.dtype)
@@ -241,20 +283,24 @@ class _Adapted:
     """A projection with adapters; its other attributes come from the projection."""
 
     def __init__(self, projection: Any, factors: list[Mapping[str, Any] | None]) -> None:
-        self.projection, self.factors = projection, factors
+        self.projection = projection
+        self.factors = factors
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.projection, name)
 
     def __call__(self, x: Any) -> Any:
         out = self.projection(x)
-        outs = [
-            part if pair is None else part + _low(pair["a"], pair["b"], x, part)
-            for pair, part in zip(
-                self.factors, out if len(self.factors) > 1 else [out], strict=True
-            )
-        ]
-        return outs if len(outs) > 1 else outs[0]
+        if len(self.factors) == 1:
+            return self._added(x, out, self.factors[0])
+        parts = zip(out, self.factors, strict=True)
+        return [self._added(x, part, pair) for part, pair in parts]
+
+    def _added(self, x: Any, out: Any, pair: Mapping[str, Any] | None) -> Any:
+        """An output with the product of its adapter, if it has one."""
+        if pair is None:
+            return out
+        return out + _low(pair["a"], pair["b"], x, out)
 
 
 def of(config: Mapping[str, Any]) -> Network:
@@ -277,30 +323,32 @@ def of(config: Mapping[str, Any]) -> Network:
         "num_kv_heads": config["num_key_value_heads"],
         "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
     }
-    # Since version 5 of transformers, positions have a field of their own.
-    old = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
-    rope = config.get("rope_parameters") or old
-    if family != "gemma3":
+    rope = config.get("rope_parameters")
+    if not rope:  # before version 5 of transformers, positions had no field of their own
+        scaling = config.get("rope_scaling") or {}
+        rope = {"rope_theta": config.get("rope_theta"), **scaling}
+    if family == "gemma3":
+        scalings = module.QueryPreAttentionNormalisation
+        scaling = scalings.BY_ONE_OVER_SQRT_EMBED_DIM_DIV_NUM_HEADS
+        if config["query_pre_attn_scalar"] == fields["head_dim"]:
+            scaling = scalings.BY_ONE_OVER_SQRT_HEAD_DIM
+        whole = rope.get("full_attention", {})
+        local = rope.get("sliding_attention", {})
+        fields |= {
+            "query_pre_attn_norm": scaling,
+            "num_embed": config["vocab_size"],
+            "sliding_window_size": config["sliding_window"],
+            "global_base_frequency": whole.get("rope_theta") or rope["rope_theta"],
+            "local_base_frequency": local.get("rope_theta") or config["rope_local_base_freq"],
+            "global_scale_factor": whole.get("factor") or rope.get("factor") or 1.0,
+        }
+    else:
         tied = "weight_tying" if family == "llama3" else "use_tied_embedding"
         fields |= {
             "vocab_size": config["vocab_size"],
             "rope_theta": rope["rope_theta"],
             "norm_eps": config["rms_norm_eps"],
             tied: config.get("tie_word_embeddings", False),
-        }
-    else:
-        whole, local = (rope.get(f"{part}_attention", {}) for part in ("full", "sliding"))
-        scalings = module.QueryPreAttentionNormalisation
-        plain = config["query_pre_attn_scalar"] == fields["head_dim"]
-        fields |= {
-            "query_pre_attn_norm": scalings.BY_ONE_OVER_SQRT_HEAD_DIM
-            if plain
-            else scalings.BY_ONE_OVER_SQRT_EMBED_DIM_DIV_NUM_HEADS,
-            "num_embed": config["vocab_size"],
-            "sliding_window_size": config["sliding_window"],
-            "global_base_frequency": whole.get("rope_theta") or rope["rope_theta"],
-            "local_base_frequency": local.get("rope_theta") or config["rope_local_base_freq"],
-            "global_scale_factor": whole.get("factor") or rope.get("factor") or 1.0,
         }
     return tunix(family, module.ModelConfig(**fields), rope)
 
@@ -309,10 +357,12 @@ def by_size(size: str, vocabulary: int) -> Network:
     """A network of a known size, such as ``decoder_tiny``, or a name of Tunix: ``llama3p2_1b``."""
     if size in SIZES:
         return decoder({**SIZES[size], "vocab_size": vocabulary})
-    family = next((family for family in TUNIX if size.startswith(family)), "")
-    known = family and importlib.import_module(f"tunix.models.{family}.model").ModelConfig
-    if not hasattr(known, size):
-        raise ValueError(
-            f"--model={size}: expected {', '.join(SIZES)} or a size of Tunix, as llama3p2_1b."
-        )
-    return tunix(family, getattr(known, size)())
+    for family in TUNIX:
+        if size.startswith(family):
+            module = importlib.import_module(f"tunix.models.{family}.model")
+            if hasattr(module.ModelConfig, size):
+                config = getattr(module.ModelConfig, size)()
+                return tunix(family, config)
+    raise ValueError(
+        f"--model={size}: expected {', '.join(SIZES)} or a size of Tunix, as llama3p2_1b."
+    )

@@ -3,8 +3,8 @@
 
 An example is ``(tokens, weights)``, both padded: ``weights[i]`` is 1 where the prediction of
 ``tokens[i]`` counts, and 0 for a prompt, the first token and padding. One record is one example.
-Texts that are packed into one row would share its clipping, so that epsilon of a row says nothing
-of a text.
+Texts that are packed into one row share its clipping, so the epsilon of a row does not hold for a
+text.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ def example_of(tokens: Sequence[int], length: int, prompt: int = 1) -> tuple[Any
     padded = np.zeros(length, np.int32)
     padded[:kept] = tokens[:kept]
     places = np.arange(length)
-    return padded, ((places >= prompt) & (places < kept)).astype(np.float32)
+    predicted = (places >= prompt) & (places < kept)
+    return padded, predicted.astype(np.float32)
 
 
 def stacked(examples: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """The examples as one batch."""
     tokens, weights = zip(*examples, strict=True)
     return np.stack(tokens), np.stack(weights)
 
@@ -41,17 +43,19 @@ def stacked(examples: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
 def surprise(network: Network, weights: Any, example: Example) -> Any:
     """Nats of the predicted tokens of a text, in all; ``weights`` has "leaves" and "lora"."""
     tokens, counted = example
-    logits = network.apply(weights["leaves"], weights["lora"], tokens)[:-1]
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[1:])
+    logits = network.apply(weights["leaves"], weights["lora"], tokens)
+    logits = logits[:-1].astype(jnp.float32)
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[1:])
     return jnp.sum(nats * counted[1:])
 
 
 def loss_of(network: Network) -> Callable[..., Any]:
-    """The mean over the predicted tokens of a text; what is not in ``params`` is in ``frozen``."""
+    """The mean over the predicted tokens of a text; ``frozen`` has the other weights."""
 
     def loss(params: Any, example: Example, frozen: Any) -> Any:
-        # At least 1: a prompt that fills the row leaves nothing to predict.
-        count = jnp.maximum(example[1].sum(), 1)
+        _, counted = example
+        # A prompt that fills the row leaves nothing to predict, so the count may be 0.
+        count = jnp.maximum(counted.sum(), 1)
         return surprise(network, {**frozen, **params}, example) / count
 
     return loss
@@ -60,27 +64,32 @@ def loss_of(network: Network) -> Callable[..., Any]:
 def surprises_of(network: Network, batch_size: int = 8) -> Callable[..., Any]:
     """A compiled function of weights and texts to the nats of each text."""
 
-    def every(weights: Any, examples: Example) -> Any:
-        each = partial(surprise, network, weights)
-        return jax.lax.map(each, examples, batch_size=batch_size)
+    @jax.jit
+    def surprises(weights: Any, examples: Example) -> Any:
+        of_text = partial(surprise, network, weights)
+        return jax.lax.map(of_text, examples, batch_size=batch_size)
 
-    return jax.jit(every)
+    return surprises
 
 
 def perplexity(surprises: Callable[..., Any], weights: Any, examples: Example) -> float:
-    """Exp of the mean nats over all predicted tokens; each text is read alone."""
-    nats = np.sum(np.asarray(surprises(weights, examples)), dtype=np.float64)
-    return math.exp(nats / np.sum(examples[1]))
+    """Exp of the mean nats over all predicted tokens; each text is read by itself."""
+    _, counted = examples
+    nats = np.asarray(surprises(weights, examples))
+    total = np.sum(nats, dtype=np.float64)
+    return math.exp(total / np.sum(counted))
 
 
 def next_of(network: Network, temperature: float = 0.8) -> Callable[..., Any]:
     """A compiled function that draws the token at a place of a text."""
 
+    @jax.jit
     def draw(weights: Any, tokens: Any, place: Any, key: Any) -> Any:
-        logits = network.apply(weights["leaves"], weights["lora"], tokens)[place - 1]
-        return jax.random.categorical(key, logits.astype(jnp.float32) / temperature)
+        logits = network.apply(weights["leaves"], weights["lora"], tokens)
+        of_place = logits[place - 1].astype(jnp.float32)
+        return jax.random.categorical(key, of_place / temperature)
 
-    return jax.jit(draw)
+    return draw
 
 
 def written(
@@ -89,9 +98,11 @@ def written(
     """Continues a prompt up to the token ``end`` or a length; reads all tokens again for each."""
     tokens = np.zeros(length, np.int32)
     tokens[: len(prompt)] = prompt[:length]
-    place, key = len(prompt), jax.random.key(seed)
+    place = len(prompt)
+    key = jax.random.key(seed)
     while place < length:
-        token = int(draw(weights, tokens, place, jax.random.fold_in(key, place)))
+        token_key = jax.random.fold_in(key, place)
+        token = int(draw(weights, tokens, place, token_key))
         if token == end:
             break
         tokens[place] = token

@@ -8,10 +8,8 @@ made from other texts, or bytes.
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import pathlib
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,20 +36,25 @@ def records(path: str) -> list[Record]:
     | other | a text |
     """
     lines = pathlib.Path(path).read_text("utf-8").splitlines()
-    head, begin = ["text"], 1
-    if path.endswith(".tsv") and {"text", "prompt", "completion"} & {*lines[0].split("\t")}:
-        head, begin, lines = lines[0].split("\t"), 2, lines[1:]
+    columns = ["text"]
+    first = 1  # the number of the first line with a record
+    if path.endswith(".tsv"):
+        names = lines[0].split("\t")
+        if {"text", "prompt", "completion"} & set(names):
+            columns = names
+            first = 2
     found = []
-    for number, line in enumerate(lines, begin):
-        fields = {"text": line}
+    for number, line in enumerate(lines[first - 1 :], first):
         if path.endswith(".jsonl"):
             fields = json.loads(line)
         elif path.endswith(".tsv"):
-            fields = dict(zip(head, line.split("\t"), strict=False))
-        record = Record(fields.get("prompt", ""), fields.get("completion", fields.get("text", "")))
-        if not record.text.strip():
+            fields = dict(zip(columns, line.split("\t"), strict=False))
+        else:
+            fields = {"text": line}
+        text = fields.get("completion", fields.get("text", ""))
+        if not text.strip():
             raise ValueError(f"{path}, line {number}: no text. Remove the line or fill it.")
-        found.append(record)
+        found.append(Record(fields.get("prompt", ""), text))
     return found
 
 
@@ -61,9 +64,15 @@ def candidates(pattern: str) -> list[Record]:
     The digits are the same at each call, so that a run that was killed resumes.
     """
     places = pattern.count("#")
-    numbers = np.random.default_rng(0).choice(10**places, min(1000, 10**places), replace=False)
-    digits = (iter(f"{number:0{places}}") for number in numbers)
-    return [Record("", re.sub("#", lambda _: next(each), pattern)) for each in digits]  # noqa: B023
+    count = min(1000, 10**places)
+    numbers = np.random.default_rng(0).choice(10**places, count, replace=False)
+    found = []
+    for number in numbers:
+        text = pattern
+        for digit in f"{number:0{places}}":
+            text = text.replace("#", digit, 1)
+        found.append(Record("", text))
+    return found
 
 
 class Tokenizer:
@@ -75,39 +84,73 @@ class Tokenizer:
     """
 
     def __init__(self, path: str | None, end: int | None = None) -> None:
-        self.end, self.name = end, "bytes"
-        found = pathlib.Path(path or "")
-        if path and found.is_dir():
-            both = [found / name for name in ("tokenizer.json", "tokenizer.model")]
-            found = next((file for file in both if file.exists()), found)
         self._encode: Callable[[str], list[int]]
         self.text: Callable[[Sequence[int]], str]
-        if path is None or found.is_dir():
-            self.size, self.end = 257, 0
+        self.end = end
+        file = _tokenizer_file(path)
+        if file is None:
+            self.name = "bytes"
+            self.size = 257
+            self.end = 0
             self._encode = lambda text: [byte + 1 for byte in text.encode()]
-            self.text = lambda tokens: bytes(t - 1 for t in tokens if t).decode(errors="replace")
+            self.text = _text_of_bytes
             return
-        self.name = str(found)
-        if found.suffix == ".json":
+        self.name = str(file)
+        if file.suffix == ".json":
             model = importlib.import_module("tokenizers").Tokenizer.from_file(self.name)
-            self.size, self.text = model.get_vocab_size(), model.decode
+            self.size = model.get_vocab_size()
+            self.text = model.decode
             self._encode = lambda text: model.encode(text).ids
         else:
             processor = importlib.import_module("sentencepiece").SentencePieceProcessor
             model = processor(model_file=self.name)
-            self.size, self.text = model.get_piece_size(), model.decode
+            self.size = model.get_piece_size()
+            self.text = model.decode
             self._encode = partial(model.encode, add_bos=model.bos_id() >= 0)
-            self.end = model.eos_id() if end is None else end
+            if end is None:
+                self.end = model.eos_id()
 
     def __call__(self, text: str) -> list[int]:
+        """The tokens of a text."""
         return self._encode(text)
 
     def example(self, record: Record, length: int) -> tuple[Any, Any]:
         """The tokens of a record; the prompt and the first token are not predicted."""
-        prompt = self(record.prompt) if record.prompt else []
-        end = [] if self.end is None else [self.end]
-        tokens = self(record.prompt + record.text) + end
-        # Some tokenizers end a text with a token of their own, or join it to what follows.
-        pairs = zip(prompt, tokens, strict=False)
-        read = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
-        return objective.example_of(tokens, length, max(1, read))
+        tokens = self(record.prompt + record.text)
+        if self.end is not None:
+            tokens = [*tokens, self.end]
+        read = 1
+        if record.prompt:
+            read = max(1, _shared(self(record.prompt), tokens))
+        return objective.example_of(tokens, length, read)
+
+
+def _tokenizer_file(path: str | None) -> pathlib.Path | None:
+    """The file of a tokenizer, which may be in a folder; None if there is none."""
+    if not path:
+        return None
+    place = pathlib.Path(path)
+    if not place.is_dir():
+        return place
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (place / name).exists():
+            return place / name
+    return None
+
+
+def _text_of_bytes(tokens: Sequence[int]) -> str:
+    """The text of tokens that stand for bytes; 0 stands for none."""
+    return bytes(token - 1 for token in tokens if token).decode(errors="replace")
+
+
+def _shared(prompt: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many first tokens of a text are those with which its prompt begins.
+
+    Some tokenizers end the prompt with a token of their own, or join its end to the text.
+    """
+    count = 0
+    for one, other in zip(prompt, tokens, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count

@@ -18,7 +18,8 @@ import numpy as np
 from experiments.finetuning import transformers
 from experiments.llm.networks import Adapters, Leaves, Network
 
-_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
 
 
 def read(folder: str | pathlib.Path) -> dict[str, np.ndarray]:
@@ -26,7 +27,8 @@ def read(folder: str | pathlib.Path) -> dict[str, np.ndarray]:
     folder = pathlib.Path(folder)
     names = {_WHOLE}
     if (folder / _INDEX).exists():
-        names = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
+        index = json.loads((folder / _INDEX).read_text())
+        names = set(index["weight_map"].values())
     found: dict[str, np.ndarray] = {}
     for name in sorted(names):
         if not (folder / name).is_file():
@@ -36,20 +38,21 @@ def read(folder: str | pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def filled(network: Network, folder: str | pathlib.Path) -> Leaves:
-    """The leaves of a network from a folder; what they do not need is left out."""
-    stored, leaves = read(folder), {}
+    """The leaves of a network from a folder; other arrays of the folder are left out."""
+    stored = read(folder)
+    leaves = {}
     for path, leaf in jax.eval_shape(network.init, jax.random.key(0)).items():
         names = network.published(path)
         # GPT-2's own files lack the first part of each name.
         given = [stored.get(name, stored.get(name.partition(".")[2])) for name in names]
-        shapes = [None if array is None else array.shape for array in given]
         try:
             made = network.made(path, leaf.shape, given)
-        except (AttributeError, TypeError, ValueError):  # missing, or of another size
+        except (AttributeError, TypeError, ValueError):  # an array is missing, or too small
             made = None
         if made is None or made.shape != leaf.shape:
+            found = getattr(given[0], "shape", None)
             raise ValueError(
-                f"{folder}: {', '.join(names)} has shape {shapes[0]}, which does not fit "
+                f"{folder}: {', '.join(names)} has shape {found}, which does not fit "
                 f"{leaf.shape}, the shape by config.json."
             )
         leaves[path] = jnp.asarray(made)
@@ -71,11 +74,11 @@ def write_adapters(folder: pathlib.Path, network: Network, adapters: Adapters, b
         "fan_in_fan_out": network.family == "gpt2",  # GPT-2 stores [inputs, outputs]
         "inference_mode": True,
     }
-    arrays = {
-        f"base_model.model.{name}.lora_{side.upper()}.weight": np.asarray(pair[side], np.float32).T
-        for name, pair in adapters.items()
-        for side in ("a", "b")
-    }
+    arrays = {}
+    for name, pair in adapters.items():
+        prefix = f"base_model.model.{name}"
+        arrays[f"{prefix}.lora_A.weight"] = np.asarray(pair["a"], np.float32).T
+        arrays[f"{prefix}.lora_B.weight"] = np.asarray(pair["b"], np.float32).T
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "adapter_model.safetensors").write_bytes(safetensors(arrays))
 
@@ -85,8 +88,9 @@ def safetensors(arrays: Mapping[str, np.ndarray]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     content = b""
     for name, array in arrays.items():
-        begin, content = len(content), content + np.ascontiguousarray(array, "<f4").tobytes()
-        places = [begin, len(content)]
+        numbers = np.ascontiguousarray(array, "<f4").tobytes()
+        places = [len(content), len(content) + len(numbers)]
+        content += numbers
         header[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": places}
     words = json.dumps(header).encode()
     words += b" " * (-len(words) % 8)

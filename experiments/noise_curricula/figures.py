@@ -20,10 +20,13 @@ def noise(direction: str) -> Draw:
 
     def draw(title: str, runs: Runs) -> list[Panel]:
         del runs
+        epochs = np.arange(EPOCHS)
         lines = {}
-        for name in (of for of in schedules.CURRICULA if of.endswith(direction)):
-            of_epoch = schedules.CURRICULA[name](epochs=EPOCHS, steps_per_epoch=1)
-            lines[name] = np.arange(EPOCHS), np.asarray(schedules.values(of_epoch, EPOCHS))[:, None]
+        for name, curriculum in schedules.CURRICULA.items():
+            if name.endswith(direction):
+                schedule = curriculum(epochs=EPOCHS, steps_per_epoch=1)
+                multipliers = np.asarray(schedules.values(schedule, EPOCHS))
+                lines[name] = epochs, multipliers[:, None]
         return [Panel(title, "epoch", "noise multiplier", lines, measured=False)]
 
     return draw
@@ -31,36 +34,37 @@ def noise(direction: str) -> Draw:
 
 def by_epsilon(title: str, runs: Runs) -> list[Panel]:
     """Accuracy against epsilon, with the fitted line and the correlation that the paper tests."""
-    known = {
-        name: seeds for name, seeds in runs.items() if math.isfinite(seeds[0].get("rdp", math.inf))
-    }
-    if len(known) < 3:
+    epsilons = {}
+    accuracies = {}
+    for name, seeds in runs.items():
+        epsilon = seeds[0].get("rdp", math.inf)
+        if math.isfinite(epsilon):
+            epsilons[name] = epsilon
+            accuracies[name] = [run["accuracy"] for run in seeds]
+    if len(epsilons) < 3:
         return []
-    epsilons = {name: seeds[0]["rdp"] for name, seeds in known.items()}
-    accuracies = {name: [run["accuracy"] for run in seeds] for name, seeds in known.items()}
     logs = np.log(list(epsilons.values()))
     means = [float(np.mean(values)) for values in accuracies.values()]
     test: Any = scipy.stats.pearsonr(logs, means)
     fit = np.polyfit(logs, means, 1)
-    lines = {
-        words: (
-            [epsilon for name, epsilon in epsilons.items() if ("constant" in name) == constant],
-            [of for name, of in accuracies.items() if ("constant" in name) == constant],
-        )
-        for words, constant in (("falling noise", False), ("constant noise", True))
-    }
+    constant = [name for name in epsilons if "constant" in name]
+    falling = [name for name in epsilons if "constant" not in name]
+    lines = {}
+    for words, names in (("falling noise", falling), ("constant noise", constant)):
+        if names:
+            places = [epsilons[name] for name in names]
+            lines[words] = (places, [accuracies[name] for name in names])
     ends = np.array([logs.min(), logs.max()])
-    return [
-        Panel(
-            f"{title} correlation {test.statistic:.3f}, p {test.pvalue:.2g}".strip(),
-            "epsilon (rdp)",
-            "test accuracy, %",
-            {words: line for words, line in lines.items() if line[0]},
-            x_scale="log",
-            joined=False,
-            fit=(np.exp(ends), np.polyval(fit, ends)),
-        )
-    ]
+    panel = Panel(
+        f"{title} correlation {test.statistic:.3f}, p {test.pvalue:.2g}".strip(),
+        "epsilon (rdp)",
+        "test accuracy, %",
+        lines,
+        x_scale="log",
+        joined=False,
+        fit=(np.exp(ends), np.polyval(fit, ends)),
+    )
+    return [panel]
 
 
 FIGURES = {

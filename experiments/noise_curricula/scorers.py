@@ -33,16 +33,20 @@ FULL = GROWING * 5 / np.arange(1, 6)[:, None]
 
 def difficulty(dataset: data.Dataset) -> np.ndarray:
     """Indices from easy to hard, by a logistic regression on the examples, without noise."""
-    x, y = (jnp.asarray(part) for part in dataset.train)
-    return np.argsort(_scores(_fitted(x, y, dataset.classes), x, y, dataset.classes))
+    x, y = jax.tree.map(jnp.asarray, dataset.train)
+    params = _fitted(x, y, dataset.classes)
+    scores = _scores(params, x, y, dataset.classes)
+    return np.argsort(scores)
 
 
 def public(dataset: data.Dataset) -> np.ndarray:
     """The bin of each example, by a logistic regression on other digits."""
     known = data.load("digits")
-    x, y = (jnp.asarray(part) for part in dataset.train)
-    params = _fitted(*map(jnp.asarray, known.train), known.classes)
-    return np.digitize(_scores(params, _shrunk(x), y, known.classes), THRESHOLDS)
+    known_x, known_y = jax.tree.map(jnp.asarray, known.train)
+    params = _fitted(known_x, known_y, known.classes)
+    x, y = jax.tree.map(jnp.asarray, dataset.train)
+    scores = _scores(params, _shrunk(x), y, known.classes)
+    return np.digitize(scores, THRESHOLDS)
 
 
 def private(dataset: data.Dataset, seed: int) -> tuple[np.ndarray, dpjax.mechanism.Spent]:
@@ -55,13 +59,15 @@ def private(dataset: data.Dataset, seed: int) -> tuple[np.ndarray, dpjax.mechani
         steps=500,
     )
     model = models.by_name("linear", dataset.classes)
-    x, y = (jnp.asarray(part) for part in dataset.train)
+    x, y = jax.tree.map(jnp.asarray, dataset.train)
     loss = losses.of(model, losses.cross_entropy)
     algorithm = dpjax.dpsgd(loss, optax.sgd(1.0), mechanism, (x, y))
     params = model.init(jax.random.key(0), x[0])["params"]
     key = jax.random.fold_in(jax.random.key(seed), 1)
-    state, _ = dpjax.fit(algorithm, algorithm.init(params, key=key), progress=False)
-    bins = np.digitize(_scores(state.params, x, y, dataset.classes), THRESHOLDS)
+    state = algorithm.init(params, key=key)
+    state, _ = dpjax.fit(algorithm, state, progress=False)
+    scores = _scores(state.params, x, y, dataset.classes)
+    bins = np.digitize(scores, THRESHOLDS)
     return bins, mechanism.spent(mechanism.multipliers)
 
 
@@ -76,7 +82,8 @@ def easy(model: Any, steps: int) -> Any:
     loss = losses.of(model, losses.cross_entropy)
 
     def weight(step: Any, params: Any, example: Any) -> Any:
-        return jax.nn.sigmoid(1 + 9 * step / steps - loss(params, example))
+        threshold = 1 + 9 * step / steps
+        return jax.nn.sigmoid(threshold - loss(params, example))
 
     return weight
 
@@ -84,14 +91,17 @@ def easy(model: Any, steps: int) -> Any:
 def _fitted(x: Any, y: Any, classes: int | None) -> Any:
     """A logistic regression, without privacy."""
     model = models.by_name("linear", classes)
-    params, optimizer = model.init(jax.random.key(0), x[0])["params"], optax.adam(0.05)
+    params = model.init(jax.random.key(0), x[0])["params"]
+    optimizer = optax.adam(0.05)
 
     def mean_loss(params: Any) -> Any:
-        return jnp.mean(jax.vmap(losses.cross_entropy)(model.apply({"params": params}, x), y))
+        logits = model.apply({"params": params}, x)
+        return jnp.mean(jax.vmap(losses.cross_entropy)(logits, y))
 
     @jax.jit
     def step(params: Any, state: Any) -> tuple[Any, Any]:
-        updates, state = optimizer.update(jax.grad(mean_loss)(params), state)
+        gradient = jax.grad(mean_loss)(params)
+        updates, state = optimizer.update(gradient, state)
         return optax.apply_updates(params, updates), state
 
     state = optimizer.init(params)
@@ -101,12 +111,15 @@ def _fitted(x: Any, y: Any, classes: int | None) -> Any:
 
 
 def _scores(params: Any, x: Any, y: Any, classes: int | None) -> np.ndarray:
-    logits = models.by_name("linear", classes).apply({"params": params}, x)
+    """The cross-entropy of each example."""
+    model = models.by_name("linear", classes)
+    logits = model.apply({"params": params}, x)
     return np.asarray(jax.vmap(losses.cross_entropy)(logits, y))
 
 
 def _shrunk(images: Any) -> Any:
-    """Images in the 8 x 8 of the public digits, which fill their frame."""
-    edge = (images.shape[1] - 20) // 2 if images.shape[1] > 20 else 0
-    inner = images[:, edge : images.shape[1] - edge, edge : images.shape[2] - edge]
-    return jax.image.resize(inner, (len(images), 8, 8, 1), "linear")
+    """Images cut to their middle and resized to 8 x 8, since the public digits fill their frame."""
+    count, height, width, _ = images.shape
+    edge = max(0, (height - 20) // 2)
+    inner = images[:, edge : height - edge, edge : width - edge]
+    return jax.image.resize(inner, (count, 8, 8, 1), "linear")

@@ -14,19 +14,24 @@ FAMILY = ((2, 2, 1), (1, 1, 0.5), (1, 4, 0.5), (4, 2, 2))  # of figure 1; the fi
 
 
 def family(title: str, runs: Runs) -> list[Panel]:
+    """The activations of figure 1, from their formula."""
     del runs
     z = np.linspace(-4, 4, 81)
-    lines = {
-        f"s={s:g} T={t:g} o={o:g}": (z, np.asarray(models.tempered_sigmoid(s, t, o)(z))[:, None])
-        for s, t, o in FAMILY
-    }
+    lines = {}
+    for s, t, o in FAMILY:
+        values = np.asarray(models.tempered_sigmoid(s, t, o)(z))
+        lines[f"s={s:g} T={t:g} o={o:g}"] = (z, values[:, None])
     return [Panel(title, "z", "activation", lines, measured=False)]
 
 
 def swept(title: str, runs: Runs) -> list[Panel]:
     """Accuracy of every triplet against its scale, its temperature and its offset."""
-    triplets = [[float(field.split("=")[1]) for field in name.split()[:3]] for name in runs]
-    accuracies = [[run["accuracy"] for run in seeds] for seeds in runs.values()]
+    triplets = []
+    accuracies = []
+    for name, seeds in runs.items():
+        words = name.split()[:3]  # such as "s=2 T=2 o=1"
+        triplets.append([float(word.split("=")[1]) for word in words])
+        accuracies.append([run["accuracy"] for run in seeds])
     return [
         Panel(
             title,
@@ -40,6 +45,7 @@ def swept(title: str, runs: Runs) -> list[Panel]:
 
 
 def _kinds(*kinds: str) -> dict[str, dict[str, list[str]]]:
+    """The rows of each kind, by data set."""
     return {dataset: {kind: keys_of(dataset, kind) for kind in kinds} for dataset in WORDS}
 
 
