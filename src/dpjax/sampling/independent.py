@@ -80,6 +80,7 @@ def poisson(examples: int, batch_size: float) -> Sampler:
     kind = "Poisson sampling by blocks, never above its rate" if sparse else exact
     return Sampler(
         name="poisson",
+        paper_name="Poisson",
         capacity=examples if block is None else block.capacity(examples),
         draw=draw,
         claim=f"{kind}; amplification by sampling is proved and counted",
@@ -206,6 +207,7 @@ def scored(
 
     return Sampler(
         name="scored",
+        rates_by_bin=True,
         capacity=places.size,
         draw=draw,
         claim="Poisson sampling at a rate for each bin of public scores; the largest is counted",
