@@ -43,7 +43,7 @@ def on_files(files, config):
     sys.path[:0] = [str(ROOT), str(ROOT / "src")]
     from experiments import gallery
 
-    from dpjax.reports import style
+    from dpjax.cli.report import style
 
     def add(name, content):
         files.append(File.generated(config, name, content=content))

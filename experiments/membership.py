@@ -22,7 +22,7 @@ import tempfile
 
 import numpy as np
 
-from dpjax.reports.load_run import read
+from dpjax.cli.report.load_run import read
 from experiments import declared
 from experiments.common import runs
 

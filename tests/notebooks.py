@@ -92,7 +92,7 @@ def _display(data: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _shell(show: Callable[[Any], None]) -> Iterator[None]:
-    """As much of IPython as `dpjax.reports.live_plot` needs; an image can be replaced."""
+    """As much of IPython as `dpjax.cli.report.live_plot` needs; an image can be replaced."""
 
     def display(image: Any, display_id: bool) -> Any:
         del display_id

@@ -12,7 +12,7 @@ from mutation import kills
 
 from dpjax.cli import compare
 from dpjax.cli.compare import RunGroup
-from dpjax.reports.load_run import Missing, read
+from dpjax.cli.report.load_run import Missing, read
 
 INF, SPENT = float("inf"), [0.5, 1.0, 1.5]
 

@@ -3,6 +3,7 @@
 
 import json
 import math
+import pathlib
 import re
 import sys
 import types
@@ -17,9 +18,10 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import reports, sampling
+from dpjax import _display, reports, sampling
+from dpjax.cli import report as pages
+from dpjax.cli.report import figures, html_report, load_run, measures, style
 from dpjax.mechanism import Spent, card
-from dpjax.reports import figures, load_run, page, style
 
 DELTA = 1e-5
 FACTS = {"multiplier_and_steps": [[2.0, 6], [1.5, 4]], "clipping": {"bounds": [0.5]}}
@@ -124,7 +126,7 @@ def whole(tmp_path_factory):
     before = dict(matplotlib.rcParams)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert reports.report(path) == path / "report.html"
+        assert pages.report(path) == path / "report.html"
     assert dict(matplotlib.rcParams) == before, "a setting of the user's was changed"
     return path
 
@@ -146,7 +148,7 @@ def test_every_figure_is_there_as_svg_and_as_png(whole):
     assert "left-out" not in (whole / "report.html").read_text()
 
 
-@kills("reports/html_report.py", "public=label == RELEASED", "public=True", slow=True)
+@kills("cli/report/html_report.py", "public=is_public", "public=True", slow=True)
 def test_badges_say_what_was_computed_before_the_noise(whole):
     """And only the owner can read such figures and the page, from their first byte."""
     found = badges(parsed(whole / "report.html"))
@@ -173,16 +175,16 @@ def test_what_is_private_depends_on_the_run(changes, expected, tmp_path):
     assert {p.badge(run) for p in figures.PLOTS} == {figures.PRIVATE, figures.RELEASED}
 
 
-@kills("reports/figures.py", "SEEDED if run.supplied else RELEASED", "RELEASED", slow=True)
+@kills("cli/report/figures.py", "return SEEDED", "return RELEASED", slow=True)
 def test_what_a_supplied_key_protects_is_not_released(tmp_path, monkeypatch):
     """The card says so, and while there is no card run.json."""
-    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:1])
+    monkeypatch.setattr("dpjax.cli.report.html_report.PLOTS", figures.PLOTS[:1])
     run = load_run.read(write(tmp_path, card={**CARD, "randomness": "supplied"}))
     found = {plot.name: plot.badge(run) for plot in figures.PLOTS}
     assert found.pop("noise") == figures.RELEASED, "it follows from the mechanism alone"
     assert {name for name, badge in found.items() if badge == figures.PRIVATE} == PRIVATE
     assert set(found.values()) == {figures.PRIVATE, figures.SEEDED}
-    page = parsed(reports.report(tmp_path))
+    page = parsed(pages.report(tmp_path))
     assert badges(page) == {"accuracy": figures.SEEDED}
     assert page.find(".//figure//p[@class]").get("class") == "badge private"
     assert "The key was supplied" in text(page.find(".//header"))
@@ -231,11 +233,11 @@ FIXED_BEFORE = Spent(sampling=sampling.fixed(1000, 10), runs=((1.0, 5),))
 )
 def test_the_report_distinguishes_no_noise_from_no_proof(changes, verdict, tmp_path, monkeypatch):
     """As the statement does, and in the same digits, rounded up."""
-    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", ())
+    monkeypatch.setattr("dpjax.cli.report.html_report.PLOTS", ())
     mechanism = mechanism_with(1000, 10, **{"noise_multiplier": 1.05, "steps": 10, **changes})
     card = reports.card(mechanism, DELTA)
     words = dpjax.statement(mechanism, DELTA)
-    reports.report(write(tmp_path, [row(10, accuracy=None)], card=card, statement=words))
+    pages.report(write(tmp_path, [row(10, accuracy=None)], card=card, statement=words))
     head = text(parsed(tmp_path / "report.html").find(".//header"))
     claimed = words.splitlines()[2].strip(" (").partition(",")[0]
     assert verdict.format(claimed) in head
@@ -245,7 +247,7 @@ def test_the_report_distinguishes_no_noise_from_no_proof(changes, verdict, tmp_p
 
 def test_a_card_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch):
     """The new run was killed, so the card next to its log is of the run that it overwrote."""
-    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:1])
+    monkeypatch.setattr("dpjax.cli.report.html_report.PLOTS", figures.PLOTS[:1])
     rows = [row(step, epsilon=step / 2) for step in (10, 20, 30)]
     run = load_run.read(write(tmp_path, rows))
     assert run.foreign == "it counts 10 steps, and the log counts 30"
@@ -254,7 +256,7 @@ def test_a_card_of_an_earlier_run_is_not_believed(tmp_path, monkeypatch):
     assert run.epsilons == {"the log": 15.0}
     with pytest.raises(load_run.Missing, match=r"evaluation.npz is not of this run"):
         run.array("evaluation", "labels")
-    page = parsed(reports.report(tmp_path))
+    page = parsed(pages.report(tmp_path))
     assert "(15.0, 10−5)-differentially private" in text(page.find(".//header"))
     assert "it counts 10 steps" in text(page.find(".//header"))
     assert "2.25" not in text(page)
@@ -297,7 +299,7 @@ def test_ids_do_not_clash_and_colors_are_the_pages(whole):
 EARLIER = Spent(sampling=sampling.poisson(1000, 10), runs=((2.0, 5),))
 
 
-@kills("reports/load_run.py", 'if card["mechanism"] !=', 'if False and card["mechanism"] !=')
+@kills("cli/report/load_run.py", 'if card["mechanism"] !=', 'if False and card["mechanism"] !=')
 @pytest.mark.parametrize(
     "changes", [{"noise_multiplier": 2.5}, {"before": [EARLIER]}], ids=["noise", "an earlier run"]
 )
@@ -323,7 +325,7 @@ def test_without_its_other_files_a_run_still_has_a_page(tmp_path):
     write(tmp_path, [{"step": 3, "epsilon": 1.0, "delta": DELTA, "accuracy": 0.5}], card=None)
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "norms.png").write_bytes(b"from an earlier page")
-    tree = parsed(reports.report(tmp_path))
+    tree = parsed(pages.report(tmp_path))
     assert set(badges(tree)) == {"accuracy"}
     assert [path.name for path in (tmp_path / "figures").iterdir()] == ["accuracy.png"]
     left_out = text(tree.find(".//p[@id='left-out']"))
@@ -345,11 +347,11 @@ def test_damaged_files_are_refused_in_words(tmp_path):
     for log in ("", "{half"):
         (tmp_path / "metrics.jsonl").write_text(log)
         with pytest.raises(FileNotFoundError, match=r"a metrics\.jsonl with a row"):
-            reports.report(tmp_path)
+            pages.report(tmp_path)
     write(tmp_path)
     (tmp_path / "evaluation.npz").write_bytes(b"")
     with pytest.raises(ValueError, match=r"evaluation\.npz is not a whole"):
-        reports.report(tmp_path)
+        pages.report(tmp_path)
     assert load_run.read(tmp_path, arrays=False).card == CARD, "no array is read"
 
 
@@ -367,7 +369,7 @@ def hostile(value):
 
 @pytest.mark.parametrize("foreign", ["", "it counts"])
 def test_no_text_of_a_file_is_html(foreign, tmp_path, monkeypatch):
-    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:1])
+    monkeypatch.setattr("dpjax.cli.report.html_report.PLOTS", figures.PLOTS[:1])
     mechanism = mechanism_with(1000, 10, noise_multiplier=1.05, steps=10)
     made = hostile(json.loads(json.dumps(reports.card(mechanism, DELTA))))
     made["mechanism"] |= {"multiplier_and_steps": [[2.0, 10]], "format": card.FORMAT}
@@ -378,7 +380,7 @@ def test_no_text_of_a_file_is_html(foreign, tmp_path, monkeypatch):
     rows = [row(step, method=HOSTILE, **{f"{HOSTILE}s_per_second": 1.0}) for step in (5, 10)]
     write(tmp_path, rows, card=made, config=hostile(CONFIG), statement=STATEMENT + HOSTILE)
     (tmp_path / "run.json").write_text(json.dumps(identity))
-    page = reports.report(tmp_path)
+    page = pages.report(tmp_path)
     assert "<img" not in page.read_text()
     words = text(parsed(page))
     assert f"{HOSTILE}s per second" in words
@@ -397,21 +399,21 @@ def test_a_figure_without_meaning_costs_no_other_figure(
     file, arrays, figure, tmp_path, monkeypatch
 ):
     kept = [plot for plot in figures.PLOTS if plot.name in (figure, "noise")]
-    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", kept)
+    monkeypatch.setattr("dpjax.cli.report.html_report.PLOTS", kept)
     np.savez(write(tmp_path) / f"{file}.npz", **arrays)
-    tree = parsed(reports.report(tmp_path))
+    tree = parsed(pages.report(tmp_path))
     assert set(badges(tree)) == {"noise"}
     assert "its data cannot be drawn: " in text(tree.find(".//p[@id='left-out']"))
 
 
 def test_a_row_of_another_kind_has_a_page(tmp_path, monkeypatch):
     """`fit` logs one accuracy for each class; null and text were written by others."""
-    monkeypatch.setattr("dpjax.reports.html_report.PLOTS", figures.PLOTS[:4])
+    monkeypatch.setattr("dpjax.cli.report.html_report.PLOTS", figures.PLOTS[:4])
     rows = [row(1, accuracy=[0.5, 0.25]), row(2, accuracy=[0.5, 0.25], nll="low", delta=None)]
     run = load_run.read(write(tmp_path, rows, card=None))
     assert math.isnan(run.accuracy)
     assert math.isnan(run.delta)
-    tree = parsed(reports.report(tmp_path))
+    tree = parsed(pages.report(tmp_path))
     assert set(badges(tree)) == {"accuracy", "test_loss", "training_loss"}
     assert "37.5 % at the end, 37.5 % at best. The line is the mean of 2 groups" in text(tree)
     assert "test accuracy" not in text(tree.find(".//header"))
@@ -438,18 +440,20 @@ def test_nulls_leave_gaps(tmp_path):
 def test_a_model_that_is_no_better_than_a_guess_is_named(tmp_path):
     for accuracy, said in ((0.9, False), (0.4, True), (0.3, True)):
         run = load_run.read(write(tmp_path, [row(10, accuracy=accuracy)]))
-        assert ("no better than always guessing" in run.beside_a_guess) == said
+        assert ("no better than always guessing" in measures.first_and_guess(run)) == said
     targets = np.array([1.0, 5.0])
     np.savez(tmp_path / "evaluation.npz", targets=targets, predictions=targets)
     for rmse, said in ((1.9, False), (2.0, True)):
         only = {"step": 10, "epsilon": 1.0, "rmse": rmse, "mae": 1.5, "r2": 0.5}
         (tmp_path / "metrics.jsonl").write_text(json.dumps(only))
         run = load_run.read(tmp_path)
-        assert ("no better than always guessing the mean" in run.beside_a_guess) == said
-        assert run.others_beside_a_guess == "test MAE 1.5 (a guess: 2), R2 0.500 (a guess: 0.000)"
+        assert ("no better than always guessing the mean" in measures.first_and_guess(run)) == said
+        assert (
+            measures.others_and_guess(run) == "test MAE 1.5 (a guess: 2), R2 0.500 (a guess: 0.000)"
+        )
 
 
-@kills("reports/load_run.py", "> 1.5 * guesses", "> 0 * guesses")
+@kills("cli/report/measures.py", "> 1.5 * guess.get", "> 0 * guess.get")
 def test_unlike_and_two_classes_have_further_measures(tmp_path):
     measured = {"balanced_accuracy": 0.6, "auroc": 0.7, "average_precision": 0.3}
     for ones, unlike in ((1, True), (4, False)):
@@ -457,9 +461,9 @@ def test_unlike_and_two_classes_have_further_measures(tmp_path):
         np.savez(tmp_path / "evaluation.npz", labels=np.arange(10) < ones)
         run = load_run.read(tmp_path)
         assert (
-            "balanced accuracy 60.0 % (a guess: 50.0 %), " in run.others_beside_a_guess
+            "balanced accuracy 60.0 % (a guess: 50.0 %), " in measures.others_and_guess(run)
         ) == unlike
-        assert run.others_beside_a_guess.endswith(
+        assert measures.others_and_guess(run).endswith(
             f"AUROC 0.700 (a guess: 0.500), average precision 0.300 (a guess: {ones / 10:.3f})"
         )
 
@@ -516,10 +520,11 @@ def test_each_group_has_its_histogram(tmp_path):
 
 
 def test_small_numbers_are_powers_and_claims_are_rounded_up():
-    assert page.power(1e-5) == "10<sup>\N{MINUS SIGN}5</sup>"
-    assert page.power(2.5e-6) == "2.5 × 10<sup>\N{MINUS SIGN}6</sup>"
-    assert page.power(1.2301e-5) == "1.24 × 10<sup>\N{MINUS SIGN}5</sup>"
-    assert page.power(0.01) == "0.01"
+    assert _display.power("1e-05") == "10<sup>\N{MINUS SIGN}5</sup>"
+    assert _display.power("2.5e-06") == "2.5 × 10<sup>\N{MINUS SIGN}6</sup>"
+    assert _display.power("0.01") == "0.01"
+    run = load_run.SavedRun(pathlib.Path(), [{"step": 1, "epsilon": 1.0, "delta": 1.2301e-5}])
+    assert html_report._delta(run) == "1.24 × 10<sup>\N{MINUS SIGN}5</sup>"
 
 
 @pytest.fixture
@@ -540,7 +545,7 @@ def notebook(monkeypatch):
 
 def test_a_live_plot_replaces_its_figure(notebook):
     rows = [row(step, method="pld") for step in (1, 2)]
-    plot = reports.live_plot("accuracy")
+    plot = pages.live_plot("accuracy")
     for count in (1, 2):
         plot(rows[:count])
     (images,) = notebook
@@ -552,11 +557,13 @@ def test_a_live_plot_replaces_its_figure(notebook):
 def pictures(notebook, monkeypatch):
     """The figures of a live plot, with their notes."""
     seen, real = [], style.png
-    monkeypatch.setattr("dpjax.reports.live.png", lambda *given: seen.append(given) or real(*given))
+    monkeypatch.setattr(
+        "dpjax.cli.report.live.png", lambda *given: seen.append(given) or real(*given)
+    )
     return seen
 
 
-@kills("reports/live.py", "PRIVATE if hidden else", "RELEASED if hidden else", case="named")
+@kills("cli/report/live.py", "badge = PRIVATE", "badge = RELEASED", case="named")
 @pytest.mark.parametrize(
     ("names", "changes", "labels", "note"),
     [
@@ -569,7 +576,7 @@ def pictures(notebook, monkeypatch):
 )
 def test_a_live_plot_says_what_is_not_for_release(names, changes, labels, note, pictures):
     rows = [row(step, method="pld", bound=1.0, stop=0.0, **changes) for step in (1, 2)]
-    reports.live_plot(*names)(rows)
+    pages.live_plot(*names)(rows)
     ((figure, warning),) = pictures
     assert [axes.get_ylabel() for axes in figure.axes] == labels
     assert warning == note
@@ -578,14 +585,14 @@ def test_a_live_plot_says_what_is_not_for_release(names, changes, labels, note, 
 def test_a_live_plot_ends_no_run(pictures, caplog, monkeypatch):
     """Without a directory, an error in a figure would lose the state of a private run."""
     rows = [row(1, **{"gain_$x^$": 0.5, "a/b": 0.5}), row(2, **{"gain_$x^$": None, "a/b": None})]
-    reports.live_plot()(rows)
-    reports.live_plot("accurcy")(rows)
+    pages.live_plot()(rows)
+    pages.live_plot("accurcy")(rows)
     (every, _), (named, _) = pictures
     assert [axes.get_ylabel() for axes in every.axes] == ["accuracy", "nll", "gain_$x^$", "a/b"]
     assert named.axes[0].get_title() == "no finite number so far"
     assert not caplog.records
-    reports.live_plot()([{"step": 1, "epsilon": 1.0, "private": {"loss": 1.0}}])
+    pages.live_plot()([{"step": 1, "epsilon": 1.0, "private": {"loss": 1.0}}])
     assert "the figure was not drawn: the log has no number" in caplog.text
     monkeypatch.setattr(sys.modules["IPython.display"], "Image", None)
-    reports.live_plot("accuracy")(rows)
+    pages.live_plot("accuracy")(rows)
     assert "the figure was not drawn: 'NoneType' object is not callable" in caplog.text

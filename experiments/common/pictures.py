@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpjax.reports import style
-from dpjax.reports.style import png
+from dpjax.cli.report import style
+from dpjax.cli.report.style import png
 
 LOOKS = tuple(itertools.product(("-", "--"), style.SERIES))  # dash and color, of 12 lines
 MARKED = 12  # most points of a line that are shown as dots too

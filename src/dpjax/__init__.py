@@ -15,7 +15,7 @@
 | `training` | algorithms, the loop that drives them, and checkpoints | `dpsgd`, `fit` |
 | `meshes` | which devices share a run, of one process or of several | |
 | `federated` | algorithms that protect a client instead of an example | |
-| `reports` | privacy statement, privacy card, run report | `statement` |
+| `reports` | privacy statement, privacy card, page for a board | `statement` |
 | `verify` | reads a privacy card, and recomputes its epsilon without dpjax | |
 | `testing` | the library's laws as assertions for your own rules and losses | |
 | `auditing` | empirical lower bounds on epsilon | |

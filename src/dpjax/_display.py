@@ -61,3 +61,14 @@ def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
     )
     head = f"<p><strong>{escape(title)}</strong></p>\n" if title else ""
     return f'{head}<table class="said"><tbody>{lines}</tbody></table>'
+
+
+def power(number: str) -> str:
+    """A printed number, such as ``1e-05``, as HTML with a power of ten."""
+    mantissa, _, exponent = number.partition("e")
+    if not exponent:
+        return escape(mantissa)
+    tens = f"10<sup>{int(exponent)}</sup>".replace("-", "\N{MINUS SIGN}")
+    if mantissa == "1":
+        return tens
+    return f"{mantissa} × {tens}"

@@ -33,6 +33,7 @@ __all__ = [
     "ClippedSum",
     "Clipping",
     "Draw",
+    "Event",
     "HeldOut",
     "Key",
     "Limits",
@@ -40,6 +41,7 @@ __all__ = [
     "Neighbours",
     "NoiseMultiplier",
     "Partition",
+    "Place",
     "Plan",
     "Purpose",
     "PyTree",
@@ -71,6 +73,32 @@ class Neighbours(enum.StrEnum):
     """One example replaced by an empty one that contributes nothing; their number is public."""
     REPLACE_ONE = "replace-one"
     """One example replaced by any other; the sum moves twice as far."""
+
+
+class Event(enum.StrEnum):
+    """How the batches of a sampler are chosen; cards hold the word."""
+
+    POISSON = "poisson"
+    """Each example joins by a coin of its own."""
+    SUBSET = "subset"
+    """Uniform batches of exactly the batch size."""
+    ALLOCATION = "allocation"
+    """Each example joins one step of a cycle, drawn afresh in each cycle."""
+    NONE = "none"
+    """The choice of batches is a release without noise."""
+
+
+class Place(enum.StrEnum):
+    """The step of a cycle in which an example takes part; cards hold the word."""
+
+    ANY = "any"
+    """Any step, in each cycle another one."""
+    SAME = "same"
+    """The same step in all cycles."""
+    RANDOM = "random"
+    """The same step in all cycles, drawn uniformly for each example."""
+    COIN = "coin"
+    """The same step in all cycles, and in each cycle a coin decides whether it takes part."""
 
 
 class HeldOut(NamedTuple):
@@ -417,6 +445,9 @@ class Sampler:
       most_rows: The most rows of a unit in a draw, whose indices and mask are then
         ``[capacity, most_rows]``; None where a unit is a row.
       rows: The number of rows of the data, where a unit may own several; **not** public.
+      paper_name: What papers call its batches, as ``"Poisson"``; by default ``name`` with spaces.
+      published_as_poisson: Whether papers publish the epsilon of Poisson batches for it.
+      rates_by_bin: Whether examples have different rates, by a public score.
     """
 
     name: str
@@ -438,6 +469,9 @@ class Sampler:
     unit: str = "example"
     most_rows: int | None = None
     rows: int | None = None
+    paper_name: str | None = None
+    published_as_poisson: bool = False
+    rates_by_bin: bool = False
 
     def __post_init__(self) -> None:
         call = f"types.Sampler({self.name!r})"
@@ -511,6 +545,16 @@ class Sampler:
     def sampling_rate(self) -> float:
         """The fraction of the data that a batch is expected to hold."""
         return self.batch_size / self.examples
+
+    @property
+    def reveals_data(self) -> bool:
+        """Whether the choice of examples is itself a release, which no noise protects."""
+        return self.facts.get("event") == Event.NONE
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether a cycle takes the parts of the data in turn, with a coin for each example."""
+        return self.facts.get("place") == Place.COIN
 
     @property
     def usual_size(self) -> int:

@@ -28,14 +28,14 @@ from dpjax.accounting.rounding import downwards, three_digits, upwards
 from dpjax.cli import compilation_cache
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.flag_sets.train import FLAGS
+from dpjax.cli.report import page, style
+from dpjax.cli.report.figures import PRIVATE
+from dpjax.cli.report.load_run import SavedRun, read
 from dpjax.cli.train import inputs
 from dpjax.cli.train.command import Planned, plan
 from dpjax.cli.train.evaluation import first_parameters, held
 from dpjax.cli.train.run_files import MOMENTS
 from dpjax.mechanism.card import strict
-from dpjax.reports import page, style
-from dpjax.reports.figures import PRIVATE
-from dpjax.reports.load_run import SavedRun, read
 from dpjax.training import released_params
 
 # A step is audited so exactly that a confidence of 95 % would refute 1 of 20 sound mechanisms.

@@ -17,10 +17,18 @@ from dpjax._display import duration
 from dpjax._files import replace
 from dpjax.accounting.rounding import three_digits, upwards
 from dpjax.cli.flag_checks import require_matplotlib
+from dpjax.cli.report import style
+from dpjax.cli.report.figures import RELEASED, note_of, of_what_was_released
+from dpjax.cli.report.load_run import Missing, SavedRun, read, stated_at
+from dpjax.cli.report.measures import (
+    MEASURES,
+    PER_CENT,
+    answer_of_guess,
+    guessed,
+    measured,
+    shown,
+)
 from dpjax.mechanism.card import protects
-from dpjax.reports import style
-from dpjax.reports.figures import RELEASED, of_what_was_released
-from dpjax.reports.load_run import MEASURES, PER_CENT, Missing, SavedRun, read, shown
 
 COLUMNS = ("of", "steps", "epsilon", "delta", "time of one", "protects")
 
@@ -84,20 +92,22 @@ def flags_of(run: SavedRun) -> dict[str, Any]:
 
 def measures_of(runs: Iterable[SavedRun]) -> list[str]:
     """What any of the runs has measured; accuracy if none has."""
-    measured = {name for run in runs for name in run.measures}
-    return [name for name in MEASURES if name in measured] or ["accuracy"]
+    names = {name for run in runs for name in measured(run)}
+    return [name for name in MEASURES if name in names] or ["accuracy"]
 
 
 def guess(runs: Sequence[SavedRun]) -> str:
     """What always guessing has on the test examples of all these runs, in a line, if known."""
     measures = measures_of(runs)
-    known = [(name, {run.guesses.get(name, math.nan) for run in runs}) for name in measures]
+    guesses = [guessed(run) for run in runs]
+    if not any(guesses):
+        return ""
+    known = [(name, {guess.get(name, math.nan) for guess in guesses}) for name in measures]
     # Runs on other test examples have other guesses.
     one = [
         f"{MEASURES[name]} {shown(name, min(values))}" for name, values in known if len(values) == 1
     ]
-    what = "mean of the test targets" if measures[0] == "rmse" else "most frequent class"
-    return f"Always guessing the {what}: {', '.join(one)}.\n" * any(run.guesses for run in runs)
+    return f"Always guessing the {answer_of_guess(measures[0])}: {', '.join(one)}.\n"
 
 
 def curve(group: RunGroup, axis: str, measure: str) -> tuple[np.ndarray, np.ndarray]:
@@ -121,7 +131,7 @@ def draw(groups: list[RunGroup], badge: str) -> bytes:
     Runs without an epsilon, such as those without noise, are a dashed line to compare with.
     """
     runs = [run for group in groups for run in group.runs]
-    stated = " or".join(sorted({run.stated for run in runs} - {""}))
+    stated = " or".join(sorted({stated_at(run) for run in runs} - {""}))
     measure = measures_of(runs)[0]
     with style.style():
         figure = style.canvas(height=3.6 + 0.16 * len(groups))
@@ -147,7 +157,7 @@ def draw(groups: list[RunGroup], badge: str) -> bytes:
         if spent.lines:
             where = {"loc": "outside lower left", "frameon": False, "labelcolor": "linecolor"}
             figure.legend(*spent.get_legend_handles_labels(), **where)
-        return style.png(figure, "" if badge == RELEASED else badge)
+        return style.png(figure, note_of(badge))
 
 
 def table(groups: list[RunGroup]) -> str:
@@ -182,7 +192,8 @@ def line(group: RunGroup, measures: Sequence[str] = ("accuracy",)) -> list[str]:
 
 def mean(group: RunGroup, measure: str) -> str:
     """The mean of what the runs measured at their ends, and its standard deviation."""
-    finals = np.array([run.measures[measure] for run in group.runs if measure in run.measures])
+    ends = [measured(run) for run in group.runs]
+    finals = np.array([end[measure] for end in ends if measure in end])
     if not len(finals):
         return "none"
     words = shown(measure, finals.mean(), 2)

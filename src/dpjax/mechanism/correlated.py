@@ -53,7 +53,7 @@ def is_amplified(strategy: Strategy, sampler: Sampler) -> bool:
     # An example takes part at steps t, t + cycle, ... alone, each by a coin of its own, and moves
     # rows t to t + bands - 1 of C G. With bands <= cycle no row depends on two coins, so each
     # participation is a sampled Gaussian, given what was released before.
-    return sampler.facts.get("place") == "coin" and strategy.bands <= sampler.facts["cycle"]
+    return sampler.in_parts and strategy.bands <= sampler.facts["cycle"]
 
 
 def participation_of(strategy: Strategy, sampler: Sampler) -> Participation:

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a private computation promises: in words, as JSON, and as a page with figures.
+"""What a private computation promises: as a statement, as JSON, and as a page for a board.
 
-`statement` and `card` take every number from the mechanism and the ledger, except delta. Each
-figure of `report` has a badge that says whether it may be published.
+`statement` and `card` take every number from the mechanism and the ledger, except delta. The page
+of a run with its figures is that of `dpjax.cli.report`.
 """
 
 from dpjax.reports.board import board
 from dpjax.reports.card import card
-from dpjax.reports.html_report import report
-from dpjax.reports.live import live_plot
 from dpjax.reports.statement import statement
 
-__all__ = ["board", "card", "live_plot", "report", "statement"]
+__all__ = ["board", "card", "statement"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from dpjax.accounting.rounding import three_digits, upwards
 from dpjax.mechanism import Mechanism
-from dpjax.reports.card import Claim, attacks, claim_of, not_covered
+from dpjax.reports._claim import Claim, attacks, claim_of, not_covered
 from dpjax.types import HeldOut, Neighbours
 
 _INSTEAD = {
@@ -40,15 +40,7 @@ What an attacker could learn at most
 
 What is not covered
 
-{held_out}\
-  - what is true of {unit}s in general: it can be learned, and applied to one who took no part
-  - several {unit}s that belong together: more can be learned about them than about one
-  - other results from the same data: risks add up
-  - choices made by looking at the data (of settings, or of one result among several)
-  - the data themselves, and files of the run that are not for release: see statement.txt"""
-
-_PERSONS = "\n  - people with several examples: one example is protected, and not one person"
-_KEY = "\n  - who knows the random key of this run, which was supplied, can remove its noise"
+{uncovered}"""
 
 
 def board(
@@ -82,34 +74,59 @@ def board(
       ...
     """
     claim = claim_of("reports.board", mechanism, delta, **more)
-    unit, instead = mechanism.unit, _INSTEAD[mechanism.relation]
     rates = [f"  {_percent(wrong):<19}{_percent(right)}" for wrong, right in attacks(claim)]
-    words = _PAGE.format(
+    uncovered = [*not_covered(held_out, mechanism.unit), *_never_covered(claim)]
+    return _PAGE.format(
         promise=_filled(_promise(claim)),
-        attacker=_filled(
-            f"Suppose that an attacker knows everything but whether the data of one {unit} were "
-            f"used{instead}, and guesses it from what was released. An alarm says that they were "
-            "used. Of the cases without these data, the share on the left has a false alarm; of "
-            "the cases with them, at most the share on the right has a true one:"
-        ),
+        attacker=_filled(_attacker(mechanism)),
         rates="\n".join(rates),
-        held_out="".join(f"  - {words}\n" for words in not_covered(held_out, unit)),
-        unit=unit,
+        uncovered="\n".join(f"  - {words}" for words in uncovered),
     )
-    return words + _PERSONS * (unit == "example") + _KEY * claim.supplied
 
 
 def _promise(claim: Claim) -> str:
-    unit, (epsilon, method) = claim.mechanism.unit, claim.proven
+    epsilon, method = claim.proven
     if claim.not_private or math.isinf(epsilon):
         reason = claim.not_private or "No guarantee is proved for this computation."
         return f"Nothing is promised. {reason}"
+    unit = claim.mechanism.unit
     return (
         f"One {unit} is protected: there is a limit to how much all that was released can depend "
         f"on the data of one {unit}. It holds against everyone, whatever else they know, now or "
         f"later. In numbers: ({three_digits(epsilon)}, {upwards(claim.delta, '.3g')})-differential "
         f"privacy, proved by {method.upper()}."
     )
+
+
+def _attacker(mechanism: Mechanism) -> str:
+    return (
+        "Suppose that an attacker knows everything but whether the data of one "
+        f"{mechanism.unit} were used{_INSTEAD[mechanism.relation]}, and guesses it from what was "
+        "released. An alarm says that they were used. Of the cases without these data, the share "
+        "on the left has a false alarm; of the cases with them, at most the share on the right has "
+        "a true one:"
+    )
+
+
+def _never_covered(claim: Claim) -> list[str]:
+    unit = claim.mechanism.unit
+    uncovered = [
+        f"what is true of {unit}s in general: it can be learned, and applied to one who took no "
+        "part",
+        f"several {unit}s that belong together: more can be learned about them than about one",
+        "other results from the same data: risks add up",
+        "choices made by looking at the data (of settings, or of one result among several)",
+        "the data themselves, and files of the run that are not for release: see statement.txt",
+    ]
+    if unit == "example":
+        uncovered.append(
+            "people with several examples: one example is protected, and not one person"
+        )
+    if claim.supplied:
+        uncovered.append(
+            "who knows the random key of this run, which was supplied, can remove its noise"
+        )
+    return uncovered
 
 
 def _percent(rate: float) -> str:

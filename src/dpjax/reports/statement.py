@@ -8,51 +8,38 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import textwrap
-from collections.abc import Iterator, Sequence
-from typing import Any
-
-import numpy as np
+from collections.abc import Sequence
 
 from dpjax import accounting
 from dpjax._versions import version
 from dpjax.accounting.rounding import three_digits, upwards
 from dpjax.ledger import Ledger
-from dpjax.mechanism import Mechanism, Spent
-from dpjax.mechanism.correlated import is_amplified
-from dpjax.mechanism.multipliers import growth
-from dpjax.reports.card import Claim, claim_of, not_covered
-from dpjax.reports.page import statement_html
-from dpjax.reports.references import references
-from dpjax.types import HeldOut, Neighbours
-
-_NEIGHBOURS = {
-    Neighbours.ADD_OR_REMOVE: "data sets that differ by one {unit} added or removed",
-    Neighbours.ZERO_OUT: "data sets in which one {unit} is replaced by an empty one",
-    Neighbours.REPLACE_ONE: "data sets in which one {unit} is replaced by any other",
-}
-
-_FEW = 8  # groups that are listed one by one
-_NOT_COVERED = """\
-  - the choice of this run among several, also by public data: see accounting.select_best
-  - choosing hyper-parameters or a checkpoint by looking at the private data
-  - statistics of the data outside this run (means, class weights, vocabularies), unless named above
-  - per-step info (losses, norms, clipped fractions): computed before the noise
-  - {together}
-  - models or data in which {unit}s see each other (batch statistics)
-  - attacks on float32 arithmetic or on the pseudo-random generator"""
+from dpjax.mechanism import Mechanism
+from dpjax.reports._claim import Claim, claim_of, not_covered
+from dpjax.reports._document import COLUMN, Document, Row, html_of, read, row, text_of
+from dpjax.reports._facts import facts_of, neighbours_of, range_of
+from dpjax.reports._references import references
+from dpjax.types import HeldOut
 
 SUPPLIED = (
     "The key was supplied: epsilon holds against those who do not know the key, for one run per "
     "key."
 )
-
+_WIDTH = 100  # of the paragraph for a paper
+_ANYWAY = (
+    "the choice of this run among several, also by public data: see accounting.select_best",
+    "choosing hyper-parameters or a checkpoint by looking at the private data",
+    "statistics of the data outside this run (means, class weights, vocabularies), unless named "
+    "above",
+    "per-step info (losses, norms, clipped fractions): computed before the noise",
+)
 _TOGETHER = {
-    "example": "examples that belong together: the unit is one example, not one person",
-    "person": "{unit}s that belong together, as in a family, and a {unit} who is there twice",
-    "client": "anyone who sees one client's update: noise is added to the sum of updates\n"
-    "  - clients that belong together: the unit is one client, with all of its examples",
+    "example": ("examples that belong together: the unit is one example, not one person",),
+    "client": (
+        "anyone who sees one client's update: noise is added to the sum of updates",
+        "clients that belong together: the unit is one client, with all of its examples",
+    ),
 }
 
 
@@ -63,8 +50,13 @@ class Statement(str):
     def __repr__(self) -> str:
         return str(self)
 
+    @property
+    def html(self) -> str:
+        """The HTML of the statement, without its title."""
+        return html_of(read(self))
+
     def _repr_html_(self) -> str:
-        return f"<p><strong>Privacy statement</strong></p>\n{statement_html(self)}"
+        return f"<p><strong>Privacy statement</strong></p>\n{self.html}"
 
 
 def statement(
@@ -107,250 +99,145 @@ def statement(
         unit          one example
       ...
     """
-    claim, unit = claim_of("statement", mechanism, delta, ledger, supplied, methods), mechanism.unit
-    together = _TOGETHER.get(unit, _TOGETHER["person"]).format(unit=unit)
-    lines = [
-        "Privacy statement",
-        "",
-        *_verdict(claim),
-        "",
-        *_facts(claim, ledger, scaled_by),
-        "",
-        *_figures(claim),
-        "",
-        *_methods_section(claim),
-        "Not covered",
-        *(f"  - {words}" for words in not_covered(held_out, unit)),
-        _NOT_COVERED.format(unit=unit, together=together),
-        "",
-        "References",
-        *references(mechanism, claim.epsilons),
-    ]
-    return Statement("\n".join(lines))
+    claim = claim_of("statement", mechanism, delta, ledger, supplied, methods)
+    tables = [facts_of(claim, ledger, scaled_by), _epsilons(claim)]
+    if _is_private(claim):
+        tables.append([_for_a_paper(claim)])
+    uncovered = [*not_covered(held_out, mechanism.unit), *_never_covered(mechanism.unit)]
+    works = references(mechanism, claim.epsilons)
+    document = Document(_verdict(claim), tables, uncovered, "\n".join(works))
+    return Statement(text_of(document))
 
 
-def _verdict(claim: Claim) -> Iterator[str]:
-    unit, (private, method) = claim.mechanism.unit, _guarantee(claim)
-    if private:
-        yield f"  {private}, as proved by {method}."
+def _verdict(claim: Claim) -> list[str]:
+    _, method = claim.proven
+    if _is_private(claim):
+        sentences = [f"{_guarantee(claim)}, as proved by {method.upper()}."]
     elif claim.not_private:
-        yield "  This computation is NOT differentially private (epsilon is infinite)."
-        yield f"  {claim.not_private}"
+        sentences = [
+            "This computation is NOT differentially private (epsilon is infinite).",
+            claim.not_private,
+        ]
     else:
-        yield "  This computation is NOT PROVED to be differentially private."
-        yield f"  {_why_unproved(claim.mechanism, method)}"
+        sentences = [
+            "This computation is NOT PROVED to be differentially private.",
+            *_why_unproved(claim.mechanism, method),
+        ]
     if claim.supplied:
-        yield f"  {SUPPLIED}"
+        sentences.append(SUPPLIED)
+    unit = claim.mechanism.unit
     examples = claim.mechanism.sampling.examples
     # Publishing one record at random satisfies delta = 1/n, so such a delta promises nothing.
     if claim.delta * examples >= 1:
-        yield (
-            f"  delta={claim.delta:g} is not below 1/{unit}s={1 / examples:.2g}: publishing one "
+        sentences.append(
+            f"delta={claim.delta:g} is not below 1/{unit}s={1 / examples:.2g}: publishing one "
             f"{unit} outright would satisfy it. Choose a smaller delta."
         )
+    return sentences
 
 
-def _guarantee(claim: Claim) -> tuple[str, str]:
-    """What is proved, in words or empty, and by which accountant."""
-    epsilon, method = claim.proven
+def _is_private(claim: Claim) -> bool:
+    """Whether an epsilon is proved."""
+    epsilon, _ = claim.proven
+    return math.isfinite(epsilon)
+
+
+def _guarantee(claim: Claim) -> str:
+    epsilon, _ = claim.proven
     pair = f"({three_digits(epsilon)}, {upwards(claim.delta, '.3g')})"
-    return f"{pair}-differentially private" * math.isfinite(epsilon), method.upper()
+    return f"{pair}-differentially private"
 
 
-def _why_unproved(mechanism: Mechanism, method: str) -> str:
+def _why_unproved(mechanism: Mechanism, method: str) -> list[str]:
     if not method:
-        return "No method proves a number for the whole: each method refuses a part of it."
+        return ["No method proves a number for the whole: each method refuses a part of it."]
     if any(run.projections is not None for run in (mechanism.clipping, *mechanism.before)):
-        return (
-            "Norms are estimated, and the chance that one is far too small is above delta.\n"
-            "  Take more random projections, or more noise."
-        )
-    return "No method has a finite number for it. Usually the noise is far too small."
+        return [
+            "Norms are estimated, and the chance that one is far too small is above delta.",
+            "Take more random projections, or more noise.",
+        ]
+    return ["No method has a finite number for it. Usually the noise is far too small."]
 
 
-def _facts(claim: Claim, ledger: Ledger | None, scaled_by: str | None) -> Iterator[str]:
-    mechanism, ran = claim.mechanism, claim.ran
-    neighbours, unit = mechanism.relation, mechanism.unit
-    # First who is protected: without unit and neighbours an epsilon says nothing.
-    yield f"  unit          one {unit}"
-    yield f"  neighbours    {neighbours.value}: {_NEIGHBOURS[neighbours].format(unit=unit)}"
-    yield from _sampler(mechanism, len(ran))
-    yield from _clipping(mechanism)
-    yield from _noise(mechanism, ran, scaled_by)
-    if mechanism.preparation:
-        yield "  preparation   Gaussian queries on all the data before the first step, with"
-        yield f"                multiplier {_each(mechanism.preparation)}"
-    for spent in mechanism.before:
-        yield from _before(spent)
-    planned = "" if ledger is None else f" (of {mechanism.steps:,} planned)"
-    yield f"  steps         {mechanism.steps if ledger is None else ledger.steps:,}{planned}"
-    if ledger is not None and ledger.chosen:
-        yield f"                results chose where to stop, so {len(ran):,} that could run count"
-    elif len(ran) < mechanism.steps:
-        yield "                if results chose where to stop, all planned steps count"
-    yield f"  delta         {upwards(claim.delta, '.3g')}"
+def _epsilons(claim: Claim) -> list[Row]:
+    """A row for each accountant; the first one is the claim, the smallest proven epsilon."""
+
+    def proven_and_small_first(method: str) -> tuple[bool, float]:
+        return not accounting.METHODS[method].proven, claim.epsilons[method]
+
+    rows = []
+    for name in sorted(claim.epsilons, key=proven_and_small_first):
+        method = accounting.METHODS[name]
+        value = three_digits(claim.epsilons[name])
+        rows.append(row("epsilon", f"{value:>8}   {method.name}: {method.words}"))
+    if not rows:
+        rows.append(row("epsilon", f"{'none':>8}   no method has a number for this"))
+    return rows + _as_if_poisson(claim)
 
 
-def _clipping(mechanism: Mechanism) -> Iterator[str]:
-    rule, unit, groups = mechanism.clipping, mechanism.unit, mechanism.clipping.partition.size
-    # To 12 digits first: the root of a sum of squares can be a last bit above its value.
-    moved = upwards(float(f"{rule.sensitivity:.12g}"))
-    replaced = mechanism.relation is Neighbours.REPLACE_ONE
-    yield (
-        f"  clipping      {rule.name}, {groups} group{'s' * (groups > 1)}: one {unit} "
-        f"moves the sum by {'at most' if rule.projections is None else 'about'} "
-        f"{moved}{' at first' * bool(mechanism.adaptive)}"
-        f"{', a replacement by twice that' * replaced}"
-    )
-    if rule.projections is not None:
-        yield f"                norms are estimated from {rule.projections} random projections: it"
-        yield "                may be more, and epsilon, by pld alone, is over that chance, for"
-        yield "                exact arithmetic: roundings within an example are bounded in part"
-    if mechanism.adaptive is not None:
-        share = f"{mechanism.adaptive.target:g} of the norms are below"
-        yield f"                adapted: it follows the length that {share},"
-        yield f"                by a noised count of {unit}s at every step"
-
-
-def _before(spent: Spent) -> Iterator[str]:
-    noise = _range(np.array([multiplier for multiplier, _ in spent.runs]))
-    noise += ", correlated over the steps" * (spent.noise is not None)
-    if spent.projections is not None:
-        noise += f", norms from {spent.projections} projections"
-    if spent.preparation:
-        noise += f"; queries before it with multiplier {_each(spent.preparation)}"
-    yield f"  before        {spent.steps:,} steps of an earlier run on these data count too:"
-    yield (
-        f"                {spent.sampling.name}, {spent.sampling.batch_size:g} {spent.unit}s a "
-        f"step, multiplier {noise}"
-    )
-    if spent.supplied:
-        yield "                its key was supplied"
-
-
-def _sampler(mechanism: Mechanism, steps: int) -> Iterator[str]:
-    sampling, unit, size = mechanism.sampling, mechanism.unit, mechanism.batch_size
-    rows, cycle = sampling.facts.get("rates", ()), sampling.facts.get("cycle", 1)
-    if sampling.random_bins:  # sums are divided by batch_size, and bins can be larger
-        size = sampling.examples / cycle
-    # A cycle whose examples have coins is one of parts of the data.
-    in_parts = sampling.facts.get("place") == "coin"
-    turn = f" of a part, each {cycle} steps" if in_parts else ""
-    rate = f"rate {(cycle if in_parts else 1) * size / sampling.examples:.3g}{turn}"
-    by_bins = sampling.name == "scored"
-    yield (
-        f"  sampler       {sampling.name}: {size:g} of "
-        f"{sampling.examples:,} {unit}s a step ({'rates go by bins' if by_bins else rate})"
-    )
-    yield f"                {mechanism.claim}"
-    if by_bins:
-        largest = np.repeat(*map(np.asarray, zip(*rows, strict=True)))
-        counted = largest[np.minimum(np.arange(steps), len(largest) - 1)]  # the last row stays
-        yield f"                counted: rate {_range(counted)}"
-
-
-def _noise(mechanism: Mechanism, ran: np.ndarray, scaled_by: str | None) -> Iterator[str]:
-    """The noise of steps with these multipliers: on the sum, then on the mean."""
-    groups = mechanism.gradient_multiplier
-    # Each relative to its group's bound, so the sensitivity of the whole has no single multiplier.
-    by_group = isinstance(groups, Sequence)
-    # An adapted bound's multiplier covers sum and count; the sum alone has more noise than it says.
-    on_sum = ran if mechanism.adaptive is None else ran * growth(ran, mechanism.count_multiplier)
-    if mechanism.adaptive is None:
-        of = "in all" if by_group else "x sensitivity"
-        yield f"  noise         multiplier {_range(ran)} {of}, on the sum"
-    else:
-        yield (
-            f"  noise         multiplier {_range(ran)} in all: {_range(on_sum)} on the sum, "
-            f"{mechanism.count_multiplier:.4g} on the count"
-        )
-    if (strategy := mechanism.noise) is not None:
-        amplified = is_amplified(strategy, mechanism.sampling)
-        covers = "each participation" if amplified else "the whole run"
-        yield (
-            f"                correlated over the steps: {strategy.name}, "
-            f"x {mechanism.strategy_sensitivity:.4g} for {covers} of one {mechanism.unit}"
-        )
-    if by_group:
-        yield f"                by group: multiplier {_listed(groups)} x the group's own bound;"
-        yield f"                {_range(on_sum)} is what these are worth together"
-    sensitivity = mechanism.clipping.sensitivity
-    if len(ran) and not math.isinf(sensitivity):
-        moved = sensitivity * mechanism.strategy_sensitivity
-        on_mean = _range(on_sum * moved / mechanism.batch_size)
-        size = f"{_listed(mechanism.deviations_on_mean(0))} by group," if by_group else on_mean
-        start = ", at first" * bool(mechanism.adaptive)
-        fresh = ", before it is correlated" * bool(mechanism.noise)
-        yield f"                = standard deviation {size} on the mean{start}{fresh}"
-        if scaled_by is not None:
-            yield f"                before {scaled_by}, which scales sum and noise alike"
-
-
-def _figures(claim: Claim) -> Iterator[str]:
-    # The claim first: the smallest proven one.
-    rows = [(accounting.METHODS[method], value) for method, value in claim.epsilons.items()]
-    for row, value in sorted(rows, key=lambda pair: (not pair[0].proven, pair[1])):
-        yield f"  epsilon       {three_digits(value):>8}   {row.name}: {row.words}"
-    if not claim.epsilons:
-        yield f"  epsilon       {'none':>8}   no method has a number for this"
-    # The papers print the Poisson figure for shuffled batches: a reader can compare with print.
+def _as_if_poisson(claim: Claim) -> list[Row]:
+    """The epsilon that papers publish for such batches, with which a reader compares."""
     mechanism = claim.mechanism
-    if mechanism.sampling.name in ("shuffled", "curriculum") and mechanism.noise is None:
-        steps = accounting.scheduled_gaussian(claim.ran, mechanism.sampling.sampling_rate)
-        event = accounting.compose(mechanism.prepared, steps)
-        with contextlib.suppress(ValueError):  # earlier runs may leave no figure to compare with
-            value = accounting.epsilon(event, claim.delta, "rdp-classic")
-            yield (
-                f"  as if Poisson {three_digits(value):>8}   rdp-classic: the papers' figure for "
-                "such batches. It does not hold for them: nothing proves amplification here."
-            )
+    sampling = mechanism.sampling
+    if not sampling.published_as_poisson or mechanism.noise is not None:
+        return []
+    steps = accounting.scheduled_gaussian(claim.ran, sampling.sampling_rate)
+    event = accounting.compose(mechanism.prepared, steps)
+    with contextlib.suppress(ValueError):  # earlier runs may leave no figure to compare with
+        value = three_digits(accounting.epsilon(event, claim.delta, "rdp-classic"))
+        words = (
+            f"{value:>8}   rdp-classic: the papers' figure for such batches. It does not hold for "
+            "them: nothing proves amplification here."
+        )
+        return [row("as if Poisson", words)]
+    return []
 
 
-def _methods_section(claim: Claim) -> Iterator[str]:
-    """A paragraph for the methods section of a paper, if there is a guarantee."""
-    private, method = _guarantee(claim)
-    if not private:
-        return
-    mechanism, rule, unit = claim.mechanism, claim.mechanism.clipping, claim.mechanism.unit
-    drawn = re.sub("poisson|persons", "Poisson", mechanism.sampling.name).replace("_", " ")
-    moved = f"sensitivity {rule.sensitivity:.4g}" + " at first" * bool(mechanism.adaptive)
-    also = [f"{spent.steps:,} steps of an earlier run" for spent in mechanism.before]
+def _for_a_paper(claim: Claim) -> Row:
+    """A paragraph for the methods section of a paper."""
+    mechanism = claim.mechanism
+    sampling = mechanism.sampling
+    rule = mechanism.clipping
+    unit = mechanism.unit
+    drawn = sampling.paper_name
+    if drawn is None:
+        drawn = sampling.name.replace("_", " ")
+    moved = f"sensitivity {rule.sensitivity:.4g}"
+    if mechanism.adaptive is not None:
+        moved += " at first"
+    noise = "Gaussian noise"
+    if mechanism.noise is not None:
+        noise = "correlated Gaussian noise"
+    earlier = [f"{spent.steps:,} steps of an earlier run" for spent in mechanism.before]
     if mechanism.preparation:
-        also.append(f"{len(mechanism.preparation)} Gaussian queries on all the data")
-    together = f"Together with {' and '.join(also)} this" if also else "This"
-    versions = (f"{name} {version(name)}" for name in ("dpjax", "dp-accounting", "jax"))
-    neighbours = _NEIGHBOURS[mechanism.relation].format(unit=unit)
+        earlier.append(f"{len(mechanism.preparation)} Gaussian queries on all the data")
+    subject = "This"
+    if earlier:
+        subject = f"Together with {' and '.join(earlier)} this"
+    packages = ("dpjax", "dp-accounting", "jax")
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    _, method = claim.proven
     words = (
         f"We ran {len(claim.ran):,} steps with {drawn} sampling of {mechanism.batch_size:g} of "
-        f"{mechanism.sampling.examples:,} {unit}s, per-{unit} clipping ({rule.name}, {moved}) and "
-        f"{'correlated ' * bool(mechanism.noise)}Gaussian noise with multiplier "
-        f"{_range(claim.ran)}. {together} is {private} for {neighbours} "
-        f"({mechanism.relation.value}), by the {method} accountant ({', '.join(versions)})."
-        f"{f' {SUPPLIED}' * claim.supplied}"
+        f"{sampling.examples:,} {unit}s, per-{unit} clipping ({rule.name}, {moved}) and "
+        f"{noise} with multiplier {range_of(claim.ran)}. {subject} is {_guarantee(claim)} for "
+        f"{neighbours_of(mechanism)} ({mechanism.relation.value}), by the {method.upper()} "
+        f"accountant ({versions})."
     )
-    indents: Any = {"initial_indent": "  in a paper    ", "subsequent_indent": " " * 16}
-    yield from (*textwrap.wrap(words, 100, break_on_hyphens=False, **indents), "")
+    if claim.supplied:
+        words += f" {SUPPLIED}"
+    return row("in a paper", *textwrap.wrap(words, _WIDTH - COLUMN, break_on_hyphens=False))
 
 
-def _each(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.4g}" for value in values)
-
-
-def _listed(values: Sequence[float]) -> str:
-    """One number for each group, or the smallest and largest of many."""
-    if len(values) <= _FEW:
-        return _each(values)
-    return f"{min(values):.4g} to {max(values):.4g} (of {len(values)} groups)"
-
-
-def _range(values: np.ndarray) -> str:
-    """One number, or the first and last of several, and between which the others are."""
-    if not len(values):
-        return "none"
-    if np.all(values == values[0]):
-        return f"{values[0]:.4g}"
-    distinct = len(np.unique(values))
-    first, last, low, high = values[0], values[-1], values.min(), values.max()
-    turns = not {low, high} <= {first, last}
-    between = f", between {low:.4g} and {high:.4g}" if turns else ""
-    return f"{first:.4g} to {last:.4g}{between} ({distinct} values, by a schedule)"
+def _never_covered(unit: str) -> list[str]:
+    belong_together = _TOGETHER.get(unit)
+    if belong_together is None:
+        belong_together = (
+            f"{unit}s that belong together, as in a family, and a {unit} who is there twice",
+        )
+    return [
+        *_ANYWAY,
+        *belong_together,
+        f"models or data in which {unit}s see each other (batch statistics)",
+        "attacks on float32 arithmetic or on the pseudo-random generator",
+    ]

@@ -66,6 +66,7 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
 
     return Sampler(
         name="cyclic_poisson",
+        paper_name="cyclic Poisson",
         capacity=examples,
         draw=draw,
         claim=f"Poisson sampling from {cycle} parts in turn; one amplified step a cycle is proved",

@@ -146,5 +146,6 @@ def _epochs(
         claim=claim,
         fingerprint=fingerprint,
         padded=False,
+        published_as_poisson=True,
         **stated(examples, batch_size, event=event, cycle=steps, place=place),
     )

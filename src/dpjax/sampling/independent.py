@@ -87,6 +87,7 @@ def poisson(examples: int, batch_size: float) -> Sampler:
 
     return Sampler(
         name="poisson",
+        paper_name="Poisson",
         capacity=capacity,
         draw=draw,
         claim=f"{kind}; amplification by sampling is proved and counted",
@@ -220,6 +221,7 @@ def scored(
 
     return Sampler(
         name="scored",
+        rates_by_bin=True,
         capacity=places.size,
         draw=draw,
         claim="Poisson sampling at a rate for each bin of public scores; the largest is counted",

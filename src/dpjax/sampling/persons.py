@@ -77,6 +77,7 @@ def persons(owners: ArrayLike, batch_size: float, most_rows: int = 1) -> Sampler
     return replace(
         of_people,
         name="persons",
+        paper_name="Poisson",
         unit="person",
         draw=draw,
         rows=rows,

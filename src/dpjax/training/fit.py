@@ -62,7 +62,7 @@ def fit(
       configuration: Further facts that identify the run (flags, a name, ...), in JSON types.
       save_every: Steps between checkpoints that have no row; by default about five minutes.
       progress: Whether to show a live line; or a function that gets the rows of the log after each
-        evaluation instead, as `dpjax.reports.live_plot` makes one.
+        evaluation instead, as `dpjax.cli.report.live_plot` makes one.
       held_out: The units that were held out for ``evaluate``, as `dpjax.data.Dataset.held_out` has
         them. No epsilon covers them, so the statements in the folder name them.
 

@@ -27,11 +27,11 @@ from dpjax.cli.compare import plot
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.flag_sets import presets
 from dpjax.cli.flag_sets.train import FLAGS
+from dpjax.cli.report.figures import RELEASED
+from dpjax.cli.report.load_run import read
 from dpjax.cli.sweep import child_processes, search_cost, search_space
 from dpjax.cli.sweep.search_space import Candidates, Trial, pairs, words
 from dpjax.mechanism.card import strict
-from dpjax.reports.figures import RELEASED
-from dpjax.reports.load_run import read
 from dpjax.training.run_folder import held
 
 Runs = Mapping[pathlib.Path, Trial]

@@ -17,7 +17,7 @@ import optax
 from absl import app, flags
 
 import dpjax
-from dpjax import data, features, losses, processes, reports, training
+from dpjax import data, features, losses, processes, training
 from dpjax._display import duration
 from dpjax._files import read_json
 from dpjax.accounting.rounding import three_digits, upwards
@@ -26,9 +26,17 @@ from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.flag_sets import names, presets
 from dpjax.cli.flag_sets.train import settings
 from dpjax.cli.machine_flags import meet, mesh_in_force
+from dpjax.cli.report import report as page_of
+from dpjax.cli.report.load_run import read, speed_of
+from dpjax.cli.report.measures import (
+    MEASURES,
+    first_and_guess,
+    measured,
+    others_and_guess,
+    shown,
+)
 from dpjax.cli.train import build, inputs, run_files
 from dpjax.cli.train.evaluation import Evaluation, first_parameters, held, rehearse
-from dpjax.reports.load_run import MEASURES, read, shown
 
 # What the library and the user's model raise for flags that describe no run.
 _MISTAKES = (ArithmeticError, MemoryError, TypeError, ValueError)
@@ -242,15 +250,22 @@ def report(given: flags.FlagValues, dataset: data.Dataset) -> None:
     """Writes and prints what a run that has ended leaves."""
     folder = pathlib.Path(given.out)
     print((folder / "statement.txt").read_text().partition("\n\nReferences\n")[0])
-    run, config = read(folder), read_json(folder / "config.json")
-    for name, value in list(run.measures.items())[:1]:
+    run = read(folder)
+    config = read_json(folder / "config.json")
+    for name, value in list(measured(run).items())[:1]:
         reached = f"{MEASURES[name]} {shown(name, value)} on {dataset.name} {dataset.note}"
-        print(f"\n{reached[0].upper()}{reached[1:].rstrip()}. {run.beside_a_guess}")
-    if others := run.others_beside_a_guess:
-        print(f"{others[0].upper()}{others[1:]}.")
-    unit = run.mechanism.get("unit", "example")
-    speed = f", {run.speed} {unit}s/s in steps alone" if run.speed else ""
+        print(f"\n{_sentence(reached)} {first_and_guess(run)}")
+    others = others_and_guess(run)
+    if others:
+        print(_sentence(others))
+    speed = speed_of(run)
+    if speed:
+        speed = f", {speed} {run.unit}s/s in steps alone"
     print(f"Trained in {duration(config['seconds'])} on {config['hardware']['device']}{speed}")
     if given.report:
-        print(f"To look at: {reports.report(folder)}")
+        print(f"To look at: {page_of(folder)}")
     print(f"All files are in {folder}. Recompute epsilon: dpjax verify {shlex.quote(str(folder))}")
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:].rstrip()}."

@@ -15,7 +15,7 @@ import jax
 
 from dpjax._files import replace
 from dpjax._versions import version
-from dpjax.reports.figures import PLOTS
+from dpjax.cli.report.figures import PLOTS
 from dpjax.training import forget
 
 MOMENTS = "moments.npz"

@@ -10,17 +10,18 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from dpjax import metrics
+from dpjax.cli.report.load_run import Missing, SavedRun, stated_at
+from dpjax.cli.report.measures import first_and_guess, guessed
+from dpjax.cli.report.style import DOTS, PALETTE, WIDTH, band, legend, panel
 from dpjax.mechanism.card import first_steps
-from dpjax.reports.load_run import Missing, SavedRun
-from dpjax.reports.style import DOTS, PALETTE, WIDTH, band, legend, panel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +29,13 @@ if TYPE_CHECKING:
 
 _FEW = 16  # with more classes, the numbers in the cells are too small to read
 _GROUPS = 12  # more histograms would be too small to read
-_BLUE, _CLAY = PALETTE["blue"], PALETTE["clay"]
+_COLUMNS = 3  # of histograms, which is all that fits into the column of the page
+_LONGEST = 26  # characters of a title above a histogram
+_BLUE = PALETTE["blue"]
+_CLAY = PALETTE["clay"]
+_MUTED = PALETTE["muted"]
+_DASHED: dict[str, Any] = {"linewidth": 1.2, "linestyle": "--", "label": "bound"}
+_LABEL: dict[str, Any] = {"fontsize": 8.5, "color": _MUTED}
 
 
 def accuracy(figure: Figure, run: SavedRun) -> str:
@@ -38,9 +45,10 @@ def accuracy(figure: Figure, run: SavedRun) -> str:
     epsilon did not improve accuracy. The dashed line is always guessing the most frequent class.
     """
     y = 100 * run.series("accuracy")
-    _beside_a_guess(figure, run, y, "test accuracy (%)", 100 * run.guesses.get("accuracy", np.nan))
+    guess = 100 * guessed(run).get("accuracy", np.nan)
+    _with_guess(figure, run, y, "test accuracy (%)", guess)
     best = f"{_end(y, '{:.1f} %')} at the end, {np.nanmax(_means(y)):.1f} % at best."
-    return f"{best}{_groups(y)} {run.beside_a_guess}".rstrip()
+    return f"{best}{_groups(y)} {first_and_guess(run)}".rstrip()
 
 
 def error(figure: Figure, run: SavedRun) -> str:
@@ -50,7 +58,7 @@ def error(figure: Figure, run: SavedRun) -> str:
     line is always guessing the mean of the test targets.
     """
     y = run.series("rmse")
-    _beside_a_guess(figure, run, y, "RMSE of test examples", run.guesses.get("rmse", np.nan))
+    _with_guess(figure, run, y, "RMSE of test examples", guessed(run).get("rmse", np.nan))
     return f"{_end(y)} at the end, {np.nanmin(_means(y)):.3g} at best."
 
 
@@ -60,8 +68,10 @@ def test_loss(figure: Figure, run: SavedRun) -> str:
     The loss on test examples also depends on how confident the model is. If it rises while
     accuracy stays, the model becomes overconfident.
     """
-    is_classifier = any("nll" in row for row in run.rows)
-    y = run.series("nll" if is_classifier else "test_loss")
+    name = "test_loss"
+    if any("nll" in row for row in run.rows):  # of a classifier
+        name = "nll"
+    y = run.series(name)
     against_epsilon(figure.subplots(), run, y, "mean loss of test examples", "blue")
     return f"{_end(y)} at the end, {np.nanmin(_means(y)):.3g} at best.{_groups(y)}"
 
@@ -89,17 +99,19 @@ def noise(figure: Figure, run: SavedRun) -> str:
     runs = first_steps(run.mechanism["multiplier_and_steps"], run.card["steps"])
     if not runs:
         raise Missing("privacy.json says that no step counts")
-    z, counts = (np.array(side, float) for side in zip(*runs, strict=True))
-    if np.all(z == z[0]):
-        raise Missing(f"it is {z[0]:.4g} at every step")
+    multipliers, counts = np.array(runs, float).T
+    first, last = multipliers[[0, -1]]
+    if np.all(multipliers == first):
+        raise Missing(f"it is {first:.4g} at every step")
     edges = np.concatenate([[0], np.cumsum(counts)])
     axes = panel(figure, "step", "noise multiplier")
     # Steps, not a line: a multiplier holds from one change to the next.
-    axes.stairs(z, edges, baseline=None, color=_BLUE, linewidth=1.6)
-    axes.set_ylim(0, 1.2 * z.max() or 1)
-    earlier = " Earlier runs are not drawn." if run.mechanism.get("before") else ""
-    steps = f"over {int(edges[-1]):,} accounted steps"
-    return f"From {z[0]:.4g} to {z[-1]:.4g}, {steps}.{earlier}"
+    axes.stairs(multipliers, edges, baseline=None, color=_BLUE, linewidth=1.6)
+    axes.set_ylim(0, 1.2 * multipliers.max() or 1)
+    sentence = f"From {first:.4g} to {last:.4g}, over {int(edges[-1]):,} accounted steps."
+    if run.mechanism.get("before"):
+        sentence += " Earlier runs are not drawn."
+    return sentence
 
 
 def clipping(figure: Figure, run: SavedRun) -> str:
@@ -111,7 +123,8 @@ def clipping(figure: Figure, run: SavedRun) -> str:
     cut = run.series("private", "clipped")
     axes = panel(figure, "step", "")
     band(axes, run.steps, cut, "blue", "fraction above the bound")
-    sentence, lowest = f"{_end(100 * cut, '{:.0f} %')} of the examples were above the bound", 0.0
+    sentence = f"{_end(100 * cut, '{:.0f} %')} of the examples were above the bound"
+    lowest = 0.0
     with contextlib.suppress(Missing):
         turned = run.series("private", "cosine")
         band(axes, run.steps, turned, "clay", "cosine of clipped and unclipped mean")
@@ -132,15 +145,12 @@ def norms(figure: Figure, run: SavedRun) -> str:
     axes = panel(figure, "step", "mean gradient norm")
     band(axes, run.steps, y, "blue", "mean norm")
     axes.set_ylim(bottom=0)
-    dashed = {"linewidth": 1.2, "linestyle": "--", "label": "bound"}
     try:
-        band(axes, run.steps, run.series("bound"), "clay", **dashed)  # adapted bounds
+        band(axes, run.steps, run.series("bound"), "clay", **_DASHED)  # adapted bounds
     except Missing:
-        bounds = {float(bound) for bound in run.mechanism.get("clipping", {}).get("bounds", [])}
-        # The log does not hold the values of a scheduled bound.
-        fixed = (run.identity or {}).get("bound schedule") is None and len(bounds) == 1
-        if fixed and math.isfinite(bound := bounds.pop()):
-            axes.axhline(bound, color=_CLAY, **dashed)
+        bound = _fixed_bound(run)
+        if bound is not None:
+            axes.axhline(bound, color=_CLAY, **_DASHED)
     legend(axes)
     return f"{_end(y)} at the end.{_groups(y)}"
 
@@ -155,32 +165,20 @@ def gradients(figure: Figure, run: SavedRun) -> str:
     norms = run.array("diagnostics", "norms")
     norms = norms.reshape(len(norms), -1).astype(float)
     bounds = np.atleast_1d(run.array("diagnostics", "bounds")).astype(float)
-    shown = min(norms.shape[1], _GROUPS)
-    columns = min(shown, 3)  # more do not fit into the column of the page
-    rows = -(-shown // columns)
-    figure.set_size_inches(WIDTH, 2.9 if rows == 1 else 1.6 * rows)
-    grid = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axes in grid[shown:]:
-        axes.set_axis_off()
-    names = run.mechanism.get("clipping", {}).get("groups", [])
-    for group, axes in enumerate(grid[:shown]):
-        _histogram(axes, norms[:, group], bounds[group])
-        if shown > 1:
-            name = str(names[group]) if group < len(names) else f"group {group}"
-            # Cut to the width of the histogram; the end of a path names the layer.
-            axes.set_title(name if len(name) <= 26 else f"…{name[-25:]}", parse_math=False)
-    figure.supxlabel("gradient norm of an example", fontsize=8.5, color=PALETTE["muted"])
-    figure.supylabel("examples", fontsize=8.5, color=PALETTE["muted"])
-    if shown == 1:
-        legend(grid[0])
+    _histograms(figure, run, norms, bounds)
     finite = np.isfinite(norms)  # no bin can hold the others
     above = np.sum(finite & (norms > bounds)) / max(1, finite.sum())
     middle = np.median(norms[finite]) if finite.any() else np.nan
-    left_out = f" {np.sum(~finite):,} norms are not finite." if not finite.all() else ""
-    if shown < norms.shape[1]:
-        left_out += f" The first {shown} of {norms.shape[1]} groups are drawn."
-    share = f"Of {len(norms):,} training examples, {above:.0%} are above the bound"
-    return f"{share}; median {middle:.3g}.{left_out}"
+    sentence = (
+        f"Of {len(norms):,} training examples, {above:.0%} are above the bound; "
+        f"median {middle:.3g}."
+    )
+    if not finite.all():
+        sentence += f" {np.sum(~finite):,} norms are not finite."
+    groups = norms.shape[1]
+    if groups > _GROUPS:
+        sentence += f" The first {_GROUPS} of {groups} groups are drawn."
+    return sentence
 
 
 def classes(figure: Figure, run: SavedRun) -> str:
@@ -213,9 +211,11 @@ def confusion(figure: Figure, run: SavedRun) -> str:
     fractions of the row.
     """
     counts = np.asarray(metrics.confusion(*_predictions(run)))
-    size, share = len(counts), counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    size = len(counts)
+    share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     figure.set_size_inches(WIDTH, 4.6)
-    axes, edges = panel(figure, "predicted class", "true class"), np.arange(len(counts) + 1) - 0.5
+    axes = panel(figure, "predicted class", "true class")
+    edges = np.arange(size + 1) - 0.5
     # An opacity at which even a small fraction stays visible.
     _cells(axes, edges, edges, np.where(counts, 0.1 + 0.9 * share, 0).T)
     axes.set(xlim=(-0.5, size - 0.5), ylim=(size - 0.5, -0.5), aspect="equal")
@@ -223,7 +223,9 @@ def confusion(figure: Figure, run: SavedRun) -> str:
         axes.set_xticks(range(size))
         axes.set_yticks(range(size))
         for row, column in np.argwhere(counts):
-            ink = PALETTE["paper" if share[row, column] > 0.5 else "ink"]
+            ink = PALETTE["ink"]
+            if share[row, column] > 0.5:
+                ink = PALETTE["paper"]
             look = {"ha": "center", "va": "center", "color": ink, "fontsize": 7.5}
             axes.text(column, row, str(counts[row, column]), **look)
     wrong = counts * (1 - np.eye(size, dtype=int))
@@ -249,7 +251,7 @@ def calibration(figure: Figure, run: SavedRun) -> str:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     above.plot([0, 1], [0, 1], "--", color=PALETTE["muted"], linewidth=1, label="confidence")
     above.vlines(confidence[filled], confidence[filled], right[filled], color=_BLUE)
-    # The root keeps small bins visible beside the last one, which usually holds most predictions.
+    # The root keeps small bins visible: the last one usually holds most predictions.
     areas = 8 + 90 * np.sqrt(counts[filled] / counts.sum())
     look = {"color": _BLUE, "label": "accuracy", "linewidths": 0, "zorder": 3}
     above.scatter(confidence[filled], right[filled], areas, **look)
@@ -257,8 +259,9 @@ def calibration(figure: Figure, run: SavedRun) -> str:
     legend(above)
     below.stairs(counts, np.linspace(0, 1, len(counts) + 1), fill=True, color=_BLUE, alpha=0.55)
     below.set(xlabel="confidence", ylabel="examples", xlim=(-0.02, 1.02))
-    ece, mce = (float(error(logits, labels)) for error in (metrics.ece, metrics.mce))
-    return f"Expected calibration error (ECE) {ece:.3f}, largest (MCE) {mce:.3f}."
+    expected = float(metrics.ece(logits, labels))
+    largest = float(metrics.mce(logits, labels))
+    return f"Expected calibration error (ECE) {expected:.3f}, largest (MCE) {largest:.3f}."
 
 
 RELEASED = "released"
@@ -268,10 +271,19 @@ SEEDED = "its key was supplied: do not publish it to those who know the key"
 
 def of_what_was_released(run: SavedRun) -> str:
     """The badge of a figure that is computed from the trained model, protected by its noise."""
-    # Without a finite proven epsilon the parameters protect no one, and neither does their figure.
     if math.isinf(run.epsilon):
+        # The parameters protect no one, and neither does their figure.
         return PRIVATE
-    return SEEDED if run.supplied else RELEASED
+    if run.supplied:
+        return SEEDED
+    return RELEASED
+
+
+def note_of(badge: str) -> str:
+    """The note that is drawn into a picture which is not for release; else empty."""
+    if badge == RELEASED:
+        return ""
+    return badge
 
 
 class Plot(NamedTuple):
@@ -282,7 +294,9 @@ class Plot(NamedTuple):
 
     def badge(self, run: SavedRun) -> str:
         """Whether the figure of this run may be published."""
-        return self.shows if isinstance(self.shows, str) else self.shows(run)
+        if isinstance(self.shows, str):
+            return self.shows
+        return self.shows(run)
 
     @property
     def name(self) -> str:
@@ -318,15 +332,18 @@ PLOTS = (
 def against_epsilon(axes: Axes, run: SavedRun, y: np.ndarray, name: str, color: str) -> None:
     """One number per evaluation against epsilon; against steps if epsilon is not finite."""
     try:
-        x, label = run.series("epsilon")[:, 0], f"epsilon spent{run.stated}"
+        x = run.series("epsilon")[:, 0]
+        label = f"epsilon spent{stated_at(run)}"
     except Missing:
-        x, label = run.steps, "step (epsilon is not finite)"
+        x = run.steps
+        label = "step (epsilon is not finite)"
     axes.set_xlabel(label, parse_math=False)
     axes.set_ylabel(name, parse_math=False)
     band(axes, x, y, color, **DOTS)
 
 
-def _beside_a_guess(figure: Figure, run: SavedRun, y: np.ndarray, name: str, guess: float) -> None:
+def _with_guess(figure: Figure, run: SavedRun, y: np.ndarray, name: str, guess: float) -> None:
+    """One number per evaluation, and a dashed line for that of a guess."""
     axes = figure.subplots()
     against_epsilon(axes, run, y, name, "blue")
     if not math.isnan(guess):
@@ -337,14 +354,61 @@ def _cells(axes: Axes, x: np.ndarray, y: np.ndarray, shade: np.ndarray) -> None:
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
-    look = {"facecolor": _BLUE, "linewidth": 0, "antialiased": False}
-    left, low, wide, high = (side.tolist() for side in (x, y, np.diff(x), np.diff(y)))
-    cells = [
-        Rectangle((left[i], low[j]), wide[i], high[j], alpha=float(shade[i, j]), **look)
-        for i, j in np.argwhere(shade)
-    ]
+    look: dict[str, Any] = {"facecolor": _BLUE, "linewidth": 0, "antialiased": False}
+    widths = np.diff(x)
+    heights = np.diff(y)
+    cells = []
+    for i, j in np.argwhere(shade):
+        corner = (float(x[i]), float(y[j]))
+        size = (float(widths[i]), float(heights[j]))
+        cells.append(Rectangle(corner, *size, alpha=float(shade[i, j]), **look))
     axes.add_collection(PatchCollection(cells, match_original=True))
     axes.grid(visible=False)
+
+
+def _fixed_bound(run: SavedRun) -> float | None:
+    """The bound of all groups, if it is one finite number that no schedule changes."""
+    if (run.identity or {}).get("bound schedule") is not None:
+        return None  # the log does not hold the values of the schedule
+    bounds = {float(bound) for bound in run.mechanism.get("clipping", {}).get("bounds", [])}
+    if len(bounds) != 1:
+        return None
+    (bound,) = bounds
+    return bound if math.isfinite(bound) else None
+
+
+def _histograms(figure: Figure, run: SavedRun, norms: np.ndarray, bounds: np.ndarray) -> None:
+    """A histogram for each of the first groups."""
+    shown = min(norms.shape[1], _GROUPS)
+    columns = min(shown, _COLUMNS)
+    rows = -(-shown // columns)
+    height = 2.9
+    if rows > 1:
+        height = 1.6 * rows
+    figure.set_size_inches(WIDTH, height)
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes in grid[shown:]:
+        axes.set_axis_off()
+    names = run.mechanism.get("clipping", {}).get("groups", [])
+    for group, axes in enumerate(grid[:shown]):
+        _histogram(axes, norms[:, group], bounds[group])
+        if shown > 1:
+            axes.set_title(_group_name(names, group), parse_math=False)
+    figure.supxlabel("gradient norm of an example", **_LABEL)
+    figure.supylabel("examples", **_LABEL)
+    if shown == 1:
+        legend(grid[0])
+
+
+def _group_name(names: Sequence[Any], group: int) -> str:
+    """The name of a group, cut to the width of its histogram."""
+    if group >= len(names):
+        return f"group {group}"
+    name = str(names[group])
+    if len(name) > _LONGEST:
+        # The end of a path names the layer.
+        return f"…{name[1 - _LONGEST :]}"
+    return name
 
 
 def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> None:
@@ -352,7 +416,8 @@ def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> None:
     norms = norms[np.isfinite(norms)]
     top = float(norms.max(initial=0)) or 1.0
     # Four decades at most; the first bin holds all norms below.
-    low = max(float(norms.min(initial=top, where=norms > 0)) / 1.1, top * 1e-4)
+    shortest = float(norms.min(initial=top, where=norms > 0))
+    low = max(shortest / 1.1, top * 1e-4)
     edges = np.geomspace(low, 1.1 * top, 41)
     counts, _ = np.histogram(np.maximum(norms, low), edges)
     axes.stairs(counts, edges, fill=True, color=_BLUE, alpha=0.55)
@@ -365,16 +430,19 @@ def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> None:
 
 def _predictions(run: SavedRun) -> tuple[Array, Array]:
     """Logits and labels; the logits are log probabilities, which softmax inverts."""
-    labels, p = run.array("evaluation", "labels"), run.array("evaluation", "probabilities")
-    if not np.isfinite(p).all():
+    labels = run.array("evaluation", "labels")
+    probabilities = run.array("evaluation", "probabilities")
+    if not np.isfinite(probabilities).all():
         raise Missing("evaluation.npz holds probabilities that are not finite")
-    logits = np.log(np.maximum(p, np.finfo(np.float32).tiny))
+    logits = np.log(np.maximum(probabilities, np.finfo(np.float32).tiny))
     return jnp.asarray(logits, jnp.float32), jnp.asarray(labels)
 
 
 def _groups(table: np.ndarray) -> str:
     width = table.shape[1]
-    return f" The line is the mean of {width} groups, the band their range." if width > 1 else ""
+    if width == 1:
+        return ""
+    return f" The line is the mean of {width} groups, the band their range."
 
 
 def _means(table: np.ndarray) -> np.ndarray:
@@ -384,5 +452,8 @@ def _means(table: np.ndarray) -> np.ndarray:
 
 def _end(table: np.ndarray, form: str = "{:.3g}") -> str:
     """The mean over groups of the last row; an earlier row is of other parameters."""
-    last = table[-1][~np.isnan(table[-1])]
-    return form.format(last.mean()) if last.size else "no number"
+    last = table[-1]
+    numbers = last[~np.isnan(last)]
+    if not numbers.size:
+        return "no number"
+    return form.format(numbers.mean())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,10 @@ WIDTH = 5.4  # inches; at this width the text is 8 pixels high on a screen of 40
 
 DOTS: dict[str, Any] = {"marker": "o", "markersize": 4, "markeredgecolor": PALETTE["paper"]}
 
-_INK, _MUTED, _RULE, _PAPER = (PALETTE[name] for name in ("ink", "muted", "rule", "paper"))
+_INK = PALETTE["ink"]
+_MUTED = PALETTE["muted"]
+_RULE = PALETTE["rule"]
+_PAPER = PALETTE["paper"]
 _STYLE: dict[Any, Any] = {
     "figure.facecolor": _PAPER,
     "axes.facecolor": "none",
@@ -98,14 +101,20 @@ def band(
     axes: Axes, x: np.ndarray, table: np.ndarray, color: str, label: str = "", **look: Any
 ) -> None:
     """A line through the mean of each row, a band over its range, and gaps for NaN."""
-    middle, low, high = (np.full(len(table), np.nan) for _ in range(3))
-    # Rows without a number stay gaps in the line, instead of warnings of NumPy.
-    some = ~np.isnan(table).all(axis=1)
-    for values, of in ((middle, np.nanmean), (low, np.nanmin), (high, np.nanmax)):
-        values[some] = of(table[some], axis=1)
+    middle = _by_row(table, np.nanmean)
+    low = _by_row(table, np.nanmin)
+    high = _by_row(table, np.nanmax)
     axes.plot(x, middle, color=PALETTE[color], label=label, **look)
-    if np.any(low[some] < high[some]):
+    if np.any(low < high):  # NaN compares as False
         axes.fill_between(x, low, high, color=PALETTE[color], alpha=0.18, linewidth=0)
+
+
+def _by_row(table: np.ndarray, reduce: Callable[..., np.ndarray]) -> np.ndarray:
+    """Reduces each row; a row without a number is NaN, where NumPy would warn."""
+    values = np.full(len(table), np.nan)
+    has_number = ~np.isnan(table).all(axis=1)
+    values[has_number] = reduce(table[has_number], axis=1)
+    return values
 
 
 def legend(axes: Axes) -> None:
@@ -123,10 +132,10 @@ def svg(figure: Figure, name: str, label: str) -> str:
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(file, format="svg", transparent=True, metadata=nothing)
     text = file.getvalue()
-    box = re.search(r'viewBox="([^"]*)"', text)
+    boxes = [*re.findall(r'viewBox="([^"]*)"', text), ""]
     opening = (
         '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
-        f'viewBox="{box.group(1) if box else ""}" role="img" aria-label="{escape(label)}">'
+        f'viewBox="{boxes[0]}" role="img" aria-label="{escape(label)}">'
     )
     # Matplotlib writes a style sheet into each SVG; the page has one for all figures.
     text = re.sub(r"<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
@@ -134,14 +143,14 @@ def svg(figure: Figure, name: str, label: str) -> str:
     text = re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1)
     # Ids are unique in one figure, and a page holds many.
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    # Colours become CSS variables, so that one drawing serves the light and the dark page.
+    # Colours become CSS variables: one drawing serves the light and the dark page.
     for color, value in PALETTE.items():
         text = text.replace(value, f"var(--{color})")
     return text.strip()
 
 
 def png(figure: Figure, note: str = "") -> bytes:
-    """A figure as PNG, with ``note`` drawn into the image, so that copies keep it."""
+    """A figure as PNG, with ``note`` drawn into the image, which copies then keep."""
     if note:
         figure.suptitle(note, fontsize=7, color=PALETTE["clay"])
     file = io.BytesIO()

@@ -6,16 +6,20 @@ from __future__ import annotations
 import importlib
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from absl import logging
 
 from dpjax._files import FIELDS
-from dpjax.reports.figures import PRIVATE, RELEASED, against_epsilon, of_what_was_released
-from dpjax.reports.load_run import Missing, SavedRun
-from dpjax.reports.style import WIDTH, canvas, png, style
+from dpjax.cli.report.figures import PRIVATE, against_epsilon, note_of, of_what_was_released
+from dpjax.cli.report.load_run import Missing, SavedRun
+from dpjax.cli.report.style import WIDTH, canvas, png, style
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_PRIVATE = "private/"
 _PIXELS = 540  # fewer than the image has: sharp on screens of high resolution
 
 
@@ -57,27 +61,41 @@ def live_plot(*names: str) -> Callable[[Sequence[Mapping[str, Any]]], None]:
 
 
 def _figure(rows: list[dict[str, Any]], names: Sequence[str]) -> bytes:
+    """The numbers of these names against epsilon, one below the other, as PNG."""
     if not names:
         raise Missing("the log has no number, as evaluate=... returns and 'private/loss' is")
     run = SavedRun(pathlib.Path(), rows)
-    hidden = any(name.startswith("private/") for name in names)
-    badge = PRIVATE if hidden else of_what_was_released(run)
+    badge = of_what_was_released(run)
+    if any(name.startswith(_PRIVATE) for name in names):
+        badge = PRIVATE
     with style():
         figure = canvas(WIDTH, 0.5 + 1.9 * len(names))
         for axes, name in zip(np.ravel(figure.subplots(len(names))), names, strict=True):
-            color = "clay" if name.startswith("private/") else "blue"
-            try:
-                # A name of `evaluate` may have a slash of its own.
-                y = run.series(*(name.split("/", 1) if color == "clay" else [name]))
-            except Missing:
-                y = np.full((len(rows), 1), np.nan)
-                axes.set_title("no finite number so far")
-            against_epsilon(axes, run, y, name, color)
-        return png(figure, "" if badge == RELEASED else badge)
+            _draw(axes, run, name)
+        return png(figure, note_of(badge))
+
+
+def _draw(axes: Axes, run: SavedRun, name: str) -> None:
+    path = [name]
+    color = "blue"
+    if name.startswith(_PRIVATE):
+        # The rest is one name, since a name of `evaluate` may hold a slash.
+        path = name.split("/", 1)
+        color = "clay"
+    try:
+        y = run.series(*path)
+    except Missing:
+        y = np.full((len(run.rows), 1), np.nan)
+        axes.set_title("no finite number so far")
+    against_epsilon(axes, run, y, name, color)
 
 
 def _evaluated(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The names of all rows, in their order; a number that is not finite is null."""
-    items = [item for row in rows for item in row.items()]
-    names = dict.fromkeys(name for name, value in items if isinstance(value, float | list | None))
+    names = dict.fromkeys(
+        name
+        for row in rows
+        for name, value in row.items()
+        if isinstance(value, float | list | None)
+    )
     return [name for name in names if name not in FIELDS and not name.endswith("_per_second")]

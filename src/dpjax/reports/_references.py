@@ -27,12 +27,17 @@ _WORKS = MappingProxyType(
 
 def references(mechanism: Mechanism, methods: Iterable[str]) -> Iterator[str]:
     """BibTeX of the works that a mechanism and these accounting methods use."""
-    text = resources.files("dpjax.reports").joinpath("references.bib").read_text(encoding="utf-8")
-    entries = {entry.partition("{")[2].partition(",")[0]: entry for entry in text.split("\n\n")}
-    prepared = ["preparation"] * bool(mechanism.preparation)
-    adapted = ["adaptive"] * (mechanism.adaptive is not None)
-    named = (mechanism.sampling.name, mechanism.clipping.name)
-    # In the order in which a reader meets them; a rule without a paper has no row.
-    for key in ("dpsgd", mechanism.unit, *methods, *named, *adapted, *prepared):
-        if key in _WORKS:
-            yield entries[_WORKS[key]].strip()
+    file = resources.files("dpjax.reports").joinpath("references.bib")
+    entries = {}
+    for entry in file.read_text(encoding="utf-8").split("\n\n"):
+        key = entry.partition("{")[2].partition(",")[0]
+        entries[key] = entry.strip()
+    # A reader meets the names in this order; a rule without a paper has no row.
+    used = ["dpsgd", mechanism.unit, *methods, mechanism.sampling.name, mechanism.clipping.name]
+    if mechanism.adaptive is not None:
+        used.append("adaptive")
+    if mechanism.preparation:
+        used.append("preparation")
+    for name in used:
+        if name in _WORKS:
+            yield entries[_WORKS[name]]

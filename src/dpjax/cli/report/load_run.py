@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the folder of a run: ``metrics.jsonl``, and the other files that are there.
+
+A privacy card of other steps than the log's, or of another mechanism than that of ``run.json``, is
+an earlier run's; it and the files written with it are ignored.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from dpjax import accounting
+from dpjax._display import rate
+from dpjax._files import read_arrays, read_json, read_log
+from dpjax.accounting.rounding import upwards
+from dpjax.mechanism.card import check_format
+
+
+class Missing(LookupError):
+    """The folder lacks what a figure needs; the message names it and its file."""
+
+
+class SavedRun(NamedTuple):
+    """The files of a folder; None for one that does not exist or is an earlier run's."""
+
+    path: pathlib.Path
+    rows: list[dict[str, Any]]
+    identity: dict[str, Any] | None = None
+    card: dict[str, Any] | None = None
+    statement: str | None = None
+    board: str | None = None
+    config: dict[str, Any] | None = None
+    evaluation: Mapping[str, np.ndarray] | None = None
+    diagnostics: Mapping[str, np.ndarray] | None = None
+    foreign: str = ""  # why the card is an earlier run's
+
+    def series(self, *names: str) -> Float[np.ndarray, "rows width"]:
+        """The value of each row under these nested names: a number, or one per group, or NaN."""
+        values = [_values(row, names) for row in self.rows]
+        # Rows of another width become NaN: an older version may have written them.
+        width = max(map(len, values))
+        table = np.full((len(values), width), np.nan)
+        for line, value in zip(table, values, strict=True):
+            if len(value) in (1, width):
+                line[:] = value
+        if np.isnan(table).all():
+            raise Missing(f"metrics.jsonl has no {' / '.join(names)}")
+        return table
+
+    @property
+    def steps(self) -> np.ndarray:
+        """The step of each row."""
+        return self.series("step")[:, 0]
+
+    def array(self, file: str, name: str) -> np.ndarray:
+        """An array of ``evaluation`` or ``diagnostics``."""
+        arrays = getattr(self, file)
+        if arrays is None:
+            raise self.missing(f"{file}.npz")
+        if name not in arrays or not arrays[name].size:
+            raise Missing(f"{file}.npz has no {name}")
+        return arrays[name]
+
+    def missing(self, file: str) -> Missing:
+        """The error for a file of the folder that was not read."""
+        if self.foreign:
+            return Missing(f"{file} is not of this run")
+        return Missing(f"there is no {file}")
+
+    @property
+    def mechanism(self) -> dict[str, Any]:
+        """The description of the mechanism, see `dpjax.mechanism.card`; empty if unknown."""
+        return (self.card or self.identity or {}).get("mechanism", {})
+
+    @property
+    def unit(self) -> str:
+        """Whose data are protected."""
+        return self.mechanism.get("unit", "example")
+
+    @property
+    def supplied(self) -> bool:
+        """Whether the caller supplied the key of this run, or of one before it."""
+        facts = (self.card, self.identity, *self.mechanism.get("before", ()))
+        return any(run and run.get("randomness") == "supplied" for run in facts)
+
+    @property
+    def epsilons(self) -> dict[str, float]:
+        """The final epsilon by each proven method, best first; without a card, the log's."""
+        last = self.rows[-1]
+        values = {}
+        if self.card is not None:
+            for name, claim in self.card["epsilon"].items():
+                if claim["proven"]:
+                    values[name] = float(claim["value"])
+        elif not last.get("estimate"):  # which is no bound
+            name = str(last.get("method", "the log"))
+            values[name] = number(last.get("epsilon"), math.inf)
+
+        def small_and_known_first(name: str) -> tuple[float, bool]:
+            # This version has words to print for the methods that it knows.
+            return values[name], name not in accounting.METHODS
+
+        best_first = sorted(values, key=small_and_known_first)
+        return {name: values[name] for name in best_first} or {"any method": math.inf}
+
+    @property
+    def epsilon(self) -> float:
+        """The final epsilon by the best proven method: the claim."""
+        return min(self.epsilons.values())
+
+    @property
+    def delta(self) -> float:
+        """The delta at which epsilon is stated."""
+        return number((self.card or self.rows[-1]).get("delta"))
+
+    @property
+    def accuracy(self) -> float:
+        """The test accuracy of the released parameters, a fraction; NaN if it is not one number."""
+        return round(number(self.rows[-1].get("accuracy")), 6)  # it is of float32
+
+
+def speed_of(run: SavedRun) -> str:
+    """The median of the log's units per second; empty without one."""
+    name = f"{run.unit}s_per_second"
+    speeds = [number(row.get(name)) for row in run.rows if name in row]
+    if not speeds:
+        return ""
+    return rate(float(np.median(speeds)))
+
+
+def stated_at(run: SavedRun) -> str:
+    """The delta and the accountant of the log's epsilon, for labels of axes."""
+    last = run.rows[-1]
+    delta = number(last.get("delta"))
+    words = ""
+    if not math.isnan(delta):
+        words += f" at delta {upwards(delta, '.3g')}"
+    if "method" in last:
+        words += f", by {last['method']}"
+    if last.get("estimate"):
+        words += " (an estimate)"
+    return words
+
+
+def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
+    """Reads the folder of a run, with or without its ``.npz`` files; rows are in order of steps."""
+    path = pathlib.Path(directory)
+    rows = read_log(path / "metrics.jsonl")
+    if not rows:
+        raise FileNotFoundError(f"reports.report: {path}: expected a metrics.jsonl with a row.")
+    identity = _json(path / "run.json")
+    card = _json(path / "privacy.json")
+    # A killed run may leave the card of the run before it: that epsilon must not be on this page.
+    if card is not None:
+        check_format(card.get("mechanism"), str(path / "privacy.json"))
+        why = _foreign(card, identity or {}, rows)
+        if why:
+            return SavedRun(path, rows, identity, foreign=why)
+    evaluation = None
+    diagnostics = None
+    if arrays:
+        evaluation = _arrays(path / "evaluation.npz")
+        diagnostics = _arrays(path / "diagnostics.npz")
+    return SavedRun(
+        path=path,
+        rows=rows,
+        identity=identity,
+        card=card,
+        statement=_text(path / "statement.txt"),
+        board=_text(path / "board.txt"),
+        config=_json(path / "config.json"),
+        evaluation=evaluation,
+        diagnostics=diagnostics,
+    )
+
+
+def number(value: Any, otherwise: float = math.nan) -> float:
+    """A number of the log; ``otherwise`` for null, text, or one number per group."""
+    if isinstance(value, int | float):
+        return float(value)
+    return otherwise
+
+
+def _json(file: pathlib.Path) -> dict[str, Any] | None:
+    if not file.is_file():
+        return None
+    return read_json(file)
+
+
+def _arrays(file: pathlib.Path) -> dict[str, np.ndarray] | None:
+    if not file.is_file():
+        return None
+    return read_arrays(file, "reports.report")
+
+
+def _text(file: pathlib.Path) -> str | None:
+    if not file.is_file():
+        return None
+    return file.read_text(encoding="utf-8")
+
+
+def _foreign(card: dict[str, Any], identity: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """Why a card does not belong to the run with these rows and this identity, or nothing."""
+    steps = rows[-1].get("counted", rows[-1]["step"])
+    if card.get("steps") != steps:
+        return f"it counts {card.get('steps')} steps, and the log counts {steps:,}"
+    # A folder without run.json has only the steps to compare.
+    if card["mechanism"] != identity.get("mechanism", card["mechanism"]):
+        return "run.json describes another mechanism"
+    return ""
+
+
+def _values(row: Any, names: Sequence[str]) -> np.ndarray:
+    """The numbers under nested names of a row; NaN for text, infinity and a name that it lacks."""
+    for name in names:
+        if not isinstance(row, dict):
+            return np.array([np.nan])
+        row = row.get(name)
+    try:
+        values = np.atleast_1d(np.asarray(row, np.float64)).ravel()
+    except (TypeError, ValueError):  # text
+        return np.array([np.nan])
+    return np.where(np.isfinite(values), values, np.nan)

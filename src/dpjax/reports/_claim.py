@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The claim of a mechanism, which statement, card and board put into words.
+
+It holds the epsilon by each accountant, the smallest proven one, and bounds on attacks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dpjax import accounting, checks
+from dpjax.accounting.methods import checked_delta, profile_of
+from dpjax.accounting.profiles import Profile, most_true_positives
+from dpjax.ledger import Ledger, counted
+from dpjax.mechanism import Mechanism, Spent
+from dpjax.types import HeldOut
+
+_FALSE_POSITIVES = (0.001, 0.01, 0.1)
+
+
+class Claim(NamedTuple):
+    """What is claimed for a mechanism."""
+
+    mechanism: Mechanism
+    ran: np.ndarray  # the noise multiplier of every step that counts
+    delta: float
+    epsilons: dict[str, float]  # by every method that has an answer for this sampler
+    not_private: str | None  # what was released without noise; None may still mean no proof
+    supplied: bool  # whether the caller gave the key of this run, or of one before it
+    proven: tuple[float, str]  # the smallest proven epsilon and its method, "" without one
+    bounded_by: str  # the proven method that bounds attacks
+
+
+def claim_of(
+    call: str,
+    mechanism: Mechanism,
+    delta: float | None,
+    ledger: Ledger | None = None,
+    supplied: bool = False,
+    methods: Sequence[str] | None = None,
+) -> Claim:
+    """The claim of a mechanism; arguments as in `dpjax.statement`, whose errors name ``call``."""
+    checks.instance(call, "mechanism", mechanism, Mechanism, "Of a run: algorithm.mechanism.")
+    stated_delta, _ = mechanism.stated(delta, None)
+    delta = checked_delta(call, stated_delta)
+    ran = mechanism.multipliers
+    if ledger is not None:
+        ran = counted(ledger, mechanism)
+        supplied = supplied or bool(ledger.supplied)
+    supplied = supplied or any(spent.supplied for spent in mechanism.before)
+    for name in methods or ():
+        checks.one_of(call, "methods", name, accounting.METHODS)
+    asked = tuple(name for name in accounting.METHODS if methods is None or name in methods)
+    epsilons = dict(_epsilons(mechanism, tuple(ran.tolist()), delta, asked))
+    proven = [(e, name) for name, e in epsilons.items() if accounting.METHODS[name].proven]
+    # The smallest of several upper bounds is one: methods are not chosen by looking at data.
+    best = min(proven, default=(math.inf, ""))
+    _, bounded_by = best
+    if methods is not None and proven:
+        # A running run names its methods, "rdp" first, and has no second for the curve of "pld".
+        _, bounded_by = proven[0]
+    return Claim(
+        mechanism=mechanism,
+        ran=ran,
+        delta=delta,
+        epsilons=epsilons,
+        not_private=_why_infinite(mechanism, ran),
+        supplied=supplied,
+        proven=best,
+        bounded_by=bounded_by,
+    )
+
+
+# Statement and card of one run ask for the same numbers, which can take seconds.
+@functools.lru_cache(maxsize=16)
+def _epsilons(
+    mechanism: Mechanism, multipliers: tuple[float, ...], delta: float, methods: tuple[str, ...]
+) -> tuple[tuple[str, float], ...]:
+    epsilons = []
+    ran = np.array(multipliers, np.float64)
+    for method in methods:
+        try:
+            epsilons.append((method, mechanism.epsilon_of(ran, delta, method)))
+        except ValueError:  # this method proves nothing for this sampler and relation
+            continue
+    return tuple(epsilons)
+
+
+def attacks(claim: Claim) -> tuple[tuple[float, float], ...]:
+    """Pairs of a membership attack's rate of false positives, and its true positives at most."""
+    return _attacks(claim.mechanism, tuple(claim.ran.tolist()), claim.bounded_by)
+
+
+@functools.lru_cache(maxsize=16)  # card and board ask for the same rates
+def _attacks(
+    mechanism: Mechanism, multipliers: tuple[float, ...], method: str
+) -> tuple[tuple[float, float], ...]:
+    profile = Profile(lambda _: math.inf, lambda _: 1.0)
+    if method:
+        event = mechanism.event_of(np.array(multipliers, np.float64))
+        plan = None
+        if method == "pld":
+            plan = mechanism.event
+        profile = profile_of(event, method, mechanism.relation, plan)
+    return tuple((rate, most_true_positives(profile, rate)) for rate in _FALSE_POSITIVES)
+
+
+def not_covered(held_out: HeldOut | None, unit: str) -> list[str]:
+    """Names the test data first among what no epsilon covers, for statement and board."""
+    if held_out is None:
+        return []
+    if held_out.public:
+        return ["the test file, which was declared public: results on it have no noise"]
+    if not held_out.units:
+        return []
+    noun = unit
+    if held_out.units > 1:
+        noun = f"{unit}s"
+    held = f"the {held_out.units:,} {noun} held out for the test"
+    return [f"{held}: results on them are published without noise"]
+
+
+def _why_infinite(mechanism: Mechanism, ran: np.ndarray) -> str | None:
+    """The first reason for an infinite epsilon: a reader can act on one sentence."""
+    if math.isinf(mechanism.clipping.sensitivity) and len(ran):
+        return f"The rule's bound is infinite: one {mechanism.unit} can move the sum by any amount."
+    if not np.all(ran > 0):
+        return "The noise multiplier is 0 at some step."
+    if not all(mechanism.preparation):
+        return "A query before the first step had no noise."
+    if any(map(_not_private, mechanism.before)):
+        return "An earlier run on these data was not private, so no run that uses its result is."
+    if mechanism.sampling.reveals_data:
+        return mechanism.sampling.claim
+    return None
+
+
+def _not_private(spent: Spent) -> bool:
+    """Whether an earlier run had a step or a query without noise, or batches that reveal data."""
+    multipliers = [multiplier for multiplier, _ in spent.runs]
+    noise = [*multipliers, *spent.preparation]
+    return not all(noise) or spent.sampling.reveals_data
