@@ -161,7 +161,7 @@ def deltas_of_gaussian(signal: float) -> np.ndarray:
 
 
 def rounding_error(steps: Counter[Step]) -> float:
-    """How far floating point moves a delta: as `dpjax.accounting.loss_distributions.error` says."""
+    """A bound on the rounding of a delta, by the formula of `dpjax.accounting`."""
     return 2.0**-52 * sum(2 * (n if step.is_sampled else 1) + 16 for step, n in steps.items())
 
 
