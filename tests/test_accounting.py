@@ -25,11 +25,11 @@ from scipy.integrate import quad
 from scipy.special import log_ndtr, logsumexp
 
 from dpjax import accounting, schedules
-from dpjax.accounting import pld
-from dpjax.accounting.event_parts import NEIGHBOURS, split
-from dpjax.accounting.loss_distributions import composed, rounded
+from dpjax.accounting._event_parts import NEIGHBOURS, split
+from dpjax.accounting._loss_distributions import composed, rounded
+from dpjax.accounting._pld import _accountant
+from dpjax.accounting._rdp_divergence import ORDERS, renyi_divergence
 from dpjax.accounting.methods import profile_of
-from dpjax.accounting.pld import _accountant
 from dpjax.accounting.profiles import most_true_positives
 
 METHODS = ("rdp-classic", "rdp", "pld", "gdp")
@@ -136,7 +136,7 @@ FIGURES = [
 
 @pytest.mark.sample(16)
 @kills(
-    "accounting/rdp_accountant.py",
+    "accounting/_rdp_accountant.py",
     "counts @ curves(list(parts.sampled))",
     "counts.mean() * curves(list(parts.sampled)).sum(axis=0)",
     case="two-rates-rdp",
@@ -225,7 +225,7 @@ def test_equal_steps_are_counted_wherever_they_stand():
     assert many == accounting.subsampled_gaussian(1.0, 0.1, 1_000_000)
 
 
-@kills("accounting/event_parts.py", "sampled.get(key, 0) + count", "count", case="rdp")
+@kills("accounting/_event_parts.py", "sampled.get(key, 0) + count", "count", case="rdp")
 @pytest.mark.parametrize("method", ["rdp", "rdp-classic", "pld"])
 def test_singletons_equal_grouped(method):
     step = dp_accounting.PoissonSampledDpEvent(0.01, dp_accounting.GaussianDpEvent(1.38))
@@ -255,7 +255,7 @@ def test_our_divergences_are_those_of_the_library(name):
     """The papers' events: dp-accounting is above by at most 0.022 % (docs/pages/concepts.md)."""
     event, delta = FORTY[name]
     ours = accounting.epsilon(event, delta)
-    theirs = library.RdpAccountant(accounting.ORDERS.tolist()).compose(event).get_epsilon(delta)
+    theirs = library.RdpAccountant(ORDERS.tolist()).compose(event).get_epsilon(delta)
     assert ours * (1 - 1e-6) <= theirs <= 1.00023 * ours
 
 
@@ -263,7 +263,7 @@ def test_our_divergences_are_those_of_the_library(name):
 
 
 @pytest.mark.sample(8)
-@kills("accounting/rdp_accountant.py", "(4 if swap else 1)", "(1 if swap else 1)")
+@kills("accounting/_rdp_accountant.py", "4 if swap else 1", "1 if swap else 1")
 @pytest.mark.parametrize(
     ("event", "method", "neighbours", "expected"),
     [
@@ -308,7 +308,7 @@ def test_no_proof_no_number(event, method, neighbours):
 def test_opacus_divergences():
     orders = [1.5, 2.5, 5, 50, 100, math.inf]
     expected = [6.70579741e-4, 1.08548710e-3, 2.18075656e-3, 2.38460375e-2, 167.416308, math.inf]
-    got = 50 * accounting.renyi_divergence(2.5, 0.01, orders)
+    got = 50 * renyi_divergence(2.5, 0.01, orders)
     np.testing.assert_allclose(got[2:], expected[2:], rtol=1e-4)
     # Theirs is an upper bound between whole orders; these come from an integral at 40 digits.
     np.testing.assert_allclose(got[:2], [6.5007089718804e-4, 1.08541805691812e-3], rtol=1e-9)
@@ -335,7 +335,7 @@ def test_delta(event, epsilon, delta):
 def test_divergence_is_the_integral(q, z):
     """Whole orders as the library has them; the others at most that, and equal to a quadrature."""
     whole = np.array([2, 3, 7, 32, 64, 256])
-    ours = accounting.renyi_divergence(z, q, whole)
+    ours = renyi_divergence(z, q, whole)
     theirs = library._compute_rdp_poisson_subsampled_gaussian(q, z, whole)
     np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-14)
 
@@ -349,7 +349,7 @@ def test_divergence_is_the_integral(q, z):
         ends = itertools.pairwise(points)
         parts = (quad(gap, a, b, args=(order,), epsrel=1e-10)[0] for a, b in ends)
         exact = math.log1p(math.fsum(parts)) / (order - 1)
-        ours = accounting.renyi_divergence(z, q, [order])[0]
+        ours = renyi_divergence(z, q, [order])[0]
         assert ours == pytest.approx(exact, rel=1e-5)
 
 
@@ -382,12 +382,12 @@ def test_calibrate(run, target, rdp, pld, method):
     calibrated(lambda z: steps((q, z, n)), target, 1e-5, method, figure, tolerance)
 
 
-@kills("accounting/pld.py", "if delta >= chance:", "if delta >= chance / 2:")
-@kills("accounting/pld.py", "(1 - rate) ** count", "(1 - rate)")
+@kills("accounting/_pld.py", "if delta >= chance:", "if delta >= chance / 2:")
+@kills("accounting/_pld.py", "(1 - rate) ** count", "(1 - rate)")
 def test_a_delta_above_the_chance_of_a_draw_needs_no_loss_distribution(monkeypatch):
     """Their search took minutes, since a distribution at a small multiplier takes a minute."""
     composition = Mock(side_effect=composed)
-    monkeypatch.setattr(pld, "composed", composition)
+    monkeypatch.setattr("dpjax.accounting._pld.composed", composition)
     bare = steps((0.1, 0.01, 3))
     chance = 1 - 0.9**3
     assert accounting.epsilon(bare, 1.001 * chance, "pld") == 0
@@ -402,7 +402,7 @@ def test_a_delta_above_the_chance_of_a_draw_needs_no_loss_distribution(monkeypat
 @pytest.mark.thorough
 def test_a_delta_just_below_one_over_the_examples_takes_few_loss_distributions(monkeypatch):
     composition = Mock(side_effect=composed)
-    monkeypatch.setattr(pld, "composed", composition)
+    monkeypatch.setattr("dpjax.accounting._pld.composed", composition)
     calibrated(lambda z: steps((512 / 1437, z, 1)), 8.0, 0.99 / 1437, "pld", 0.42110, 1e-4)
     assert composition.call_count <= 6
 
@@ -510,7 +510,7 @@ def test_closed_form_without_sampling(z, n, delta):
 
 @pytest.mark.thorough
 @kills(
-    "accounting/loss_distributions.py",
+    "accounting/_loss_distributions.py",
     ".self_compose(count)",
     ".self_compose(1)",
     case="add-or-remove",
@@ -528,7 +528,7 @@ def test_losses_of_one_step_compose_as_the_accountant_composes_events(neighbours
         assert composed(parts, 1e-4, neighbours).get_epsilon_for_delta(1e-5) == want
 
 
-@kills("accounting/pld.py", "max(deviation / _FINE, ", "max(usual, ", case="tiny", slow=True)
+@kills("accounting/_pld.py", "max(deviation / _FINE, ", "max(usual, ", case="tiny", slow=True)
 @pytest.mark.parametrize(
     ("rate", "multiplier", "n", "least"),
     [
@@ -544,8 +544,8 @@ def test_a_grid_is_fine_beside_the_losses_of_a_step(rate, multiplier, n, least):
     assert found < 1.005 * least
 
 
-@kills("accounting/loss_distributions.py", 'side="right") - 1', 'side="right")', slow=True)
-@kills("accounting/loss_distributions.py", "np.maximum(q, ", "np.minimum(q, ", slow=True)
+@kills("accounting/_loss_distributions.py", 'side="right") - 1', 'side="right")', slow=True)
+@kills("accounting/_loss_distributions.py", "np.maximum(q, ", "np.minimum(q, ", slow=True)
 @settings(max_examples=20, deadline=None)
 @given(
     st.lists(
@@ -640,8 +640,8 @@ TINY = [
 
 
 @kills(
-    "accounting/loss_distributions.py",
-    "float(epsilon(given - off)) if given > off else math.inf",
+    "accounting/_loss_distributions.py",
+    "float(epsilon(given - off))",
     "float(epsilon(given))",
     case="43224",
 )
@@ -761,7 +761,7 @@ def test_attacks_on_a_gaussian_have_its_trade_off_curve(mu):
     assert isinstance(limit, accounting.Estimate)
 
 
-@kills("accounting/methods.py", "(0.0, 0.0) if parts.private else", "(0.0, 0.0) if True else")
+@kills("accounting/methods.py", "if not parts.private:", "if False:")
 def test_attacks_on_no_step_guess_and_on_no_noise_are_always_right():
     assert accounting.true_positive_rate(accounting.gaussian(1.0, steps=0), 0.1) == 0.1
     assert accounting.true_positive_rate(accounting.gaussian(0.0), 0.1) == 1.0

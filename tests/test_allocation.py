@@ -12,7 +12,8 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 
 from dpjax import accounting, reports, sampling, strategies, verify
-from dpjax.accounting.allocation import divergence
+from dpjax.accounting._allocation import divergence
+from dpjax.accounting._rdp_divergence import ORDERS
 from dpjax.accounting.events import AllocatedGaussianDpEvent as Allocated
 from dpjax.strategies.sensitivity import overlaps
 
@@ -60,7 +61,7 @@ def by_quadrature(means, order):
     return [np.log(np.exp(base + n * ratio).sum()) / (order - 1) for n in (order, 1 - order)]
 
 
-@kills("accounting/allocation.py", "np.maximum(leaves, joins)", "joins", case="2-0.0-0.5")
+@kills("accounting/_allocation.py", "np.maximum(leaves, joins)", "joins", case="2-0.0-0.5")
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("multiplier", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("shared", [0.0, 0.5, 0.9])
@@ -99,15 +100,15 @@ def test_no_gradients_move_a_run_by_more_than_its_overlaps(name):
             assert leaving(means, 1.3**2, order) <= bound * (1 + 1e-9)
 
 
-@kills("accounting/allocation.py", "np.maximum(leaves, joins)", "leaves")
+@kills("accounting/_allocation.py", "np.maximum(leaves, joins)", "leaves")
 def test_an_example_that_joins_is_bounded_too():
     """By the Gaussian moment of the geometric mean of the likelihood ratios, row by row."""
     found = divergence(Allocated(2.0, (1.0, 0.3, 0.2)), np.array([1.01, 1.5]))
     joins = (1 + np.array([0.01, 0.5]) * 0.5) / 2 / 4
     assert np.all(found >= joins * (1 - 1e-12))
     # Of almost equal bins all orders are as for one.
-    same = divergence(Allocated(2.0, (1.0, 1.0, 1.0)), accounting.ORDERS)
-    np.testing.assert_allclose(same, accounting.ORDERS / 8, rtol=1e-9)
+    same = divergence(Allocated(2.0, (1.0, 1.0, 1.0)), ORDERS)
+    np.testing.assert_allclose(same, ORDERS / 8, rtol=1e-9)
 
 
 def test_bins_of_a_random_word_are_not_quite_uniform():

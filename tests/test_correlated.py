@@ -24,9 +24,10 @@ from dpjax import (
     trees,
     verify,
 )
-from dpjax.accounting.event_parts import split
+from dpjax.accounting._event_parts import split
+from dpjax.accounting._rdp_accountant import total
+from dpjax.accounting._rdp_divergence import ORDERS
 from dpjax.accounting.events import correlated_samples
-from dpjax.accounting.rdp_accountant import total
 from dpjax.mechanism import Spent, correlated
 from dpjax.mechanism.card import spent_of
 from dpjax.sampling.cycles import parts_of
@@ -178,7 +179,7 @@ class TestEvents:
     @pytest.mark.parametrize("name", SHORT)
     def test_a_run_costs_no_less_than_all_sets_of_steps_of_an_example(self, name):
         """The divergence at order 2 of the mixture over all coins, for gradients of any signs."""
-        strategy, rate, order = SHORT[name], 0.3, accounting.ORDERS == 2
+        strategy, rate, order = SHORT[name], 0.3, ORDERS == 2
         steps, whole = strategy.steps, strategy.matrix()
         for cycle in range(1, steps + 2):
             batches = sampling.cyclic_poisson(100, 100 * rate / cycle, cycle=cycle)

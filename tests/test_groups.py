@@ -16,7 +16,7 @@ STEP = accounting.subsampled_gaussian(1.0, 0.01, 200)
 
 
 @pytest.mark.sample(1)
-@kills("accounting/user_level.py", "drawn, records,", "drawn, 1,", case="2-1.9466", slow=True)
+@kills("accounting/_user_level.py", "drawn, records,", "drawn, 1,", case="2-1.9466", slow=True)
 @pytest.mark.parametrize(("records", "expected"), [(1, 0.9125), (2, 1.9466), (4, 4.1482)])
 def test_what_users_pay(records, expected):
     got = accounting.epsilon_for_users(STEP, 1e-5, records)
@@ -54,7 +54,7 @@ def test_one_step_is_the_mixture_that_it_should_be(rate, multiplier, records, ep
     assert got == pytest.approx(expected, rel=0.01)
 
 
-@kills("accounting/user_level.py", "unsampled_multiplier / records", "unsampled_multiplier")
+@kills("accounting/_user_level.py", "unsampled_multiplier / records", "unsampled_multiplier")
 def test_without_sampling_all_records_are_always_there():
     event = accounting.for_groups(accounting.gaussian(6.0, steps=4), records=3)
     assert event == accounting.gaussian(1.0)

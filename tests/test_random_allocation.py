@@ -14,7 +14,7 @@ from small_mechanisms import mechanism_with
 
 from dpjax import accounting, ledger, reports, sampling, verify
 from dpjax.accounting import RandomAllocationDpEvent as Epoch
-from dpjax.accounting import allocation, events, random_allocation
+from dpjax.accounting import _allocation, events, random_allocation
 from dpjax.accounting.events import AllocatedGaussianDpEvent, gaussian
 from dpjax.sampling.events import stated
 from dpjax.types import Neighbours, Sampler
@@ -59,8 +59,6 @@ GOLDEN = {
     (10, 5, 0.7): 8.7404,
     (2, 3, 1.0): 6.6245,
     (58, 15, 0.5): 17.912,
-    (100, 1, 0.35): 11.0531,  # RDP: 12.4553
-    (100, 5, 0.35): 25.226,  # RDP: 30.7389
     (1000, 1, 0.5): 3.1346,
 }
 *SHORT, LONG = GOLDEN.items()
@@ -80,14 +78,14 @@ def test_epsilon_is_just_above_a_bound_from_below(golden):
 
 
 @pytest.mark.parametrize(
-    ("bins", "ran", "z", "epsilons"),
+    ("bins", "ran", "z", "tail", "epsilons"),
     [
-        (10, 10, 1.0, (0.1, 0.3, 0.6)),
-        (10, 4, 1.0, (0.1, 0.3, 0.6)),
-        (100, 100, 0.35, (1.0, 2.0, 5.0, 7.6336)),
+        (10, 10, 1.0, 1e-9, (0.1, 0.3, 0.6)),
+        (10, 4, 1.0, 1e-9, (0.1, 0.3, 0.6)),
+        (100, 100, 0.35, 1e-6, (1.0, 2.0, 5.0, 7.6336)),
     ],
 )
-def test_monte_carlo_confirms_both_orders(bins, ran, z, epsilons):
+def test_monte_carlo_confirms_both_orders(bins, ran, z, tail, epsilons):
     rng = np.random.default_rng(0)
     g = rng.standard_normal((2_000_000 // bins, ran)) / z
     without = np.exp(g - 1 / (2 * z**2))
@@ -98,7 +96,7 @@ def test_monte_carlo_confirms_both_orders(bins, ran, z, epsilons):
     at = places < ran
     chosen[rows[at], places[at]] *= math.exp(z**-2)
     for law, sign, pmf in zip(
-        (chosen, without), (1, -1), both_orders(Epoch(bins, ((z, ran),))), strict=True
+        (chosen, without), (1, -1), both_orders(Epoch(bins, ((z, ran),)), tail=tail), strict=True
     ):
         losses = sign * np.log((law.sum(axis=1) + bins - ran) / bins)
         for at_epsilon in epsilons:
@@ -107,15 +105,30 @@ def test_monte_carlo_confirms_both_orders(bins, ran, z, epsilons):
             assert abs(found - costs.mean()) <= 4 * error + 1e-5
 
 
-@kills("accounting/random_allocation.py", "leaves.step > fine", "leaves.step < fine")
-@pytest.mark.parametrize(("delta", "expected"), [(1e-3, 7.6336), (1e-4, 9.3853)])
-def test_little_noise_has_loss_distributions(delta, expected):
-    """A million samples give 7.63 and 9.38; RDP, which was the answer here, 9.28 and 10.87."""
-    assert epsilon(100, 1, 0.35, delta=delta) == pytest.approx(expected, rel=2e-4)
+LITTLE_NOISE = [(1e-3, 7.6299), (1e-4, 9.4642), (1e-5, 11.0513)]
+
+
+@kills(
+    "accounting/random_allocation.py",
+    "leaves.step > fine",
+    "leaves.step < fine",
+    case="0.001-7.6299",
+)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("delta", "sampled"), LITTLE_NOISE)
+def test_little_noise_has_loss_distributions(delta, sampled):
+    """RDP, which was the answer here, has 9.2842, 11.3039 and 12.4553.
+
+    The figures are by importance sampling: 400,000 draws of P, with the Gaussian of the chosen bin
+    moved by 2.5 to 4 deviations, and a deviation of 0.3 % of delta, or 0.002 of epsilon.
+    """
+    found = epsilon(100, 1, 0.35, delta=delta)
+    assert found == pytest.approx(sampled, abs=0.008)
 
 
 @kills("accounting/random_allocation.py", "lost += n * beyond / bins", "lost += 0.0")
-@kills("accounting/random_allocation.py", "mass + tail + _error", "mass + _error")
+@kills("accounting/random_allocation.py", "laws.lost + tail +", "laws.lost +")
+@kills("accounting/random_allocation.py", "zero + tail +", "zero +")
 def test_all_mass_is_on_the_grid_or_an_infinite_loss():
     tail, event = 1e-3, Epoch(20, ((0.8, 5), (1.0, 10)))
     for pmf in both_orders(event, tail=tail):
@@ -190,7 +203,7 @@ def test_other_methods_and_relations():
     same = AllocatedGaussianDpEvent(1.5, (1.0, *[0.0] * 7))
     orders = np.array([1.5, 2, 3.7, 64])
     np.testing.assert_allclose(
-        allocation.divergence_of_epoch(event, orders), allocation.divergence(same, orders), 1e-12
+        _allocation.divergence_of_epoch(event, orders), _allocation.divergence(same, orders), 1e-12
     )
     costs = [accounting.epsilon(twice, DELTA, m) for m in ("pld", "rdp", "rdp-classic")]
     assert costs == sorted(costs)
@@ -217,7 +230,7 @@ def test_other_methods_and_relations():
     assert accounting.epsilon(laplace, DELTA, "pld") <= accounting.epsilon(known, DELTA, "pld")
 
 
-@kills("accounting/methods.py", "if allocated or unanswered else", "if unanswered else")
+@kills("accounting/methods.py", "if allocated or projected or", "if projected or")
 def test_a_mechanism_is_accounted_by_pld():
     planned = mechanism(noise_multiplier=1.5)
     assert planned.epsilon(DELTA) == planned.epsilon(DELTA, "pld") < planned.epsilon(DELTA, "rdp")

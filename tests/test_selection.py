@@ -20,7 +20,7 @@ SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": math.inf}
 ALL = pytest.mark.parametrize("distribution", SHAPES)
 
 
-@kills("accounting/selection.py", "(1 - 1 / second) * r + tail / second", "(1 - 1 / second) * r")
+@kills("accounting/_selection.py", "(1 - 1 / second) * r + tail / second", "(1 - 1 / second) * r")
 @pytest.mark.parametrize(("runs", "best"), [(10, 5.0490), (50, 6.0113)])
 def test_published_figures_of_the_reference_run(runs, best):
     found = select_best(MNIST, 1e-5, runs=runs)
@@ -98,7 +98,7 @@ def test_more_runs_and_a_smaller_delta_cost_more(distribution, z, runs, deltas):
     assert few.epsilon_best <= many.epsilon_best + 1e-9
 
 
-@kills("accounting/selection.py", "np.max([rdp_accountant.total", "np.min([rdp_accountant.total")
+@kills("accounting/_selection.py", "np.max([_rdp_accountant.total", "np.min([_rdp_accountant.total")
 @ALL
 def test_settings_that_may_be_drawn_cost_at_least_the_dearest_of_them(distribution):
     often = accounting.subsampled_gaussian(1.0, 0.01, 1000)
@@ -134,7 +134,9 @@ def masses(distribution, runs):
 
 
 @pytest.mark.slow
-@kills("accounting/selection.py", "(math.log(runs), coin)", "(math.log(2 * runs), coin)", slow=True)
+@kills(
+    "accounting/_selection.py", "(math.log(runs), coin)", "(math.log(2 * runs), coin)", slow=True
+)
 @pytest.mark.parametrize("runs", [1.3, 6])
 @ALL
 def test_numbers_are_drawn_from_the_distribution_that_is_accounted(distribution, runs):

@@ -18,8 +18,8 @@ from scipy import stats
 from small_mechanisms import mechanism_with
 
 from dpjax import clipping, ledger, reports, sampling, strategies, verify
-from dpjax.accounting import loss_distributions
-from dpjax.accounting.event_parts import split
+from dpjax.accounting import _loss_distributions
+from dpjax.accounting._event_parts import split
 from dpjax.accounting.rounding import three_digits, upwards
 from dpjax.mechanism import Spent
 from dpjax.verify import _epsilon, _matrices, cards, facts, steps
@@ -159,7 +159,7 @@ def test_the_formula_of_sampled_gaussians_is_that_of_the_accounting_library():
     np.testing.assert_allclose(ratio[whole], 1, rtol=1e-6)
     assert np.all(ratio >= 1 - 1e-6)
     ran = Counter({steps.Step(1.2, 0.02): 40})
-    assert _epsilon.rounding_error(ran) == loss_distributions.error(split(mechanism().event))
+    assert _epsilon.rounding_error(ran) == _loss_distributions.error(split(mechanism().event))
 
 
 def levelled(sampler, multipliers, steps, methods=("rdp",)):
@@ -186,7 +186,7 @@ def test_schedules_are_rounded_to_the_levels_of_the_card_and_cost_no_less():
     assert verdicts(card)[0], verdicts(card)
     whole, ran = split(plan.event).sampled, split(plan.event_of(plan.multipliers[:300])).sampled
     rounded = {(s.rate, s.multiplier): n for s, n in steps.steps_of(facts.card_of(card)).items()}
-    assert rounded == pytest.approx(loss_distributions.rounded(ran, plan=whole))
+    assert rounded == pytest.approx(_loss_distributions.rounded(ran, plan=whole))
     assert "names no levels" in verdicts(changed(card, ["levels"], None))[1][0]
 
 

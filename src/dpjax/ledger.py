@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger: what was spent, what one more step would cost, and refusal.
+"""The ledger counts what was spent, finds the cost of further steps, and refuses them.
 
-The multipliers are fixed in advance, so ordinary composition is enough where the stopping time does
-not depend on the data. Where results chose it (`ended`), all planned steps count.
-`dpjax.accounting.Filter` is for noise that depends on releases.
+The multipliers are fixed in advance, so ordinary composition is enough if the number of steps does
+not depend on the data. If results chose it (`ended`), all planned steps count.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class Budget:
 
     Args:
       epsilon: The largest epsilon.
-      delta: The delta beside it.
+      delta: The delta of that epsilon.
       method: The `dpjax.accounting` method that computes epsilon; a proven one. By default that
-        of ``mechanism.target``, so that a budget admits what was calibrated for it, or
+        of ``mechanism.target``, so a budget admits what was calibrated for it, or
         `dpjax.accounting.default_method`.
 
     Example:
@@ -49,10 +48,10 @@ class Budget:
     method: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuses budgets that mean nothing."""
+        """Refuses budgets that do not limit anything."""
         hint = "At 0 no step fits."
         epsilon = checks.positive("ledger.Budget", "epsilon", self.epsilon, hint, infinite=True)
-        # Python's numbers, which the cache of answers can hold.
+        # The cache of answers takes Python's numbers as keys.
         object.__setattr__(self, "epsilon", epsilon)
         object.__setattr__(self, "delta", checked_delta("ledger.Budget", self.delta))
         if not checked_method("ledger.Budget", self.method or "rdp").proven:
@@ -62,11 +61,11 @@ class Budget:
 class Ledger(NamedTuple):
     """The multipliers of the steps that ran, run-length encoded, in order."""
 
-    # Run-length encoded, so that a million equal steps are one entry of the state.
+    # A million equal steps are one entry of the state.
     multipliers: np.ndarray
     counts: np.ndarray
     accounted: np.ndarray
-    """A hash of what else is accounted, such as the sampler; zeros before the first step."""
+    """A hash of the other accounted facts, such as the sampler; zeros before the first step."""
     supplied: np.ndarray
     """Whether the caller supplied the root key, and may so know the noise."""
     chosen: np.ndarray
@@ -74,7 +73,7 @@ class Ledger(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """How many steps ran."""
+        """The number of steps that ran."""
         return int(self.counts.sum())
 
     def expand(self) -> np.ndarray:
@@ -83,9 +82,14 @@ class Ledger(NamedTuple):
 
 
 def empty(*, supplied: bool = False) -> Ledger:
-    """A ledger without steps; ``supplied`` says whether the caller supplied the root key."""
-    words = np.zeros(_WORDS, np.uint32)
-    return Ledger(np.zeros(0), np.zeros(0, np.int64), words, np.array(supplied), np.array(0))
+    """A ledger without steps; ``supplied`` records whether the caller supplied the root key."""
+    return Ledger(
+        multipliers=np.zeros(0),
+        counts=np.zeros(0, np.int64),
+        accounted=np.zeros(_WORDS, np.uint32),
+        supplied=np.array(supplied),
+        chosen=np.array(0),
+    )
 
 
 def admit(
@@ -103,8 +107,7 @@ def admit(
       The ledger with the next steps in it.
 
     Raises:
-      Refused: A step is not planned, or would pass the budget, or the ledger is of
-        another mechanism.
+      Refused: A step is not planned, or exceeds the budget, or the ledger is of another mechanism.
 
     Example:
       >>> import dpjax
@@ -123,11 +126,12 @@ def admit(
     """
     steps = checks.whole("ledger.admit", "steps", steps)
     require(ledger, mechanism, steps, budget)
-    # The ledger must be a prefix of the plan: the stopping time then does not depend on the data.
-    # Run-length encoded: a million equal steps are one entry of the state.
+    # The ledger is a prefix of the plan, so the number of steps does not depend on the data.
     values, counts = runs_of(_multipliers(mechanism)[: ledger.steps + steps])
     after = ledger._replace(multipliers=values, counts=counts, accounted=_digest(mechanism))
-    return ended(after, mechanism, budget) if ledger.chosen else after
+    if ledger.chosen:
+        return ended(after, mechanism, budget)
+    return after
 
 
 def ended(
@@ -140,16 +144,18 @@ def ended(
 
 def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None = None) -> None:
     """Refuses the next steps, before they run, unless all of them fit plan and budget."""
-    done, planned = len(ran(ledger, mechanism)), mechanism.steps
-    # Apart from the budget: the cure is a longer plan, and not fewer steps.
+    done = len(ran(ledger, mechanism))
+    planned = mechanism.steps
+    # This refusal is separate from the budget's, because its cure is a longer plan.
     if done + steps > planned:
         raise Refused(f"ledger: step {done + steps} of {planned} planned steps. Plan more steps.")
     if budget is None:
         return
     method = _method(mechanism, budget)
-    fits, reached = affordable(mechanism, budget), max(int(ledger.chosen), done + steps)
+    fits = affordable(mechanism, budget)
+    reached = max(int(ledger.chosen), done + steps)
     if reached > fits:
-        # What the refused steps would bring: the reader can see how far the budget is off.
+        # The epsilon of the refused steps shows by how much they exceed the budget.
         cost = _prefix_epsilon(mechanism, reached, budget.delta, method)
         what = "this step" if steps == 1 else f"these {steps} steps"
         at = f"{upwards(cost)} at delta={upwards(budget.delta, '.6g')}"
@@ -160,7 +166,7 @@ def require(ledger: Ledger, mechanism: Plan, steps: int, budget: Budget | None =
 
 
 def affordable(mechanism: Plan, budget: Budget | None = None) -> int:
-    """How many steps run before one would pass the plan or the budget.
+    """The number of steps that fit into the plan and the budget.
 
     Example:
       >>> import dpjax
@@ -184,22 +190,23 @@ def _method(mechanism: Plan, budget: Budget) -> str:
     return mechanism.stated(budget.delta, budget.method)[1]
 
 
-# Cached, because `admit` asks before every dispatch. The method is a key of its own: mechanisms are
-# equal whatever they were calibrated for.
+# This is cached, because `admit` calls it before every dispatch. The method is a separate key,
+# because mechanisms that were calibrated for different targets can be equal.
 @functools.lru_cache(maxsize=128)
 def _affordable(mechanism: Plan, epsilon: float, delta: float, method: str) -> int:
-    """Bisects: a longer prefix of the same steps never costs less."""
+    """Finds `affordable` by bisection, since a longer prefix of the same steps never costs less."""
 
-    def passes(steps: int) -> bool:
+    def exceeds(steps: int) -> bool:
         return not _prefix_epsilon(mechanism, steps, delta, method) <= epsilon
 
-    # The usual plan fits, which is one question to a slow accountant.
-    if mechanism.steps and not passes(mechanism.steps):
+    # The usual plan fits, and this asks a slow accountant only once.
+    if mechanism.steps and not exceeds(mechanism.steps):
         return mechanism.steps
-    return bisect.bisect_left(range(1, mechanism.steps + 1), True, key=passes)
+    return bisect.bisect_left(range(1, mechanism.steps + 1), True, key=exceeds)
 
 
 def _prefix_epsilon(mechanism: Plan, steps: int, delta: float, method: str) -> float:
+    """The epsilon of the first steps of the plan."""
     return mechanism.epsilon_of(_multipliers(mechanism)[:steps], delta, method)
 
 
@@ -211,7 +218,7 @@ def epsilon(
     Args:
       ledger: The steps.
       mechanism: Under which they ran.
-      delta: The delta beside it; by default that of ``mechanism.target``.
+      delta: The delta of that epsilon; by default that of ``mechanism.target``.
       method: The `dpjax.accounting` method; by default that of ``mechanism.target``, or
         `dpjax.accounting.default_method`.
 
@@ -224,7 +231,7 @@ def epsilon(
 def counted(ledger: Ledger, mechanism: Plan) -> np.ndarray:
     """The multiplier of each step that counts: that ran, or was planned where results ended it."""
     # A number of steps that follows from released results is a function of all steps that could
-    # have run: their epsilon holds for it, and that of the steps alone is not proved.
+    # have run. Their epsilon holds for it. The epsilon of only the steps that ran is not proved.
     steps = ran(ledger, mechanism)
     return _multipliers(mechanism)[: max(int(ledger.chosen), len(steps))]
 
@@ -232,7 +239,8 @@ def counted(ledger: Ledger, mechanism: Plan) -> np.ndarray:
 def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
     """The multiplier of each step that ran; refused if it ran under another mechanism."""
     checks.instance("ledger", "ledger", ledger, Ledger, "Give state.ledger.")
-    # In memory no folder checks a state: steps at rate 1 must not have the price of a lower rate.
+    # A run folder compares mechanisms only on disk. This compares them in memory too: otherwise a
+    # state from another sampler is priced at this one's rate.
     done = ledger.steps
     if done and not np.array_equal(ledger.accounted, _digest(mechanism)):
         raise Refused("ledger: the steps ran under another mechanism. Use init(state.params).")
@@ -241,8 +249,9 @@ def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
             f"ledger: results ended this run, so all {int(ledger.chosen)} steps count that were "
             f"allowed, and this mechanism plans {mechanism.steps}."
         )
+    multipliers = _multipliers(mechanism)[:done]
     # A state that was put on a device holds its multipliers in float32.
-    multipliers, held = _multipliers(mechanism)[:done], ledger.expand()
+    held = ledger.expand()
     if not np.array_equal(held, multipliers.astype(held.dtype)):
         raise Refused(
             f"ledger: the {done} steps here are not the first of {mechanism.steps} planned."
@@ -252,12 +261,12 @@ def ran(ledger: Ledger, mechanism: Plan) -> np.ndarray:
 
 @functools.lru_cache(maxsize=128)
 def _digest(mechanism: Plan) -> np.ndarray:
-    """A hash of the accounted facts beside multipliers, as words that devices keep exactly."""
+    """A hash of the accounted facts except the multipliers, in words that devices keep exactly."""
     content = hashlib.sha256(mechanism.accounted.encode()).digest()
     return np.frombuffer(content, np.uint32)[:_WORDS]
 
 
-# A run asks for them before each step.
 @functools.lru_cache(maxsize=128)
 def _multipliers(mechanism: Plan) -> np.ndarray:
+    """The multiplier of each planned step, cached because a run needs them before each step."""
     return mechanism.multipliers

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds events in the grammar of dp_accounting; multipliers as `dpjax.accounting` says.
+"""Builds events in the grammar of dp_accounting; `dpjax.accounting` defines the multipliers.
 
 Grouped clipping is several Gaussians on *one* sample: `effective_multiplier` joins their
-multipliers before the sampling is applied. The other order would claim too much.
+multipliers before the sampling is applied. The other order claims too much.
 """
 
 import dataclasses
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +27,7 @@ class AllocatedGaussianDpEvent(DpEvent):
 
     Attributes:
       noise_multiplier: Relative to the most that an example moves the run, whichever its bin.
-      overlaps: One number for each bin, as `dpjax.accounting.allocation` says.
+      overlaps: One number for each bin, ``u`` of `dpjax.accounting._allocation`.
     """
 
     noise_multiplier: float
@@ -54,7 +53,7 @@ class CorrelatedSampledDpEvent(dp_accounting.PoissonSampledDpEvent):
 
 
 def rewritten(event: DpEvent, leaf: Callable[[DpEvent], DpEvent]) -> DpEvent:
-    """The event with ``leaf`` of every event in it that is no composition, of whatever kind."""
+    """The event, with ``leaf`` applied to every event in it that is not a composition."""
     match event:
         case dp_accounting.ComposedDpEvent(events=parts):
             return dp_accounting.ComposedDpEvent([rewritten(part, leaf) for part in parts])
@@ -64,7 +63,7 @@ def rewritten(event: DpEvent, leaf: Callable[[DpEvent], DpEvent]) -> DpEvent:
 
 
 def correlated_samples(event: DpEvent) -> DpEvent:
-    """The event, with every sample marked as one below correlated noise."""
+    """The event, with every sample marked as below correlated noise."""
 
     def marked(part: DpEvent) -> DpEvent:
         if isinstance(part, dp_accounting.PoissonSampledDpEvent):
@@ -77,7 +76,7 @@ def correlated_samples(event: DpEvent) -> DpEvent:
 def with_noise(event: DpEvent, factor: float) -> DpEvent:
     """The event with this many times its Gaussian noise."""
 
-    def louder(part: DpEvent) -> DpEvent:
+    def scaled(part: DpEvent) -> DpEvent:
         match part:
             case dp_accounting.GaussianDpEvent(noise_multiplier=z):
                 return dp_accounting.GaussianDpEvent(factor * z)
@@ -86,11 +85,11 @@ def with_noise(event: DpEvent, factor: float) -> DpEvent:
             case AllocatedGaussianDpEvent(noise_multiplier=z):
                 return dataclasses.replace(part, noise_multiplier=factor * z)
             case RandomAllocationDpEvent(noise_multipliers=pairs):
-                scaled = tuple((factor * z, bins) for z, bins in pairs)
-                return dataclasses.replace(part, noise_multipliers=scaled)
+                louder = tuple((factor * z, bins) for z, bins in pairs)
+                return dataclasses.replace(part, noise_multipliers=louder)
         return part
 
-    return rewritten(event, louder)
+    return rewritten(event, scaled)
 
 
 def check_rate(call: str, value: float) -> float:
@@ -138,10 +137,12 @@ def subsampled_gaussian(noise_multiplier: float, sampling_rate: float, steps: in
     if steps == 0 or rate == 0:
         return dp_accounting.NoOpDpEvent()
     event: DpEvent = dp_accounting.GaussianDpEvent(noise_multiplier)
-    # A sampled event at rate 1 would lose the closed form of unsampled Gaussians.
+    # Steps at rate 1 stay unsampled, because unsampled Gaussians have a closed form.
     if rate < 1:
         event = dp_accounting.PoissonSampledDpEvent(rate, event)
-    return event if steps == 1 else dp_accounting.SelfComposedDpEvent(event, steps)
+    if steps > 1:
+        event = dp_accounting.SelfComposedDpEvent(event, steps)
+    return event
 
 
 def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEvent:
@@ -159,21 +160,23 @@ def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEv
     rates, zs = np.broadcast_arrays(
         np.asarray(sampling_rate, np.float64), np.asarray(multipliers, np.float64)
     )
-    # Steps in a row first: sorting ten million equal steps would take a quarter of a minute.
+    # Runs of equal steps are joined first, because sorting ten million steps takes 15 seconds.
     rows, lengths = runs_of(np.stack([rates.ravel(), zs.ravel()], axis=-1))
-    # An accountant's time grows with distinct steps.
+    # Equal pairs are joined, because an accountant's time grows with the number of distinct steps.
     pairs, which = np.unique(rows, axis=0, return_inverse=True)
     counts = np.bincount(which.ravel(), lengths)
-    return compose(
-        *(subsampled_gaussian(z, q, int(n)) for (q, z), n in zip(pairs, counts, strict=True))
-    )
+    steps = []
+    for (rate, multiplier), count in zip(pairs, counts, strict=True):
+        steps.append(subsampled_gaussian(multiplier, rate, int(count)))
+    return compose(*steps)
 
 
 def runs_of(multipliers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Run-length encoded, in order: the numbers or rows, and how often in a row each stands."""
-    # Compared, not subtracted: infinity minus infinity is NaN.
+    """Run-length encodes numbers or rows: the value and the length of each run, in order."""
+    # This compares and does not subtract, since infinity minus infinity is NaN.
     changes = multipliers[1:] != multipliers[:-1]
-    changes = changes.any(axis=1) if changes.ndim > 1 else changes
+    if changes.ndim > 1:
+        changes = changes.any(axis=1)
     starts = np.flatnonzero(np.append(True, changes)[: len(multipliers)])
     return multipliers[starts], np.diff(starts, append=len(multipliers))
 
@@ -181,17 +184,20 @@ def runs_of(multipliers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def without_replacement(multipliers: ArrayLike, examples: int, batch_size: int) -> DpEvent:
     """Gaussian steps, each on a uniform batch of a fixed size; equal steps are grouped."""
     values, counts = np.unique(np.asarray(multipliers, np.float64), return_counts=True)
-    draw = functools.partial(dp_accounting.SampledWithoutReplacementDpEvent, examples, batch_size)
-    steps = [draw(dp_accounting.GaussianDpEvent(z)) for z in values.tolist()]
-    return compose(*map(dp_accounting.SelfComposedDpEvent, steps, counts.tolist()))
+    steps = []
+    for z, count in zip(values.tolist(), counts.tolist(), strict=True):
+        noise = dp_accounting.GaussianDpEvent(z)
+        step = dp_accounting.SampledWithoutReplacementDpEvent(examples, batch_size, noise)
+        steps.append(dp_accounting.SelfComposedDpEvent(step, count))
+    return compose(*steps)
 
 
 def random_allocation(multipliers: ArrayLike, batches: int) -> DpEvent:
     """Steps in epochs of ``batches``; in each, every example is in one of them, drawn afresh.
 
     ``multipliers`` has one for every step, in order, chosen before training. The last epoch may be
-    a part of one. Equal epochs are gathered. Of more than 16 different multipliers of an epoch each
-    sixteenth, sorted, has its least: an accountant's time grows with them.
+    a part of one. Equal epochs are gathered. An epoch with more than 16 different multipliers is
+    sorted and cut into sixteenths, and each takes its least: an accountant's time grows with them.
 
     Example:
       >>> random_allocation([1.5] * 20, batches=10)
@@ -201,24 +207,29 @@ def random_allocation(multipliers: ArrayLike, batches: int) -> DpEvent:
     if batches == 1:
         return scheduled_gaussian(values, 1.0)
     ends = len(values) - len(values) % batches
-    # Sorted epochs, in a row first: there can be a million of them.
+    # Runs of equal epochs are joined first, because there can be a million of them.
     rows, lengths = runs_of(np.sort(values[:ends].reshape(-1, batches), axis=1))
     epochs: Counter[tuple[tuple[float, int], ...]] = Counter()
-    for row, count in [*zip(rows, lengths, strict=True), (np.sort(values[ends:]), 1)]:
-        # Infinite noise releases nothing, as a step that did not run.
-        row = row[row != np.inf]
-        if len(runs_of(row)[0]) > _DISTINCT:
-            share = -(-row.size // _DISTINCT)
-            row = row[np.arange(row.size) // share * share]
-        of, bins = runs_of(row)
-        epochs[tuple(zip(of.tolist(), bins.tolist(), strict=True))] += int(count)
-    return compose(
-        *(
-            dp_accounting.SelfComposedDpEvent(RandomAllocationDpEvent(batches, pairs), count)
-            for pairs, count in epochs.items()
-            if pairs
-        )
-    )
+    for row, count in zip(rows, lengths, strict=True):
+        epochs[_grouped(row)] += int(count)
+    epochs[_grouped(np.sort(values[ends:]))] += 1
+    steps = []
+    for pairs, count in epochs.items():
+        if pairs:
+            epoch = RandomAllocationDpEvent(batches, pairs)
+            steps.append(dp_accounting.SelfComposedDpEvent(epoch, count))
+    return compose(*steps)
+
+
+def _grouped(multipliers: np.ndarray) -> tuple[tuple[float, int], ...]:
+    """Sorted multipliers of an epoch as pairs (multiplier, steps), of at most `_DISTINCT`."""
+    # A step with infinite noise releases nothing, like a step that did not run.
+    row = multipliers[multipliers != np.inf]
+    if len(runs_of(row)[0]) > _DISTINCT:
+        share = -(-row.size // _DISTINCT)
+        row = row[np.arange(row.size) // share * share]
+    distinct, bins = runs_of(row)
+    return tuple(zip(distinct.tolist(), bins.tolist(), strict=True))
 
 
 def compose(*events: DpEvent) -> DpEvent:
@@ -230,11 +241,13 @@ def compose(*events: DpEvent) -> DpEvent:
       >>> compose(gaussian(8.0), subsampled_gaussian(1.0, 0.0, 10))
       GaussianDpEvent(noise_multiplier=8.0)
     """
-    # No wrapper of a lone part: the event stays short in errors and on cards.
     parts = [event for event in events if not isinstance(event, dp_accounting.NoOpDpEvent)]
     if not parts:
         return dp_accounting.NoOpDpEvent()
-    return parts[0] if len(parts) == 1 else dp_accounting.ComposedDpEvent(parts)
+    # A single part is not wrapped, which keeps the event short in errors and on cards.
+    if len(parts) == 1:
+        return parts[0]
+    return dp_accounting.ComposedDpEvent(parts)
 
 
 def effective_multiplier(noise_multipliers: ArrayLike) -> float:
@@ -253,8 +266,11 @@ def effective_multiplier(noise_multipliers: ArrayLike) -> float:
     """
     call = "accounting.effective_multiplier"
     zs = [checks.not_negative(call, "noise_multiplier", z) for z in np.ravel(noise_multipliers)]
-    # z^-2 would overflow: one group without noise lays the example bare, whatever the others have.
+    # One group without noise reveals the example, whatever noise the others have. Below `BARE` the
+    # precision z^-2 overflows.
     if any(z <= BARE for z in zs):
         return 0.0
     precision = sum(z**-2 for z in zs)
-    return precision**-0.5 if precision else math.inf
+    if precision == 0:
+        return math.inf
+    return precision**-0.5

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dp_accounting import DpEvent
 
 from dpjax import checks
-from dpjax.accounting import allocation, pld, random_projections
-from dpjax.accounting.event_parts import Parts, relation, split
+from dpjax.accounting import _allocation, _pld, _random_projections
+from dpjax.accounting._event_parts import Parts, relation, split
+from dpjax.accounting._loss_distributions import level_count, rounded
+from dpjax.accounting._rdp_accountant import classic, improved
 from dpjax.accounting.events import RandomAllocationDpEvent
-from dpjax.accounting.loss_distributions import level_count, rounded
 from dpjax.accounting.profiles import Estimate, Profile, central_limit, most_true_positives
-from dpjax.accounting.rdp_accountant import classic, improved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         Method("rdp", True, "upper bound by Rényi divergences, improved conversion", improved),
-        Method("pld", True, "tightest upper bound, by privacy loss distributions", pld.profile),
+        Method("pld", True, "tightest upper bound, by privacy loss distributions", _pld.profile),
         Method("rdp-classic", True, "looser upper bound, as older papers print", classic),
         Method(
             "gdp", False, "an estimate, not a bound: central limit of Gaussian DP", central_limit
@@ -60,12 +60,12 @@ def epsilon(
 
     Args:
       event: What was run.
-      delta: The probability beside epsilon, in (0, 1); below one over the number of examples.
+      delta: In (0, 1); below one over the number of examples.
       method: "rdp", "pld", "rdp-classic", or "gdp" (an estimate).
       neighbours: "add-or-remove", "zero-out" (same arithmetic), or "replace-one" (sensitivity
         doubled here).
       plan: What was planned, if ``event`` is the part of it that ran. "pld" rounds more than 256
-        different sampled steps to the `levels` of the plan, so that more steps never cost less.
+        different sampled steps to the `levels` of the plan, so more steps never cost less.
 
     Returns:
       Epsilon, never negative; an `Estimate` if the method is not proven.
@@ -110,8 +110,9 @@ def delta(
     epsilon = checks.not_negative("accounting.delta", "epsilon", epsilon)
     row = checked_method("accounting.delta", method)
     profile = profile_of(event, method, neighbours)
-    if math.isinf(epsilon):  # conversions would compute inf - inf
-        return _as(row, float(math.isinf(profile.epsilon(0.5))))
+    if math.isinf(epsilon):  # conversions compute inf - inf
+        bare = math.isinf(profile.epsilon(0.5))
+        return _as(row, float(bare))
     return _as(row, profile.delta(epsilon))
 
 
@@ -123,8 +124,8 @@ def true_positive_rate(
 ) -> float:
     r"""The largest share of true positives that any membership attack on ``event`` can have.
 
-    An attacker who knows all examples but one says whether that one is in the data. With $\alpha$
-    the share of false alarms and $\delta(\varepsilon)$ the privacy profile, it is at most
+    An attacker who knows all examples but one decides whether that one is in the data. With
+    $\alpha$ the share of false alarms and $\delta(\varepsilon)$ the privacy profile, it is at most
 
     $$ \min_{\varepsilon \ge 0} \min\{ e^\varepsilon \alpha + \delta(\varepsilon),
        1 - e^{-\varepsilon} (1 - \delta(\varepsilon) - \alpha) \} . $$
@@ -137,7 +138,7 @@ def true_positive_rate(
 
     Returns:
       A number from 0 to 1; an `Estimate` if the method is not proven. Every epsilon gives a bound,
-      so that the search can only be too high: by about 1e-5 of the rate.
+      so the search can only be too high: by about 1e-5 of the rate.
 
     Example:
       >>> from dpjax import accounting
@@ -162,13 +163,13 @@ def tightest(event: DpEvent, neighbours: str = "add-or-remove") -> str:
       >>> accounting.tightest(accounting.subsampled_gaussian(1.1, sampling_rate=0.01, steps=100))
       'pld'
     """
-    parts = allocation.known_bins(_sorted(event, neighbours, "pld"))
+    parts = _allocation.known_bins(_checked_parts(event, neighbours, "pld"))
     if not parts.private or parts.empty:
         return "rdp"
     if not parts.foreign:
         return "pld"
     try:
-        # RDP costs milliseconds. Where it has no proof, PLD alone can have one.
+        # RDP costs milliseconds. Only PLD can have a proof where RDP has none.
         epsilon(event, 0.5, "rdp", neighbours)
     except ValueError:
         return "pld"
@@ -189,10 +190,11 @@ def default_method(event: DpEvent, neighbours: str = "add-or-remove") -> str:
     """
     parts = split(event)
     allocated = any(isinstance(part, RandomAllocationDpEvent) for part, _ in parts.foreign)
-    unanswered = random_projections.steps_of(parts) or (
-        parts.sampled and neighbours == "replace-one"
-    )
-    return "pld" if allocated or unanswered else "rdp"
+    projected = _random_projections.steps_of(parts)
+    exchanged = parts.sampled and neighbours == "replace-one"
+    if allocated or projected or exchanged:
+        return "pld"
+    return "rdp"
 
 
 def levels_of(plan: DpEvent) -> dict[str, float] | None:
@@ -206,7 +208,8 @@ def levels_of(plan: DpEvent) -> dict[str, float] | None:
       {'levels': 256, 'smallest': 1.0}
     """
     sampled = split(plan).sampled
-    if not (count := level_count(sampled)):
+    count = level_count(sampled)
+    if count == 0:
         return None
     return {"levels": count, "smallest": min(z for _, z in sampled)}
 
@@ -215,10 +218,11 @@ def profile_of(
     event: DpEvent, method: str, neighbours: str, plan: DpEvent | None = None
 ) -> Profile:
     """The profile of an event by a row of `METHODS`; arguments as for `epsilon`."""
-    parts = _sorted(event, neighbours, method, plan)
-    if not parts.private or parts.empty:
-        epsilon, delta = (0.0, 0.0) if parts.private else (math.inf, 1.0)
-        return Profile(lambda _: epsilon, lambda _: delta)
+    parts = _checked_parts(event, neighbours, method, plan)
+    if not parts.private:
+        return Profile(lambda delta: math.inf, lambda epsilon: 1.0)
+    if parts.empty:
+        return Profile(lambda delta: 0.0, lambda epsilon: 0.0)
     return METHODS[method].profile(parts, neighbours)
 
 
@@ -232,14 +236,18 @@ def checked_method(call: str, name: str) -> Method:
     return METHODS[checks.one_of(call, "method", name, METHODS)]
 
 
-def _sorted(event: DpEvent, neighbours: str, method: str, plan: DpEvent | None = None) -> Parts:
-    relation(neighbours)  # an unknown name is an error even where nothing was run
+def _checked_parts(
+    event: DpEvent, neighbours: str, method: str, plan: DpEvent | None = None
+) -> Parts:
+    """The parts of an event for a method, with steps rounded to `levels` for "pld"."""
+    relation(neighbours)  # raises for an unknown name, even if the event is empty
     parts = split(event)
-    if method == "pld":  # whose time grows with the number of different steps
+    # The time of PLD grows with the number of different steps.
+    if method == "pld":
         planned = parts if plan is None else split(plan)
         parts = parts._replace(sampled=rounded(parts.sampled, plan=planned.sampled))
-    # No Rényi divergence exists where a norm may be estimated too small by any factor.
-    if method != "pld" and random_projections.steps_of(parts):
+    # The Rényi divergence is infinite if a norm may be estimated too small by any factor.
+    if method != "pld" and _random_projections.steps_of(parts):
         raise ValueError(
             f"accounting: method {method!r} has no answer for random projections. Use 'pld'."
         )
@@ -247,5 +255,7 @@ def _sorted(event: DpEvent, neighbours: str, method: str, plan: DpEvent | None =
 
 
 def _as(row: Method, value: float) -> float:
-    # The type says what the number is: an estimate prints as one wherever it is used.
-    return float(value) if row.proven else Estimate(value)
+    """A number of a method; an `Estimate`, which prints as one, if the method is not proven."""
+    if row.proven:
+        return float(value)
+    return Estimate(value)

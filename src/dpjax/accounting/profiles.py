@@ -3,7 +3,7 @@
 
 Many small sampled steps look, in the limit, like one Gaussian, and papers print epsilons from that
 limit (Gaussian DP). For finitely many steps its error has no known sign, and at small multipliers
-it is far too small. So it is an `Estimate`, which calibration and budgets refuse.
+it is far too small. The answer is therefore an `Estimate`, which calibration and budgets refuse.
 """
 
 import math
@@ -15,11 +15,11 @@ import numpy as np
 from scipy import optimize
 from scipy.special import log_ndtr
 
-from dpjax.accounting.event_parts import Parts, as_sampled
+from dpjax.accounting._event_parts import Parts, as_sampled
 
 
 class Profile(NamedTuple):
-    """What a run costs: epsilon at a delta in (0, 1), and delta at a finite epsilon."""
+    """The cost of a run: epsilon at a delta in (0, 1), and delta at a finite epsilon."""
 
     epsilon: Callable[[float], float]
     delta: Callable[[float], float]
@@ -33,15 +33,15 @@ def gaussian(mu: float) -> Profile:
     """
     if mu == 0:
         return Profile(lambda delta: 0.0, lambda epsilon: 0.0)
-    if not mu < math.inf:  # NaN hides nothing either
+    if not mu < math.inf:  # NaN included, which counts as no noise
         return Profile(lambda delta: math.inf, lambda epsilon: 1.0)
 
     def epsilon_at(delta: float) -> float:
-        with np.errstate(all="ignore"):  # the library takes logarithms of zero on its way
+        with np.errstate(all="ignore"):  # the library takes logarithms of zero
             return float(dp_accounting.get_epsilon_gaussian(1 / mu, delta))
 
     def delta_at(epsilon: float) -> float:
-        # In logarithms: for large epsilon both terms underflow.
+        # Both terms underflow for large epsilon, so this subtracts in logarithms.
         upper = log_ndtr(mu / 2 - epsilon / mu)
         lower = epsilon + log_ndtr(-mu / 2 - epsilon / mu)
         return -math.exp(upper) * math.expm1(lower - upper)
@@ -53,14 +53,15 @@ def most_true_positives(profile: Profile, false_positive_rate: float) -> float:
     """`dpjax.accounting.true_positive_rate` of a profile."""
 
     def bound(slope: float) -> float:
-        # A negative slope is that of the curve's other half, which is the mirror image of this one.
-        size, delta = math.exp(slope), profile.delta(abs(slope))
+        size = math.exp(slope)
+        delta = profile.delta(abs(slope))
+        # The two halves of the curve mirror each other. A negative slope belongs to the second one.
         if slope < 0:
             return 1 - size * (1 - delta - false_positive_rate)
         return size * false_positive_rate + delta
 
-    # Convex in exp(slope), so that one search finds the least. Beyond, the bound is nearly 1.
-    interval = -16.0, -math.log(false_positive_rate)
+    # The bound is convex in exp(slope), so one search finds the least. It is nearly 1 outside.
+    interval = (-16.0, -math.log(false_positive_rate))
     found = optimize.minimize_scalar(
         bound, bounds=interval, method="bounded", options={"xatol": 1e-3}
     )
@@ -68,7 +69,7 @@ def most_true_positives(profile: Profile, false_positive_rate: float) -> float:
 
 
 class Estimate(float):
-    """A number that is not a bound, and whose ``repr`` says so.
+    """A number that is not a bound; its ``repr`` shows that.
 
     Example:
       >>> Estimate(2.3244)
@@ -97,9 +98,10 @@ def central_limit(parts: Parts, neighbours: str) -> Profile:
             f"the event holds {parts.named or 'Poisson samples'}. Use 'pld'."
         )
     # Replace-one doubles the signal, and signals enter squared.
-    squares = [parts.precision * (4 if neighbours == "replace-one" else 1)]
+    squared_factor = 4 if neighbours == "replace-one" else 1
+    squares = [parts.precision * squared_factor]
     for (q, z), count in parts.sampled.items():
-        # exp would overflow: such a step hides nothing.
+        # Such a step hides nothing, and the exponential overflows.
         if z**-2 > 700:
             return gaussian(math.inf)
         squares.append(count * q**2 * math.expm1(z**-2))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Random allocation with fresh bins: in every epoch an example is in one of t steps, at random.
 
-**One epoch.** With multipliers $z_1, \dots, z_r$ of the $r \le t$ steps that ran, it costs no more
-than P against Q, in both orders:
+**One epoch.** Let $z_1, \dots, z_r$ be the multipliers of the $r \le t$ steps that ran. The epoch
+costs no more than P against Q, in both orders:
 
 $$ P = \tfrac1t \Big( \sum_{j \le r} N(e_j / z_j, I) + (t - r) N(0, I) \Big), \quad Q = N(0, I) . $$
 
@@ -16,12 +16,13 @@ $L_j = \exp(g_j / z_j - 1 / 2 z_j^2)$, $g_j \sim N(0, 1)$. Under P, the density 
 that under Q: one factor, of a uniform bin, has the law $x\, \Pr(L_j \in dx)$.
 
 **Rounding** moves the mass of a factor between two points of a lattice to both of them, and keeps
-its mean. So a ratio $S'$ with $\mathbb{E}[S' | S] = S$ takes the place of $S$: then (P, Q) is a
+its mean. A ratio $S'$ with $\mathbb{E}[S' | S] = S$ then takes the place of $S$, and (P, Q) is a
 post-processing of (P', Q') (Blackwell), in both orders and in every composition. No first-order
 error remains, unlike with factors that are rounded up or down. Above the last point a factor keeps
 its mass under Q; the rest of its mass under P is an infinite loss. The laws of a sum of lattice
-factors are products of powers of Fourier transforms, its masses on losses again keep their means,
-and what the transform can wrap round (a Chernoff bound) or get wrong is an infinite loss too.
+factors are products of powers of Fourier transforms, and its masses on losses again keep their
+means. The mass that the transform can wrap round (a Chernoff bound), and its rounding errors, are
+infinite losses too.
 
 **Little noise** needs two lattices: at $z = 0.35$ the largest factors are $e^{20}$ times the usual
 ones. The loss $\log S$ under P needs the largest factors and is large itself, so its lattice can be
@@ -43,28 +44,30 @@ from dp_accounting.pld.pld_pmf import DensePLDPmf
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from scipy.special import ndtr, ndtri
 
-from dpjax.accounting.event_parts import Parts
+from dpjax.accounting._event_parts import Parts
+from dpjax.accounting._loss_distributions import composed, proven
 from dpjax.accounting.events import RandomAllocationDpEvent
-from dpjax.accounting.loss_distributions import composed, proven
 from dpjax.accounting.profiles import Profile
 
 _FINE = 64  # points of the lattice in one deviation of a factor
-_POINTS = 2**22  # of the lattice: a second
+_POINTS = 2**22  # of the lattice, which take a second
 _UNIT = 2.0**-52  # the distance of floats above 1
-_QUIET = 1e4  # more noise counts as this much: its factors would be 1 but for rounding
-_SHARE = 1e-3  # of delta, that all infinite losses together may have
+_QUIET = 1e4  # a larger multiplier counts as this one, whose factors are 1 up to rounding
+_SHARE = 1e-3  # the part of delta that all infinite losses together may have
 _BELOW = 2.0  # with steps above e^-2 times the factors at delta, known bins cost no more
 
 Epochs: TypeAlias = list[tuple[RandomAllocationDpEvent, int]]
+Groups: TypeAlias = list[tuple[float, int]]  # multipliers, and how many bins ran with them
 
 
 def profile(epochs: Epochs, rest: Parts, grid: float, neighbours: str) -> Profile:
-    """What composed losses of epochs, and of the Gaussians of ``rest``, prove."""
+    """The profile of the composed losses of epochs and of the Gaussians of ``rest``."""
     epochs = sorted(epochs, key=lambda row: (row[0].batches, row[0].noise_multipliers))
-    parts, count = rest._replace(foreign=tuple(epochs)), sum(n for _, n in epochs)
+    parts = rest._replace(foreign=tuple(epochs))
+    count = sum(n for _, n in epochs)
 
     @functools.cache
-    def of(tail: float) -> Profile:
+    def with_tail(tail: float) -> Profile:
         if not all(_fits(event, tail) for event, _ in epochs):
             return Profile(lambda delta: math.inf, lambda epsilon: 1.0)
         total = composed(rest, grid, neighbours)
@@ -72,16 +75,19 @@ def profile(epochs: Epochs, rest: Parts, grid: float, neighbours: str) -> Profil
             total = total.compose(loss(event, grid, tail).self_compose(times))
         return proven(total, parts)
 
-    def at(delta: float) -> Profile:
-        # A power of two, so that neighbouring questions are about the same losses.
-        return of(2.0 ** math.floor(math.log2(max(delta, 1e-300) * _SHARE / count)))
+    def for_delta(delta: float) -> Profile:
+        # The tail is a power of two, because similar deltas then have the same cached losses.
+        tail = max(delta, 1e-300) * _SHARE / count
+        return with_tail(2.0 ** math.floor(math.log2(tail)))
 
     def delta_at(epsilon: float) -> float:
-        rough = at(1e-6).delta(epsilon)
-        # Of a larger delta, the tail for 1e-6 is a small part; at 1 it did not fit.
-        return rough if 1e-6 < rough < 1 else min(rough, at(rough).delta(epsilon))
+        rough = for_delta(1e-6).delta(epsilon)
+        # The tail for 1e-6 is a small part of a larger delta. At 1 the lattice did not fit.
+        if 1e-6 < rough < 1:
+            return rough
+        return min(rough, for_delta(rough).delta(epsilon))
 
-    return Profile(lambda delta: at(delta).epsilon(delta), delta_at)
+    return Profile(lambda delta: for_delta(delta).epsilon(delta), delta_at)
 
 
 class _Laws(NamedTuple):
@@ -99,12 +105,15 @@ def loss(event: RandomAllocationDpEvent, grid: float, tail: float) -> PrivacyLos
     """The loss of one epoch; a few times ``tail`` of the mass becomes an infinite loss."""
     bins = event.batches
     groups = [(min(z, _QUIET), n) for z, n in event.noise_multipliers]
-    fine = min(math.exp(-1 / (2 * z**2)) / z for z, _ in groups) / _FINE
+    least = groups[0][0]
+    deviation = min(math.exp(-1 / (2 * z**2)) / z for z, _ in groups)
+    fine = deviation / _FINE
     leaves = _laws(groups, bins, tail, tail, fine)
     joins = leaves
     if leaves.step > fine:
-        fine = max(fine, _UNIT * bins / tail)  # finer ones cost more by `_error`
-        joins = _laws(groups, bins, tail, _mass_above(groups[0][0], fine * _POINTS / 2), fine)
+        fine = max(fine, _UNIT * bins / tail)  # finer lattices have a larger `_error`
+        above = _mass_above(least, fine * _POINTS / 2)
+        joins = _laws(groups, bins, tail, above, fine)
     return PrivacyLossDistribution(
         _with_example(leaves, bins, grid, tail), _without_example(joins, bins, grid, tail)
     )
@@ -114,23 +123,23 @@ def _with_example(laws: _Laws, bins: int, grid: float, tail: float) -> DensePLDP
     """The loss under P, ``log(P / Q)``."""
     inside = laws.ratios > 0
     mass = laws.with_it
+    losses = np.log(laws.ratios[inside])
     infinite = laws.lost + tail + _error(mass, bins, laws.step)
-    return _on_grid(mass[inside], np.log(laws.ratios[inside]), grid, infinite)
+    return _on_grid(mass[inside], losses, grid, infinite)
 
 
 def _without_example(laws: _Laws, bins: int, grid: float, tail: float) -> DensePLDPmf:
     """The loss under Q, ``log(Q / P)``."""
     inside = laws.ratios > 0
     mass = laws.without
-    # Where the example is absent, a ratio of 0 is an infinite loss.
+    # A ratio of 0 under Q is an infinite loss.
     zero = float(mass[~inside].sum())
+    losses = -np.log(laws.ratios[inside])
     infinite = zero + tail + _error(mass, bins, laws.step)
-    return _on_grid(mass[inside], -np.log(laws.ratios[inside]), grid, infinite)
+    return _on_grid(mass[inside], losses, grid, infinite)
 
 
-def _laws(
-    groups: list[tuple[float, int]], bins: int, tail: float, above: float, step: float
-) -> _Laws:
+def _laws(groups: Groups, bins: int, tail: float, above: float, step: float) -> _Laws:
     """The laws of the ratio, with factors up to where P has the mass ``above``.
 
     The step is larger than given if the lattice needs more than `_POINTS` points.
@@ -144,26 +153,32 @@ def _laws(
         step = coarser
         low, top = _window(groups, bins, tail, above, step)
     first = math.floor(low / step)
-    size = 2 ** math.ceil(math.log2((top - low) / step + 4))
-    # Transforms, of the law of all factors so far, and of the sum of laws in which one of them has
-    # its law under P; by the product rule.
+    points = (top - low) / step + 4
+    size = 2 ** math.ceil(math.log2(points))
+    # `plain` is the transform of the law of all factors so far. `chosen` is that of the sum of laws
+    # in which one factor has its law under P, by the product rule.
     plain = np.ones(1)
     chosen = np.zeros(1)
     lost = 0.0
     for z, n in groups:
-        places = np.arange(math.ceil(_largest(z, above) / step) + 1)
+        last = math.ceil(_largest(z, above) / step)
+        places = np.arange(last + 1)
         law, beyond = _spread(z, step * places)
-        # The window can be narrower than one factor; the transform repeats outside it.
-        factor = np.fft.rfft(np.bincount(places % size, law, size))
-        weighted = np.fft.rfft(np.bincount(places % size, step * places * law, size))
+        # A factor can exceed the window. The transform repeats outside it.
+        wrapped = places % size
+        under_p = step * places * law
+        factor = np.fft.rfft(np.bincount(wrapped, law, size))
+        weighted = np.fft.rfft(np.bincount(wrapped, under_p, size))
         power = factor ** (n - 1)
         chosen = chosen * power * factor + plain * n * power * weighted
         plain = plain * power * factor
         lost += n * beyond / bins
-    with_it = np.roll(np.fft.irfft((chosen + idle * plain) / bins, size), -first).clip(0)
-    without = np.roll(np.fft.irfft(plain, size), -first).clip(0)
-    ratios = (step * (first + np.arange(size)) + idle) / bins
-    return _Laws(ratios, with_it, without, lost, step)
+    mixture = (chosen + idle * plain) / bins
+    with_it = np.roll(np.fft.irfft(mixture, size), -first)
+    without = np.roll(np.fft.irfft(plain, size), -first)
+    sums = step * (first + np.arange(size))
+    ratios = (sums + idle) / bins
+    return _Laws(ratios, with_it.clip(0), without.clip(0), lost, step)
 
 
 def _fits(event: RandomAllocationDpEvent, tail: float) -> bool:
@@ -171,14 +186,18 @@ def _fits(event: RandomAllocationDpEvent, tail: float) -> bool:
     least = event.noise_multipliers[0][0]
     likely = min(0.5, tail / _SHARE)
     range_of_logs = float(ndtri(likely) - ndtri(tail)) / least
-    largest = 1 / (2 * least**2) - float(ndtri(tail)) / least
-    # Squares of factors overflow from e^354 on.
-    return range_of_logs < math.log(_POINTS) - _BELOW and largest < 300
+    finite = _largest_log(least, tail) < 300  # the square of e^355 overflows
+    return finite and range_of_logs < math.log(_POINTS) - _BELOW
 
 
 def _largest(z: float, tail: float) -> float:
     """The factor above which there is this mass under P."""
-    return math.exp(1 / (2 * z**2) - float(ndtri(tail)) / z)
+    return math.exp(_largest_log(z, tail))
+
+
+def _largest_log(z: float, tail: float) -> float:
+    """The logarithm of `_largest`."""
+    return 1 / (2 * z**2) - float(ndtri(tail)) / z
 
 
 def _mass_above(z: float, factor: float) -> float:
@@ -187,44 +206,54 @@ def _mass_above(z: float, factor: float) -> float:
 
 
 def _spread(z: float, points: np.ndarray) -> tuple[np.ndarray, float]:
-    """Masses of a factor under Q on sorted points from 0 on, and what P loses above the last."""
+    """The masses of a factor under Q on sorted points from 0, and the mass of P above the last."""
     with np.errstate(divide="ignore"):
-        at = np.append(z * np.log(points) + 1 / (2 * z), np.inf)
-    outside, inside = _between(at), _between(at - 1 / z)
-    # Of an interval with mass q under Q and m under P = E[L; interval], the upper end gets u and
-    # the lower end q - u, so that the mean is m.
-    up = (inside - points * outside)[:-1] / np.diff(points)
+        normals = z * np.log(points) + 1 / (2 * z)
+    at = np.append(normals, np.inf)
+    outside = _between(at)
+    inside = _between(at - 1 / z)
+    # An interval has mass q under Q and m under P, which is E[L; interval]. Its upper end gets u
+    # and its lower end q - u, which keeps the mean m.
+    missing = inside - points * outside
+    up = missing[:-1] / np.diff(points)
     up = np.clip(up, 0, outside[:-1])
     law = outside - np.append(up, 0) + np.append(0, up)
-    return law, max(0.0, float(inside[-1] - points[-1] * outside[-1]))
+    return law, max(0.0, float(missing[-1]))
 
 
 def _between(at: np.ndarray) -> np.ndarray:
     """The masses of a standard Gaussian between sorted numbers, with all digits in both tails."""
-    below, above = np.diff(ndtr(at)), -np.diff(ndtr(-at))
+    below = np.diff(ndtr(at))
+    above = -np.diff(ndtr(-at))
     return np.where(at[:-1] > 0, above, below)
 
 
 def _window(
-    groups: list[tuple[float, int]], bins: int, tail: float, above: float, step: float
+    groups: Groups, bins: int, tail: float, above: float, step: float
 ) -> tuple[float, float]:
-    """Where the sum of factors is: below with mass ``tail`` under Q, above with it under P.
+    """A range of the sum of factors: mass ``tail`` is below under Q, and above under P.
 
-    Both are bounds by Chernoff. Spreading a factor over a ``step`` adds at most ``(angle * step)^2
-    / 8`` to the logarithm of its moment (Hoeffding), and ``angle * step`` under P.
+    Both ends are Chernoff bounds. Spreading a factor over a ``step`` adds at most
+    ``(angle * step)^2 / 8`` to the logarithm of its moment (Hoeffding), and under P at most
+    ``angle * step``.
     """
-    count, deviation = sum(n for _, n in groups), 0.0
-    laws, largest = [], max(_largest(z, above) for z, _ in groups)
+    count = sum(n for _, n in groups)
+    largest = max(_largest(z, above) for z, _ in groups)
+    variance = 0.0
+    laws = []
     for z, n in groups:
-        points = np.exp(np.linspace(-12, 1 / z - float(ndtri(above)), 1000) / z - 1 / (2 * z**2))
+        normals = np.linspace(-12, 1 / z - float(ndtri(above)), 1000)
+        points = np.exp(normals / z - 1 / (2 * z**2))
         points = np.concatenate([[0], points, [points[-1] + step]])
-        laws.append((n, points, _spread(z, points)[0]))
-        deviation += n * float(laws[-1][2] @ (points - 1) ** 2)
-    deviation = math.sqrt(deviation)
+        law, _ = _spread(z, points)
+        laws.append((n, points, law))
+        variance += n * float(law @ (points - 1) ** 2)
+    deviation = math.sqrt(variance)
 
     def bound(angles: np.ndarray, under_p: bool) -> float:
         """The least of ``(log E exp(angle * sum) - log tail) / angle``."""
-        plain, own = np.zeros(angles.size), np.full(angles.size, (bins - count) / bins)
+        plain = np.zeros(angles.size)
+        own = np.full(angles.size, (bins - count) / bins)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for n, points, law in laws:
                 powers = np.exp(np.outer(angles, points))
@@ -233,30 +262,37 @@ def _window(
                 own += n / bins * (powers @ (points * law)) / moment
             more = angles * step + np.log(own) if under_p else 0.0
             bounds = (plain + more - math.log(tail)) / angles
-        return float(np.nanmin(bounds)) if angles[0] > 0 else float(np.nanmax(bounds))
+        if angles[0] > 0:
+            return float(np.nanmin(bounds))
+        return float(np.nanmax(bounds))
 
-    slow, fast = 1e-2 / (deviation + largest), 1e4 / deviation
-    top = bound(np.geomspace(slow, fast, 400), True)
-    return max(0.0, bound(-np.geomspace(slow, fast, 400), False)), top
+    angles = np.geomspace(1e-2 / (deviation + largest), 1e4 / deviation, 400)
+    low = max(0.0, bound(-angles, under_p=False))
+    return low, bound(angles, under_p=True)
 
 
 def _on_grid(mass: np.ndarray, losses: np.ndarray, grid: float, infinite: float) -> DensePLDPmf:
-    """Masses spread to a grid of losses, so that they keep their mass under both laws."""
+    """Spreads masses to a grid of losses, which keeps their mass under both laws."""
     below = np.floor(losses / grid)
-    up = np.clip(mass * np.expm1(below * grid - losses) / math.expm1(-grid), 0, mass)
+    moved = mass * np.expm1(below * grid - losses)
+    up = np.clip(moved / math.expm1(-grid), 0, mass)
     first = int(below.min())
     places = (below - first).astype(int)
-    probs = np.bincount(places, mass - up, places.max() + 2)
-    return DensePLDPmf(
-        grid, first, probs + np.bincount(places + 1, up, places.max() + 2), infinite, True
-    )
+    size = places.max() + 2
+    probabilities = np.bincount(places, mass - up, size)
+    probabilities += np.bincount(places + 1, up, size)
+    return DensePLDPmf(grid, first, probabilities, infinite, True)
 
 
 def _error(mass: np.ndarray, bins: int, step: float) -> float:
-    """By how much floating point moves masses, in all.
+    """A bound on the mass that rounding of floating point moves.
 
-    Of a factor, rounded points move ``u / step``, and the transform each coefficient by about u,
-    whose power moves ``bins`` times as far. By Parseval's and Cauchy's inequalities the masses then
-    move by that times the root of their number times their root sum of squares.
+    Rounded points move ``u / step`` of the mass of a factor. The transform moves each coefficient
+    by about u, and its power moves it ``bins`` times as far. By Parseval's and Cauchy's
+    inequalities the masses move by that times the root of their number times their root sum of
+    squares.
     """
-    return _UNIT * bins * (1 / step + 4 * math.sqrt(mass.size) * float(np.linalg.norm(mass)))
+    by_points = 1 / step
+    root_sum = float(np.linalg.norm(mass))
+    by_transforms = 4 * math.sqrt(mass.size) * root_sum
+    return _UNIT * bins * (by_points + by_transforms)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds printed epsilons up, so that no page claims less than was proved.
+"""Rounds printed epsilons up, so no page claims less than was proved.
 
 If 2.6544 is proved, printing 2.65 claims a guarantee that is not proved. `three_digits` prints
 every epsilon, `upwards` every delta, and `downwards` rounds lower bounds of audits.
@@ -31,9 +31,11 @@ def _rounded(value: float, form: str, rounding: str) -> str:
     if not math.isfinite(value):
         return f"{value:{form}}"
     exact = Decimal(repr(float(value)))  # the shortest decimal of this float, so 1e-5 stays 1e-5
-    digits, kind = int(form[1:-1]), form[-1]
-    # The power of ten of the last printed digit, which is where the number is rounded.
-    last = -digits if kind == "f" else exact.adjusted() - digits + 1
+    digits = int(form[1:-1])
+    # The power of ten of the last printed digit.
+    last = -digits
+    if form.endswith("g"):
+        last += exact.adjusted() + 1
     with localcontext(prec=700):  # more than any float has
         rounded = exact.quantize(Decimal(1).scaleb(last), rounding=rounding)
     return f"{float(rounded):{form}}"

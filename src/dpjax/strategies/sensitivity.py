@@ -187,7 +187,7 @@ def _root(square: float, additions: int) -> float:
 
 
 def overlaps(strategy: Strategy, bins: int) -> Series:
-    r"""Bounds on the products of the moves of two bins, for `dpjax.accounting.allocation`.
+    r"""Bounds on the products of the moves of two bins, for `dpjax.accounting`.
 
     With $m_{tb} = \sum_{s \bmod n = b} |C_{ts}|$ for n bins, the i-th number is the largest of the
     i-th largest entries of the rows of $M^T M$.

@@ -3,17 +3,17 @@ r"""User-level privacy: the cost of example-level training for a user with sever
 
 Under Poisson sampling the number of a user's k records that are drawn is binomial. A step is then a
 Gaussian whose signal is a mixture over 0 to k, which PLD accounts for exactly. Multiplying epsilon
-by k would be wrong, because delta grows too.
+by k is wrong, because delta grows too.
 
-With banded noise and `sampling.cyclic_poisson`, cycles are separate releases for one record alone.
-Records of two parts move common rows, also from one cycle to the next, and the composition of a
-mixture a cycle claims too little. Given all coins the run is one Gaussian. The moves of one record
-in n cycles are orthogonal, together no longer than $\sqrt{n}$, and the moves of k records no longer
-than $k \sqrt{n}$. The coins do not depend on whether the user is there. So the bound holds without
-them: n Gaussians with multiplier z / k.
+With banded noise and `sampling.cyclic_poisson`, cycles are separate releases only for a single
+record. Records of two parts move common rows, also from one cycle to the next, and the composition
+of one mixture per cycle claims too little. Given all coins the run is one Gaussian. The moves of
+one record in n cycles are orthogonal. Together they are no longer than $\sqrt{n}$, and the moves of
+k records no longer than $k \sqrt{n}$. The coins do not depend on whether the user is present, so
+the bound also holds without them: n Gaussians with multiplier z / k.
 
-A run of one cycle is one mixture. Moves of two sets of records have at most the product of their
-sizes in common, and by Kahane's inequality less in common costs less.
+A run of one cycle is one mixture. The inner product of the moves of two sets of records is at most
+the product of their sizes, and by Kahane's inequality a smaller one costs less.
 """
 
 import math
@@ -26,9 +26,9 @@ from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from scipy import stats
 
 from dpjax import checks
-from dpjax.accounting.allocation import known_bins
-from dpjax.accounting.calibration import calibrate, from_near, least
-from dpjax.accounting.event_parts import split
+from dpjax.accounting._allocation import known_bins
+from dpjax.accounting._calibration import calibrate, from_near, least
+from dpjax.accounting._event_parts import split
 from dpjax.accounting.events import compose, gaussian, subsampled_gaussian
 from dpjax.accounting.methods import checked_delta, epsilon
 
@@ -54,8 +54,8 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
       | sampled in another way | refused |
 
     Privacy:
-      ``records`` is a promise about the data. It is kept by leaving out what a user has beyond
-      ``records``, before training, by a choice that looks at that user alone.
+      ``records`` is a promise about the data. To keep it, leave out the examples of a user beyond
+      ``records`` before training, by a choice that reads only the data of that user.
 
     Example:
       >>> for_groups(gaussian(3.0), records=2)
@@ -76,16 +76,18 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
         )
     if not parts.private:
         return dp_accounting.NonPrivateDpEvent()
-    # Without sampling all records join or leave together: the signal is `records` times as large.
-    unsampled = [gaussian(parts.unsampled_multiplier / records)] if parts.precision else []
-    # Each record is drawn independently, so the signal of a step, the number of drawn records, is
-    # binomial; the mixture over it is exact and far cheaper than group privacy's factor.
-    drawn, steps = np.arange(records + 1.0), []
+    steps = []
+    # All records join or leave together, so the signal without sampling is `records` times larger.
+    if parts.precision:
+        steps.append(gaussian(parts.unsampled_multiplier / records))
+    # Each record is drawn independently. The signal of a step is the number of drawn records, which
+    # is binomial. The mixture over it is exact and costs far less than the factor of group privacy.
+    drawn = np.arange(records + 1.0)
     for (q, z), count in parts.sampled.items():
         odds = stats.binom.pmf(drawn, records, q)
         step = MixtureOfGaussiansDpEvent(z, drawn.tolist(), odds.tolist())
         steps.append(dp_accounting.SelfComposedDpEvent(step, count))
-    return compose(*unsampled, *steps)
+    return compose(*steps)
 
 
 def epsilon_for_users(
@@ -111,15 +113,15 @@ def epsilon_for_users(
     try:
         return epsilon(for_groups(event, records), delta, "pld", neighbours)
     except ValueError as error:
-        # The root finder of dp_accounting 0.6 loses the bracket of a mixture in which drawing no
-        # record is nearly impossible, and its noise far below its signal.
+        # The root finder of dp_accounting 0.6 fails for a mixture that nearly always draws a record
+        # and whose noise is far below its signal.
         if "must be greater than b" not in str(error):
             raise
         return math.inf
 
 
 class PersonsOrRows(NamedTuple):
-    """What one plan takes by both ways to protect persons; see `persons_or_rows`."""
+    """The noise that one plan needs by both ways to protect persons; see `persons_or_rows`."""
 
     persons: float
     """The noise multiplier with `dpjax.sampling.persons`, relative to the bound of a person."""
@@ -130,7 +132,7 @@ class PersonsOrRows(NamedTuple):
 
     @property
     def less(self) -> str:
-        """Which way needs less noise: ``"persons"`` or ``"rows"``."""
+        """The way that needs less noise: ``"persons"`` or ``"rows"``."""
         return "persons" if self.ratio <= 1 else "rows"
 
 
@@ -144,12 +146,13 @@ def persons_or_rows(
     delta: float,
     bound_ratio: float = 1.0,
 ) -> PersonsOrRows:
-    r"""Says which way to protect persons needs less noise for a plan, by PLD; takes seconds.
+    r"""Compares the noise of two ways to protect persons for a plan, by PLD; takes seconds.
 
-    With `dpjax.sampling.persons`, B persons a step, there is $z_p C_p / B$ of noise on the mean.
-    To keep k rows of each person, draw each *row* at the same rate and account by `for_groups` has
-    $z_r C_r / (kB)$. With one bound the rows win, since a binomial number of rows varies less than
-    all or none; but the mean over rows of a person that disagree is shorter than a row.
+    With `dpjax.sampling.persons`, B persons a step, the noise on the mean is $z_p C_p / B$. The
+    other way keeps k rows of each person, draws each *row* at the same rate and accounts by
+    `for_groups`. Its noise on the mean is $z_r C_r / (kB)$. With one bound the rows win, since a
+    binomial number of rows varies less than all or none; but the mean over rows that disagree is
+    shorter than a row.
 
     Args:
       persons: The number of persons; public.
@@ -181,8 +184,9 @@ def persons_or_rows(
         return epsilon_for_users(event(multiplier), delta, records)
 
     of_persons = calibrate(event, epsilon, delta, "pld")
-    # All rows of a person together would take this many times the noise, and Poisson samples less.
-    near = of_persons * records
-    of_rows = from_near(spent, epsilon, near, 1e-3) or least(spent, epsilon, 1e-3)
+    # All rows of a person together need `records` times the noise, and Poisson samples need less.
+    of_rows = from_near(spent, epsilon, of_persons * records, 1e-3)
+    if of_rows is None:
+        of_rows = least(spent, epsilon, 1e-3)
     ratio = of_persons * bound_ratio * records / of_rows
     return PersonsOrRows(of_persons, of_rows, ratio)

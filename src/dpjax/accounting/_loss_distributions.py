@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What composed privacy loss distributions share, whatever their steps are.
+"""Composition of privacy loss distributions, for steps of every kind.
 
 Losses of steps add, so their distributions convolve; dp_accounting does that on a grid with
-pessimistic rounding. What floating point can take from the answer is added to it (`error`). Many
+pessimistic rounding. `error` bounds the rounding of floating point, and is added to delta. Many
 distinct steps are rounded to few (`levels`), which is again an upper bound.
 """
 
@@ -15,16 +15,16 @@ from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from numpy.typing import ArrayLike
 
-from dpjax.accounting.event_parts import Parts, relation
+from dpjax.accounting._event_parts import Parts, relation
 from dpjax.accounting.profiles import Profile
 
-MIXED = 1e-3  # a grid for losses that are found one by one: a tenth of the time, 0.1 %
-LEVELS = 256  # distinct steps that are composed as they are; more are rounded to these
+MIXED = 1e-3  # grid for losses that are found one by one: a tenth of the time, 0.1 % of epsilon
+LEVELS = 256  # distinct steps that are composed unchanged; more are rounded to so many
 Steps: TypeAlias = dict[tuple[float, float], int]  # {(rate, multiplier): count}
 _UNIT = 2.0**-52  # the distance of floats above 1
 
 
-# The loss of one step takes nearly all the time, and other questions are about the same steps.
+# The loss of one step takes nearly all the time, and a search asks for the same steps again.
 @functools.lru_cache(maxsize=300)
 def one_step(
     rate: float, multiplier: float, grid: float, neighbours: str
@@ -39,9 +39,9 @@ def one_step(
 
 
 def composed(parts: Parts, grid: float, neighbours: str) -> PrivacyLossDistribution:
-    """The loss of all parts together that are not foreign."""
+    """The loss of all parts that are not foreign."""
     total = privacy_loss_distribution.identity(value_discretization_interval=grid)
-    # All unsampled Gaussians together are one, whose loss has a closed form.
+    # All unsampled Gaussians together act as one, whose loss has a closed form.
     if parts.precision:
         total = total.compose(one_step(1.0, parts.unsampled_multiplier, grid, neighbours))
     for (q, z), count in parts.sampled.items():
@@ -50,33 +50,42 @@ def composed(parts: Parts, grid: float, neighbours: str) -> PrivacyLossDistribut
 
 
 def proven(loss: PrivacyLossDistribution | PLDAccountant, parts: Parts) -> Profile:
-    """What a distribution, or an accountant, proves; its own answers suppose exact arithmetic."""
+    """The profile of a distribution or an accountant, plus `error`, which neither includes."""
     off = error(parts)
-    by_accountant = isinstance(loss, PLDAccountant)
-    epsilon = loss.get_epsilon if by_accountant else loss.get_epsilon_for_delta
-    delta = loss.get_delta if by_accountant else loss.get_delta_for_epsilon
-    return Profile(
-        lambda given: float(epsilon(given - off)) if given > off else math.inf,
-        lambda given: float(delta(given)) + off,
-    )
+    if isinstance(loss, PLDAccountant):
+        epsilon = loss.get_epsilon
+        delta = loss.get_delta
+    else:
+        epsilon = loss.get_epsilon_for_delta
+        delta = loss.get_delta_for_epsilon
+
+    def epsilon_at(given: float) -> float:
+        if given <= off:
+            return math.inf
+        return float(epsilon(given - off))
+
+    return Profile(epsilon_at, lambda given: float(delta(given)) + off)
 
 
 def error(parts: Parts) -> float:
     r"""By how much floating point can move the delta of a composed distribution, either way.
 
-    Let $u = 2^{-52}$. The deltas of one step are differences of probabilities, each off by up to
-    $u$. Exchange the computed steps of a composition of $n$ for exact ones, one after the other:
-    each moves delta by the mean of such an error over the loss of the others, all by at most $n u$.
+    Let $u = 2^{-52}$. The deltas of one step are differences of probabilities, and each has an
+    error of up to $u$. Exchange the computed steps of a composition of $n$ for exact ones, one
+    after the other: each moves delta by the mean of such an error over the loss of the others, all
+    of them by at most $n u$.
 
-    The Fourier transform of a step is off as if its probabilities were: by independent errors of
-    about $u$ times their root sum of squares, at most $u$. Its n-th power multiplies these by $n$.
-    The inverse transform, and each product of two transforms, adds errors of about $u$ times the
-    root of the number of losses within ten standard deviations, over the root of their spread,
-    and cut tails add $10^{-15}$: $16 u$ together, for each distinct step.
+    The Fourier transform of a step has the error of its probabilities: independent errors of about
+    $u$ times their root sum of squares, at most $u$. Its n-th power multiplies these by $n$. The
+    inverse transform, and each product of two transforms, adds errors of about $u$ times the root
+    of the number of losses within ten standard deviations, over the root of their spread, and cut
+    tails add $10^{-15}$: $16 u$ together, for each distinct step.
     """
-    counts = [count for _, count in parts.foreign] + [1] * (parts.precision > 0)
-    distinct = len(counts) + len(parts.sampled)
-    return _UNIT * (2 * sum([*counts, *parts.sampled.values()]) + 16 * distinct)
+    counts = [count for _, count in parts.foreign]
+    counts += parts.sampled.values()
+    if parts.precision > 0:
+        counts.append(1)
+    return _UNIT * (2 * sum(counts) + 16 * len(counts))
 
 
 def levels(
@@ -92,22 +101,24 @@ def levels(
     plan's stay.
 
     A plan with at most ``count`` different multipliers keeps them. ``plan`` has all planned steps,
-    so that a longer run keeps its levels; by default it is ``multipliers``.
+    so a longer run keeps its levels; by default it is ``multipliers``.
 
     Example:
       >>> levels([1.0, 1.1, 2.0, 3.9, 4.0, np.inf], count=3)
       array([ 1.,  1.,  2.,  2.,  4., inf])
     """
     values = np.asarray(multipliers, np.float64)
-    grid = _grid(values if plan is None else np.asarray(plan, np.float64), count)
+    planned = values if plan is None else np.asarray(plan, np.float64)
+    grid = _grid(planned, count)
     place = np.searchsorted(grid, values, side="right") - 1
     return np.where(np.isfinite(values) & (place >= 0), grid[place], values)
 
 
 def rounded(sampled: Steps, most: int = LEVELS, plan: Steps | None = None) -> Steps:
-    """At most `most` distinct steps that cost no less: multipliers down to `levels`, rates up."""
+    """Rounds to at most ``most`` distinct steps, multipliers down to `levels` and rates up."""
     plan = plan or sampled
-    if not (count := level_count(plan, most)):
+    count = level_count(plan, most)
+    if count == 0:
         return sampled
     out: Steps = {}
     for pair, runs in zip(_at(sampled, plan, count), sampled.values(), strict=True):
@@ -126,8 +137,9 @@ def level_count(plan: Steps, most: int = LEVELS) -> int:
 
 
 def _at(steps: Steps, plan: Steps, count: int) -> list[tuple[float, float]]:
-    """The steps, with their rates and multipliers at the levels of the plan."""
-    (q, z), (rates, multipliers) = (np.array(list(pairs)).T for pairs in (steps, plan))
+    """The steps, with rates and multipliers rounded to the levels of the plan."""
+    q, z = np.array(list(steps)).T
+    rates, multipliers = np.array(list(plan)).T
     grid = _grid(rates, count)
     up = grid[np.minimum(np.searchsorted(grid, q), grid.size - 1)]
     down = levels(z, count, multipliers)
@@ -135,7 +147,10 @@ def _at(steps: Steps, plan: Steps, count: int) -> list[tuple[float, float]]:
 
 
 def _grid(planned: np.ndarray, count: int) -> np.ndarray:
-    """The positive finite numbers, or geometric levels between them if they are many."""
+    """The positive finite numbers; geometric levels between them if there are more than count."""
     values = np.unique(planned[(planned > 0) & np.isfinite(planned)])
-    values = values if values.size <= count else np.geomspace(values[0], values[-1], count)
-    return values if values.size else np.ones(1)
+    if values.size == 0:
+        return np.ones(1)
+    if values.size > count:
+        return np.geomspace(values[0], values[-1], count)
+    return values

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Accounting for estimated norms (`clipping.jl`), where a norm may be estimated too small.
 
-A norm estimated from ``r`` random projections is, in exact numbers, the norm times
-``sqrt(chi2_r / r)`` for every gradient (the estimator rounds it up by what float32 may lose). An
-example therefore moves the clipped sum by up to ``s = sqrt(r / chi2_r)`` bounds: usually about one,
-rarely many. Suppose that the projections are released too; they do not depend on the data. Given
-them, a step is a Gaussian with its multiplier divided by ``s``, and its privacy loss is that of
-this Gaussian, mixed over ``s``. This covers one example more or fewer. For replace-one both
-examples have an ``s``, and nothing is proved.
+In exact arithmetic a norm estimated from ``r`` random projections is the norm times
+``sqrt(chi2_r / r)``, for every gradient. (The estimator adds a margin for float32.) An example
+therefore moves the clipped sum by up to ``s = sqrt(r / chi2_r)`` bounds: usually about one, rarely
+many. Suppose that the projections are released too; they do not depend on the data. Given them, a
+step is a Gaussian with its multiplier divided by ``s``. Its privacy loss is that of this Gaussian,
+mixed over ``s``. This covers one example more or fewer. For replace-one both examples have an
+``s``, which this proof does not cover.
 
 The probability of a large ``s`` falls like a power, and Rényi divergences weigh it by the
-exponential of a square: they are infinite at every order. Every method but PLD refuses.
+exponential of a square. They are infinite at every order, so every method except PLD refuses.
 """
 
 import dataclasses
@@ -27,16 +27,17 @@ from scipy import stats
 
 from dpjax import checks
 from dpjax.accounting import profiles
-from dpjax.accounting.event_parts import Parts
+from dpjax.accounting._event_parts import Parts
+from dpjax.accounting._loss_distributions import MIXED, composed, one_step, proven, rounded
 from dpjax.accounting.events import BARE, rewritten
-from dpjax.accounting.loss_distributions import MIXED, composed, one_step, proven, rounded
 from dpjax.accounting.profiles import Profile
 
-_BULK, _TAIL = 80, 140  # how many values `s` is rounded up to, where it is likely and where not
-_RARE = 0.05
-_LEAST = 0.13  # below this multiplier, and beyond the chance below, all is taken for lost
-_CHANCE = 1e-12
-_LEVELS = 24  # distinct steps of a schedule, each a second; beyond them they are rounded
+_RARE = 0.05  # the chance of a scale `s` from which it is rounded on the grid of the tail
+_BULK = 80  # values to which a likely `s` is rounded up
+_TAIL = 140  # values to which a rare `s` is rounded up
+_LEAST = 0.13  # an example counts as unprotected if z / s is less
+_CHANCE = 1e-12  # an example counts as unprotected for scales that are rarer
+_LEVELS = 24  # distinct steps of a schedule, each a second; more are rounded
 
 # `{(rate, multiplier, projections): count}`
 Steps: TypeAlias = dict[tuple[float, float, int], int]
@@ -51,7 +52,7 @@ class ProjectedGaussianDpEvent(DpEvent):
 
 
 def with_projections(event: DpEvent, projections: int) -> DpEvent:
-    """The event of a run with exact norms, as it is with norms from random projections.
+    """Turns the event of a run with exact norms into one with norms from random projections.
 
     Example:
       >>> from dpjax.accounting.events import gaussian
@@ -60,7 +61,7 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
     """
     projections = checks.whole("accounting.with_projections", "projections", projections)
 
-    # The kinds that samplers make; the proof is of a Gaussian on a clipped sum alone.
+    # These are the kinds that samplers make. The proof covers only a Gaussian on a clipped sum.
     def projected(part: DpEvent) -> DpEvent:
         match part:
             case dp_accounting.GaussianDpEvent(noise_multiplier=z):
@@ -78,11 +79,12 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
 
 
 def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
-    """What composed loss distributions prove of parts with these steps."""
-    # `not >` is true of NaN too, which counts as no noise.
-    if any(not z > BARE or (q == 1 and _beyond(z, r) >= _RARE) for q, z, r in steps):
-        return profiles.gaussian(math.inf)
-    # The mixture is over one random scale; replace-one would need the joint law of two.
+    """The profile of parts with these steps, by loss distributions."""
+    for q, z, r in steps:
+        # `not >` is also true of NaN, which counts as no noise.
+        if not z > BARE or (q == 1 and _beyond(z, r) >= _RARE):
+            return profiles.gaussian(math.inf)
+    # The mixture is over one random scale. Replace-one needs the joint law of two.
     if neighbours == "replace-one":
         raise ValueError(
             "accounting: random projections have no proof for 'replace-one'. Use 'add-or-remove'."
@@ -122,12 +124,13 @@ def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLoss
     )
     if beyond >= _RARE:
         return total
-    # Levels of the chance, not of s: each holds a known probability, and rounding s up to the end
-    # of its level never lowers the loss.
+    # The levels divide the chance and not s, so each has a known probability. Rounding s up to the
+    # end of its level never lowers the loss.
     bulk = np.linspace(1.0, _RARE, _BULK, endpoint=False)
     chances = np.concatenate([bulk, np.geomspace(_RARE, beyond, _TAIL)])
-    values, weight = np.sqrt(r / stats.chi2(r).ppf(chances)), beyond
-    # From the rarest scale on: mixing rescales the weights of what was mixed before.
+    values = np.sqrt(r / stats.chi2(r).ppf(chances))
+    weight = beyond
+    # The loop starts with the rarest scale, because mixing rescales earlier weights.
     for s, share in zip(values[:0:-1], -np.diff(chances)[::-1], strict=True):
         one = one_step(q, z / float(s), MIXED, neighbours)
         total = total.compute_mixture(one, weight / (weight + float(share)))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accounting backwards: the least noise, or the most steps, that a budget allows.
 
-Both return the end of the bracket that *keeps* the promise, checked by the call that a report
-makes. Only proven methods are inverted: noise chosen by an estimate would promise too much.
+Both return the end of the bracket that *keeps* the promise. They evaluate it by the same call as a
+report. They take only proven methods, because noise chosen by an estimate promises too much.
 """
 
 import bisect
@@ -17,7 +17,7 @@ from dpjax import checks
 from dpjax.accounting.methods import checked_delta, checked_method
 from dpjax.accounting.methods import epsilon as epsilon_of
 
-# Relative width of the answer. PLD answers on a grid, so a tighter search would chase its steps.
+# The relative width of the answer. PLD answers on a grid, so a tighter search finds only its steps.
 _TIGHTNESS = {"rdp": 1e-6, "rdp-classic": 1e-6, "pld": 1e-4}
 
 
@@ -59,11 +59,12 @@ def calibrate(
     def spent(value: float, by: str = method) -> float:
         return epsilon_of(make_event(value), delta, by, neighbours)
 
-    # A PLD of a schedule takes ten seconds. The central limit takes none, and is nearly right.
+    # The central limit takes milliseconds and gives a good first guess. A PLD takes seconds.
     if method == "pld":
-        with contextlib.suppress(ValueError):  # it may know no such event
+        with contextlib.suppress(ValueError):  # the central limit does not know every event
             guess = least(lambda value: spent(value, "gdp"), epsilon, 1e-2)
-            if value := from_near(spent, epsilon, guess):
+            value = from_near(spent, epsilon, guess)
+            if value is not None:
                 return value
     return least(spent, epsilon, _TIGHTNESS[method])
 
@@ -102,7 +103,8 @@ def largest_steps(
             return high
         high = min(maximum, 2 * high)
     steps = range(high // 2, high)
-    return steps[bisect.bisect_left(steps, True, key=lambda n: spent(n + 1) > epsilon)]
+    fitting = bisect.bisect_left(steps, True, key=lambda n: spent(n + 1) > epsilon)
+    return steps[fitting]
 
 
 def least(spent: Callable[[float], float], target: float, tight: float) -> float:
@@ -110,35 +112,49 @@ def least(spent: Callable[[float], float], target: float, tight: float) -> float
     low, high = _bracket(spent, target)
     while high > low * (1 + tight):
         middle = math.sqrt(low * high)
-        low, high = (low, middle) if spent(middle) <= target else (middle, high)
+        if spent(middle) <= target:
+            high = middle
+        else:
+            low = middle
     return high
 
 
 def from_near(
     spent: Callable[[float], float], target: float, value: float, tight: float = _TIGHTNESS["pld"]
 ) -> float | None:
-    """A parameter whose PLD is just below the target, by the secant method, or None."""
-    # Epsilon is nearly a power of the parameter, for sampled steps of about -3/2.
-    slope, before, aim = -1.5, None, math.log(target) - tight / 2
+    """A parameter with an epsilon just below the target, by the secant method from ``value``.
+
+    The answer is None if the method does not converge.
+    """
+    # The secants are in logarithms, because epsilon is nearly a power of the parameter. The power
+    # is about -3/2 for sampled steps.
+    slope = -1.5
+    aim = math.log(target) - tight / 2
+    last: tuple[float, float] | None = None
     for _ in range(8):
-        if not 0 < (epsilon := spent(value)) < math.inf:
+        epsilon = spent(value)
+        if not 0 < epsilon < math.inf:
             return None
         if target * (1 - tight) <= epsilon <= target:
             return value
-        here = math.log(value), math.log(epsilon)
-        if before:
-            slope = (here[1] - before[1]) / (here[0] - before[0])
+        log_value = math.log(value)
+        log_epsilon = math.log(epsilon)
+        if last:
+            slope = (log_epsilon - last[1]) / (log_value - last[0])
         if not slope < -0.5:
             return None
-        before, value = here, value * math.exp((aim - here[1]) / slope)
+        last = (log_value, log_epsilon)
+        value = value * math.exp((aim - log_epsilon) / slope)
     return None
 
 
 def _bracket(spent: Callable[[float], float], target: float) -> tuple[float, float]:
-    """Two parameters, the first too small, the second large enough."""
-    high = low = 1.0
+    """Two parameters: the first is too small, the second is large enough."""
+    low = 1.0
+    high = 1.0
     while spent(high) > target:
-        low, high = high, high * 2
+        low = high
+        high = high * 2
         if high > 1e9:
             raise ValueError(
                 f"accounting.calibrate(epsilon={target}): not reachable; at parameter "
@@ -146,8 +162,9 @@ def _bracket(spent: Callable[[float], float], target: float) -> tuple[float, flo
             )
     factor = 2.0
     while spent(low) <= target:
-        low, high = low / factor, low
-        # Ever faster: a PLD takes seconds, and a delta above the sampling rates needs no noise.
+        high = low
+        low = low / factor
+        # Steps grow, because a PLD takes seconds and a delta above the rates needs no noise.
         factor *= factor
         if low < 1e-9:
             raise ValueError(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Privacy loss distributions: the tightest proven epsilon here, and the slowest.
 
-dp_accounting finds the loss of a step and composes; for "replace-one" it doubles the sensitivity.
-This file chooses the grid of losses, and returns the minimum with RDP: both are upper bounds.
+dp_accounting computes the loss of a step and composes losses; for "replace-one" it doubles the
+sensitivity. This file chooses the grid of losses, and returns the least of several upper bounds,
+RDP among them.
 """
 
 import functools
@@ -16,23 +17,23 @@ from dp_accounting.pld import PLDAccountant
 from scipy.special import logsumexp
 
 from dpjax.accounting import (
-    allocation,
+    _allocation,
+    _random_projections,
+    _rdp_accountant,
     profiles,
     random_allocation,
-    random_projections,
-    rdp_accountant,
 )
-from dpjax.accounting.event_parts import Parts, as_sampled, relation
+from dpjax.accounting._event_parts import Parts, as_sampled, relation
+from dpjax.accounting._loss_distributions import MIXED, composed, error, proven
 from dpjax.accounting.events import RandomAllocationDpEvent
-from dpjax.accounting.loss_distributions import MIXED, composed, error, proven
 from dpjax.accounting.profiles import Profile
 
-GRID = 1e-4  # distance between the losses that the distribution is rounded to
-_FINE = 8  # as many grids make a step's standard deviation, which costs 0.1 % of epsilon
-_MANY = 8  # distinct steps: with more of them the grid is as coarse as `_FINE` allows
-_POINTS = 4_000_000  # of one distribution, 32 MB: composition by FFT holds several copies
-_FEWER = 500_000  # of a finer grid than the usual one, which takes seconds too
-_FAR = 5_000.0  # above this epsilon digits do not matter, and RDP answers faster
+GRID = 1e-4  # usual distance between the losses to which a distribution is rounded
+_FINE = 8  # grids in the standard deviation of a step's loss; they cost 0.1 % of epsilon
+_MANY = 8  # distinct steps; with more of them the grid is as coarse as `_FINE` allows
+_POINTS = 4_000_000  # of one distribution, 32 MB; composition by FFT holds several copies
+_FEWER = 500_000  # points of a grid that is finer than the usual one, which take seconds
+_FAR = 5_000.0  # an epsilon above which digits do not matter, and RDP answers faster
 
 
 def profile(parts: Parts, neighbours: str) -> Profile:
@@ -46,7 +47,7 @@ def profile(parts: Parts, neighbours: str) -> Profile:
     bounds = functools.cache(lambda: list(_bounds(parts, neighbours)))
 
     def epsilon_at(delta: float) -> float:
-        # Composing takes minutes at the small multipliers of a search for the least noise.
+        # A search for the least noise asks for small multipliers, whose losses take a minute each.
         if delta >= chance:
             return 0.0
         return min((math.inf, *(bound.epsilon(delta) for bound in bounds())))
@@ -70,34 +71,40 @@ def _chance(parts: Parts) -> float:
 
 
 def _bounds(parts: Parts, neighbours: str) -> Iterator[Profile]:
-    """Upper bounds of the same profile, so that the least of all is proven too."""
-    if steps := random_projections.steps_of(parts):
-        yield random_projections.profile(steps, parts, neighbours)
+    """Upper bounds of one profile; their least is therefore an upper bound too."""
+    if steps := _random_projections.steps_of(parts):
+        yield _random_projections.profile(steps, parts, neighbours)
         return
     if not parts.sampled and not parts.foreign:
         yield _unsampled(parts, neighbours)
         return
-    # Where rounding makes a distribution coarse, these bound the answer.
+    # RDP, and the same steps without sampling, limit the answer where a coarse grid makes it large.
     yield from _by_rdp(parts, neighbours)
     extra = math.fsum(count / z**2 for (_, z), count in parts.sampled.items())
     plain = parts._replace(sampled={}, precision=parts.precision + extra)
-    yield from _by_rdp(plain, neighbours) if parts.foreign else [_unsampled(plain, neighbours)]
-    if (known := allocation.known_bins(parts)) != parts:
+    if parts.foreign:
+        yield from _by_rdp(plain, neighbours)
+    else:
+        yield _unsampled(plain, neighbours)
+    known = _allocation.known_bins(parts)
+    if known != parts:
         yield from _bounds(known, neighbours)
         yield from _by_epochs(parts, neighbours)
-    elif _size(parts, neighbours) <= _FAR:
-        grid = _grid(parts, neighbours)
-        if parts.foreign:
-            yield proven(_accountant(parts, grid, neighbours), parts)
-        else:
-            yield proven(composed(parts, grid, neighbours), parts)
+        return
+    if _size(parts, neighbours) > _FAR:
+        return
+    grid = _grid(parts, neighbours)
+    if parts.foreign:
+        yield proven(_accountant(parts, grid, neighbours), parts)
+    else:
+        yield proven(composed(parts, grid, neighbours), parts)
 
 
 def _by_epochs(parts: Parts, neighbours: str) -> Iterator[Profile]:
-    """By losses of whole epochs of random allocation, where all else is a Gaussian."""
+    """A bound by losses of whole epochs of random allocation, if all other parts are Gaussians."""
     epochs = [(e, n) for e, n in parts.foreign if isinstance(e, RandomAllocationDpEvent)]
     like = as_sampled(parts)
-    rest = allocation.known_bins(parts._replace(foreign=like.foreign))
+    rest = _allocation.known_bins(parts._replace(foreign=like.foreign))
     # An example that is replaced stays in its bin: `known_bins` bounds it.
     if not epochs or rest.foreign or neighbours == "replace-one":
         return
@@ -107,19 +114,21 @@ def _by_epochs(parts: Parts, neighbours: str) -> Iterator[Profile]:
 
 
 def _unsampled(parts: Parts, neighbours: str) -> Profile:
-    """The exact profile of unsampled Gaussians alone: that of one, which replace-one doubles."""
-    return profiles.gaussian(math.sqrt(parts.precision) * (2 if neighbours == "replace-one" else 1))
+    """The exact profile of unsampled Gaussians, which act as one."""
+    sensitivity = 2 if neighbours == "replace-one" else 1
+    return profiles.gaussian(math.sqrt(parts.precision) * sensitivity)
 
 
 def _by_rdp(parts: Parts, neighbours: str) -> list[Profile]:
+    """The bound by RDP, if RDP has a proof for these parts."""
     try:
-        return [rdp_accountant.improved(parts, neighbours)]
+        return [_rdp_accountant.improved(parts, neighbours)]
     except ValueError:
         return []
 
 
 def _accountant(parts: Parts, grid: float, neighbours: str) -> PLDAccountant:
-    """`composed` by dp_accounting's accountant, which knows more events."""
+    """As `composed`, by dp_accounting's accountant, which knows more kinds of event."""
     accountant = PLDAccountant(relation(neighbours), grid)
     if parts.precision:
         accountant.compose(dp_accounting.GaussianDpEvent(parts.unsampled_multiplier))
@@ -127,11 +136,13 @@ def _accountant(parts: Parts, grid: float, neighbours: str) -> PLDAccountant:
         step = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z))
         accountant.compose(step, count)
     for event, count in parts.foreign:
-        # The library composes a randomised response once, whatever its count.
-        once = isinstance(event, RandomizedResponseDpEvent)
         try:
-            for runs in [1] * count if once else [count]:
-                accountant.compose(event, runs)
+            # The library ignores the count of a randomised response and composes it once.
+            if isinstance(event, RandomizedResponseDpEvent):
+                for _ in range(count):
+                    accountant.compose(event, 1)
+            else:
+                accountant.compose(event, count)
         except dp_accounting.UnsupportedEventError as error:
             raise ValueError(
                 f"accounting: method 'pld' with neighbours={neighbours!r} has no proof for "
@@ -141,52 +152,62 @@ def _accountant(parts: Parts, grid: float, neighbours: str) -> PLDAccountant:
 
 
 def _grid(parts: Parts, neighbours: str) -> float:
-    """The grid of losses: fine beside one step's losses, and with all losses in memory."""
-    multipliers = [z for _, z in parts.sampled] + [parts.unsampled_multiplier]
-    smallest = min(multipliers) / (2 if neighbours == "replace-one" else 1)
-    mixed = [
-        _spread(event, count)
-        for event, count in parts.foreign
-        if isinstance(event, MixtureOfGaussiansDpEvent) and event.standard_deviation > 0
-    ]
+    """The grid of losses: small relative to the losses of a step, if memory allows it."""
     usual = MIXED if parts.foreign else GRID
-    # The grid must span the losses of one step and of all steps: with a fixed grid, a huge epsilon
-    # would need more points than memory has.
-    span = 2 * max(_size(parts, neighbours), smallest**-2 / 2 + 10 / smallest, *mixed)
+    span = _span(parts, neighbours)
+    # A huge epsilon on the usual grid needs more points than memory has.
     if span > usual * _POINTS:
         return usual * 2.0 ** math.ceil(math.log2(span / usual / _POINTS))
     if parts.foreign:
         return usual
-    # Rounding adds up to the square of the grid to the variance of each step, which would be most
-    # of the variance of a million steps with losses of 1e-4.
+    # Rounding adds up to the square of the grid to the variance of each step. On the usual grid
+    # this is most of the variance of a million steps with losses of 1e-4.
     squares = [n * q**2 * math.expm1(min(z**-2, 700)) for (q, z), n in parts.sampled.items()]
     deviation = math.sqrt(math.fsum(squares) / sum(parts.sampled.values()))
     wanted = max(deviation / _FINE, span / _FEWER, usual / 1024)
-    # In quarter powers of two, so that the steps of a slightly longer run are in the cache.
-    finest = math.floor(4 * math.log2(wanted / usual)) / 4
-    return usual * 2.0 ** (finest if len(parts.sampled) > _MANY else min(0, math.floor(finest)))
+    # A slightly longer run has the same quarter power of two, so its steps are in the cache.
+    power = math.floor(4 * math.log2(wanted / usual)) / 4
+    if len(parts.sampled) <= _MANY:
+        power = min(0, math.floor(power))
+    return usual * 2.0**power
+
+
+def _span(parts: Parts, neighbours: str) -> float:
+    """The range of losses that a grid must cover, of one step and of all steps."""
+    multipliers = [z for _, z in parts.sampled]
+    multipliers.append(parts.unsampled_multiplier)
+    sensitivity = 2 if neighbours == "replace-one" else 1
+    smallest = min(multipliers) / sensitivity
+    spans = [_size(parts, neighbours), smallest**-2 / 2 + 10 / smallest]
+    for event, count in parts.foreign:
+        if isinstance(event, MixtureOfGaussiansDpEvent) and event.standard_deviation > 0:
+            spans.append(_spread(event, count))
+    return 2 * max(spans)
 
 
 def _spread(event: MixtureOfGaussiansDpEvent, count: int) -> float:
     """A rough upper bound on the losses of mixtures, in one step and in all steps."""
     odds = np.array(event.sampling_probs)
     signals = np.array(event.sensitivities) / event.standard_deviation
-    largest = signals[odds > 1e-25].max()  # others fall to the library's truncation
-    # A Chernoff bound over a few orders. By Jensen the moment of a mixture is at most the mixture
-    # of the moments; moments of steps add.
+    largest = signals[odds > 1e-25].max()  # the library truncates others
+    # This is a Chernoff bound over a few orders. By Jensen's inequality the moment of a mixture is
+    # at most the mixture of the moments. The moments of steps add.
     orders = 1 + np.geomspace(1e-3, 10, 50)
     exponents = np.outer(orders * (orders - 1) / 2, signals**2)
-    with np.errstate(all="ignore"):  # the sum of exponentials overflows on its way to a logarithm
+    with np.errstate(all="ignore"):  # the sum of exponentials overflows before its logarithm
         moments = count * np.asarray(logsumexp(exponents, b=odds, axis=1)) - math.log(1e-9)
-    return float(max(np.min(moments / (orders - 1)), largest**2 / 2 + 10 * largest))
+    all_steps = np.min(moments / (orders - 1))
+    one_step = largest**2 / 2 + 10 * largest
+    return float(max(all_steps, one_step))
 
 
 def _size(parts: Parts, neighbours: str) -> float:
-    """The approximate size of the composed loss; a factor of two is accurate enough."""
-    swap = 2 if neighbours == "replace-one" else 1
-    squares = [
-        count * min(q**2 * math.expm1(min((swap / z) ** 2, 700)), (swap / z) ** 2)
-        for (q, z), count in parts.sampled.items()
-    ]
-    total = math.fsum([parts.precision * swap**2, *squares])
+    """The approximate size of the composed loss, within a factor of two."""
+    sensitivity = 2 if neighbours == "replace-one" else 1
+    squares = [parts.precision * sensitivity**2]
+    for (q, z), count in parts.sampled.items():
+        unsampled = (sensitivity / z) ** 2
+        sampled = q**2 * math.expm1(min(unsampled, 700))
+        squares.append(count * min(sampled, unsampled))
+    total = math.fsum(squares)
     return total / 2 + 6 * math.sqrt(total)

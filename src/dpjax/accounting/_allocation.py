@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Random allocation: an example is in the steps of one random bin, hidden by one Gaussian.
+r"""Random allocation: an example is in the steps of one random bin, and one Gaussian hides it.
 
 Let P be a run with one example more than Q. In the coordinates $C Y$ of the released rows $Y$ the
 noise is $\mathcal{N}(0, \sigma^2 I)$. If the example is in bin b, the mean of row t moves by a
 vector $\mu_{tb}$ that depends on earlier rows. Relative to the bound it is no longer than
 $m_{tb} = \sum_{s \in b} |C_{ts}|$. Write $K = M^T M / \sigma^2$ with $M = (m_{tb})$, and $L_b$ for
-the likelihood ratio of bin b to Q, so that $P / Q = \sum_b p_b L_b$. Bins of other examples are
-independent of b: the bounds below hold given these, and so in all, as both moments are jointly
-convex in P and Q.
+the likelihood ratio of bin b to Q. Then $P / Q = \sum_b p_b L_b$. Bins of other examples are
+independent of b. The bounds below hold given these bins, and therefore in all, because both
+moments are jointly convex in P and Q.
 
 **The example leaves.** For a whole order $\alpha$, $\mathbb{E}_Q (P / Q)^\alpha$ is the mean of
 $\mathbb{E}_Q \prod_i L_{b_i}$ over independent bins $b_1, \dots, b_\alpha$. Given the rows before
@@ -20,8 +20,8 @@ factors, and Hölder's inequality over it, given the other bins, yields
 $$ A_\alpha \le A_{\alpha - 1} \max_a \mathbb{E}_b\, e^{(\alpha - 1) K_{ab}}, \qquad
    \log A_\alpha \le \sum_{j=1}^{\alpha - 1} \log \max_a \mathbb{E}_b\, e^{j K_{ab}} . $$
 
-**The example joins.** $P / Q \ge \prod_b L_b^{p_b}$, as the logarithm is concave. A power of this
-product is one Gaussian moment, row by row as above:
+**The example joins.** $P / Q \ge \prod_b L_b^{p_b}$, because the logarithm is concave. A power of
+this product is one Gaussian moment, row by row as above:
 
 $$ \mathbb{E}_P (Q / P)^\alpha = \mathbb{E}_Q (P / Q)^{1 - \alpha} \le \exp \tfrac{\alpha - 1}{2}
    \big( \mathbb{E}_b K_{bb} + (\alpha - 1)\, \mathbb{E}_{ab} K_{ab} \big) . $$
@@ -41,12 +41,12 @@ import math
 import numpy as np
 from scipy.special import logsumexp
 
-from dpjax.accounting.event_parts import Parts, squared
+from dpjax.accounting._event_parts import Parts, squared
+from dpjax.accounting._rdp_divergence import ORDERS
 from dpjax.accounting.events import AllocatedGaussianDpEvent, RandomAllocationDpEvent
-from dpjax.accounting.rdp_divergence import ORDERS
 
-# A bin is 32 random bits modulo the number of bins, so its probability is at most 2^-32 more than
-# one over the number.
+# A bin is 32 random bits modulo the number of bins. Its probability is at most 2^-32 more than one
+# over the number.
 _WORD = 2.0**-32
 
 
@@ -61,9 +61,11 @@ def divergence(event: AllocatedGaussianDpEvent, orders: np.ndarray) -> np.ndarra
 
 
 def divergence_of_epoch(event: RandomAllocationDpEvent, orders: np.ndarray) -> np.ndarray:
-    """As `divergence`, for fresh bins and independent noise: bins have nothing in common."""
-    precision = event.noise_multipliers[0][0] ** -2  # the least noise, as if all bins ran with it
-    steps, bins = np.arange(1, math.ceil(orders.max())), event.batches
+    """As `divergence`, for fresh bins and independent noise, where the bins do not overlap."""
+    least = event.noise_multipliers[0][0]  # counted for all bins
+    precision = least**-2
+    bins = event.batches
+    steps = np.arange(1, math.ceil(orders.max()))
     rises = np.logaddexp(math.log1p(-1 / bins), steps * precision - math.log(bins))
     return _bound(rises, orders, precision, precision / bins, bins)
 
@@ -71,34 +73,38 @@ def divergence_of_epoch(event: RandomAllocationDpEvent, orders: np.ndarray) -> n
 def _bound(
     rises: np.ndarray, orders: np.ndarray, largest: float, mean: float, bins: int
 ) -> np.ndarray:
-    """From ``log E_b exp(j K_1b)`` for whole j, and from the largest and the mean ``K_1b``."""
+    """The divergence from ``rises``, which are ``log E_b exp(j K_1b)`` for whole j.
+
+    Here ``largest`` and ``mean`` are of ``K_1b``.
+    """
     above = math.log1p(bins * _WORD)
-    # log A is convex in the order: between whole orders it is below the chord.
-    log_a = np.interp(
-        orders, np.arange(rises.size + 1) + 1, np.append(0.0, np.cumsum(rises + above))
-    )
+    # log A is convex in the order, so it is below the chord between two whole orders.
+    whole_orders = np.arange(rises.size + 1) + 1
+    log_a_whole = np.append(0.0, np.cumsum(rises + above))
+    log_a = np.interp(orders, whole_orders, log_a_whole)
     leaves = log_a / (orders - 1)
     joins = (largest + (orders - 1) * mean * math.exp(above)) / 2
-    # Given its bin, the example is hidden by the whole Gaussian.
+    # An example whose bin is known is still hidden by the whole Gaussian.
     return np.minimum(np.maximum(leaves, joins), orders * largest / 2)
 
 
 @functools.lru_cache(maxsize=64)
 def curve(event: AllocatedGaussianDpEvent | RandomAllocationDpEvent) -> np.ndarray:
-    """On `ORDERS`, which a ledger needs again at every step."""
+    """The divergence on `ORDERS`, cached because a ledger asks for it at every step."""
     if isinstance(event, RandomAllocationDpEvent):
         return divergence_of_epoch(event, ORDERS)
     return divergence(event, ORDERS)
 
 
 def known_bins(parts: Parts) -> Parts:
-    """The parts as if every bin were known: plain Gaussians, which cost no less."""
-    others, precisions = [], [parts.precision]
+    """The parts with every bin known. Events become plain Gaussians, which cost no less."""
+    others = []
+    precisions = [parts.precision]
     for event, count in parts.foreign:
         if isinstance(event, AllocatedGaussianDpEvent):
             precisions.append(count / squared(event.noise_multiplier))
         elif isinstance(event, RandomAllocationDpEvent):
-            # A bin of the least noise costs most; all records of one user can be in it.
+            # The bin with the least noise costs most, and all records of one user can be in it.
             precisions.append(count / squared(event.noise_multipliers[0][0]))
         else:
             others.append((event, count))

@@ -3,7 +3,7 @@
 
 The winner depends on what all runs learnt, even if scores come from public data. A *fixed* number
 of runs costs their composition. A *random* number, from `draw_runs`, costs far less, because an
-observer cannot tell how many runs the winner has beaten.
+observer does not know how many runs the winner has beaten.
 """
 
 import math
@@ -18,10 +18,10 @@ from scipy.optimize import root_scalar
 from scipy.special import exprel
 
 from dpjax import checks
-from dpjax.accounting import rdp_accountant
-from dpjax.accounting.event_parts import split
+from dpjax.accounting import _rdp_accountant
+from dpjax.accounting._event_parts import split
+from dpjax.accounting._rdp_divergence import ORDERS
 from dpjax.accounting.methods import checked_delta, epsilon
-from dpjax.accounting.rdp_divergence import ORDERS
 from dpjax.types import Key, Purpose
 
 
@@ -30,7 +30,7 @@ class Selection(NamedTuple):
 
     Attributes:
       epsilon_one: One run that was fixed beforehand; *not* the price of a search.
-      epsilon_best: The best of a random number of runs, if it alone is published.
+      epsilon_best: The best of a random number of runs, if only that run is published.
       epsilon_all: ``mean_runs`` runs (rounded up) composed; then all of them may be published.
       mean_runs: How many runs there are on average.
     """
@@ -42,12 +42,12 @@ class Selection(NamedTuple):
 
 
 class Distribution(NamedTuple):
-    """How the number of runs is drawn."""
+    """A distribution of the number of runs."""
 
-    # From the curve of one run and the mean number to the curve of the best.
     divergence: Callable[[np.ndarray, float], np.ndarray]
-    # From the mean number and two uniform numbers in (0, 1) to a number of runs.
+    """The curve of the best run, from the curve of one run and the mean number."""
     draw: Callable[[float, float, float], int]
+    """A number of runs, from the mean number and two uniform numbers in (0, 1)."""
 
 
 def select_best(
@@ -90,7 +90,7 @@ def select_best(
          that were fixed beforehand and are *all* in ``event``, drawn or not.
       3. The score is a function of what the run releases and of public data. A score on private
          data that is not paid for in ``event`` has no epsilon.
-      4. The best run alone is published; with no run (Poisson), nothing or a constant.
+      4. Only the best run is published; with no run (Poisson), nothing or a constant.
 
     Example:
       >>> from dpjax import accounting
@@ -106,22 +106,22 @@ def select_best(
     row, runs = _checked(call, distribution, runs)
     checked_delta(call, delta)
     events = list(event) if isinstance(event, Iterable) else [event]
-    # Any candidate may be the one that is published, so the search pays for the most expensive one.
-    alone = max(epsilon(run, delta, "rdp", neighbours) for run in events)
-    if not math.isfinite(alone):
+    # Any candidate may be published, so the search pays for the most expensive one.
+    epsilon_one = max(epsilon(run, delta, "rdp", neighbours) for run in events)
+    if not math.isfinite(epsilon_one):
         return Selection(math.inf, math.inf, math.inf, runs)
-    # The theorems are stated for one divergence curve that bounds every run.
-    one = np.max([rdp_accountant.total(split(run), neighbours) for run in events], axis=0)
-    curves = row.divergence(one, runs), math.ceil(runs) * one
-    best, every = (rdp_accountant.to_epsilon(curve, delta) for curve in curves)
-    return Selection(alone, best, every, runs)
+    # The theorems take one divergence curve, which bounds every run.
+    one = np.max([_rdp_accountant.total(split(run), neighbours) for run in events], axis=0)
+    epsilon_best = _rdp_accountant.to_epsilon(row.divergence(one, runs), delta)
+    epsilon_all = _rdp_accountant.to_epsilon(math.ceil(runs) * one, delta)
+    return Selection(epsilon_one, epsilon_best, epsilon_all, runs)
 
 
 def draw_runs(key: Key, runs: float, distribution: str = "geometric") -> int:
     """Draws how many runs a search makes, from the distribution that `select_best` accounts.
 
-    ``key`` is from ``noise.secret_key()``, because it reveals the number, and is consumed. 0 is
-    possible with "poisson" alone. Probabilities are right to ``2^-53``.
+    ``key`` is from ``noise.secret_key()``, because it reveals the number, and is consumed. Only
+    "poisson" can draw 0. Probabilities are right to ``2^-53``.
 
     Example:
       >>> [draw_runs(jax.random.key(seed), runs=10) for seed in range(6)]
@@ -130,52 +130,76 @@ def draw_runs(key: Key, runs: float, distribution: str = "geometric") -> int:
     row, runs = _checked("accounting.draw_runs", distribution, runs)
     own = jax.random.fold_in(key, Purpose.RUNS)
     words = np.asarray(jax.random.bits(own, (2, 2), "uint32"), np.uint64)
-    # Odd multiples of 2^-53: exact in a double, and neither 0 nor 1.
-    return row.draw(runs, *map(float, (2 * (words[:, 0] << 20 | words[:, 1] >> 12) + 1) / 2**53))
+    bits = words[:, 0] << 20 | words[:, 1] >> 12
+    # Odd multiples of 2^-53 are exact in a double, and neither 0 nor 1.
+    uniform = (2 * bits + 1) / 2**53
+    return row.draw(runs, float(uniform[0]), float(uniform[1]))
 
 
 def _truncated(one: np.ndarray, runs: float, eta: float, tail: float) -> np.ndarray:
-    """Theorem 2; ``tail`` is log(1 / gamma). The second order may be 1, where ``r`` has no part."""
-    second, r = np.append(1.0, ORDERS), np.append(0.0, one)
+    """The curve by theorem 2, where ``tail`` is log(1 / gamma)."""
+    # The second order may be 1, where the factor of r is 0.
+    second = np.append(1.0, ORDERS)
+    r = np.append(0.0, one)
     least = np.min((1 - 1 / second) * r + tail / second)
     return one + (1 + eta) * least + math.log(runs) / (ORDERS - 1)
 
 
-def _poisson(one: np.ndarray, runs: float) -> np.ndarray:
-    """Theorem 6; the largest epsilon_hat that it allows has the smallest delta_hat."""
-    delta_hat = [rdp_accountant.to_delta(one, math.log1p(1 / (a - 1))) for a in ORDERS]
+def _poisson_curve(one: np.ndarray, runs: float) -> np.ndarray:
+    """The curve by theorem 6, at the largest epsilon_hat that it allows."""
+    epsilon_hat = [math.log1p(1 / (a - 1)) for a in ORDERS]
+    delta_hat = [_rdp_accountant.to_delta(one, epsilon) for epsilon in epsilon_hat]
     return one + runs * np.array(delta_hat) + math.log(runs) / (ORDERS - 1)
 
 
 def _logarithmic_tail(runs: float) -> float:
-    """log(1 / gamma) of the logarithmic distribution, whose mean is ``(1/gamma - 1)`` over it."""
-    # SciPy's inverse of this distribution does not end for a mean of 2,000 runs.
-    bracket = 0.0, 2 * math.log(runs) + 2
+    """The t = log(1 / gamma) of the logarithmic distribution with this mean, ``(e^t - 1) / t``."""
+    # SciPy's inverse of this distribution does not terminate for a mean of 2,000 runs.
+    bracket = (0.0, 2 * math.log(runs) + 2)
     return root_scalar(lambda t: exprel(t) - runs, bracket=bracket, xtol=1e-14).root
 
 
 def _geometric(tail: float, coin: float) -> int:
-    """The first success of coins with the probability ``gamma``: ``K > k`` if all k fail."""
+    """The first success of tosses with probability ``gamma``; ``K > k`` if k tosses fail."""
     gamma = math.exp(-tail)
-    return 1 + math.floor(math.log(coin) / math.log1p(-gamma)) if gamma < 1 else 1
+    if gamma == 1:
+        return 1
+    return 1 + math.floor(math.log(coin) / math.log1p(-gamma))
+
+
+def _geometric_curve(one: np.ndarray, runs: float) -> np.ndarray:
+    return _truncated(one, runs, 1, math.log(runs))
+
+
+def _logarithmic_curve(one: np.ndarray, runs: float) -> np.ndarray:
+    return _truncated(one, runs, 0, _logarithmic_tail(runs))
+
+
+def _draw_geometric(runs: float, coin: float, unused: float) -> int:
+    """A coin after each run decides whether there is another."""
+    del unused
+    return _geometric(math.log(runs), coin)
+
+
+def _draw_logarithmic(runs: float, coin: float, power: float) -> int:
+    """A geometric distribution, with gamma to a uniform power in place of gamma."""
+    return _geometric(power * _logarithmic_tail(runs), coin)
+
+
+def _draw_poisson(runs: float, coin: float, unused: float) -> int:
+    del unused
+    return int(stats.poisson.ppf(coin, runs))
 
 
 DISTRIBUTIONS: dict[str, Distribution] = {
-    "geometric": Distribution(
-        # After each run a coin says whether there is another.
-        lambda one, runs: _truncated(one, runs, 1, math.log(runs)),
-        lambda runs, coin, _: _geometric(math.log(runs), coin),
-    ),
-    "logarithmic": Distribution(
-        lambda one, runs: _truncated(one, runs, 0, _logarithmic_tail(runs)),
-        # A geometric whose gamma is itself drawn, as gamma to a uniform power.
-        lambda runs, coin, power: _geometric(power * _logarithmic_tail(runs), coin),
-    ),
-    "poisson": Distribution(_poisson, lambda runs, coin, _: int(stats.poisson.ppf(coin, runs))),
+    "geometric": Distribution(_geometric_curve, _draw_geometric),
+    "logarithmic": Distribution(_logarithmic_curve, _draw_logarithmic),
+    "poisson": Distribution(_poisson_curve, _draw_poisson),
 }
 
 
 def _checked(call: str, name: str, runs: float) -> tuple[Distribution, float]:
+    """The row of `DISTRIBUTIONS` and the mean number, checked."""
     hint = "A fixed number of runs costs all of them, accounting.compose(*events)."
     row = DISTRIBUTIONS[checks.one_of(call, "distribution", name, DISTRIBUTIONS, hint)]
     mean = checks.positive(call, "runs", runs, "It is the mean number.")

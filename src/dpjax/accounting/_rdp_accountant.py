@@ -2,8 +2,8 @@
 """The Rényi accountant: divergences of steps add at every order; the best order makes epsilon.
 
 The improved conversion is the default. The classic one is looser; papers of 2016 to 2021 print it.
-Replace-one is converted here: the RDP of dp_accounting does not double the sensitivity, so noise is
-halved, at every depth of an event, before the event is passed on.
+The RDP of dp_accounting does not double the sensitivity for replace-one. This file therefore halves
+the noise, at every depth of an event, before it passes the event on.
 """
 
 import math
@@ -15,11 +15,11 @@ from dp_accounting import DpEvent
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import rdp_privacy_accountant as library
 
-from dpjax.accounting import allocation
-from dpjax.accounting.event_parts import Parts, relation
+from dpjax.accounting import _allocation
+from dpjax.accounting._event_parts import Parts, relation
+from dpjax.accounting._rdp_divergence import CLASSIC, ORDERS, curves
 from dpjax.accounting.events import AllocatedGaussianDpEvent, RandomAllocationDpEvent, rewritten
 from dpjax.accounting.profiles import Profile
-from dpjax.accounting.rdp_divergence import CLASSIC, ORDERS, curves
 
 
 def improved(parts: Parts, neighbours: str) -> Profile:
@@ -33,21 +33,15 @@ def to_epsilon(divergences: np.ndarray, delta: float) -> float:
 
     Canonne, Kamath, Steinke, *The discrete Gaussian for differential privacy*, 2020, prop. 12.
     """
-    # The library's conversion, on our exact divergences: a divergence that is exact is never above
-    # the library's upper bound.
+    # The library converts our exact divergences, which are never above its own upper bounds.
     return float(library.compute_epsilon(ORDERS.tolist(), divergences.tolist(), delta)[0])
 
 
 def to_delta(divergences: np.ndarray, epsilon: float) -> float:
     """Delta by the improved conversion of divergences on `ORDERS`."""
-    # Below 1e-15 the library takes the logarithm of zero; rounding a divergence up is always sound.
+    # The library takes the logarithm of zero below 1e-15. Rounding a divergence up is always sound.
     divergences = np.maximum(divergences, 1e-15)
     return float(library.compute_delta(ORDERS.tolist(), divergences.tolist(), epsilon)[0])
-
-
-def limits(epsilon: float, delta: float, orders: np.ndarray | np.float64) -> np.ndarray:
-    """The improved conversion, turned round: the divergence that epsilon leaves at each order."""
-    return epsilon - np.log1p(-1 / orders) + (math.log(delta) + np.log(orders)) / (orders - 1)
 
 
 def classic(parts: Parts, neighbours: str) -> Profile:
@@ -55,28 +49,33 @@ def classic(parts: Parts, neighbours: str) -> Profile:
 
     Mironov, *Rényi differential privacy*, 2017, proposition 3.
     """
-    orders, divergences = ORDERS[CLASSIC], total(parts, neighbours)[CLASSIC]
+    orders = ORDERS[CLASSIC]
+    divergences = total(parts, neighbours)[CLASSIC]
+
+    def epsilon_at(delta: float) -> float:
+        return float(np.min(divergences - math.log(delta) / (orders - 1)))
 
     def delta_at(epsilon: float) -> float:
-        return math.exp(min(0.0, float(np.min((orders - 1) * (divergences - epsilon)))))
+        log_delta = float(np.min((orders - 1) * (divergences - epsilon)))
+        return math.exp(min(0.0, log_delta))
 
-    return Profile(
-        lambda delta: float(np.min(divergences - math.log(delta) / (orders - 1))), delta_at
-    )
+    return Profile(epsilon_at, delta_at)
 
 
 def total(parts: Parts, neighbours: str) -> np.ndarray:
     """The sum of the divergences of all parts, ``[orders]`` on `ORDERS`."""
-    # Replace-one moves the sum twice as far. Our own Gaussians scale by 4 = 2^2 in the divergence.
     swap = neighbours == "replace-one"
     if swap and parts.sampled:
         raise ValueError(
             "accounting: RDP has no proof for Poisson sampling, 'replace-one'. Use method='pld'."
         )
-    # An example and its replacement are in the same bin: given the bin, a plain Gaussian.
-    parts = allocation.known_bins(parts) if swap else parts
-    # The divergence of a Gaussian of signal 1 / m is order / (2 m^2), without sampling exactly.
-    divergence = ORDERS * parts.precision / 2 * (4 if swap else 1)
+    # An example and its replacement are in the same bin. Given the bin, the noise is plain.
+    if swap:
+        parts = _allocation.known_bins(parts)
+    # The divergence of a Gaussian is order / (2 z^2). Replace-one doubles the signal, so it
+    # multiplies the divergence by 4.
+    squared_factor = 4 if swap else 1
+    divergence = ORDERS * parts.precision / 2 * squared_factor
     if parts.sampled:
         counts = np.array(list(parts.sampled.values()), np.float64)
         divergence = divergence + counts @ curves(list(parts.sampled))
@@ -86,12 +85,14 @@ def total(parts: Parts, neighbours: str) -> np.ndarray:
 
 
 def _foreign(event: DpEvent, neighbours: str) -> np.ndarray:
-    swap = neighbours == "replace-one"
+    """The divergence of a foreign event on `ORDERS`."""
     if isinstance(event, AllocatedGaussianDpEvent | RandomAllocationDpEvent):
-        return allocation.curve(event)
+        return _allocation.curve(event)
+    if neighbours == "replace-one":
+        event = rewritten(event, _halved)
     accountant = library.RdpAccountant(ORDERS.tolist(), relation(neighbours))
     try:
-        return accountant.compose(rewritten(event, _halved) if swap else event).rdp
+        return accountant.compose(event).rdp
     except dp_accounting.UnsupportedEventError as error:
         raise ValueError(
             f"accounting: RDP with neighbours={neighbours!r} has no proof for {event}. Often "
@@ -103,9 +104,9 @@ def _halved(event: DpEvent) -> DpEvent:
     """An event with half the noise; refuses kinds that are not on the list."""
     match event:
         case dp_accounting.NoOpDpEvent() | dp_accounting.RandomizedResponseDpEvent():
-            return event  # the library's bound of the latter is for an exchange
+            return event  # the library bounds a randomised response for an exchange
         case dp_accounting.GaussianDpEvent(noise_multiplier=z):
-            # The library takes the logarithm of 0 from 1e8 on, and less noise costs no less.
+            # The library takes the logarithm of 0 from 1e8 on. Less noise costs no less.
             return dp_accounting.GaussianDpEvent(min(z / 2, 1e7))
         case dp_accounting.LaplaceDpEvent(noise_multiplier=b):
             return dp_accounting.LaplaceDpEvent(b / 2)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flattens an event: a tree of events becomes a short list of parts that cost privacy.
 
-Sampled Gaussians of equal (rate, multiplier) are counted, and unsampled ones joined into one, since
-``1/z^2`` adds up; several under one sample *before* the sampling is applied. Other kinds of event
-(Laplace, sampling without replacement, mixtures) are passed to dp_accounting unchanged.
+Sampled Gaussians of equal (rate, multiplier) are counted. Unsampled Gaussians are joined into one,
+since ``1/z^2`` adds up; several under one sample are joined *before* the sampling is applied. Other
+kinds of event (Laplace, sampling without replacement, mixtures) go to dp_accounting unchanged.
 """
 
 import math
@@ -25,7 +25,7 @@ from dpjax.accounting.events import (
 
 NEIGHBOURS: dict[str, NeighboringRelation] = {
     "add-or-remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
-    # dp_accounting's name for an example that is replaced by a special, empty record.
+    # This is dp_accounting's name for an example that is replaced by a special, empty record.
     "zero-out": NeighboringRelation.REPLACE_SPECIAL,
     "replace-one": NeighboringRelation.REPLACE_ONE,
 }
@@ -47,44 +47,53 @@ class Parts(NamedTuple):
     @property
     def unsampled_multiplier(self) -> float:
         """The multiplier of the one Gaussian that stands for all unsampled ones."""
-        return self.precision**-0.5 if self.precision else math.inf
+        if self.precision == 0:
+            return math.inf
+        return self.precision**-0.5
 
     @property
     def named(self) -> str:
-        """The foreign events in words, for errors."""
+        """The class names of the foreign events, for errors."""
         return ", ".join(dict.fromkeys(type(event).__name__ for event, _ in self.foreign))
 
 
 def as_sampled(parts: Parts) -> Parts:
-    """Parts with Poisson samples of the same variance of losses in place of random allocations."""
+    """Replaces random allocations by Poisson samples whose losses have the same variance."""
     sampled = dict(parts.sampled)
+    others = []
     for event, count in parts.foreign:
-        if isinstance(event, RandomAllocationDpEvent):
-            for z, bins in event.noise_multipliers:
-                pair = (math.sqrt(bins) / event.batches, z)
-                sampled[pair] = sampled.get(pair, 0) + count
-    others = (row for row in parts.foreign if not isinstance(row[0], RandomAllocationDpEvent))
+        if not isinstance(event, RandomAllocationDpEvent):
+            others.append((event, count))
+            continue
+        for z, bins in event.noise_multipliers:
+            pair = (math.sqrt(bins) / event.batches, z)
+            sampled[pair] = sampled.get(pair, 0) + count
     return parts._replace(sampled=dict(sorted(sampled.items())), foreign=tuple(others))
 
 
 def relation(neighbours: str) -> NeighboringRelation:
-    """The library's name of a neighbouring relation."""
+    """The neighbouring relation in dp_accounting's enum."""
     return NEIGHBOURS[checks.one_of("accounting", "neighbours", neighbours, NEIGHBOURS)]
 
 
 def squared(multiplier: float) -> float:
     """The square of a multiplier; a finite one counts as at most 1e100."""
-    # Beyond 1e154 the square overflows, and less noise costs no less.
-    return multiplier**2 if math.isinf(multiplier) else min(multiplier, 1 / BARE) ** 2
+    if math.isinf(multiplier):
+        return math.inf
+    # The square of 1e154 overflows. Lowering a multiplier is sound: less noise costs no less.
+    return min(multiplier, 1 / BARE) ** 2
 
 
 def split(event: DpEvent, records: int = 1) -> Parts:
-    """The parts; below correlated noise several ``records`` of one user count as always drawn."""
+    """Flattens an event; ``records`` is the number of examples that one user has.
+
+    With several records, samples below correlated noise count as unsampled.
+    """
     sampled: dict[tuple[float, float], int] = {}
     precisions: list[float] = []
     foreign: list[tuple[DpEvent, int]] = []
     bare = 0  # how often something is released without noise
-    # A stack, since Python's own ends at about 1,000 and a schedule composes thousands of events.
+    # This stack replaces recursion, because a schedule composes thousands of events.
     stack = [(event, 1)]
     while stack:
         leaf, count = stack.pop()
@@ -101,7 +110,7 @@ def split(event: DpEvent, records: int = 1) -> Parts:
                 stack.extend((event, count) for event in leaf.events)
             case dp_accounting.SelfComposedDpEvent():
                 stack.append((leaf.event, count * leaf.count))
-            # `not >` is also true for NaN, which must count as no noise.
+            # `not >` is also true of NaN, which must count as no noise.
             case (
                 dp_accounting.GaussianDpEvent(noise_multiplier=z)
                 | dp_accounting.LaplaceDpEvent(noise_multiplier=z)
@@ -113,23 +122,23 @@ def split(event: DpEvent, records: int = 1) -> Parts:
             ):
                 bare += count
             case dp_accounting.GaussianDpEvent(noise_multiplier=z):
-                # They compose exactly: their precisions add up to the precision of one Gaussian.
+                # Gaussians compose exactly: precisions add up to the precision of one Gaussian.
                 precisions.append(count / squared(z))
             case dp_accounting.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
                 rate = check_rate("accounting: PoissonSampledDpEvent", rate)
                 together = records > 1 and isinstance(leaf, CorrelatedSampledDpEvent)
                 below = split(inner)
                 if rate == 1 or (rate > 0 and together):
-                    # Nothing is amplified at rate 1, so the inner events compose exactly.
+                    # Sampling at rate 1 does not amplify, so the inner events compose exactly.
                     stack.append((inner, count))
                 elif rate > 0 and (below.sampled or below.foreign):
-                    # Amplification has a closed form for a bare Gaussian alone. Anything else stays
-                    # one foreign event, which the accountant of dp_accounting handles or refuses.
+                    # Amplification has a closed form only for a Gaussian. Any other event stays
+                    # foreign, and the accountant of dp_accounting handles or refuses it.
                     foreign.append((leaf, count))
                 elif rate > 0 and not below.private:
                     bare += count
                 elif rate > 0 and below.precision and count:
-                    # Several Gaussians on one sample are one, so they share the amplification.
+                    # Several Gaussians on one sample act as one, which is amplified as a whole.
                     key = (rate, below.unsampled_multiplier)
                     sampled[key] = sampled.get(key, 0) + count
             case (
@@ -143,7 +152,7 @@ def split(event: DpEvent, records: int = 1) -> Parts:
                     foreign.append((leaf, count))
             case _:
                 foreign.append((leaf, count))
-    # Sorted, and summed without rounding: the order in which events were composed must not change
-    # a claim in its last digit.
+    # Parts are sorted, and precisions are summed without rounding, because the order of composition
+    # must not change the last digit of a claim.
     counted = tuple((event, count) for event, count in foreign if count)
     return Parts(dict(sorted(sampled.items())), math.fsum(precisions), counted, bare == 0)
