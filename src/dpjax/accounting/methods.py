@@ -2,7 +2,7 @@
 """Epsilon and delta of an event, by a named method.
 
 A new method is a row here, a name in `dpjax.verify` and, if it is proven, a tolerance in
-`accounting.calibration`.
+`accounting._calibration`.
 """
 
 import dataclasses

@@ -121,5 +121,5 @@ def balls_in_bins(examples: int, batch_size: float) -> Sampler:
 def parts_of(key: Key, examples: int, parts: int) -> Array:
     """The part of each example, the same at every step of a run; consumes the key."""
     # Each example has a word of its own, so no example moves another one. A part is at most 2^-32
-    # likelier than one over their number, which `accounting.allocation` counts.
+    # likelier than one over their number, which `dpjax.accounting` counts.
     return jax.random.bits(key, (examples,), jnp.uint32) % parts

@@ -205,7 +205,7 @@ def deltas_of_gaussian(signal: float) -> np.ndarray:
 
 
 def rounding_error(steps: Counter[Step]) -> float:
-    """The most that floating point moves a delta, as in `dpjax.accounting.loss_distributions`."""
+    """The most that floating point moves a delta, by the formula of `dpjax.accounting`."""
     operations = 0
     for step, count in steps.items():
         convolutions = count if step.is_sampled else 1
