@@ -365,14 +365,14 @@ def _columns(name: str, first: Any, second: Any) -> tuple[np.ndarray, np.ndarray
     """Two arguments as vectors of one length."""
     first = np.asarray(first, np.float64)
     second = np.asarray(second, np.float64)
-    one = _without_column_axis(first)
-    other = _without_column_axis(second)
-    if one.ndim != 1 or one.shape != other.shape or not one.size:
+    first_vector = _without_column_axis(first)
+    second_vector = _without_column_axis(second)
+    if first_vector.ndim != 1 or first_vector.shape != second_vector.shape or not first_vector.size:
         raise ValueError(
             f"metrics.{name}: got {list(first.shape)} and {list(second.shape)}; expected [batch] "
             "twice."
         )
-    return one, other
+    return first_vector, second_vector
 
 
 def _without_column_axis(array: Any) -> Any:

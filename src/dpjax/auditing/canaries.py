@@ -78,7 +78,7 @@ def score_canaries(
       steps: The number of steps.
       loss: As for the algorithm.
       canaries: The examples of all canaries, with a leading axis, whether they took part or not.
-      rest: Rows of the data that are no canaries: all of them, or a sample, whose sum is scaled up.
+      rest: The other rows of the data: all of them, or a sample, whose sum is scaled up.
       per_step: As for the algorithm.
 
     Returns:

@@ -48,7 +48,7 @@ class Membership(NamedTuple):
     """The share of members that are found, by the share of other rows that are taken for members.
     It rests on at least one other row: below 1 / others it is NaN, and only its limits count."""
     epsilon: float
-    """The lower bound on epsilon at the delta of the claim, whatever the scores' distribution."""
+    """The lower bound on epsilon at the delta of the claim, for any distribution of scores."""
     gaussian_epsilon: float
     """The lower bound if the scores of both kinds of rows are Gaussian with one deviation."""
     confidence: float

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -64,16 +65,12 @@ def clipping_bias(
     """
     size = trees.leading_size(batch)
     sums = jax.jit(partial(_sums, loss, rule))
-    clipped_parts = []
-    unclipped_parts = []
-    norm_parts = []
+    parts = []
     # Per-example gradients of a whole batch fill the memory for a large model.
     for start in range(0, size, microbatch_size):
         rows = jax.tree.map(lambda x, start=start: x[start : start + microbatch_size], batch)
-        clipped, unclipped, norms = sums(params, rows)
-        clipped_parts.append(clipped)
-        unclipped_parts.append(unclipped)
-        norm_parts.append(norms)
+        parts.append(sums(params, rows))
+    clipped_parts, unclipped_parts, norm_parts = zip(*parts, strict=True)
     clipped = _added(clipped_parts)
     unclipped = _added(unclipped_parts)
     norms = jnp.concatenate(norm_parts)
@@ -87,7 +84,7 @@ def clipping_bias(
     )
 
 
-def _added(parts: list[PyTree]) -> PyTree:
+def _added(parts: Sequence[PyTree]) -> PyTree:
     """The sum of trees."""
     return jax.tree.map(lambda first, *others: sum(others, first), *parts)
 

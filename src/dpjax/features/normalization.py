@@ -2,7 +2,7 @@
 """The means and variances of channels, released privately.
 
 A threshold is public, or a noisy histogram finds it, at the price of one more query. An exact
-median of the private norms would be a release that no accountant sees.
+median of the private norms is a release that no accountant sees.
 """
 
 from __future__ import annotations
@@ -173,15 +173,15 @@ class Normalization:
         # The number of examples is public, and has no noise as the sum of the counts has.
         wanted = search.quantile * self.examples
         is_enough = np.cumsum(np.asarray(counts, np.float64)) >= wanted
-        found = np.argmax(is_enough) if is_enough.any() else -1
-        return float(search.edges[found])
+        place = np.argmax(is_enough) if is_enough.any() else -1
+        return float(search.edges[place])
 
 
 @jax.jit
 def _statistics(features: Features) -> tuple[Array, Array]:
     """Channel means and mean squares of each example: ``[examples, channels]``."""
     features = features.astype(trees.wide(features.dtype))
-    places = (1, 2)  # an example contributes one vector, whatever the size of its image
+    places = (1, 2)  # an example contributes one vector, also from a large image
     return jnp.mean(features, axis=places), jnp.mean(features**2, axis=places)
 
 

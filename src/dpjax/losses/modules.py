@@ -36,8 +36,8 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
     Args:
       model: A module whose only variables are its parameters.
       loss: Takes the output for one example and its target.
-      **options: For ``model.apply``, such as ``train=True``. ``rngs`` is refused: with one key,
-        all examples and steps would share one dropout mask.
+      **options: For ``model.apply``, such as ``train=True``. ``rngs`` is refused: one key
+        gives all examples and steps the same dropout mask.
 
     Returns:
       ``loss(params, example, frozen=None)`` with ``example = (x, y)``, one example without a batch

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wavelet scattering: image features from fixed filters, without training.
 
-Each image's features depend on that image alone, so they cost no privacy. Under noise a linear
+Each image's features depend only on that image, so they cost no privacy. Under noise a linear
 model on them beats most networks on pixels.
 
 References:

@@ -23,14 +23,12 @@ _PRECISION = jax.lax.Precision.HIGHEST
 
 def on_rows(matrix: np.ndarray, field: Array) -> Array:
     """Applies a matrix to the first axis."""
-    constant = jnp.asarray(matrix, field.dtype)
-    return jnp.tensordot(constant, field, axes=1, precision=_PRECISION)
+    return jnp.tensordot(jnp.asarray(matrix, field.dtype), field, axes=1, precision=_PRECISION)
 
 
 def on_columns(field: Array, matrix: np.ndarray) -> Array:
     """Applies a matrix to the last axis."""
-    constant = jnp.asarray(matrix, field.dtype)
-    return jnp.matmul(field, constant, precision=_PRECISION)
+    return jnp.matmul(field, jnp.asarray(matrix, field.dtype), precision=_PRECISION)
 
 
 def _waves(outputs: Any, inputs: Any, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -38,7 +38,7 @@ def scatter(
       differentiable in the images.
 
     Privacy:
-      Each image's features are a function of that image alone, so they cost nothing. NaN or
+      Each image's features depend only on that image, so they cost nothing. NaN or
       infinities in an image leave the features of all others untouched.
 
     Example:
@@ -67,7 +67,7 @@ def _scatter(images: Array, J: int, L: int) -> Array:
     size = images.shape[0]
     part_size = max(1, min(size, _part_size(images, J, L)))
     looped = size // part_size * part_size
-    # The loop takes equal parts. Padding the last one would compute unused features.
+    # The loop takes equal parts. Padding the last one computes unused features.
     parts = images[:looped].reshape(-1, part_size, *images.shape[1:])
     features = jax.lax.map(lambda part: _cascade(part, J, L), parts)
     features = features.reshape(looped, *features.shape[2:])
@@ -95,11 +95,9 @@ def _cascade(images: Array, J: int, L: int) -> Array:
     orders = [_average(field, bank, 0)[:, :, None]]
     spectrum = spectrum_of(field, 2 ** (J - 1))
     moduli_by_scale = [_response(spectrum, bank, j, 0) for j in range(J)]
-    for j in range(J):
-        orders.append(_average(moduli_by_scale[j], bank, j))
+    orders += [_average(first, bank, j) for j, first in enumerate(moduli_by_scale)]
     # A modulus is smoother than its field, so only coarser wavelets respond to it.
-    for j in range(J - 1):
-        orders.append(_second_order(moduli_by_scale[j], bank, j))
+    orders += [_second_order(first, bank, j) for j, first in enumerate(moduli_by_scale[:-1])]
     features = jnp.concatenate(orders, axis=2)
     height, _, _, width = features.shape
     features = features.reshape(height, images.shape[0], -1, width)  # paths join channels
@@ -110,10 +108,7 @@ def _second_order(first: Array, bank: Bank, j: int) -> Float[Array, "rows images
     """The averaged moduli of all coarser wavelets, applied to the first order's at scale ``j``."""
     J = len(bank.wavelets)
     spectrum = spectrum_of(first, 2 ** (J - 1 - j))
-    orders = []
-    for k in range(j + 1, J):
-        response = _response(spectrum, bank, k, j)
-        orders.append(_average(response, bank, k))
+    orders = [_average(_response(spectrum, bank, k, j), bank, k) for k in range(j + 1, J)]
     rows, images, *_, columns = orders[0].shape
     return jnp.concatenate(orders, axis=3).reshape(rows, images, -1, columns)
 

@@ -38,7 +38,7 @@ def sensitivity(strategy: Strategy, participation: Participation) -> float:
     | strategy and participation | method | |
     |---|---|---|
     | one step | the largest norm of a column | exact |
-    | bands <= separation, so that columns do not overlap | programming over column norms | exact* |
+    | bands <= separation: columns do not overlap | programming over column norms | exact* |
     | Toeplitz, coefficients not negative and not increasing | the pattern 0, b, 2b, ... | exact |
     | Toeplitz, other coefficients | the same for a decreasing bound on their magnitudes | bound |
     | few products, cycles | all patterns | exact if $C^T C$ has no negative entry |

@@ -52,7 +52,7 @@ class Strategy:
     Attributes:
       name: For people. It changes no matrix; but a state or a folder of a run under another name is
         refused.
-      steps: How many steps the run has; there is no noise for a step after them.
+      steps: The number of steps of the run; a step after them has no noise.
       kind: The family, as `facts` write it.
 
     Example:
@@ -167,7 +167,7 @@ class Strategy:
         Args:
           participation: For which $\Delta$ is the `sensitivity`; by default `once`.
           momentum: The decay of SGD with momentum.
-          learning_rates: One for each step; by default 1 at each, so that W are prefix sums.
+          learning_rates: One for each step; by default 1 at each, and W is then the prefix sums.
 
         Example:
           >>> from dpjax import strategies

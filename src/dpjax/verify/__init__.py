@@ -6,7 +6,7 @@
 The facts of the card are rates, multipliers and counts. Epsilon follows from them by one formula
 for each kind of event, or by Google's dp-accounting; nothing else of dpjax is imported.
 
-A card proves no more than its facts: its author can state other facts. What is found is
+A card proves no more than its facts: its author can state other facts. The verdicts are
 
 | the card | verdict |
 |---|---|

@@ -29,7 +29,7 @@ _USAGE = """\
 usage: dpjax verify RUN, with a run's folder or its privacy.json
 
 Recomputes the epsilon of each method on the card, and how many true positives a membership attack
-can have, from the facts beside them, without dpjax.
+can have, from the facts of the card, without dpjax.
 A line begins with what was checked and ends with the verdict. The exit status is 0 if all claims
 hold, and 1 if one does not, or the card makes none, must not be published or cannot be read."""
 
@@ -187,7 +187,7 @@ def recomputed(card: Card, bounds: dict[str, float]) -> tuple[dict[str, float], 
 
 
 def obstacles(card: Card) -> Iterator[tuple[bool, str]]:
-    """Yields each reason against a release, and each limit of it, whatever epsilon is."""
+    """Yields each reason against a release, and each limit of it, at any epsilon."""
     if card.not_private is not None:
         yield False, f"not for release: the card says {card.not_private!r}"
     earlier = [run.randomness for run in card.mechanism.before]
