@@ -282,8 +282,10 @@ def prepared(recipe: Recipe, held_out: int, seed: int) -> tuple[Any, Any]:
         order = np.random.default_rng(0).permutation(dataset.examples)
         kept = order[:-held_out]
         held = order[-held_out:]
-        x_test, y_test = x[held], y[held]
-        x, y = x[kept], y[kept]
+        x_test = x[held]
+        y_test = y[held]
+        x = x[kept]
+        y = y[kept]
     if not recipe.groups:
         private = normalization(examples=len(x))
         moments = private.release(jax.random.key(seed), x[:, 0])

@@ -120,7 +120,7 @@ def measured(row: Kernel, seed: int) -> dict[str, int]:
         rises = np.diff(way) > 1e-5 * way[:-1] + 1e-7 * way[0]
         converges = np.ptp(way[-steps // 10 :]) < 0.01 * way[0]
         to_0 = way[-1] < 0.01 * way[0]
-        counts += [
+        counts += [  # in the order of `COLUMNS`
             kinds.symmetric,
             kinds.positive_quadratic,
             kinds.positive_eigenvalues,
@@ -158,7 +158,12 @@ def _key_of(bound: float, noise: float, rate: float) -> str:
 
 
 FIGURE_1 = {
-    _key_of(bound, noise, rate): Step(bound, noise, rate, round(TIME / rate))
+    _key_of(bound, noise, rate): Step(
+        bound=bound,
+        noise=noise,
+        rate=rate,
+        steps=round(TIME / rate),
+    )
     for rate in RATES
     for bound, noise in ((1.0, 0.0), (1.0, 2.0), (1.0, 10.0), (math.inf, 0.0))
 }

@@ -265,7 +265,8 @@ def spread(numbers: Sequence[float]) -> str:
         return "not run"
     if len(numbers) == 1:
         return f"{numbers[0]:.1f} (1 seed)"
-    low, high = min(numbers), max(numbers)
+    low = min(numbers)
+    high = max(numbers)
     return f"{statistics.mean(numbers):.1f} ({low:.1f} to {high:.1f}, {len(numbers)} seeds)"
 
 

@@ -153,7 +153,13 @@ def setting_of(row: Row) -> calibration.Setting:
     steps = 4 if runs.SMOKE.value else row.steps
     noise = 0.0
     if row.epsilon < math.inf:
-        plan = runs.calibrated(examples, batch, steps, row.epsilon, 1.0)
+        plan = runs.calibrated(
+            examples=examples,
+            batch=batch,
+            steps=steps,
+            epsilon=row.epsilon,
+            bound=1.0,
+        )
         noise = float(plan.multipliers[0])
     return calibration.Setting(
         examples=examples,

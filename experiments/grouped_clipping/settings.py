@@ -199,18 +199,31 @@ def _claims() -> list[Claim]:
         setting = SETTINGS[dataset]
         for epsilon, steps in setting.steps.items():
             words = f"{word} at {epsilon:.2f}"
-            rows = keys(dataset, "paper", steps)
-            printed.append(Claim(words, rows, epsilon, measure="epsilon"))
-            # The paper names no activation, so the better one is compared with its number.
-            system = f"{words}: {setting.groups} groups with the paper's noise"
-            rows = keys(dataset, "paper", steps, "relu", "tanh")
-            printed.append(Claim(system, rows, setting.printed[epsilon]))
             flat = keys(dataset, "flat", steps)
+            printed += [
+                Claim(
+                    words,
+                    keys(dataset, "paper", steps),
+                    epsilon,
+                    measure="epsilon",
+                ),
+                # The paper names no activation, so the better one is compared with its number.
+                Claim(
+                    f"{words}: {setting.groups} groups with the paper's noise",
+                    keys(dataset, "paper", steps, "relu", "tanh"),
+                    setting.printed[epsilon],
+                ),
+            ]
             if number := FLAT.get((dataset, epsilon)):
                 printed.append(Claim(f"{words}: flat clipping", flat, number))
-            system = f"{words}: groups above flat at equal true epsilon"
-            sound = keys(dataset, "equal", steps) + keys(dataset, "full", steps)
-            compared.append(Claim(system, sound, "above", than=flat))
+            compared.append(
+                Claim(
+                    f"{words}: groups above flat at equal true epsilon",
+                    keys(dataset, "equal", steps) + keys(dataset, "full", steps),
+                    "above",
+                    than=flat,
+                )
+            )
     why = "MedMNIST is not at hand"
     for word, (epsilon, groups, flat) in ABSENT.items():
         words = f"{word} at {epsilon:.2f}"

@@ -104,7 +104,13 @@ def tune(text: str, out: pathlib.Path) -> None:
         frozen = {"lora": {}}
     size = len(records)
     batch = min(_BATCH.value, size)
-    mechanism = runs.calibrated(size, batch, _STEPS.value, _EPSILON.value, _BOUND.value)
+    mechanism = runs.calibrated(
+        examples=size,
+        batch=batch,
+        steps=_STEPS.value,
+        epsilon=_EPSILON.value,
+        bound=_BOUND.value,
+    )
     mesh = meshes.parse(_MESH.value) if _MESH.value else None
     loss = objective.loss_of(network)
     optimizer = optax.adam(_RATE.value)
