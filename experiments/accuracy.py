@@ -12,13 +12,13 @@ Each data set and model has a search on a split of the training set: the last 10
 fixed order are held out, and no test example is read. The search was fixed before the final runs.
 At epsilon 3 it walks through `CHANGES` and `LAST`, and keeps what raises the accuracy of the held
 out examples; at 1 and 8 it walks on through `LAST`; rows at 2 take the choice at 3. Final runs
-train on the whole training set and read the test set once. ``--search`` runs searches alone,
+train on the whole training set and read the test set once. ``--search`` runs only searches,
 ``--row="mnist linear"`` one of them with its rows. ``--curves`` runs what was chosen at 3 once more
 on the split, with and without noise, and keeps the accuracy on the way.
 
 Beside the file of results lies a card for each row, in `cards`, which `dpjax verify` recomputes.
 
-A row says how many trials chose its settings. The training set is public here, so they cost
+A row records how many trials chose its settings. The training set is public here, so they cost
 nothing; "best of" is what `accounting.select_best` charges for private data: for a geometric number
 of trials with this mean, drawn from settings that were fixed in advance.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DP-SGD beside correlated noise: accuracy of linear models on wavelets at epsilon 0.5 to 8.
+"""DP-SGD and correlated noise: accuracy of linear models on wavelets at epsilon 0.5 to 8.
 
 claim     correlated noise leaves less error in the parameters at large epsilons
 verdict   the error falls to 0.55 of DP-SGD's at epsilon 8; accuracies are level

@@ -9,7 +9,7 @@ command   python -m experiments.settings --seeds=3 --out=experiments/results/set
 
 One setting of `Setting` changes at a time; noise is for epsilon 3 at delta 1e-5 by PLD. Where
 several rates are listed, the table shows the one with the best mean test accuracy over seeds; such
-a choice by private data would cost epsilon.
+a choice by private data costs epsilon.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ time      4 core minutes for three seeds of all rows
 hardware  CPU cores
 command   python -m experiments.text --seeds=3 --out=experiments/results/text.json
 
-One block of width 32 classifies phrases of SST-2. The base was trained on the development part
-alone, 872 sentences that count as public. Words become numbers by a hash, because a vocabulary that
+One block of width 32 classifies phrases of SST-2. The base was trained only on the development
+part, 872 sentences that count as public. Words become numbers by a hash, because a vocabulary that
 is counted in private texts is a release of its own. An example is a phrase; SST-2's phrases are
-parts of sentences. Settings were not searched. `experiments.sentences` shows what is memorised.
+parts of sentences. Settings were not searched. `experiments.sentences` measures memorisation.
 
 References:
   Hu et al., "LoRA", 2022. Socher et al., "Recursive Deep Models for Semantic Compositionality Over
@@ -210,7 +210,7 @@ def sentiment(row: Row | None, seed: int, folder: Any) -> Mapping[str, Any]:
 
 
 def accuracy(params: Any) -> float:
-    """On the test sentences, in per cent."""
+    """The accuracy on the test sentences, in per cent."""
     x, y = jax.tree.map(jnp.asarray, phrases_of("test"))
     logits = runs.logits_on(MODEL, x)(params)
     return 100 * float(metrics.accuracy(logits, y))

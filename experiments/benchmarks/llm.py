@@ -10,7 +10,7 @@ command   make bench-peers BENCH=llm ARGS="--out experiments/results/llm_bench.j
 The rows of a GPU come in order of worth. Each runs in a process of its own, is written when it is
 done, and is cut after 60 seconds; what has not begun after eight minutes is left out. Texts are of
 512 tokens, weights random and float32, and the head has weights of its own, since Opacus takes no
-shared ones; 25,128 words make GPT-2's layers 124 million parameters. Adapters stand beside a frozen
+shared ones; 25,128 words make GPT-2's layers 124 million parameters. Adapters have a frozen
 base, which is an argument. Nothing is read from a network.
 """
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every optimizer of Optax on private means: which run, which are refused, and why.
 
-claim     what runs in Optax on gradients, state and parameters alone runs on private means
+claim     an optimizer that runs in Optax on gradients, state and parameters runs on private means
 verdict   of 118 all but `optax.monitor`, whose state grows in its first update, and in a chain
           `contrib.sam`, whose update takes no ``mask=``
 hardware  any; no figure depends on it
 command   make bench BENCH=optimizers ARGS="--out experiments/results/optimizers.json"
 
 A row is a public function of `optax` or `optax.contrib` that returns a gradient transformation, or
-a composition of them. One without a row in `CALLS` is called with a learning rate alone.
+a composition of them. One without a row in `CALLS` is called with only a learning rate.
 """
 
 from __future__ import annotations

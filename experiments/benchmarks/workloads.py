@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The six models that training steps are timed on, with the shape of an input and a batch.
 
-Inputs and labels are noise: speed does not depend on what they say. The peers' networks
+Inputs and labels are noise: speed does not depend on their values. The peers' networks
 (`torch_models`) have the same layers, and both sides are held to the number of parameters written
 here.
 """

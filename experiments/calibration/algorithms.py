@@ -10,7 +10,7 @@ advance and not searched.
 
 MNIST is scaled by 0.1307 and 0.3081, as the paper's example has it and as is common.  These two
 numbers are moments of the private training images, and epsilon does not count them.  With public
-constants, such as 0.5 and 0.5, epsilon would cover everything, but every MNIST result would change.
+constants, such as 0.5 and 0.5, epsilon covers everything, but every MNIST result changes.
 """
 
 from __future__ import annotations

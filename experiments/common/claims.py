@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a paper claims, and the verdict on it by the rows that ran here: one `RULE` for all."""
+"""The claims of papers, and the verdicts by the rows that ran here: one `RULE` for all."""
 
 from __future__ import annotations
 

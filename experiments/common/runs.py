@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a paper: trained once a seed, kept in a JSON file, shown beside what was printed.
+"""Rows of a paper: trained once a seed, kept in a JSON file, shown with the printed numbers.
 
 A row's numbers go to the file as soon as they are known, so an interrupted table resumes; with
 ``--runs`` an interrupted row resumes too. Each row shows the paper's epsilon, by the paper's

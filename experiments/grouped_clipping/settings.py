@@ -14,7 +14,7 @@ improved one. CIFAR-10 prints batches of 256, with the noise, rate and bound of 
 batches of 1,024, which cost the printed 3.00 after its 30 epochs; these and its momentum run here.
 The text has delta 1e-6 there and table 3 1e-5, which is what gives the steps here. The CIFAR-10 row
 of 1,430 steps is the beginning of the run of 1,625. The text sets its network apart from tempered
-sigmoids, which implies ReLU; tanh runs beside it, because it is better.
+sigmoids, which implies ReLU; tanh runs too, because it is better.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ The score of an example is its cross-entropy under a logistic regression, fitted
   public      on the digits of scikit-learn, to whose size images are shrunk
   private     on the private data by DP-SGD, which `dpjax.Mechanism(before=...)` accounts
 
-The last two cut scores at public thresholds.  The bin of an example depends on that example
-alone, and examples are drawn at the rates of their bins, one bin more every four epochs.
+The last two cut scores at public thresholds.  The bin of an example depends only on that
+example, and examples are drawn at the rates of their bins, one bin more every four epochs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The rows of An and Shi (2021) on MNIST: tables 2 to 4, and curricula that have an epsilon.
 
 The paper names no bound; it is 3 here, which changes no epsilon. The paper clips the gradient of a
-batch, which would double the sensitivity; here every example is clipped, as its epsilons assume.
+batch, which doubles the sensitivity; here every example is clipped, as its epsilons assume.
 Batches are Poisson; the paper shuffles the examples in each epoch (section 4.1). It prints no sizes
 of its network; here that of Papernot et al. runs, with ReLU. Its 1.32 in the last row of table 3 is
 a misprint, since that noise costs 1.75. Table 4 orders examples by their own losses, which no bound
