@@ -103,8 +103,16 @@ def run(
     wavelets = prepared(dataset)
     model = models.by_name("scatter_linear", wavelets.classes, torch_init=True)
     optimizer = optax.sgd(RATES[dataset], momentum=MOMENTUM)
+    numbers = runs.trained(
+        dataset=wavelets,
+        model=model,
+        mechanism=mechanism,
+        optimizer=optimizer,
+        seed=seed,
+        directory=folder,
+    )
     return {
-        **runs.trained(wavelets, model, mechanism, optimizer, seed, folder),
+        **numbers,
         "epsilon": mechanism.epsilon(),
         "noise_multiplier": float(mechanism.multipliers[0]),
         "sensitivity": mechanism.strategy_sensitivity,

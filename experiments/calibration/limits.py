@@ -52,12 +52,42 @@ NONE = 1e9  # bounds
 LARGE = 1e4
 SMALL = 0.5
 TABLE_1 = {
-    "no clipping": Kernel(False, NONE, 1.0, "yyyyyy"),
-    "batch clipping": Kernel(False, NONE, 0.5, "yyyyyy"),
-    "large R, flat": Kernel(False, LARGE, 1.0, "yyyyyy"),
-    "large R, layerwise": Kernel(True, LARGE, 1.0, "yyyyyy"),
-    "small R, flat": Kernel(False, SMALL, 1.0, "nnynny"),
-    "small R, layerwise": Kernel(True, SMALL, 1.0, "nnnnnn"),
+    "no clipping": Kernel(
+        layerwise=False,
+        bound=NONE,
+        batch=1.0,
+        guaranteed="yyyyyy",
+    ),
+    "batch clipping": Kernel(
+        layerwise=False,
+        bound=NONE,
+        batch=0.5,
+        guaranteed="yyyyyy",
+    ),
+    "large R, flat": Kernel(
+        layerwise=False,
+        bound=LARGE,
+        batch=1.0,
+        guaranteed="yyyyyy",
+    ),
+    "large R, layerwise": Kernel(
+        layerwise=True,
+        bound=LARGE,
+        batch=1.0,
+        guaranteed="yyyyyy",
+    ),
+    "small R, flat": Kernel(
+        layerwise=False,
+        bound=SMALL,
+        batch=1.0,
+        guaranteed="nnynny",
+    ),
+    "small R, layerwise": Kernel(
+        layerwise=True,
+        bound=SMALL,
+        batch=1.0,
+        guaranteed="nnnnnn",
+    ),
 }
 COLUMNS = ("symmetric", "positive form", "positive eigenvalues", "converges", "monotone", "to 0")
 
@@ -146,7 +176,15 @@ def train(row: Step, seed: int, folder: Any) -> Any:
     dataset = data.load("digits")
     model = models.MLP(features=(32,), activation=nn.relu)
     optimizer = optax.sgd(row.rate)
-    return runs.trained(dataset, model, mechanism_of(row), optimizer, seed, folder, evaluations=2)
+    return runs.trained(
+        dataset=dataset,
+        model=model,
+        mechanism=mechanism_of(row),
+        optimizer=optimizer,
+        seed=seed,
+        directory=folder,
+        evaluations=2,
+    )
 
 
 TABLE_1_ROWS = {f"kernel {name}": row for name, row in TABLE_1.items()}

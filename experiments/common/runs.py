@@ -239,7 +239,7 @@ def trained(
 
 
 def _public(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the log with its private numbers, and without those that results do not need."""
+    """A row of the log with its private numbers, and without numbers that results do not need."""
     flat = {**row, **row.get("private", {})}
     return {name: value for name, value in flat.items() if name not in _LEFT_OUT}
 

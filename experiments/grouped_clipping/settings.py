@@ -171,9 +171,29 @@ _FEWER = [
 ]
 ROWS = {key_of(row): row for row in (*_RATES, *_TORCH, *_CIFAR, *_FULL, *_FEWER)}
 SMALL = {
-    "digits flat": Row("digits", "flat", 81, 0.4, 0.9),
-    "digits paper": Row("digits", "paper", 81, 0.4, 0.9, groups=4),
-    "digits equal": Row("digits", "equal", 81, 0.4, 0.9, groups=4),
+    "digits flat": Row(
+        dataset="digits",
+        way="flat",
+        steps=81,
+        rate=0.4,
+        momentum=0.9,
+    ),
+    "digits paper": Row(
+        dataset="digits",
+        way="paper",
+        steps=81,
+        rate=0.4,
+        momentum=0.9,
+        groups=4,
+    ),
+    "digits equal": Row(
+        dataset="digits",
+        way="equal",
+        steps=81,
+        rate=0.4,
+        momentum=0.9,
+        groups=4,
+    ),
 }
 TABLES = {"rates": [key_of(row) for row in (*_RATES, *_CIFAR)]}
 for _number, _dataset in enumerate(WORDS, 1):
