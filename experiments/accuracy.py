@@ -13,13 +13,13 @@ Each data set and model has a search on a split of the training set: the last 10
 fixed order are held out, and no test example is read. Each was fixed before its final runs.
 At epsilon 3 it walks through `CHANGES` and `LAST`, and keeps what raises the accuracy of the held
 out examples; at 1 and 8 it walks on through `LAST`; rows at 2 take the choice at 3. Final runs
-train on the whole training set and read the test set once. ``--search`` runs searches alone,
+train on the whole training set and read the test set once. ``--search`` runs only searches,
 ``--row="mnist linear"`` one of them with its rows. ``--curves`` runs what was chosen at 3 once more
 on the split, with and without noise, and keeps the accuracy on the way.
 
 Beside the file of results lies a card for each row, in `cards`, which `dpjax verify` recomputes.
 
-A row says how many trials of its model chose its settings; the tables count the trials of all
+A row records how many trials of its model chose its settings; the tables count the trials of all
 models. The training set is public here, so they cost nothing; "best of" is what
 `accounting.select_best` charges for private data: for a geometric number of trials with this mean,
 drawn from settings that were fixed in advance.
@@ -284,8 +284,10 @@ def prepared(recipe: Recipe, held_out: int, seed: int) -> tuple[Any, Any]:
         order = np.random.default_rng(0).permutation(dataset.examples)
         kept = order[:-held_out]
         held = order[-held_out:]
-        x_test, y_test = x[held], y[held]
-        x, y = x[kept], y[kept]
+        x_test = x[held]
+        y_test = y[held]
+        x = x[kept]
+        y = y[kept]
     if not recipe.groups:
         private = normalization(examples=len(x))
         moments = private.release(jax.random.key(seed), x[:, 0])

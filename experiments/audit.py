@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Audits a small run of every algorithm that ships: lower bounds on epsilon beside the claims.
+"""Audits a small run of every algorithm that ships: lower bounds on epsilon against the claims.
 
 claim     no audit measures more than is claimed; one step shows nearly all of its claim
 verdict   so it is, for 27 algorithms

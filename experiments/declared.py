@@ -135,7 +135,13 @@ def algorithm(name: str, model: str, epsilon: float) -> tuple[dpjax.types.Algori
     network = models.by_name(model, classes=dataset.classes or 1, **MODELS[model])
     _, labels = dataset.train
     examples = len(labels)
-    mechanism = runs.calibrated(examples, min(examples // 4, 512), 160, epsilon, 0.5)
+    mechanism = runs.calibrated(
+        examples=examples,
+        batch=min(examples // 4, 512),
+        steps=160,
+        epsilon=epsilon,
+        bound=0.5,
+    )
     loss = losses.squared_error
     # A target has a tenth of the page's rate, with which the noise in the parameters grows.
     rate = 0.1

@@ -139,7 +139,14 @@ def curves() -> bytes:
                 steps = [look["step"] for look in way]
                 lines[words] = (steps, [[look["accuracy"]] for look in way])
         if lines:
-            panels.append(pictures.Panel(f"{dataset} {model}", "steps", "held out, %", lines))
+            panels.append(
+                pictures.Panel(
+                    title=f"{dataset} {model}",
+                    x="steps",
+                    y="held out, %",
+                    lines=lines,
+                )
+            )
     return pictures.image(panels)
 
 

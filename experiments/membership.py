@@ -112,12 +112,13 @@ def cells(rows):
         run = rows[row]["0"]
         for name, attack in run["attacks"].items():
             area, low, high = attack["auroc"]
+            rates = [re.sub(LEFT_OUT, "", words) for words in attack["rates"]]
             yield [
                 row,
                 f"{run['accuracy']:.1f}",
                 re.sub(LEFT_OUT, "", name),
                 f"{area:.3f} ({low:.3f} to {high:.3f})",
-                *(re.sub(LEFT_OUT, "", words) for words in attack["rates"]),
+                *rates,
                 " ".join(attack["by_class"].values()),
             ]
 

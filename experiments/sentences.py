@@ -155,11 +155,15 @@ def base(seed: int) -> Any:
     """The leaves after public training."""
     data = pretraining()
     size = len(data[0])
-    mechanism = text.mechanism_of(size, min(128, size // 2), 6, math.inf)
-    leaves = jax.jit(network().init)(jax.random.key(seed))
-    loss = objective.loss_of(network())
-    params = {"leaves": leaves}
-    params = text.train(loss, 3e-3, mechanism, data, params, seed, frozen={"lora": {}})
+    params = text.train(
+        loss=objective.loss_of(network()),
+        rate=3e-3,
+        mechanism=text.mechanism_of(size, min(128, size // 2), 6, math.inf),
+        data=data,
+        params={"leaves": jax.jit(network().init)(jax.random.key(seed))},
+        seed=seed,
+        frozen={"lora": {}},
+    )
     return params["leaves"]
 
 
@@ -194,8 +198,15 @@ def tuned(row: Row, secrets: Mapping[str, int], seed: int) -> tuple[Any, dict[st
         params = {"leaves": base(seed)}
         frozen = {"lora": {}}
     mechanism = text.mechanism_of(size, min(512, size // 2), 6, row.epsilon)
-    loss = objective.loss_of(network())
-    last = text.train(loss, row.rate, mechanism, data, params, seed, frozen)
+    last = text.train(
+        loss=objective.loss_of(network()),
+        rate=row.rate,
+        mechanism=mechanism,
+        data=data,
+        params=params,
+        seed=seed,
+        frozen=frozen,
+    )
     trained = sum(leaf.size for leaf in jax.tree.leaves(params))
     facts = {"trained": trained, **text.costs(mechanism, tuple(PLANTED))}
     return {**frozen, **last}, facts

@@ -9,7 +9,7 @@ command   python -m experiments.settings --seeds=3 --out=experiments/results/set
 
 One setting of `Setting` changes at a time; noise is for epsilon 3 at delta 1e-5 by PLD. Where
 several rates are listed, the table shows the one with the best mean test accuracy over seeds; such
-a choice by private data would cost epsilon.
+a choice by private data costs epsilon.
 """
 
 from __future__ import annotations
@@ -121,7 +121,13 @@ def prepared(setting: Setting) -> tuple[Any, Any]:
         examples = (*examples, np.arange(data.examples))
         per_step = _itself
     steps = 4 if runs.SMOKE.value else setting.steps
-    mechanism = runs.calibrated(data.examples, setting.batch, steps, setting.epsilon, setting.bound)
+    mechanism = runs.calibrated(
+        examples=data.examples,
+        batch=setting.batch,
+        steps=steps,
+        epsilon=setting.epsilon,
+        bound=setting.bound,
+    )
     sgd = optax.sgd(setting.rate, momentum=setting.momentum or None)
     optimizer = optax.chain(sgd, training.average_parameters(setting.average))
     return model, dpjax.dpsgd(loss, optimizer, mechanism, examples, per_step=per_step)

@@ -7,10 +7,10 @@ time      4 core minutes for three seeds of all rows
 hardware  CPU cores
 command   python -m experiments.text --seeds=3 --out=experiments/results/text.json
 
-One block of width 32 classifies phrases of SST-2. The base was trained on the development part
-alone, 872 sentences that count as public. Words become numbers by a hash, because a vocabulary that
+One block of width 32 classifies phrases of SST-2. The base was trained only on the development
+part, 872 sentences that count as public. Words become numbers by a hash, because a vocabulary that
 is counted in private texts is a release of its own. An example is a phrase; SST-2's phrases are
-parts of sentences. Settings were not searched. `experiments.sentences` shows what is memorised.
+parts of sentences. Settings were not searched. `experiments.sentences` measures memorisation.
 
 References:
   Hu et al., "LoRA", 2022. Socher et al., "Recursive Deep Models for Semantic Compositionality Over
@@ -29,7 +29,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,21 +56,38 @@ TRAINED = {
     "embeddings and head": r"^token/|pos_embedding|^head/",
     "all": r"^(?!lora/)",
 }
-SENTIMENT = {  # what is trained, from the base or not, epsilon, rate of Adam
-    "sst2 base alone": (None, True, 0.0, 0.0),
-    "sst2 head at epsilon 3": ("head", True, 3.0, 1e-2),
-    "sst2 lora and head at epsilon 3": ("lora and head", True, 3.0, 5e-3),
-    "sst2 embeddings and head at epsilon 3": ("embeddings and head", True, 3.0, 5e-3),
-    "sst2 all at epsilon 3": ("all", True, 3.0, 2e-3),
-    "sst2 all, no base, at epsilon 3": ("all", False, 3.0, 2e-3),
-    "sst2 all, not private": ("all", True, math.inf, 2e-3),
+
+
+class Row(NamedTuple):
+    """A run: the part that is trained, epsilon, the rate of Adam, and where it starts."""
+
+    trained: str
+    epsilon: float = 3.0
+    rate: float = 2e-3
+    from_base: bool = True
+
+
+SENTIMENT: dict[str, Row | None] = {
+    "sst2 base alone": None,
+    "sst2 head at epsilon 3": Row("head", rate=1e-2),
+    "sst2 lora and head at epsilon 3": Row("lora and head", rate=5e-3),
+    "sst2 embeddings and head at epsilon 3": Row("embeddings and head", rate=5e-3),
+    "sst2 all at epsilon 3": Row("all"),
+    "sst2 all, no base, at epsilon 3": Row("all", from_base=False),
+    "sst2 all, not private": Row("all", epsilon=math.inf),
 }
 
 
 def mechanism_of(examples: int, batch: int, epochs: int, epsilon: float) -> dpjax.Mechanism:
     """Poisson batches with the noise of an epsilon."""
     steps = epochs * examples // batch
-    return runs.calibrated(examples, batch, steps, epsilon, bound=0.5)
+    return runs.calibrated(
+        examples=examples,
+        batch=batch,
+        steps=steps,
+        epsilon=epsilon,
+        bound=0.5,
+    )
 
 
 def train(
@@ -129,10 +146,20 @@ def assembled(frozen: Mapping[str, Any], trained: Mapping[str, Any]) -> Any:
 def base(seed: int) -> dict[str, Any]:
     """Leaves of a network that was trained only on the public sentences."""
     x, y = phrases_of("dev")
-    mechanism = mechanism_of(len(y), min(64, len(y) // 2), 20, math.inf)
-    loss = losses.of(MODEL, losses.cross_entropy)
-    params = unflatten_dict(random_leaves(seed), sep="/")
-    params = train(loss, 2e-3, mechanism, (x, y), params, seed)
+    mechanism = mechanism_of(
+        examples=len(y),
+        batch=min(64, len(y) // 2),
+        epochs=20,
+        epsilon=math.inf,
+    )
+    params = train(
+        loss=losses.of(MODEL, losses.cross_entropy),
+        rate=2e-3,
+        mechanism=mechanism,
+        data=(x, y),
+        params=unflatten_dict(random_leaves(seed), sep="/"),
+        seed=seed,
+    )
     return flatten_dict(params, sep="/")
 
 
@@ -143,27 +170,38 @@ def random_leaves(seed: int) -> dict[str, Any]:
     return flatten_dict(params, sep="/")
 
 
-def sentiment(
-    row: tuple[str | None, bool, float, float], seed: int, folder: Any
-) -> Mapping[str, Any]:
+def sentiment(row: Row | None, seed: int, folder: Any) -> Mapping[str, Any]:
     """Test accuracy of one run, the number of trained parameters, and epsilon of a sentence."""
     del folder
-    part, from_base, epsilon, rate = row
-    leaves = base(seed) if from_base else random_leaves(seed)
-    if part is None:
-        return {"accuracy": accuracy(unflatten_dict(leaves, sep="/"))}
+    if row is None:
+        return {"accuracy": accuracy(unflatten_dict(base(seed), sep="/"))}
+    leaves = base(seed) if row.from_base else random_leaves(seed)
     known = leaves | adapters(leaves, jax.random.key(seed))
-    trained = {name: leaf for name, leaf in known.items() if re.search(TRAINED[part], name)}
+    pattern = TRAINED[row.trained]
+    trained = {name: leaf for name, leaf in known.items() if re.search(pattern, name)}
     frozen = {name: leaf for name, leaf in leaves.items() if name not in trained}
     x, y = phrases_of("train")
-    mechanism = mechanism_of(len(y), min(1024, len(y) // 2), 1, epsilon)
+    mechanism = mechanism_of(
+        examples=len(y),
+        batch=min(1024, len(y) // 2),
+        epochs=1,
+        epsilon=row.epsilon,
+    )
 
     per_phrase = losses.of(MODEL, losses.cross_entropy)
 
     def loss(params: Any, example: tuple[Any, Any], frozen: Any) -> Any:
         return per_phrase(assembled(frozen, params), example)
 
-    last = train(loss, rate, mechanism, (x, y), trained, seed, frozen)
+    last = train(
+        loss=loss,
+        rate=row.rate,
+        mechanism=mechanism,
+        data=(x, y),
+        params=trained,
+        seed=seed,
+        frozen=frozen,
+    )
     return {
         "accuracy": accuracy(assembled(frozen, last)),
         "trained": sum(leaf.size for leaf in trained.values()),
@@ -172,7 +210,7 @@ def sentiment(
 
 
 def accuracy(params: Any) -> float:
-    """On the test sentences, in per cent."""
+    """The accuracy on the test sentences, in per cent."""
     x, y = jax.tree.map(jnp.asarray, phrases_of("test"))
     logits = runs.logits_on(MODEL, x)(params)
     return 100 * float(metrics.accuracy(logits, y))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks: each prints a ratio beside plain JAX or a peer, and keeps its figures in a file."""
+"""Benchmarks: each prints a ratio to plain JAX or a peer, and keeps its figures in a file."""

@@ -7,7 +7,7 @@ hardware  2 cores of an AMD EPYC; medians of 5
 command   make bench BENCH=accounting ARGS="--out FILE"
 
 Answers are upper bounds with each library's default orders, grids and tolerances. A question is
-repeated with a slightly different rate, so that caches do not answer. dp-accounting is not asked
+repeated with a slightly different rate, so caches do not answer. dp-accounting is not asked
 for the PLD of the schedule, which takes minutes.
 """
 

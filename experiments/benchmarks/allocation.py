@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epsilon of random allocation by PLD, beside Poisson's, Monte Carlo and a bound from below.
+"""Epsilon of random allocation by PLD, with Poisson's, Monte Carlo and a bound from below.
 
 claim     the accountant is not below Monte Carlo but by chance, and at most 3 % above it
 verdict   of 48 orders 41 have a Monte Carlo error below 1 %: there the accountant is 0.9 % below to

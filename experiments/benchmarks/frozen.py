@@ -8,8 +8,9 @@ command   make bench BENCH=frozen ARGS="--out experiments/results/frozen.json"
 
 A stack of layers of 2,048 x 2,048, in one `lax.scan`, with adapters of rank 4 that are trained.
 Each first step of `dpjax.dpsgd` runs in a process of its own without a compilation cache. Memory is
-the rise of the process above what it held with the weights. Of four host devices with a mesh
-``data:2,model:2`` the compiled step says how the weights are split, and what a device holds.
+the rise of the process above what it held with the weights. A step that is compiled for
+four host devices with a mesh ``data:2,model:2`` shows how the weights are split, and what a device
+holds.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ command   make bench-peers BENCH=llm ARGS="--out experiments/results/llm_bench.j
 The rows of a GPU come in order of worth. Each runs in a process of its own, is written when it is
 done, and is cut after 60 seconds; what has not begun after eight minutes is left out. Texts are of
 512 tokens, weights random and float32, and the head has weights of its own, since Opacus takes no
-shared ones; 25,128 words make GPT-2's layers 124 million parameters. Adapters stand beside a frozen
+shared ones; 25,128 words make GPT-2's layers 124 million parameters. Adapters have a frozen
 base, which is an argument. Nothing is read from a network.
 """
 
@@ -40,18 +40,52 @@ ROUNDS = 10  # timed steps
 Sizes = dict[str, Any]
 
 
-def sizes(width: int, heads: int, depth: int, words: int, length: int, **more: int) -> Sizes:
-    return {"width": width, "heads": heads, "depth": depth, "words": words, "length": length} | more
-
-
-SIZES = {  # fields of `Decoder`, and examples
-    "124 M": sizes(768, 12, 12, 25_128, 512, examples=32),
-    "1 B, LoRA": sizes(2048, 16, 18, 25_128, 512, examples=8, rank=8),
-    "350 M": sizes(1024, 16, 24, 25_128, 512, examples=16),
+SIZES: dict[str, Sizes] = {  # fields of `Decoder`, and examples
+    "124 M": {
+        "width": 768,
+        "heads": 12,
+        "depth": 12,
+        "words": 25_128,
+        "length": 512,
+        "examples": 32,
+    },
+    "1 B, LoRA": {
+        "width": 2048,
+        "heads": 16,
+        "depth": 18,
+        "words": 25_128,
+        "length": 512,
+        "examples": 8,
+        "rank": 8,
+    },
+    "350 M": {
+        "width": 1024,
+        "heads": 16,
+        "depth": 24,
+        "words": 25_128,
+        "length": 512,
+        "examples": 16,
+    },
 }
-PLANNED = {
-    "128,000 words, 128 tokens": sizes(256, 4, 2, 128_000, 128, examples=4, tied=True),
-    "1,000 words, 4,096 tokens": sizes(128, 4, 2, 1_000, 4_096, examples=4, tied=True),
+PLANNED: dict[str, Sizes] = {
+    "128,000 words, 128 tokens": {
+        "width": 256,
+        "heads": 4,
+        "depth": 2,
+        "words": 128_000,
+        "length": 128,
+        "examples": 4,
+        "tied": True,
+    },
+    "1,000 words, 4,096 tokens": {
+        "width": 128,
+        "heads": 4,
+        "depth": 2,
+        "words": 1_000,
+        "length": 4_096,
+        "examples": 4,
+        "tied": True,
+    },
 }
 ROWS = (
     ("124 M", "plain"),
@@ -64,7 +98,14 @@ ROWS = (
     ("124 M", "dpjax vmap"),
     ("124 M", "jax_privacy"),
 )
-TINY = sizes(16, 2, 2, TOKENS, 16, examples=4)
+TINY: Sizes = {
+    "width": 16,
+    "heads": 2,
+    "depth": 2,
+    "words": TOKENS,
+    "length": 16,
+    "examples": 4,
+}
 
 
 def problem(examples: int, **fields: Any) -> tuple[Any, Any, Any]:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every optimizer of Optax on private means: which run, which are refused, and why.
 
-claim     what runs in Optax on gradients, state and parameters alone runs on private means
+claim     an optimizer that runs in Optax on gradients, state and parameters runs on private means
 verdict   of 118 all but `optax.monitor`, whose state grows in its first update, and in a chain
           `contrib.sam`, whose update takes no ``mask=``
 hardware  any; no figure depends on it
 command   make bench BENCH=optimizers ARGS="--out experiments/results/optimizers.json"
 
 A row is a public function of `optax` or `optax.contrib` that returns a gradient transformation, or
-a composition of them. One without a row in `CALLS` is called with a learning rate alone.
+a composition of them. One without a row in `CALLS` is called with only a learning rate.
 """
 
 from __future__ import annotations
@@ -88,64 +88,53 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 def composed() -> dict[str, Callable[[], Any]]:
     """Compositions, as users write them."""
-
-    def clipped_adamw() -> Any:
-        schedule = optax.warmup_cosine_decay_schedule(0.0, RATE, 1, 2)
-        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-
-    def decayed_momentum() -> Any:
-        decay = optax.add_decayed_weights(0.1, MASK)
-        return optax.chain(decay, optax.trace(0.9, nesterov=True), optax.scale(-RATE))
-
-    def every_second_step() -> Any:
-        return optax.chain(inner(), optax.apply_every(2))
-
-    def averaged() -> Any:
-        return optax.chain(inner(), optax.ema(0.9))
-
-    def on_plateau() -> Any:
-        return optax.chain(optax.adam(RATE), optax.contrib.reduce_on_plateau())
-
-    def injected() -> Any:
-        return optax.inject_hyperparams(optax.adam)(learning_rate=RATE)
-
-    def injected_stateful() -> Any:
-        return optax.inject_stateful_hyperparams(optax.adam)(learning_rate=RATE)
-
-    def skipping() -> Any:
-        skip = optax.skip_not_finite
-        return optax.MultiSteps(optax.lion(RATE), 2, should_skip_update_fn=skip)
-
-    def monitored() -> Any:
-        return optax.chain(optax.monitor({"size": size}), optax.adam(RATE))
-
-    def named() -> Any:
-        decay = optax.add_decayed_weights(0.1)
-        return optax.named_chain(("adam", optax.scale_by_adam()), ("decay", decay))
-
-    def schedule_free() -> Any:
-        return optax.contrib.schedule_free(optax.adam(RATE, b1=0.0), RATE)
-
-    def lookahead() -> Any:
-        return dpjax.training.lookahead(inner(), 2, 0.5)
-
-    def dp_adam() -> Any:
-        return dpjax.training.dp_adam(RATE, mechanism())
-
     return {
-        "chain(clip_by_global_norm, adamw of a schedule)": clipped_adamw,
-        "chain(add_decayed_weights, trace, scale)": decayed_momentum,
-        "chain(sgd, apply_every)": every_second_step,
-        "chain(sgd, ema)": averaged,
-        "chain(adam, reduce_on_plateau)": on_plateau,
-        "inject_hyperparams(adam)": injected,
-        "inject_stateful_hyperparams(adam)": injected_stateful,
-        "MultiSteps(lion), skip_not_finite": skipping,
-        "chain(monitor, adam)": monitored,
-        "named_chain(adam, weight decay)": named,
-        "schedule_free(adam without momentum)": schedule_free,
-        "training.lookahead": lookahead,
-        "training.dp_adam": dp_adam,
+        "chain(clip_by_global_norm, adamw of a schedule)": lambda: optax.chain(
+            optax.clip_by_global_norm(1.0),
+            optax.adamw(optax.warmup_cosine_decay_schedule(0.0, RATE, 1, 2)),
+        ),
+        "chain(add_decayed_weights, trace, scale)": lambda: optax.chain(
+            optax.add_decayed_weights(0.1, MASK),
+            optax.trace(0.9, nesterov=True),
+            optax.scale(-RATE),
+        ),
+        "chain(sgd, apply_every)": lambda: optax.chain(
+            inner(),
+            optax.apply_every(2),
+        ),
+        "chain(sgd, ema)": lambda: optax.chain(
+            inner(),
+            optax.ema(0.9),
+        ),
+        "chain(adam, reduce_on_plateau)": lambda: optax.chain(
+            optax.adam(RATE),
+            optax.contrib.reduce_on_plateau(),
+        ),
+        "inject_hyperparams(adam)": lambda: optax.inject_hyperparams(optax.adam)(
+            learning_rate=RATE
+        ),
+        "inject_stateful_hyperparams(adam)": lambda: optax.inject_stateful_hyperparams(optax.adam)(
+            learning_rate=RATE
+        ),
+        "MultiSteps(lion), skip_not_finite": lambda: optax.MultiSteps(
+            optax.lion(RATE),
+            2,
+            should_skip_update_fn=optax.skip_not_finite,
+        ),
+        "chain(monitor, adam)": lambda: optax.chain(
+            optax.monitor({"size": size}),
+            optax.adam(RATE),
+        ),
+        "named_chain(adam, weight decay)": lambda: optax.named_chain(
+            ("adam", optax.scale_by_adam()),
+            ("decay", optax.add_decayed_weights(0.1)),
+        ),
+        "schedule_free(adam without momentum)": lambda: optax.contrib.schedule_free(
+            optax.adam(RATE, b1=0.0),
+            RATE,
+        ),
+        "training.lookahead": lambda: dpjax.training.lookahead(inner(), 2, 0.5),
+        "training.dp_adam": lambda: dpjax.training.dp_adam(RATE, mechanism()),
     }
 
 

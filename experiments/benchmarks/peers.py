@@ -5,7 +5,7 @@ Started by `steps` as ``python -m experiments.benchmarks.peers CONTESTANT`` and 
 JSON: first ``{"prepare": task}``, then ``{"steps": 3}`` as often as it likes. PyTorch and Opacus
 run eagerly, as their users run them, on all cores or on CUDA, with the batch in place as tensors;
 Opacus' modes are set up as its privacy engine does, without the accountant. jax_privacy gets
-dpjax's network, loss and compiled SGD, at the best microbatch of a short list, which is said.
+dpjax's network, loss and compiled SGD, at the best microbatch of a short list, which is printed.
 """
 
 from __future__ import annotations

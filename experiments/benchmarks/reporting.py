@@ -29,7 +29,7 @@ def run(
     Args:
       main: Takes the values of the flags.
       smoke: What --smoke makes small.
-      rounds: The default of --rounds; None if there is no such flag.
+      rounds: The default of --rounds; None leaves the flag out.
       out: What --out is.
     """
     flags.disclaim_key_flags()  # --help lists the flags of the benchmark's own module

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and memory of one private training step, beside the same step without privacy.
+"""Time and memory of one private training step, and of the same step without privacy.
 
 claim     a private step takes about as long as a plain one, and a fraction of Opacus
 verdict   0.21 to 1.10 of plain JAX; the fastest mode of Opacus 1.5 to 3.8 of dpjax
 hardware  2 cores of an AMD EPYC as 2 host devices, JAX 0.10.2; medians of up to 15 rounds
 command   make bench-peers ARGS="--rounds 15 --seconds 8 --host_devices 2 --out FILE"
 
-Contestants (`contestants`, `peers`) take turns in a random order, so that a busy machine is busy
-for all. `ratio` is their median over plain's, and `first` the first step with compilation. `plan`
+Contestants (`contestants`, `peers`) take turns in a random order, so a busy machine is busy for
+all. `ratio` is their median over plain's, and `first` the first step with compilation. `plan`
 is XLA's temporary memory, and `peak` the rise of PyTorch's above parameters and batch.
 """
 

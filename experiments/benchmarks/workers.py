@@ -4,8 +4,8 @@
 Peers need their own environment, and a slow accountant must be stopped from outside, so each
 runs in a process that reads its standard input.  While one works, all others sleep, and its
 allocations and compilations stay its own.  `Worker` is the asking side, `serve` the answering
-one.  An answer with ``refused`` says why there is no figure: an unsupported layer is a finding,
-not an error.  Only the standard library is needed.
+one.  An answer with ``refused`` has the reason why a figure is missing: an unsupported layer is a
+finding, not an error.  Only the standard library is needed.
 """
 
 from __future__ import annotations

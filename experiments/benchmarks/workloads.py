@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The six models that training steps are timed on, with the shape of an input and a batch.
 
-Inputs and labels are noise: speed does not depend on what they say. The peers' networks
+Inputs and labels are noise: speed does not depend on their values. The peers' networks
 (`torch_models`) have the same layers, and both sides are held to the number of parameters written
 here.
 """
@@ -120,12 +120,44 @@ class Workload(NamedTuple):
 
 
 WORKLOADS = {
-    "tempered CNN": Workload(models.TemperedCNN(), 26_010, (28, 28, 1), 256),
-    "WideResNet-16-4": Workload(models.WideResNet(), 2_748_890, (32, 32, 3), 32),
-    "MLP on a table": Workload(models.MLP(features=(256, 256)), 94_218, (100,), 1024),
-    "ResNet-18": Workload(ResNet18(), 11_173_962, (32, 32, 3), 32),
-    "decoder of 2 layers": Workload(Decoder(), 2_974_992, (LENGTH,), 64, text=True),
-    "LoRA on the decoder": Workload(Decoder(rank=8), 36_864, (LENGTH,), 64, text=True),
+    "tempered CNN": Workload(
+        model=models.TemperedCNN(),
+        parameters=26_010,
+        shape=(28, 28, 1),
+        batch_size=256,
+    ),
+    "WideResNet-16-4": Workload(
+        model=models.WideResNet(),
+        parameters=2_748_890,
+        shape=(32, 32, 3),
+        batch_size=32,
+    ),
+    "MLP on a table": Workload(
+        model=models.MLP(features=(256, 256)),
+        parameters=94_218,
+        shape=(100,),
+        batch_size=1024,
+    ),
+    "ResNet-18": Workload(
+        model=ResNet18(),
+        parameters=11_173_962,
+        shape=(32, 32, 3),
+        batch_size=32,
+    ),
+    "decoder of 2 layers": Workload(
+        model=Decoder(),
+        parameters=2_974_992,
+        shape=(LENGTH,),
+        batch_size=64,
+        text=True,
+    ),
+    "LoRA on the decoder": Workload(
+        model=Decoder(rank=8),
+        parameters=36_864,
+        shape=(LENGTH,),
+        batch_size=64,
+        text=True,
+    ),
 }
 
 

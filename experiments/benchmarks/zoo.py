@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of many kinds: the private clipped sum beside a plain gradient, in time and in agreement.
+"""Models of many kinds: the private clipped sum against a plain gradient, in time and in agreement.
 
 claim     a private gradient costs little more than a plain one, whatever the model
 verdict   a median of 1.23 x; hypernetwork 12.2 and neural ode 2.3 are far above

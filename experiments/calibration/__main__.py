@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command ``python -m experiments.calibration`` runs the rows of the paper."""
 
-from experiments.calibration.run import PAPER
+from experiments.calibration import run
 from experiments.common import runs
 
+__doc__ = run.__doc__  # --help prints it
+
 if __name__ == "__main__":
-    runs.main(PAPER)
+    runs.main(run.PAPER)

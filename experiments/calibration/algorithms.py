@@ -10,7 +10,7 @@ advance and not searched.
 
 MNIST is scaled by 0.1307 and 0.3081, as the paper's example has it and as is common.  These two
 numbers are moments of the private training images, and epsilon does not count them.  With public
-constants, such as 0.5 and 0.5, epsilon would cover everything, but every MNIST result would change.
+constants, such as 0.5 and 0.5, epsilon covers everything, but every MNIST result changes.
 """
 
 from __future__ import annotations
@@ -158,21 +158,50 @@ def _jl(projections: int) -> Callable[[Any], Clipping]:
 
 def _methods() -> dict[str, Method]:
     methods = {
-        f"{optimizer}, {way}": Method(gradients, optimizer, rule, NOISE)
+        f"{optimizer}, {way}": Method(
+            build=gradients,
+            optimizer=optimizer,
+            rule=rule,
+            noise=NOISE,
+        )
         for optimizer in OPTIMIZERS
         for way, rule in CLIPPINGS.items()
     }
-    methods["SGLD"] = Method(langevin, "", lambda _: clipping.flat(LANGEVIN), NOISE)
-    flat = CLIPPINGS["flat, small R"]
+    methods["SGLD"] = Method(
+        build=langevin,
+        optimizer="",
+        rule=lambda _: clipping.flat(LANGEVIN),
+        noise=NOISE,
+    )
     for optimizer in ("SGD", "Adam"):
-        exact = Method(gradients, optimizer, flat, NOISE, "perceptron")
+        exact = Method(
+            build=gradients,
+            optimizer=optimizer,
+            rule=CLIPPINGS["flat, small R"],
+            noise=NOISE,
+            model="perceptron",
+        )
         methods[f"{optimizer}, exact norms"] = exact
         for projections, noise in NOISE_JL.items():
-            estimated = Method(gradients, optimizer, _jl(projections), noise, "perceptron")
-            methods[f"{optimizer}-JL, r = {projections}"] = estimated
-    users: dict[str, Any] = {"noise": NOISE_USERS, "model": "perceptron", "unit": "user"}
-    methods["FedAvg"] = Method(fedavg, "", lambda _: clipping.flat(0.5), **users)
-    methods["FedSGD"] = Method(fedsgd, "heavy ball", flat, **users)
+            methods[f"{optimizer}-JL, r = {projections}"] = exact._replace(
+                rule=_jl(projections), noise=noise
+            )
+    methods["FedAvg"] = Method(
+        build=fedavg,
+        optimizer="",
+        rule=lambda _: clipping.flat(0.5),
+        noise=NOISE_USERS,
+        model="perceptron",
+        unit="user",
+    )
+    methods["FedSGD"] = Method(
+        build=fedsgd,
+        optimizer="heavy ball",
+        rule=CLIPPINGS["flat, small R"],
+        noise=NOISE_USERS,
+        model="perceptron",
+        unit="user",
+    )
     return methods
 
 

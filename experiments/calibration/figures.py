@@ -34,7 +34,13 @@ def bounds(title: str, runs: Runs) -> list[Panel]:
     def panel(words: str, measure: str, scale: float) -> Panel:
         values = [[scale * run[measure] for run in by_bound[bound]] for bound in bounds]
         lines = {"DP-SGD": (bounds, values)}
-        return Panel(title, "bound R", f"{words}, %", lines, x_scale="log")
+        return Panel(
+            title=title,
+            x="bound R",
+            y=f"{words}, %",
+            lines=lines,
+            x_scale="log",
+        )
 
     return [
         panel("test accuracy", "accuracy", 1),
@@ -70,7 +76,15 @@ def gaps(title: str, runs: Runs) -> list[Panel]:
             change = losses[bound, noise, rate] - losses["R=1.0", "0.0", rate]
             changes.append(np.abs(change))
         lines[words] = rates, changes
-    return [Panel(title, "step size", "change of the test loss", lines, x_scale="log")]
+    return [
+        Panel(
+            title=title,
+            x="step size",
+            y="change of the test loss",
+            lines=lines,
+            x_scale="log",
+        )
+    ]
 
 
 def _compared(losses: Any) -> dict[tuple[str, str], str]:
@@ -90,7 +104,15 @@ def errors(title: str, runs: Runs) -> list[Panel]:
     for name, seeds in runs.items():
         ways = np.array([run["way"] for run in seeds if run.get("way")], float)
         lines[name] = ways[0, :, 0], ways[:, :, 1].T
-    return [Panel(title, "step", "test error (MSE)", lines, scale="log")]
+    return [
+        Panel(
+            title=title,
+            x="step",
+            y="test error (MSE)",
+            lines=lines,
+            scale="log",
+        )
+    ]
 
 
 CURVES = (

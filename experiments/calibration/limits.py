@@ -52,12 +52,42 @@ NONE = 1e9  # bounds
 LARGE = 1e4
 SMALL = 0.5
 TABLE_1 = {
-    "no clipping": Kernel(False, NONE, 1.0, "yyyyyy"),
-    "batch clipping": Kernel(False, NONE, 0.5, "yyyyyy"),
-    "large R, flat": Kernel(False, LARGE, 1.0, "yyyyyy"),
-    "large R, layerwise": Kernel(True, LARGE, 1.0, "yyyyyy"),
-    "small R, flat": Kernel(False, SMALL, 1.0, "nnynny"),
-    "small R, layerwise": Kernel(True, SMALL, 1.0, "nnnnnn"),
+    "no clipping": Kernel(
+        layerwise=False,
+        bound=NONE,
+        batch=1.0,
+        guaranteed="yyyyyy",
+    ),
+    "batch clipping": Kernel(
+        layerwise=False,
+        bound=NONE,
+        batch=0.5,
+        guaranteed="yyyyyy",
+    ),
+    "large R, flat": Kernel(
+        layerwise=False,
+        bound=LARGE,
+        batch=1.0,
+        guaranteed="yyyyyy",
+    ),
+    "large R, layerwise": Kernel(
+        layerwise=True,
+        bound=LARGE,
+        batch=1.0,
+        guaranteed="yyyyyy",
+    ),
+    "small R, flat": Kernel(
+        layerwise=False,
+        bound=SMALL,
+        batch=1.0,
+        guaranteed="nnynny",
+    ),
+    "small R, layerwise": Kernel(
+        layerwise=True,
+        bound=SMALL,
+        batch=1.0,
+        guaranteed="nnnnnn",
+    ),
 }
 COLUMNS = ("symmetric", "positive form", "positive eigenvalues", "converges", "monotone", "to 0")
 
@@ -120,7 +150,7 @@ def measured(row: Kernel, seed: int) -> dict[str, int]:
         rises = np.diff(way) > 1e-5 * way[:-1] + 1e-7 * way[0]
         converges = np.ptp(way[-steps // 10 :]) < 0.01 * way[0]
         to_0 = way[-1] < 0.01 * way[0]
-        counts += [
+        counts += [  # in the order of `COLUMNS`
             kinds.symmetric,
             kinds.positive_quadratic,
             kinds.positive_eigenvalues,
@@ -146,7 +176,15 @@ def train(row: Step, seed: int, folder: Any) -> Any:
     dataset = data.load("digits")
     model = models.MLP(features=(32,), activation=nn.relu)
     optimizer = optax.sgd(row.rate)
-    return runs.trained(dataset, model, mechanism_of(row), optimizer, seed, folder, evaluations=2)
+    return runs.trained(
+        dataset=dataset,
+        model=model,
+        mechanism=mechanism_of(row),
+        optimizer=optimizer,
+        seed=seed,
+        directory=folder,
+        evaluations=2,
+    )
 
 
 TABLE_1_ROWS = {f"kernel {name}": row for name, row in TABLE_1.items()}
@@ -158,7 +196,12 @@ def _key_of(bound: float, noise: float, rate: float) -> str:
 
 
 FIGURE_1 = {
-    _key_of(bound, noise, rate): Step(bound, noise, rate, round(TIME / rate))
+    _key_of(bound, noise, rate): Step(
+        bound=bound,
+        noise=noise,
+        rate=rate,
+        steps=round(TIME / rate),
+    )
     for rate in RATES
     for bound, noise in ((1.0, 0.0), (1.0, 2.0), (1.0, 10.0), (math.inf, 0.0))
 }

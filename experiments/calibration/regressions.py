@@ -2,8 +2,8 @@
 """The two regressions of convergence_calibration_2023: house prices, and marks of wines.
 
 A perceptron of 64, 64 and 32 with ReLU learns from features that are scaled by constants.
-The constants are round numbers chosen in advance: means of the examples would be a release that
-epsilon does not count.  Epsilon covers the training alone.  Prices are in 100,000 dollars.
+The constants are round numbers chosen in advance: means of the examples are a release that
+epsilon does not count.  Epsilon covers only the training.  Prices are in 100,000 dollars.
 """
 
 from __future__ import annotations

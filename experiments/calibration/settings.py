@@ -2,9 +2,9 @@
 """Settings, clippings and rows of convergence_calibration_2023.
 
 A `Setting` holds what is published of a run.  `ways` lists the clippings under which it runs,
-each with the bound that divides its learning rate, so that noise moves the weights alike.  The
+each with the bound that divides its learning rate, so noise moves the weights alike.  The
 paper's epsilons are estimates by the central limit theorem (GDP), too small for small batches: 1.25
-for BERT, where the tightest proof has 5.14. Some belong to other steps than the text says: 1.96
+for BERT, where the tightest proof has 5.14. Some belong to other steps than those in the text: 1.96
 (ViT) to 15 epochs instead of one, 1.25 (BERT) to 51,576 steps instead of 54,076, 4.41 (houses) to
 3,628 instead of 3,650. Its layerwise noise is that of one layer, so its 2.32 is 14.8; here layers
 are clipped to R / sqrt(layers) at the epsilon of all other rows.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the papers share: rows that run once a seed, claims with one rule, tables and figures."""
+"""The shared parts of the papers: rows that run once a seed, claims with one rule, and figures."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a paper claims, and the verdict on it by the rows that ran here: one `RULE` for all."""
+"""The claims of papers, and the verdicts by the rows that ran here: one `RULE` for all."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Claim(NamedTuple):
       at: The epoch whose accuracy is meant; 0 for the last.
       why: The reason why nothing ran, if it is not time.
       own: Whether the comparison is of this repository, and not of the paper.
-      best: The number of runs of which the paper prints the best; 0 for a mean or a single run.
+      best: How many runs the paper takes the best from; 0 for a mean or a single run.
       paired: Whether runs of one seed share start, batches and noise.
       limit: A reason for a worse result here; for an epsilon, why it cannot be recomputed.
       factor: The numbers of ``than`` are multiplied by it.

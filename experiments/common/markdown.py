@@ -16,7 +16,7 @@ def line(*cells: str) -> str:
 def table(head: str, lines: Iterable[str]) -> str:
     """The lines of a table below its head, which is given as Markdown writes it."""
     columns = head.count("|") - 1
-    rule = "|" + columns * "---|"
+    rule = line(*["---"] * columns).replace(" ", "")
     return "\n".join([head, rule, *lines])
 
 

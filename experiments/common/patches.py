@@ -48,7 +48,8 @@ def leaves(images: int, colours: int, rng: np.random.Generator) -> np.ndarray:
         return brightness + rng.normal(0, hue, (*one, colours))
 
     base = 0.5 + colour(0.15, 0.06)
-    canvas = np.broadcast_to(base, (images, _SIZE, _SIZE, colours)).astype(np.float32)
+    shape = (images, _SIZE, _SIZE, colours)
+    canvas = np.broadcast_to(base, shape).astype(np.float32)
     for _ in range(_LEAVES):
         # The density of radii falls with their cube, as in photographs: no scale is special.
         share = rng.random(one)
@@ -58,8 +59,10 @@ def leaves(images: int, colours: int, rng: np.random.Generator) -> np.ndarray:
         # Coordinates along the two axes of the leaf; it is shorter along the second.
         across = x - center_x
         down = y - center_y
-        u = (np.cos(angle) * across + np.sin(angle) * down) / radius
-        v = (np.cos(angle) * down - np.sin(angle) * across) / radius
+        cos = np.cos(angle)
+        sin = np.sin(angle)
+        u = (cos * across + sin * down) / radius
+        v = (cos * down - sin * across) / radius
         v = v / rng.uniform(0.4, 1, one)
         # Half of the leaves are boxes, the others discs. A reach of 1 is the edge.
         box = rng.random(one) < 0.5
@@ -82,8 +85,10 @@ def dictionary(filters: int, colours: int, seed: int = 0) -> np.ndarray:
     image = rng.integers(_IMAGES, size=_PATCHES)
     row, column = rng.integers(_SIZE - SIDE + 1, size=(2, _PATCHES))
     pixels = [images[image, row + i, column + j] for i, j in _OFFSETS]
-    patches = _contrast(np.stack(pixels, 1).reshape(_PATCHES, -1), np)
-    values, vectors = np.linalg.eigh(patches.T @ patches / _PATCHES)
+    patches = np.stack(pixels, 1).reshape(_PATCHES, -1)
+    patches = _contrast(patches, np)
+    covariance = patches.T @ patches / _PATCHES
+    values, vectors = np.linalg.eigh(covariance)
     whiten = vectors / np.sqrt(values + _SMOOTH) @ vectors.T
     whitened = patches @ whiten
     lengths = np.linalg.norm(whitened, axis=1, keepdims=True)
@@ -119,8 +124,9 @@ def encode(images: Any, filters: Any) -> Any:
     def of_image(image: Any) -> Any:
         side = image.shape[0] - SIDE + 1
         pixels = [image[i : i + side, j : j + side] for i, j in _OFFSETS]
-        patches = jnp.stack(pixels, 2).reshape(side * side, -1)
-        answers = _contrast(patches) @ filters
+        patches = jnp.stack(pixels, 2)
+        patches = _contrast(patches.reshape(side * side, -1))
+        answers = patches @ filters
         positive = jax.nn.relu(answers - THRESHOLD)
         negative = jax.nn.relu(-answers - THRESHOLD)
         pairs = jnp.stack([positive, negative], -1)
@@ -141,6 +147,15 @@ def encoded(
 
     if directory is None:
         return compute(images)
-    process = [_DARK, _SIZE, _LEAVES, _IMAGES, _PATCHES, _SMOOTH]
-    settings = {"filters": [filters, SIDE, CELLS, THRESHOLD], "process": process, "version": 1}
-    return features.cached(compute, images, settings=settings, directory=directory, name="patches")
+    settings = {
+        "filters": [filters, SIDE, CELLS, THRESHOLD],
+        "process": [_DARK, _SIZE, _LEAVES, _IMAGES, _PATCHES, _SMOOTH],
+        "version": 1,
+    }
+    return features.cached(
+        compute,
+        images,
+        settings=settings,
+        directory=directory,
+        name="patches",
+    )

@@ -3,7 +3,7 @@
 
 A panel is a table of counts, or lines that each show the median of their seeds with the smallest
 and largest value.  A line has one color and one dash in all panels of a figure, which share one
-legend.  Below its title a panel says over how many seeds its bands run.
+legend.  The number of seeds of its bands is printed below the title of a panel.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a paper: trained once a seed, kept in a JSON file, shown beside what was printed.
+"""Rows of a paper: trained once a seed, kept in a JSON file, shown with the printed numbers.
 
 A row's numbers go to the file as soon as they are known, so an interrupted table resumes; with
 ``--runs`` an interrupted row resumes too. Each row shows the paper's epsilon, by the paper's
@@ -239,7 +239,7 @@ def trained(
 
 
 def _public(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the log with its private numbers, and without those that results do not need."""
+    """A row of the log with its private numbers, and without numbers that results do not need."""
     flat = {**row, **row.get("private", {})}
     return {name: value for name, value in flat.items() if name not in _LEFT_OUT}
 
@@ -265,7 +265,8 @@ def spread(numbers: Sequence[float]) -> str:
         return "not run"
     if len(numbers) == 1:
         return f"{numbers[0]:.1f} (1 seed)"
-    low, high = min(numbers), max(numbers)
+    low = min(numbers)
+    high = max(numbers)
     return f"{statistics.mean(numbers):.1f} ({low:.1f} to {high:.1f}, {len(numbers)} seeds)"
 
 

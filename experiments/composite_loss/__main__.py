@@ -2,7 +2,9 @@
 """The command ``python -m experiments.composite_loss`` runs the rows of the paper."""
 
 from experiments.common import runs
-from experiments.composite_loss.run import PAPER
+from experiments.composite_loss import run
+
+__doc__ = run.__doc__  # --help prints it
 
 if __name__ == "__main__":
-    runs.main(PAPER)
+    runs.main(run.PAPER)

@@ -34,7 +34,7 @@ INNER = (layers(WEIGHTS, 1, -1), layers(HIDDEN, 1, -1))
 NORMS = (gradients(1, 5, 10, 29, 39),)
 
 
-SHOWS = {  # what the paper says
+SHOWS = {  # the captions
     "1": "CIFAR-10: the composite loss keeps logits, last weights and gradients smaller than "
     "cross-entropy does, and clipping turns the mean gradient less.",
     "2": "MNIST: the composite loss is smoother, since its Hessian has the smaller singular "

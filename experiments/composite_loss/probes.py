@@ -125,10 +125,10 @@ def swept(title: str, runs: Runs) -> list[Panel]:
         fields.setdefault(field, {})[float(value)] = accuracies
     return [
         Panel(
-            title,
-            field,
-            "test accuracy, %",
-            {"swept": (list(by_value), list(by_value.values()))},
+            title=title,
+            x=field,
+            y="test accuracy, %",
+            lines={"swept": (list(by_value), list(by_value.values()))},
         )
         for field, by_value in fields.items()
     ]
@@ -150,7 +150,14 @@ def layers(what: str, *places: int) -> Draw:
                 name: (range(1, len(way) + 1), [[row[what][layer]] for row in way])
                 for name, way in ways.items()
             }
-            panels.append(Panel(f"{title}\n{layer}", "epoch", f"norm of {what}", lines))
+            panels.append(
+                Panel(
+                    title=f"{title}\n{layer}",
+                    x="epoch",
+                    y=f"norm of {what}",
+                    lines=lines,
+                )
+            )
         return panels
 
     return draw
@@ -183,7 +190,7 @@ def sharpness(title: str, runs: Runs) -> list[Panel]:
     }
     if not lines:
         return []
-    return [Panel(title, "epoch", "largest singular value", lines)]
+    return [Panel(title=title, x="epoch", y="largest singular value", lines=lines)]
 
 
 def gradients(*epochs: int) -> Draw:
@@ -201,8 +208,15 @@ def gradients(*epochs: int) -> Draw:
                     counts = np.reshape(looks[epoch]["gradients"], (-1, 1))
                     lines[name] = (middles, counts)
             if lines and len(lines) == len(by_line):
-                panel = Panel(f"{title}, epoch {epoch}", norm, "examples", lines, scale="symlog")
-                panels.append(panel)
+                panels.append(
+                    Panel(
+                        title=f"{title}, epoch {epoch}",
+                        x=norm,
+                        y="examples",
+                        lines=lines,
+                        scale="symlog",
+                    )
+                )
         return panels
 
     return draw
@@ -218,7 +232,14 @@ def cosines(title: str, runs: Runs) -> list[Panel]:
         lines[name] = middles, counts[:, None]
     if not lines:
         return []
-    return [Panel(title, "cosine of clipped and unclipped", "batches", lines)]
+    return [
+        Panel(
+            title=title,
+            x="cosine of clipped and unclipped",
+            y="batches",
+            lines=lines,
+        )
+    ]
 
 
 def confusion(title: str, runs: Runs) -> list[Panel]:
@@ -229,6 +250,12 @@ def confusion(title: str, runs: Runs) -> list[Panel]:
             if epoch in looks:
                 flat = looks[epoch]["confusion"]
                 counts = np.reshape(flat, (math.isqrt(len(flat)), -1))
-                words = f"{title}\n{name}, epoch {epoch}"
-                panels.append(Panel(words, "predicted", "right", counts=counts))
+                panels.append(
+                    Panel(
+                        title=f"{title}\n{name}, epoch {epoch}",
+                        x="predicted",
+                        y="right",
+                        counts=counts,
+                    )
+                )
     return panels

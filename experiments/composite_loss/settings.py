@@ -71,7 +71,8 @@ UNPRIVATE = "CE without privacy"
 BOTH = ("CE", "all")
 THREE = (*BOTH, UNPRIVATE)
 PARTS = ("CE", "SSE", "SSE+CE", "SSE+focal", "all")
-ERRORS = ("SSE", "SAE", *(f"Huber {tenth / 10}" for tenth in range(1, 11)))
+HUBER = tuple(f"Huber {tenth / 10}" for tenth in range(1, 11))
+ERRORS = ("SSE", "SAE", *HUBER)
 SWEPT = tuple(f"all, {field}={value}" for field, values in GRID.items() for value in values)
 OTHERS = ("all, 1/beta", "all, 1/beta, beta=191", "all, 1/beta, beta=10000")
 
@@ -159,43 +160,69 @@ def _claims() -> list[Claim]:
                     system = f"{words}: {loss}{when}"
                     printed.append(Claim(system, sides[loss], number, at=at, best=5))
         for other, claims in (("CE", compared), ("SSE+focal", ablation)):
-            for when, at in times:
-                system = f"{words}: all above {other}{when}"
-                claims.append(Claim(system, sides["all"], "above", than=sides[other], at=at))
-        focal = sides["SSE+focal"]
-        system = f"{words}: SSE+focal above CE{early}"
-        ablation.append(Claim(system, focal, "above", than=sides["CE"], at=epochs))
-        system = f"{words}: SSE+focal above SSE+CE"
-        why = SLOW.get(network, "")
-        ablation.append(Claim(system, focal, "above", than=sides["SSE+CE"], why=why))
-        # Figure 9 shows two halves: the squared error early, the focal loss late.
-        why = why.replace("SSE+CE", "SSE")
-        halves = [("SSE", "CE", early, epochs), ("SSE+focal", "SSE", "", 0)]
-        for ours, other, when, at in halves:
-            ablation.append(
+            claims += [
                 Claim(
-                    f"{words}: {ours} above {other}{when}",
-                    sides[ours],
+                    f"{words}: all above {other}{when}",
+                    sides["all"],
                     "above",
                     than=sides[other],
                     at=at,
-                    why=why,
-                    figures=("9",),
                 )
+                for when, at in times
+            ]
+        ablation += [
+            Claim(
+                f"{words}: SSE+focal above CE{early}",
+                sides["SSE+focal"],
+                "above",
+                than=sides["CE"],
+                at=epochs,
+            ),
+            Claim(
+                f"{words}: SSE+focal above SSE+CE",
+                sides["SSE+focal"],
+                "above",
+                than=sides["SSE+CE"],
+                why=SLOW.get(network, ""),
+            ),
+        ]
+        # Figure 9 shows two halves: the squared error early, the focal loss late.
+        halves = [("SSE", "CE", early, epochs), ("SSE+focal", "SSE", "", 0)]
+        ablation += [
+            Claim(
+                f"{words}: {ours} above {other}{when}",
+                sides[ours],
+                "above",
+                than=sides[other],
+                at=at,
+                why=SLOW.get(network, "").replace("SSE+CE", "SSE"),
+                figures=("9",),
             )
-    for better, worse in (("SSE", "SAE"), ("Huber 1.0", "Huber 0.1")):
-        ours = [key_of("mnist pixels cnn", better)]
-        theirs = [key_of("mnist pixels cnn", worse)]
-        system = f"MNIST, pixels cnn: {better} above {worse}"
-        ablation.append(Claim(system, ours, "above", theirs, PERCENT, figures=("15",)))
-    inside = []
-    for networks, number, side, measure, figures in INSIDE:
-        for network in networks:
-            dataset = network.split()[0]
-            system = f"{WORDS[dataset]}: {number} of all {side} CE"
-            ours = [key_of(network, "all")]
-            theirs = [key_of(network, "CE")]
-            inside.append(Claim(system, ours, side, theirs, measure, figures=figures))
+            for ours, other, when, at in halves
+        ]
+    ablation += [
+        Claim(
+            f"MNIST, pixels cnn: {better} above {worse}",
+            [key_of("mnist pixels cnn", better)],
+            "above",
+            than=[key_of("mnist pixels cnn", worse)],
+            measure=PERCENT,
+            figures=("15",),
+        )
+        for better, worse in (("SSE", "SAE"), ("Huber 1.0", "Huber 0.1"))
+    ]
+    inside = [
+        Claim(
+            f"{WORDS[network.split()[0]]}: {number} of all {side} CE",
+            [key_of(network, "all")],
+            side,
+            than=[key_of(network, "CE")],
+            measure=measure,
+            figures=figures,
+        )
+        for networks, number, side, measure, figures in INSIDE
+        for network in networks
+    ]
     return printed + compared + ablation + inside
 
 

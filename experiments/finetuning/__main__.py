@@ -2,7 +2,9 @@
 """The command ``python -m experiments.finetuning`` runs the rows of the paper."""
 
 from experiments.common import runs
-from experiments.finetuning.run import PAPER
+from experiments.finetuning import run
+
+__doc__ = run.__doc__  # --help prints it
 
 if __name__ == "__main__":
-    runs.main(PAPER, "weights")
+    runs.main(run.PAPER, "weights")

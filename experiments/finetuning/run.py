@@ -8,8 +8,8 @@
   command   python -m experiments.finetuning --row=linear --weights=FOLDER --seeds=3
 
 The paper fine-tunes ViT-Base and BERT-Base, whose weights no package has. Here EfficientNet-Lite0
-(ImageNet) reads CIFAR-10 and all-MiniLM-L6-v2 (pairs of sentences) reads SST-2. `files` says how to
-get the weights and what their licences are; they count as public.
+(ImageNet) reads CIFAR-10 and all-MiniLM-L6-v2 (pairs of sentences) reads SST-2. `files` has the
+commands that install the weights, and their licences; the weights count as public.
 """
 
 from __future__ import annotations
@@ -153,7 +153,13 @@ def setting_of(row: Row) -> calibration.Setting:
     steps = 4 if runs.SMOKE.value else row.steps
     noise = 0.0
     if row.epsilon < math.inf:
-        plan = runs.calibrated(examples, batch, steps, row.epsilon, 1.0)
+        plan = runs.calibrated(
+            examples=examples,
+            batch=batch,
+            steps=steps,
+            epsilon=row.epsilon,
+            bound=1.0,
+        )
         noise = float(plan.multipliers[0])
     return calibration.Setting(
         examples=examples,

@@ -11,8 +11,8 @@ A private example is one image or one phrase of SST-2, and neighbours differ in 
 are parts of sentences and contain one another, and 371 of the 67,349 occur a second time: for an
 author, all of whose k phrases are private, epsilon is more than k times as large
 (`dpjax.accounting.epsilon_for_users`).  Noise is calibrated with PLD for Poisson batches.  Rates of
-linear layers were chosen on 3,000 training examples with the noise of a full run, which a user with
-private data would have to pay for.  The other rates are the paper's (5e-4 for BERT) and multiples
+linear layers were chosen on 3,000 training examples with the noise of a full run, whose epsilon a
+user with private data has to count.  The other rates are the paper's (5e-4 for BERT) and multiples
 of it, not searched.
 """
 

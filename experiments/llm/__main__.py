@@ -9,7 +9,7 @@ command   python -m experiments.llm --weights=FOLDER --text=FILE.jsonl --target_
 
 Needs ``pip install '.[llm]'`` for Llama 3, Qwen 3 and Gemma 3 (Tunix) and for tokenizers; GPT-2's
 network and bytes need nothing. Draws are Poisson, epsilon is by PLD, and one record is one
-example: epsilon says nothing of an author with many records.
+example: epsilon does not hold for an author with many records.
 
 --out is the folder of the run: the card, the statement and the trained weights, and with --lora
 the files of PEFT, ``adapter_config.json`` and ``adapter_model.safetensors``. Perplexity is that of
@@ -104,7 +104,13 @@ def tune(text: str, out: pathlib.Path) -> None:
         frozen = {"lora": {}}
     size = len(records)
     batch = min(_BATCH.value, size)
-    mechanism = runs.calibrated(size, batch, _STEPS.value, _EPSILON.value, _BOUND.value)
+    mechanism = runs.calibrated(
+        examples=size,
+        batch=batch,
+        steps=_STEPS.value,
+        epsilon=_EPSILON.value,
+        bound=_BOUND.value,
+    )
     mesh = meshes.parse(_MESH.value) if _MESH.value else None
     loss = objective.loss_of(network)
     optimizer = optax.adam(_RATE.value)

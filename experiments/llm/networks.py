@@ -3,7 +3,7 @@
 
 A network is a function of flat leaves, adapters and tokens to logits. The leaves have the paths
 of the module, the adapters the names and shapes of the published files (``config.json`` and
-safetensors, as the hubs store them), so that PEFT reads them. An adapter adds ``x A B`` to the
+safetensors, as the hubs store them), which PEFT reads. An adapter adds ``x A B`` to the
 output of its projection: no kernel is merged, so frozen bfloat16 kernels round no adapter away.
 
 References:

@@ -61,7 +61,7 @@ def records(path: str) -> list[Record]:
 def candidates(pattern: str) -> list[Record]:
     """A text with random digits in the places of #, and up to 999 others that it is ranked among.
 
-    The digits are the same at each call, so that a run that was killed resumes.
+    The digits are the same at each call, so a run that was killed resumes.
     """
     places = pattern.count("#")
     count = min(1000, 10**places)

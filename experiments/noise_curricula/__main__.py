@@ -2,7 +2,9 @@
 """The command ``python -m experiments.noise_curricula`` runs the rows of the paper."""
 
 from experiments.common import runs
-from experiments.noise_curricula.run import PAPER
+from experiments.noise_curricula import run
+
+__doc__ = run.__doc__  # --help prints it
 
 if __name__ == "__main__":
-    runs.main(PAPER)
+    runs.main(run.PAPER)

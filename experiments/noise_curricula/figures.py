@@ -27,7 +27,15 @@ def noise(direction: str) -> Draw:
                 schedule = curriculum(epochs=EPOCHS, steps_per_epoch=1)
                 multipliers = np.asarray(schedules.values(schedule, EPOCHS))
                 lines[name] = epochs, multipliers[:, None]
-        return [Panel(title, "epoch", "noise multiplier", lines, measured=False)]
+        return [
+            Panel(
+                title=title,
+                x="epoch",
+                y="noise multiplier",
+                lines=lines,
+                measured=False,
+            )
+        ]
 
     return draw
 
@@ -56,10 +64,10 @@ def by_epsilon(title: str, runs: Runs) -> list[Panel]:
             lines[words] = (places, [accuracies[name] for name in names])
     ends = np.array([logs.min(), logs.max()])
     panel = Panel(
-        f"{title} correlation {test.statistic:.3f}, p {test.pvalue:.2g}".strip(),
-        "epsilon (rdp)",
-        "test accuracy, %",
-        lines,
+        title=f"{title} correlation {test.statistic:.3f}, p {test.pvalue:.2g}".strip(),
+        x="epsilon (rdp)",
+        y="test accuracy, %",
+        lines=lines,
         x_scale="log",
         joined=False,
         fit=(np.exp(ends), np.polyval(fit, ends)),

@@ -96,7 +96,15 @@ def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]
     mechanism = prepared(row)
     weights = scorers.easy(model, mechanism.steps) if row.order == "weights" else None
     optimizer = optax.sgd(settings.RATE)
-    return runs.trained(dataset, model, mechanism, optimizer, seed, folder, weights=weights)
+    return runs.trained(
+        dataset=dataset,
+        model=model,
+        mechanism=mechanism,
+        optimizer=optimizer,
+        seed=seed,
+        directory=folder,
+        weights=weights,
+    )
 
 
 PAPER = Paper.of(

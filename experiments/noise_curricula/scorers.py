@@ -8,8 +8,8 @@ The score of an example is its cross-entropy under a logistic regression, fitted
   public      on the digits of scikit-learn, to whose size images are shrunk
   private     on the private data by DP-SGD, which `dpjax.Mechanism(before=...)` accounts
 
-The last two cut scores at public thresholds.  The bin of an example depends on that example
-alone, and examples are drawn at the rates of their bins, one bin more every four epochs.
+The last two cut scores at public thresholds.  The bin of an example depends only on that
+example, and examples are drawn at the rates of their bins, one bin more every four epochs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def difficulty(dataset: data.Dataset) -> np.ndarray:
     """Indices from easy to hard, by a logistic regression on the examples, without noise."""
     x, y = jax.tree.map(jnp.asarray, dataset.train)
     params = _fitted(x, y, dataset.classes)
-    scores = _scores(params, x, y, dataset.classes)
-    return np.argsort(scores)
+    scores = _cross_entropies(params, x, y, dataset.classes)
+    return np.argsort(np.asarray(scores))
 
 
 def public(dataset: data.Dataset) -> np.ndarray:
@@ -45,7 +45,7 @@ def public(dataset: data.Dataset) -> np.ndarray:
     known_x, known_y = jax.tree.map(jnp.asarray, known.train)
     params = _fitted(known_x, known_y, known.classes)
     x, y = jax.tree.map(jnp.asarray, dataset.train)
-    scores = _scores(params, _shrunk(x), y, known.classes)
+    scores = _cross_entropies(params, _shrunk(x), y, known.classes)
     return np.digitize(scores, THRESHOLDS)
 
 
@@ -60,21 +60,29 @@ def private(dataset: data.Dataset, seed: int) -> tuple[np.ndarray, dpjax.mechani
     )
     model = models.by_name("linear", dataset.classes)
     x, y = jax.tree.map(jnp.asarray, dataset.train)
-    loss = losses.of(model, losses.cross_entropy)
-    algorithm = dpjax.dpsgd(loss, optax.sgd(1.0), mechanism, (x, y))
+    algorithm = dpjax.dpsgd(
+        losses.of(model, losses.cross_entropy),
+        optax.sgd(1.0),
+        mechanism,
+        (x, y),
+    )
     params = model.init(jax.random.key(0), x[0])["params"]
     key = jax.random.fold_in(jax.random.key(seed), 1)
     state = algorithm.init(params, key=key)
     state, _ = dpjax.fit(algorithm, state, progress=False)
-    scores = _scores(state.params, x, y, dataset.classes)
+    scores = _cross_entropies(state.params, x, y, dataset.classes)
     bins = np.digitize(scores, THRESHOLDS)
     return bins, mechanism.spent(mechanism.multipliers)
 
 
 def drawn(bins: np.ndarray, rates: np.ndarray, steps: int) -> dpjax.types.Sampler:
     """Poisson batches at the rates of the bins; ``steps`` steps pass through all rows."""
-    options = {"steps_per_row": steps // len(rates), "batch_size": 0.01 * bins.size}
-    return sampling.scored(bins, rates, **options)
+    return sampling.scored(
+        bins,
+        rates,
+        steps_per_row=steps // len(rates),
+        batch_size=0.01 * bins.size,
+    )
 
 
 def easy(model: Any, steps: int) -> Any:
@@ -91,12 +99,12 @@ def easy(model: Any, steps: int) -> Any:
 def _fitted(x: Any, y: Any, classes: int | None) -> Any:
     """A logistic regression, without privacy."""
     model = models.by_name("linear", classes)
-    params = model.init(jax.random.key(0), x[0])["params"]
+    key = jax.random.key(0)
+    params = model.init(key, x[0])["params"]
     optimizer = optax.adam(0.05)
 
     def mean_loss(params: Any) -> Any:
-        logits = model.apply({"params": params}, x)
-        return jnp.mean(jax.vmap(losses.cross_entropy)(logits, y))
+        return jnp.mean(_cross_entropies(params, x, y, classes))
 
     @jax.jit
     def step(params: Any, state: Any) -> tuple[Any, Any]:
@@ -110,11 +118,11 @@ def _fitted(x: Any, y: Any, classes: int | None) -> Any:
     return params
 
 
-def _scores(params: Any, x: Any, y: Any, classes: int | None) -> np.ndarray:
-    """The cross-entropy of each example."""
+def _cross_entropies(params: Any, x: Any, y: Any, classes: int | None) -> Any:
+    """The cross-entropy of each example under a logistic regression."""
     model = models.by_name("linear", classes)
     logits = model.apply({"params": params}, x)
-    return np.asarray(jax.vmap(losses.cross_entropy)(logits, y))
+    return jax.vmap(losses.cross_entropy)(logits, y)
 
 
 def _shrunk(images: Any) -> Any:

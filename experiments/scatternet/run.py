@@ -98,7 +98,14 @@ def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]
     dataset = prepared(row, jax.random.key(seed))
     model = models.by_name(row.model, dataset.classes, torch_init=True)
     optimizer = optax.sgd(row.rate, momentum=0.9)
-    return runs.trained(dataset, model, mechanism_of(row), optimizer, seed, folder)
+    return runs.trained(
+        dataset=dataset,
+        model=model,
+        mechanism=mechanism_of(row),
+        optimizer=optimizer,
+        seed=seed,
+        directory=folder,
+    )
 
 
 PAPER = Paper.of(

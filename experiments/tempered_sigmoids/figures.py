@@ -21,7 +21,15 @@ def family(title: str, runs: Runs) -> list[Panel]:
     for s, t, o in FAMILY:
         values = np.asarray(models.tempered_sigmoid(s, t, o)(z))
         lines[f"s={s:g} T={t:g} o={o:g}"] = (z, values[:, None])
-    return [Panel(title, "z", "activation", lines, measured=False)]
+    return [
+        Panel(
+            title=title,
+            x="z",
+            y="activation",
+            lines=lines,
+            measured=False,
+        )
+    ]
 
 
 def swept(title: str, runs: Runs) -> list[Panel]:
@@ -34,10 +42,10 @@ def swept(title: str, runs: Runs) -> list[Panel]:
         accuracies.append([run["accuracy"] for run in seeds])
     return [
         Panel(
-            title,
-            field,
-            "test accuracy, %",
-            {"a triplet": ([triplet[place] for triplet in triplets], accuracies)},
+            title=title,
+            x=field,
+            y="test accuracy, %",
+            lines={"a triplet": ([triplet[place] for triplet in triplets], accuracies)},
             joined=False,
         )
         for place, field in enumerate(("scale s", "temperature T", "offset o"))

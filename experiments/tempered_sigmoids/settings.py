@@ -84,7 +84,7 @@ KINDS = {  # of table 3
     "tanh": (TANH, True),
 }
 FAMILY = tuple(itertools.product((1.0, 2.0, 4.0), (1.0, 2.0, 4.0), (0.5, 1.0, 2.0)))
-RATES = {  # that ran beside the default
+RATES = {  # that ran in addition to the default
     ("mnist", "ReLU, not private"): [0.05],
     ("fashion_mnist", "ReLU, not private"): [0.107],
     ("cifar10", "ReLU, not private"): [0.01, 0.02, 0.05, 0.1],
