@@ -82,7 +82,7 @@ def both(part):
 
 
 @kills("data/declared.py", "2 * (value - low)", "(value - low)")
-@kills("data/declared.py", "if gap else word), float(gap))", "if gap else word), 0.0)")
+@kills("data/declared.py", "return (*filling, 1.0)", "return (*filling, 0.0)")
 def test_each_kind_becomes_its_numbers():
     frame = {
         "patient": [7, 8, 9],

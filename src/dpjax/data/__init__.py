@@ -2,7 +2,7 @@
 """Data sets by name, as arrays in memory or as streams that are read from the disk.
 
 Images are float32 in [0, 1], channels last; labels are int32; tables are float32 in their own
-units. No statistic of the data is computed here: a mean or a scale of private examples would be a
+units. No statistic of the data is computed here: a mean or a scale of private examples is a
 release that the accountant does not see.
 """
 

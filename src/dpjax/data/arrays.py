@@ -15,7 +15,7 @@ from dpjax.types import PyTree
 
 def arrays(tree: PyTree, name: str) -> PyTree:
     """The tree with tensors and frames as `native` arrays; arrays of JAX and numbers stay."""
-    if isinstance(tree, Iterator):  # jax.tree.map would exhaust it
+    if isinstance(tree, Iterator):  # jax.tree.map exhausts it
         raise no_arrays(tree, name)
 
     def converted(path: Any, leaf: Any) -> Any:
@@ -37,7 +37,7 @@ def native(given: Any, called: str, dtype: DTypeLike | None = None) -> np.ndarra
     if array.dtype.kind in "OSUMm":
         raise TypeError(f"{called} is of type {array.dtype}; expected numbers.")
     if array.dtype.kind in "iu" and array.size:
-        # JAX takes the last 32 bits: a label of 2^32 would train class 0.
+        # JAX takes the last 32 bits: a label of 2^32 trains class 0.
         dtype = np.dtype(dtype or jax.dtypes.canonicalize_dtype(array.dtype))
         if dtype != array.dtype and (array.astype(dtype) != array).any():
             raise ValueError(

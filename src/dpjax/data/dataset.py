@@ -42,14 +42,23 @@ class Dataset(NamedTuple, Generic[_Train]):
     """How many units of your file or frame are in ``test``; None for a public data set by name."""
 
     def __repr__(self) -> str:
-        names = f", class_names={brief(self.class_names)}" * bool(self.class_names)
-        parts = f"train={_shapes(self.train)}, test={_shapes(self.test)}"
-        return f"Dataset(name={self.name!r}, {parts}, classes={self.classes}{names})"
+        fields = [
+            f"name={self.name!r}",
+            f"train={_shapes(self.train)}",
+            f"test={_shapes(self.test)}",
+            f"classes={self.classes}",
+        ]
+        if self.class_names:
+            fields.append(f"class_names={brief(self.class_names)}")
+        return f"Dataset({', '.join(fields)})"
 
     @property
     def examples(self) -> int:
         """The number of training examples."""
-        return len(self.train) if isinstance(self.train, Stream) else len(self.train[1])
+        if isinstance(self.train, Stream):
+            return len(self.train)
+        _, y = self.train
+        return len(y)
 
     @property
     def units(self) -> int:
@@ -83,12 +92,13 @@ def hold_out(split: Split, size: int) -> tuple[Split, Split]:
       (8, 2)
     """
     rows = trees.leading_size(tuple(split), name="data.hold_out")
-    # As arrays: a Series of pandas would take `rest` for its labels.
+    # A Series of pandas takes `rest` for its labels.
     x, y = map(np.asarray, split)
     size = checks.whole("data.hold_out", "size", size, most=rows - 1)
-    # Shuffled, because tables come sorted; with a fixed seed, because a split is part of a result.
+    # Tables come sorted, so rows are shuffled; the seed is fixed, as a split is part of a result.
     order = np.random.default_rng(0).permutation(rows)
-    rest, held = order[size:], order[:size]
+    held = order[:size]
+    rest = order[size:]
     return (x[rest], y[rest]), (x[held], y[held])
 
 
@@ -126,35 +136,45 @@ def standardize(values: np.ndarray, mean: ArrayLike, scale: ArrayLike) -> np.nda
       >>> standardize(np.array([[10.0, 2.0]]), mean=[8.0, 0.0], scale=[2.0, 1.0])
       array([[1., 2.]], dtype=float32)
     """
-    # In float64 first: float32 would round large offsets, and bytes would wrap around.
-    mean, scale = np.asarray(mean, np.float64), np.asarray(scale, np.float64)
-    if not np.all(np.isfinite(mean)) or not np.all((scale > 0) & np.isfinite(scale)):
+    # Float32 rounds large offsets, and bytes wrap around.
+    mean = np.asarray(mean, np.float64)
+    scale = np.asarray(scale, np.float64)
+    positive = (scale > 0) & np.isfinite(scale)
+    if not np.all(np.isfinite(mean)) or not np.all(positive):
         raise ValueError("data.standardize: expected finite numbers, and positive scales.")
     return ((values - mean) / scale).astype(np.float32)
 
 
 def checked(dataset: Dataset[_Train], shape: tuple[int, ...], where: str) -> Dataset[_Train]:
-    """The data set, if shapes, numbers and labels are right; the error says ``where`` it was."""
+    """The data set, if shapes, numbers and labels are right; ``where`` opens the error."""
     for part, rows in (("train", dataset.train), ("test", dataset.test)):
         if isinstance(rows, Stream):
-            form = rows.row[0].shape  # the rows themselves are read later
-            fault = None if form == shape else f"examples of shape {form}; expected {shape}"
+            x, _ = rows.row  # the rows themselves are read later
+            fault = _fault_of_shape(x.shape, shape)
         else:
             fault = _fault(*rows, shape, dataset.classes)
-        # Later a wrong label is an example that contributes zero, or one that trains another class.
+        # In training a wrong label contributes zero, or trains another class.
         if fault:
             raise ValueError(f"data.load({dataset.name!r}): {where}: its {part} part has {fault}.")
     return dataset
 
 
 def _fault(x: np.ndarray, y: np.ndarray, shape: tuple[int, ...], classes: int | None) -> str | None:
+    """The first fault of a part, in words; None if it has none."""
     if not len(y) or len(x) != len(y):
         return f"{len(x)} inputs and {len(y)} targets"
-    if x.shape[1:] != shape:
-        return f"examples of shape {x.shape[1:]}; expected {shape}"
-    # A NaN would reach training as an example that clipping silently drops.
+    fault = _fault_of_shape(x.shape[1:], shape)
+    if fault:
+        return fault
+    # Otherwise clipping silently drops examples with NaN.
     if not np.isfinite(x).all() or not np.isfinite(y).all():
         return "numbers that are NaN or infinite"
     if classes is not None and not (y.min() >= 0 and y.max() < classes):
         return f"labels from {y.min()} to {y.max()}; expected 0 to {classes - 1}"
     return None
+
+
+def _fault_of_shape(given: tuple[int, ...], expected: tuple[int, ...]) -> str | None:
+    if given == expected:
+        return None
+    return f"examples of shape {given}; expected {expected}"

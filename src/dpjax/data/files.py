@@ -15,6 +15,7 @@ from dpjax._files import read_arrays
 from dpjax.data.dataset import Dataset, Split, hold_out
 from dpjax.data.sources import Source
 
+_PARTS = ("train", "test")
 # The names of a part's arrays: Keras's, Keras's with encoded images, and MedMNIST's.
 _LAYOUTS = (("x_{}", "y_{}"), ("png_{}", "y_{}"), ("jpeg_{}", "y_{}"), ("{}_images", "{}_labels"))
 
@@ -28,13 +29,17 @@ def read(name: str, source: Source, path: Path) -> Dataset[Split]:
         return table(name, source, rows[:, :-1], rows[:, -1])
     arrays = read_arrays(path, f"data.load({name!r})")
     for images, labels in _LAYOUTS:
-        keys = [key.format(part) for part in ("train", "test") for key in (images, labels)]
-        # The first layout whose four arrays exist; a file may hold further arrays.
-        if set(keys) <= set(arrays):
-            x = [unit(_pixels(arrays, images, p, call), call) for p in ("train", "test")]
-            y = [whole(arrays[labels.format(p)], call) for p in ("train", "test")]
+        keys = {key.format(part) for part in _PARTS for key in (images, labels)}
+        # A file may hold further arrays.
+        if keys <= set(arrays):
+            parts = []
+            for part in _PARTS:
+                x = unit(_pixels(arrays, images, part, call), call)
+                y = whole(arrays[labels.format(part)], call)
+                parts.append((x, y))
+            train, test = parts
             note = _note(arrays, images) or source.note
-            return Dataset(name, (x[0], y[0]), (x[1], y[1]), source.classes, note)
+            return Dataset(name, train, test, source.classes, note)
     raise ValueError(f"{call} holds {sorted(arrays)}; expected x_train, y_train, x_test, y_test.")
 
 
@@ -44,19 +49,22 @@ def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{call}: expected a table of text in UTF-8 ({error}).") from error
-    separator = max(",;\t", key=text.partition("\n")[0].count)
+    first, _, _ = text.partition("\n")
+    separator = max(",;\t", key=first.count)
+    # `splitlines` ends a line at characters that a label may hold.
+    file = io.StringIO(text, newline="")
     lines: list[list[str]] = []
     try:
-        # Not `splitlines`, which ends a line at characters that a label may hold.
-        # Strict: an open quotation mark would make one label of all lines behind it.
-        for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True):
-            lines += [row] if row else []
+        # Otherwise an open quotation mark makes one label of all lines behind it.
+        for row in csv.reader(file, delimiter=separator, strict=True):
+            if row:
+                lines.append(row)
     except csv.Error as error:
         what = f"{call}: row {len(lines)}: {error}; expected quotation marks in pairs."
         raise ValueError(what) from error
     header, *rows = lines or [[]]
     header = distinct([name.strip() for name in header], call)
-    # Without names a table would silently lose its first row; pandas writes a column without one.
+    # A table without names loses its first row; pandas writes its index without a name.
     if len(header) < 2 or "" in header or any(map(_is_number, header)):
         raise ValueError(
             f"{call}: expected the names of at least two columns: df.to_csv(path, index=False)."
@@ -69,7 +77,8 @@ def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
 
 def distinct(header: list[str], call: str) -> list[str]:
     """The names of columns, if each occurs once."""
-    if twice := {name for name in header if header.count(name) > 1}:
+    twice = {name for name in header if header.count(name) > 1}
+    if twice:
         raise ValueError(f"{call}: column {min(twice)!r} occurs twice; expected each once.")
     return header
 
@@ -103,15 +112,21 @@ def unit(x: np.ndarray, where: str) -> np.ndarray:
 
 def floats(x: np.ndarray) -> np.ndarray:
     """Images as float32 with a channel axis; bytes are scaled to [0, 1]."""
-    images = (x[..., None] if x.ndim == 3 else x).astype(np.float32)
-    # In float32: a float64 copy would take eight times their bytes.
-    return images / np.float32(255) if x.dtype == np.uint8 else images
+    images = x.astype(np.float32)
+    if x.ndim == 3:
+        images = images[..., None]
+    if x.dtype == np.uint8:
+        # A float64 copy takes eight times their bytes.
+        images /= np.float32(255)
+    return images
 
 
 def column(y: np.ndarray) -> np.ndarray:
     """Labels as ``[examples]``, also those stored as one column."""
-    # Columns of length 1 alone: a one-hot row of one class would otherwise pass as a label.
-    return y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
+    # A one-hot row of several classes is not a label.
+    if y.ndim == 2 and y.shape[1] == 1:
+        return y[:, 0]
+    return y
 
 
 def whole(y: np.ndarray, call: str) -> np.ndarray:
@@ -145,7 +160,7 @@ def _is_number(word: str) -> bool:
 def _note(arrays: Mapping[str, np.ndarray], images: str) -> str:
     if images == "jpeg_{}":
         return "lossy: decoded from JPEG copies"
-    # A file without loss names the images that were to be had as lossy copies alone.
+    # A lossless file lists the images of which only lossy copies exist.
     lossy = sum(arrays[key].size for key in ("lossy_train", "lossy_test") if key in arrays)
     return f"{lossy} of the images are lossy copies" if lossy else ""
 
@@ -157,11 +172,17 @@ def _pixels(arrays: Mapping[str, np.ndarray], images: str, part: str, call: str)
         return x
     from PIL import Image
 
-    # Where each image begins, and where the last one ends.
-    edges, buffer = arrays[f"offsets_{part}"].tolist(), x.tobytes()
+    buffer = x.tobytes()
+    # Each offset is where an image begins; the last one is the end of the buffer.
+    offsets = arrays[f"offsets_{part}"].tolist()
+    decoded = []
     try:
-        decoded = [Image.open(io.BytesIO(buffer[a:b])) for a, b in itertools.pairwise(edges)]
-        # A palette's pixels are its indices, no shades.
-        return np.stack([np.asarray(i.convert("RGB") if i.mode == "P" else i) for i in decoded])
+        for begin, end in itertools.pairwise(offsets):
+            image = Image.open(io.BytesIO(buffer[begin:end]))
+            if image.mode == "P":
+                # The pixels of a palette are indices rather than shades.
+                image = image.convert("RGB")
+            decoded.append(np.asarray(image))
+        return np.stack(decoded)
     except (OSError, SyntaxError, ValueError) as error:  # a SyntaxError of a PNG's chunks
         raise ValueError(f"{call} holds encoded images that do not decode ({error}).") from error

@@ -60,10 +60,13 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset[S
     """
     if name == "digits":
         return _digits()
-    source, folder = _source(name, "load"), _folder(data_dir)
-    # A file of the user comes first: it needs no network, and the user put it there.
-    if folder and (path := source.path(folder)).is_file():
-        return checked(read(name, source, path), source.shape, str(path))
+    source = _source(name, "load")
+    folder = _folder(data_dir)
+    if folder:
+        # A file of the user comes first: it needs no network, and the user put it there.
+        path = source.path(folder)
+        if path.is_file():
+            return checked(read(name, source, path), source.shape, str(path))
     parts = {part: _whole(rows) for part, rows in _from_tfds(name, source, folder).items()}
     if source.classes is None:
         dataset = table(name, source, *parts["train"])
@@ -86,9 +89,12 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
       The data set; ``train`` is a `Stream` of ``(image in [0, 1], label)``, and ``test`` is in
       memory. For other data sets, make a `Stream` yourself.
     """
-    source = None if name == "digits" else _source(name, "stream")
-    if source is None or source.classes is None:
-        raise ValueError(f"data.stream({name!r}): it fits into memory. Use data.load({name!r}).")
+    fits = f"data.stream({name!r}): it fits into memory. Use data.load({name!r})."
+    if name == "digits":
+        raise ValueError(fits)
+    source = _source(name, "stream")
+    if source.classes is None:
+        raise ValueError(fits)
     folder = _folder(data_dir)
     if not folder or not source.path(folder).is_file():
         parts = _from_tfds(name, source, folder)
@@ -107,12 +113,17 @@ def _whole(rows: Stream) -> Split:
 
 def _folder(data_dir: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
     """The folder that the caller or the environment names; a missing folder is an error."""
-    # Empty is unset, as in the environment: Path("") would be the current folder.
-    folder = data_dir or os.environ.get("DPJAX_DATA_DIR") or None
-    # A misspelt folder would otherwise start a download into a new folder of that name.
-    if folder is not None and not Path(folder).is_dir():
-        said = "data_dir" if data_dir else "DPJAX_DATA_DIR"
-        raise FileNotFoundError(f"data.load: {said} is {str(folder)!r}; there is no such folder.")
+    named = "data_dir"
+    folder = data_dir
+    if not folder:
+        # Empty is unset: Path("") is the current folder.
+        named = "DPJAX_DATA_DIR"
+        folder = os.environ.get(named)
+    if not folder:
+        return None
+    # Otherwise a misspelt folder starts a download into a new folder of that name.
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"data.load: {named} is {str(folder)!r}; there is no such folder.")
     return folder
 
 
@@ -133,17 +144,14 @@ def _digits() -> Dataset[Split]:
 def _from_tfds(
     name: str, source: Source, folder: str | os.PathLike[str] | None
 ) -> dict[str, Stream]:
-    fault, place = "it has no such data set", None if folder is None else os.fspath(folder)
+    """The parts of a data set that TensorFlow Datasets has, or downloads."""
+    fault = "it has no such data set"
     if source.tfds is not None:
+        example = functools.partial(_image, classes=source.classes)
+        if source.classes is None:
+            example = _wine
         try:
-            tfds = importlib.import_module("tensorflow_datasets")
-            builder = tfds.builder(source.tfds, data_dir=place)
-            if not builder.is_prepared():
-                # TFDS's default format is written and read by TensorFlow only.
-                builder = tfds.builder(source.tfds, data_dir=place, file_format="array_record")
-                builder.download_and_prepare()
-            image = functools.partial(_image, classes=source.classes)
-            parts, example = builder.as_data_source(), _wine if source.classes is None else image
+            parts = _prepared(source.tfds, folder)
             return {part: Stream(records, example) for part, records in parts.items()}
         except NotImplementedError:
             fault = "it is prepared in a format without random access; array_record has it"
@@ -153,6 +161,20 @@ def _from_tfds(
         f"data.load({name!r}): found no {source.path(folder or '')}, and TensorFlow Datasets does "
         f"not help ({fault}). Name the folder of {source.file} by data_dir= or DPJAX_DATA_DIR."
     )
+
+
+def _prepared(name: str, folder: str | os.PathLike[str] | None) -> Mapping[str, Any]:
+    """The records of each part, with random access; downloads them if necessary."""
+    tfds = importlib.import_module("tensorflow_datasets")
+    place = None
+    if folder is not None:
+        place = os.fspath(folder)
+    builder = tfds.builder(name, data_dir=place)
+    if not builder.is_prepared():
+        # Only TensorFlow writes and reads the default format.
+        builder = tfds.builder(name, data_dir=place, file_format="array_record")
+        builder.download_and_prepare()
+    return builder.as_data_source()
 
 
 def _image(record: Mapping[str, Any], *, classes: int | None) -> Split:
@@ -169,8 +191,17 @@ def _wine(record: Mapping[str, Any]) -> Split:
     return np.stack([columns[column] for column in _WINE]), np.asarray(record["quality"])
 
 
-# In the order of the file `wine_quality_red.csv`.
+# The columns in the order of the file `wine_quality_red.csv`.
 _WINE = (
-    *("fixed acidity", "volatile acidity", "citric acid", "residual sugar", "chlorides"),
-    *("free sulfur dioxide", "total sulfur dioxide", "density", "pH", "sulphates", "alcohol"),
+    "fixed acidity",
+    "volatile acidity",
+    "citric acid",
+    "residual sugar",
+    "chlorides",
+    "free sulfur dioxide",
+    "total sulfur dioxide",
+    "density",
+    "pH",
+    "sulphates",
+    "alcohol",
 )

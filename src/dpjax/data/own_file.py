@@ -162,7 +162,7 @@ def _table(path: Path, label: str | None, call: str) -> _File:
     if label is not None and label not in header:
         raise ValueError(f"{call}: label={label!r}; expected one of {', '.join(header)}.")
     if label is None:
-        # `label` is taken before `Label`, since small letters sort last.
+        # `max` takes `label` before `Label`, since small letters sort last.
         spelled = [name for name in header if name.lower() == "label"]
         label = max(spelled, default=header[-1])
     place = header.index(label)

@@ -84,20 +84,22 @@ class Stream:
     @cached_property
     def row(self) -> PyTree:
         """Shapes and types of one example on the device; reads the first example."""
-        return jax.tree.map(
-            lambda r: jax.ShapeDtypeStruct(r.shape, jax.dtypes.canonicalize_dtype(r.dtype)),
-            self._first,
-        )
+
+        def on_device(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+        return jax.tree.map(on_device, self._first)
 
     @cached_property
     def _first(self) -> PyTree:
+        """Shapes and types of the first example on the host."""
         (example,) = self._examples([0])
         return jax.tree.map(lambda leaf: _shape(native(leaf, "data.Stream: example 0")), example)
 
     @property
     def fingerprint(self) -> str:
         """The number of examples, and a hash of 16 of them spread over the stream."""
-        # Hashing all examples would read the whole data set before a run starts.
+        # A hash of all examples reads the whole data set before a run starts.
         some = np.linspace(0, len(self) - 1, 16).astype(int)
         return f"{len(self)} streamed, {trees.fingerprint(self.rows(some))}"
 
@@ -114,8 +116,7 @@ class Stream:
             iterates over them, ``ahead`` batches before they are needed.
           ahead: The number of batches that are read in advance; ``ahead + 1`` are in memory.
         """
-        # A bounded queue: reading further ahead would hold more batches in memory than the device
-        # can use.
+        # The queue is bounded: the device cannot use more batches in memory.
         waiting: deque[tuple[list[np.ndarray], list[Future[None]]]] = deque()
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="dpjax-stream")
         try:
@@ -126,39 +127,46 @@ class Stream:
             while waiting:
                 yield self._finish(*waiting.popleft())
         finally:
-            # Also when the caller leaves the loop early, which closes the generator.
+            # This also runs when the caller leaves the loop early, which closes the generator.
             pool.shutdown(cancel_futures=True)
 
     def _begin(
         self, pool: ThreadPoolExecutor, indices: np.ndarray
     ) -> tuple[list[np.ndarray], list[Future[None]]]:
         """Arrays for a batch, and the futures of the threads that fill them."""
-        indices = np.asarray(indices, np.int64)  # an empty list would be floats
-        # One array for all threads, so that a batch is in memory once.
-        leaves = jax.tree.leaves(self.row)
-        flat = [np.empty((indices.size, *r.shape), r.dtype) for r in leaves]
+        indices = np.asarray(indices, np.int64)  # an empty list becomes floats
         count = max(1, min(self.workers, indices.size))
-        parts = (np.array_split(rows, count) for rows in (indices.ravel(), *flat))
-        shares = zip(*parts, strict=True)
-        promises = [pool.submit(self._fill, mine.tolist(), room) for mine, *room in shares]
-        pairs = zip(flat, leaves, strict=True)
-        return [x.reshape(*indices.shape, *leaf.shape) for x, leaf in pairs], promises
+        # All threads write into one array a leaf, which holds the batch once.
+        batch = []
+        shares = [np.array_split(indices.ravel(), count)]
+        for leaf in jax.tree.leaves(self.row):
+            rows = np.empty((indices.size, *leaf.shape), leaf.dtype)
+            shares.append(np.array_split(rows, count))
+            batch.append(rows.reshape(*indices.shape, *leaf.shape))
+        promises = [
+            pool.submit(self._fill, mine.tolist(), room)
+            for mine, *room in zip(*shares, strict=True)
+        ]
+        return batch, promises
 
     def _finish(self, room: list[np.ndarray], promises: list[Future[None]]) -> PyTree:
+        """The batch, when all threads have filled it."""
         for promise in promises:
             promise.result()  # raises what the thread raised
         return jax.tree.unflatten(jax.tree.structure(self.row), room)
 
     def _fill(self, indices: list[int], room: list[np.ndarray]) -> None:
+        """Writes the examples of one thread into its rows of the batch."""
         expected, structure = jax.tree.flatten(self._first)
         for place, example in enumerate(self._examples(indices)):
             called = f"data.Stream: example {indices[place]}"
             leaves, form = jax.tree.flatten(example)
-            # Checked row by row, because a stream is never read whole before it is trained on.
-            if form != structure or list(map(_shape, leaves)) != expected:
+            shapes = [_shape(leaf) for leaf in leaves]
+            # Each row is checked, because a stream is never read whole before it is trained on.
+            if form != structure or shapes != expected:
                 raise ValueError(
-                    f"{called} is {form.unflatten(map(_shape, leaves))}; expected the shapes and "
-                    f"types of the first one, {self._first}."
+                    f"{called} is {form.unflatten(shapes)}; expected the shapes and types of the "
+                    f"first one, {self._first}."
                 )
             for rows, leaf in zip(room, leaves, strict=True):
                 # JAX's settings hold for the thread of the caller, which made the rows.
@@ -166,19 +174,24 @@ class Stream:
 
     def _examples(self, indices: list[int]) -> Iterator[PyTree]:
         """The examples at indices, which may repeat, in their order."""
-        # Sources such as grain's read many records in one call faster than one by one.
-        many = getattr(self.source, "__getitems__", None)
-        records = None if many is None else many(indices)
-        for place, index in enumerate(indices):
+        records = self._records(indices)
+        for index in indices:
             try:
-                record = self.source[index] if records is None else records[place]
-                example = record if self.example is None else self.example(record)
+                example = next(records)
+                if self.example is not None:
+                    example = self.example(example)
             except Exception as error:
-                # In a thread pool the traceback of the user's code does not say which record
-                # failed.
+                # The traceback of the user's code in a thread does not name the record.
                 why = f"could not be read ({type(error).__name__}: {error})"
                 raise RuntimeError(f"data.Stream: example {index} {why}.") from error
             yield example
+
+    def _records(self, indices: list[int]) -> Iterator[Any]:
+        many = getattr(self.source, "__getitems__", None)
+        if many is None:
+            return (self.source[index] for index in indices)
+        # Sources such as grain's read many records in one call faster than one by one.
+        return iter(many(indices))
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:

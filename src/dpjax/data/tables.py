@@ -48,8 +48,8 @@ def table(
       frame: The path of a ``.csv`` with a header; a frame of pandas or Polars; or lists by name.
       columns: The path of a TOML file with a table for every column, as ``dpjax columns my.csv``
         drafts it; or such a mapping.
-      unit: The column that says whose row it is. It is no feature, and needs no declaration;
-        `Dataset.owners` has its values, numbered, for `dpjax.sampling.persons`.
+      unit: The column that names the person of each row. It is not a feature, and needs no
+        declaration; `Dataset.owners` has its values, numbered, for `dpjax.sampling.persons`.
       test: Public rows for the test, with the columns of ``frame``; then no row is held out.
       holdout: The fraction of rows, or of the persons with all rows, that is held out for the test
         by a fixed shuffle; by default 0.2. With 0 all rows are for training.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a private computation promises: as a statement, as JSON, and as a page for a board.
+"""The promise of a private computation: as a statement, as JSON, and as a page for a board.
 
 `statement` and `card` take every number from the mechanism and the ledger, except delta. The page
 of a run with its figures is that of `dpjax.cli.report`.

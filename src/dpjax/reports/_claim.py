@@ -24,13 +24,13 @@ _FALSE_POSITIVES = (0.001, 0.01, 0.1)
 
 
 class Claim(NamedTuple):
-    """What is claimed for a mechanism."""
+    """The claim of a mechanism, before it is put into words."""
 
     mechanism: Mechanism
     ran: np.ndarray  # the noise multiplier of every step that counts
     delta: float
     epsilons: dict[str, float]  # by every method that has an answer for this sampler
-    not_private: str | None  # what was released without noise; None may still mean no proof
+    not_private: str | None  # names a release without noise; None may still mean no proof
     supplied: bool  # whether the caller gave the key of this run, or of one before it
     proven: tuple[float, str]  # the smallest proven epsilon and its method, "" without one
     bounded_by: str  # the proven method that bounds attacks
@@ -58,11 +58,11 @@ def claim_of(
     asked = tuple(name for name in accounting.METHODS if methods is None or name in methods)
     epsilons = dict(_epsilons(mechanism, tuple(ran.tolist()), delta, asked))
     proven = [(e, name) for name, e in epsilons.items() if accounting.METHODS[name].proven]
-    # The smallest of several upper bounds is one: methods are not chosen by looking at data.
+    # The smallest of several upper bounds is an upper bound: data do not choose the method.
     best = min(proven, default=(math.inf, ""))
     _, bounded_by = best
     if methods is not None and proven:
-        # A running run names its methods, "rdp" first, and has no second for the curve of "pld".
+        # A run in progress names "rdp" first, because the curve of "pld" takes a second a row.
         _, bounded_by = proven[0]
     return Claim(
         mechanism=mechanism,
@@ -86,7 +86,7 @@ def _epsilons(
     for method in methods:
         try:
             epsilons.append((method, mechanism.epsilon_of(ran, delta, method)))
-        except ValueError:  # this method proves nothing for this sampler and relation
+        except ValueError:  # the method proves nothing for this sampler and relation
             continue
     return tuple(epsilons)
 
@@ -103,9 +103,7 @@ def _attacks(
     profile = Profile(lambda _: math.inf, lambda _: 1.0)
     if method:
         event = mechanism.event_of(np.array(multipliers, np.float64))
-        plan = None
-        if method == "pld":
-            plan = mechanism.event
+        plan = mechanism.event if method == "pld" else None
         profile = profile_of(event, method, mechanism.relation, plan)
     return tuple((rate, most_true_positives(profile, rate)) for rate in _FALSE_POSITIVES)
 

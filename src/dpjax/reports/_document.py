@@ -79,7 +79,7 @@ def html_of(document: Document) -> str:
     if document.not_covered:
         items = [f"<li>{escape(words)}</li>" for words in document.not_covered]
         parts.append(f"<p>{_NOT_COVERED}</p>\n<ul>{''.join(items)}</ul>")
-    # Delta as the head of the page writes it; BibTeX stays as it is.
+    # The head of the page writes delta like this; BibTeX keeps its numbers.
     html = re.sub(r"\b[\d.]+e-\d+\b", lambda found: _display.power(found[0]), "\n".join(parts))
     if document.references:
         html += (

@@ -107,11 +107,9 @@ def _clipping(mechanism: Mechanism) -> Row:
     groups = f"{rule.partition.size} group"
     if rule.partition.size > 1:
         groups += "s"
-    # To 12 digits first: the root of a sum of squares can be a last bit above its value.
+    # Round to 12 digits first: the root of a sum of squares can be a last bit above its value.
     moved = upwards(float(f"{rule.sensitivity:.12g}"))
-    how_far = "at most"
-    if rule.projections is not None:
-        how_far = "about"
+    how_far = "at most" if rule.projections is None else "about"
     if mechanism.adaptive is not None:
         moved += " at first"
     if mechanism.relation is Neighbours.REPLACE_ONE:
@@ -136,7 +134,7 @@ def _noise(mechanism: Mechanism, ran: np.ndarray, scaled_by: str | None) -> Row:
     """The noise of steps with these multipliers: on the sum, then on the mean."""
     on_sum = ran
     if mechanism.adaptive is not None:
-        # The multiplier covers sum and count; the sum by itself has more noise.
+        # The multiplier covers sum and count together, so the sum has more noise.
         on_sum = ran * growth(ran, mechanism.count_multiplier)
     lines = [_multiplier(mechanism, ran, on_sum)]
     if mechanism.noise is not None:
@@ -161,7 +159,7 @@ def _multiplier(mechanism: Mechanism, ran: np.ndarray, on_sum: np.ndarray) -> st
             f"{mechanism.count_multiplier:.4g} on the count"
         )
     if isinstance(mechanism.gradient_multiplier, Sequence):
-        # Each is relative to its group's bound, so the whole has no single sensitivity.
+        # Each multiplier is relative to its group's bound: they share no sensitivity.
         return f"multiplier {range_of(ran)} in all, on the sum"
     return f"multiplier {range_of(ran)} x sensitivity, on the sum"
 
@@ -169,9 +167,8 @@ def _multiplier(mechanism: Mechanism, ran: np.ndarray, on_sum: np.ndarray) -> st
 def _correlation(mechanism: Mechanism) -> str:
     strategy = mechanism.noise
     assert strategy is not None
-    covered = "the whole run"
-    if is_amplified(strategy, mechanism.sampling):
-        covered = "each participation"
+    amplified = is_amplified(strategy, mechanism.sampling)
+    covered = "each participation" if amplified else "the whole run"
     return (
         f"correlated over the steps: {strategy.name}, "
         f"x {mechanism.strategy_sensitivity:.4g} for {covered} of one {mechanism.unit}"

@@ -130,7 +130,7 @@ def _never_covered(claim: Claim) -> list[str]:
 
 
 def _percent(rate: float) -> str:
-    # Rounded up before it is a percentage: 100 * 0.07 is above 7.
+    # Round up before multiplying: 100 * 0.07 is above 7.
     return f"{100 * float(upwards(rate, '.3g')):.3g} %"
 
 

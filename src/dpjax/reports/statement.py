@@ -46,7 +46,7 @@ _TOGETHER = {
 class Statement(str):
     """The text of a statement; a notebook shows it as HTML."""
 
-    # A terminal shows its lines, not one line with escapes.
+    # The default shows one line with escapes.
     def __repr__(self) -> str:
         return str(self)
 
@@ -77,7 +77,7 @@ def statement(
       ledger: The steps that ran; by default all planned steps.
       supplied: Whether the caller supplies the key of the run; a ledger knows of its own.
       methods: The `dpjax.accounting` methods that state epsilon; by default all.
-      scaled_by: What multiplies sum and noise alike beside the mechanism, for example
+      scaled_by: A factor on sum and noise alike that the mechanism does not hold, for example
         ``"a bound schedule"`` of `dpjax.dpsgd`. `dpjax.fit` gives it for the run in a folder.
       held_out: The units that were held out for a test, as `dpjax.data.Dataset.held_out` has them.
         They come first among what is not covered.
@@ -199,15 +199,11 @@ def _for_a_paper(claim: Claim) -> Row:
     sampling = mechanism.sampling
     rule = mechanism.clipping
     unit = mechanism.unit
-    drawn = sampling.paper_name
-    if drawn is None:
-        drawn = sampling.name.replace("_", " ")
+    drawn = sampling.paper_name or sampling.name.replace("_", " ")
     moved = f"sensitivity {rule.sensitivity:.4g}"
     if mechanism.adaptive is not None:
         moved += " at first"
-    noise = "Gaussian noise"
-    if mechanism.noise is not None:
-        noise = "correlated Gaussian noise"
+    noise = "Gaussian noise" if mechanism.noise is None else "correlated Gaussian noise"
     earlier = [f"{spent.steps:,} steps of an earlier run" for spent in mechanism.before]
     if mechanism.preparation:
         earlier.append(f"{len(mechanism.preparation)} Gaussian queries on all the data")
@@ -230,11 +226,8 @@ def _for_a_paper(claim: Claim) -> Row:
 
 
 def _never_covered(unit: str) -> list[str]:
-    belong_together = _TOGETHER.get(unit)
-    if belong_together is None:
-        belong_together = (
-            f"{unit}s that belong together, as in a family, and a {unit} who is there twice",
-        )
+    persons = (f"{unit}s that belong together, as in a family, and a {unit} who is there twice",)
+    belong_together = _TOGETHER.get(unit, persons)
     return [
         *_ANYWAY,
         *belong_together,

@@ -2,7 +2,7 @@
 """`dpjax report`: reads the folder of a run, draws its figures and writes its page.
 
 `report` writes the page from a script, and `live_plot` draws in a notebook while `dpjax.fit` runs.
-Each figure has a badge that says whether it may be published.
+The badge of a figure tells whether it may be published.
 """
 
 from dpjax.cli.report.html_report import report, run

@@ -2,7 +2,7 @@
 """The gallery: every figure of a run, a short function each, and the table of their badges.
 
 A figure is a function ``(figure, run) -> sentence``, or raises `Missing`; its docstring is title
-and caption. The badge stands in `PLOTS` alone, so no function that draws can decide it.
+and caption. Only `PLOTS` holds the badge, so no function that draws can decide it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FEW = 16  # with more classes, the numbers in the cells are too small to read
-_GROUPS = 12  # more histograms would be too small to read
+_GROUPS = 12  # more histograms are too small to read
 _COLUMNS = 3  # of histograms, which is all that fits into the column of the page
 _LONGEST = 26  # characters of a title above a histogram
 _BLUE = PALETTE["blue"]
@@ -68,10 +68,8 @@ def test_loss(figure: Figure, run: SavedRun) -> str:
     The loss on test examples also depends on how confident the model is. If it rises while
     accuracy stays, the model becomes overconfident.
     """
-    name = "test_loss"
-    if any("nll" in row for row in run.rows):  # of a classifier
-        name = "nll"
-    y = run.series(name)
+    is_classifier = any("nll" in row for row in run.rows)
+    y = run.series("nll" if is_classifier else "test_loss")
     against_epsilon(figure.subplots(), run, y, "mean loss of test examples", "blue")
     return f"{_end(y)} at the end, {np.nanmin(_means(y)):.3g} at best.{_groups(y)}"
 
@@ -105,7 +103,7 @@ def noise(figure: Figure, run: SavedRun) -> str:
         raise Missing(f"it is {first:.4g} at every step")
     edges = np.concatenate([[0], np.cumsum(counts)])
     axes = panel(figure, "step", "noise multiplier")
-    # Steps, not a line: a multiplier holds from one change to the next.
+    # Stairs show that a multiplier holds from one change to the next.
     axes.stairs(multipliers, edges, baseline=None, color=_BLUE, linewidth=1.6)
     axes.set_ylim(0, 1.2 * multipliers.max() or 1)
     sentence = f"From {first:.4g} to {last:.4g}, over {int(edges[-1]):,} accounted steps."
@@ -216,17 +214,15 @@ def confusion(figure: Figure, run: SavedRun) -> str:
     figure.set_size_inches(WIDTH, 4.6)
     axes = panel(figure, "predicted class", "true class")
     edges = np.arange(size + 1) - 0.5
-    # An opacity at which even a small fraction stays visible.
+    # A small fraction stays visible at an opacity of 0.1.
     _cells(axes, edges, edges, np.where(counts, 0.1 + 0.9 * share, 0).T)
     axes.set(xlim=(-0.5, size - 0.5), ylim=(size - 0.5, -0.5), aspect="equal")
     if size <= _FEW:
         axes.set_xticks(range(size))
         axes.set_yticks(range(size))
         for row, column in np.argwhere(counts):
-            ink = PALETTE["ink"]
-            if share[row, column] > 0.5:
-                ink = PALETTE["paper"]
-            look = {"ha": "center", "va": "center", "color": ink, "fontsize": 7.5}
+            ink = "paper" if share[row, column] > 0.5 else "ink"
+            look = {"ha": "center", "va": "center", "color": PALETTE[ink], "fontsize": 7.5}
             axes.text(column, row, str(counts[row, column]), **look)
     wrong = counts * (1 - np.eye(size, dtype=int))
     if not wrong.any():
@@ -245,7 +241,7 @@ def calibration(figure: Figure, run: SavedRun) -> str:
     """
     logits, labels = _predictions(run)
     counts, confidence, right = map(np.asarray, metrics.reliability(logits, labels))
-    # An empty bin has no accuracy, and a dot at 0 would claim one.
+    # An empty bin has no accuracy; a dot at 0 claims one.
     filled = counts > 0
     figure.set_size_inches(WIDTH, 4.0)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
@@ -281,9 +277,7 @@ def of_what_was_released(run: SavedRun) -> str:
 
 def note_of(badge: str) -> str:
     """The note that is drawn into a picture which is not for release; else empty."""
-    if badge == RELEASED:
-        return ""
-    return badge
+    return "" if badge == RELEASED else badge
 
 
 class Plot(NamedTuple):
@@ -382,10 +376,7 @@ def _histograms(figure: Figure, run: SavedRun, norms: np.ndarray, bounds: np.nda
     shown = min(norms.shape[1], _GROUPS)
     columns = min(shown, _COLUMNS)
     rows = -(-shown // columns)
-    height = 2.9
-    if rows > 1:
-        height = 1.6 * rows
-    figure.set_size_inches(WIDTH, height)
+    figure.set_size_inches(WIDTH, 1.6 * rows if rows > 1 else 2.9)
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes in grid[shown:]:
         axes.set_axis_off()
@@ -415,16 +406,16 @@ def _histogram(axes: Axes, norms: np.ndarray, bound: float) -> None:
     """Counts on a logarithmic axis, because a few gradients are often a hundred times longer."""
     norms = norms[np.isfinite(norms)]
     top = float(norms.max(initial=0)) or 1.0
-    # Four decades at most; the first bin holds all norms below.
+    # The axis has at most four decades; the first bin holds all norms below.
     shortest = float(norms.min(initial=top, where=norms > 0))
     low = max(shortest / 1.1, top * 1e-4)
     edges = np.geomspace(low, 1.1 * top, 41)
     counts, _ = np.histogram(np.maximum(norms, low), edges)
     axes.stairs(counts, edges, fill=True, color=_BLUE, alpha=0.55)
     axes.set_xscale("log")
-    if top > 10 * low:  # the powers of ten have labels, and others would overlap
+    if top > 10 * low:  # powers of ten have labels; labels between them overlap
         axes.xaxis.set_minor_formatter("")
-    if low * 1e-4 < bound < top * 1e4:  # else it would squeeze the histogram
+    if low * 1e-4 < bound < top * 1e4:  # a bound far away squeezes the histogram
         axes.axvline(bound, color=_CLAY, linestyle="--", label=f"bound {bound:.3g}")
 
 
@@ -454,6 +445,4 @@ def _end(table: np.ndarray, form: str = "{:.3g}") -> str:
     """The mean over groups of the last row; an earlier row is of other parameters."""
     last = table[-1]
     numbers = last[~np.isnan(last)]
-    if not numbers.size:
-        return "no number"
-    return form.format(numbers.mean())
+    return form.format(numbers.mean()) if numbers.size else "no number"

@@ -74,19 +74,19 @@ def report(directory: str | pathlib.Path) -> pathlib.Path:
     for plot in PLOTS:
         try:
             figures.append(_written(plot, run, number=len(figures) + 1))
-        # A file may hold anything, and one figure of it must not cost the page.
+        # A file may hold anything, and a figure that fails must not cost the page.
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             why = f"its data cannot be drawn: {error}"
             if isinstance(error, Missing):
                 why = str(error)
             left_out.append(f"{plot.title.lower()} ({why})")
-            # An earlier page may have written it, from other data.
+            # An earlier page may have drawn the figure from other data.
             _file_of(plot, run).unlink(missing_ok=True)
     if left_out:
         words = escape("; ".join(left_out))
         figures.append(f'<p class="aside" id="left-out">Left out: {words}.</p>')
     body = [*_header(run), *_promise(run), *figures, *_made_with(run.config or {})]
-    # Figures first, page last: a page never names an image that is not there yet.
+    # The page is written last: its images exist before it names them.
     path = run.path / "report.html"
     replace(path, page(_name(run), body))
     return path
@@ -157,9 +157,7 @@ def _tiles(run: SavedRun) -> Iterator[_Tile]:
 
 
 def _tile_html(tile: _Tile) -> str:
-    small = ""
-    if tile.small:
-        small = f"<dd><small>{escape(tile.small)}</small></dd>"
+    small = f"<dd><small>{escape(tile.small)}</small></dd>" if tile.small else ""
     name = escape(tile.name)
     return f'<div><dt>{name}</dt><dd class="big">{tile.value}</dd>{small}</div>'
 
@@ -207,10 +205,8 @@ def _made_with(config: dict[str, Any]) -> Iterator[str]:
     plain = {name: entry for name, entry in config.items() if name not in nested}
     yield section("<h3>Run</h3>", table(plain))
     for name, entries in nested.items():
-        kind = "facts"
-        if name == "flags":
-            kind = name
         if entries:
+            kind = "flags" if name == "flags" else "facts"
             yield section(f"<h3>{escape(name.capitalize())}</h3>", table(entries, kind))
 
 

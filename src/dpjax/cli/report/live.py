@@ -35,8 +35,8 @@ def live_plot(*names: str) -> Callable[[Sequence[Mapping[str, Any]]], None]:
       and raises nothing: a run is worth more than its figure.
 
     Privacy:
-      Numbers under ``private/`` are computed without noise, and the figure then says so, as it does
-      where epsilon is infinite. A notebook keeps its figures: remove such a one before you publish
+      Numbers under ``private/`` are computed without noise. A note in the figure names them, as it
+      does an infinite epsilon. A notebook keeps its figures: remove such a one before you publish
       the notebook, and any figure of a run with a supplied key, which no row mentions.
     """
     display = importlib.import_module("IPython.display")
@@ -46,7 +46,7 @@ def live_plot(*names: str) -> Callable[[Sequence[Mapping[str, Any]]], None]:
 
     def plot(rows: Sequence[Mapping[str, Any]]) -> None:
         nonlocal handle
-        # Private data are paid for by now, and without a directory an error would lose the state.
+        # An error loses the state of a run without a directory, whose privacy is spent.
         try:
             drawn = names or _evaluated(rows)
             image = display.Image(_figure([dict(row) for row in rows], drawn), width=_PIXELS)

@@ -98,7 +98,7 @@ class SavedRun(NamedTuple):
             for name, claim in self.card["epsilon"].items():
                 if claim["proven"]:
                     values[name] = float(claim["value"])
-        elif not last.get("estimate"):  # which is no bound
+        elif not last.get("estimate"):  # an estimate is not a bound
             name = str(last.get("method", "the log"))
             values[name] = number(last.get("epsilon"), math.inf)
 
@@ -182,27 +182,19 @@ def read(directory: str | pathlib.Path, *, arrays: bool = True) -> SavedRun:
 
 def number(value: Any, otherwise: float = math.nan) -> float:
     """A number of the log; ``otherwise`` for null, text, or one number per group."""
-    if isinstance(value, int | float):
-        return float(value)
-    return otherwise
+    return float(value) if isinstance(value, int | float) else otherwise
 
 
 def _json(file: pathlib.Path) -> dict[str, Any] | None:
-    if not file.is_file():
-        return None
-    return read_json(file)
+    return read_json(file) if file.is_file() else None
 
 
 def _arrays(file: pathlib.Path) -> dict[str, np.ndarray] | None:
-    if not file.is_file():
-        return None
-    return read_arrays(file, "reports.report")
+    return read_arrays(file, "reports.report") if file.is_file() else None
 
 
 def _text(file: pathlib.Path) -> str | None:
-    if not file.is_file():
-        return None
-    return file.read_text(encoding="utf-8")
+    return file.read_text(encoding="utf-8") if file.is_file() else None
 
 
 def _foreign(card: dict[str, Any], identity: dict[str, Any], rows: list[dict[str, Any]]) -> str:

@@ -30,12 +30,8 @@ def page(title: str, body: Iterable[str]) -> str:
 
 def section(note: str, plate: str, *, tag: str = "section", name: str = "") -> str:
     """A note and the figure or text that it explains; both are HTML."""
-    inner = "div"
-    if tag == "figure":
-        inner = "figcaption"
-    identity = ""
-    if name:
-        identity = f' id="{escape(name)}"'
+    inner = "figcaption" if tag == "figure" else "div"
+    identity = f' id="{escape(name)}"' if name else ""
     return (
         f'<{tag} class="row"{identity}>\n<{inner} class="note">{note}</{inner}>\n'
         f'<div class="plate">{plate}</div>\n</{tag}>'

@@ -85,7 +85,7 @@ def canvas(width: float = 6.4, height: float = 3.1) -> Figure:
     """An empty figure without a window; sizes in inches."""
     from matplotlib.figure import Figure
 
-    # Without pyplot, which would keep every figure alive and may need a display.
+    # Pyplot keeps every figure alive and may need a display.
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -110,7 +110,7 @@ def band(
 
 
 def _by_row(table: np.ndarray, reduce: Callable[..., np.ndarray]) -> np.ndarray:
-    """Reduces each row; a row without a number is NaN, where NumPy would warn."""
+    """Reduces each row; a row without a number is NaN, for which NumPy warns."""
     values = np.full(len(table), np.nan)
     has_number = ~np.isnan(table).all(axis=1)
     values[has_number] = reduce(table[has_number], axis=1)
@@ -120,7 +120,7 @@ def _by_row(table: np.ndarray, reduce: Callable[..., np.ndarray]) -> np.ndarray:
 def legend(axes: Axes) -> None:
     """A legend above the axes, where it hides no line."""
     where = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 4}
-    # Named, even if there are none: Matplotlib warns if it finds none itself.
+    # The handles are passed because Matplotlib warns where it finds none.
     named = axes.get_legend_handles_labels()
     axes.legend(*named, frameon=False, borderpad=0, labelcolor="linecolor", **where)
 
@@ -128,7 +128,7 @@ def legend(axes: Axes) -> None:
 def svg(figure: Figure, name: str, label: str) -> str:
     """A figure as an SVG element; ``label`` is for screen readers, and ids begin with ``name``."""
     file = io.StringIO()
-    # Without dates and versions: an equal run gives an equal file.
+    # Dates and versions are left out: an equal run gives an equal file.
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(file, format="svg", transparent=True, metadata=nothing)
     text = file.getvalue()
@@ -141,7 +141,7 @@ def svg(figure: Figure, name: str, label: str) -> str:
     text = re.sub(r"<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
     # Matplotlib's size is in points; the page scales the view box to its column.
     text = re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1)
-    # Ids are unique in one figure, and a page holds many.
+    # Ids are unique in one figure, and a page holds many figures.
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     # Colours become CSS variables: one drawing serves the light and the dark page.
     for color, value in PALETTE.items():
