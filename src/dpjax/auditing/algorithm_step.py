@@ -201,7 +201,7 @@ def audit_algorithm(
 def _empty_beyond_seeds(sampling: Sampler) -> Sampler:
     """The sampler, with empty draws under keys that are not searched.
 
-    So one compiled program takes both the steps without the canary and those that measure the
+    So one compiled program takes the steps without the canary and the steps that measure the
     noise.
     """
 

@@ -120,7 +120,7 @@ class Normalization:
         checks.whole("features.Normalization", "examples", self.examples)
         thresholds = self.thresholds
         if isinstance(thresholds, Search):
-            thresholds = (1.0,)  # those that a search finds are positive
+            thresholds = (1.0,)  # a search finds positive ones
         for bound in thresholds:
             checks.not_negative("features.Normalization", "thresholds", bound)
             rule = clipping.flat(bound)
