@@ -75,7 +75,7 @@ def total(seen: Any) -> Any:
 
 
 def differences(seen: Any) -> Any:
-    """How much two steps in turn differ, which is nothing but noise if they share it."""
+    """How far two successive steps differ: noise that they share cancels."""
     return abs(seen[:, 1::2] - seen[:, ::2]).sum(axis=1)
 
 
