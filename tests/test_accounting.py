@@ -10,6 +10,7 @@ alternating series) dpjax is smaller, and a quadrature says which of the two is 
 import itertools
 import math
 import time
+from unittest.mock import Mock
 
 import dp_accounting
 import numpy as np
@@ -24,6 +25,7 @@ from scipy.integrate import quad
 from scipy.special import log_ndtr, logsumexp
 
 from dpjax import accounting, schedules
+from dpjax.accounting import pld
 from dpjax.accounting.event_parts import NEIGHBOURS, split
 from dpjax.accounting.loss_distributions import composed, rounded
 from dpjax.accounting.methods import profile_of
@@ -378,6 +380,31 @@ def calibrated(make, target, delta, method, expected, tolerance):
 def test_calibrate(run, target, rdp, pld, method):
     (q, n), (figure, tolerance) = RUNS[run], {"rdp": (rdp, 1e-3), "pld": (pld, 3e-3)}[method]
     calibrated(lambda z: steps((q, z, n)), target, 1e-5, method, figure, tolerance)
+
+
+@kills("accounting/pld.py", "if delta >= chance:", "if delta >= chance / 2:")
+@kills("accounting/pld.py", "(1 - rate) ** count", "(1 - rate)")
+def test_a_delta_above_the_chance_of_a_draw_needs_no_loss_distribution(monkeypatch):
+    """Their search took minutes, since a distribution at a small multiplier takes a minute."""
+    composition = Mock(side_effect=composed)
+    monkeypatch.setattr(pld, "composed", composition)
+    bare = steps((0.1, 0.01, 3))
+    chance = 1 - 0.9**3
+    assert accounting.epsilon(bare, 1.001 * chance, "pld") == 0
+    assert accounting.epsilon(bare, 0.999 * chance, "pld") > 1000
+    assert accounting.delta(bare, 1.0, "pld") == pytest.approx(chance, rel=1e-12)
+    # As `dpjax train --delta=0.5 --steps=1` on 1,437 digits.
+    with pytest.raises(ValueError, match="nothing to calibrate"):
+        accounting.calibrate(lambda z: steps((512 / 1437, z, 1)), 8.0, 0.5, "pld")
+    composition.assert_not_called()
+
+
+@pytest.mark.thorough
+def test_a_delta_just_below_one_over_the_examples_takes_few_loss_distributions(monkeypatch):
+    composition = Mock(side_effect=composed)
+    monkeypatch.setattr(pld, "composed", composition)
+    calibrated(lambda z: steps((512 / 1437, z, 1)), 8.0, 0.99 / 1437, "pld", 0.42110, 1e-4)
+    assert composition.call_count <= 6
 
 
 SCHEDULED = [  # the factor that spends a target, by rdp

@@ -157,7 +157,7 @@ def test_xla_partitions_kernel_gradients_wrongly():
     script = EXPERIMENTS.parent / "docs" / "scripts" / "xla_kernel_gradients.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     error = float(done.stdout.split()[-1])
-    assert error > 0.01, "mended: gradients/layout.py's exception may go, and _refuse_split"
+    assert error > 0.01, "mended: gradients/_layout.py's exception may go, and _refuse_split"
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def test_a_resumed_epoch_on_two_devices_draws_each_example_once(tmp_path):
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
-@kills("training/keys.py", "bins.key(given.noise_key, saved.step)", "given.epoch_key")
+@kills("training/_keys.py", "bins.key(given.noise_key, saved.step)", "given.epoch_key")
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_supplied_key_resumes_in_the_second_epoch_to_the_last_bit(tmp_path, name):

@@ -13,6 +13,7 @@ from mutation import kills
 from PIL import Image
 
 from dpjax import data
+from dpjax.types import HeldOut
 
 RNG = np.random.default_rng(0)
 REAL = os.environ.get("DPJAX_DATA_DIR")
@@ -448,7 +449,9 @@ class TestOwnFiles:
     def test_the_label_is_the_column_of_that_name_or_the_last(self, tmp_path, header, label):
         found = own(tmp_path, header + "\n" + "0,1,0\n1,0,1\n" * 6)
         assert found.columns == tuple(name for name in header.split(",") if name != label)
-        assert found.note == f"(the label is column {label!r}; a fifth held out for the test)"
+        assert (
+            found.note == f"(the label is column {label!r}; 2 of 12 rows are held out for the test)"
+        )
         found = own(tmp_path, header + "\n" + "0,1,0\n1,0,1\n" * 6, label=header.split(",")[0])
         assert found.columns == tuple(header.split(",")[1:])
 
@@ -459,11 +462,36 @@ class TestOwnFiles:
         assert np.array_equal(found.train[0], images[:4, ..., None].astype(np.float32) / 255)
         assert found.test[1].tolist() == [1, 2]
         assert (found.classes, found.note, found.train[1].dtype) == (3, "", np.int32)
+        assert found.held_out == HeldOut(units=2)
 
     def test_without_a_test_part_a_fifth_is_held_out(self, tmp_path):
         found = own(tmp_path, {"x": np.arange(20).reshape(10, 2), "y": Y}, classes=5)
         assert (len(found.train[1]), len(found.test[1]), found.classes) == (8, 2, 5)
         assert found.train[0].dtype == np.int32
+        assert found.held_out == HeldOut(units=2)
+        rows = np.concatenate([found.train[0], found.test[0]])
+        assert sorted(rows[:, 0].tolist()) == list(range(0, 20, 2)), "each row is in one part"
+
+    def test_a_fraction_is_held_out_or_the_test_file_is_public(self, tmp_path):
+        content = "a,label\n" + "0,no\n1,yes\n" * 10
+        for holdout, held in ((0, 0), (0.01, 1), (0.35, 7)):
+            found = own(tmp_path, content, holdout=holdout)
+            assert (len(found.train[1]), len(found.test[1])) == (20 - held, held)
+            assert found.held_out == HeldOut(units=held)
+        public = tmp_path / "public.csv"
+        public.write_text("a,label\n1,maybe\n1,yes\n")
+        found = own(tmp_path, content, test=public)
+        assert (len(found.train[1]), found.test[0].tolist()) == (20, [[1], [1]])
+        assert found.class_names == ("maybe", "no", "yes")
+        assert found.test[1].tolist() == [0, 2]
+        assert found.held_out == HeldOut(public=True)
+        with pytest.raises(ValueError, match="expected a test part in the file, or test=, or hold"):
+            own(tmp_path, content, test=public, holdout=0.5)
+        with pytest.raises(ValueError, match="holdout=1; expected a fraction from 0 to below 1"):
+            own(tmp_path, content, holdout=1)
+        public.write_text("b,label\n1,no\n1,yes\n")
+        with pytest.raises(ValueError, match=r"public\.csv.*the columns of the private file"):
+            own(tmp_path, content, test=public)
 
     @pytest.mark.parametrize(
         ("content", "words"),

@@ -174,6 +174,7 @@ def test_raw_counts_as_weights_are_capped_and_divided_by_the_public_total():
     assert json.dumps([weights.largest, weights.total_share]) == "[10.0, 1.5]"
     sampler = sampling.poisson(3, 3)
     algorithm = fedavg(clients, mechanism(3, sampler=sampler), weights=weights)
+    assert algorithm.scaled_by == "the total of weights"
     # Everybody moves by 0.5; shares are 0.2, 0.5 and 1; the public sum of shares is 1.5.
     assert moved(algorithm, jnp.zeros(1))[0] == pytest.approx(0.5 * 1.7 / 1.5, rel=1e-6)
 

@@ -22,7 +22,7 @@ import pytest
 from jax import lax
 
 from dpjax import clipped_grad, clipping
-from dpjax.gradients import platforms
+from dpjax.gradients import _platforms
 
 ROWS, WIDTH = 6, 4
 PARTS = {}
@@ -674,7 +674,7 @@ def check(seed, names, dtype="float64", platform="cpu"):
     with jax.enable_x64(dtype == "float64"):
         case = network(seed, names, dtype)
         definition = run(case, "vmap")
-        fast = platforms.traced_for(platform)(run(case, "ghost", case.microbatch))
+        fast = _platforms.traced_for(platform)(run(case, "ghost", case.microbatch))
         want, got = definition(case.batch, case.mask), fast(case.batch, case.mask)
         for rule in case.rules:
             found = disagreement(case, rule, case.mask, want[rule], got[rule], tolerance)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax.gradients.jaxprs import equations, evaluate
+from dpjax.gradients._jaxprs import equations, evaluate
 
 
 def branches(x, y):

@@ -64,7 +64,7 @@ def started(loss, data=X, params=W, **options):
 
 
 @kills("gradients/loss_checks.py", '"pure_callback", "io_callback", ', "", case="pure_callback")
-@kills("gradients/jaxprs.py", "yield from equations(inner)", "yield from ()", case="in a scan")
+@kills("gradients/_jaxprs.py", "yield from equations(inner)", "yield from ()", case="in a scan")
 @pytest.mark.parametrize("name", SEEN)
 def test_losses_that_could_mix_examples_are_refused(name):
     function, primitive = SEEN[name]

@@ -25,7 +25,7 @@ import dpjax
 from dpjax import clipping, meshes, noise
 from dpjax.checks import Refused
 from dpjax.gradients import batching
-from dpjax.gradients.layout import _batch_axes
+from dpjax.gradients._layout import _batch_axes
 from dpjax.training.recipe import Recipe, reach_of
 
 KEY = jax.random.key(0)

@@ -129,7 +129,9 @@ def test_any_shape(shape):
     assert noise.standard_normal(jax.random.key(0), shape).shape == shape
 
 
-@kills("trees.py", "draw(where, shapes, wide(run[0].dtype),", "draw(where, shapes, run[0].dtype,")
+@kills(
+    "trees.py", "draw(run_key, shapes, wide(run[0].dtype),", "draw(run_key, shapes, run[0].dtype,"
+)
 def test_narrow_noise_is_refused_and_narrow_leaves_get_wide_noise():
     with pytest.raises(ValueError, match="expected float32 or float64"):
         noise.standard_normal(jax.random.key(0), (3,), jnp.bfloat16)

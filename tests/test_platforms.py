@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 from mutation import kills
 
 from dpjax import clipped_grad, clipping, gradients, testing
-from dpjax.gradients import platforms
+from dpjax.gradients import _platforms
 from dpjax.gradients._bookkeeping import cost, leaf_norms, leaf_sums, outer_products
 from dpjax.gradients._bookkeeping.trace import trace
-from dpjax.gradients.jaxprs import equations
+from dpjax.gradients._jaxprs import equations
 
 FLAT = clipping.flat(0.5)
 
@@ -40,7 +40,7 @@ def lowered(step, platform):
     return step.trace(PARAMS, IMAGES).lower(lowering_platforms=(platform,)).as_text()
 
 
-@kills("gradients/platforms.py", 'cpu=traced_for("cpu")', "cpu=traced_for(ACCELERATOR)")
+@kills("gradients/_platforms.py", 'cpu=traced_for("cpu")', "cpu=traced_for(ACCELERATOR)")
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
 def test_a_step_is_lowered_for_the_platform_that_is_named(platform):
     """On this machine too: a CPU compiles for an accelerator that it does not have."""
@@ -53,17 +53,17 @@ def test_a_step_is_lowered_for_the_platform_that_is_named(platform):
 
 
 def test_the_mesh_in_force_settles_the_platform():
-    assert platforms.known() is None
+    assert _platforms.known() is None
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
-        assert platforms.known() == "cpu"
-    with platforms.traced_for(platforms.of(mesh)):
-        assert platforms.known() == platforms.current() == "cpu"
-    with platforms.traced_for("tpu"), platforms.traced_for(None):
-        assert not platforms.on_cpu()
+        assert _platforms.known() == "cpu"
+    with _platforms.traced_for(_platforms.of(mesh)):
+        assert _platforms.known() == _platforms.current() == "cpu"
+    with _platforms.traced_for("tpu"), _platforms.traced_for(None):
+        assert not _platforms.on_cpu()
     seen = []
     jax.shard_map(
-        lambda x: (seen.append(platforms.known()), x)[1],
+        lambda x: (seen.append(_platforms.known()), x)[1],
         mesh=mesh,
         in_specs=jax.sharding.PartitionSpec(),
         out_specs=jax.sharding.PartitionSpec(),
@@ -74,7 +74,7 @@ def test_the_mesh_in_force_settles_the_platform():
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_a_max_pool_scatters_nothing_on_a_gpu(platform):
     clipped = clipped_grad(convolved, FLAT)
-    with platforms.traced_for(platform):
+    with _platforms.traced_for(platform):
         program = str(jax.make_jaxpr(lambda p, x: clipped(p, x).value)(PARAMS, IMAGES))
     assert ("select_and_scatter" in program) == (platform == "tpu")
 
@@ -82,17 +82,17 @@ def test_a_max_pool_scatters_nothing_on_a_gpu(platform):
 def test_an_unknown_accelerator_is_the_one_that_is_here(monkeypatch):
     for here in ("tpu", "gpu"):
         monkeypatch.setattr(jax, "default_backend", lambda here=here: here)
-        with platforms.traced_for(platforms.ACCELERATOR):
-            assert platforms.on_gpu() == (here == "gpu") != platforms.on_tpu()
-        with platforms.traced_for("cpu"):
-            assert not platforms.on_gpu()
-            assert not platforms.on_tpu()
+        with _platforms.traced_for(_platforms.ACCELERATOR):
+            assert _platforms.on_gpu() == (here == "gpu") != _platforms.on_tpu()
+        with _platforms.traced_for("cpu"):
+            assert not _platforms.on_gpu()
+            assert not _platforms.on_tpu()
 
 
 def test_an_accelerator_takes_the_batch_in_one_piece_while_it_fits():
     row = jax.ShapeDtypeStruct(IMAGES.shape[1:], jnp.float32)
     on_cpu = gradients.layout(convolved, PARAMS, row, 512)
-    with platforms.traced_for("tpu"):
+    with _platforms.traced_for("tpu"):
         assert gradients.layout(convolved, PARAMS, row, 512) == gradients.Layout(512)
         assert gradients.layout(convolved, PARAMS, row, 2**20).microbatch_size == 1024
     assert on_cpu.microbatch_size < 64
@@ -132,7 +132,7 @@ def in_one_pass(formula, a, b, precision=outer_products.HIGHEST):
 
 
 @pytest.mark.thorough
-@kills("gradients/_bookkeeping/cost.py", "keep, instantiate, after = True,", "instantiate, after =")
+@kills("gradients/_bookkeeping/cost.py", "keep = True\n        instantiated", "instantiated")
 def test_a_gradient_of_low_precision_is_kept_for_its_sum(monkeypatch):
     """Its norm and its sum are of the same numbers, so its rounding cannot pass the bound."""
 
@@ -144,7 +144,7 @@ def test_a_gradient_of_low_precision_is_kept_for_its_sum(monkeypatch):
     x[1::2] = x[::2] * (1 + 1e-4 * rng.normal(size=x[::2].shape))
     g[1::2] = -g[::2]
     w = jnp.zeros((704, 704))
-    with platforms.traced_for("tpu"):
+    with _platforms.traced_for("tpu"):
         assert "instantiate, kept" in gradients.explain(positions, w, (x, g))
         result = clipped_grad(positions, FLAT)(w, (x[None], g[None]))
     assert float(jnp.linalg.norm(result.value)) <= FLAT.bounds[0] * 1.0001
@@ -154,7 +154,7 @@ def test_a_gradient_of_low_precision_is_kept_for_its_sum(monkeypatch):
 def test_an_example_of_2048_tokens_has_no_table_of_its_own():
     """A gradient of GPT-2's table takes 154 MB; a text of 2,048 tokens has 6 MB of its rows."""
     shapes = jax.ShapeDtypeStruct((50_257, 768), jnp.float32), jax.ShapeDtypeStruct((2048,), int)
-    with platforms.traced_for("tpu"):
+    with _platforms.traced_for("tpu"):
         assert "rows" in gradients.explain(lambda table, ids: jnp.sum(table[ids] ** 2), *shapes)
 
 
@@ -189,7 +189,7 @@ def test_norm_and_sum_are_of_the_same_rounded_numbers():
     def loss(w, example):
         return positions(w, example, precision=None)
 
-    with platforms.traced_for(platforms.ACCELERATOR):
+    with _platforms.traced_for(_platforms.ACCELERATOR):
         assert "gram" in gradients.explain(loss, jnp.zeros((400, 400)), (x, g))
         result = clipped_grad(loss, FLAT)(jnp.zeros((400, 400)), (x[None], g[None]))
     gradient = short[0].astype(np.float64).T @ short[1]
@@ -209,7 +209,7 @@ def test_numbers_are_rounded_where_the_product_of_the_loss_rounds_them():
         return outer_products.rounds(site)
 
     assert not found()
-    with platforms.traced_for(platforms.ACCELERATOR):
+    with _platforms.traced_for(_platforms.ACCELERATOR):
         assert found()
         assert found(jnp.bfloat16)
         assert not found(jnp.float16)  # it has more digits than a bfloat16
@@ -254,7 +254,7 @@ def test_convolutions_of_many_channels_are_the_definition(
     def loss(w, x):
         return of_sides(w, x, **options)
 
-    with platforms.traced_for(platforms.ACCELERATOR):
+    with _platforms.traced_for(_platforms.ACCELERATOR):
         assert rule in gradients.explain(loss, w, x[0])
         testing.assert_engines_agree(loss, FLAT, w, x, engines=("ghost",), tolerance=5e-4)
 
@@ -268,7 +268,7 @@ def test_gradients_take_the_precision_of_the_loss_on_accelerators_alone():
         return outer_products.precision_of(site.equation.params)
 
     assert found(None) is outer_products.HIGHEST
-    with platforms.traced_for("tpu"):
+    with _platforms.traced_for("tpu"):
         assert found(None) is None
         assert found("high") is lax.Precision.HIGH
         assert found("highest") is outer_products.HIGHEST
@@ -289,14 +289,14 @@ def test_gradients_of_a_bfloat16_loss_are_kept_as_it_has_them(monkeypatch):
         found = [e.outvars[0].aval for e in equations(program)]
         return any(v.dtype == jnp.bfloat16 for v in found if v.shape == (5, 1, 40, 24))
 
-    with platforms.traced_for("gpu"):
+    with _platforms.traced_for("gpu"):
         assert kept(w, x)
         testing.assert_engines_agree(loss, FLAT, w, x, engines=("ghost",), tolerance=1e-2)
         for row in x:
             alone = clipped_grad(loss, FLAT)(w, row[None])
             assert float(jnp.linalg.norm(alone.value)) == pytest.approx(0.5, rel=1e-6)
     for other in ("cpu", "tpu"):
-        with platforms.traced_for(other):
+        with _platforms.traced_for(other):
             assert not kept(w, x)
 
 
@@ -341,7 +341,7 @@ def convolutions(clipped, *arguments):
 def test_kernels_on_accelerators_are_products_of_all_patches(name):
     loss, kernel, images = ON_A_GPU[name]
     w, x = drawn(kernel), drawn(images)
-    with platforms.traced_for(platforms.ACCELERATOR):
+    with _platforms.traced_for(_platforms.ACCELERATOR):
         assert not convolutions(clipped_grad(loss, FLAT), w, x)
         testing.assert_engines_agree(loss, FLAT, w, x, engines=("ghost",), tolerance=5e-4)
         assert re.search(r"instantiate( \+ common)?, kept", gradients.explain(loss, w, x[0]))

@@ -15,7 +15,7 @@ import dpjax
 from dpjax import processes, trees
 from dpjax.checks import Refused
 from dpjax.mechanism.card import spent_of
-from dpjax.training.keys import first_keys
+from dpjax.training._keys import first_keys
 from dpjax.training.run_folder import spending
 
 
@@ -83,7 +83,9 @@ def test_processes_learn_what_an_earlier_run_spent(monkeypatch, tmp_path):
     assert [spent_of(**told)[0].runs for told in answers] == 2 * [((2.0, 3),)]
 
 
-@kills("training/keys.py", "processes.from_first(lambda: trees.on_host(key))", "trees.on_host(key)")
+@kills(
+    "training/_keys.py", "processes.from_first(lambda: trees.on_host(key))", "trees.on_host(key)"
+)
 @pytest.mark.parametrize("supplied", [True, False])
 def test_all_processes_have_the_keys_of_the_first(monkeypatch, supplied):
     def work(process):

@@ -72,7 +72,7 @@ def test_every_row_leaves_card_statement_and_parameters(tmp_path):
 
 
 @kills("ledger.py", "max(int(ledger.chosen), len(steps))]", "len(steps)]", slow=True)
-@kills("training/runner.py", "            self._end()\n", "", slow=True)
+@kills("training/_runner.py", "            self._end()\n", "", slow=True)
 def test_a_run_that_results_ended_counts_all_planned_steps(tmp_path):
     run = algorithm()
     options = {"evaluate": lambda state: {"stop": True}, "evaluate_every": 2, "progress": False}
@@ -94,7 +94,7 @@ def test_a_run_that_results_ended_counts_all_planned_steps(tmp_path):
     assert dpjax.ledger.epsilon(state.ledger, MECHANISM) == MECHANISM.epsilon()
 
 
-@kills("training/runner.py", "(least := counted(self.rows)) or self", "(least := 0) or self")
+@kills("training/_runner.py", "least = counted(self.rows)", "least = 0")
 @kills("training/run_folder.py", "counted(read_log(folder", "len(read_log(folder")
 def test_a_stop_by_results_is_not_forgotten(tmp_path, monkeypatch):
     """Not by another folder, nor by a run that was killed as it stopped."""
@@ -109,7 +109,7 @@ def test_a_stop_by_results_is_not_forgotten(tmp_path, monkeypatch):
 
     stop = lambda state: {"stop": True}  # noqa: E731
     with monkeypatch.context() as patched:
-        patched.setattr(dpjax.training.runner, "write_released", dies)
+        patched.setattr(dpjax.training._runner, "write_released", dies)
         with pytest.raises(InterruptedError):
             dpjax.fit(run, started(run), evaluate=stop, directory=one, **options)
     state, rows = dpjax.fit(run, started(run), directory=one, **options)
@@ -136,7 +136,7 @@ def test_a_run_that_results_ended_has_no_shorter_plan():
             refused()
 
 
-@kills("training/runner.py", "mechanism, budget, least", "mechanism, None, least", slow=True)
+@kills("training/_runner.py", "mechanism, budget, least", "mechanism, None, least", slow=True)
 def test_a_budget_bounds_what_a_stop_by_results_costs(tmp_path):
     """It was fixed before the results, so no more steps could run than it allows."""
     budget = ledger.Budget(epsilon=2.5, delta=1e-3)

@@ -19,6 +19,7 @@ import dpjax
 from dpjax import clipping, ledger, reports, sampling, schedules, strategies, verify
 from dpjax.accounting.rounding import downwards, three_digits, upwards
 from dpjax.mechanism import Spent
+from dpjax.types import HeldOut
 
 FIXED_BEFORE = Spent(sampling=sampling.fixed(1000, 10), runs=((1.0, 5),))
 
@@ -291,6 +292,22 @@ def test_a_board_is_not_promised_what_is_not_proved():
     words = reports.board(make(steps=3, **earlier), 1e-5, methods=["rdp"])
     assert "No guarantee is proved" in words
     assert words.count(" 100 %") == 3
+
+
+@kills("reports/card.py", "held_out.units == 1", "held_out.units == 2")
+def test_units_that_are_held_out_come_first_among_what_is_not_covered():
+    mechanism = make(steps=3)
+    held = {
+        1: "the 1 example held out for the test: results on them",
+        1200: "the 1,200 examples held out for the test: results on them",
+    }
+    for count, first in held.items():
+        options = {"held_out": HeldOut(count), "methods": ["rdp"]}
+        assert f"Not covered\n  - {first}" in dpjax.statement(mechanism, 1e-5, **options)
+        words = reports.board(mechanism, 1e-5, **options)
+        assert f"What is not covered\n\n  - {first}" in words
+    plain = dpjax.statement(mechanism, 1e-5, methods=["rdp"])
+    assert dpjax.statement(mechanism, 1e-5, methods=["rdp"], held_out=HeldOut(0)) == plain
 
 
 def test_a_running_run_has_no_seconds_for_the_curve():

@@ -21,8 +21,12 @@ from mutation import kills
 from dpjax import data
 from dpjax.cli import audit
 from dpjax.cli import columns as drafts
+from dpjax.cli.flag_sets import audit as audit_flags
+from dpjax.cli.flag_sets import sweep as sweep_flags
 from dpjax.cli.flag_sets.train import FLAGS
+from dpjax.cli.sweep import command as search
 from dpjax.cli.train import build, command
+from dpjax.types import HeldOut
 
 ROOT = pathlib.Path(__file__).parent.parent
 DECLARED = """
@@ -143,7 +147,8 @@ def test_a_file_a_frame_and_a_mapping_are_one_table(tmp_path):
         assert other[3:7] == found[3:7]
 
 
-@kills("data/tables.py", "np.isin(owners, hold_out", "np.isin(np.arange(len(owners)), hold_out")
+@kills("data/tables.py", "np.isin(owners, held)", "np.isin(np.arange(len(owners)), held)")
+@kills("data/tables.py", "HeldOut(len(held))", "HeldOut(in_test.sum())")
 def test_all_rows_of_a_person_are_on_one_side():
     rows = rows_of(random.Random(2), 60)
     for row in rows:
@@ -153,9 +158,29 @@ def test_all_rows_of_a_person_are_on_one_side():
     assert (len(train), len(test), train & test) == (24, 6, set())
     owners = np.asarray(found.owners)
     assert (found.units, found.examples, owners.min(), owners.max()) == (24, 48, 0, 23)
+    assert found.held_out == HeldOut(units=6)
+    assert found.note.endswith("6 of 30 persons are held out for the test)")
     assert len({*zip(owners.tolist(), found.train[0][:, 0].tolist(), strict=True)}) == 24
     by_row = data.table(frame_of(rows), COLUMNS | {"patient": {"kind": "ignore"}})
     assert (by_row.units, len(by_row.test[1]), by_row.owners) == (48, 12, None)
+
+
+def test_no_row_is_held_out_where_all_train_or_the_test_table_is_public():
+    frame, public = (frame_of(rows_of(random.Random(seed), 20)) for seed in (2, 3))
+    found = data.table(frame, COLUMNS, "patient", holdout=0)
+    assert (found.units, found.examples, len(found.test[1])) == (10, 20, 0)
+    assert found.held_out == HeldOut(units=0)
+    want = both(data.table(public, COLUMNS, "patient", holdout=0))
+    for left_out in ([], ["patient"]):
+        rows = {name: cells for name, cells in public.items() if name not in left_out}
+        found = data.table(frame, COLUMNS, "patient", test=rows)
+        assert (found.units, found.examples) == (10, 20)
+        jax.tree.map(np.testing.assert_array_equal, [*found.test], want)
+        assert found.held_out == HeldOut(public=True)
+    with pytest.raises(ValueError, match="got test= and holdout="):
+        data.table(frame, COLUMNS, "patient", test=public, holdout=0.2)
+    with pytest.raises(ValueError, match="the table has 0 rows; expected one or more"):
+        data.table(frame, COLUMNS, "patient", test={name: [] for name in HEADER})
 
 
 # --- what is no table ---
@@ -356,6 +381,8 @@ def folder(tmp_path, monkeypatch):
         ("--class_weights=1,-2", r"weighted\(weight=-2.0\)"),
         ("--columns=target.toml", "--loss=cross_entropy: expected one of squared_error, absolute"),
         ("--sampling=fixed --dataset=visits.csv --unit_column=patient", "expected poisson with"),
+        ("--test=own.csv --holdout=0.1", "got test= and holdout="),
+        ("--delta=0.0209", r"delta=0.0209: expected less than 1/48, .*Give --delta=0.002\."),
     ],
 )
 def test_flags_of_tables_are_checked(folder, words, answer):
@@ -397,6 +424,59 @@ def test_persons_are_what_is_sampled_and_counted(folder):
     (folder / "visits.csv").write_text(visits.replace("patient", "Patient ID", 1))
     given["unit_column"].value = "Patient ID"
     assert command.plan(given).mechanism.unit == "patient"
+
+
+SPLITS = {
+    "held out": ([], "the 6 patients held out for the test: results on them are published without"),
+    "public": (["--test=public.csv"], "the test file, which was declared public: results on it"),
+    "all train": (["--holdout=0"], "the choice of this run among several"),
+}
+BOARD = {"all train": "what is true of patients in general"}
+
+
+@kills("reports/statement.py", '*(f"  - {words}" for words in not_covered(held_out, unit)),', "")
+@kills("cli/train/evaluation.py", "public=self.is_public", "public=True", case="held out")
+@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.sample(1)
+def test_statement_board_and_page_name_the_test_rows_first(name, folder, capsys):
+    words, first = SPLITS[name]
+    (folder / "public.csv").write_text((folder / "visits.csv").read_text())
+    persons = ["--dataset=visits.csv", "--unit_column=patient", "--most_rows=2"]
+    given = parsed(*persons, f"--out={folder / 'run'}", *words)
+    command.execute(given, command.plan(given))
+    run = folder / "run"
+    _, _, uncovered = (run / "statement.txt").read_text().partition("\nNot covered\n  - ")
+    assert uncovered.startswith(first)
+    _, _, uncovered = (run / "board.txt").read_text().partition("What is not covered\n\n  - ")
+    assert uncovered.startswith(BOARD.get(name, first))
+    assert f"<ul><li>{first}" in (run / "report.html").read_text()
+    file = run / "evaluation.npz"
+    measured = "AUROC" in capsys.readouterr().out
+    assert measured == file.exists() == (name != "all train")
+    if measured:
+        public = file.stat().st_mode & 0o044 > 0
+        assert public == (name == "public")
+
+
+def test_without_test_rows_no_search_ranks_and_no_audit_compares(folder):
+    given = copy.deepcopy(sweep_flags.FLAGS)
+    given(["sweep", "--grid=bound=1,2", "--fixed=holdout=0;dataset=own.csv"])
+    with pytest.raises(app.UsageError, match="--holdout=0: expected test rows, by which a search"):
+        search.plan(given, folder, search.candidates_of(given))
+    dataset = data.table("own.csv", "columns.toml", holdout=0)
+    for words in ([], ["--attacks=canaries,lira"]):
+        given = copy.deepcopy(audit_flags.FLAGS)
+        given(["audit", *words])
+        with pytest.raises(app.UsageError, match=r"no test rows .* Give --attacks=canaries\.$"):
+            audit.require_test_rows(given, dataset)
+    given(["audit", "--attacks=canaries"])
+    audit.require_test_rows(given, dataset)
+
+
+def test_a_data_set_by_name_has_a_test_set_of_its_own(folder):
+    for word in ("--test=own.csv", "--holdout=0.5"):
+        with pytest.raises(app.UsageError, match=r"expected with a file of yours; this has a test"):
+            command.plan(parsed("--dataset=digits", "--columns=", word))
 
 
 def test_audits_are_of_classifiers_whose_unit_is_a_row(monkeypatch, tmp_path):

@@ -23,7 +23,8 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import clipping, ledger, sampling, strategies, training, trees
 from dpjax.data import Dataset, Stream
-from dpjax.training.progress import Progress
+from dpjax.training._progress import Progress
+from dpjax.training.checks import any_finite_row
 
 DATA = jnp.ones((50, 3))
 
@@ -136,7 +137,7 @@ def until(step):
     return evaluate
 
 
-@kills("training/runner.py", "            row |= self._cost()\n", "", slow=True)
+@kills("training/_runner.py", "            row |= self._cost()\n", "", slow=True)
 @pytest.mark.thorough
 def test_an_evaluation_stops_the_run_and_the_ledger_has_what_ran(tmp_path, capsys):
     evaluate, options, shown = until(8), {"evaluate_every": 2, "directory": tmp_path}, []
@@ -192,6 +193,21 @@ def test_a_signal_in_the_last_evaluation_ends_the_process():
 
     with pytest.raises(KeyboardInterrupt, match="stopped at step 2 of 3, not saved"):
         fit(make(steps=3), evaluate=interrupt, evaluate_every=2)
+
+
+@kills("training/checks.py", "finite = finite & np.isfinite", "finite = np.isfinite")
+def test_data_without_a_finite_row_are_refused_before_a_step():
+    gaps = np.where(np.arange(3) == 1, np.nan, np.ones((50, 3), np.float32))
+    with pytest.raises(ValueError, match=r"each of the 50 rows of the data holds a number that is"):
+        algorithm_with(mechanism_with(50, 50), gaps)
+    last = gaps.copy()
+    last[49] = 1
+    algorithm_with(mechanism_with(50, 50), last)
+    numbers = np.full(300, np.inf)
+    numbers[299] = 0
+    assert any_finite_row((numbers, np.ones(300)))
+    assert not any_finite_row((numbers, numbers[::-1]))
+    assert any_finite_row(np.arange(3)), "whole numbers"
 
 
 @pytest.mark.slow
@@ -478,7 +494,7 @@ def test_two_inits_differ_and_replay_with_one_supplied_key():
 def test_a_state_without_a_noise_key_is_refused_until_it_is_renewed():
     algorithm = make()
     state = start(algorithm, None)
-    unset = training.keys.without_secrets(state, algorithm.mechanism)
+    unset = training._keys.without_secrets(state, algorithm.mechanism)
     with pytest.raises(ValueError, match=r"noise\.renew\(state\) sets one"):
         algorithm.step(unset)
     one, two = (algorithm.step(dpjax.noise.renew(unset))[0].params for _ in range(2))
@@ -621,7 +637,8 @@ class TestBoundSchedule:
     @pytest.mark.thorough
     @kills("training/step.py", "p, x: loss(p, x) / scale", "p, x: loss(p, x)", slow=True)
     def test_it_is_clipping_to_the_bound_of_the_step(self):
-        _, (state, infos) = self.run(clipping.flat(0.4), bound_schedule=self.schedule)
+        algorithm, (state, infos) = self.run(clipping.flat(0.4), bound_schedule=self.schedule)
+        assert algorithm.scaled_by == "a bound schedule"
         far = np.linalg.norm(3 * np.ones(3))
         moved = [0.1, 0.1, 3.2, 3.2]  # bounds 0.1 and 3.2 x; the gradient is longer at first
         want = 0.0

@@ -35,9 +35,9 @@ class Refused(ValueError):
     """A step was refused before anything was released."""
 
 
-# Text has a wrong type, NaN is a wrong value, and a caller may catch either.
+# Text has a wrong type and NaN is a wrong value, so a caller may catch either error.
 class NotANumber(TypeError, ValueError):
-    """Text, an array, a boolean or NaN where a number is expected."""
+    """Text, an array, a boolean or NaN in place of a number."""
 
 
 def number(call: str, name: str, value: Any, hint: str = "") -> float:
@@ -57,7 +57,9 @@ def whole(
 ) -> int:
     """A whole number from ``least`` to ``most``; 3.0 is 3."""
     given = number(call, name, value, hint)
-    limits = f"a whole number, at least {least}" + f" and at most {most}" * (most < math.inf)
+    limits = f"a whole number, at least {least}"
+    if most < math.inf:
+        limits += f" and at most {most}"
     _expect(given % 1 == 0 and least <= given <= most, call, name, value, limits, hint)
     return int(value)
 
@@ -66,7 +68,9 @@ def whole_or_none(
     call: str, name: str, value: Any, hint: str = "", *, least: int = 1
 ) -> int | None:
     """As `whole`, for an argument that may be left out: None is None."""
-    return None if value is None else whole(call, name, value, hint, least=least)
+    if value is None:
+        return None
+    return whole(call, name, value, hint, least=least)
 
 
 def not_negative(
@@ -75,7 +79,7 @@ def not_negative(
     """A number of 0 or more; infinity is one unless ``infinite`` is False."""
     given = number(call, name, value, hint)
     good = given >= 0 and (infinite or given < math.inf)
-    _expect(good, call, name, value, f"a {'' if infinite else 'finite '}number, 0 or more", hint)
+    _expect(good, call, name, value, f"{_number_word(infinite)}, 0 or more", hint)
     return given
 
 
@@ -83,8 +87,12 @@ def positive(call: str, name: str, value: Any, hint: str = "", *, infinite: bool
     """A number above 0; infinity is one only if ``infinite`` is True."""
     given = number(call, name, value, hint)
     good = given > 0 and (infinite or given < math.inf)
-    _expect(good, call, name, value, f"a {'' if infinite else 'finite '}number above 0", hint)
+    _expect(good, call, name, value, f"{_number_word(infinite)} above 0", hint)
     return given
+
+
+def _number_word(infinite: bool) -> str:
+    return "a number" if infinite else "a finite number"
 
 
 def fraction(call: str, name: str, value: Any, hint: str = "") -> float:
@@ -96,7 +104,7 @@ def fraction(call: str, name: str, value: Any, hint: str = "") -> float:
 
 def one_of(call: str, name: str, value: Any, choices: Collection[Any], hint: str = "") -> Any:
     """One of a few values."""
-    # Identity first: NaN and arrays compare unlike anything else.
+    # Identity first, because a NaN does not equal itself and arrays compare by element.
     good = any(value is choice or value == choice for choice in choices)
     if not good and (near := difflib.get_close_matches(str(value), map(str, choices), 1)):
         hint = f"Did you mean {near[0]}?"
@@ -123,9 +131,10 @@ def key(call: str, value: Any) -> Any:
     if not typed and not (isinstance(value, jax.Array | np.ndarray) and value.dtype == np.uint32):
         kind = type(value).__name__
         raise TypeError(f"{call}(key: {kind}): expected a key, such as jax.random.key(seed).")
-    if value.ndim != (0 if typed else 1):
+    rank = 0 if typed else 1
+    if value.ndim != rank:
         raise ValueError(f"{call}(key of shape {value.shape}): expected one key.")
-    # Folds of unsafe_rbg commute: two leaves would share noise. A key of philox2x32 has 32 bits.
+    # Folds of unsafe_rbg commute, so two leaves share noise. A key of philox2x32 has 32 bits.
     one_of(call, "key", str(jax.random.key_impl(value)), ("threefry2x32", "rbg"))
     return value
 
@@ -134,5 +143,5 @@ def _expect(
     good: bool, call: str, name: str, value: Any, expected: str, hint: str, error: Any = ValueError
 ) -> None:
     if not good:
-        # Cut off, because a whole array in a message would hide the sentence.
+        # Cut off, because a whole array in a message hides the sentence.
         raise error(f"{call}({name}={value!r:.100}): expected {expected}. {hint}".rstrip())

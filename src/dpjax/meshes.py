@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes: which devices share a run, and what lies on each.
+"""Meshes: the devices that share a run, and the arrays on each.
 
 The axis ``model`` of a mesh splits parameters, the optimizer's state and the noise; all other axes
 split the batch. XLA partitions convolutions and FFTs wrongly or fails: for a loss that has one,
@@ -28,7 +28,7 @@ __all__ = ["MODEL", "of", "parse", "placed", "whole"]
 MODEL = "model"
 """The axis that splits parameters."""
 
-# Smaller leaves stay whole: a collective costs more than a device saves.
+# Smaller leaves are not split: a collective costs more than a device saves.
 _SMALL = 1024
 
 
@@ -43,31 +43,39 @@ def of(mesh: Mesh | None = None) -> Mesh | None:
     if mesh is not None:
         processes.require_equal("meshes.of", lambda: {"the mesh": _named(mesh)})
         return automatic(mesh)
-    return Mesh(np.array(jax.devices()), ("data",)) if jax.process_count() > 1 else None
+    if jax.process_count() == 1:
+        return None
+    return Mesh(np.array(jax.devices()), ("data",))
 
 
 def _named(mesh: Mesh) -> str:
-    """Axes and devices; each process may have a mesh of its own, with devices of its own."""
-    own = {device.process_index for device in mesh.devices.flat} == {jax.process_index()}
+    """Axes and devices; None for the devices of a mesh that lies within this process."""
+    processes_of_mesh = {device.process_index for device in mesh.devices.flat}
     # Programs that order devices differently wait for each other for ever.
-    devices = None if own else [device.id for device in mesh.devices.flat]
+    devices = [device.id for device in mesh.devices.flat]
+    if processes_of_mesh == {jax.process_index()}:
+        devices = None
     return f"{list(mesh.shape.items())} {devices}"
 
 
 def automatic(mesh: Mesh) -> Mesh:
-    """The mesh with automatic axes: explicit ones ask for the sharding of every reshape."""
+    """The mesh with automatic axes; with explicit axes JAX needs the sharding of every reshape."""
     return Mesh(mesh.devices, mesh.axis_names)
 
 
 def in_force(mesh: Mesh | None) -> AbstractContextManager[Any]:
     """Puts the mesh of a run in force; None puts the caller's out of force."""
-    # Under a caller's explicit axes JAX refuses every operation on arrays of the run's mesh.
-    return jax.set_mesh(Mesh(np.empty((), object), ()) if mesh is None else mesh)
+    if mesh is None:
+        # JAX refuses every operation on arrays of the run's mesh under a caller's explicit axes.
+        mesh = Mesh(np.empty((), object), ())
+    return jax.set_mesh(mesh)
 
 
 def of_host(devices: int) -> Mesh | None:
     """This process's first devices, which split the batch; None for one device."""
-    return Mesh(np.array(jax.local_devices()[:devices]), ("data",)) if devices > 1 else None
+    if devices < 2:
+        return None
+    return Mesh(np.array(jax.local_devices()[:devices]), ("data",))
 
 
 def host_devices() -> int:
@@ -84,7 +92,8 @@ def parse(text: str) -> Mesh:
     """
     text = text.replace(" ", "")
     axes = re.findall(r"(\w+):(\d+)", text)
-    devices, sizes = jax.devices(), {name: int(size) for name, size in axes}
+    devices = jax.devices()
+    sizes = {name: int(size) for name, size in axes}
     if text != ",".join(map(":".join, axes)) or math.prod(sizes.values()) != len(devices):
         raise ValueError(
             f"meshes.parse(text={text!r}): expected axes and sizes for {len(devices)} devices, "
@@ -107,10 +116,11 @@ def placed(tree: PyTree, mesh: Mesh) -> PyTree:
     """
 
     def place(leaf: Any) -> Any:
-        sharding, spec = getattr(leaf, "sharding", None), _spec(jnp.shape(leaf), mesh)
+        sharding = getattr(leaf, "sharding", None)
+        spec = _spec(jnp.shape(leaf), mesh)
         if isinstance(sharding, NamedSharding):
             if sharding.mesh == mesh:
-                return leaf  # as after a step: a dispatch should cost nothing
+                return leaf  # as after each step, so it costs nothing
             if isinstance(sharding.mesh, Mesh) and automatic(sharding.mesh) == mesh:
                 # A typed key made under explicit axes has a spec longer than its rank.
                 spec = PartitionSpec(*sharding.spec[: jnp.ndim(leaf)])
@@ -129,19 +139,20 @@ def placed_rows(rows: PyTree, params: PyTree, mesh: Mesh) -> PyTree:
 
 
 def whole(tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """Arrays that every device of the mesh holds whole; without a mesh, JAX arrays."""
+    """Arrays as a whole on every device of the mesh; without a mesh, JAX arrays."""
     if mesh is None:
         return jax.tree.map(jnp.asarray, tree)
     return jax.tree.map(lambda x: put(x, NamedSharding(mesh, PartitionSpec())), tree)
 
 
 def gathered(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Arrays that JAX can compute with on the mesh: those committed elsewhere lie whole on it."""
+    """The tree, with whole copies on the mesh of arrays that are committed to other devices."""
     devices = tuple(mesh.devices.flat)
 
     def gather(leaf: Any) -> Any:
-        elsewhere = _is_committed(leaf) and _devices(leaf.sharding) != devices
-        return put(leaf, NamedSharding(mesh, PartitionSpec())) if elsewhere else leaf
+        if not _is_committed(leaf) or _devices(leaf.sharding) == devices:
+            return leaf
+        return put(leaf, NamedSharding(mesh, PartitionSpec()))
 
     return jax.tree.map(gather, tree)
 
@@ -157,20 +168,23 @@ def _is_committed(leaf: Any) -> bool:
 
 
 def _devices(sharding: Sharding) -> tuple[Any, ...]:
-    """The devices in their order, because JAX computes with arrays of one order alone."""
+    """The devices in their order, because JAX only computes with arrays of one order."""
     mesh = getattr(sharding, "mesh", None)
-    return tuple(
-        sorted(sharding.device_set, key=lambda d: d.id) if mesh is None else mesh.devices.flat
-    )
+    if mesh is not None:
+        return tuple(mesh.devices.flat)
+    return tuple(sorted(sharding.device_set, key=lambda device: device.id))
 
 
 def _spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """How `placed` splits a leaf without a place of its own."""
     parts = mesh.shape.get(MODEL, 1)
     even = [axis for axis, length in enumerate(shape) if length % parts == 0]
     if parts == 1 or math.prod(shape) < _SMALL or not even:
         return PartitionSpec()
+    names: list[str | None] = [None] * len(shape)
     longest = max(even, key=lambda axis: shape[axis])
-    return PartitionSpec(*(MODEL if axis == longest else None for axis in range(len(shape))))
+    names[longest] = MODEL
+    return PartitionSpec(*names)
 
 
 def put(leaf: Any, sharding: Sharding) -> Any:
@@ -178,9 +192,9 @@ def put(leaf: Any, sharding: Sharding) -> Any:
     if checks.is_typed_key(leaf):
         data = put(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    ours = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
-    if ours and not sharding.is_fully_addressable:
-        # Each process has the whole array and keeps what its devices hold.
-        array = np.asarray(leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf))
+    is_here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+    if is_here and not sharding.is_fully_addressable:
+        # Each process has the whole array and keeps the parts of its devices.
+        array = np.asarray(jnp.asarray(leaf))
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
     return jax.device_put(leaf, sharding)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes: what the first process of a run tells the others, and what they compare once.
+"""Processes: values that the first process of a run sends to the others, and one comparison.
 
-Each process holds a part of one run. Keys, counts, and what depends on a clock or a file come from
-the first process; what is too large to send, such as the data, is compared once.
+Each process holds a part of one run. Keys, counts, and values that depend on a clock or a file come
+from the first process. Values that are too large to send, such as the data, are compared once.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def first_process() -> bool:
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """What the function returns in the first process, in all of them; its exceptions too."""
+    """Returns, or raises, in all processes the result of the function in the first process."""
     if jax.process_count() == 1:
         return make()
     answer = b""
     if first_process():
         try:
             answer = pickle.dumps((True, make()))
-        except Exception as error:  # raised below, in every process; also of what cannot be sent
+        except Exception as error:  # raised below, in every process; also if pickling fails
             answer = pickle.dumps((False, error))
-    # The others receive as many bytes. They come from this run's own process, never from a file.
+    # The others receive the same number of bytes, from a process of this run and never from a file.
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(answer))))
     sent = np.frombuffer(answer or bytes(size), np.uint8)
     went_well, value = pickle.loads(bytes(multihost_utils.broadcast_one_to_all(sent)))
@@ -55,10 +55,11 @@ def any_process(value: bool) -> bool:
 
 
 def require_equal(call: str, facts: Callable[[], Mapping[str, str]]) -> None:
-    """Refuses, in all processes, a run where they differ in a fact or one fails to say it."""
+    """Raises in all processes if they differ in a fact, or if ``facts`` fails in one of them."""
     if jax.process_count() == 1:
         return
-    values, fault = {}, None
+    values = {}
+    fault = None
     try:
         values = dict(facts())
     except Exception as error:  # raised below, after the other processes have learned of it

@@ -45,13 +45,13 @@ def table(multipliers: ArrayLike, steps_per_epoch: int = 1) -> optax.Schedule:
             "none negative."
         )
     hint = "It is round(examples / batch_size), or 1 for a value a step."
-    # A step is an int32, which cannot be divided by more.
+    # A step is an int32, so it cannot be divided by a larger number.
     most = 2**31 - 1
     length = checks.whole("schedules.table", "steps_per_epoch", steps_per_epoch, hint, most=most)
 
     def schedule(step: ArrayLike) -> Float[Array, "..."]:
         epoch = jnp.asarray(step) // length
-        # Past the end the last value holds. `Mechanism` never accounts for a step past its plan.
+        # The last value holds past the end. `Mechanism` never accounts for a step past its plan.
         return jnp.asarray(entries)[jnp.clip(epoch, 0, entries.size - 1).astype(jnp.int32)]
 
     return schedule
@@ -75,7 +75,7 @@ def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, " steps"]:
         return jnp.asarray(given, jnp.float32)
 
     try:
-        # In int32 and float32, as the step evaluates it: another width may round elsewhere.
+        # Steps evaluate it in int32 and float32 too; another width may round differently.
         return np.asarray(jax.vmap(value)(jnp.arange(steps, dtype=jnp.int32)))
     except jax.errors.JAXTypeError as error:
         raise TypeError(
@@ -86,7 +86,9 @@ def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, " steps"]:
 
 def times(value: float | optax.Schedule, factor: float) -> Any:
     """A number or a schedule, multiplied by a factor."""
-    return (lambda step: value(step) * factor) if callable(value) else value * factor
+    if not callable(value):
+        return value * factor
+    return lambda step: value(step) * factor
 
 
 def _linear(t: np.ndarray, epochs: int) -> np.ndarray:
@@ -110,7 +112,7 @@ SHAPES: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "quadratic": lambda t, epochs: _linear(t, epochs) ** 2,
     "exponential": _exponential,
     "explosive": _explosive,
-    # As in the paper by log(T+1) and not by log(T), so it ends below 1.
+    # The paper divides by log(T+1) and not by log(T), so it ends below 1.
     "logarithmic": lambda t, epochs: np.log1p(t) / np.log(epochs + 1),
     # Five plateaus; their lengths differ by 1 unless 5 divides T.
     "piecewise": lambda t, epochs: (5 * t.astype(np.int64)) // epochs / 4,
@@ -125,7 +127,7 @@ def curriculum(
     Args:
       shape: A name in `SHAPES`; s(0) = 0, and s(epochs - 1) = 1 except as below.
       start: Multiplier of the first epoch.
-      stop: Multiplier of the last, where s is 1 there.
+      stop: Multiplier of the last epoch, if s is 1 there.
       epochs: T; epochs are counted t = 0 .. T-1, and the last value is held afterwards.
       steps_per_epoch: Steps that share a value; 1, with ``epochs`` the number of steps, changes
         it every step.
@@ -141,9 +143,10 @@ def curriculum(
     call = "schedules.curriculum"
     checks.one_of(call, "shape", shape, SHAPES)
     epochs = checks.whole(call, "epochs", epochs, "It is how many values the schedule has.")
-    # In float64 on the host: the exponential shapes lose digits in float32.
+    # The exponential shapes lose digits in float32, so they are computed in float64 on the host.
     t = np.arange(epochs, dtype=np.float64)
-    return table(start + (stop - start) * SHAPES[shape](t, epochs), steps_per_epoch)
+    multipliers = start + (stop - start) * SHAPES[shape](t, epochs)
+    return table(multipliers, steps_per_epoch)
 
 
 @dataclass(frozen=True)
@@ -158,8 +161,10 @@ class Curriculum:
         self, *, epochs: int = 20, steps_per_epoch: int = 100, high: float = 5.0, low: float = 1.0
     ) -> optax.Schedule:
         """The schedule between ``high``, its largest multiplier, and ``low``, its smallest."""
-        start, stop = (high, low) if self.first == "high" else (low, high)
-        return curriculum(self.shape, start, stop, epochs=epochs, steps_per_epoch=steps_per_epoch)
+        ends = [low, high]
+        if self.first == "high":
+            ends.reverse()
+        return curriculum(self.shape, *ends, epochs=epochs, steps_per_epoch=steps_per_epoch)
 
 
 CURRICULA: dict[str, Curriculum] = {

@@ -2,7 +2,7 @@
 """Arithmetic on trees of arrays: group norms, scaled sums, keys and random trees.
 
 Everything is computed in float32 or wider, whatever the dtype of the leaves: a float16 norm
-underflows to 0, so nothing would be clipped, and a bfloat16 sum stops growing at 256. Products
+underflows to 0, so nothing is clipped, and a bfloat16 sum stops growing at 256. Products
 have the highest precision, because accelerators round their inputs otherwise.
 """
 
@@ -31,7 +31,7 @@ __all__ = ["copy", "step_key"]
 
 T = TypeVar("T")
 
-# Numbers per draw, 16 MiB: many small draws run, and above all compile, far more slowly.
+# Numbers per draw, 16 MiB: many small draws take much longer, above all to compile.
 _TOGETHER = 2**22
 
 
@@ -48,19 +48,22 @@ def wide(dtype: Any) -> jnp.dtype:
 def leaf_names(tree: PyTree) -> tuple[str, ...]:
     """The path of each leaf, as ``dense/bias``, in JAX's order of leaves; no two are equal."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    within = collections.Counter(path[:depth] for path in paths for depth in range(len(path)))
-
-    def named(path: tuple[Any, ...]) -> tuple[Any, ...]:
-        # A variable of NNX has a single leaf, its `value`: the variable's name is the leaf's.
-        last = path[1:][-1:] == (jax.tree_util.GetAttrKey("value"),)
-        return path[:-1] if last and within[path[:-1]] == 1 else path
-
-    keys = [[jax.tree_util.keystr((key,), simple=True) for key in named(path)] for path in paths]
-    names = tuple(map("/".join, keys))
+    leaves_within = collections.Counter(
+        path[:depth] for path in paths for depth in range(len(path))
+    )
+    keys_of_leaves: list[list[str]] = []
+    for path in paths:
+        is_value = len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")
+        if is_value and leaves_within[path[:-1]] == 1:
+            # A variable of NNX has a single leaf, its `value`: the variable's name is the leaf's.
+            path = path[:-1]
+        keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
+        keys_of_leaves.append(keys)
+    names = tuple(map("/".join, keys_of_leaves))
     if len(set(names)) == len(names):
         return names
     # A key may contain "/", as Haiku's do. Quoted keys do not, and differ where the keys differ.
-    return tuple("/".join(quote(key, safe="") for key in path) for path in keys)
+    return tuple("/".join(quote(key, safe="") for key in keys) for keys in keys_of_leaves)
 
 
 def nodes(tree: PyTree, kind: type[T] | tuple[type[T], ...]) -> list[T]:
@@ -74,10 +77,10 @@ def leading_size(tree: PyTree, *, name: str = "batch") -> int:
     sizes = [jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(tree)]
     if len(set(sizes)) == 1 and sizes[0]:
         return sizes[0][0]
-    named = dict(zip(leaf_names(tree), sizes, strict=True))
+    sizes_by_name = dict(zip(leaf_names(tree), sizes, strict=True))
     raise ValueError(
         f"{name}: every leaf needs a leading axis of one length, one row an example, not "
-        f"{reprlib.repr(named)}. Close the loss over what is no example."
+        f"{reprlib.repr(sizes_by_name)}. Close the loss over what is no example."
     )
 
 
@@ -85,42 +88,43 @@ def one_row(tree: PyTree) -> PyTree:
     """Shapes and dtypes of a single row of arrays that share a leading axis, as JAX holds them."""
 
     def row(x: Any) -> jax.ShapeDtypeStruct:
-        kind = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
-        return jax.ShapeDtypeStruct(x.shape[1:], kind)
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+        return jax.ShapeDtypeStruct(x.shape[1:], dtype)
 
     return jax.tree.map(row, tree)
 
 
-# One program for all shapes, where JAX compiles one for each shape outside of `jax.jit`.
+# One program copies all arrays: outside of `jax.jit` JAX compiles a program for each shape.
 _copies = jax.jit(lambda arrays: list(map(jnp.copy, arrays)))
 
 
 def copy(tree: PyTree) -> PyTree:
-    """A tree whose JAX arrays are in buffers of their own; other leaves as they are."""
+    """A tree with copies of its JAX arrays, in new buffers; other leaves as they are."""
     leaves, structure = jax.tree.flatten(tree)
-    places: dict[Any, list[int]] = {}
+    # A state may lie on several sets of devices, which JAX refuses in one program.
+    by_sharding: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array):
-            # A state may lie on several sets of devices, which JAX refuses in one program.
-            place = None if isinstance(leaf, Tracer) else leaf.sharding
-            places.setdefault(place, []).append(i)
-    for some in places.values():
-        for i, own in zip(some, _copies([leaves[i] for i in some]), strict=True):
-            leaves[i] = own
+            sharding = None if isinstance(leaf, Tracer) else leaf.sharding
+            by_sharding.setdefault(sharding, []).append(i)
+    for numbers in by_sharding.values():
+        copies = _copies([leaves[i] for i in numbers])
+        for i, leaf_copy in zip(numbers, copies, strict=True):
+            leaves[i] = leaf_copy
     return jax.tree.unflatten(structure, leaves)
 
 
 def expand(rows: Shaped[Array, " batch"], like: Array) -> Array:
-    """Gives a value per example the rank of ``like``, so that they broadcast."""
+    """Gives a value per example the rank of ``like``, to broadcast them."""
     return rows.reshape(rows.shape + (1,) * (like.ndim - rows.ndim))
 
 
 def fingerprint(tree: PyTree) -> str:
-    """A hash of all names, shapes, types and numbers of a tree: equal for equal trees alone."""
+    """A hash of all names, shapes, types and numbers of a tree: equal only for equal trees."""
     digest = hashlib.sha256()
     for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
         array = np.ascontiguousarray(_readable(leaf))
-        # Names and shapes too: trees of equal bytes and other structure are other trees.
+        # Names and shapes count, because trees of equal bytes may differ in structure.
         digest.update(f"{name} {array.dtype.name} {np.shape(leaf)} ".encode())
         digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
@@ -132,46 +136,51 @@ def on_host(leaf: Any) -> np.ndarray:
 
 
 def _readable(leaf: Any) -> np.ndarray:
-    """The array of `on_host`, which on a CPU may be that of the leaf: data can be large."""
+    """As `on_host`, but on a CPU without a copy if possible, because data can be large."""
     if isinstance(leaf, jax.Array):
-        is_key = checks.is_typed_key(leaf)
-        # A traced function may read a key that it closes over.
-        with jax.ensure_compile_time_eval():
-            leaf = jax.random.key_data(leaf) if is_key else leaf
+        if checks.is_typed_key(leaf):
+            # A traced function may read a key that it closes over.
+            with jax.ensure_compile_time_eval():
+                leaf = jax.random.key_data(leaf)
         if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             leaf = multihost_utils.process_allgather(leaf, tiled=True)
     return np.asarray(leaf)
 
 
 def traced(tree: PyTree) -> bool:
-    """Whether a leaf stands for an array of a program that is traced: it has no value yet."""
+    """Whether a leaf is a tracer, which has no value yet."""
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def widened(tree: PyTree) -> PyTree:
-    """The same numbers in the dtypes that sums are kept in: float32 or wider."""
+    """The same numbers in the dtypes of sums: float32 or wider."""
     return jax.tree.map(lambda x: jnp.asarray(x, wide(jnp.result_type(x))), tree)
 
 
 def widened_exactly(x: Array) -> Array:
-    """The same numbers in float32 or wider, equal for all that read them; integers as they are."""
+    """The same numbers in float32 or wider, equal for every reader; integers as they are."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == wide(x.dtype):
         return x
-    # Where XLA widens a bfloat16 that it has just rounded, it may leave out the rounding: in the
-    # norm and not in the sum. It keeps this rounding, which changes no bfloat16.
-    kind, wider = jnp.finfo(x.dtype), x.astype(wide(x.dtype))
-    # A float8 may have numbers where IEEE's format with its exponent bits has infinity.
-    exponents = kind.nexp if kind.bits > 8 else jnp.finfo(wider.dtype).nexp
-    rounded = jax.lax.reduce_precision(wider, exponents, kind.nmant)
-    if kind.nexp == jnp.finfo(wider.dtype).nexp:
+    # XLA widens a bfloat16 that it has just rounded, and may leave out the rounding: in the norm
+    # and not in the sum. It keeps the following rounding, which changes no bfloat16.
+    wider = x.astype(wide(x.dtype))
+    narrow_info = jnp.finfo(x.dtype)
+    wide_exponents = jnp.finfo(wider.dtype).nexp
+    exponents = narrow_info.nexp
+    if narrow_info.bits <= 8:
+        # A float8 may have numbers where IEEE's format with its exponent bits has infinity.
+        exponents = wide_exponents
+    rounded = jax.lax.reduce_precision(wider, exponents, narrow_info.nmant)
+    if narrow_info.nexp == wide_exponents:
         return rounded
-    # To fewer exponent bits it rounds subnormal numbers to 0: in a float16 all below 6e-5.
-    unit, normal = float(kind.smallest_subnormal), float(kind.smallest_normal)
-    return jnp.where(jnp.abs(wider) < normal, jnp.round(wider / unit) * unit, rounded)
+    # XLA rounds subnormal numbers to 0 with fewer exponent bits: in a float16 all below 6e-5.
+    unit = float(narrow_info.smallest_subnormal)
+    is_subnormal = jnp.abs(wider) < float(narrow_info.smallest_normal)
+    return jnp.where(is_subnormal, jnp.round(wider / unit) * unit, rounded)
 
 
 def zeros_wide(tree: PyTree) -> PyTree:
-    """Zeros of the same shapes, in the dtypes that sums are kept in."""
+    """Zeros of the same shapes, in the dtypes of sums."""
     return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), wide(jnp.result_type(x))), tree)
 
 
@@ -180,14 +189,15 @@ def group_norms(
 ) -> Float[Array, "batch size"]:
     """The norm of each example's gradient in a group; entries below about 1e-19 square to 0."""
     leaves = list(map(widened_exactly, jax.tree.leaves(gradients)))
-    # Leaf by leaf: a joined copy of all per-example gradients would double the memory.
+    # Leaf by leaf, because a joined copy of all per-example gradients doubles the memory.
     squares = [jnp.sum(jnp.real(x * jnp.conj(x)), axis=tuple(range(1, x.ndim))) for x in leaves]
-    # A group may have no leaf of this tree; its norm is then 0.
-    none = jnp.zeros(leaves[0].shape[:1], jnp.float32)
-    totals = [
-        sum((s for s, g in zip(squares, groups, strict=True) if g == group), none)
-        for group in range(size)
-    ]
+    # The norm of a group without a leaf in this tree is 0.
+    zeros = jnp.zeros(leaves[0].shape[:1], jnp.float32)
+    totals = [zeros] * size
+    for group in range(size):
+        for square, group_of_leaf in zip(squares, groups, strict=True):
+            if group_of_leaf == group:
+                totals[group] = totals[group] + square
     return jnp.sqrt(jnp.stack(totals, axis=-1))
 
 
@@ -213,12 +223,12 @@ def scaled_sum(
 def step_key(root: Key, purpose: Purpose, step: Any) -> Key:
     """The key of one step's randomness for one purpose.
 
-    ``fold_in(fold_in(root, purpose), step)``: every step can be drawn again alone, and no two
-    purposes ever share a stream.
+    ``fold_in(fold_in(root, purpose), step)``: every step can be drawn again without the others, and
+    no two purposes share a stream.
 
     Args:
       root: The root key of the run; a sampler of your own receives it in ``draw(key, step)``.
-      purpose: What the numbers are for: ``dpjax.types.Purpose.SAMPLING`` in a sampler.
+      purpose: The purpose of the numbers: ``dpjax.types.Purpose.SAMPLING`` in a sampler.
       step: The number of the step, traced or not.
 
     Example:
@@ -226,13 +236,13 @@ def step_key(root: Key, purpose: Purpose, step: Any) -> Key:
       >>> rows = jax.random.choice(key, 100, (10,), replace=False)
     """
     checks.key("trees.step_key", root)
-    # Purpose first, so that the steps of two purposes come from two keys and never meet.
+    # The purpose is first, so steps of two purposes come from two keys and never meet.
     return jax.random.fold_in(jax.random.fold_in(root, purpose), step)
 
 
 def mappable(key: Key) -> Key:
     """A key of threefry that follows from a key of any generator, for draws of each example."""
-    # JAX batches rbg by the key of the first example, which would decide everyone's draws.
+    # JAX batches rbg by the key of the first example, which then decides every example's draws.
     if str(jax.random.key_impl(key)) == "threefry2x32":
         return key
     words = jax.random.bits(key, (2,), jnp.uint32)
@@ -247,11 +257,11 @@ def random_like(
     use: Callable[..., Array] | None = None,
     parts: Callable[..., Sequence[Array]] | None = None,
 ) -> PyTree:
-    """A tree of independent draws, or of what is made of them; consumes the key.
+    """A tree of independent draws, or of the results of ``use``; consumes the key.
 
-    ``sample(key, shape, dtype, after=...)`` draws for leaves beside each other together, and
-    ``parts(key, shapes, dtype)`` the same numbers, not cut. With ``use(draw, leaf, *more)`` a draw
-    waits until the draws before it are used up.
+    ``sample(key, shape, dtype, after=...)`` draws for adjacent leaves together; ``parts(key,
+    shapes, dtype)`` draws the same numbers, one array for each leaf. With ``use(draw, leaf,
+    *more)`` a draw waits until the draws before it are used up.
     """
 
     def cut_from_one(key: Key, shapes: Sequence[Any], dtype: Any, **options: Any) -> list[Array]:
@@ -262,25 +272,30 @@ def random_like(
     values: list[Array] = []
     for run in _runs(leaves):
         shapes = [jnp.shape(leaf) for leaf in run]
-        # By its first leaf, so that a run of leaves keeps its noise when later leaves change.
-        where = jax.random.fold_in(key, len(values))
-        options = {} if use is None or not values or parts else {"after": values[-1]}
+        # The key is that of the first leaf: a run keeps its noise when later leaves change.
+        run_key = jax.random.fold_in(key, len(values))
+        options = {}
+        if use is not None and values and not parts:
+            options = {"after": values[-1]}
         draw = parts or cut_from_one
-        for z in draw(where, shapes, wide(run[0].dtype), **options):
-            row = [column[len(values)] for column in columns]
-            values.append(z if use is None else use(z, *row))
+        for numbers in draw(run_key, shapes, wide(run[0].dtype), **options):
+            if use is not None:
+                leaf_and_more = [column[len(values)] for column in columns]
+                numbers = use(numbers, *leaf_and_more)
+            values.append(numbers)
     return structure.unflatten(values)
 
 
 def cut(array: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """Arrays of these shapes, cut from a flat one; an array that has the only shape is itself."""
+    """Arrays of these shapes, cut from an array with as many numbers."""
     sizes = [math.prod(shape) for shape in shapes]
-    pieces = jnp.split(array.reshape(-1), list(itertools.accumulate(sizes))[:-1])
+    ends = list(itertools.accumulate(sizes))
+    pieces = jnp.split(array.reshape(-1), ends[:-1])
     return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _runs(leaves: Sequence[Array]) -> list[list[Array]]:
-    """Leaves beside each other of one dtype, together no more numbers than `_TOGETHER`, or one."""
+    """Runs of adjacent leaves of one dtype, with at most `_TOGETHER` numbers or a single leaf."""
     runs: list[list[Array]] = []
     room = 0
     for leaf in leaves:

@@ -33,6 +33,7 @@ __all__ = [
     "ClippedSum",
     "Clipping",
     "Draw",
+    "HeldOut",
     "Key",
     "Limits",
     "LossFn",
@@ -70,6 +71,15 @@ class Neighbours(enum.StrEnum):
     """One example replaced by an empty one that contributes nothing; their number is public."""
     REPLACE_ONE = "replace-one"
     """One example replaced by any other; the sum moves twice as far."""
+
+
+class HeldOut(NamedTuple):
+    """The units that a run holds out for its test, which statement and board name."""
+
+    units: int = 0
+    """How many units of the private data were held out; no epsilon covers them."""
+    public: bool = False
+    """Whether the test data are a file of their own that the user declares public."""
 
 
 @enum.unique
@@ -596,6 +606,8 @@ class Algorithm:
     """What of a state is released beside its params, and worth a place in the log."""
     budget: Any = None
     """The `dpjax.ledger.Budget` that the run may not pass, if there is one."""
+    scaled_by: str | None = None
+    """A public factor of sum and noise that is not in the mechanism, as the statement names it."""
 
     def __repr__(self) -> str:
         return short(self, "mechanism", "budget")

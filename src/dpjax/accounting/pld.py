@@ -5,6 +5,7 @@ dp_accounting finds the loss of a step and composes; for "replace-one" it double
 This file chooses the grid of losses, and returns the minimum with RDP: both are upper bounds.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -23,7 +24,7 @@ from dpjax.accounting import (
 )
 from dpjax.accounting.event_parts import Parts, as_sampled, relation
 from dpjax.accounting.events import RandomAllocationDpEvent
-from dpjax.accounting.loss_distributions import MIXED, composed, proven
+from dpjax.accounting.loss_distributions import MIXED, composed, error, proven
 from dpjax.accounting.profiles import Profile
 
 GRID = 1e-4  # distance between the losses that the distribution is rounded to
@@ -41,11 +42,31 @@ def profile(parts: Parts, neighbours: str) -> Profile:
     Doroshenko et al., *Connect the dots: tighter discrete approximations of privacy loss
     distributions*, 2022.
     """
-    bounds = list(_bounds(parts, neighbours))
-    return Profile(
-        lambda delta: min((math.inf, *(bound.epsilon(delta) for bound in bounds))),
-        lambda epsilon: min((1.0, *(bound.delta(epsilon) for bound in bounds))),
-    )
+    chance = _chance(parts)
+    bounds = functools.cache(lambda: list(_bounds(parts, neighbours)))
+
+    def epsilon_at(delta: float) -> float:
+        # Composing takes minutes at the small multipliers of a search for the least noise.
+        if delta >= chance:
+            return 0.0
+        return min((math.inf, *(bound.epsilon(delta) for bound in bounds())))
+
+    def delta_at(epsilon: float) -> float:
+        return min((chance, *(bound.delta(epsilon) for bound in bounds())))
+
+    return Profile(epsilon_at, delta_at)
+
+
+def _chance(parts: Parts) -> float:
+    """The probability that the example is in any sample, which bounds delta at every epsilon.
+
+    The coins of Poisson sampling do not depend on outputs, so they can be tossed before the first
+    step. If none selects the example, both runs have the same outputs.
+    """
+    if parts.precision or parts.foreign:
+        return 1.0
+    never = math.prod((1 - rate) ** count for (rate, _), count in parts.sampled.items())
+    return min(1.0, 1 - never + error(parts))
 
 
 def _bounds(parts: Parts, neighbours: str) -> Iterator[Profile]:

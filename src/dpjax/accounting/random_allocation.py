@@ -23,6 +23,11 @@ its mass under Q; the rest of its mass under P is an infinite loss. The laws of 
 factors are products of powers of Fourier transforms, its masses on losses again keep their means,
 and what the transform can wrap round (a Chernoff bound) or get wrong is an infinite loss too.
 
+**Little noise** needs two lattices: at $z = 0.35$ the largest factors are $e^{20}$ times the usual
+ones. The loss $\log S$ under P needs the largest factors and is large itself, so its lattice can be
+coarse. The loss $-\log S$ under Q needs small ratios. Its lattice stays fine, and higher factors
+are lowered to its last point, which only raises the loss.
+
 References:
   Feldman and Shenfeld, "Privacy amplification by random allocation", 2025: the reduction to P, Q.
   Chua et al., "Balls-and-bins sampling for DP-SGD", 2024: the same pair, by Monte Carlo.
@@ -31,7 +36,7 @@ References:
 
 import functools
 import math
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from dp_accounting.pld.pld_pmf import DensePLDPmf
@@ -48,6 +53,7 @@ _POINTS = 2**22  # of the lattice: a second
 _UNIT = 2.0**-52  # the distance of floats above 1
 _QUIET = 1e4  # more noise counts as this much: its factors would be 1 but for rounding
 _SHARE = 1e-3  # of delta, that all infinite losses together may have
+_BELOW = 2.0  # with steps above e^-2 times the factors at delta, known bins cost no more
 
 Epochs: TypeAlias = list[tuple[RandomAllocationDpEvent, int]]
 
@@ -78,57 +84,106 @@ def profile(epochs: Epochs, rest: Parts, grid: float, neighbours: str) -> Profil
     return Profile(lambda delta: at(delta).epsilon(delta), delta_at)
 
 
+class _Laws(NamedTuple):
+    """Masses of the ratio on a lattice."""
+
+    ratios: np.ndarray
+    with_it: np.ndarray  # under P
+    without: np.ndarray  # under Q
+    lost: float  # the mass of P above the largest factor
+    step: float  # between neighbouring sums of factors
+
+
 @functools.lru_cache(maxsize=64)
 def loss(event: RandomAllocationDpEvent, grid: float, tail: float) -> PrivacyLossDistribution:
     """The loss of one epoch; a few times ``tail`` of the mass becomes an infinite loss."""
+    bins = event.batches
     groups = [(min(z, _QUIET), n) for z, n in event.noise_multipliers]
-    bins, idle = event.batches, event.batches - sum(n for _, n in groups)
-    step = min(math.exp(-1 / (2 * z**2)) / z for z, _ in groups) / _FINE
-    low, top = _window(groups, bins, tail, step)
-    if (coarser := max(top - low, _largest(groups[0][0], tail)) / _POINTS) > step:
-        step, (low, top) = coarser, _window(groups, bins, tail, coarser)
-    first, size = math.floor(low / step), 2 ** math.ceil(math.log2((top - low) / step + 4))
+    fine = min(math.exp(-1 / (2 * z**2)) / z for z, _ in groups) / _FINE
+    leaves = _laws(groups, bins, tail, tail, fine)
+    joins = leaves
+    if leaves.step > fine:
+        fine = max(fine, _UNIT * bins / tail)  # finer ones cost more by `_error`
+        joins = _laws(groups, bins, tail, _mass_above(groups[0][0], fine * _POINTS / 2), fine)
+    return PrivacyLossDistribution(
+        _with_example(leaves, bins, grid, tail), _without_example(joins, bins, grid, tail)
+    )
+
+
+def _with_example(laws: _Laws, bins: int, grid: float, tail: float) -> DensePLDPmf:
+    """The loss under P, ``log(P / Q)``."""
+    inside = laws.ratios > 0
+    mass = laws.with_it
+    infinite = laws.lost + tail + _error(mass, bins, laws.step)
+    return _on_grid(mass[inside], np.log(laws.ratios[inside]), grid, infinite)
+
+
+def _without_example(laws: _Laws, bins: int, grid: float, tail: float) -> DensePLDPmf:
+    """The loss under Q, ``log(Q / P)``."""
+    inside = laws.ratios > 0
+    mass = laws.without
+    # Where the example is absent, a ratio of 0 is an infinite loss.
+    zero = float(mass[~inside].sum())
+    infinite = zero + tail + _error(mass, bins, laws.step)
+    return _on_grid(mass[inside], -np.log(laws.ratios[inside]), grid, infinite)
+
+
+def _laws(
+    groups: list[tuple[float, int]], bins: int, tail: float, above: float, step: float
+) -> _Laws:
+    """The laws of the ratio, with factors up to where P has the mass ``above``.
+
+    The step is larger than given if the lattice needs more than `_POINTS` points.
+    """
+    idle = bins - sum(n for _, n in groups)
+    largest = _largest(groups[0][0], above)
+    step = max(step, largest * 2.0**-40)  # floats next to the largest factor are further apart
+    low, top = _window(groups, bins, tail, above, step)
+    coarser = max(top - low, largest) / _POINTS
+    if coarser > step:
+        step = coarser
+        low, top = _window(groups, bins, tail, above, step)
+    first = math.floor(low / step)
+    size = 2 ** math.ceil(math.log2((top - low) / step + 4))
     # Transforms, of the law of all factors so far, and of the sum of laws in which one of them has
     # its law under P; by the product rule.
-    plain, chosen, lost = np.ones(1), np.zeros(1), 0.0
+    plain = np.ones(1)
+    chosen = np.zeros(1)
+    lost = 0.0
     for z, n in groups:
-        places = np.arange(math.ceil(_largest(z, tail) / step) + 1)
+        places = np.arange(math.ceil(_largest(z, above) / step) + 1)
         law, beyond = _spread(z, step * places)
         # The window can be narrower than one factor; the transform repeats outside it.
-        factor, weighted = (
-            np.fft.rfft(np.bincount(places % size, part, size))
-            for part in (law, step * places * law)
-        )
+        factor = np.fft.rfft(np.bincount(places % size, law, size))
+        weighted = np.fft.rfft(np.bincount(places % size, step * places * law, size))
         power = factor ** (n - 1)
         chosen = chosen * power * factor + plain * n * power * weighted
         plain = plain * power * factor
         lost += n * beyond / bins
-    with_it, without = (
-        np.roll(np.fft.irfft(transform, size), -first).clip(0)
-        for transform in ((chosen + idle * plain) / bins, plain)
-    )
+    with_it = np.roll(np.fft.irfft((chosen + idle * plain) / bins, size), -first).clip(0)
+    without = np.roll(np.fft.irfft(plain, size), -first).clip(0)
     ratios = (step * (first + np.arange(size)) + idle) / bins
-    # Where the example is absent, a ratio of 0 is an infinite loss.
-    inside, zero = ratios > 0, float(without[ratios <= 0].sum())
-    logs = np.log(ratios[inside])
-    lost, zero = (
-        mass + tail + _error(law, bins, step) for mass, law in ((lost, with_it), (zero, without))
-    )
-    return PrivacyLossDistribution(
-        _on_grid(with_it[inside], logs, grid, lost), _on_grid(without[inside], -logs, grid, zero)
-    )
+    return _Laws(ratios, with_it, without, lost, step)
 
 
 def _fits(event: RandomAllocationDpEvent, tail: float) -> bool:
-    """Whether a lattice that reaches the largest factor has points below a ratio of 1."""
+    """Whether a lattice up to the largest factor is fine enough for the factors at about delta."""
     least = event.noise_multipliers[0][0]
+    likely = min(0.5, tail / _SHARE)
+    range_of_logs = float(ndtri(likely) - ndtri(tail)) / least
     largest = 1 / (2 * least**2) - float(ndtri(tail)) / least
-    return largest < math.log(_POINTS * event.batches)
+    # Squares of factors overflow from e^354 on.
+    return range_of_logs < math.log(_POINTS) - _BELOW and largest < 300
 
 
 def _largest(z: float, tail: float) -> float:
     """The factor above which there is this mass under P."""
     return math.exp(1 / (2 * z**2) - float(ndtri(tail)) / z)
+
+
+def _mass_above(z: float, factor: float) -> float:
+    """The mass under P of larger factors: the inverse of `_largest`."""
+    return float(ndtr(1 / (2 * z) - z * math.log(factor)))
 
 
 def _spread(z: float, points: np.ndarray) -> tuple[np.ndarray, float]:
@@ -151,7 +206,7 @@ def _between(at: np.ndarray) -> np.ndarray:
 
 
 def _window(
-    groups: list[tuple[float, int]], bins: int, tail: float, step: float
+    groups: list[tuple[float, int]], bins: int, tail: float, above: float, step: float
 ) -> tuple[float, float]:
     """Where the sum of factors is: below with mass ``tail`` under Q, above with it under P.
 
@@ -159,9 +214,9 @@ def _window(
     / 8`` to the logarithm of its moment (Hoeffding), and ``angle * step`` under P.
     """
     count, deviation = sum(n for _, n in groups), 0.0
-    laws, largest = [], max(_largest(z, tail) for z, _ in groups)
+    laws, largest = [], max(_largest(z, above) for z, _ in groups)
     for z, n in groups:
-        points = np.exp(np.linspace(-12, 1 / z - float(ndtri(tail)), 1000) / z - 1 / (2 * z**2))
+        points = np.exp(np.linspace(-12, 1 / z - float(ndtri(above)), 1000) / z - 1 / (2 * z**2))
         points = np.concatenate([[0], points, [points[-1] + step]])
         laws.append((n, points, _spread(z, points)[0]))
         deviation += n * float(laws[-1][2] @ (points - 1) ** 2)

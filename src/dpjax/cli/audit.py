@@ -123,7 +123,9 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     out = folder if given.out is None else pathlib.Path(given.out)
     try:
         out.mkdir(parents=True, exist_ok=True)  # before the audits, which take minutes
-        lines = audit_run(given, rebuild(folder, given.data_dir), out)
+        rebuilt = rebuild(folder, given.data_dir)
+        require_test_rows(given, rebuilt.dataset)
+        lines = audit_run(given, rebuilt, out)
     except (OSError, ValueError) as error:
         raise app.UsageError(f"{folder}: {error}") from error
     print("\n".join(map(str, (HEAD, *lines))))
@@ -151,6 +153,16 @@ def rebuild(folder: pathlib.Path, data_dir: str | None = None) -> Rebuilt:
     dataset = inputs.with_scale(given, dataset, moments)
     first = first_parameters(planned.model, dataset, planned.earlier)
     return Rebuilt(run, planned, dataset, first, released_params(folder, first))
+
+
+def require_test_rows(given: flags.FlagValues, dataset: dpjax.data.Dataset) -> None:
+    """Refuses attacks on membership in a run whose every row was trained on."""
+    needed = [name for name in given.attacks if name != "canaries"]
+    if needed and not len(dataset.test[1]):
+        raise app.UsageError(
+            f"--attacks={','.join(needed)}: the run has no test rows to compare training rows "
+            "with. Give --attacks=canaries."
+        )
 
 
 def flags_of(run: SavedRun) -> flags.FlagValues:

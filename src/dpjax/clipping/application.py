@@ -53,15 +53,15 @@ def clip(
     refuse_tracking("clipping.clip")
     size = trees.leading_size(gradients, name="clipping.clip")
     real = real_rows("clipping.clip", mask, size)[:, None]
-    # On the shapes of the parameters, as the noise assigns: a partition by rank or size would
-    # answer otherwise for a batch.
+    # The partition gets the shapes of the parameters, as it does for the noise: a partition by rank
+    # or size answers differently for a batch.
     groups = rule.partition.assign(trees.one_row(gradients))
-    # Norms before the mask: padding has a norm too, and the mask removes norm and factor together.
+    # Padding has a norm too, and the mask removes its norm and factor together.
     norms = trees.group_norms(gradients, groups, rule.partition.size)
-    factors = rule.factors(norms)
-    norms, factors = jnp.where(real, norms, 0), jnp.where(real, factors, 0)
+    factors = jnp.where(real, rule.factors(norms), 0)
+    norms = jnp.where(real, norms, 0)
     if weights is not None:
-        # After the bound: a weight may shorten a contribution and never lengthen it past its bound.
+        # A weight follows the bound: it may shorten a contribution, and lengthens none past it.
         factors *= jnp.broadcast_to(jnp.asarray(weights, factors.dtype), factors.shape)
     return trees.scaled_sum(gradients, factors, groups), norms, factors
 
@@ -71,14 +71,16 @@ def real_rows(call: str, mask: ArrayLike | None, size: int) -> Bool[Array, " siz
     if mask is None or mask is True:
         return jnp.ones(size, bool)
     if np.shape(mask) != (size,):
-        of_persons = (
-            " For persons give dpjax.losses.of_person(loss), (rows, mask) and mask=mask[:, 0]."
-        )
+        cure = ""
+        if np.ndim(mask) == 2:
+            cure = (
+                " For persons give dpjax.losses.of_person(loss), (rows, mask) and mask=mask[:, 0]."
+            )
         raise ValueError(
-            f"{call}: mask has shape {np.shape(mask)}; expected ({size},), one entry per example."
-            + (of_persons if np.ndim(mask) == 2 else "")
+            f"{call}: mask has shape {np.shape(mask)}; expected ({size},), one entry per "
+            f"example.{cure}"
         )
-    # Inside jit a mask has no values yet, and of several processes each sees a part.
+    # A mask has no values inside jit, and each of several processes sees a part of it.
     known = not isinstance(mask, Tracer) and getattr(mask, "is_fully_addressable", True)
     if known and not np.isin(np.asarray(mask), (0, 1)).all():
         raise ValueError(
@@ -172,7 +174,7 @@ def empty_sum(rule: Clipping, params: PyTree) -> ClippedSum:
 
 def _require_rows(gradients: PyTree, state: ClipState) -> None:
     """Raises unless every gradient leaf is ``(batch, *parameter shape)``, and none is masked."""
-    # Inside `optax.masked` the other leaves would pass as raw per-example gradients.
+    # `optax.masked` passes the other leaves on as raw per-example gradients.
     if trees.nodes(gradients, optax.MaskedNode):
         raise ValueError(
             "clip_and_sum: masked leaves would be released without noise. Put optax.masked or "

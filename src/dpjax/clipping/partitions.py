@@ -39,11 +39,15 @@ def balanced(groups: int) -> Partition:
             )
         sizes = [leaf.size for leaf in leaves]
         # Bisection makes the largest group as small as cuts between leaves allow.
-        low, high = max(sizes), sum(sizes)
+        low = max(sizes)
+        high = sum(sizes)
         while low < high:
             middle = (low + high) // 2
-            fits = _fill(sizes, groups, middle)[-1] < groups
-            low, high = (low, middle) if fits else (middle + 1, high)
+            last_group = _fill(sizes, groups, middle)[-1]
+            if last_group < groups:
+                high = middle
+            else:
+                low = middle + 1
         return _fill(sizes, groups, low)
 
     return Partition(tuple(f"group {i}" for i in range(groups)), assign)
@@ -51,12 +55,15 @@ def balanced(groups: int) -> Partition:
 
 def _fill(sizes: Sequence[int], groups: int, capacity: int) -> tuple[int, ...]:
     """Fills groups in order up to a capacity, leaving a leaf for each group to come."""
-    assigned, group, load = [], 0, 0
+    assigned = []
+    group = 0
+    load = 0
     for i, size in enumerate(sizes):
-        # Every later group needs a leaf: an empty group would have noise for nothing.
+        # Every later group needs a leaf: an empty group costs noise and clips nothing.
         starved = len(sizes) - i <= groups - 1 - group
         if load + size > capacity or starved:
-            group, load = group + 1, 0
+            group += 1
+            load = 0
         assigned.append(group)
         load += size
     return tuple(assigned)
@@ -76,7 +83,7 @@ def by_leaf(params: PyTree) -> Partition:
 def by_layer(params: PyTree) -> Partition:
     """One group a layer: leaves that share all of their path but the last name.
 
-    Leaves at the top of the tree, which have one name alone, are one group, ``(top)``.
+    Leaves at the top of the tree, whose paths are one name, are one group, ``(top)``.
 
     Example:
       >>> import jax.numpy as jnp
@@ -119,7 +126,7 @@ def _named(call: str, params: PyTree, labels: Sequence[str]) -> Partition:
     expected = trees.leaf_names(params)
 
     def assign(tree: PyTree) -> tuple[int, ...]:
-        # By name: another model with as many leaves would be clipped in wrong groups.
+        # Names are compared: another model with as many leaves is clipped in wrong groups.
         if trees.leaf_names(tree) != expected:
             raise ValueError(
                 f"{call}: made for the leaves {list(expected)}; the tree has "
@@ -132,4 +139,6 @@ def _named(call: str, params: PyTree, labels: Sequence[str]) -> Partition:
 
 def partition_of(groups: Groups) -> Partition:
     """A number of groups as the balanced `Partition` of that size; a partition as it is."""
-    return groups if isinstance(groups, Partition) else balanced(groups)
+    if isinstance(groups, Partition):
+        return groups
+    return balanced(groups)

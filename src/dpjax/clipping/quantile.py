@@ -19,7 +19,7 @@ from dpjax import checks
 from dpjax.clipping.rules import ON_BOUND
 from dpjax.types import Clipping
 
-# The scale stays within this factor of 1: beyond it, losses divided by it would overflow.
+# The scale stays within this factor of 1. Losses divided by a smaller scale overflow.
 _FAR = 1e6
 
 
@@ -66,12 +66,13 @@ class Quantile:
     geometric: bool = True
 
     def __post_init__(self) -> None:
-        call, count = "clipping.Quantile", self.count_multiplier
+        call = "clipping.Quantile"
         if not 0 <= self.target <= 1:
             raise ValueError(f"{call}(target={self.target}): expected a fraction from 0 to 1.")
-        # Python's numbers, which cards and caches can hold.
+        # Cards and caches hold Python's numbers.
         object.__setattr__(self, "target", float(self.target))
         object.__setattr__(self, "rate", checks.positive(call, "rate", self.rate))
+        count = self.count_multiplier
         if count is not None:
             count = checks.not_negative(call, "count_multiplier", count, infinite=False)
             object.__setattr__(self, "count_multiplier", count)
@@ -93,6 +94,9 @@ class Quantile:
     def moved(self, scale: Float[Array, ""], fraction: Any) -> Float[Array, ""]:
         """The scale of the next step, from that of this one and the noised fraction below."""
         error = self.rate * (fraction - self.target)
-        # The geometric step follows a bound over orders of magnitude at one rate.
-        after = scale * jnp.exp(-error) if self.geometric else scale - error
+        if self.geometric:
+            # This step follows a bound over orders of magnitude at one rate.
+            after = scale * jnp.exp(-error)
+        else:
+            after = scale - error
         return jnp.clip(after, 1 / _FAR, _FAR).astype(scale.dtype)

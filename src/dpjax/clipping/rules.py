@@ -45,7 +45,7 @@ def flat(bound: float) -> Clipping:
     References:
       Abadi et al., "Deep Learning with Differential Privacy", 2016, algorithm 1.
     """
-    # Wishes for 1; `Clipping` takes the minimum with bound / norm, which is flat clipping.
+    # The wish is 1; `Clipping` takes the minimum with bound / norm, which is flat clipping.
     return _rule("flat", bound, 1, jnp.ones_like)
 
 
@@ -95,7 +95,7 @@ def per_group(bounds: Sequence[float] | Mapping[str, float], groups: Groups) -> 
       5.0
     """
     partition = partition_of(groups)
-    # By name, so that an order of groups that changes with the model cannot exchange two bounds.
+    # Bounds by name cannot be exchanged by an order of groups that changes with the model.
     if isinstance(bounds, Mapping):
         bounds = [bounds[name] for name in partition.names]
     return Clipping(partition, tuple(bounds), jnp.ones_like, "per_group")
@@ -153,8 +153,8 @@ def psac(bound: float = 1.0, stabilizer: float = 0.1, *, groups: Groups = 1) -> 
     stabilizer = checks.positive("clipping.psac", "stabilizer", stabilizer, hint)
 
     def wish(norms: Norms) -> Norms:
-        # For small norms the factor tends to the bound and not to infinity, so gradients that are
-        # mostly noise are not stretched.
+        # As the norm goes to 0 the factor tends to the bound and not to infinity, so gradients that
+        # are mostly noise are not stretched.
         return bound / (norms + stabilizer / (norms + stabilizer))
 
     return _rule("psac", bound, groups, wish, stabilizer=stabilizer)
@@ -201,11 +201,16 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
       Bu et al., "On the Convergence and Calibration of Deep Learning with Differential
       Privacy", 2023, appendices C.8 and D.
     """
-    call, hint = "clipping.hard_threshold", "Examples with longer gradients are dropped."
+    call = "clipping.hard_threshold"
+    hint = "Examples with longer gradients are dropped."
     bound = checks.not_negative(call, "bound", bound, _BOUND)
-    screen = bound if screen is None else checks.number(call, "screen", screen, hint)
+    if screen is None:
+        screen = bound
+    screen = checks.number(call, "screen", screen, hint)
     # (C / Z) g has norm at most C for |g| at most Z, so the sensitivity is C and not Z.
-    scale = 1.0 if screen == bound else bound / checks.positive(call, "screen", screen, hint)
+    scale = 1.0
+    if screen != bound:
+        scale = bound / checks.positive(call, "screen", screen, hint)
 
     def wish(norms: Norms) -> Norms:
         return jnp.where(norms <= screen * (1 + ON_BOUND), scale, 0.0).astype(norms.dtype)
@@ -231,7 +236,7 @@ def jl(bound: float, projections: int = 50) -> Clipping:
 
     Sensitivity:
       None that holds always.  An example contributes up to $C \sqrt{r / \chi^2_r}$.  The guarantee
-      is over that chance, by ``method="pld"`` alone; other methods are refused.
+      is over that chance, by ``method="pld"`` only; other methods are refused.
 
       It holds for exact arithmetic. Where derivatives of thousands of positions cancel to the last
       digits, an example passes the bound by far; exact norms (`flat`) hold there too.
@@ -256,7 +261,7 @@ def jl(bound: float, projections: int = 50) -> Clipping:
 
 
 def _stretched(bound: float, gamma: float) -> Callable[[Norms], Norms]:
-    """From norms to ``bound / (norms + gamma)``; where that would divide by zero, to 0."""
+    """From norms to ``bound / (norms + gamma)``, and to 0 where the divisor is 0."""
 
     def wish(norms: Norms) -> Norms:
         length = norms + gamma

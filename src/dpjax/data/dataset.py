@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 from dpjax import checks, trees
 from dpjax._display import brief
 from dpjax.data.streaming import Stream
+from dpjax.types import HeldOut
 
 Split: TypeAlias = tuple[np.ndarray, np.ndarray]
 _Train = TypeVar("_Train", Split, Stream)
@@ -37,6 +38,8 @@ class Dataset(NamedTuple, Generic[_Train]):
     """Whose row each training row is, from 0; None if each row is of another person."""
     target_range: tuple[float, float] | None = None
     """The declared range of a target that is stored as a number in [-1, 1]; else None."""
+    held_out: HeldOut | None = None
+    """How many units of your file or frame are in ``test``; None for a public data set by name."""
 
     def __repr__(self) -> str:
         names = f", class_names={brief(self.class_names)}" * bool(self.class_names)
@@ -87,6 +90,24 @@ def hold_out(split: Split, size: int) -> tuple[Split, Split]:
     order = np.random.default_rng(0).permutation(rows)
     rest, held = order[size:], order[:size]
     return (x[rest], y[rest]), (x[held], y[held])
+
+
+def units_held_out(call: str, units: int, fraction: float | None) -> np.ndarray:
+    """The numbers of the rows or persons that are held out for the test, by a fixed shuffle.
+
+    ``fraction`` is 0.2 if it is None. A fraction above 0 holds out at least one unit.
+    """
+    if fraction is None:
+        fraction = 0.2
+    fraction = checks.not_negative(call, "holdout", fraction)
+    if fraction >= 1:
+        raise ValueError(f"{call}: holdout={fraction:g}; expected a fraction from 0 to below 1.")
+    numbers = np.arange(units)
+    if fraction == 0:
+        return numbers[:0]
+    size = max(1, int(units * fraction))
+    _, (held, _) = hold_out((numbers, numbers), size)
+    return held
 
 
 def standardize(values: np.ndarray, mean: ArrayLike, scale: ArrayLike) -> np.ndarray:

@@ -5,20 +5,26 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from dpjax import checks
 from dpjax._files import read_arrays
 from dpjax.data.arrays import native
-from dpjax.data.dataset import Dataset, Split, hold_out
+from dpjax.data.dataset import Dataset, Split, units_held_out
+from dpjax.data.declared import GAPS
 from dpjax.data.files import column, floats, numbers, read_table, whole
-
-_MISSING = ("", "nan", "na", "n/a", "null", "none", "<na>", "?")  # as other programs write it
+from dpjax.types import HeldOut
 
 
 def load_file(
-    path: str | os.PathLike[str], classes: int | None = None, label: str | None = None
+    path: str | os.PathLike[str],
+    classes: int | None = None,
+    label: str | None = None,
+    *,
+    test: str | os.PathLike[str] | None = None,
+    holdout: float | None = None,
 ) -> Dataset[Split]:
     r"""Loads a data set of your own from a file.
 
@@ -27,9 +33,8 @@ def load_file(
     | ``.npz`` | ``x_train``, ``y_train``, ``x_test``, ``y_test``; or ``x`` and ``y`` |
     | ``.csv`` | a header; numbers, and the label in the column ``label``, or else in the last |
 
-    Without a test part, a fifth of the rows is held out as one, by a fixed shuffle. Bytes of
-    images, ``[examples, height, width]`` or with channels last, become float32 in [0, 1] with a
-    channel axis; other whole numbers become int32, and other numbers float32. ``Label`` and
+    Bytes of images, ``[examples, height, width]`` or with channels last, become float32 in [0, 1]
+    with a channel axis; other whole numbers become int32, and other numbers float32. ``Label`` and
     ``LABEL`` are names of the column ``label`` too. Labels are whole numbers from 0, or words,
     which are numbered in alphabetical order. Missing labels (empty, nan, NA, null, none, ?) are
     refused.
@@ -38,11 +43,15 @@ def load_file(
       path: The file; its name ends in ``.npz`` or ``.csv``.
       classes: The number of classes; by default the largest label and 1, or the number of words.
       label: The name of the column of labels in a ``.csv``, if it is another one.
+      test: A public file of the same form with the rows for the test; then no row is held out.
+      holdout: The fraction of rows that is held out for the test by a fixed shuffle, if the file
+        has no test part; by default 0.2. With 0 all rows are for training.
 
     Privacy:
       Which labels occur counts as public, and so does the number of examples. Scale features by
       public constants (`standardize`) before they are stored: nothing is scaled here. Rows of the
-      test part are not trained on, and no epsilon covers them.
+      test part are not trained on, and no epsilon covers them: give `Dataset.held_out` to
+      `dpjax.fit` or `dpjax.statement`, which then name them.
 
     Example:
       >>> import pathlib, tempfile
@@ -53,35 +62,83 @@ def load_file(
       >>> flowers.train[0].shape, flowers.test[1].shape, flowers.classes
       ((8, 2), (2,), 2)
     """
-    path = Path(path)
     call = f"data.load_file({str(path)!r})"
     classes = checks.whole_or_none("data.load_file", "classes", classes)
+    own = _read(Path(path), label, call)
+    given = [len(own.parts) > 1, test is not None, holdout is not None]
+    if sum(given) > 1:
+        raise ValueError(f"{call}: expected a test part in the file, or test=, or holdout=.")
+    raw = list(own.parts)
+    if test is not None:
+        raw.append(_public(Path(test), own))
+    labels, names, count = _numbered([y for _, y in raw], classes, call)
+    inputs = [_inputs(x, call) for x, _ in raw]
+    shapes = {x.shape[1:] for x in inputs}
+    if len(shapes) > 1:
+        raise ValueError(f"{call}: examples have shapes {shapes}; expected one.")
+    notes = []
+    if own.label is not None:
+        notes.append(f"the label is column {own.label!r}")
+    if len(inputs) > 1:
+        in_train = np.ones(len(inputs[0]), bool)
+        test_rows = (inputs[1], labels[1])
+        held_out = HeldOut(len(labels[1]))
+        if test is not None:
+            held_out = HeldOut(public=True)
+            notes.append("the test rows are public")
+    else:
+        rows = len(inputs[0])
+        held = units_held_out(call, rows, holdout)
+        in_train = ~np.isin(np.arange(rows), held)
+        test_rows = (inputs[0][~in_train], labels[0][~in_train])
+        held_out = HeldOut(len(held))
+        notes.append(f"{len(held)} of {rows} rows are held out for the test")
+    return Dataset(
+        name=Path(path).stem,
+        train=(inputs[0][in_train], labels[0][in_train]),
+        test=test_rows,
+        classes=count,
+        note=f"({'; '.join(notes)})" if notes else "",
+        class_names=names,
+        columns=own.columns,
+        held_out=held_out,
+    )
+
+
+class _File(NamedTuple):
+    """The parts of a file, with labels as they are written; of a table also its columns."""
+
+    parts: list[Split]
+    columns: tuple[str, ...] = ()
+    label: str | None = None
+
+
+def _read(path: Path, label: str | None, call: str) -> _File:
+    """The content of a file of either kind."""
     if not path.is_file():
         raise FileNotFoundError(f"{call}: there is no such file.")
-    columns, notes = (), []
     if path.suffix == ".csv":
-        parts, columns, chosen = _table(path, label, call)
-        notes.append(f"the label is column {chosen!r}")
-    elif path.suffix == ".npz" and label is None:
-        parts = _arrays(path, call)
-    else:
-        raise ValueError(f"{call}: expected a .csv, or an .npz without label=.")
-    labels, names, count = _numbered([y for _, y in parts], classes, call)
-    parts = [(_inputs(x, call), y) for (x, _), y in zip(parts, labels, strict=True)]
-    if len(parts) == 1:
-        parts = list(hold_out(parts[0], max(1, len(labels[0]) // 5)))
-        notes.append("a fifth held out for the test")
-    if len(shapes := {x.shape[1:] for x, _ in parts}) > 1:
-        raise ValueError(f"{call}: examples have shapes {shapes}; expected one.")
-    note = f"({'; '.join(notes)})" if notes else ""
-    train, test = parts
-    return Dataset(path.stem, train, test, count, note, names, columns)
+        return _table(path, label, call)
+    if path.suffix == ".npz" and label is None:
+        return _File(_arrays(path, call))
+    raise ValueError(f"{call}: expected a .csv, or an .npz without label=.")
+
+
+def _public(path: Path, own: _File) -> Split:
+    """The rows of a public test file, with the label and the columns of the private one."""
+    call = f"data.load_file(test={str(path)!r})"
+    public = _read(path, own.label, call)
+    if len(public.parts) > 1 or public.columns != own.columns:
+        raise ValueError(f"{call}: expected one part, with the columns of the private file.")
+    return public.parts[0]
 
 
 def _arrays(path: Path, call: str) -> list[Split]:
     arrays = read_arrays(path, call)
-    for pairs in ((("x_train", "y_train"), ("x_test", "y_test")), (("x", "y"),)):
-        if {name for pair in pairs for name in pair} <= set(arrays):
+    in_parts = [("x_train", "y_train"), ("x_test", "y_test")]
+    for pairs in (in_parts, [("x", "y")]):
+        names = {name for pair in pairs for name in pair}
+        if names <= set(arrays):
             return [_paired(arrays[x], arrays[y], call) for x, y in pairs]
     raise ValueError(
         f"{call}: the file holds {sorted(arrays)}; expected x and y, or a train and a test part."
@@ -99,19 +156,20 @@ def _paired(x: np.ndarray, y: np.ndarray, call: str) -> Split:
     return x, labels
 
 
-def _table(path: Path, label: str | None, call: str) -> tuple[list[Split], tuple[str, ...], str]:
-    """All rows of a ``.csv``, the names of its features, and that of the label."""
+def _table(path: Path, label: str | None, call: str) -> _File:
+    """All rows of a ``.csv``."""
     header, rows = read_table(path, call)
     if label is not None and label not in header:
         raise ValueError(f"{call}: label={label!r}; expected one of {', '.join(header)}.")
-    # `label` stands before `Label`, since small letters sort last.
-    labels = [name for name in header if name.lower() == "label"]
-    chosen = label or max(labels, default=header[-1])
-    place = header.index(chosen)
+    if label is None:
+        # `label` is taken before `Label`, since small letters sort last.
+        spelled = [name for name in header if name.lower() == "label"]
+        label = max(spelled, default=header[-1])
+    place = header.index(label)
     y = np.array([row.pop(place).strip() for row in rows])
     columns = header[:place] + header[place + 1 :]
-    x = numbers(columns, rows, f"{call}: the label is column {chosen!r}")
-    return [_paired(x, y, call)], tuple(columns), chosen
+    x = numbers(columns, rows, f"{call}: the label is column {label!r}")
+    return _File([_paired(x, y, call)], tuple(columns), label)
 
 
 def _inputs(x: np.ndarray, call: str) -> np.ndarray:
@@ -131,11 +189,12 @@ def _numbered(
     parts: list[np.ndarray], classes: int | None, call: str
 ) -> tuple[list[np.ndarray], tuple[str, ...], int]:
     """Labels of all parts as int32 from 0, the words that they were, and the number of classes."""
-    names: tuple[str, ...] = ()
     # NumPy and h5py also keep words as bytes.
-    labels = np.concatenate([np.char.decode(y) if y.dtype.kind == "S" else y for y in parts])
+    decoded = [np.char.decode(y) if y.dtype.kind == "S" else y for y in parts]
+    labels = np.concatenate(decoded)
+    names: tuple[str, ...] = ()
     if labels.dtype.kind == "U":
-        missing = np.isin(np.char.lower(np.char.strip(labels)), _MISSING)
+        missing = np.isin(np.char.lower(np.char.strip(labels)), sorted(GAPS))
         if missing.any():
             raise ValueError(f"{call}: label {missing.argmax() + 1} of {len(labels)} is missing.")
         try:
@@ -146,9 +205,10 @@ def _numbered(
     labels = whole(labels, call)
     count = len(names) or int(labels.max()) + 1
     if labels.min() < 0 or count > (classes or count) or count > len(labels) // 2:
+        expected = f"0 to {classes - 1}" if classes else "0 and up"
         raise ValueError(
             f"{call}: labels from {labels.min()} to {labels.max()} of {len(labels)} examples; "
-            f"expected {f'0 to {classes - 1}' if classes else '0 and up'}, and far fewer classes."
+            f"expected {expected}, and far fewer classes."
         )
     edges = np.cumsum([len(y) for y in parts])[:-1]
     return np.split(labels, edges), names, classes or count

@@ -145,8 +145,9 @@ def fedavg(
         check_loss(Traced(loss), params, trees.one_row(clients.examples), call)
         return algorithm.init(params, key)
 
+    scaled_by = None if weights.total_share == expected else "the total of weights"
     # The recipe's sampler orders clients by size, which changes no event: users see their own.
-    return replace(algorithm, init=init, mechanism=mechanism)
+    return replace(algorithm, init=init, mechanism=mechanism, scaled_by=scaled_by)
 
 
 def fedsgd(

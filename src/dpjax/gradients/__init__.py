@@ -10,10 +10,10 @@ brings the gradient at a site into one form, `cost` chooses a rule for each leaf
 `leaf_sums` apply it.
 """
 
+from dpjax.gradients._explain import explain
+from dpjax.gradients._layout import layout
 from dpjax.gradients.batching import Layout
 from dpjax.gradients.clipped_grad import clipped_grad
 from dpjax.gradients.engines import ENGINES
-from dpjax.gradients.explain import explain
-from dpjax.gradients.layout import layout
 
 __all__ = ["ENGINES", "Layout", "clipped_grad", "explain", "layout"]

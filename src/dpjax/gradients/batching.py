@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batching: microbatches and devices.
 
-A float32 sum of a million examples rounds what one of them adds by more than the margin of the
+A float32 sum of a million examples rounds the term of one example by more than the margin of the
 noise. So the sum of a *block* of examples is plain, and blocks are added with compensation.
 """
 
@@ -32,12 +32,14 @@ class Layout(NamedTuple):
     mesh: Mesh | None = None
     """The devices, or None for a single one; see `dpjax.meshes`."""
     axes: tuple[str, ...] = ()
-    """The axes of the mesh that split the batch. XLA partitions what is left."""
+    """The axes of the mesh that split the batch. XLA partitions along the others."""
 
     @property
     def shares(self) -> int:
-        """In how many parts the batch is split."""
-        return math.prod(self.mesh.shape[axis] for axis in self.axes) if self.mesh else 1
+        """The number of parts of the batch."""
+        if self.mesh is None:
+            return 1
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
 
 def sum_over(
@@ -50,18 +52,21 @@ def sum_over(
     settle: Callable[[T], T] | None = None,  # ends each block of microbatches
 ) -> T:
     """The sum of ``add(state, rows, mask, total)`` over the rows of a draw, one for each share."""
-    size, shares = layout.microbatch_size, layout.shares
+    size = layout.microbatch_size
+    block = None
+    if settle is not None:
+        block = (microbatches_in_block(size), settle)
 
-    def share(which: Any, draw: Draw, data: PyTree, zero: T, state: S) -> T:
+    def sum_of_share(number: Any, draw: Draw, data: PyTree, zero: T, state: S) -> T:
         def add_rows(indices: Int[Array, "size ..."], mask: Bool[Array, "size ..."], total: T) -> T:
-            return add(state, jax.tree.map(lambda x: x[indices], data), mask, total)
+            rows = jax.tree.map(lambda x: x[indices], data)
+            return add(state, rows, mask, total)
 
-        # A loop over the draw and not over the data: what was not drawn is never read.
-        block = None if settle is None else (microbatches_in_block(size), settle)
-        return sampling.fold(draw, size, add_rows, zero, (which, shares), block)
+        # The loop is over the draw and not over the data: rows that were not drawn are never read.
+        return sampling.fold(draw, size, add_rows, zero, (number, layout.shares), block)
 
     # Devices meet once a step, in `join`; noise is added after it, once.
-    return on_each(share, layout)(draw, data, zero, state)
+    return on_each(sum_of_share, layout)(draw, data, zero, state)
 
 
 class Total(NamedTuple):
@@ -69,7 +74,7 @@ class Total(NamedTuple):
 
     block: PyTree  # the microbatches since the last block ended, added in place
     high: PyTree | None = None  # all blocks that ended; None if draws rarely take more than one
-    low: PyTree | None = None  # what ``high`` lacks of their sum; only noise may round it away
+    low: PyTree | None = None  # the rounding error of ``high``; only noise may round it away
 
 
 MOST = 1024
@@ -80,17 +85,20 @@ of a bound more than an example should; the margin for sums is 2^-11."""
 def microbatches_in_block(size: int) -> int:
     """How many microbatches of this size are added before a block ends.
 
-    Each addition may round otherwise by the last bit of the block, once an example is left out: for
-    blocks of ``size * count`` bounds, and ``count`` additions, by at most 2^-12 bounds.
+    Without one example, each addition may round differently by the last bit of the block: with
+    blocks of ``size * count`` bounds, and ``count`` additions, by at most 2^-12 bounds in total.
     """
     return max(1, math.isqrt(2**11 // size))
 
 
 def no_total(like: PyTree, examples: int, layout: Layout) -> Total:
     """The sum over no microbatches; ``examples`` is the size of a usual draw."""
-    zeros, size = jax.tree.map(jnp.zeros_like, like), layout.microbatch_size
-    short = examples <= layout.shares * size * microbatches_in_block(size)
-    return Total(zeros) if short else Total(zeros, zeros, zeros)
+    zeros = jax.tree.map(jnp.zeros_like, like)
+    size = layout.microbatch_size
+    fits_in_a_block = examples <= layout.shares * size * microbatches_in_block(size)
+    if fits_in_a_block:
+        return Total(zeros)
+    return Total(zeros, zeros, zeros)
 
 
 def settled(total: Total) -> Total:
@@ -98,11 +106,12 @@ def settled(total: Total) -> Total:
     if total.high is None:
         return total
     zeros = jax.tree.map(jnp.zeros_like, total.block)
-    return Total(zeros, *_compensated(total))
+    high, low = _compensated(total)
+    return Total(zeros, high, low)
 
 
 def _compensated(total: Total) -> tuple[PyTree, PyTree]:
-    """The sum of a total, rounded, and what it lacks."""
+    """The sum of a total, rounded, and its rounding error."""
 
     def two_sum(high: Array, low: Array, block: Array) -> tuple[Array, Array]:
         # Knuth's sum: the error is exact, whichever term is larger.
@@ -110,48 +119,58 @@ def _compensated(total: Total) -> tuple[PyTree, PyTree]:
         back = rounded - high
         return rounded, low + ((high - (rounded - back)) + (block - back))
 
-    leaves = zip(*map(jax.tree.leaves, (total.high, total.low, total.block)), strict=True)
+    sums = jax.tree.map(two_sum, total.high, total.low, total.block)
     structure = jax.tree.structure(total.block)
-    high, low = zip(*(two_sum(*leaf) for leaf in leaves), strict=True)
+    high, low = zip(*structure.flatten_up_to(sums), strict=True)
     return structure.unflatten(high), structure.unflatten(low)
 
 
 def join(
     totals: Total, more: T, layout: Layout, reach: Sequence[float]
 ) -> tuple[PyTree, PyTree | None, T]:
-    """The sum of all shares, what it lacks because it is rounded, and the sums of ``more``."""
+    """The sum of all shares, its rounding error, and the sums of ``more``.
 
-    # The one place where devices meet in a step. No coordinate of a sum exceeds its ``reach``.
-    def of_share(totals: Total, more: T) -> tuple[PyTree, PyTree | None, T]:
+    Devices meet only here in a step. No coordinate of a sum exceeds its ``reach``.
+    """
+
+    def join_share(totals: Total, more: T) -> tuple[PyTree, PyTree | None, T]:
         total, more = jax.tree.map(lambda x: x[0], (totals, more))
         return _joined(total, more, layout, reach)
 
     if layout.shares == 1:
-        return of_share(totals, more)
-    parts = PartitionSpec(layout.axes)
-    return _shard_map(of_share, layout, (parts, parts), PartitionSpec())(totals, more)
+        return join_share(totals, more)
+    split = PartitionSpec(layout.axes)
+    return _shard_map(join_share, layout, (split, split), PartitionSpec())(totals, more)
 
 
 def _joined(
     total: Total, more: T, layout: Layout, reach: Sequence[float]
 ) -> tuple[PyTree, PyTree | None, T]:
-    value, lost = (total.block, None) if total.high is None else _compensated(total)
+    value = total.block
+    error = None
+    if total.high is not None:
+        value, error = _compensated(total)
     if layout.shares == 1:
-        return value, lost, more
+        return value, error, more
     leaves, structure = jax.tree.flatten(value)
-    lacking = [0.0] * len(leaves) if lost is None else jax.tree.leaves(lost)
-    parts = [_in_two(*leaf) for leaf in zip(leaves, lacking, reach, strict=True)]
-    value, lost = map(structure.unflatten, zip(*parts, strict=True))
-    # In one call, so that XLA can make one collective of them.
-    return jax.lax.psum((value, lost, more), layout.axes)
+    errors = [0.0] * len(leaves)
+    if error is not None:
+        errors = jax.tree.leaves(error)
+    terms = [_in_two(*leaf) for leaf in zip(leaves, errors, reach, strict=True)]
+    value, error = map(structure.unflatten, zip(*terms, strict=True))
+    # One call, from which XLA can make one collective.
+    return jax.lax.psum((value, error, more), layout.axes)
 
 
 def _in_two(x: Array, low: Any, reach: float) -> tuple[Array, Array]:
-    """What a share adds: multiples of a unit, which add exactly within the reach, and the rest."""
+    """Two terms of a share: multiples of a unit, which add exactly within the reach; the rest."""
     info = jnp.finfo(x.dtype)
-    unit = 2.0 ** (math.ceil(math.log2(reach)) - info.nmant) if 0 < reach < math.inf else 0.0
-    # Not (x + 2^k) - 2^k, which XLA takes for x.
-    high = jnp.round(x / unit) * unit if unit >= info.tiny else x
+    unit = 0.0
+    if 0 < reach < math.inf:
+        unit = 2.0 ** (math.ceil(math.log2(reach)) - info.nmant)
+    high = x
+    if unit >= info.tiny:
+        high = jnp.round(x / unit) * unit  # XLA simplifies (x + 2^k) - 2^k to x
     return high, low + (x - high)
 
 
@@ -164,10 +183,10 @@ class Rows(NamedTuple):
 
 
 Engine = Callable[[Traced, Clipping, PyTree, Rows, PyTree], ClippedSum]
-"""``(loss, rule, params, rows, start) -> clipped sum``, added to what was there at the start."""
+"""``(loss, rule, params, rows, start) -> clipped sum``, added to the sum ``start``."""
 
 BoundEngine = Callable[[PyTree, Rows, PyTree], ClippedSum]
-"""An engine for one loss and one rule; with the parameters go the weights that are frozen."""
+"""An engine for one loss and one rule, of ``(parameters, frozen weights)``."""
 
 
 def laid_out(engine: BoundEngine, layout: Layout) -> BoundEngine:
@@ -175,47 +194,50 @@ def laid_out(engine: BoundEngine, layout: Layout) -> BoundEngine:
 
     def in_turn(params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
         """One microbatch after the other, in one compiled loop; the last one is padded."""
-        count, size = rows.mask.shape[0], layout.microbatch_size
+        count = rows.mask.shape[0]
+        size = layout.microbatch_size
         if count <= size:
             return engine(params, rows, start)
-        # Blocks of equal length, so that at most one microbatch in each is padding.
-        trips = -(-count // size)
-        blocks = -(-trips // microbatches_in_block(size))
-        shape = (blocks, -(-trips // blocks), size)
+        # Blocks of equal length: at most one microbatch in each is padding.
+        microbatches = -(-count // size)
+        blocks = -(-microbatches // microbatches_in_block(size))
+        shape = (blocks, -(-microbatches // blocks), size)
 
-        def add(block: PyTree, some: Rows) -> tuple[PyTree, ClippedSum]:
-            after = engine(params, some, block)
-            return after.value, after._replace(value=None)
+        def add(block: PyTree, microbatch: Rows) -> tuple[PyTree, ClippedSum]:
+            clipped = engine(params, microbatch, block)
+            return clipped.value, clipped._replace(value=None)
 
-        def add_block(total: Total, some: Rows) -> tuple[Total, ClippedSum]:
-            block, parts = jax.lax.scan(add, total.block, some)
-            return settled(total._replace(block=block)), parts
+        def add_block(total: Total, microbatches: Rows) -> tuple[Total, ClippedSum]:
+            block, of_rows = jax.lax.scan(add, total.block, microbatches)
+            return settled(total._replace(block=block)), of_rows
 
         zeros = jax.tree.map(jnp.zeros_like, start)
         total = Total(start) if blocks == 1 else Total(zeros, start, zeros)
-        even = _padded(rows, math.prod(shape))
-        folded = jax.tree.map(lambda x: x.reshape((*shape, *x.shape[1:])), even)
-        (block, high, low), parts = jax.lax.scan(add_block, total, folded)
-        value = block if high is None else jax.tree.map(jnp.add, high, low)
-        parts = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 3)[:count], parts)
-        return parts._replace(value=value)
+        padded = _padded(rows, math.prod(shape))
+        folded = jax.tree.map(lambda x: x.reshape((*shape, *x.shape[1:])), padded)
+        total, of_rows = jax.lax.scan(add_block, total, folded)
+        value = total.block
+        if total.high is not None:
+            value = jax.tree.map(jnp.add, total.high, total.low)
+        of_rows = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 3)[:count], of_rows)
+        return of_rows._replace(value=value)
 
     def spread(params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
         """Each device loops over its own share, and they meet once."""
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), start)
 
-        def share(which: Any, params: PyTree, some: Rows, zeros: PyTree) -> ClippedSum:
-            # From zeros and not from `start`, which would be added once a device.
-            return in_turn(params, some, zeros)
+        def sum_of_share(number: Any, params: PyTree, rows: Rows, zeros: PyTree) -> ClippedSum:
+            # It begins with zeros, because each device adds its own beginning.
+            return in_turn(params, rows, zeros)
 
         count = rows.mask.shape[0]
         # Masked rows make the shares equal; shard_map needs an even split.
-        even = _padded(rows, -(-count // layout.shares) * layout.shares)
-        shares = on_each(share, layout, split={1})(params, even, zeros)
+        padded = _padded(rows, -(-count // layout.shares) * layout.shares)
+        shares = on_each(sum_of_share, layout, split={1})(params, padded, zeros)
         value = jax.tree.map(lambda s, x: s + jnp.sum(x, axis=0), start, shares.value)
-        shares = shares._replace(value=None)
-        shares = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], shares)
-        return shares._replace(value=value)
+        of_rows = shares._replace(value=None)
+        of_rows = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], of_rows)
+        return of_rows._replace(value=value)
 
     return in_turn if layout.shares == 1 else spread
 
@@ -223,34 +245,36 @@ def laid_out(engine: BoundEngine, layout: Layout) -> BoundEngine:
 def on_each(
     run: Callable[..., PyTree], layout: Layout, split: Collection[int] = ()
 ) -> Callable[..., PyTree]:
-    """Stacks ``run(which share, *arguments)`` of all shares; arguments in ``split`` are split."""
+    """Stacks ``run(number of the share, *arguments)``; arguments in ``split`` are split."""
     several = layout.shares > 1
 
-    def one(*arguments: PyTree) -> PyTree:
-        which = jax.lax.axis_index(layout.axes) if several else 0
-        return jax.tree.map(lambda x: x[None], run(which, *arguments))
+    def run_share(*arguments: PyTree) -> PyTree:
+        number = jax.lax.axis_index(layout.axes) if several else 0
+        return jax.tree.map(lambda x: x[None], run(number, *arguments))
 
-    def every(*arguments: PyTree) -> PyTree:
-        everywhere, parts = PartitionSpec(), PartitionSpec(layout.axes)
-        specs = tuple(parts if i in split else everywhere for i in range(len(arguments)))
-        return _shard_map(one, layout, specs, parts)(*arguments)
+    def run_shares(*arguments: PyTree) -> PyTree:
+        shares = PartitionSpec(layout.axes)
+        specs = [PartitionSpec()] * len(arguments)
+        for i in split:
+            specs[i] = shares
+        return _shard_map(run_share, layout, tuple(specs), shares)(*arguments)
 
     # A single share runs without `shard_map`, so a single-device program has no trace of a mesh.
-    return every if several else one
+    return run_shares if several else run_share
 
 
 def _shard_map(
     run: Callable[..., PyTree], layout: Layout, into: Any, out: Any
 ) -> Callable[..., Any]:
     """`jax.shard_map` over the axes of the batch; XLA partitions the others."""
-    # check_vma=False: JAX would otherwise insert a psum over the devices for shared parameters, so
-    # the gradients of several examples would be clipped as one.
+    # JAX's check_vma inserts a psum over the devices for shared parameters, and the gradients of
+    # several examples are clipped as one.
     options: Any = {"axis_names": set(layout.axes), "check_vma": False}
     return jax.shard_map(run, mesh=layout.mesh, in_specs=into, out_specs=out, **options)
 
 
 def _padded(rows: Rows, size: int) -> Rows:
-    """More rows, all masked. Copies of the last row are finite if it is; zeros may not be."""
+    """More rows, all masked: copies of the last row, as gradients at zeros may be infinite."""
     count = rows.mask.shape[0]
 
     def grow(x: Array) -> Array:

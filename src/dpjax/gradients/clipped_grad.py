@@ -18,9 +18,9 @@ from dpjax.clipping.application import real_rows
 from dpjax.clipping.shards import refuse_explicit, refuse_tracking
 from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._estimated_norms.jl import projected
+from dpjax.gradients._layout import Request, run_laid_out
 from dpjax.gradients.batching import BoundEngine, Engine, Rows
 from dpjax.gradients.engines import ENGINES, named
-from dpjax.gradients.layout import Request, run_laid_out
 from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.gradients.nan_isolation import isolated
 from dpjax.gradients.traced import Traced
@@ -100,8 +100,7 @@ def clipped_grad(
         start: PyTree = None,
         frozen: PyTree = None,
     ) -> ClippedSum:
-        # Python's numbers too; what is no array is refused by name.
-        params = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, Number) else x, params)
+        params = _with_arrays(params)
         check_params("clipped_grad", params)
         if start is not None:
             if not isinstance(start, ClippedSum) or start.rule != rule.limits(params):
@@ -110,7 +109,7 @@ def clipped_grad(
                     "dpjax.clipping.empty_sum(rule, params)."
                 )
             start = start.value
-        # Here, because a loop of one's own needs no data set, which that room imports.
+        # Imported here, because `dpjax.data` imports more than a user's own loop needs.
         from dpjax.data.arrays import arrays
 
         params = jax.tree.map(jnp.asarray, params)
@@ -122,24 +121,36 @@ def clipped_grad(
         # Before the loss, which may refuse the rows of a person too.
         real = real_rows("clipped_grad", mask, size)
         traced = Traced(loss, has_aux)
-        check_loss(traced.beside(frozen), params, trees.one_row(batch), "clipped_grad")
-        # Without examples every engine returns zeros.
+        check_loss(traced.with_frozen(frozen), params, trees.one_row(batch), "clipped_grad")
+        # Every engine returns zeros for no examples.
         name = "vmap" if size == 0 else engine
-        together = microbatch_size or (size if name == "vmap" else None)
+        together = microbatch_size
+        if name == "vmap":
+            together = microbatch_size or size
         request = Request(size, name, together, devices)
         rows = Rows(batch, real, _held_weights(weights, size, rule.partition.size))
-        # In float32 or wider: the sum must not lose what one example adds.
-        start = trees.zeros_wide(params) if start is None else start
+        if start is None:
+            # Sums are float32 or wider: a narrower sum loses the gradient of one example.
+            start = trees.zeros_wide(params)
 
-        def run(key: Key) -> BoundEngine:
+        def bound_engine(key: Key) -> BoundEngine:
             chosen = _engine(name, rule, key)
-            return lambda held, *rest: chosen(traced.beside(held[1]), rule, held[0], *rest)
 
-        arguments = (traced, params, rows, start, key, frozen)
-        total = run_laid_out(request, run, *arguments)
+            def run(weights: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
+                params, frozen = weights
+                return chosen(traced.with_frozen(frozen), rule, params, rows, start)
+
+            return run
+
+        total = run_laid_out(request, bound_engine, traced, params, rows, start, key, frozen)
         return total._replace(rule=rule.limits(params))
 
     return clipped
+
+
+def _with_arrays(params: PyTree) -> PyTree:
+    """Parameters with arrays for Python's numbers; `check_params` refuses other objects by name."""
+    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, Number) else x, params)
 
 
 def clipped_sum(
@@ -159,13 +170,13 @@ def clipped_sum(
     held = _held_weights(weights, mask.shape[0], rule.partition.size)
     run = _engine(named(call, engine), rule, key)
     traced = Traced(loss)
-    # Where the loss is mapped over examples, so that no path to a step goes around it.
+    # Checked here, where the loss is mapped over examples, so every path to a step is checked.
     check_loss(traced, params, trees.one_row(rows), call)
     return run(traced, rule, params, Rows(rows, mask, held), start)
 
 
 def _engine(name: str, rule: Clipping, key: Key) -> Engine:
-    """The engine; or the estimator of norms, no engine because it changes the guarantee."""
+    """The engine; or the estimator of norms, which changes the guarantee and is not an engine."""
     if rule.projections is None:
         return ENGINES[name]
     if key is None:
@@ -177,10 +188,11 @@ def _engine(name: str, rule: Clipping, key: Key) -> Engine:
 
 
 def _held_weights(weights: Any, size: int, groups: int) -> Array:
-    """Weights ``[batch, groups]`` in [0, 1]: above 1 they would undo the clipping."""
+    """Weights ``[batch, groups]`` in [0, 1], because larger ones undo the clipping."""
     if weights is None:
         return jnp.ones((size, groups), jnp.float32)
     weights = jnp.asarray(weights, trees.wide(jnp.result_type(float)))
-    # A NaN compares False and becomes 0.
     rows = weights if weights.ndim == 2 else weights[:, None]
-    return jnp.broadcast_to(jnp.where(rows > 0, jnp.minimum(rows, 1), 0), (size, groups))
+    # A NaN compares False and becomes 0.
+    limited = jnp.where(rows > 0, jnp.minimum(rows, 1), 0)
+    return jnp.broadcast_to(limited, (size, groups))

@@ -23,7 +23,8 @@ def vmap(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
     (losses, aux), gradients = per_example(params, rows.batch)
     value, norms, factors = clipping.clip(rule, gradients, rows.mask, rows.weights)
     value = jax.tree.map(jnp.add, start, value)
-    return ClippedSum(value, jnp.where(rows.mask, losses, 0), norms, factors, aux)
+    losses = jnp.where(rows.mask, losses, 0)
+    return ClippedSum(value, losses, norms, factors, aux)
 
 
 _vectorised = isolated(vmap)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loss is read before it is mapped over examples.
+"""Checks of a loss before it is mapped over examples.
 
 The guarantee rests on this: the loss of an example is a function of this example and of the
-parameters. `check_loss` refuses a loss of a batch, batch statistics, and functions that JAX hands a
-whole batch. It believes every other primitive, and so a caller's own.
+parameters. `check_loss` refuses a loss of a batch, batch statistics, and functions to which JAX may
+pass a whole batch. It relies on every other primitive, and so on a caller's own.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from absl import logging
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from dpjax import trees
-from dpjax.gradients.jaxprs import equations, own_vjp, parts
+from dpjax.gradients._jaxprs import equations, own_vjp, parts
 from dpjax.gradients.traced import Traced
 from dpjax.types import PyTree
 
-# Primitives to which `jax.vmap` may hand all examples, and callbacks, which may remember others.
+# Primitives to which `jax.vmap` may pass all examples, and callbacks, which may remember others.
 _MIXING = {"pure_callback", "io_callback", "custom_vmap_call", "ffi_call"}
 
 
 def check_params(call: str, params: PyTree) -> None:
-    """Refuses leaves that no gradient has; ``call`` is what received the parameters."""
+    """Refuses leaves without a gradient; ``call`` is the function that received the parameters."""
     for name, leaf in zip(trees.leaf_names(params), jax.tree.leaves(params), strict=True):
         kind = getattr(leaf, "dtype", None)
         if kind is None or not jnp.issubdtype(kind, jnp.floating):
@@ -39,7 +39,7 @@ def check_params(call: str, params: PyTree) -> None:
 
 
 def check_loss(loss: Traced, params: PyTree, example: PyTree, name: str) -> ClosedJaxpr:
-    """The program of a loss; raises unless it is one real number, of one example alone."""
+    """The program of a loss; raises unless it is one real number of a single example."""
     # A collection of Flax is a dictionary; a leaf of that name is a parameter like others.
     if any("batch_stats" in leaf.split("/")[:-1] for leaf in trees.leaf_names(params)):
         raise ValueError(
@@ -54,7 +54,7 @@ def check_loss(loss: Traced, params: PyTree, example: PyTree, name: str) -> Clos
                 "For (loss, aux), write clipped_grad(loss, rule, has_aux=True)."
             )
     require_one_example(program.jaxpr, f"{name}: the loss")
-    # Derivatives that users wrote stand in the program of the gradient alone.
+    # Only the program of the gradient holds derivatives that users wrote.
     if has_own_derivatives(program.jaxpr):
         require_one_example(loss.gradient(params, example), f"{name}: the gradient of the loss")
     return program
@@ -62,7 +62,7 @@ def check_loss(loss: Traced, params: PyTree, example: PyTree, name: str) -> Clos
 
 @contextlib.contextmanager
 def noted(example: PyTree, name: str) -> Iterator[None]:
-    """Notes at an error of a user's loss how dpjax called it."""
+    """Adds a note to an error of a user's loss: the arguments of dpjax's call."""
     try:
         yield
     except Exception as error:
@@ -76,7 +76,7 @@ def noted(example: PyTree, name: str) -> Iterator[None]:
 
 
 def require_one_example(program: Jaxpr, name: str) -> None:
-    """Refuses a program that may hand one example to the code of another; warns of prints."""
+    """Refuses a program that may mix examples; warns of prints and callbacks."""
     used = {equation.primitive.name for equation in equations(program)}
     if mixing := sorted(used & _MIXING):
         raise ValueError(
@@ -93,14 +93,14 @@ def has_own_derivatives(program: Jaxpr) -> bool:
 
 
 def constants(program: Any) -> Iterator[Any]:
-    """The arrays that a program holds, also in its equations, where JAX may write them."""
+    """The arrays that a program holds as constants, or as literals of its equations."""
     if isinstance(program, ClosedJaxpr):
         yield from program.consts
         program = program.jaxpr
     if isinstance(program, Jaxpr):
         for equation in program.eqns:
-            yield from (
-                v.val for v in equation.invars if isinstance(v, Literal) and jnp.ndim(v.val)
-            )
+            for variable in equation.invars:
+                if isinstance(variable, Literal) and jnp.ndim(variable.val):
+                    yield variable.val
             for inner in parts(equation):
                 yield from constants(inner)

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from dpjax import trees
-from dpjax.gradients import platforms
+from dpjax.gradients import _platforms
+from dpjax.gradients._jaxprs import convolutions
 from dpjax.gradients.batching import Engine, Layout, Rows, laid_out
-from dpjax.gradients.jaxprs import convolutions
 from dpjax.gradients.loss_checks import has_own_derivatives
 from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, PyTree
@@ -32,7 +32,7 @@ Harmless = Callable[[Traced, PyTree, PyTree], int]
 
 
 def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
-    """An engine that takes example after example where their convolutions would mix."""
+    """An engine that takes one example at a time if convolutions of several examples mix them."""
 
     def guarded(
         loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree
@@ -42,34 +42,36 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
             return run(params, rows, start)
         # XLA partitions exactly these convolutions wrongly, with or without NaN.
         _refuse_split(rows.batch)
-        # One example a microbatch: no convolution of it has another example in its groups.
-        alone = partial(laid_out(run, Layout(1)), params, rows, start)
-        if _grouped_by_rows(lambda some: run(params, some, start), rows):
-            return alone()
+        # No convolution of a microbatch of one example has another example in its groups.
+        one_by_one = partial(laid_out(run, Layout(1)), params, rows, start)
+        if _grouped_by_rows(lambda rows: run(params, rows, start), rows):
+            return one_by_one()
         together = run(params, rows, start)
-        if platforms.on_cpu():
+        if _platforms.on_cpu():
             return together
         # Other compilers were not tested, so a non-finite norm may have spread there.
         broken = ~jnp.all(jnp.isfinite(together.norms))
-        return jax.lax.cond(broken, alone, lambda: together)
+        return jax.lax.cond(broken, one_by_one, lambda: together)
 
     return guarded
 
 
 def map_rows(function: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
-    """`jax.vmap` of a function over rows, or `jax.lax.map` where their convolutions would mix."""
+    """`jax.vmap` of a function over rows, or `jax.lax.map` if convolutions mix the rows."""
     together = jax.vmap(function)
-    return jax.lax.map(function, rows) if _grouped_by_rows(together, rows) else together(rows)
+    if _grouped_by_rows(together, rows):
+        return jax.lax.map(function, rows)
+    return together(rows)
 
 
 def _refuse_split(batch: PyTree) -> None:
     """Raises, now or at compilation, if the batch is sharded over several devices."""
-    # Inside a shard_map each device has a program of its own.
+    # Each device has its own program inside a shard_map.
     if jax.device_count() == 1 or jax.sharding.get_abstract_mesh().manual_axes:
         return
     for leaf in jax.tree.leaves(batch):
         if isinstance(leaf, jax.Array):  # NumPy arrays are on no device yet
-            # Inside `jit` the compiler chooses shardings, so the compiled program tells.
+            # The compiler chooses the shardings inside `jit`: they are known after compilation.
             jax.debug.inspect_array_sharding(leaf, callback=_refuse)
 
 
@@ -87,28 +89,34 @@ def _differentiates_kernels(
 ) -> bool:
     """Whether a vmapped convolution may be differentiated by each example's own kernel."""
     program = jax.make_jaxpr(loss)(params, example).jaxpr
-    count, hidden = len(convolutions(program)), False
+    count = len(convolutions(program))
     if has_own_derivatives(program):
-        # A user's derivatives may hold more than the two for each convolution of JAX's rules.
-        hidden = len(convolutions(loss.gradient(params, example))) > 3 * count
-    return hidden or (count > 0 and count != harmless(loss, params, example))
+        # JAX's rules have two more for each convolution; a user's derivatives may have others.
+        in_gradient = len(convolutions(loss.gradient(params, example)))
+        if in_gradient > 3 * count:
+            return True
+    return count > 0 and count != harmless(loss, params, example)
 
 
 def _grouped_by_rows(run: Callable[[PyTree], PyTree], rows: PyTree) -> bool:
     """Whether rows become groups of a convolution that XLA compiles with zeros between groups."""
+    groups = _mixing_groups(run, rows)
+    if not groups:
+        return False
     # Channels may be groups as well, but only groups that grow with the rows are examples.
-    groups = _leaky(run, rows)
-    return bool(groups) and groups != _leaky(run, jax.tree.map(lambda x: x[:1], rows))
+    first_row = jax.tree.map(lambda x: x[:1], rows)
+    return groups != _mixing_groups(run, first_row)
 
 
-def _leaky(run: Callable[[PyTree], PyTree], rows: PyTree) -> list[tuple[int, int]]:
+def _mixing_groups(run: Callable[[PyTree], PyTree], rows: PyTree) -> list[tuple[int, int]]:
     """The groups of each convolution that XLA may compile with zeros between groups."""
-    leaky: list[tuple[int, int]] = []
+    mixing: list[tuple[int, int]] = []
     for equation in convolutions(jax.make_jaxpr(run)(rows).jaxpr):
-        groups = equation.params["feature_group_count"], equation.params["batch_group_count"]
-        arrays: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
+        of_features = equation.params["feature_group_count"]
+        of_batch = equation.params["batch_group_count"]
+        avals: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
         # Seen on CPU (jaxlib 0.10.2): groups of features are safe in float32 and narrower dtypes.
-        wide = any(x.dtype.itemsize > 4 for x in arrays)
-        if groups[1] > 1 or (groups[0] > 1 and wide):
-            leaky.append(groups)
-    return leaky
+        wide = any(aval.dtype.itemsize > 4 for aval in avals)
+        if of_batch > 1 or (of_features > 1 and wide):
+            mixing.append((of_features, of_batch))
+    return mixing

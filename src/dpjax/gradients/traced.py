@@ -25,31 +25,34 @@ class Traced:
     """``(params, example) -> (scalar, aux)``: a loss that remembers its trace."""
 
     def __init__(self, loss: LossFn, has_aux: bool = False, frozen: PyTree = None) -> None:
-        def whole(params: PyTree, example: PyTree) -> Any:
-            out = loss(params, example) if frozen is None else loss(params, example, frozen)
-            return out if has_aux else (out, None)
+        def loss_and_aux(params: PyTree, example: PyTree) -> Any:
+            arguments = (params, example) if frozen is None else (params, example, frozen)
+            output = loss(*arguments)
+            return output if has_aux else (output, None)
 
-        self.loss = whole
-        self._given = loss, has_aux
+        self.loss = loss_and_aux
+        self._arguments = (loss, has_aux)
         self.jaxprs: dict[Any, tuple[Any, Any]] = {}
         self.gradients: dict[Any, Jaxpr] = {}
         self.programs: dict[Any, Program] = {}
 
-    def beside(self, frozen: PyTree) -> Traced:
-        """The loss beside these arrays, in the trace in which they are valid."""
-        return self if frozen is None else Traced(*self._given, frozen)
+    def with_frozen(self, frozen: PyTree) -> Traced:
+        """The loss with these frozen weights, which are valid in the trace around this call."""
+        if frozen is None:
+            return self
+        return Traced(*self._arguments, frozen)
 
     def __call__(self, params: PyTree, example: PyTree) -> Any:
         """The loss, evaluated from its jaxpr: its Python code runs once for the same shapes."""
         leaves, key = _shapes(params, example)
         if key not in self.jaxprs:
             jaxpr, shape = jax.make_jaxpr(self.loss, return_shape=True)(params, example)
-            self.jaxprs[key] = jaxpr_as_fun(jaxpr), jax.tree.structure(shape)
+            self.jaxprs[key] = (jaxpr_as_fun(jaxpr), jax.tree.structure(shape))
         run, structure = self.jaxprs[key]
         return structure.unflatten(run(*leaves))
 
     def gradient(self, params: PyTree, example: PyTree) -> Jaxpr:
-        """The jaxpr of the gradient by the parameters, with the derivatives that users wrote."""
+        """The jaxpr of the gradient, with the derivatives that users wrote."""
         _, key = _shapes(params, example)
         if key not in self.gradients:
             derivative = jax.grad(self, has_aux=True, allow_int=True)
@@ -60,7 +63,7 @@ class Traced:
         """The trace for these shapes; inside a `jax.shard_map` it is another one."""
         _, key = _shapes(params, example)
         if key not in self.programs:
-            # Through this object, whose jaxpr JAX has cached since the checks of the loss.
+            # This object is the function, because JAX has cached its jaxpr since `check_loss`.
             self.programs[key] = trace(self, params, example)
         return self.programs[key]
 
@@ -68,7 +71,9 @@ class Traced:
 def _shapes(params: PyTree, example: PyTree) -> tuple[list[Any], Any]:
     """The leaves of the arguments of a loss, and the key of its trace for their shapes."""
     leaves, structure = jax.tree.flatten((params, example))
-    kinds = tuple((jnp.shape(x), jnp.result_type(x), bool(jax.typeof(x).weak_type)) for x in leaves)
+    shapes = tuple(map(jnp.shape, leaves))
+    dtypes = tuple((jnp.result_type(x), bool(jax.typeof(x).weak_type)) for x in leaves)
     # Both settings change the jaxpr: the estimator of `clipping.jl` raises the precision.
-    context = jax.sharding.get_abstract_mesh(), getattr(jax.config, _PRECISION)
-    return leaves, (structure, kinds, context)
+    mesh = jax.sharding.get_abstract_mesh()
+    precision = getattr(jax.config, _PRECISION)
+    return leaves, (structure, shapes, dtypes, mesh, precision)

@@ -35,7 +35,7 @@ def correlated(
         group. Schedules are refused: the strategy is one.
       rule: As for `gaussian`; $\Delta$ is its sensitivity.
       key: As for `gaussian`.
-      participation: In which steps one example can be; by default in one step alone, as in a
+      participation: In which steps one example can be; by default in one step only, as in a
         single epoch. $\mathrm{sens}(C)$ follows from it.
 
     Returns:

@@ -9,6 +9,7 @@ this noise is a Gaussian on the clipped sum with a known multiplier: smaller ste
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import optax
@@ -91,11 +92,15 @@ def langevin_multiplier(
     sensitivity = checks.positive(call, "rule.sensitivity", rule.sensitivity)
     if not 0 < batch_size <= examples:
         raise ValueError(f"{call}: expected a batch_size above 0 and at most examples.")
-    # Setting (eta n / 2) * (m * Delta / L) = sqrt(eta T) and solving for m.
+    # The solution m of (eta n / 2) * (m * Delta / L) = sqrt(eta T), without its factor of eta.
     scale = 2 * batch_size * math.sqrt(temperature) / (examples * sensitivity)
     if not callable(learning_rate):
         learning_rate = checks.positive(call, "learning_rate", learning_rate)
         return scale / math.sqrt(learning_rate)
     rate = learning_rate
-    # In float32: the table that is accounted and the noise come from one expression.
-    return lambda step: scale / jnp.sqrt(jnp.asarray(rate(step), jnp.float32))
+
+    def multiplier(step: Any) -> Any:
+        # The table that is accounted and the noise come from this one expression in float32.
+        return scale / jnp.sqrt(jnp.asarray(rate(step), jnp.float32))
+
+    return multiplier

@@ -76,9 +76,12 @@ def noise_link(
         checks.key(name, key)
 
     def init(params: PyTree) -> Any:
-        step, scale = jnp.zeros((), jnp.int32), jnp.ones((), jnp.float32) if adapts else None
-        first = first_key(key, (step, params))
-        return GaussianState(first, step, first_memory(noise.strategy, params), scale)
+        step = jnp.zeros((), jnp.int32)
+        scale = None
+        if adapts:
+            scale = jnp.ones((), jnp.float32)
+        memory = first_memory(noise.strategy, params)
+        return GaussianState(first_key(key, (step, params)), step, memory, scale)
 
     def update(
         updates: Any, state: Any, params: PyTree | None = None, *, below: Any = None, **extra: Any
@@ -110,9 +113,14 @@ def sum_link(
         return [x * scale for x in standard_deviations(multiplier, rule, step)]
 
     def release(total: PyTree, state: GaussianState, below: None) -> tuple[PyTree, GaussianState]:
-        of_groups, step = deviations(state.step), state.step
         noisy, memory = add_noise(
-            total, rule.partition, of_groups, state.key, step, strategy, state.memory
+            total,
+            rule.partition,
+            deviations(state.step),
+            state.key,
+            state.step,
+            strategy,
+            state.memory,
         )
         return noisy, state._replace(memory=memory)
 
@@ -121,7 +129,9 @@ def sum_link(
 
 def first_memory(strategy: Strategy | None, params: PyTree) -> PyTree:
     """The memory of correlated noise before the first step; empty for white noise."""
-    return () if strategy is None else strategy.start(trees.zeros_wide(params))
+    if strategy is None:
+        return ()
+    return strategy.start(trees.zeros_wide(params))
 
 
 def require_sum(updates: Any, rule: Clipping, name: str) -> None:
@@ -155,26 +165,33 @@ def add_noise(
 ) -> tuple[PyTree, PyTree]:
     """The sum plus the Gaussian noise of one step, and the memory of the next step.
 
-    ``lost`` is what ``total`` lacks of the sum, far less than the last bits of a long one. With
-    ``in_parts``, for leaves that a mesh splits, each device draws its part of the same numbers.
+    ``lost`` is the rounding error of ``total``, to be added to it: far less than the last bits of a
+    long sum. With ``in_parts``, for leaves that a mesh splits, each device draws its part of the
+    same numbers.
     """
-    # By the partition of the rule that clipped: each group has the noise of its own bound.
+    # The partition is that of the rule that clipped, so each group has the noise of its own bound.
     groups = partition.assign(total)
     wider = [deviation * WIDER for deviation in deviations]
     scales = jax.tree.structure(total).unflatten([wider[group] for group in groups])
     noise_key = trees.step_key(key, Purpose.NOISE, step)
-    more = (scales,) if lost is None else (scales, lost)
+    operands = [scales]
+    if lost is not None:
+        operands.append(lost)
     parts = normal_in_parts if in_parts else None
     if strategy is None:
-        noisy = trees.random_like(standard_normal, noise_key, total, *more, use=_added, parts=parts)
+        noisy = trees.random_like(
+            standard_normal, noise_key, total, *operands, use=_added, parts=parts
+        )
         return noisy, memory
-    # The numbers of white noise, mixed with earlier steps' numbers, and then scaled.
+    # The numbers of white noise are mixed with earlier steps' numbers, and then scaled.
     drawn = trees.random_like(standard_normal, noise_key, total, parts=parts)
     mixed, memory = strategy.next(drawn, memory, step)
-    return jax.tree.map(_added, mixed, total, *more), memory
+    return jax.tree.map(_added, mixed, total, *operands), memory
 
 
 def _added(noise: Array, leaf: Array, deviation: Any, lost: Array | None = None) -> Array:
-    scaled = deviation * noise
-    # The small terms first: beside a long sum, what it lost would round away again.
-    return leaf.astype(noise.dtype) + (scaled if lost is None else lost + scaled)
+    addend = deviation * noise
+    if lost is not None:
+        # The small terms are added first. Otherwise the long sum rounds away what it lost.
+        addend = lost + addend
+    return leaf.astype(noise.dtype) + addend

@@ -14,24 +14,25 @@ from dpjax import checks
 from dpjax.types import Clipping, NoiseMultiplier
 
 WIDER = 1 + 2.0**-10
-"""What every deviation is multiplied by where noise is drawn; the accounted multiplier is not.
+"""The factor on every deviation where noise is drawn; the accounted multiplier does not have it.
 
-It covers what float32 can add to the contribution of an example: half of it the rounding of norms,
-half that of sums. What it does not cover is bounded where it arises, see `dpjax.gradients`.
+It covers the rounding of float32 in the contribution of an example: half of it in norms, half in
+sums. Larger errors are bounded where they arise, see `dpjax.gradients`.
 """
 
 
 def standard_deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step: Any) -> list[Any]:
     """The standard deviation of the noise of `gaussian` in each group at a step."""
     if isinstance(noise_multiplier, Sequence):
-        # Relative to each group's own bound; a number is relative to the sensitivity of all.
+        # These are relative to each group's own bound; a number is relative to the sensitivity.
         pairs = zip(noise_multiplier, rule.bounds, strict=True)
         return [_product(multiplier, bound) for multiplier, bound in pairs]
     multiplier = noise_multiplier
     if callable(noise_multiplier):
-        # In a narrower dtype the product with a small bound could round to zero.
+        # A narrower dtype can round the product with a small bound to zero.
         multiplier = jnp.asarray(noise_multiplier(step), jnp.float32)
-        if multiplier.ndim:  # JAX would repeat the array along each leaf
+        # JAX broadcasts an array along each leaf.
+        if multiplier.ndim:
             raise TypeError(
                 f"noise: the schedule returned shape {multiplier.shape}, not one number at each "
                 "step. Write dpjax.schedules.table(values)."
@@ -41,7 +42,9 @@ def standard_deviations(noise_multiplier: NoiseMultiplier, rule: Clipping, step:
 
 def _product(multiplier: Any, bound: float) -> Any:
     """Multiplier * bound. With an infinite bound only a multiplier of 0 is allowed."""
-    return 0.0 if math.isinf(bound) else multiplier * bound
+    if math.isinf(bound):
+        return 0.0
+    return multiplier * bound
 
 
 def checked_multiplier(call: str, noise_multiplier: Any, rule: Clipping) -> NoiseMultiplier:

@@ -59,7 +59,7 @@ class GaussianState(NamedTuple):
 
 def secret_key() -> Key:
     """A key from the operating system's randomness."""
-    # Threefry by name: rbg is not a function of the key alone on every platform.
+    # The implementation is named: rbg is not a function of the key only on every platform.
     return _threefry(np.frombuffer(os.urandom(8), np.uint32))
 
 
@@ -72,9 +72,12 @@ def shared_key() -> Key:
 def first_key(key: Key | None, begun: PyTree) -> Key:
     """The key with which a run begins: as supplied, or fresh; unset if ``begun`` is traced."""
     if key is not None:
-        return jnp.copy(key)  # a step that donates the state would delete the caller's
-    # A key of the operating system would be a constant of the traced program, for all its calls.
-    return _threefry(np.zeros(2, np.uint32)) if trees.traced(begun) else shared_key()
+        # A step that donates the state deletes the buffers that it holds, so this is a copy.
+        return jnp.copy(key)
+    if trees.traced(begun):
+        # A key of the operating system is a constant of the traced program, for all its calls.
+        return _threefry(np.zeros(2, np.uint32))
+    return shared_key()
 
 
 def is_unset(key: Key) -> Bool[Array, ""]:
@@ -153,9 +156,15 @@ def _with_fresh_keys(node: Any) -> Any:
 def _fresh_like(key: Key) -> Key:
     """A fresh key in the place of one, or as many as an ensemble has."""
     typed = checks.is_typed_key(key)
-    shape = key.shape if typed else key.shape[:-1]
-    fresh = jax.random.split(shared_key(), shape) if shape else shared_key()
-    return fresh if typed else jax.random.key_data(fresh)
+    shape = key.shape
+    if not typed:
+        shape = shape[:-1]
+    fresh = shared_key()
+    if shape:
+        fresh = jax.random.split(fresh, shape)
+    if not typed:
+        fresh = jax.random.key_data(fresh)
+    return fresh
 
 
 def _threefry(words: Any) -> Key:

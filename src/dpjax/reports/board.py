@@ -13,8 +13,8 @@ from typing import Any
 
 from dpjax.accounting.rounding import three_digits, upwards
 from dpjax.mechanism import Mechanism
-from dpjax.reports.card import Claim, attacks, claim_of
-from dpjax.types import Neighbours
+from dpjax.reports.card import Claim, attacks, claim_of, not_covered
+from dpjax.types import HeldOut, Neighbours
 
 _INSTEAD = {
     Neighbours.ADD_OR_REMOVE: "",
@@ -40,6 +40,7 @@ What an attacker could learn at most
 
 What is not covered
 
+{held_out}\
   - what is true of {unit}s in general: it can be learned, and applied to one who took no part
   - several {unit}s that belong together: more can be learned about them than about one
   - other results from the same data: risks add up
@@ -50,12 +51,18 @@ _PERSONS = "\n  - people with several examples: one example is protected, and no
 _KEY = "\n  - who knows the random key of this run, which was supplied, can remove its noise"
 
 
-def board(mechanism: Mechanism, delta: float | None = None, **more: Any) -> str:
+def board(
+    mechanism: Mechanism,
+    delta: float | None = None,
+    *,
+    held_out: HeldOut | None = None,
+    **more: Any,
+) -> str:
     """The statement for a board: what was promised, and what an attacker could learn at most.
 
     The rates of true positives are `dpjax.accounting.true_positive_rate` of what ran, rounded up;
     `dpjax verify` recomputes them from the card. The arguments are as in `dpjax.statement`:
-    ``more`` are ``ledger``, ``supplied``, ``methods``.
+    ``held_out``, and ``more`` are ``ledger``, ``supplied``, ``methods``.
 
     Example:
       >>> import dpjax
@@ -86,6 +93,7 @@ def board(mechanism: Mechanism, delta: float | None = None, **more: Any) -> str:
             "the cases with them, at most the share on the right has a true one:"
         ),
         rates="\n".join(rates),
+        held_out="".join(f"  - {words}\n" for words in not_covered(held_out, unit)),
         unit=unit,
     )
     return words + _PERSONS * (unit == "example") + _KEY * claim.supplied

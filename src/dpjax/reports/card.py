@@ -32,7 +32,20 @@ from dpjax.accounting.profiles import Profile, most_true_positives
 from dpjax.ledger import Ledger, counted
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.mechanism.card import randomness, strict
-from dpjax.types import Sampler
+from dpjax.types import HeldOut, Sampler
+
+
+def not_covered(held_out: HeldOut | None, unit: str) -> list[str]:
+    """Names the test data first among what no epsilon covers, for statement and board."""
+    if held_out is None:
+        return []
+    if held_out.public:
+        return ["the test file, which was declared public: results on it have no noise"]
+    if not held_out.units:
+        return []
+    units = unit if held_out.units == 1 else f"{unit}s"
+    held = f"the {held_out.units:,} {units} held out for the test"
+    return [f"{held}: results on them are published without noise"]
 
 
 class Claim(NamedTuple):

@@ -22,10 +22,10 @@ from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.mechanism.correlated import is_amplified
 from dpjax.mechanism.multipliers import growth
-from dpjax.reports.card import Claim, claim_of
+from dpjax.reports.card import Claim, claim_of, not_covered
 from dpjax.reports.page import statement_html
 from dpjax.reports.references import references
-from dpjax.types import Neighbours
+from dpjax.types import HeldOut, Neighbours
 
 _NEIGHBOURS = {
     Neighbours.ADD_OR_REMOVE: "data sets that differ by one {unit} added or removed",
@@ -75,6 +75,7 @@ def statement(
     supplied: bool = False,
     methods: Sequence[str] | None = None,
     scaled_by: str | None = None,
+    held_out: HeldOut | None = None,
 ) -> Statement:
     """The privacy statement of a computation, in words.
 
@@ -86,6 +87,8 @@ def statement(
       methods: The `dpjax.accounting` methods that state epsilon; by default all.
       scaled_by: What multiplies sum and noise alike beside the mechanism, for example
         ``"a bound schedule"`` of `dpjax.dpsgd`. `dpjax.fit` gives it for the run in a folder.
+      held_out: The units that were held out for a test, as `dpjax.data.Dataset.held_out` has them.
+        They come first among what is not covered.
 
     Returns:
       A text to print, and to publish with the model; a notebook shows it as a table.
@@ -117,6 +120,7 @@ def statement(
         "",
         *_methods_section(claim),
         "Not covered",
+        *(f"  - {words}" for words in not_covered(held_out, unit)),
         _NOT_COVERED.format(unit=unit, together=together),
         "",
         "References",

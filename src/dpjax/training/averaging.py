@@ -45,13 +45,14 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
     """
 
     def init(params: PyTree) -> AverageState:
-        # In bfloat16 the total would stop growing after some steps.
+        # At least float32: in bfloat16 the total stops growing after some steps.
         return AverageState(trees.zeros_wide(params), jnp.zeros(()))
 
     def update(updates: PyTree, state: Any, params: Any = None) -> tuple[PyTree, AverageState]:
-        # The link stands last, so these are the parameters that the step releases.
+        # This link is the last one, so these are the parameters that the step releases.
         after = optax.apply_updates(params, updates)
-        # Numerator and weight are kept apart, so the first steps are not biased towards zero.
+        # The total is divided by the weight when it is read, so early averages are not biased
+        # towards zero.
         total = jax.tree.map(lambda s, p: decay * s + p, state.total, trees.widened(after))
         return updates, AverageState(total, decay * state.weight + 1)
 
@@ -60,7 +61,7 @@ def average_parameters(decay: float = 0.99) -> optax.GradientTransformation:
 
 def link_of(state: Any, kind: type[Any], call: str, link: str) -> Any:
     """The state of a link inside another state."""
-    # By its type, wherever it stands: the optimizer around it may have any shape.
+    # The search is by type, because the optimizer around the link may have any structure.
     links = trees.nodes(state, kind)
     if not links:
         raise ValueError(f"training.{call}: expected a state with training.{link} as a link.")

@@ -41,7 +41,7 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-      directory: A folder for these checkpoints alone; made if it does not exist.
+      directory: A folder for only these checkpoints; made if it does not exist.
       keep: The number of latest checkpoints that are kept.
 
     Example:
@@ -57,23 +57,24 @@ class Checkpoints:
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
         self.directory = pathlib.Path(directory).absolute()
         self.keep = keep
-        # Of several processes the first alone reads and writes.
+        # If there are several processes, only the first reads and writes.
         processes.from_first(self._open)
 
     def _open(self) -> None:
-        import orbax.checkpoint as ocp  # a second that only runs with a folder cost
+        """Makes Orbax' manager of the folder."""
+        import orbax.checkpoint as ocp  # takes a second; runs without a folder do without it
 
         self.directory.mkdir(parents=True, exist_ok=True)
         self.directory.chmod(0o700)
-        # Orbax would otherwise wait for the other processes, which have no manager.
-        alone: Any = {"active_processes": {0}} if jax.process_count() > 1 else {}
+        # The other processes have no manager, so Orbax must not wait for them.
+        active = {0} if jax.process_count() > 1 else None
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self.keep,
-            cleanup_tmp_directories=True,  # what a kill left half written
+            cleanup_tmp_directories=True,  # left by a killed process
             # A step is released only after its checkpoint is on disk.
             enable_async_checkpointing=False,
             create=False,
-            multiprocessing_options=ocp.options.MultiprocessingOptions(**alone),
+            multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=active),
         )
         self.args = ocp.args
         self.manager: ocp.CheckpointManager = ocp.CheckpointManager(self.directory, options=options)
@@ -85,25 +86,25 @@ class Checkpoints:
           OSError: It could not be written.
           ValueError: This step or a later one is there.
         """
-        # Of several processes, each gives its part.
-        numbers = map(trees.on_host, jax.tree.leaves(state))
-        named = dict(zip(trees.leaf_names(state), numbers, strict=True))
+        # If processes share a leaf, each of them gives its part here.
+        arrays = [trees.on_host(leaf) for leaf in jax.tree.leaves(state)]
+        named = dict(zip(trees.leaf_names(state), arrays, strict=True))
         processes.from_first(lambda: self._write(step, named, facts))
 
     def _write(self, step: int, named: dict[str, np.ndarray], facts: Mapping[str, Any]) -> None:
-        # Orbax skips such a step without a word, and then the step would be released unsaved.
-        if (last := self.manager.latest_step()) is not None and last >= step:
+        """Writes a step, in the first process."""
+        last = self.manager.latest_step()
+        # Orbax skips such a step silently, and `fit` releases a step as soon as `save` returns.
+        if last is not None and last >= step:
             raise ValueError(
                 f"checkpoints.save(step={step}): {self.directory} holds step {last}; expected a "
                 "later one."
             )
-        # Orbax cannot write arrays without elements; their shapes are in the notes.
-        written = {str(i): x for i, x in enumerate(named.values()) if x.size}
-        notes = {
-            "facts": facts,
-            "leaves": {name: [list(x.shape), x.dtype.name] for name, x in named.items()},
-            "digest": trees.fingerprint(list(named.values())),
-        }
+        arrays = list(named.values())
+        # Orbax cannot write arrays without elements; the notes hold their shapes.
+        written = {str(i): array for i, array in enumerate(arrays) if array.size}
+        kinds = {name: [list(array.shape), array.dtype.name] for name, array in named.items()}
+        notes = {"facts": facts, "leaves": kinds, "digest": trees.fingerprint(arrays)}
         args = self.args.Composite(
             state=self.args.StandardSave(written), notes=self.args.JsonSave(notes)
         )
@@ -114,7 +115,7 @@ class Checkpoints:
         except Exception as fault:  # storage layers raise many unrelated kinds
             error = fault
         if error or not (self.directory / str(step)).is_dir():
-            self._open()  # after an error the manager cannot be used
+            self._open()  # since a manager cannot be used after an error
             raise OSError(
                 f"checkpoints: step {step} could not be written to {self.directory} "
                 f"({_first_line(error)}). Run the same command again."
@@ -131,10 +132,12 @@ class Checkpoints:
         if saved is None:
             return None
         step, named, facts = saved
-        return Restored(_as(like, named, f"{self.directory}/{step}"), facts)
+        return Restored(_in_structure(like, named, f"{self.directory}/{step}"), facts)
 
     def _latest(self) -> tuple[int, dict[str, np.ndarray], Mapping[str, Any]] | None:
-        if (step := self.manager.latest_step()) is None:
+        """The last step with its leaves by name and its facts, in the first process."""
+        step = self.manager.latest_step()
+        if step is None:
             return None
         try:
             return step, *self._read(step)
@@ -148,17 +151,16 @@ class Checkpoints:
             return self.manager.restore(step, args=self.args.Composite(**items))
 
         notes = read(notes=self.args.JsonRestore())["notes"]
-        # By jnp.dtype, which knows bfloat16's name.
+        # NumPy arrays of the saved shapes: `_in_structure` compares them with `like`, and its error
+        # names the leaf. `jnp.dtype` also knows the name of bfloat16.
         empty = [np.empty(shape, jnp.dtype(dtype)) for shape, dtype in notes["leaves"].values()]
-        # As NumPy arrays of the saved shapes: what they become on a device is decided against
-        # `like`, with an error that names the leaf.
-        target = {str(i): x for i, x in enumerate(empty) if x.size}
-        arrays = read(state=self.args.StandardRestore(target))["state"]
-        numbers = [np.asarray(arrays.get(str(i), x)) for i, x in enumerate(empty)]
-        # Orbax notices a file that is cut off, not one whose content was exchanged.
-        if trees.fingerprint(numbers) != notes["digest"]:
+        target = {str(i): array for i, array in enumerate(empty) if array.size}
+        restored = read(state=self.args.StandardRestore(target))["state"]
+        arrays = [np.asarray(restored.get(str(i), array)) for i, array in enumerate(empty)]
+        # Orbax detects a truncated file, but not one with other content.
+        if trees.fingerprint(arrays) != notes["digest"]:
             raise ValueError("its numbers differ from the saved ones")
-        return dict(zip(notes["leaves"], numbers, strict=True)), notes["facts"]
+        return dict(zip(notes["leaves"], arrays, strict=True)), notes["facts"]
 
     def close(self) -> None:
         """Ends the threads."""
@@ -166,38 +168,53 @@ class Checkpoints:
             self.manager.close()
 
 
-def _as(like: PyTree, named: Mapping[str, np.ndarray], where: str) -> PyTree:
-    """The leaves in the structure of ``like``, as JAX arrays, keys or NumPy arrays like there."""
+def _in_structure(like: PyTree, named: Mapping[str, np.ndarray], where: str) -> PyTree:
+    """The saved leaves in the structure of ``like``, each of the kind of the leaf there."""
     leaves, structure = jax.tree.flatten(like)
     names = list(trees.leaf_names(like))
-    # By names too: layers of equal shapes would be exchanged without a word.
+    # Names are compared as well as shapes: otherwise two layers of one shape could be swapped.
     if names != list(named):
         differ = sorted({*names} ^ {*named}) or names
         raise ValueError(
             f"checkpoints: {where} and this run's state have other leaves, such as {differ[0]}."
         )
+    return structure.unflatten(
+        _as_leaf(leaf, named[name], f"{where} has {name}")
+        for name, leaf in zip(names, leaves, strict=True)
+    )
 
-    def one(name: str, old: Any, new: np.ndarray) -> Any:
-        if type(old) in (bool, int, float, complex):
-            return new.item()
-        if not isinstance(old, jax.Array):
-            return new
-        is_key = checks.is_typed_key(old)
-        plain = jax.random.key_data(old) if is_key else old
-        if (plain.shape, plain.dtype) != (new.shape, new.dtype):
-            raise ValueError(
-                f"checkpoints: {where} has {name} as {new.dtype}{list(new.shape)}; expected "
-                f"{plain.dtype}{list(plain.shape)}."
-            )
-        # What JAX made of a Python number takes the dtype of what it meets; others would widen it.
-        number = jnp.asarray(new.item()) if jax.typeof(plain).weak_type and not new.ndim else new
-        number = number if number.dtype == new.dtype else new
-        # An uncommitted array stays uncommitted: JAX may then move it to the run's devices.
-        placed = meshes.put(number, plain.sharding) if old.committed else jnp.asarray(number)
-        return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(old)) if is_key else placed
 
-    return structure.unflatten(map(one, names, leaves, named.values()))
+def _as_leaf(leaf: Any, saved: np.ndarray, subject: str) -> Any:
+    """The saved array as a Python number, NumPy array, typed key or JAX array, like ``leaf``."""
+    if type(leaf) in (bool, int, float, complex):
+        return saved.item()
+    if not isinstance(leaf, jax.Array):
+        return saved
+    if checks.is_typed_key(leaf):
+        words = _as_array(jax.random.key_data(leaf), saved, subject)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
+    return _as_array(leaf, saved, subject)
+
+
+def _as_array(leaf: jax.Array, saved: np.ndarray, subject: str) -> jax.Array:
+    """The saved array as a JAX array with the devices and the weak type of ``leaf``."""
+    if (leaf.shape, leaf.dtype) != (saved.shape, saved.dtype):
+        raise ValueError(
+            f"checkpoints: {subject} as {saved.dtype}{list(saved.shape)}; expected "
+            f"{leaf.dtype}{list(leaf.shape)}."
+        )
+    number: Any = saved
+    if jax.typeof(leaf).weak_type and saved.ndim == 0:
+        # JAX made this scalar of a Python number: a strongly typed one widens arrays.
+        weak = jnp.asarray(saved.item())
+        if weak.dtype == saved.dtype:
+            number = weak
+    if leaf.committed:
+        return meshes.put(number, leaf.sharding)
+    # JAX may move an uncommitted array to the devices of the run, so this one stays uncommitted.
+    return jnp.asarray(number)
 
 
 def _first_line(error: Exception | None) -> str:
+    """The first line of an error's message; without an error, the step's folder is missing."""
     return str(error or "it is not there").strip().split("\n")[0]

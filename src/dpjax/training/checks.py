@@ -24,6 +24,7 @@ from dpjax.types import PyTree, Schedule, State
 
 # Flax names a layer BatchNorm_0; others write batch_norm or bn.
 LARGE = 64 * 2**20  # bytes of constants, from which compiling takes seconds longer
+_ROWS = 256  # rows of the data that are looked at together
 _BATCH_NORM = re.compile(r"batch_?norm|(^|/)bn_?\d*(/|$)", re.IGNORECASE)
 
 
@@ -102,12 +103,32 @@ def checked_data(recipe: Recipe, data: PyTree) -> PyTree:
             f"for these data: sampling.poisson(examples={size}, batch_size=...), or "
             "sampling.persons(owners, ...)."
         )
+    if not (stream or trees.traced(data) or any_finite_row(data)):
+        raise ValueError(
+            f"{name}: each of the {size} rows of the data holds a number that is NaN or infinite, "
+            "and so no gradient. Declare what a gap counts as, as dpjax.data.table does."
+        )
     row = data.row if stream else data
     if recipe.entry is not None and not isinstance(row, tuple):
         raise TypeError(
             f"{name}(per_step=...): expected a tuple as data; for a single array write (x,)."
         )
     return data
+
+
+def any_finite_row(data: PyTree) -> bool:
+    """Whether a row of arrays in memory holds finite numbers only; reads rows until one does."""
+    leaves = [x for x in jax.tree.leaves(data) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    if not leaves:
+        return True
+    for start in range(0, len(leaves[0]), _ROWS):
+        finite = True
+        for leaf in leaves:
+            rows = trees.on_host(leaf[start : start + _ROWS])
+            finite = finite & np.isfinite(rows).all(axis=tuple(range(1, rows.ndim)))
+        if np.any(finite):
+            return True
+    return False
 
 
 def warn_of_constants(name: str, loss: ClosedJaxpr, shared: PyTree, examples: int) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -145,7 +146,10 @@ def dpsgd(
     if mechanism.sampling.most_rows is not None:
         recipe = recipe._replace(loss=losses.of_person(loss))
     frozen = jax.tree.map(jnp.asarray, arrays(frozen, "dpsgd: frozen"))
-    return assemble(recipe, data, identity, shared=frozen, budget=budget)
+    algorithm = assemble(recipe, data, identity, shared=frozen, budget=budget)
+    if scales is None:
+        return algorithm
+    return dataclasses.replace(algorithm, scaled_by="a bound schedule")
 
 
 def entry_of(per_step: Callable[[Int[Array, ""]], PyTree] | None) -> Entry | None:

@@ -8,18 +8,19 @@ row of the log, card and parameters, and the progress. So no released step ever 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from dpjax import checks, ledger, processes, trees
+from dpjax.training._keys import renewed, supplied
+from dpjax.training._progress import Follow, Progress
+from dpjax.training._runner import Evaluate, Run, Terms
+from dpjax.training._signals import Stop
 from dpjax.training.checks import check_state
-from dpjax.training.keys import renewed, supplied
-from dpjax.training.progress import Follow, Progress
 from dpjax.training.run_folder import Folder
-from dpjax.training.runner import Evaluate, Run, Terms
-from dpjax.training.signals import Stop
-from dpjax.types import Algorithm
+from dpjax.types import Algorithm, HeldOut
 
 
 def fit(
@@ -35,6 +36,7 @@ def fit(
     configuration: Mapping[str, Any] | None = None,
     save_every: int | None = None,
     progress: bool | Follow = True,
+    held_out: HeldOut | None = None,
 ) -> tuple[Any, list[dict[str, Any]]]:
     """Runs an algorithm, and resumes an interrupted run.
 
@@ -43,24 +45,26 @@ def fit(
       state: From ``algorithm.init``, or from an earlier `fit`; `fit` copies it.
       steps: How many more steps; by default all that are planned.
       evaluate: ``state -> {name: number}``, for example the accuracy on test data; an array is
-        logged as a list. Numbers that depend on private data go under ``"private"``, a mapping
-        too. The state is a copy, which you may keep. With ``"stop": True`` among the numbers the
-        run ends after this row. After a kill it may see the same parameters twice.
+        logged as a list. Numbers that depend on private data go under ``"private"``, which is a
+        mapping too. The state is a copy, which you may keep. With ``"stop": True`` among the
+        numbers the run ends after this row. After a kill it may see the same parameters twice.
       evaluate_every: Steps between evaluations; by default a twentieth of the run. With a folder
         each waits for a checkpoint.
       delta: The delta at which epsilon is shown; by default that of the budget, or of
         ``mechanism.target``, or 1e-5.
       method: The `dpjax.accounting` method; by default of the budget or the target, or
         `dpjax.accounting.default_method`.
-      directory: The folder of this run alone. Each row leaves ``privacy.json`` (the card),
+      directory: A folder for only this run. Each row leaves ``privacy.json`` (the card),
         ``statement.txt``, ``board.txt`` and ``params.msgpack`` (`released_params` reads it), which
         may be released, and ``metrics.jsonl``, ``run.json`` (the identity of the run),
         ``checkpoints`` and, if that extra is installed, TensorBoard's events in ``tensorboard``,
-        which their owner alone can read.
-      configuration: What else identifies the run (flags, a name, ...), in JSON types.
+        which only their owner can read.
+      configuration: Further facts that identify the run (flags, a name, ...), in JSON types.
       save_every: Steps between checkpoints that have no row; by default about five minutes.
       progress: Whether to show a live line; or a function that gets the rows of the log after each
         evaluation instead, as `dpjax.reports.live_plot` makes one.
+      held_out: The units that were held out for ``evaluate``, as `dpjax.data.Dataset.held_out` has
+        them. No epsilon covers them, so the statements in the folder name them.
 
     Returns:
       The last state, and the rows of the log. ``row["private"]`` was computed from private
@@ -89,10 +93,11 @@ def fit(
     Privacy:
       Each call draws its noise from a new key, unless the caller supplied one. So two calls with
       one state, or a folder and its copy, are two runs: each card counts its own steps, and the
-      costs add up. Bins of `dpjax.sampling.random_allocation` follow from the new key as soon as an
-      epoch begins, at step 0 above all; copies that part within an epoch share its rest, and
-      with `dpjax.sampling.balls_in_bins` all later bins, so their costs do not add up. A supplied
-      key is in no file, and a run that is resumed with it ends with the same bits on a CPU.
+      costs add up. Bins of `dpjax.sampling.random_allocation` follow from the new key from the next
+      beginning of an epoch on, such as step 0. Two copies that part within an epoch share its
+      other bins, and with `dpjax.sampling.balls_in_bins` all later bins, so their costs do not add
+      up. No file holds a supplied key, and a run that resumes with it ends with the same bits on a
+      CPU.
 
       Card and statement count the steps that ran, so a run that stops early costs less if the time
       to stop was fixed without its results. If `evaluate` chose it (``"stop": True``) by what was
@@ -102,8 +107,8 @@ def fit(
       no epsilon covers.
 
     Example:
-      Stops when the accuracy has not improved in five evaluations. A resumed run begins with an
-      empty list: keep what must last in a file.
+      Stops when the accuracy has not improved in five evaluations. The list of a resumed run is
+      empty at first: keep numbers that must last in a file.
 
       >>> import dpjax, jax.numpy as jnp, optax
       >>> mechanism = dpjax.Mechanism(
@@ -125,26 +130,29 @@ def fit(
       12
     """
     terms = _checked(algorithm, state, steps, evaluate_every, save_every, delta, method)
-    # First, since what follows would be refused in one process alone, and the others would wait.
+    terms = terms._replace(held_out=held_out)
+    # Processes compare their states first. Otherwise one of them may raise an error below while the
+    # others wait for it.
     without_keys = state._replace(key=None, noise_key=None, epoch_key=None)
     processes.require_equal("fit", lambda: {"the state": trees.fingerprint(without_keys)})
     ledger.require(state.ledger, terms.mechanism, terms.end - terms.begin, algorithm.budget)
-    most = _most(algorithm, terms)
+    most = _largest_epsilon(algorithm, terms)
     directory = processes.from_first(lambda: directory and os.fspath(directory))
 
     with contextlib.ExitStack() as stack:
         folder = None
         if directory is not None:
-            # Facts by which the run is accounted come last: no configuration replaces them.
+            randomness = "supplied" if supplied(state) else "fresh"
+            # The facts that decide the cost come last, so no configuration replaces them.
             identity = {
                 **(configuration or {}),
                 **algorithm.identity(state),
-                "randomness": "supplied" if supplied(state) else "fresh",
+                "randomness": randomness,
             }
             folder = Folder(directory, identity)
             stack.callback(folder.close)
         run = Run(algorithm, terms, state, folder)
-        # Caught after the folder is locked, and restored before the lock is released.
+        # `Stop` catches signals while the folder is locked: the stack unlocks it last.
         stop = stack.enter_context(Stop())
         stack.callback(run.close)
         if run.done > terms.end:
@@ -169,6 +177,7 @@ def _checked(
     delta: float | None,
     method: str | None,
 ) -> Terms:
+    """Checks the arguments of `fit`, and fills in the default of each that is None."""
     hint = "Write fit(algorithm, state) with that of dpjax.dpsgd."
     checks.instance("fit", "algorithm", algorithm, Algorithm, hint)
     check_state("fit", state)
@@ -177,64 +186,84 @@ def _checked(
     steps = checks.whole_or_none("fit", "steps", steps, hint, least=0)
     evaluate_every = checks.whole_or_none("fit", "evaluate_every", evaluate_every, hint)
     save_every = checks.whole_or_none("fit", "save_every", save_every, hint)
-    # A budget without a target for the noise, or a target without a budget, is the usual case.
-    chosen = algorithm.budget or mechanism.target
-    delta = float((chosen.delta if chosen else 1e-5) if delta is None else delta)
-    stated = mechanism.stated(delta, method or (chosen.method if chosen else None))
+
+    # Most runs have only one of them: a budget, or a target to which the noise was calibrated.
+    goal = algorithm.budget or mechanism.target
+    if goal is not None:
+        delta = goal.delta if delta is None else delta
+        method = method or goal.method
+    delta = 1e-5 if delta is None else float(delta)
+    delta, method = mechanism.stated(delta, method)
+
     begin = state.ledger.steps
     # `steps` counts from the given state, so a restarted script asks for the same end.
     end = mechanism.steps if steps is None else begin + steps
-    # The last `or` is for a call without steps.
-    row_every = evaluate_every or -(-(end - begin) // 20) or 1
-    return Terms(
-        mechanism, *processes.from_first(lambda: (begin, end, row_every, save_every, *stated))
-    )
+    # A call without steps has a period too.
+    row_every = evaluate_every or max(1, math.ceil((end - begin) / 20))
+    numbers: dict[str, Any] = {
+        "begin": begin,
+        "end": end,
+        "row_every": row_every,
+        "save_every": save_every,
+        "delta": delta,
+        "method": method,
+    }
+    return Terms(mechanism=mechanism, **processes.from_first(lambda: numbers))
 
 
-def _most(algorithm: Algorithm, terms: Terms) -> float:
-    """The largest epsilon that the progress shows: of the budget, or of the plan."""
-    mechanism, budget, shown = terms.mechanism, algorithm.budget, (terms.delta, terms.method)
-    # An accountant without an answer raises here, before the first step runs.
-    planned = mechanism.epsilon_of(mechanism.multipliers[: terms.end], *shown)
-    # Epsilons at two deltas, or by two methods, are not shown as one.
-    same = budget and mechanism.stated(budget.delta, budget.method) == shown
-    return budget.epsilon if same else planned
+def _largest_epsilon(algorithm: Algorithm, terms: Terms) -> float:
+    """The epsilon that the progress line counts up to: the budget's or the plan's."""
+    mechanism = terms.mechanism
+    multipliers = mechanism.multipliers[: terms.end]
+    # An accountant without an answer raises here, also with a budget, before the first step runs.
+    planned = mechanism.epsilon_of(multipliers, terms.delta, terms.method)
+    budget = algorithm.budget
+    shown = (terms.delta, terms.method)
+    # The line shows epsilons at one delta and by one method. Others are not comparable with them.
+    if budget is None or mechanism.stated(budget.delta, budget.method) != shown:
+        return planned
+    return budget.epsilon
 
 
 def _resumed(folder: Folder, run: Run) -> str:
-    """What this call does with the run that is in the folder."""
-    done, end, where = f"{run.done:,}", f"{run.terms.end:,}", f"The run in {folder.path}"
+    """Reports how this call continues the run that is in the folder."""
+    name = f"The run in {folder.path}"
+    place = f"at step {run.done:,} of {run.terms.end:,}"
     if run.over:
-        return f"{where} has ended, at step {done} of {end}: no step runs again."
+        return f"{name} has ended, {place}: no step runs again."
     if run.done:
-        return f"{where} resumes at step {done} of {end}."
-    return f"{where} has no checkpoint and starts again. Unsaved steps cost nothing."
+        return f"{name} resumes {place}."
+    return f"{name} has no checkpoint and starts again. Unsaved steps cost nothing."
 
 
 def _loop(run: Run, stop: Stop, show: Progress, evaluate: Evaluate | None) -> None:
-    """Runs the steps: each row is saved, and then released."""
-    terms, interrupted = run.terms, False
+    """Runs the steps. A step with a row is saved, and then released."""
+    terms = run.terms
+    interrupted = False
 
     def release() -> None:
         run.release(evaluate, show.take_rate())
         show.line(run.rows)
 
-    if run.at_row:  # a kill may have come between the row of this step and its files
+    # A killed process may have left a row without its files, or a checkpoint without its row.
+    if run.at_row:
         run.write_released()
-    elif terms.begin < run.done and terms.has_row(run.done):  # or between checkpoint and row
+    elif terms.begin < run.done and terms.has_row(run.done):
         release()
+
     while not (run.over or interrupted):
         show.begin()
         run.advance(terms.steps_from(run.done))
         show.tick(run.done)
         # A signal to one process stops all of them at the same step.
         interrupted = processes.any_process(stop.asked)
-        row = terms.has_row(run.done)
-        if run.folder is not None and (row or interrupted or run.save_is_due()):
+        has_row = terms.has_row(run.done)
+        if run.folder is not None and (has_row or interrupted or run.save_is_due()):
             run.save()
-        if row:
+        if has_row:
             release()
-    # Asked again: a signal may have come while the last row was evaluated.
+
+    # `stop` is read again, because a signal may have come while the last row was evaluated.
     if processes.any_process(stop.asked):
         saved = "not saved, for want of a directory."
         if run.folder is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Three additions to Optax for private training: `dp_adam`, `lookahead` and `scaled_rate`.
 
-Any Optax optimizer takes private means: it computes from released numbers and costs nothing.
+Any Optax optimizer takes private means, and costs nothing, because they may be released.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def scaled_rate(base: float, batch_size: float) -> float:
       Data)", 2021, appendix D.
     """
     # The paper counts whole batches of 512.
-    times = batch_size // 512
-    return checks.positive("training.scaled_rate", "batch_size // 512", times) * base
+    batches = checks.positive("training.scaled_rate", "batch_size // 512", batch_size // 512)
+    return batches * base
 
 
 class DPAdamState(NamedTuple):
-    """Moments of the private mean, and the share of the noise in the second, per group."""
+    """Both moments of the private mean, and the mean variance of its noise, per group."""
 
     step: Int[Array, ""]
     first: PyTree
@@ -55,7 +55,7 @@ def dp_adam(
     b2: float = 0.999,
     floor: float = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Adam with the second moment of the gradient alone, without the noise.
+    r"""Adam with the second moment of only the gradient, without the noise.
 
     Noise of standard deviation $\sigma_t$ adds $\sigma_t^2$ to every square. The running mean
     $\hat s_t$ of these variances, with Adam's weights, is public and is subtracted:
@@ -73,8 +73,8 @@ def dp_adam(
 
     Returns:
       An Optax optimizer for the private means of this mechanism, as they are: a link before it
-      that averages, scales or clips them would change their noise, as `optax.MultiSteps` around it
-      does. `dpjax.dpsgd` refuses averages over steps. If bounds change with the step, or the mean
+      that averages, scales or clips them changes their noise, and so does `optax.MultiSteps` around
+      it. `dpjax.dpsgd` refuses averages over steps. If bounds change with the step, or the mean
       is scaled by a public total of weights, ``update`` needs ``bound_scale=``; `dpjax.dpsgd` and
       `dpjax.federated` pass it. If groups have noise multipliers of their own, it needs all
       parameters: `optax.partition` and `optax.masked` hide the group of a leaf.
@@ -101,17 +101,18 @@ def dp_adam(
     """
     checks.instance("training.dp_adam", "mechanism", mechanism, Mechanism)
     floor = checks.positive("training.dp_adam", "floor", floor)
-    if mechanism.noise is not None:  # whose moments are smaller, by an amount that is not computed
+    # Correlated noise has smaller moments, by an amount that is not computed here.
+    if mechanism.noise is not None:
         raise ValueError(
             f"training.dp_adam: expected independent noise, got {mechanism.noise.name}. Use "
             "optax.adam."
         )
     groups = mechanism.clipping.partition
-    # One multiplier is relative to the sensitivity of all groups, so all leaves have one variance.
+    # One multiplier scales the sensitivity of all groups together, so all leaves have one variance.
     per_group = isinstance(mechanism.noise_multiplier, tuple)
 
     def init(params: PyTree) -> DPAdamState:
-        zeros = trees.zeros_wide(params)  # as the private means are
+        zeros = trees.zeros_wide(params)  # in the dtype of private means
         return DPAdamState(jnp.zeros((), jnp.int32), zeros, zeros, jnp.zeros(groups.size))
 
     def update(
@@ -122,20 +123,25 @@ def dp_adam(
         bound_scale: Any = 1.0,
         **extra: Any,
     ) -> tuple[PyTree, DPAdamState]:
-        # From the mechanism, so that schedules, groups and bounds that move are followed.
-        variances = jnp.square(jnp.stack(mechanism.deviations_on_mean(state.step)) * bound_scale)
+        # The mechanism knows the schedule of the noise, the groups and the bounds of this step.
+        deviations = jnp.stack(mechanism.deviations_on_mean(state.step)) * bound_scale
+        variances = jnp.square(deviations)
         first = optax.tree_utils.tree_update_moment(updates, state.first, b1, 1)
         second = optax.tree_utils.tree_update_moment(updates, state.second, b2, 2)
         noise = b2 * state.noise + (1 - b2) * variances.astype(state.noise.dtype)
         count = state.step + 1
         leaves, structure = jax.tree.flatten(second)
-        # Both moments have the same bias, so the noise is subtracted before it is corrected.
-        assigned = groups.assign(updates) if per_group else (0,) * len(leaves)
-        left = [v - noise[group].astype(v.dtype) for v, group in zip(leaves, assigned, strict=True)]
+        group_of = (0,) * len(leaves)
+        if per_group:
+            group_of = groups.assign(updates)
+        # Second moment and noise have one bias, so they are subtracted before its correction.
+        without_noise = [
+            v - noise[group].astype(v.dtype) for v, group in zip(leaves, group_of, strict=True)
+        ]
         updates = jax.tree.map(
             lambda m, v: m / (1 - b1**count) / jnp.sqrt(jnp.maximum(v / (1 - b2**count), floor)),
             first,
-            structure.unflatten(left),
+            structure.unflatten(without_noise),
         )
         return updates, DPAdamState(count, first, second, noise)
 
@@ -144,7 +150,7 @@ def dp_adam(
 
 
 class LookaheadState(NamedTuple):
-    """The slow parameters, which are the ones to test and to release, and Optax's own state."""
+    """The slow parameters, which you test and release, and the state of `optax.lookahead`."""
 
     slow: PyTree
     inner: Any
@@ -161,8 +167,8 @@ def lookahead(
     $$ s \leftarrow s + \alpha (\theta - s), \qquad \theta \leftarrow s \qquad
        \text{every } k \text{ steps} $$
 
-    Optax holds $s$ in a pair of fast and slow parameters, and `dpjax.dpsgd` would add noise to the
-    slow ones too. Here they are in the state: ``state.optimizer.slow``.
+    Optax holds $s$ in a pair of fast and slow parameters. `dpjax.dpsgd` adds noise to all
+    parameters that it trains, so here the slow ones are in the state: ``state.optimizer.slow``.
 
     Args:
       fast_optimizer: Moves $\theta$ at every step.
@@ -189,7 +195,7 @@ def lookahead(
     """
 
     def pair(bound_scale: Any) -> optax.GradientTransformation:
-        # Optax gives the fast optimizer no extra arguments, and `dp_adam` needs the scale.
+        # `optax.lookahead` passes no extra arguments on, but `dp_adam` needs the scale.
         update = partial(fast_optimizer.update, **extra_arguments(fast_optimizer, bound_scale))
         fast = optax.GradientTransformation(fast_optimizer.init, update)
         return optax.lookahead(fast, sync_period, slow_step_size, reset_state)
@@ -197,7 +203,7 @@ def lookahead(
     first = pair(1.0)
 
     def init(params: PyTree) -> LookaheadState:
-        # In buffers of their own: a step may donate parameters and state.
+        # A copy, because a step may donate the buffers of parameters and state.
         slow = trees.copy(params)
         return LookaheadState(slow, first.init(optax.LookaheadParams(params, slow)))
 
@@ -207,6 +213,7 @@ def lookahead(
         moved: Any
         both = optax.LookaheadParams(params, state.slow)
         moved, inner = pair(bound_scale).update(updates, state.inner, both)
-        return moved.fast, LookaheadState(optax.apply_updates(state.slow, moved.slow), inner)
+        slow = optax.apply_updates(state.slow, moved.slow)
+        return moved.fast, LookaheadState(slow, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run may publish, in the files of its folder: card, statements and parameters.
+"""The files of a run that may be published: card, statements and parameters.
 
-All are of the same step, or a kill left a card that counts more.
+All are of the same step, unless the process was killed while it wrote them. Then the card counts
+more steps than the parameters have.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,42 +18,40 @@ import numpy as np
 
 from dpjax import processes, reports, trees
 from dpjax._files import replace
-from dpjax.mechanism import Mechanism
 from dpjax.training.run_folder import Folder
-from dpjax.types import PyTree, State
+from dpjax.types import Algorithm, HeldOut, PyTree, State
 
 _FILE = "params.msgpack"
 
 
 def write_released(
-    folder: Folder, mechanism: Mechanism, state: State, delta: float, method: str, *, last: bool
+    folder: Folder,
+    algorithm: Algorithm,
+    state: State,
+    delta: float,
+    method: str,
+    *,
+    last: bool,
+    held_out: HeldOut | None = None,
 ) -> None:
-    """Writes card, statement and parameters of a state; a last card states all methods."""
-    params = jax.tree.map(trees.on_host, state.params)  # of all processes
+    """Writes card, statements and parameters of a state; the last card states all methods."""
+    params = jax.tree.map(trees.on_host, state.params)  # processes may share a leaf
     if not processes.first_process():
         return
     path = folder.path
-    # Loss distributions of many different steps take seconds: the last card has them.
+    mechanism: Any = algorithm.mechanism
+    # Loss distributions of many different steps take seconds, so only the last card has them.
     methods = None if last else ("rdp", "rdp-classic", method)
     facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
     card = reports.card(mechanism, delta, **facts)
+    facts["held_out"] = held_out
     board = reports.board(mechanism, delta, **facts)
-    facts["scaled_by"] = _scaled_by(folder.identity, mechanism)
-    words = reports.statement(mechanism, delta, **facts)
+    words = reports.statement(mechanism, delta, scaled_by=algorithm.scaled_by, **facts)
     replace(path / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)
     replace(path / "statement.txt", words + "\n", public=True)
     replace(path / "board.txt", board + "\n", public=True)
+    # The parameters come last: no file counts fewer steps than they have.
     replace(path / _FILE, serialized(params), public=True)
-
-
-def _scaled_by(identity: Mapping[str, Any], mechanism: Mechanism) -> str | None:
-    """What this run multiplies sum and noise by, which its mechanism does not say."""
-    match identity:  # of another algorithm, these names are of the caller's configuration
-        case {"algorithm": "dpsgd", "bound schedule": str()}:
-            return "a bound schedule"
-        case {"algorithm": "fedavg", "weights": {"total": total}}:
-            return None if total == mechanism.sampling.examples else "the total of weights"
-    return None
 
 
 def released_params(folder: str | os.PathLike[str], like: PyTree) -> PyTree:
@@ -74,7 +72,7 @@ def released_params(folder: str | os.PathLike[str], like: PyTree) -> PyTree:
       ValueError: The file has other leaves, or leaves of other shapes.
 
     Privacy:
-      Free: the card in the folder says what the parameters cost.
+      Free: the card in the folder states the cost of the parameters.
 
     Example:
       >>> import tempfile
@@ -84,22 +82,27 @@ def released_params(folder: str | os.PathLike[str], like: PyTree) -> PyTree:
       >>> released_params(file.parent, {"w": jnp.zeros(2)})
       {'w': Array([0., 1.], dtype=float32)}
     """
-    path, call = pathlib.Path(folder), f"training.released_params({str(folder)!r})"
-    return restored((path / _FILE if path.is_dir() else path).read_bytes(), like, call)
+    path = pathlib.Path(folder)
+    if path.is_dir():
+        path = path / _FILE
+    return restored(path.read_bytes(), like, f"training.released_params({str(folder)!r})")
 
 
 def restored(saved: bytes, like: PyTree, where: str) -> PyTree:
-    """What `serialized` has written, in the structure of ``like``; ``where`` opens errors."""
+    """The parameters that `serialized` wrote, in the structure of ``like``.
+
+    ``where`` is the call that error messages name.
+    """
     from flax import serialization
 
     leaves, structure = jax.tree.flatten(like)
     expected = dict(zip(trees.leaf_names(like), leaves, strict=True))
     arrays = dict(serialization.msgpack_restore(saved))
+    shapes_there = {name: list(np.shape(array)) for name, array in arrays.items()}
+    shapes_here = {name: list(np.shape(leaf)) for name, leaf in expected.items()}
     for name in {**expected, **arrays}:
-        there, here = (
-            list(np.shape(by_name[name])) if name in by_name else "no leaf"
-            for by_name in (arrays, expected)
-        )
+        there = shapes_there.get(name, "no leaf")
+        here = shapes_here.get(name, "no leaf")
         if there != here:
             raise ValueError(
                 f"{where}: found {there} at {name!r}, expected {here}. Give the tree that was "
@@ -109,9 +112,9 @@ def restored(saved: bytes, like: PyTree, where: str) -> PyTree:
 
 
 def serialized(params: Any) -> bytes:
-    """The leaves of parameters by name, as msgpack in the dialect of Flax."""
-    from flax import serialization  # which training without a folder does not need
+    """The leaves of parameters by name, as Flax writes msgpack."""
+    from flax import serialization  # training without a folder does not need it
 
-    held = jax.tree.map(np.asarray, jax.device_get(params))
-    named = dict(zip(trees.leaf_names(held), jax.tree.leaves(held), strict=True))
+    arrays = jax.tree.map(np.asarray, jax.device_get(params))
+    named = dict(zip(trees.leaf_names(arrays), jax.tree.leaves(arrays), strict=True))
     return serialization.msgpack_serialize(named)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of one run: one process at a time, one identity, one log, its checkpoints.
 
-`run.json` says what the run is; a process with another identity is refused. Loss, optimizer,
-versions and devices are not part of it: with others a resumed run releases no step twice either.
+`run.json` holds the identity of the run; a process with another identity is refused. Loss,
+optimizer, versions and devices are not part of the identity, because a run that resumes with others
+still releases no step twice.
 """
 
 from __future__ import annotations
@@ -23,16 +24,15 @@ from dpjax.mechanism import Spent
 from dpjax.mechanism.card import check_format, spent_of
 from dpjax.training.checkpoints import Checkpoints, Damaged, Restored
 
-# The files and folders of a run.
-PRIVATE = ("run.json", "metrics.jsonl", "lock", "command.lock", "checkpoints", "tensorboard")
-RELEASED = ("privacy.json", "statement.txt", "board.txt", "params.msgpack")  # by `released`
+# The files that `released` writes.
+_RELEASED = ("privacy.json", "statement.txt", "board.txt", "params.msgpack")
 
 
 class Folder:
-    """The folder of one run, held until `close`; the first process alone reads and writes files."""
+    """The folder of one run, held until `close`. Only the first process reads and writes files."""
 
     def __init__(self, directory: str | os.PathLike[str], identity: Mapping[str, Any]) -> None:
-        # Absolute: an `evaluate` may change the working folder.
+        # An absolute path, because `evaluate` may change the working folder.
         self.path = pathlib.Path(directory).absolute()
         self.identity = json.loads(json.dumps(identity))
         self.log = self.path / "metrics.jsonl"
@@ -44,39 +44,38 @@ class Folder:
             self.close = stack.pop_all().close
 
     def _open(self, stack: contextlib.ExitStack) -> None:
-        # The lock first: everything below reads and writes files that another process may hold.
+        """Locks the folder, and compares the run in it with this one."""
+        # The lock comes first: another process may write the files that are read below.
         stack.enter_context(held(self.path))
         path = self.path / "run.json"
         if path.exists():
             before = read_json(path)
             check_format(before.get("mechanism"), f"fit(directory={str(self.path)!r})")
-            there, now = map(_leaves, (before, self.identity))
-            lines = [
-                f"  {name}: {there.get(name, 'null'):.60} there, {now.get(name, 'null'):.60} now\n"
-                for name in {**there, **now}
-                if there.get(name) != now.get(name)
-            ]
+            lines = _differences(before, self.identity)
             if not lines:
                 self.is_resumed = True
                 return
-            # A first step that does not compile would otherwise block the folder. Queries of
-            # preparation are spent before the first step.
+            # A run that spent nothing gives way, for example one whose first step did not compile.
+            # Queries of a preparation are spent before the first step.
             if released_steps(self.path) or before.get("mechanism", {}).get("preparation"):
                 raise Refused(
                     f"fit(directory={str(self.path)!r}): another run is there:\n{''.join(lines)}"
                     "Use its settings, or another folder with before=training.earlier(folder)."
                 )
             _remove(self.path)
-        replace(path, json.dumps(self.identity, indent=2) + "\n")  # whole, also after a kill
+        replace(path, json.dumps(self.identity, indent=2) + "\n")
 
     def latest(self, like: Any) -> Restored | None:
-        """The last checkpoint, if any; refused if released steps have none: they must not rerun."""
+        """The last checkpoint, if any. Refuses released steps without one: they must not rerun."""
+        latest = None
+        why = "no checkpoint is as late"
         try:
-            latest, why = self.checkpoints.latest(like), "no checkpoint is as late"
+            latest = self.checkpoints.latest(like)
         except Damaged as damage:
-            latest, why = None, str(damage)
+            why = str(damage)
+        restored_steps = 0 if latest is None else latest.state.ledger.steps
         steps = processes.from_first(lambda: released_steps(self.path))
-        if steps > (0 if latest is None else latest.state.ledger.steps):
+        if steps > restored_steps:
             raise Refused(
                 f"fit(directory={str(self.path)!r}): {steps} steps ran there, and {why}. Start in "
                 "another folder with before=dpjax.training.earlier(folder)."
@@ -84,11 +83,11 @@ class Folder:
         return latest
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of the log. A line that a kill cut off is removed."""
+        """The rows of the log. Removes a last line that a killed process wrote only in part."""
 
         def read() -> list[dict[str, Any]]:
             rows = read_log(self.log)
-            text = "".join(map(line_of_log, rows))
+            text = "".join(line_of_log(row) for row in rows)
             if self.log.exists() and text != self.log.read_text(encoding="utf-8"):
                 replace(self.log, text)
             return rows
@@ -108,11 +107,12 @@ class Folder:
 def held(directory: str | os.PathLike[str], name: str = "lock") -> Iterator[None]:
     """Holds a run's folder, which is made if necessary, by the lock file ``name``.
 
-    The system frees a killed process's lock.
+    When a process is killed, the operating system frees its lock.
     """
     path = pathlib.Path(directory) / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    if (handle := lock(path)) is None:
+    handle = lock(path)
+    if handle is None:
         raise Refused(
             f"fit(directory={str(directory)!r}): process {path.read_text() or 'unknown'} is "
             "running there. Choose another folder."
@@ -123,21 +123,33 @@ def held(directory: str | os.PathLike[str], name: str = "lock") -> Iterator[None
         os.close(handle)
 
 
+def _differences(before: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
+    """A line for each value that differs between two identities."""
+    there = _leaves(before)
+    now = _leaves(identity)
+    return [
+        f"  {name}: {there.get(name, 'null'):.60} there, {now.get(name, 'null'):.60} now\n"
+        for name in {**there, **now}
+        if there.get(name) != now.get(name)
+    ]
+
+
 def _leaves(facts: Mapping[str, Any], path: str = "") -> dict[str, str]:
-    """The values of nested mappings as JSON, in which NaN is equal to itself, by path."""
+    """The values of nested mappings by path, as JSON text, in which NaN is equal to itself."""
     leaves = {}
     for name, value in facts.items():
-        nested = isinstance(value, Mapping) and value
-        here = {path + name: json.dumps(value, sort_keys=True)}
-        leaves |= _leaves(value, f"{path}{name}.") if nested else here
+        if isinstance(value, Mapping) and value:
+            leaves |= _leaves(value, f"{path}{name}.")
+        else:
+            leaves[path + name] = json.dumps(value, sort_keys=True)
     return leaves
 
 
 def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
-    """What the run in a folder has spent, and what was spent before it.
+    """The cost of the run in a folder, and the costs of the runs before it.
 
-    For a run that starts from the released parameters of that one, with other settings:
-    ``Mechanism(..., before=earlier(folder))``, in its own folder. A step counts as soon as a
+    A run that starts from the released parameters of that run, with other settings and in its own
+    folder, takes them as ``Mechanism(..., before=earlier(folder))``. A step counts as soon as a
     checkpoint or a row is on disk. All planned steps count if `evaluate` ended the run.
 
     Example:
@@ -159,49 +171,54 @@ def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
 
 
 def spending(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """The arguments of `spent_of` for `earlier`: unlike a sampler, they can be sent."""
-    folder, call = pathlib.Path(directory), f"training.earlier({str(directory)!r})"
+    """The arguments of `spent_of` for `earlier`, which a process can send to the others."""
+    folder = pathlib.Path(directory)
     run = read_json(folder / "run.json")
-    check_format(run.get("mechanism"), call)
+    check_format(run.get("mechanism"), f"training.earlier({str(directory)!r})")
     steps = max(released_steps(folder), counted(read_log(folder / "metrics.jsonl")))
-    # A key that was supplied stays so in all that follows from the run.
+    # Later runs build on this one, so their statements report its supplied key too.
     supplied = run.get("randomness") == "supplied"
     return {"facts": run["mechanism"], "steps": steps, "supplied": supplied}
 
 
 def forget(directory: str | os.PathLike[str]) -> None:
-    """Removes a run from its folder, so that another can start there; other files stay.
+    """Removes a run from its folder, so another run can start there; other files stay.
 
     Privacy:
-      What the run released stays spent, and no file records it any more.
+      The run's privacy cost stays spent, but no file records it any more.
 
     Raises:
       Refused: A process is running there.
     """
     folder = pathlib.Path(directory)
-    # A name that runs alone have: without it `checkpoints` may be another program's.
+    # Only runs have this file: without it, `checkpoints` may belong to another program.
     if (folder / "run.json").exists():
         with held(folder):
             _remove(folder)
 
 
 def _remove(folder: pathlib.Path) -> None:
+    """Removes the files of a run, but neither its locks nor files of others."""
     for name in ("checkpoints", "tensorboard"):
-        # Of a link to a folder, as on another disk, what is in it.
+        # Only the content is removed: the name may be a link to a folder on another disk.
         for path in (folder / name).glob("*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    # The run exists as long as run.json does.
-    for name in ("metrics.jsonl", *RELEASED, "run.json"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    # `run.json` is removed last, because a run exists as long as its `run.json`.
+    for name in ("metrics.jsonl", *_RELEASED, "run.json"):
         (folder / name).unlink(missing_ok=True)
 
 
 def released_steps(folder: pathlib.Path) -> int:
-    """The last step that counts as released: that has a checkpoint or a row."""
-    names = (path.name for path in (folder / "checkpoints").glob("*"))
-    steps = [int(name) for name in names if re.fullmatch(r"\d+", name)]
-    return max([*steps, *(row["step"] for row in read_log(folder / "metrics.jsonl"))], default=0)
+    """The last step that counts as released, because it has a checkpoint or a row; 0 if none."""
+    names = [path.name for path in (folder / "checkpoints").glob("*")]
+    saved_steps = [int(name) for name in names if re.fullmatch(r"\d+", name)]
+    logged_steps = [row["step"] for row in read_log(folder / "metrics.jsonl")]
+    return max(saved_steps + logged_steps, default=0)
 
 
 def counted(rows: list[dict[str, Any]]) -> int:
-    """How many steps count, if results ever ended the run; 0 if not."""
+    """The number of steps that count if results ended the run; 0 if they did not."""
     return max((row.get("counted", 0) for row in rows), default=0)

@@ -60,7 +60,7 @@ def keep_samples(
     every = checks.whole(call, "every", every)
 
     def init(params: PyTree) -> SamplesState:
-        # A ring, so that memory is that of `count` models however long the run is.
+        # A ring takes the memory of `count` models, however long the run is.
         ring = jax.tree.map(lambda x: jnp.zeros((count, *jnp.shape(x)), jnp.result_type(x)), params)
         return SamplesState(ring, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
@@ -72,7 +72,7 @@ def keep_samples(
         slot = state.taken % count
 
         def write(ring: Array, after: Array) -> Array:
-            # One row is read and written at every step, which needs no branch and no second ring.
+            # Every step writes one row, often its old value: a branch needs a second ring.
             return ring.at[slot].set(jnp.where(keep, after.astype(ring.dtype), ring[slot]))
 
         ring = jax.tree.map(write, state.ring, optax.apply_updates(params, updates))
@@ -87,13 +87,13 @@ def samples(state: Any) -> PyTree:
     They are the parameters' tree, each leaf ``[samples, ...]``, the oldest first.
     """
     sampled = link_of(state, SamplesState, "samples", "keep_samples(20)")
-    taken, size = int(sampled.taken), jax.tree.leaves(sampled.ring)[0].shape[0]
+    taken = int(sampled.taken)
+    size = jax.tree.leaves(sampled.ring)[0].shape[0]
     if taken == 0:
         raise ValueError(
             f"training.samples: the {int(sampled.step)} steps that ran kept no sample."
         )
-    # From the oldest to the newest: the last sample is the state's own parameters if the run
-    # ended on one.
+    # The order is from the oldest to the newest. If the last step kept a sample, it comes last.
     order = jnp.arange(max(0, taken - size), taken) % size
     return jax.tree.map(lambda ring: ring[order], sampled.ring)
 
@@ -116,6 +116,6 @@ def predictive(
       >>> jnp.exp(predictive(lambda params, _: params, sure_of_either, None)).tolist()
       [[0.5, 0.5]]
     """
-    # One after the other: the logits of all would need the memory of as many models.
+    # `map` holds the activations of one model at a time in memory.
     scores = jax.lax.map(lambda params: jax.nn.log_softmax(logits(params, inputs)), samples)
     return jax.nn.logsumexp(scores, axis=0) - math.log(scores.shape[0])

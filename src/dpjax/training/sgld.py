@@ -98,11 +98,12 @@ def dp_sgld(
       Calibration of Deep Learning with Differential Privacy", 2023, is a step of rate
       $2 \eta / n$ at temperature $n / 2$; it does not sample from the posterior.
     """
-    call, hint = "training.dp_sgld", "math.inf is a flat prior."
+    call = "training.dp_sgld"
+    hint = "math.inf is a flat prior."
     prior_deviation = checks.positive(call, "prior_deviation", prior_deviation, hint, infinite=True)
     if callable(learning_rate):
         learning_rate = positive_plan(f"{call}: the rate", learning_rate, steps)
-    # The multiplier follows from the rate, so the noise cannot differ from what is accounted.
+    # The multiplier is computed from the rate, so the accounted noise is the noise of the paper.
     multiplier = noise.langevin_multiplier(
         learning_rate,
         clipping,
@@ -118,14 +119,16 @@ def dp_sgld(
         preparation=preparation,
         before=before,
     )
-    burn_in = steps // 2 if burn_in is None else burn_in
-    # Samples are spread over what is left: neighbouring steps are hardly independent.
-    every = max(1, (steps - burn_in) // samples) if every is None else every
+    if burn_in is None:
+        burn_in = steps // 2
+    if every is None:
+        # Samples are spread over the remaining steps, because neighbouring steps are nearly equal.
+        every = max(1, (steps - burn_in) // samples)
     optimizer = optax.chain(
-        # The Gaussian prior's gradient, w / s^2, over n, because the loss is a mean.
+        # The gradient of the Gaussian prior, w / s^2, is divided by n, as the loss is a mean.
         optax.add_decayed_weights(1 / (sampling.examples * prior_deviation**2)),
         optax.scale_by_learning_rate(schedules.times(learning_rate, sampling.examples / 2)),
         keep_samples(samples, burn_in=burn_in, every=every),
     )
-    # DP-SGD with this multiplier and optimizer: draw, clipping, noise and ledger exist once.
+    # The rest is DP-SGD: draw, clipping, noise and ledger are implemented once.
     return dpsgd(loss, optimizer, mechanism, data, **options)

@@ -52,6 +52,20 @@ _data.named(
 )
 _data.whole("classes", None, "Number of classes of a file; by default its labels, as public.", 2)
 _data.text("label", None, "Column of the label in a .csv of yours; by default label, or the last.")
+_data.path(
+    "test",
+    None,
+    "Public file with the rows for the test, of the form of --dataset=my.csv or my.npz; no row is "
+    "then held out.",
+)
+_data.number(
+    "holdout",
+    None,
+    "Fraction of the rows, or of the persons, of a file of yours that is held out for the test: "
+    "0.2 unless given. No epsilon covers them. 0 trains on all, without a test.",
+    0,
+    1,
+)
 _data.path("columns", None, "Declared columns of a .csv; `dpjax columns my.csv` drafts them.")
 _data.text(
     "unit_column",

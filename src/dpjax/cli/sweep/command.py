@@ -141,7 +141,10 @@ def parsed(options: Sequence[str]) -> flags.FlagValues:
 def command(given: flags.FlagValues, trial: Trial, folder: pathlib.Path) -> list[str]:
     """The command of a run."""
     options = options_of(given, trial, folder)
-    parsed(options)
+    if parsed(options).holdout == 0:
+        raise app.UsageError(
+            "--holdout=0: expected test rows, by which a search ranks its runs. Give test=FILE."
+        )
     return [sys.executable, "-m", "dpjax", "train", *options]
 
 

@@ -100,6 +100,12 @@ def plan(given: flags.FlagValues) -> Planned:
         dataset = load(given)
         # A number that is learnt is the one output of the model.
         classes, examples = dataset.classes or 1, dataset.units
+        # Before calibration, which can take minutes at such a delta.
+        if given.delta * examples >= 1:
+            raise ValueError(
+                f"--delta={given.delta:g}: expected less than 1/{examples}, since publishing one "
+                f"whole record would satisfy it. Give --delta={0.1 / examples:.1g}."
+            )
         model = build.build_model(given, classes)
         loss = build.build_loss(given, dataset.classes)
         normalization = inputs.build_normalization(given, examples)
@@ -128,11 +134,15 @@ def plan(given: flags.FlagValues) -> Planned:
 
 def load(given: flags.FlagValues) -> data.Dataset:
     """The data set of the flags."""
+    split: dict[str, Any] = {"test": given.test, "holdout": given.holdout}
     try:
         if given.columns:
-            return data.table(given.dataset, given.columns, given.unit_column or None)
+            return data.table(given.dataset, given.columns, given.unit_column or None, **split)
         if names.is_file(given.dataset):
-            return data.load_file(given.dataset, given.classes, given.label)
+            return data.load_file(given.dataset, given.classes, given.label, **split)
+        for name, value in split.items():
+            if value is not None:
+                raise ValueError(f"--{name}: expected with a file of yours; this has a test set.")
         return (data.stream if given.stream else data.load)(given.dataset, given.data_dir)
     except (ImportError, OSError, ValueError) as error:
         raise app.UsageError(f"--dataset={given.dataset}: {error}") from error
@@ -172,6 +182,7 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
         directory=folder,
         configuration=configuration(given),
         save_every=given.save_every,
+        held_out=dataset.held_out,
     )
     average = held(training.averaged(state.optimizer))
     if processes.first_process():

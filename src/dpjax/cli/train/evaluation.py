@@ -31,6 +31,9 @@ class Evaluation:
     ) -> None:
         self.model, self.loss, self.rule = model, loss, rule
         self.classes, self.target_range = dataset.classes, dataset.target_range
+        self.has_test = len(dataset.test[1]) > 0
+        # Test labels of a public data set, or of a file that its user declares public.
+        self.is_public = dataset.held_out is None or dataset.held_out.public
         # On the device once: every evaluation reads all of them.
         self.test = jax.tree.map(jnp.asarray, dataset.test)
         # A fixed sample: curves of norms compare the same examples over time.
@@ -45,10 +48,12 @@ class Evaluation:
 
     def evaluate(self, state: Any) -> dict[str, Any]:
         """One row of the log, from averaged parameters if the optimizer keeps an average."""
-        x, y = self.test
-        # The averaged parameters are released at the end, so what is measured is theirs.
-        outputs = self.outputs(held(training.averaged(state.optimizer)), x)
-        row: dict[str, Any] = self.measured(outputs, y)
+        row: dict[str, Any] = {}
+        if self.has_test:
+            x, y = self.test
+            # The averaged parameters are released at the end, so what is measured is theirs.
+            outputs = self.outputs(held(training.averaged(state.optimizer)), x)
+            row = self.measured(outputs, y)
         if self.loss is not None:
             # At the parameters that the next step differentiates, which are not the averaged ones.
             row["private"] = {"cosine": self.bias(held(state.params), self.sample).cosine}
@@ -68,6 +73,14 @@ class Evaluation:
             row |= {area.__name__: area(scores, y) for area in areas}
         return row
 
+    def predictions(self, params: Any) -> dict[str, Any]:
+        """Predictions on the test rows, next to their labels or targets."""
+        x, y = self.test
+        outputs = self.outputs(params, x)
+        if self.classes is None:
+            return {"targets": self.quantities(y), "predictions": self.quantities(outputs)}
+        return {"labels": y, "probabilities": jax.nn.softmax(outputs)}
+
     def quantities(self, values: Any) -> np.ndarray:
         """Predictions or targets in the units of the file."""
         values = np.asarray(values, np.float64).reshape(len(values))
@@ -77,13 +90,9 @@ class Evaluation:
     def write(self, folder: pathlib.Path, params: Any) -> None:
         """Writes parameters, test predictions and norms into the folder."""
         replace(folder / "params.msgpack", serialized(params), public=True)
-        x, y = self.test
-        outputs = self.outputs(params, x)
-        seen: dict[str, Any] = {"labels": y, "probabilities": jax.nn.softmax(outputs)}
-        if self.classes is None:
-            seen = {"targets": self.quantities(y), "predictions": self.quantities(outputs)}
-        with replacing(folder / "evaluation.npz", public=True) as file:
-            np.savez(file, **seen)
+        if self.has_test:
+            with replacing(folder / "evaluation.npz", public=self.is_public) as file:
+                np.savez(file, **self.predictions(params))
         if self.loss is not None:
             norms = self.bias(params, self.sample).norms
             with replacing(folder / "diagnostics.npz") as file:  # private: without noise

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from dpjax.gradients._bookkeeping.cost import aside
+from dpjax.gradients._bookkeeping.cost import common_sites
 from dpjax.gradients._bookkeeping.leaf_norms import norms
 from dpjax.gradients._bookkeeping.leaf_sums import (
     Entry,
@@ -30,10 +30,10 @@ from dpjax.gradients._bookkeeping.leaf_sums import (
     pulled,
     weighted_sum,
 )
-from dpjax.gradients._bookkeeping.outer_products import product
+from dpjax.gradients._bookkeeping.outer_products import Outer, product
 from dpjax.gradients._bookkeeping.primitives import form_of
 
-# Roundings of the squared norm of a sum, in units of eps and of the square of all parts.
+# Roundings of the squared norm of a sum, in units of eps and of the square of all terms.
 _ROUNDINGS = 4
 
 
@@ -46,73 +46,100 @@ class Common(NamedTuple):
 
     def spread(self, scales: Array) -> Array:
         """Scales with axes of length 1 for the other axes of the leaf; other axes may lead."""
-        shape = [n if a in self.axes else 1 for a, n in enumerate(self.gradient.shape)]
-        return scales.reshape(*scales.shape[: scales.ndim - len(self.axes)], *shape)
+        shape = _only(self.axes, range(self.gradient.ndim), self.gradient.shape)
+        lead = scales.shape[: scales.ndim - len(self.axes)]
+        return scales.reshape(*lead, *shape)
 
     def sum(self, factors: Squares) -> Array:
         """The sum over examples; those with factor 0 contribute exactly 0."""
         counts = factors.reshape(-1, *(1,) * len(self.axes)) != 0
-        total = self.spread(weighted_sum(jnp.where(counts, self.scales, 0), factors))
-        return jnp.where(total != 0, total * self.gradient, 0)
+        scales = jnp.where(counts, self.scales, 0)
+        total_scales = self.spread(weighted_sum(scales, factors))
+        return jnp.where(total_scales != 0, total_scales * self.gradient, 0)
+
+
+def _only(axes: Sequence[int], order: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """The lengths of some axes, and 1 for others, in an order of all axes."""
+    return [shape[axis] if axis in axes else 1 for axis in order]
 
 
 def divided(
-    entries: Mapping[int, Sequence[Entry]], leaves: Sequence[Array]
+    entries_of_leaves: Mapping[int, Sequence[Entry]], leaves: Sequence[Array]
 ) -> tuple[dict[int, list[Entry]], dict[int, list[Common]]]:
     """For each leaf the entries with a gradient for each example, and the common gradients."""
-    rest, commons = dict[int, list[Entry]](), dict[int, list[Common]]()
-    # What a weight decay of all leaves needs is computed once.
-    every = {id(entry): entry for sites in entries.values() for entry in sites}
-    forms = {key: form_of(*entry) for key, entry in every.items()}
-    parts: dict[int, tuple[dict[int, Array], Array]] = {}
-    for leaf, sites in entries.items():
-        chosen = aside(leaf, leaves[leaf], [e.site for e in sites], [forms[id(e)] for e in sites])
-        rest[leaf] = [entry for k, entry in enumerate(sites) if k not in chosen]
+    others: dict[int, list[Entry]] = {}
+    commons: dict[int, list[Common]] = {}
+    # A site of several leaves, such as a weight decay of all, is computed once.
+    entries_by_id = {id(e): e for entries in entries_of_leaves.values() for e in entries}
+    forms = {key: form_of(*entry) for key, entry in entries_by_id.items()}
+    computed: dict[int, tuple[dict[int, Array], Array]] = {}
+    for leaf, entries in entries_of_leaves.items():
+        sites = [entry.site for entry in entries]
+        chosen = common_sites(leaf, leaves[leaf], sites, [forms[id(e)] for e in entries])
+        others[leaf] = [entry for k, entry in enumerate(entries) if k not in chosen]
         if chosen:
-            # Inner products with a common gradient are of the gradient as its sum has it.
-            rest[leaf] = [entry.rounded() for entry in rest[leaf]]
+            # Inner products with a common gradient read the numbers that the sum reads.
+            others[leaf] = [entry.rounded() for entry in others[leaf]]
         commons[leaf] = []
-        for entry in (sites[k] for k in chosen):
-            parts[id(entry)] = parts.get(id(entry)) or _parts(entry, leaves)
-            gradients, scales = parts[id(entry)]
-            # In the order of the leaf's axes, whatever the order of the view's.
-            axes = entry.site.slices[leaf]
-            order = sorted(range(len(axes)), key=lambda k: axes[k])
-            scales = jnp.transpose(scales, (0, *(1 + k for k in order)))
+        for k in chosen:
+            key = id(entries[k])
+            if key not in computed:
+                computed[key] = _gradients_and_scales(entries[k], leaves)
+            gradients, scales = computed[key]
+            axes = entries[k].site.slices[leaf]
+            # Scales are in the order of the view's axes: transpose them to that of the leaf's.
+            order = sorted(range(len(axes)), key=lambda position: axes[position])
+            scales = _transposed(scales, order)
             commons[leaf].append(Common(gradients[leaf], scales, tuple(sorted(axes))))
-    return rest, commons
+    return others, commons
 
 
-def _parts(entry: Entry, leaves: Sequence[Array]) -> tuple[dict[int, Array], Array]:
-    """What the scales of an entry multiply in the gradient of each leaf; and the scales."""
+def _gradients_and_scales(entry: Entry, leaves: Sequence[Array]) -> tuple[dict[int, Array], Array]:
+    """The common gradient of each leaf of an entry, and the numbers that scale its slices."""
     site = entry.site
     ones = jnp.ones_like(site.unscaled(leaves))
     gradients = pulled(sorted(site.leaves), leaves, site.unscaled)(ones)
-    return gradients, jax.vmap(site.scales, (None, 0, 0))(leaves, entry.data, entry.cotangent)
+    scales = jax.vmap(site.scales, (None, 0, 0))(leaves, entry.data, entry.cotangent)
+    return gradients, scales
+
+
+def _transposed(scales: Array, order: Sequence[int]) -> Array:
+    """Scales ``[batch, *slices]`` with the axes of their slices in another order."""
+    slices = [1 + axis for axis in order]
+    return jnp.transpose(scales, (0, *slices))
 
 
 def norms_with(
-    leaf: int, rest: Sequence[Entry], commons: Sequence[Common], leaves: Sequence[Array]
+    leaf: int, others: Sequence[Entry], commons: Sequence[Common], leaves: Sequence[Array]
 ) -> tuple[Squares, Pieces | None]:
-    """As `leaf_norms.norms`, with common gradients beside the entries, if there are any."""
-    squares, pieces = norms(leaf, rest, leaves, bool(commons)) if rest else (jnp.zeros(()), None)
+    """As `leaf_norms.norms`, of gradients to which the common ones are added, if there are any."""
+    if others:
+        squares, pieces = norms(leaf, others, leaves, exact=bool(commons))
+    else:
+        squares = jnp.zeros(())
+        pieces = None
     if not commons:
         return squares, pieces
-    total, lengths = squares, jnp.sqrt(squares)
-    for k, one in enumerate(commons):
-        lengths = lengths + jnp.sqrt(_dot(one, one))
-        total = total + sum((1 if b is one else 2) * _dot(one, b) for b in commons[: k + 1])
-        total = total + 2 * sum(_cross(leaf, entry, one, leaves) for entry in rest)
-    # What cancels between the parts is lost relative to them, in the norm and in the sum.
+    total = squares
+    lengths = jnp.sqrt(squares)
+    for k, common in enumerate(commons):
+        lengths = lengths + jnp.sqrt(_dot(common, common))
+        total = total + sum(
+            (1 if other is common else 2) * _dot(common, other) for other in commons[: k + 1]
+        )
+        total = total + 2 * sum(_cross(leaf, entry, common, leaves) for entry in others)
+    # Terms that cancel leave an error relative to the terms, in the norm and in the sum.
     eps = jnp.finfo(leaves[leaf].dtype).eps
     squares = jnp.maximum(total, 0) + _ROUNDINGS * eps * lengths**2
     return (jnp.sqrt(squares) + eps * lengths) ** 2, pieces
 
 
 def _dot(a: Common, b: Common) -> Squares:
-    both = {*a.axes, *b.axes}
-    rest = tuple(axis for axis in range(a.gradient.ndim) if axis not in both)
-    inner = jnp.sum(a.gradient * b.gradient, axis=rest, keepdims=True)
+    """Inner products of two common gradients, with the scales of each example."""
+    unscaled_axes = tuple(
+        axis for axis in range(a.gradient.ndim) if axis not in a.axes and axis not in b.axes
+    )
+    inner = jnp.sum(a.gradient * b.gradient, axis=unscaled_axes, keepdims=True)
     return _total(a.spread(a.scales) * b.spread(b.scales) * inner[None])
 
 
@@ -120,35 +147,49 @@ def _cross(leaf: int, entry: Entry, common: Common, leaves: Sequence[Array]) -> 
     """Inner products of a common gradient with an entry's own gradients."""
     form = form_of(*entry)
     assert form is not None
-    if form.chosen:
-        along = common.gradient.reshape(len(common.gradient), -1)[form.x[0]]
+    if form.indexed:
+        rows = common.gradient.reshape(len(common.gradient), -1)
+        applied = rows[form.x[0]]
     else:
-        # The place of a form only rearranges, so its VJP brings the common gradient into the form.
-        place, _ = placed(leaf, entry, form._replace(x=()), leaves)
-        parts = [jnp.zeros((x.shape[1], x.shape[2], form.g.shape[3]), x.dtype) for x in form.x]
-        (parts,) = jax.vjp(place, parts)[1](common.gradient)
-        along = added([_applied(*pair) for pair in zip(form.x, parts, strict=True)])
-    terms, scales = along * form.g, common.scales
+        applied = _applied(leaf, entry, form, common.gradient, leaves)
+    terms = applied * form.g
     if not common.axes:
-        return scales * _total(terms)
+        return common.scales * _total(terms)
     assert form.axes is not None
     # The slices are among the outputs, which the form counts in an order of its own.
-    shape, outputs = common.gradient.shape, form.axes[2]
+    shape = common.gradient.shape
+    outputs = form.axes.outputs
     order = sorted(range(len(common.axes)), key=lambda k: outputs.index(common.axes[k]))
-    scales = jnp.transpose(scales, (0, *(1 + k for k in order)))
-    scales = scales.reshape(-1, *(shape[a] if a in common.axes else 1 for a in outputs))
-    terms = jnp.sum(terms, axis=(1, 2)).reshape(-1, *(shape[a] for a in outputs))
+    scales = _transposed(common.scales, order)
+    scales = scales.reshape(-1, *_only(common.axes, outputs, shape))
+    terms = jnp.sum(terms, axis=(1, 2)).reshape(-1, *(shape[axis] for axis in outputs))
     return _total(scales * terms)
 
 
-def _applied(x: Array, matrices: Array) -> Array:
+def _applied(
+    leaf: int, entry: Entry, form: Outer, gradient: Array, leaves: Sequence[Array]
+) -> Array:
+    """The inputs of a form times a common gradient, in the form's own layout."""
+    # The place of a form only rearranges, so its VJP brings the common gradient into the form.
+    place, _ = placed(leaf, entry, form._replace(x=()), leaves)
+    outputs = form.g.shape[3]
+    zeros = [jnp.zeros((x.shape[1], x.shape[2], outputs), x.dtype) for x in form.x]
+    _, pull_back = jax.vjp(place, zeros)
+    (matrices,) = pull_back(gradient)
+    pairs = zip(form.x, matrices, strict=True)
+    return added([_times_blocks(x, matrix) for x, matrix in pairs])
+
+
+def _times_blocks(x: Array, matrices: Array) -> Array:
     """Inputs ``[batch, blocks, inputs, positions]`` times the matrix of each block."""
     if len(matrices) > 1:
         return product("bhks,hkd->bhsd", x, matrices)
-    # As a product of two matrices, for which XLA need not copy into its layout.
+    # XLA need not copy into its layout for a product of two matrices.
     x = jnp.swapaxes(x, 2, 3)
-    return product("nk,kd->nd", x.reshape(-1, x.shape[3]), matrices[0]).reshape(*x.shape[:3], -1)
+    batch, blocks, positions, inputs = x.shape
+    products = product("nk,kd->nd", x.reshape(-1, inputs), matrices[0])
+    return products.reshape(batch, blocks, positions, -1)
 
 
-def _total(x: Array) -> Squares:
-    return jnp.sum(x, axis=tuple(range(1, x.ndim)))
+def _total(terms: Array) -> Squares:
+    return jnp.sum(terms, axis=tuple(range(1, terms.ndim)))

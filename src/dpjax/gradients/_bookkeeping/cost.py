@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Costs: which rule computes the norms of a leaf, chosen by shapes alone.
+"""Costs: which rule computes the norms of a leaf, chosen by shapes only.
 
 A cost is a number of multiplications of a large matrix product, by measured ratios for other work.
+Each rule has two costs: the norms of a batch, and the clipped sum that follows them.
 """
 
 from __future__ import annotations
@@ -14,29 +15,35 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from dpjax.gradients import platforms
+from dpjax.gradients import _platforms
 from dpjax.gradients._bookkeeping.outer_products import Outer
 from dpjax.gradients._bookkeeping.primitives import form_of, row_of
 from dpjax.gradients._bookkeeping.sites import Site
 
 Shape = jax.ShapeDtypeStruct
 
-# Writing and squaring one number, or scaling it, in multiplications of a matrix product; and one
-# multiplication of inner products between few positions.
-_TRAFFIC, _SMALL = 8, 10
-# On accelerators, in multiplications of one pass: a number that is written, squared and scaled; an
-# inner product of positions; a multiplication at the highest precision, and of a sum of rounded
-# numbers. Of a table: comparing two positions, and multiplying by a factor of 0 or 1. Read from
-# expected cycles for TPU v5e (docs/pages/engine.md).
-_KEPT, _PAIR, _EXACT, _TWO = 1250, 20_000, 16, 2
-_COMPARED, _ADDED = 500, 4
+# Costs on a CPU: to write one number and square or scale it, and a multiplication in the small
+# inner products between few positions.
+_NUMBER = 8
+_SMALL_PRODUCT = 10
+# Costs on an accelerator, in multiplications of one pass: to write, square and scale a number; one
+# pair of positions; a multiplication at the highest precision, and in a sum of rounded numbers.
+# They are expected cycles of a TPU v5e (docs/pages/engine.md).
+_KEPT_NUMBER = 1250
+_PAIR = 20_000
+_ALL_PASSES = 16
+_TWO_PASSES = 2
+# Costs of a table on an accelerator: to compare the rows of two positions, and to add a number of
+# equal rows.
+_COMPARISON = 500
+_ADDITION = 4
 # The Gram rule compiles a program for each pair of sites: 20 sites took more than a minute.
-_MANY = 6
+_MANY_SITES = 6
 # Instantiated gradients are kept if they have at most this many times the numbers that the product
-# reads: a second product for the sum would cost more than the memory.
+# reads: a second product for the sum costs more than the memory.
 _ROOM = 4
 # A gradient is common to all examples if a leaf has this many times the entries that scale it.
-_FEW = 4
+_FEW_SCALES = 4
 
 
 class Choice(NamedTuple):
@@ -48,123 +55,219 @@ class Choice(NamedTuple):
     numbers: int
 
 
+class _Sizes(NamedTuple):
+    """Sizes of the outer products of all sites of a leaf, for one example."""
+
+    blocks: int
+    positions: int
+    inputs: int
+    outputs: int
+    read: int  # all inputs and cotangents
+    copied: int  # inputs that a product writes out first
+    has_indices: bool  # a form selects rows of a table
+    is_one_table: bool
+
+
+class _Costs(NamedTuple):
+    norm: int
+    sum: int
+
+
 def choose(leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | None]) -> Choice:
     """The cheapest rule that fits; only shapes matter."""
     outers = [form for form in forms if form is not None]
     isometric = all(site.isometry for site in sites)
     if len(outers) < len(sites):
-        # The cotangents of an elementwise use are as large as the gradients, and round the same.
-        row = row_of(sites[0])
-        once = len(sites) == 1 and row.entrywise and row.linear_in
-        keep = not (isometric and once and entire(leaf, sites))
-        return Choice("derivative", keep, _TRAFFIC * leaf.size, leaf.size)
-    blocks, positions = outers[0].g.shape[1], sum(o.g.shape[2] for o in outers)
-    # A one-hot column costs a comparison instead of a product over the inputs.
-    width = max(1 if o.chosen else o.width for o in outers)
-    depth, rows = outers[0].g.shape[3], any(o.chosen for o in outers)
-    by_rows, pairs = rows and len(outers) == 1, blocks * positions**2
-    read = sum(math.prod(a.shape[1:]) for o in outers for a in (*o.x, o.g))
-    # A second product rounds otherwise. For an isometry `norms` bounds that; other views would need
-    # an operator norm, so their gradients are kept.
-    keep = leaf.size <= _ROOM * read or not isometric
-    product = 0 if rows else blocks * positions * width * depth
-    copied = sum(math.prod(x.shape[1:]) for o in outers if o.copied for x in o.x)
-    instantiate, again = product + _TRAFFIC * leaf.size, product + _TRAFFIC * copied
-    # A kept gradient is read once more, scaled; otherwise the product is taken again.
-    after = _TRAFFIC * leaf.size if rows or keep else again
-    # The norm by inner products between positions; the sum needs the product again.
-    gram = pairs * (width + depth) * (1 if by_rows else _SMALL)
-    written = copied + 2 * pairs
-    if not platforms.on_cpu():
+        return _by_derivative(leaf, sites, isometric)
+    sizes = _sizes(outers)
+    # A second product rounds differently. For an isometry `norms` bounds that; other views need an
+    # operator norm, so their gradients are kept.
+    keep = leaf.size <= _ROOM * sizes.read or not isometric
+    if _platforms.on_cpu():
+        instantiated = _instantiated_on_cpu(leaf, sizes, keep)
+        paired = _paired_on_cpu(sizes)
+    else:
         # A kept gradient may be formed at the loss's own precision; a second product may not.
-        keep, instantiate, after = True, product + _KEPT * leaf.size, 0
-        exact, twice = (1, _TWO) if all(o.short for o in outers) else (_EXACT, _EXACT)
-        per_pair = _ADDED * depth + _COMPARED if by_rows else exact * (width + depth) + _PAIR
-        gram, again = pairs * per_pair, twice * product
-    # These three take the norm of the view's gradient: that of the leaf's for an isometry alone.
-    one_form = isometric and alike(outers) is not None
-    if one_form and positions == 1 and not rows:
-        return Choice("product", False, blocks * (width + depth), copied)
-    if one_form and len(outers) <= _MANY and gram + again < instantiate + after:
-        return Choice("rows" if by_rows else "gram", False, gram, written)
+        keep = True
+        instantiated = _Costs(norm=_product(sizes) + _KEPT_NUMBER * leaf.size, sum=0)
+        paired = _paired_on_accelerator(sizes, short=all(outer.short for outer in outers))
+    # The next three rules take the norm of the view's gradient: only an isometry keeps it.
+    one_form = isometric and aligned(outers) is not None
+    if one_form and sizes.positions == 1 and not sizes.has_indices:
+        operations = sizes.blocks * (sizes.inputs + sizes.outputs)
+        return Choice("product", False, operations, sizes.copied)
+    if one_form and len(outers) <= _MANY_SITES and sum(paired) < sum(instantiated):
+        rule = "rows" if sizes.is_one_table else "gram"
+        return Choice(rule, False, paired.norm, sizes.copied + 2 * _pairs(sizes))
     # A form with indices has no dense inputs to multiply: the VJP of the gather is a scatter-add.
-    rule = "derivative" if rows else "instantiate"
-    return Choice(rule, keep, instantiate, leaf.size + copied)
+    rule = "derivative" if sizes.has_indices else "instantiate"
+    return Choice(rule, keep, instantiated.norm, leaf.size + sizes.copied)
 
 
-def aside(
+def _by_derivative(leaf: Array | Shape, sites: Sequence[Site], isometric: bool) -> Choice:
+    """The choice for a leaf with a site that has no form."""
+    row = row_of(sites[0])
+    keep = True
+    if isometric and len(sites) == 1 and row.entrywise and row.linear_in:
+        # The cotangents of such a use may be the gradients: as large, and rounded the same.
+        keep = not as_large_as_cotangents(leaf, sites)
+    return Choice("derivative", keep, _NUMBER * leaf.size, leaf.size)
+
+
+def _sizes(outers: Sequence[Outer]) -> _Sizes:
+    _, blocks, _, outputs = outers[0].g.shape
+    copied = [piece for outer in outers if outer.copied for piece in outer.x]
+    read = [array for outer in outers for array in (*outer.x, outer.g)]
+    has_indices = any(outer.indexed for outer in outers)
+    return _Sizes(
+        blocks=blocks,
+        positions=sum(outer.g.shape[2] for outer in outers),
+        # A one-hot column costs a comparison instead of a product over the inputs.
+        inputs=max(1 if outer.indexed else outer.width for outer in outers),
+        outputs=outputs,
+        read=sum(math.prod(array.shape[1:]) for array in read),
+        copied=sum(math.prod(piece.shape[1:]) for piece in copied),
+        has_indices=has_indices,
+        is_one_table=has_indices and len(outers) == 1,
+    )
+
+
+def _product(sizes: _Sizes) -> int:
+    """The cost of the product over positions, on a matrix unit in one pass."""
+    if sizes.has_indices:
+        return 0
+    return sizes.blocks * sizes.positions * sizes.inputs * sizes.outputs
+
+
+def _pairs(sizes: _Sizes) -> int:
+    return sizes.blocks * sizes.positions**2
+
+
+def _product_again(sizes: _Sizes) -> int:
+    """The cost on a CPU of a sum that takes the product of scaled cotangents."""
+    return _product(sizes) + _NUMBER * sizes.copied
+
+
+def _instantiated_on_cpu(leaf: Array | Shape, sizes: _Sizes, keep: bool) -> _Costs:
+    """Gradients of all examples, which are scaled for the sum if they are kept."""
+    norm = _product(sizes) + _NUMBER * leaf.size
+    if keep or sizes.has_indices:
+        return _Costs(norm, sum=_NUMBER * leaf.size)
+    return _Costs(norm, sum=_product_again(sizes))
+
+
+def _paired_on_cpu(sizes: _Sizes) -> _Costs:
+    """Norms by inner products between positions; the sum needs the product again."""
+    norm = _pairs(sizes) * (sizes.inputs + sizes.outputs)
+    if not sizes.is_one_table:
+        norm *= _SMALL_PRODUCT
+    return _Costs(norm, sum=_product_again(sizes))
+
+
+def _paired_on_accelerator(sizes: _Sizes, short: bool) -> _Costs:
+    """As `_paired_on_cpu`; ``short`` forms take fewer passes of the matrix unit."""
+    norm_passes = 1 if short else _ALL_PASSES
+    sum_passes = _TWO_PASSES if short else _ALL_PASSES
+    if sizes.is_one_table:
+        pair = _COMPARISON + _ADDITION * sizes.outputs
+    else:
+        pair = _PAIR + norm_passes * (sizes.inputs + sizes.outputs)
+    return _Costs(norm=_pairs(sizes) * pair, sum=sum_passes * _product(sizes))
+
+
+def common_sites(
     index: int, leaf: Array | Shape, sites: Sequence[Site], forms: Sequence[Outer | None]
 ) -> list[int]:
-    """The sites of a leaf whose gradients are better taken as common to all examples."""
+    """The sites of a leaf whose gradients are better taken as common to all examples.
 
-    def few(site: Site) -> bool:
-        axes = site.slices.get(index)
-        return axes is not None and _FEW * math.prod(leaf.shape[a] for a in axes) <= leaf.size
+    There are none if another site of the leaf needs an example's gradient for its inner product
+    with a common gradient.
+    """
+    common = [k for k, site in enumerate(sites) if _has_few_scales(index, leaf, site)]
+    if len(common) > _MANY_SITES:
+        return []
+    scaled_axes = {axis for k in common for axis in sites[k].slices[index]}
+    for k, (site, form) in enumerate(zip(sites, forms, strict=True)):
+        if k not in common and not _meets_common(site, form, leaf, scaled_axes):
+            return []
+    return common
 
-    common = [k for k, site in enumerate(sites) if few(site)]
-    counted = {a for k in common for a in sites[k].slices[index]}
 
-    def meets(site: Site, form: Outer | None) -> bool:
-        """Whether inner products with a common gradient need no gradient of an example."""
-        if form is None or not site.isometry:
-            return False
-        if form.chosen:
-            return not counted and not site.stacks and site.axes == tuple(range(leaf.ndim))
-        alone = form.g.shape[1] == 1 and form.axes is not None and counted <= {*form.axes[2]}
-        return alone or not counted
+def _has_few_scales(index: int, leaf: Array | Shape, site: Site) -> bool:
+    axes = site.slices.get(index)
+    if axes is None:
+        return False
+    return _FEW_SCALES * math.prod(leaf.shape[axis] for axis in axes) <= leaf.size
 
-    pairs = zip(sites, forms, strict=True)
-    rest = [meets(*pair) for k, pair in enumerate(pairs) if k not in common]
-    return common if len(common) <= _MANY and all(rest) else []
+
+def _meets_common(
+    site: Site, form: Outer | None, leaf: Array | Shape, scaled_axes: set[int]
+) -> bool:
+    """Whether inner products with a common gradient need no gradient of an example."""
+    if form is None or not site.isometry:
+        return False
+    if form.indexed:
+        is_whole_table = not site.stacks and site.axes == tuple(range(leaf.ndim))
+        return is_whole_table and not scaled_axes
+    if not scaled_axes:
+        return True
+    one_block = form.g.shape[1] == 1
+    return one_block and form.axes is not None and scaled_axes <= {*form.axes.outputs}
 
 
 def foresee(leaf: Shape, sites: Sequence[Site], index: int) -> Choice:
-    """The choice for a leaf, from shapes alone."""
+    """The choice for a leaf, from shapes only."""
     choices: list[Choice] = []
 
     def on_shapes(data: Sequence[Sequence[Array]], cotangents: Sequence[Array]) -> None:
         forms = list(map(form_of, sites, data, cotangents))
-        common = aside(index, leaf, sites, forms)
-        rest = [k for k in range(len(sites)) if k not in common]
-        choice = Choice("", False, 0, 0)
-        if rest:
-            choice = choose(leaf, [sites[k] for k in rest], [forms[k] for k in rest])
+        common = common_sites(index, leaf, sites, forms)
+        others = [k for k in range(len(sites)) if k not in common]
+        if not others:
+            choice = Choice("common", False, 0, 0)
+        else:
+            choice = choose(leaf, [sites[k] for k in others], [forms[k] for k in others])
         if common:
-            rule = f"{choice.rule} + common" if rest else "common"
-            # Their inner products take a product as large as that of the forward pass.
-            positions = sum(math.prod(cotangents[k].shape[1:-1]) for k in rest)
+            if others:
+                choice = choice._replace(rule=f"{choice.rule} + common")
+            # Inner products with a common gradient take a product as large as the forward pass.
+            positions = sum(math.prod(cotangents[k].shape[1:-1]) for k in others)
             more = max(1, positions) * len(common) * leaf.size
-            choice = choice._replace(rule=rule, operations=choice.operations + more)
+            choice = choice._replace(operations=choice.operations + more)
         choices.append(choice)
 
-    def batched(x: Shape) -> Shape:
+    def with_batch_axis(x: Shape) -> Shape:
         return jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
 
-    # Through the functions that the run calls, so that forecast and run cannot differ.
-    data = [[batched(x) for x in site.data] for site in sites]
-    jax.eval_shape(on_shapes, data, [batched(site.output) for site in sites])
+    # The forecast calls the functions of the run, so the two cannot differ.
+    data = [[with_batch_axis(x) for x in site.data] for site in sites]
+    jax.eval_shape(on_shapes, data, [with_batch_axis(site.output) for site in sites])
     return choices[0]
 
 
-def alike(forms: Sequence[Outer]) -> list[Outer] | None:
-    """The forms of one leaf, transposed so that their inputs agree; None if they cannot."""
+def aligned(forms: Sequence[Outer]) -> list[Outer] | None:
+    """The forms of one leaf, transposed to the axes of the first; None if they cannot be."""
     if len(forms) < 2:
         return list(forms)
-    first, turned = forms[0], []
+    first = forms[0]
+    if first.axes is None:
+        return None
+    blocks, inputs, outputs = first.axes
+    result = []
     for form in forms:
-        if first.axes is None or form.axes is None or form.axes[0] != first.axes[0]:
-            return None
         if form.axes == first.axes:
-            turned.append(form)
-        # Tied weights: one use contracts the axis that the other produces.
-        elif form.axes[1:] == first.axes[:0:-1] and not form.chosen:
-            x, g = (jnp.swapaxes(a, 2, 3) for a in (form.g, jnp.concatenate(form.x, axis=2)))
-            turned.append(form._replace(x=(x,), g=g))
+            result.append(form)
+        elif form.axes == (blocks, outputs, inputs) and not form.indexed:
+            # Tied weights: one use contracts the axis that the other produces.
+            inputs_of_form = jnp.concatenate(form.x, axis=2)
+            x = jnp.swapaxes(form.g, 2, 3)
+            g = jnp.swapaxes(inputs_of_form, 2, 3)
+            result.append(form._replace(x=(x,), g=g))
         else:
             return None
-    return turned
+    return result
 
 
-def entire(leaf: Array | Shape, sites: Sequence[Site]) -> bool:
+def as_large_as_cotangents(leaf: Array | Shape, sites: Sequence[Site]) -> bool:
     """Whether one example's gradient of a leaf has as many numbers as its cotangents."""
     return leaf.size == sum(math.prod(site.output.shape) for site in sites)

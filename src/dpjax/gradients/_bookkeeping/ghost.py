@@ -27,7 +27,7 @@ from dpjax.gradients._bookkeeping.leaf_sums import (
     clipped_sums,
     instantiated,
     into_table,
-    kept,
+    of_kept,
     recomputed,
 )
 from dpjax.gradients._bookkeeping.primitives import form_of
@@ -38,7 +38,8 @@ from dpjax.types import ClippedSum, Clipping, PyTree
 
 def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTree) -> ClippedSum:
     """The clipped sum; an engine as in `dpjax.gradients.batching`."""
-    groups, leaves = rule.partition.assign(params), wide_leaves(params)
+    groups = rule.partition.assign(params)
+    leaves = wide_leaves(params)
     losses, aux, entries, gradients = backward(loss, params, rows.batch)
 
     squares = [jnp.zeros_like(losses, trees.wide(losses.dtype))] * rule.partition.size
@@ -50,51 +51,72 @@ def ghost(loss: Traced, rule: Clipping, params: PyTree, rows: Rows, start: PyTre
         pieces[i] = Pieces([gradient])
     entries, commons = divided(entries, leaves)
     together = computed(entries, leaves)
-    for i, sites in entries.items():
+    for i, leaf_entries in entries.items():
         if i in together:
-            square, pieces[i] = squared(together[i]), Pieces([together[i]])
+            square = squared(together[i])
+            pieces[i] = Pieces([together[i]])
         else:
-            square, pieces[i] = norms_with(i, sites, commons[i], leaves)
+            square, pieces[i] = norms_with(i, leaf_entries, commons[i], leaves)
         squares[groups[i]] = squares[groups[i]] + square
     # Squared norms of leaves add up within a group.
-    lengths = jnp.sqrt(jnp.stack(squares, axis=-1))
+    norms = jnp.sqrt(jnp.stack(squares, axis=-1))
     real = rows.mask[:, None]
-    factors = jnp.where(real, rule.factors(lengths), 0) * rows.weights
+    factors = jnp.where(real, rule.factors(norms), 0) * rows.weights
 
     sums = jax.tree.leaves(start)
-    parts: dict[int, LeafSum] = {}
-    for i, gradient in pieces.items():
-        scales, sites = factors[:, groups[i]], entries.get(i, [])
-        if gradient is not None:
-            parts[i] = kept(gradient, scales)
-        elif sites and (put := into_table(i, sites)):
-            # In place: a microbatch of a language model touches few rows of a table that is larger
-            # than all its other leaves.
-            sums[i] = put(sums[i], scales)
-        elif sites:
-            parts[i] = recomputed(i, sites, scales, leaves)
-    sound = jnp.all(jnp.isfinite(lengths), axis=1)
-    for i, leaf_sum in clipped_sums(parts, sound).items():
+    leaf_sums: dict[int, LeafSum] = {}
+    for i, leaf_pieces in pieces.items():
+        leaf_factors = factors[:, groups[i]]
+        leaf_entries = entries.get(i, [])
+        if leaf_pieces is not None:
+            leaf_sums[i] = of_kept(leaf_pieces, leaf_factors)
+            continue
+        if not leaf_entries:
+            continue
+        add_to_table = into_table(i, leaf_entries)
+        if add_to_table is not None:
+            # The sum is added in place, because a microbatch of a language model touches few rows
+            # of a table that is larger than all other leaves.
+            sums[i] = add_to_table(sums[i], leaf_factors)
+        else:
+            leaf_sums[i] = recomputed(i, leaf_entries, leaf_factors, leaves)
+    sound = jnp.all(jnp.isfinite(norms), axis=1)
+    for i, leaf_sum in clipped_sums(leaf_sums, sound).items():
         sums[i] = sums[i] + leaf_sum.astype(sums[i].dtype)
-    for i, shared in commons.items():
-        for one in shared:
-            sums[i] = sums[i] + one.sum(factors[:, groups[i]]).astype(sums[i].dtype)
+    for i, leaf_commons in commons.items():
+        for common in leaf_commons:
+            common_sum = common.sum(factors[:, groups[i]])
+            sums[i] = sums[i] + common_sum.astype(sums[i].dtype)
     value = jax.tree.structure(params).unflatten(sums)
-    shown, lengths = jnp.where(rows.mask, losses, 0), jnp.where(real, lengths, 0)
-    return ClippedSum(value, shown, lengths, factors, aux)
+    losses = jnp.where(rows.mask, losses, 0)
+    norms = jnp.where(real, norms, 0)
+    return ClippedSum(value, losses, norms, factors, aux)
 
 
-def computed(entries: Mapping[int, Sequence[Entry]], leaves: Sequence[Array]) -> dict[int, Array]:
-    """Gradients of leaves that make kernels: the norm of the kernel's is no norm of theirs."""
-    # No leaf with a common gradient is among them: by `cost.aside` its other sites are isometric.
-    by = [i for i, sites in entries.items() if not all(e.site.isometry for e in sites)]
-    used = list({id(entry): entry for i in by for entry in entries[i]}.values())
+def computed(
+    entries_of_leaves: Mapping[int, Sequence[Entry]], leaves: Sequence[Array]
+) -> dict[int, Array]:
+    """Per-example gradients of leaves that make kernels.
+
+    The norm of such a leaf's gradient does not follow from the norm of the kernel's gradient.
+    """
+    # A leaf with a common gradient is not among them: by `cost.common_sites` its other sites are
+    # isometric.
+    wanted = []
+    entries_by_id: dict[int, Entry] = {}
+    for leaf, entries in entries_of_leaves.items():
+        if not all(entry.site.isometry for entry in entries):
+            wanted.append(leaf)
+            entries_by_id.update({id(entry): entry for entry in entries})
+    if not wanted:
+        return {}
+    used = list(entries_by_id.values())
     forms = [form_of(*entry) for entry in used]
-    return instantiated(by, used, forms, leaves, exact=False) if by else {}
+    return instantiated(wanted, used, forms, leaves, exact=False)
 
 
 class Backward(NamedTuple):
-    """What one backward pass finds of each example."""
+    """The results of one backward pass, for each example."""
 
     losses: Array
     aux: Any
@@ -110,14 +132,14 @@ def backward(loss: Traced, params: PyTree, batch: PyTree) -> Backward:
     taps = [jnp.zeros(site.output.shape, site.output.dtype) for site in program.sites]
     materialised = {i: leaves[i] for i in program.materialised}
     differentiated = jax.value_and_grad(program.run, argnums=(0, 1), has_aux=True)
-    (losses, (aux, data)), (cotangents, gradients) = jax.vmap(
-        differentiated, in_axes=(None, None, None, 0)
-    )(taps, materialised, leaves, batch)
+    per_example = jax.vmap(differentiated, in_axes=(None, None, None, 0))
+    values, (cotangents, gradients) = per_example(taps, materialised, leaves, batch)
+    losses, (aux, data) = values
     entries: dict[int, list[Entry]] = {}
-    for site, noted, cotangent in zip(program.sites, data, cotangents, strict=True):
-        # The clipping rule trusts a float32 norm whatever the dtype of the model.
-        wide = list(map(trees.widened_exactly, [*noted, cotangent]))
-        entry = Entry(site, wide[:-1], wide[-1])
+    for site, site_data, cotangent in zip(program.sites, data, cotangents, strict=True):
+        # The clipping rule relies on a float32 norm whatever the dtype of the model.
+        wide_data = [trees.widened_exactly(x) for x in site_data]
+        entry = Entry(site, wide_data, trees.widened_exactly(cotangent))
         for leaf in site.leaves:
             entries.setdefault(leaf, []).append(entry)
     return Backward(losses, aux, entries, gradients)
@@ -125,10 +147,13 @@ def backward(loss: Traced, params: PyTree, batch: PyTree) -> Backward:
 
 def by_patches(loss: Traced, params: PyTree, example: PyTree) -> int:
     """The number of convolutions whose kernel gradients are products, which mix no examples."""
-    # Operand 1 is the kernel. Other convolutions, such as of parameters alone, are not counted.
-    sites = [site.equation for site in loss.program(params, example).sites if site.operand == 1]
-    convolutions = [e for e in sites if e.primitive.name == "conv_general_dilated"]
-    return sum(e.params["batch_group_count"] == 1 for e in convolutions)
+    count = 0
+    for site in loss.program(params, example).sites:
+        equation = site.equation
+        # Operand 1 is the kernel. Others, as in convolutions of only parameters, do not count.
+        if site.operand == 1 and equation.primitive.name == "conv_general_dilated":
+            count += equation.params["batch_group_count"] == 1
+    return count
 
 
 def wide_leaves(params: PyTree) -> list[Array]:

@@ -11,9 +11,9 @@ Five rules lead to a norm; `cost.choose` takes the cheapest that fits:
 * *derivative*: the VJP of the equation itself, without a form.
 
 Norms are float32 or wider, at the highest precision. The margin of the noise covers their rounding,
-and that of sums, where nothing cancels. Positions and uses of a leaf can cancel, and what is lost
-is then relative to the terms: the gram rule first takes out what the positions share, and a norm
-whose sum is another product grows by a bound on its rounding.
+and that of sums, where nothing cancels. Positions and uses of a leaf can cancel, and the rounding
+error is then relative to the terms: the gram rule first subtracts the mean over positions, and a
+norm whose sum is another product grows by a bound on its rounding.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dpjax import trees
-from dpjax.gradients import platforms
-from dpjax.gradients._bookkeeping.cost import alike, choose
+from dpjax.gradients import _platforms
+from dpjax.gradients._bookkeeping.cost import aligned, choose
 from dpjax.gradients._bookkeeping.leaf_sums import (
     DROPPED,
     Entry,
@@ -53,40 +53,56 @@ def norms(
     if choice.rule == "gram":
         # The sum comes from a second product, of the same rounded numbers.
         forms = [form_of(*entry.rounded()) for entry in entries]
-    outers = alike([form for form in forms if form is not None])
+    outers = aligned([form for form in forms if form is not None])
     if choice.rule == "product" and outers is not None:
-        x, g = _lengths(outers[0])
-        return jnp.sum(x * g, axis=(1, 2)), None
+        x_squares, g_squares = _squared_lengths(outers[0])
+        return jnp.sum(x_squares * g_squares, axis=(1, 2)), None
     if choice.rule == "rows" and outers is not None:
-        return _with_doubt(_row_norms(outers[0]), outers), None
+        return _rounded_up(_row_norms(outers[0]), outers), None
     if choice.rule == "gram" and outers is not None:
-        return _with_doubt(_gram_norms(outers), outers), None
-    # The pieces of one isometric site have the norm of the leaf's gradient.
-    alone = forms[0] if len(entries) == 1 and entries[0].site.isometry else None
-    if choice.rule == "instantiate" and alone is not None:
-        place, gradients = placed(leaf, entries[0], alone, leaves, exact)
-        pieces = Pieces(gradients, place)
-    else:
-        pieces = Pieces([instantiated([leaf], entries, forms, leaves, exact)[leaf]])
-    squares = added([squared(x) for x in pieces.gradients])
+        return _rounded_up(_gram_norms(outers), outers), None
+    pieces = _instantiated_pieces(leaf, entries, forms, leaves, exact)
+    squares = added([squared(gradients) for gradients in pieces.gradients])
     if choice.keep:
         return squares, pieces
-    return _with_doubt(squares, [form for form in forms if form is not None]), None
+    return _rounded_up(squares, [form for form in forms if form is not None]), None
+
+
+def _instantiated_pieces(
+    leaf: int,
+    entries: Sequence[Entry],
+    forms: Sequence[Outer | None],
+    leaves: Sequence[Array],
+    exact: bool,
+) -> Pieces:
+    """Each example's gradient of a leaf, in arrays whose squared norms add up to the leaf's."""
+    form = forms[0]
+    # The pieces of one isometric site have the norm of the leaf's gradient.
+    one_isometry = len(entries) == 1 and entries[0].site.isometry
+    if one_isometry and form is not None and not form.indexed:
+        place, gradients = placed(leaf, entries[0], form, leaves, exact)
+        return Pieces(gradients, place)
+    return Pieces([instantiated([leaf], entries, forms, leaves, exact)[leaf]])
 
 
 def _gram_norms(forms: Sequence[Outer]) -> Squares:
     """Inner products between positions, within each site and between any two sites."""
-    if platforms.on_cpu() and not any(form.chosen for form in forms):
+    if _platforms.on_cpu() and not any(form.indexed for form in forms):
         forms = [_centred(forms)]
-    total = jnp.zeros(forms[0].g.shape[0], forms[0].g.dtype)
-    for a, b in itertools.combinations_with_replacement(range(len(forms)), 2):
-        p, q = forms[a], forms[b]
-        precision = None if p.short and q.short else HIGHEST
-        x, g = _inner(p, q, precision), product("bhsn,bhtn->bhst", p.g, q.g, precision)
-        total = total + (1 if a == b else 2) * jnp.sum(x * g, axis=(1, 2, 3))
-    # What cancels is lost relative to the terms. A negative total would drop the example.
-    doubt = _ROUNDINGS * jnp.finfo(total.dtype).eps * _uncancelled(forms) ** 2
-    return jnp.maximum(total, 0) + doubt
+    first = forms[0].g
+    total = jnp.zeros(first.shape[0], first.dtype)
+    for i, j in itertools.combinations_with_replacement(range(len(forms)), 2):
+        a = forms[i]
+        b = forms[j]
+        precision = None if a.short and b.short else HIGHEST
+        x_products = _inner_products(a, b, precision)
+        g_products = product("bhsn,bhtn->bhst", a.g, b.g, precision)
+        count = 1 if i == j else 2
+        total = total + count * jnp.sum(x_products * g_products, axis=(1, 2, 3))
+    # Terms that cancel leave an error relative to the terms. A negative total would be a NaN norm,
+    # which drops the example.
+    error = _ROUNDINGS * jnp.finfo(total.dtype).eps * _uncancelled(forms) ** 2
+    return jnp.maximum(total, 0) + error
 
 
 def _centred(forms: Sequence[Outer]) -> Outer:
@@ -99,61 +115,71 @@ def _centred(forms: Sequence[Outer]) -> Outer:
     """
     x = jnp.concatenate([jnp.concatenate(form.x, axis=2) for form in forms], axis=3)
     g = jnp.concatenate([form.g for form in forms], axis=2)
-    mean, total = jnp.mean(x, axis=3, keepdims=True), jnp.sum(g, axis=2, keepdims=True)
-    x, g = jnp.concatenate([mean, x - mean], axis=3), jnp.concatenate([total, g], axis=2)
+    x_mean = jnp.mean(x, axis=3, keepdims=True)
+    g_total = jnp.sum(g, axis=2, keepdims=True)
+    x = jnp.concatenate([x_mean, x - x_mean], axis=3)
+    g = jnp.concatenate([g_total, g], axis=2)
     return forms[0]._replace(x=(x,), g=g)
 
 
 def _row_norms(form: Outer) -> Squares:
     """The cotangents of each row of a table are summed, and each sum is squared once."""
-    (ids,) = form.x
-    mates = (ids[..., :, None] == ids[..., None, :]).astype(form.g.dtype)
-    rows = jnp.sum(product("bhst,bhtd->bhsd", mates, form.g) ** 2, axis=3)
+    (indices,) = form.x
+    equal = indices[..., :, None] == indices[..., None, :]
+    same_row = equal.astype(form.g.dtype)
+    row_sums = product("bhst,bhtd->bhsd", same_row, form.g)
+    row_squares = jnp.sum(row_sums**2, axis=3)
     # All positions that take a row have its sum, and each adds its part of the square.
-    return jnp.sum(rows / jnp.sum(mates, axis=3), axis=(1, 2))
+    positions_of_row = jnp.sum(same_row, axis=3)
+    return jnp.sum(row_squares / positions_of_row, axis=(1, 2))
 
 
-def _with_doubt(squares: Squares, forms: Sequence[Outer]) -> Squares:
+def _rounded_up(squares: Squares, forms: Sequence[Outer]) -> Squares:
     """Squared norms of gradients that another product sums, with a bound on its rounding."""
     if not forms:
         return squares
-    # Relative to the terms, which may cancel to the last digits.
-    doubt = jnp.finfo(squares.dtype).eps / 2 * _uncancelled(forms)
+    # The bound is relative to the terms, which may cancel to the last digits.
+    bound = jnp.finfo(squares.dtype).eps / 2 * _uncancelled(forms)
     short = [form for form in forms if form.short]
     if short:
-        doubt = doubt + DROPPED * _uncancelled(short)
-    return (jnp.sqrt(squares) + doubt) ** 2
+        bound = bound + DROPPED * _uncancelled(short)
+    return (jnp.sqrt(squares) + bound) ** 2
 
 
 def _uncancelled(forms: Sequence[Outer]) -> Squares:
     """The sum over positions of the lengths of their outer products."""
-    pairs = [map(jnp.sqrt, _lengths(form)) for form in forms]
-    return added([jnp.sum(x * g, axis=(1, 2)) for x, g in pairs])
+    totals = []
+    for x_squares, g_squares in list(map(_squared_lengths, forms)):
+        lengths = jnp.sqrt(x_squares) * jnp.sqrt(g_squares)
+        totals.append(jnp.sum(lengths, axis=(1, 2)))
+    return added(totals)
 
 
-def _lengths(form: Outer) -> tuple[Array, Array]:
+def _squared_lengths(form: Outer) -> tuple[Array, Array]:
     """Squared lengths ``[batch, blocks, positions]`` of inputs and of outputs."""
-    g = jnp.sum(form.g**2, axis=3)
-    if form.chosen:
-        return jnp.ones_like(g), g
-    return added([jnp.sum(x**2, axis=2) for x in form.x]), g
+    g_squares = jnp.sum(form.g**2, axis=3)
+    if form.indexed:
+        return jnp.ones_like(g_squares), g_squares
+    x_squares = added([jnp.sum(piece**2, axis=2) for piece in form.x])
+    return x_squares, g_squares
 
 
-def _inner(p: Outer, q: Outer, precision: Any) -> Array:
-    """Inner products of inputs ``[batch, blocks, positions of p, positions of q]``."""
-    # The inner product is symmetric, so one mixed case is enough.
-    if p.chosen and not q.chosen:
-        return jnp.swapaxes(_inner(q, p, precision), 2, 3)
-    x, y = (jnp.concatenate(form.x, axis=2) for form in (p, q))
-    if p.chosen:
+def _inner_products(a: Outer, b: Outer, precision: Any) -> Array:
+    """Inner products of inputs ``[batch, blocks, positions of a, positions of b]``."""
+    if a.indexed and not b.indexed:
+        # The inner product is symmetric, so one mixed case is enough.
+        return jnp.swapaxes(_inner_products(b, a, precision), 2, 3)
+    x = jnp.concatenate(a.x, axis=2)
+    y = jnp.concatenate(b.x, axis=2)
+    if a.indexed:
         # Two one-hot columns have inner product 1 if their indices agree, and 0 otherwise.
-        return (x[:, :, :, None] == y[:, :, None, :]).astype(p.g.dtype)
-    if q.chosen:
+        return (x[:, :, :, None] == y[:, :, None, :]).astype(a.g.dtype)
+    if b.indexed:
         return jnp.swapaxes(jnp.take_along_axis(x, y[:, :, :, None], axis=2), 2, 3)
     return product("bhks,bhkt->bhst", x, y, precision)
 
 
-def squared(x: Array) -> Squares:
+def squared(gradients: Array) -> Squares:
     """The squared norm of each example's array."""
-    x = trees.widened_exactly(x)  # kept gradients may be bfloat16
-    return jnp.sum(x * x, axis=tuple(range(1, x.ndim)))
+    gradients = trees.widened_exactly(gradients)  # kept gradients may be bfloat16
+    return jnp.sum(gradients * gradients, axis=tuple(range(1, gradients.ndim)))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clipped sums: from factors to the weighted sum of one leaf's per-example gradients.
 
-`kept` sums per-example gradients that exist; `recomputed` forms the sum in one product per site.
+`of_kept` sums per-example gradients that exist; `recomputed` takes one product for each site.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from dpjax import trees
-from dpjax.gradients import platforms
-from dpjax.gradients._bookkeeping.cost import entire
+from dpjax.gradients import _platforms
+from dpjax.gradients._bookkeeping.cost import as_large_as_cotangents
 from dpjax.gradients._bookkeeping.outer_products import (
     HIGHEST,
     Outer,
@@ -31,7 +31,7 @@ Squares = Float[Array, " batch"]
 
 
 class Entry(NamedTuple):
-    """A site with what one backward pass recorded there, with a batch axis."""
+    """A site with the data and cotangents that one backward pass recorded, with a batch axis."""
 
     site: Site
     data: Sequence[Array]
@@ -39,15 +39,19 @@ class Entry(NamedTuple):
 
     def rounded(self) -> Entry:
         """Data and cotangent as the product of the loss reads them, where forms may be `short`."""
-        form = form_of(*self) if rounds(self.site) else None
+        if not rounds(self.site):
+            return self
+        form = form_of(*self)
         if form is None or not form.short:
             return self
-        return self._replace(data=list(map(rounded, self.data)), cotangent=rounded(self.cotangent))
+        data = [rounded(x) for x in self.data]
+        return self._replace(data=data, cotangent=rounded(self.cotangent))
 
     def scaled(self, factors: Squares) -> Entry:
         """Each example's cotangent times its factor; 0 for a factor of 0."""
         scale = trees.expand(factors, self.cotangent)
-        return self._replace(cotangent=jnp.where(scale != 0, scale * self.cotangent, 0))
+        cotangent = jnp.where(scale != 0, scale * self.cotangent, 0)
+        return self._replace(cotangent=cotangent)
 
 
 class Pieces(NamedTuple):
@@ -64,11 +68,11 @@ class LeafSum(NamedTuple):
     total: Callable[[Sequence[Array]], Array]
 
 
-def kept(pieces: Pieces, factors: Squares) -> LeafSum:
-    """From per-example gradients: the numbers whose norm was taken, so nothing rounds otherwise."""
+def of_kept(pieces: Pieces, factors: Squares) -> LeafSum:
+    """The sum of per-example gradients: the numbers of the norms, so no rounding differs."""
 
     def total(arrays: Sequence[Array]) -> Array:
-        return pieces.place([weighted_sum(x, factors) for x in arrays])
+        return pieces.place([weighted_sum(gradients, factors) for gradients in arrays])
 
     return LeafSum(pieces.gradients, total)
 
@@ -76,45 +80,57 @@ def kept(pieces: Pieces, factors: Squares) -> LeafSum:
 def recomputed(
     leaf: int, entries: Sequence[Entry], factors: Squares, leaves: Sequence[Array]
 ) -> LeafSum:
-    """From the data and scaled cotangents of all sites of a leaf."""
+    """The sum from the data and scaled cotangents of all sites of a leaf."""
     scaled = [entry.rounded().scaled(factors) for entry in entries]
+    arrays_of_sites = [x for entry in scaled for x in entry.data]
 
     def total(arrays: Sequence[Array]) -> Array:
-        rest = iter(arrays)
-        again = [entry._replace(data=[next(rest) for _ in entry.data]) for entry in scaled]
-        return summed(leaf, again, leaves)
+        remaining = iter(arrays)
+        masked = []
+        for entry in scaled:
+            data = [next(remaining) for _ in entry.data]
+            masked.append(entry._replace(data=data))
+        return summed(leaf, masked, leaves)
 
-    return LeafSum([x for entry in scaled for x in entry.data], total)
+    return LeafSum(arrays_of_sites, total)
 
 
 def clipped_sums(sums: Mapping[int, LeafSum], sound: Bool[Array, " batch"]) -> dict[int, Array]:
     """The clipped sum of each leaf; an example that is not sound contributes exactly 0."""
-    # No branch for batches that are not sound, as it would compile every sum twice.
-    # What several leaves read is masked once.
-    arrays = {id(x): x for leaf in sums.values() for x in leaf.arrays}
-    # Accelerators mask as they read, and would wait at a loop.
-    mask = _masked_in_place if platforms.on_cpu() else _masked
-    # In a list: JAX sorts dictionaries, and so would order the program by addresses in memory.
+    # Both cases share one program, because a branch for unsound batches compiles every sum twice.
+    # An array that several leaves read is masked once.
+    arrays = {id(x): x for leaf_sum in sums.values() for x in leaf_sum.arrays}
+    # Accelerators mask as they read, and wait at a loop.
+    mask = _masked_in_place if _platforms.on_cpu() else _masked
+    # A list, because JAX sorts dictionaries, here by addresses in memory.
     masked = dict(zip(arrays, mask(list(arrays.values()), sound), strict=True))
-    return {i: leaf.total([masked[id(x)] for x in leaf.arrays]) for i, leaf in sums.items()}
+    totals = {}
+    for leaf, leaf_sum in sums.items():
+        totals[leaf] = leaf_sum.total([masked[id(x)] for x in leaf_sum.arrays])
+    return totals
 
 
 def _masked(arrays: list[Array], sound: Bool[Array, " batch"]) -> list[Array]:
-    # Factors are 0 already, and any finite data times 0 give 0. They are 1, because some sites
-    # divide by them; `where` selects, as a multiplication by 0 would keep NaN.
-    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
-    pairs = zip(arrays, floats, strict=True)
-    return [jnp.where(trees.expand(sound, x), x, 1) if is_float else x for x, is_float in pairs]
+    """The arrays with ones in place of the data of unsound examples, whose factors are 0."""
+    masked = list(arrays)
+    for i, x in enumerate(arrays):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            # Ones and not zeros, because some sites divide by their data. `where` selects; a
+            # multiplication by 0 keeps NaN.
+            masked[i] = jnp.where(trees.expand(sound, x), x, 1)
+    return masked
 
 
 @jax.custom_jvp
 def _masked_in_place(arrays: list[Array], sound: Bool[Array, " batch"]) -> list[Array]:
-    # Few batches need it: a loop of no trip or one. For a `jax.lax.cond` XLA would copy the data.
-    return jax.lax.while_loop(
+    """As `_masked`, in a loop of one trip, or of none for a batch without unsound examples."""
+    # XLA copies the data for a `jax.lax.cond`, and few batches need the mask.
+    _, masked = jax.lax.while_loop(
         lambda state: ~state[0],
         lambda state: (jnp.ones((), bool), _masked(state[1], sound)),
         (jnp.all(sound), arrays),
-    )[1]
+    )
+    return masked
 
 
 @_masked_in_place.defjvp
@@ -126,8 +142,8 @@ def _(primals: Any, tangents: Any) -> tuple[list[Array], list[Array]]:
 def weighted_sum(gradients: Array, factors: Squares) -> Array:
     """The sum of per-example gradients, each times its factor."""
     gradients = trees.widened_exactly(gradients)  # as their norm reads them
-    if not platforms.on_cpu():
-        # Multiplied and reduced in float32 as the gradients are read; a matrix unit would round.
+    if not _platforms.on_cpu():
+        # Multiplied and reduced in float32 as the gradients are read; a matrix unit rounds.
         return jnp.sum(trees.expand(factors, gradients) * gradients, axis=0)
     # One product: XLA on CPU is much slower if it multiplies first and reduces afterwards.
     return jnp.einsum("b,b...->...", factors, gradients, precision=jax.lax.Precision.HIGHEST)
@@ -139,27 +155,28 @@ def summed(leaf: int, entries: Sequence[Entry], leaves: Sequence[Array]) -> Arra
     for entry in entries:
         form = form_of(*entry)
         if form is not None and form.short:
-            pull = _summing(leaf, entry, leaves)
-            total = added([total, *map(pull, halves(entry.cotangent))])
+            pull_back = _summing(leaf, entry, leaves)
+            sums = list(map(pull_back, halves(entry.cotangent)))
+            total = added([total, *sums])
             continue
-        # One-hot columns have no product; their VJP is a scatter-add.
-        # The pull-back through the view runs once, after the sum over examples.
-        if form is not None and not form.chosen:
-            # By all leaves of the site: JAX cannot differentiate by a padding value alone.
+        if form is not None and not form.indexed:
+            # A VJP by all leaves of the site, as JAX cannot differentiate by only a padding value.
             pull_back = pulled(sorted(entry.site.leaves), leaves, entry.site.of)
+            # The pull-back through the view runs once, after the sum over examples.
             of_site = pull_back(form.joined(_over_all(form)))[leaf]
-        elif form is None and entire(leaves[leaf], [entry.site]):
+        elif form is None and as_large_as_cotangents(leaves[leaf], [entry.site]):
             # The scaled cotangents of an elementwise use are the scaled gradients.
             gradients = instantiated([leaf], [entry], [None], leaves)[leaf]
             of_site = weighted_sum(gradients, jnp.ones(len(gradients), gradients.dtype))
         else:
+            # One-hot columns have no product; their VJP is a scatter-add.
             of_site = _summing(leaf, entry, leaves)(entry.cotangent)
         total = total + of_site
     return total
 
 
 DROPPED = 2.0**-16
-"""A bound on what `halves` drop of a number, relative to it."""
+"""A bound on the digits of a number that `halves` drop, relative to the number."""
 
 
 def halves(x: Array) -> tuple[Array, Array]:
@@ -170,42 +187,52 @@ def halves(x: Array) -> tuple[Array, Array]:
 
 def _summing(leaf: int, entry: Entry, leaves: Sequence[Array]) -> Callable[[Array], Array]:
     """From cotangents of all examples at one site to the sum of their gradients of a leaf."""
-    run = jax.vmap(entry.site.apply, (None, 0))
-    pull = pulled(sorted(entry.site.leaves), leaves, lambda p: run(p, entry.data))
-    return lambda cotangents: pull(cotangents)[leaf]
+    apply = jax.vmap(entry.site.apply, (None, 0))
+
+    def outputs(leaves: Sequence[Array]) -> Array:
+        return apply(leaves, entry.data)
+
+    pull_back = pulled(sorted(entry.site.leaves), leaves, outputs)
+    return lambda cotangents: pull_back(cotangents)[leaf]
 
 
 def into_table(leaf: int, entries: Sequence[Entry]) -> Callable[[Array, Squares], Array] | None:
     """Adds the clipped sum of a table to a total; None for other leaves."""
-    site = entries[0].site
-    # Used once, as it is, outside of scans: then rows of the form are rows of the leaf.
-    if len(entries) > 1 or site.stacks or not site.isometry or site.leaves != {leaf}:
+    if len(entries) > 1:
         return None
-    form = form_of(*entries[0])
-    if form is None or not form.chosen or site.axes != tuple(range(len(site.shape))):
+    (entry,) = entries
+    site = entry.site
+    # A table that is used as it is, outside of scans: rows of the form are rows of the leaf.
+    if site.stacks or not site.isometry or site.leaves != {leaf}:
+        return None
+    form = form_of(*entry)
+    if form is None or not form.indexed or site.axes != tuple(range(len(site.shape))):
         return None
 
-    # A batch uses few rows: to write the sum out first would be a pass over zeros.
-    def put(total: Array, factors: Squares) -> Array:
-        rows = form_of(*entries[0].scaled(factors))
-        assert rows is not None
-        taken = rows.g.reshape(-1, *total.shape[1:])
-        return total.at[rows.x[0].reshape(-1)].add(taken.astype(total.dtype))
+    def add(total: Array, factors: Squares) -> Array:
+        # A batch uses few rows, so a separate sum is mostly zeros.
+        scaled = form_of(*entry.scaled(factors))
+        assert scaled is not None
+        rows = scaled.g.reshape(-1, *total.shape[1:])
+        indices = scaled.x[0].reshape(-1)
+        return total.at[indices].add(rows.astype(total.dtype))
 
-    return put
+    return add
 
 
 def _over_all(form: Outer) -> list[Array]:
     """The outer products of all examples and positions, summed: ``[blocks, inputs, outputs]``."""
+    return [_sum_of_products(piece, form.g) for piece in form.x]
 
-    def one(x: Array) -> Array:
-        if form.g.shape[1] > 1:
-            return product("bhks,bhsd->hkd", x, form.g)
-        # As a product of two matrices, for which XLA need not copy the inputs into its layout.
-        x = jnp.swapaxes(x, 2, 3).reshape(-1, x.shape[2])
-        return product("nk,nd->kd", x, form.g.reshape(-1, form.g.shape[3]))[None]
 
-    return [one(x) for x in form.x]
+def _sum_of_products(x: Array, g: Array) -> Array:
+    blocks, _, outputs = g.shape[1:]
+    if blocks > 1:
+        return product("bhks,bhsd->hkd", x, g)
+    # XLA need not copy the inputs into its layout for a product of two matrices.
+    inputs = x.shape[2]
+    x = jnp.swapaxes(x, 2, 3).reshape(-1, inputs)
+    return product("nk,nd->kd", x, g.reshape(-1, outputs))[None]
 
 
 def placed(
@@ -215,59 +242,74 @@ def placed(
 
     Unless ``exact``, they are rounded as the product of the loss rounds, or to bfloat16.
     """
-    pull = pulled([leaf], leaves, entry.site.of)
-    return lambda parts: pull(form.joined(parts))[leaf], _products(entry, form, exact)
+    pull_back = pulled([leaf], leaves, entry.site.of)
+
+    def place(parts: Sequence[Array]) -> Array:
+        return pull_back(form.joined(parts))[leaf]
+
+    return place, _products(entry, form, exact)
 
 
 def _products(entry: Entry, form: Outer, exact: bool) -> list[Array]:
-    # Numbers of a `short` form are rounded, so that one pass is exact; others take all passes.
-    all_passes = exact and not form.short
-    precision = HIGHEST if all_passes else precision_of(entry.site.equation.params)
-    # A GPU keeps gradients in bfloat16, from which norm and sum are taken in float32.
+    """The outer products of each example, summed over positions."""
+    precision = precision_of(entry.site.equation.params)
+    if exact and not form.short:  # the numbers of a `short` form are exact in one pass
+        precision = HIGHEST
     dtypes = {x.dtype for x in (*entry.site.data, entry.site.output)}
-    short = not exact and platforms.on_gpu() and dtypes == {jnp.dtype(jnp.bfloat16)}
+    # A GPU keeps gradients in bfloat16, and sums their norm and total in float32.
+    as_bfloat16 = not exact and _platforms.on_gpu() and dtypes == {jnp.dtype(jnp.bfloat16)}
 
-    def one(x: Array) -> Array:
-        x, g = (a.astype(jnp.bfloat16) for a in (x, form.g)) if short else (x, form.g)
+    def product_of(x: Array, g: Array) -> Array:
+        if as_bfloat16:
+            x, g = x.astype(jnp.bfloat16), g.astype(jnp.bfloat16)
         return product("bhks,bhsd->bhkd", x, g, precision)
 
-    return list(map(one, form.x))
+    return [product_of(x, form.g) for x in form.x]
 
 
 def instantiated(
-    by: Sequence[int],
+    wanted: Sequence[int],
     entries: Sequence[Entry],
     forms: Sequence[Outer | None],
     leaves: Sequence[Array],
     exact: bool = True,
 ) -> dict[int, Float[Array, "batch ..."]]:
     """Each example's gradients of some leaves, from all their sites; ``exact`` as in `placed`."""
-    by_view, rest = dict[Any, list[Array]](), list[Entry]()
+    gradients_of_views: dict[Any, list[Array]] = {}
+    others: list[Entry] = []
     for entry, form in zip(entries, forms, strict=True):
-        if form is None or form.chosen:
-            rest.append(entry)
+        if form is None or form.indexed:
+            others.append(entry)
         else:
             gradients = jax.vmap(form.joined)(_products(entry, form, exact))
-            by_view.setdefault(entry.site.of, []).append(trees.widened_exactly(gradients))
+            uses = gradients_of_views.setdefault(entry.site.of, [])
+            uses.append(trees.widened_exactly(gradients))
+    differentiated = sorted(union(entry.site.leaves for entry in entries))
 
-    def one(data: Sequence[Sequence[Array]], cotangents: Sequence[Array]) -> dict[int, Array]:
-        def run(leaves: Sequence[Array]) -> list[Array]:
+    def pulled_back(
+        data: Sequence[Sequence[Array]], cotangents: Sequence[Array]
+    ) -> dict[int, Array]:
+        def views_and_outputs(leaves: Sequence[Array]) -> list[Array]:
             memo: Memo = {}
-            views = [of(leaves, memo) for of in by_view]
-            uses = zip(rest, data, strict=True)
-            return [*views, *(entry.site.apply(leaves, x, memo) for entry, x in uses)]
+            values = [view(leaves, memo) for view in gradients_of_views]
+            for entry, entry_data in zip(others, data, strict=True):
+                values.append(entry.site.apply(leaves, entry_data, memo))
+            return values
 
-        return pulled(sorted(union(e.site.leaves for e in entries)), leaves, run)(cotangents)
+        return pulled(differentiated, leaves, views_and_outputs)(cotangents)
 
     # One derivative for all: a value that they share, such as a kernel or a norm of all parameters,
     # may take longer than the sites.
-    cotangents = [*map(added, by_view.values()), *(entry.cotangent for entry in rest)]
-    gradients = jax.vmap(one)([entry.data for entry in rest], cotangents)
-    return {leaf: gradients[leaf] for leaf in by}
+    cotangents = list(map(added, gradients_of_views.values()))
+    cotangents += [entry.cotangent for entry in others]
+    gradients = jax.vmap(pulled_back)([entry.data for entry in others], cotangents)
+    return {leaf: gradients[leaf] for leaf in wanted}
 
 
 def pulled(
-    by: Sequence[int], leaves: Sequence[Array], function: Callable[[Sequence[Array]], Any]
+    differentiated: Sequence[int],
+    leaves: Sequence[Array],
+    function: Callable[[Sequence[Array]], Any],
 ) -> Callable[[Any], dict[int, Array]]:
     """The VJP of a function of all leaves with respect to some of them."""
 
@@ -275,14 +317,15 @@ def pulled(
         return function([chosen.get(i, leaf) for i, leaf in enumerate(leaves)])
 
     # Other leaves that the function reads are constants of this derivative.
-    outputs, pull = jax.vjp(of_some, {i: leaves[i] for i in by})
+    outputs, pull_back = jax.vjp(of_some, {i: leaves[i] for i in differentiated})
 
-    def back(cotangents: Any) -> dict[int, Array]:
-        return pull(jax.tree.map(lambda c, y: c.astype(y.dtype), cotangents, outputs))[0]
+    def gradients(cotangents: Any) -> dict[int, Array]:
+        cast = jax.tree.map(lambda c, output: c.astype(output.dtype), cotangents, outputs)
+        return pull_back(cast)[0]
 
-    return back
+    return gradients
 
 
-def added(parts: Sequence[Array]) -> Array:
+def added(terms: Sequence[Array]) -> Array:
     """The sum of arrays of one shape."""
-    return sum(parts[1:], parts[0])
+    return sum(terms[1:], terms[0])

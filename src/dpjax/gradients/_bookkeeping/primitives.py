@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PRIMITIVES`: what the book-keeping engine knows of each primitive of JAX, in one table.
+"""`PRIMITIVES`: one table of the properties of each primitive of JAX for the book-keeping engine.
 
 A leaf that meets the data in a primitive without a row is materialised.
 """
@@ -25,11 +25,11 @@ from dpjax.gradients._bookkeeping.sites import Site
 
 
 class Primitive(NamedTuple):
-    """What the engine knows of a primitive."""
+    """The properties of a primitive for the engine."""
 
     linear_in: tuple[int, ...] = ()  # or affine, one at a time: no other input is a view
     together: slice | None = None  # linear in these inputs together
-    entrywise: bool = False  # an entry depends on the same entry of each input alone
+    entrywise: bool = False  # an entry depends only on the same entry of each input
     rearranges: bool = False  # the result holds the entries of its one input, perhaps negated
     repeats: bool = False  # the result holds copies of some entries
     form: Form | None = None  # of the gradient at a site; without one the VJP
@@ -67,9 +67,9 @@ PRIMITIVES: Mapping[str, Primitive] = MappingProxyType(
         "dynamic_update_slice": Primitive(together=slice(0, 2)),
         "concatenate": Primitive(together=slice(0, None)),
         "polynomial": Primitive(together=slice(1, None)),
-        # What these write counts; a loop is walked by `scan_trace`.
+        # Only the memory of their results counts here; `scan_trace` handles a loop.
         **dict.fromkeys(["reduce_window_max", "reduce_window_sum", "scan"], Primitive(writes=True)),
-        # A call with a custom derivative is not entered, because that derivative would be lost.
+        # A call with a custom derivative is not entered, which keeps the derivative.
         **dict.fromkeys(["jit", "xla_metadata_call"], Primitive(calls="jaxpr")),
         "closed_call": Primitive(calls="call_jaxpr"),
     }
@@ -77,7 +77,7 @@ PRIMITIVES: Mapping[str, Primitive] = MappingProxyType(
 
 
 def known(name: str) -> Primitive:
-    """The row of a primitive; one that says nothing if it has none."""
+    """The row of a primitive; an empty one if it has none."""
     return PRIMITIVES.get(name, Primitive())
 
 
@@ -89,7 +89,9 @@ def row_of(site: Site) -> Primitive:
 def form_of(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     """The form of a site, or None if it has none."""
     form = row_of(site).form
-    outer = form(site, data, cotangent) if form else None
+    if form is None:
+        return None
+    outer = form(site, data, cotangent)
     if outer is None:
         return None
     outer = without_stacks(site, outer)

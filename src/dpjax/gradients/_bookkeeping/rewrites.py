@@ -3,7 +3,7 @@
 
 With a kernel such as ``w + a @ b`` (LoRA) or ``w * gain``, the leaves' gradients are functions of
 the kernel's; in ``x @ w + (x @ a) @ b`` the leaves meet the data as they are. A rewrite is applied
-in float32 or wider alone, where the order changes the last bits only.
+only in float32 or wider, where the order changes the last bits only.
 """
 
 from __future__ import annotations
@@ -24,106 +24,143 @@ Rewritten = tuple[Callable[..., Array], list[Any]]
 
 def rewritten(equation: JaxprEqn, inputs: Sequence[Any]) -> Rewritten | None:
     """A product of data with a view in another order, if there is a better one."""
+    trained = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
+    if equation.primitive.name != "dot_general" or len(trained) != 1:
+        return None
+    (operand,) = trained
+    view = inputs[operand]
+    data = inputs[1 - operand]
     output: Any = equation.outvars[0].aval
-    views = [i for i, x in enumerate(inputs) if isinstance(x, View) and x.leaves]
-    if equation.primitive.name != "dot_general" or len(views) != 1:
+    one_dtype = output.dtype == view.value.dtype == data.dtype
+    if view.made is None or not one_dtype or output.dtype.itemsize < 4 or not view.value.size:
         return None
-    operand, view = views[0], inputs[views[0]]
-    same = output.dtype == view.value.dtype == inputs[1 - operand].dtype
-    if view.made is None or not same or output.dtype.itemsize < 4 or not view.value.size:
-        return None
-    name = view.made[0].primitive.name
+    made, _ = view.made
+    name = made.primitive.name
     if name in {"mul", "div"}:
-        return _scaled(equation, inputs, operand)
+        return _scaled(equation, view, data, operand)
     if name in {"add", "add_any", "sub"}:
-        return _added(equation, inputs, operand)
-    return _multiplied(equation, inputs, operand) if name == "dot_general" else None
+        return _added(equation, view, data, operand)
+    if name == "dot_general":
+        return _multiplied(equation, view, data, operand)
+    return None
 
 
-def _scaled(equation: JaxprEqn, inputs: Sequence[Any], operand: int) -> Rewritten | None:
+def _scaled(equation: JaxprEqn, view: View, data: Any, operand: int) -> Rewritten | None:
     """``(x @ w) * s`` in place of ``x @ (w * s)``, if ``s`` is the same for all inputs."""
     contracted, batch = (sides[operand] for sides in equation.params["dimension_numbers"])
-    pair = _scale_of(inputs[operand], contracted)
-    if pair is None:
+    pair = _base_and_scale(view, contracted)
+    if pair is None or view.made is None:
         return None
-    divides = inputs[operand].made[0].primitive.name == "div"
-    free = [a for a in range(pair[0].value.ndim) if a not in (*contracted, *batch)]
+    base, scale = pair
+    made, _ = view.made
+    divides = made.primitive.name == "div"
 
     def run(x: Array, base: Array, scale: Array) -> Array:
         y = _product(equation, x, base, operand)
         if scale.ndim:
-            # Entries along contracted axes are equal: the first ones, in the order of the result.
-            ends = [1 if a in contracted else n for a, n in enumerate(scale.shape)]
-            scale = jax.lax.slice(scale, [0] * scale.ndim, ends)
-            scale = jax.lax.transpose(scale, [*batch, *free, *contracted])
-            scale = jax.lax.squeeze(scale, range(len(batch) + len(free), scale.ndim))
-            first = len(batch) + (y.ndim - len(batch) - len(free)) * operand
-            places = (*range(len(batch)), *range(first, first + len(free)))
-            scale = jax.lax.broadcast_in_dim(scale, y.shape, places)
-        # By the reciprocal: a product is linear in the scale, and a quotient is not.
-        return y * (1 / scale if divides else scale)
+            scale = _like_output(scale, y, operand, contracted, batch)
+        if divides:
+            # Multiply by the reciprocal: a product is linear in the scale, and a quotient is not.
+            scale = 1 / scale
+        return y * scale
 
-    return run, [inputs[1 - operand], *pair]
+    return run, [data, base, scale]
 
 
-def _scale_of(view: View, axes: Sequence[int]) -> tuple[View, View] | None:
+def _like_output(
+    scale: Array, y: Array, operand: int, contracted: Sequence[int], batch: Sequence[int]
+) -> Array:
+    """A scale of the operand, broadcast to the output of the product."""
+    free = [axis for axis in range(scale.ndim) if axis not in (*contracted, *batch)]
+    # Entries along contracted axes are equal: take the first ones, in the order of the result.
+    ends = list(scale.shape)
+    for axis in contracted:
+        ends[axis] = 1
+    scale = jax.lax.slice(scale, [0] * scale.ndim, ends)
+    scale = jax.lax.transpose(scale, [*batch, *free, *contracted])
+    count = len(batch) + len(free)
+    scale = jax.lax.squeeze(scale, range(count, scale.ndim))
+    # The free axes of the left operand come first, then the free axes of the right one.
+    first = len(batch)
+    if operand == 1:
+        first = y.ndim - len(free)
+    places = (*range(len(batch)), *range(first, first + len(free)))
+    return jax.lax.broadcast_in_dim(scale, y.shape, places)
+
+
+def _base_and_scale(view: View, axes: Sequence[int]) -> tuple[View, View] | None:
     """Base and scale of a product or quotient whose scale is constant along these axes."""
     assert view.made is not None
-    equation, (a, b) = view.made
-    shape = jnp.shape(view.value)
-    for base, by in ((a, b), (b, a))[: 1 if equation.primitive.name == "div" else 2]:
-        if jnp.shape(base.value) == shape and (not jnp.shape(by.value) or by.constant >= {*axes}):
-            return base, by
+    equation, (left, right) = view.made
+    if _is_scaled(view, left, right, axes):
+        return left, right
+    if equation.primitive.name == "mul" and _is_scaled(view, right, left, axes):
+        return right, left
     return None
 
 
-def _added(equation: JaxprEqn, inputs: Sequence[Any], operand: int) -> Rewritten | None:
-    """``x @ w + x @ v`` in place of ``x @ (w + v)``, if one is a product of thin ones."""
-    made, addends = inputs[operand].made
-    shape = jnp.shape(inputs[operand].value)
-    if any(jnp.shape(v.value) != shape for v in addends) or not any(map(_thin, addends)):
+def _is_scaled(view: View, base: View, scale: View, axes: Sequence[int]) -> bool:
+    if jnp.shape(base.value) != jnp.shape(view.value):
+        return False
+    is_number = not jnp.shape(scale.value)
+    return is_number or scale.constant >= {*axes}
+
+
+def _added(equation: JaxprEqn, view: View, data: Any, operand: int) -> Rewritten | None:
+    """``x @ w + x @ v`` in place of ``x @ (w + v)``, if one is a product of thin matrices."""
+    assert view.made is not None
+    made, addends = view.made
+    shape = jnp.shape(view.value)
+    broadcast = any(jnp.shape(addend.value) != shape for addend in addends)
+    if broadcast or not any(map(_is_thin, addends)):
         return None
     sign = -1 if made.primitive.name == "sub" else 1
 
     def run(x: Array, a: Array, b: Array) -> Array:
         return _product(equation, x, a, operand) + sign * _product(equation, x, b, operand)
 
-    return run, [inputs[1 - operand], *addends]
+    return run, [data, *addends]
 
 
-def _thin(view: View) -> bool:
+def _is_thin(view: View) -> bool:
     """Whether the view is a product of matrices with few entries, times a number or not."""
     if view.made is None:
         return False
     equation, views = view.made
-    if equation.primitive.name in {"mul", "div"}:
-        pair = _scale_of(view, range(view.value.ndim))
-        return pair is not None and _thin(pair[0])
-    few = 2 * sum(v.value.size for v in views) <= view.value.size
-    return equation.primitive.name == "dot_general" and few
+    name = equation.primitive.name
+    if name in {"mul", "div"}:
+        pair = _base_and_scale(view, range(view.value.ndim))
+        return pair is not None and _is_thin(pair[0])
+    entries = sum(factor.value.size for factor in views)
+    return name == "dot_general" and 2 * entries <= view.value.size
 
 
-def _multiplied(equation: JaxprEqn, inputs: Sequence[Any], operand: int) -> Rewritten | None:
+def _multiplied(equation: JaxprEqn, view: View, data: Any, operand: int) -> Rewritten | None:
     """``(x @ a) @ b`` in place of ``x @ (a @ b)``, if the matrices ``a`` and ``b`` are thin."""
-    view, x = inputs[operand], inputs[1 - operand]
+    assert view.made is not None
+    made, factors = view.made
     contracted, batch = equation.params["dimension_numbers"]
-    made, (a, b) = view.made
-    plain = made.params["dimension_numbers"] == (((1,), (0,)), ((), ()))
-    matrices = plain and view.value.ndim == 2 and len(contracted[operand]) == 1
-    if not (_thin(view) and matrices and batch == ((), ())):
+    is_matrix_product = made.params["dimension_numbers"] == (((1,), (0,)), ((), ()))
+    if not is_matrix_product or view.value.ndim != 2 or not _is_thin(view):
         return None
-    (mine,), (theirs,) = contracted[operand], contracted[1 - operand]
+    if len(contracted[operand]) != 1 or batch != ((), ()):
+        return None
+    (view_axis,) = contracted[operand]
+    (data_axis,) = contracted[1 - operand]
     precision = equation.params["precision"]
 
     def run(x: Array, a: Array, b: Array) -> Array:
-        first, second = (a, b) if mine == 0 else (b.T, a.T)
-        y = jnp.tensordot(x, first, ((theirs,), (0,)), precision=precision)
-        y = jnp.tensordot(y, second, 1, precision=precision)
-        return y if operand == 1 else jnp.moveaxis(y, -1, 0)
+        if view_axis == 1:
+            a, b = b.T, a.T
+        y = jnp.tensordot(x, a, ((data_axis,), (0,)), precision=precision)
+        y = jnp.tensordot(y, b, 1, precision=precision)
+        if operand == 1:
+            return y
+        return jnp.moveaxis(y, -1, 0)
 
-    return run, [x, a, b]
+    return run, [data, *factors]
 
 
 def _product(equation: JaxprEqn, x: Array, view: Array, operand: int) -> Array:
-    both = [view, x] if operand == 0 else [x, view]
-    return equation.primitive.bind(*both, **equation.params)
+    operands = [view, x] if operand == 0 else [x, view]
+    return equation.primitive.bind(*operands, **equation.params)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scans: the body of a loop over layers or time is traced, and its sites are stacked.
 
-Views that the scan slices, and views that are the same in every round, enter the body as leaves
-of its own. A view that the rounds carry along is materialised.
+A view that the scan slices, or that is the same in every round, enters the body as a leaf of the
+body's own `Book`. A view that the rounds carry along is materialised.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array
 
 from dpjax import trees
-from dpjax.gradients import platforms
+from dpjax.gradients import _platforms
 from dpjax.gradients._bookkeeping.outer_products import product
 from dpjax.gradients._bookkeeping.primitives import row_of
 from dpjax.gradients._bookkeeping.sites import (
@@ -31,105 +32,148 @@ from dpjax.gradients._bookkeeping.sites import (
     settled,
     union,
 )
-from dpjax.gradients.jaxprs import scan_counts
+from dpjax.gradients._jaxprs import scan_counts
 
 Walk = Callable[[Jaxpr, Sequence[Any], Sequence[Any], Book], list[Any]]
 
 
 def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) -> list[Any]:
     """Evaluates a scan by `walk` of its body; its sites have a leading axis for the rounds."""
-    p, inner = equation.params, equation.params["jaxpr"]
-    first, carried = scan_counts(equation)
-    last = first + carried
-    inputs = [
-        *inputs[:first],
-        # A carried value changes from round to round, so its use is not linear in the leaf.
-        *plain(inputs[first:last], book, "the carry of a scan"),
-        *inputs[last:],
-    ]
+    parameters = equation.params
+    program = parameters["jaxpr"]
+    constants_end, carried = scan_counts(equation)
+    carry_end = constants_end + carried
+    # A carried value changes from round to round, so its use is not linear in the leaf.
+    plain_carry = plain(inputs[constants_end:carry_end], book, "the carry of a scan")
+    inputs = [*inputs[:constants_end], *plain_carry, *inputs[carry_end:]]
     entering = {i: x for i, x in enumerate(inputs) if isinstance(x, View) and x.reads}
-    views, sliced = list(entering.values()), [i >= last for i in entering]
-    values = [jnp.asarray(x, dtype(v)) for x, v in zip(plain(inputs), equation.invars, strict=True)]
-    # Constants stay constants in the body: a view computed from one is a view there too.
-    constants = [
-        x if isinstance(x, View) and not x.reads else value
-        for x, value in zip(inputs[:first], values[:first], strict=True)
-    ]
-    carry, slices = values[first:last], values[last:]
+    pairs = zip(plain(inputs), equation.invars, strict=True)
+    values = [jnp.asarray(x, dtype(variable)) for x, variable in pairs]
+    constants = list[Any](values[:constants_end])
+    for i, x in enumerate(inputs[:constants_end]):
+        if isinstance(x, View) and not x.reads:
+            constants[i] = x  # a view that is computed from a constant is a view in the body too
+    carry = values[constants_end:carry_end]
+    rows = values[carry_end:]
 
-    def body(child: Book, carry: Sequence[Array], slices: Sequence[Array]) -> list[Array]:
-        arguments: list[Any] = [*constants, *carry, *slices]
-        child.sizes = {j: view.value.size for j, view in enumerate(entering.values())}
+    def body(inner: Book, carry: Sequence[Array], rows: Sequence[Array]) -> list[Array]:
+        arguments: list[Any] = [*constants, *carry, *rows]
+        inner.sizes = {j: view.value.size for j, view in enumerate(entering.values())}
         for j, (i, view) in enumerate(entering.items()):
-            arguments[i] = child.enter(j, arguments[i], trained=bool(view.leaves))
-        outputs = walk(inner.jaxpr, inner.consts, arguments, child)
-        return plain(outputs, child, "the carry of a scan")
+            arguments[i] = inner.enter(j, arguments[i], trained=bool(view.leaves))
+        outputs = walk(program.jaxpr, program.consts, arguments, inner)
+        return plain(outputs, inner, "the carry of a scan")
 
-    rows = trees.one_row(slices)
-    probe = settled(lambda book: jax.eval_shape(functools.partial(body, book), carry, rows))
-    for local, why in probe.materialised.items():
-        book.materialise(views[local].leaves, f"{why}, in a scan")
+    one_row = trees.one_row(rows)
+    found = settled(lambda inner: jax.eval_shape(functools.partial(body, inner), carry, one_row))
+    views = list(entering.values())
+    for j, reason in found.materialised.items():
+        book.materialise(views[j].leaves, f"{reason}, in a scan")
 
-    start, count = len(book.sites), len(probe.sites)
-    # Stacked over rounds: the scan hands each round its own slice of them.
-    taps = None if book.taps is None else list(book.taps[start : start + count])
+    # Taps are stacked over rounds, and each round receives its own slice of them.
+    taps = None
+    if book.taps is not None:
+        first_site = len(book.sites)
+        taps = list(book.taps[first_site : first_site + len(found.sites)])
 
-    def round_(carry: Any, xs: Any) -> tuple[Any, Any]:
-        child = Book(probe.materialised, xs[1])
-        outputs = body(child, carry, xs[0])
-        return outputs[:carried], (outputs[carried:], tuple(child.data))
+    def one_round(carry: Any, of_round: Any) -> tuple[Any, Any]:
+        rows, taps = of_round
+        inner = Book(found.materialised, taps)
+        outputs = body(inner, carry, rows)
+        return outputs[:carried], (outputs[carried:], tuple(inner.data))
 
-    ended, (stacked, data) = jax.lax.scan(
-        round_, carry, (slices, taps), p["length"], p["reverse"], p["unroll"]
+    last_carry, (stacked, data) = jax.lax.scan(
+        one_round,
+        carry,
+        (rows, taps),
+        parameters["length"],
+        parameters["reverse"],
+        parameters["unroll"],
     )
-    for site, noted in zip(probe.sites, data, strict=True):
-        book.record(_stacked(site, views, sliced, p["length"]), noted)
-    return [*ended, *stacked]
+    sliced = [i >= carry_end for i in entering]
+    for site, site_data in zip(found.sites, data, strict=True):
+        book.record(_stacked(site, views, sliced, parameters["length"]), site_data)
+    return [*last_carry, *stacked]
 
 
-def _stacked(site: Site, views: list[View], sliced: list[bool], length: int) -> Site:
+def _stacked(site: Site, views: Sequence[View], sliced: Sequence[bool], rounds: int) -> Site:
     """A site of the body of a scan as a site of the program around the scan."""
     entering = sorted(site.reads)
-    axis = {j: 0 if sliced[j] else None for j in entering}
-    # A view of a shared and a sliced leaf differs from round to round.
+    # A view of a shared and of a sliced leaf differs from round to round.
     by_round = any(sliced[j] for j in entering)
-    alone = views[entering[0]] if len(entering) == 1 else None
-
-    def over_rounds(
-        function: Callable[..., Array], leaves: Leaves, memo: Memo | None, *data: Any
-    ) -> Array:
-        memo = {} if memo is None else memo
-        chosen = {j: views[j].of(leaves, memo) for j in entering}
-        if not data and not by_round:
-            return function(chosen)
-        places = axis
-        if data and row_of(site).entrywise and platforms.on_cpu():
-            # XLA on CPU is slow at the fused reduction of cotangents times a number of each round.
-            chosen = {j: x if sliced[j] else _repeated(x, length) for j, x in chosen.items()}
-            places = dict.fromkeys(entering, 0)
-        return jax.vmap(function, (places, *(0 for _ in data)))(chosen, *data)
-
+    isometry = False
     axes = None
-    if alone and alone.axes is not None and site.axes is not None:
-        axes = tuple(alone.axes[a + by_round] for a in site.axes)
-        axes = (alone.axes[0], *axes) if by_round else axes
+    if len(entering) == 1:
+        view = views[entering[0]]
+        isometry = site.isometry and view.isometry
+        axes = _stacked_axes(site, view, by_round)
+    use = _StackedUse(site, {j: views[j] for j in entering}, sliced, by_round, rounds)
     return site._replace(
         leaves=union(views[j].leaves for j in site.leaves),
         reads=union(views[j].reads for j in entering),
-        of=lambda leaves, memo=None: over_rounds(site.of, leaves, memo),
-        isometry=site.isometry and alone is not None and alone.isometry,
+        of=use.of,
+        isometry=isometry,
         axes=axes,
-        apply=lambda leaves, data, memo=None: over_rounds(site.apply, leaves, memo, data),
-        data=tuple(jax.ShapeDtypeStruct((length, *x.shape), x.dtype) for x in site.data),
-        output=jax.ShapeDtypeStruct((length, *site.output.shape), site.output.dtype),
+        apply=use.apply,
+        data=tuple(jax.ShapeDtypeStruct((rounds, *x.shape), x.dtype) for x in site.data),
+        output=jax.ShapeDtypeStruct((rounds, *site.output.shape), site.output.dtype),
         stacks=(by_round, *site.stacks),
-        # Common gradients of rounds would add up for a shared view alone: they are not followed.
+        # Common gradients of rounds add up only for a shared view, so they are not followed.
         slices={},
     )
 
 
-def _repeated(x: Array, length: int) -> Array:
-    """The value for every round. A product with ones, so that its VJP is one too."""
+def _stacked_axes(site: Site, view: View, by_round: bool) -> tuple[int, ...] | None:
+    """The leaf's axis of each axis of the view of all rounds."""
+    if view.axes is None or site.axes is None:
+        return None
+    if not by_round:
+        return tuple(view.axes[axis] for axis in site.axes)
+    rounds_axis, *others = view.axes
+    in_round = [others[axis] for axis in site.axes]
+    return (rounds_axis, *in_round)
+
+
+@dataclass(frozen=True, eq=False)
+class _StackedUse:
+    """The functions of a site in a scan, for all rounds together."""
+
+    site: Site
+    views: Mapping[int, View]  # by their number as leaves of the body
+    sliced: Sequence[bool]
+    by_round: bool
+    rounds: int
+
+    def of(self, leaves: Leaves, memo: Memo | None = None) -> Array:
+        """The view, with an axis for the rounds if the scan slices it."""
+        in_body = self._leaves_of_body(leaves, memo)
+        if not self.by_round:
+            return self.site.of(in_body)
+        return jax.vmap(self.site.of, (self._places(),))(in_body)
+
+    def apply(self, leaves: Leaves, data: Sequence[Array], memo: Memo | None = None) -> Array:
+        """The outputs of all rounds."""
+        in_body = self._leaves_of_body(leaves, memo)
+        places = self._places()
+        if row_of(self.site).entrywise and _platforms.on_cpu():
+            # XLA on CPU is slow at the fused reduction of cotangents times a number of each round.
+            for j in self.views:
+                if not self.sliced[j]:
+                    in_body[j] = _repeated(in_body[j], self.rounds)
+            places = dict.fromkeys(self.views, 0)
+        return jax.vmap(self.site.apply, (places, 0))(in_body, data)
+
+    def _leaves_of_body(self, leaves: Leaves, memo: Memo | None) -> dict[int, Array]:
+        memo = {} if memo is None else memo
+        return {j: view.of(leaves, memo) for j, view in self.views.items()}
+
+    def _places(self) -> dict[int, int | None]:
+        """The axis of the rounds in each leaf of the body, as `jax.vmap` takes it."""
+        return {j: 0 if self.sliced[j] else None for j in self.views}
+
+
+def _repeated(x: Array, rounds: int) -> Array:
+    """The value for every round. A product with ones, so its VJP is a product too."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.broadcast_to(x, (length, *x.shape))
-    return product("r,...->r...", jnp.ones(length, x.dtype), x)
+        return jnp.broadcast_to(x, (rounds, *x.shape))
+    return product("r,...->r...", jnp.ones(rounds, x.dtype), x)

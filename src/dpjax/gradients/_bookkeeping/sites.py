@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views and sites: what the trace of a loss finds, and the book in which it is recorded.
+"""Views and sites, which the trace of a loss finds, and the `Book` that records them.
 
-A *view* is a value that depends on parameters alone. A *site* is an equation in which a view
+A *view* is a value that depends on parameters only. A *site* is an equation in which a view
 meets the data, and which is linear in the view. A leaf that meets the data in any other way is
 *materialised*: differentiated like any argument of `jax.grad`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,9 +24,9 @@ Axes = tuple[int | None, ...]
 
 
 class View(NamedTuple):
-    """A value that depends on parameters alone; a constant depends on none."""
+    """A value that depends on parameters only; a constant depends on none."""
 
-    leaves: frozenset[int]  # by which the value is differentiated
+    leaves: frozenset[int]  # with respect to which the value is differentiated
     reads: frozenset[int]  # from which it is computed; some may be behind a `stop_gradient`
     # ``(leaves, memo={})``: from all leaves to this value, in full precision. The memo holds values
     # that several views share.
@@ -35,10 +36,10 @@ class View(NamedTuple):
     axes: tuple[int, ...] | None = None  # of the leaf, if it is a transpose of one
     depth: int = 0  # the number of equations between the value and a leaf
     constant: frozenset[int] = frozenset()  # axes along which all entries are equal
-    # For each leaf and each axis of the value, the axis of the leaf on whose same index alone an
-    # entry depends; or None.
+    # An axis of the leaf for each leaf and each axis of the value, or None: an entry of the value
+    # depends only on entries of the leaf with the same index along that axis.
     own: Mapping[int, Axes] = {}
-    # The equation whose only result it is, and the views that entered it.
+    # The equation with this value as its only result, and the views that entered it.
     made: tuple[JaxprEqn, tuple[View, ...]] | None = None
 
 
@@ -56,28 +57,29 @@ class Site(NamedTuple):
     apply: Callable[..., Array]  # ``(leaves, data, memo={}) -> output`` in full precision
     data: tuple[jax.ShapeDtypeStruct, ...]  # for one example, as the output
     output: jax.ShapeDtypeStruct
-    # ``(leaves, data, cotangent) -> scales`` of ``slices``, and from leaves to what they multiply.
+    # An example's gradient by the view is ``scales(leaves, data, cotangent)``, one number for each
+    # of the ``slices``, times the derivative of ``unscaled(leaves)``.
     scales: Callable[[Leaves, Sequence[Array], Array], Array]
     unscaled: Callable[[Leaves], Array]
-    # For each scan around the equation, outermost first: whether the view is sliced by it (layer
-    # after layer). Data, output and a sliced view have a leading axis for it.
+    # Whether each scan around the equation, outermost first, slices the view, as it does with
+    # stacked layers. Data, output and a sliced view have a leading axis for each scan.
     stacks: tuple[bool, ...] = ()
-    # Leaves whose gradient at this site is one gradient for all examples, apart from one scale for
-    # each slice; and the axes of the leaf that count the slices. See `common`.
+    # The axes of a leaf that count its slices, for leaves with one gradient for all examples apart
+    # from a scale for each slice. See `common`.
     slices: Mapping[int, tuple[int, ...]] = {}
 
 
 class Program(NamedTuple):
-    """A traced loss: its sites in order, why leaves are materialised, and the loss with taps."""
+    """A traced loss: its sites in order, the materialised leaves, and the loss with taps."""
 
     sites: tuple[Site, ...]
-    materialised: dict[int, str]
+    materialised: dict[int, str]  # the reason for each leaf
     # ``(taps, materialised leaves, leaves, example) -> (loss, (aux, data of each site))``
     run: Callable[..., tuple[Array, Any]]
 
 
 class Book:
-    """The findings of one evaluation: sites with their data, and leaves to materialise."""
+    """Records of one evaluation: sites with their data, and leaves to materialise."""
 
     def __init__(self, materialised: dict[int, str], taps: Sequence[Array] | None = None) -> None:
         self.materialised = dict(materialised)
@@ -86,37 +88,46 @@ class Book:
         self.data: list[tuple[Array, ...]] = []
         self.sizes: dict[int, int] = {}
 
-    def materialise(self, leaves: Iterable[int], why: str) -> None:
+    def materialise(self, leaves: Iterable[int], reason: str) -> None:
         for leaf in leaves:
             # The first reason stays: later ones often follow from it, and `explain` prints one.
-            self.materialised.setdefault(leaf, why)
+            self.materialised.setdefault(leaf, reason)
 
     def record(self, site: Site, data: tuple[Array, ...]) -> None:
         self.sites.append(site)
         self.data.append(data)
 
     def tap(self, output: Array) -> Array:
-        # The tap of the next site: sites are recorded in the order in which they are evaluated.
-        return output if self.taps is None else output + self.taps[len(self.sites)]
+        if self.taps is None:
+            return output
+        # Sites are recorded in the order of their evaluation, so this is the tap of the next site.
+        return output + self.taps[len(self.sites)]
 
     def enter(self, leaf: int, value: Array, trained: bool = True) -> Any:
         """A leaf as an input of a program: a view, unless it is materialised."""
         if leaf in self.materialised:
             return value
         # A leaf is the identity view of itself: an isometry, with its own axes.
-        alone, axes = frozenset([leaf]), tuple(range(value.ndim))
-        # A frozen leaf in a scan still is a leaf from which its views are computed.
-        trained_by = alone if trained else frozenset[int]()
-        own = {leaf: axes} if trained else {}
-        return View(trained_by, alone, lambda leaves, *_: leaves[leaf], value, True, axes, own=own)
+        itself = frozenset([leaf])
+        axes = tuple(range(value.ndim))
+        view = View(itself, itself, functools.partial(_leaf, leaf), value, True, axes)
+        if not trained:
+            # A frozen leaf in a scan still is a leaf from which its views are computed.
+            return view._replace(leaves=frozenset[int]())
+        return view._replace(own={leaf: axes})
+
+
+def _leaf(leaf: int, leaves: Leaves, *_: Any) -> Array:
+    return leaves[leaf]
 
 
 def settled(run: Callable[[Book], Any]) -> Book:
     """The book of a run that materialises no further leaf."""
-    book, known = Book({}), None
+    book = Book({})
+    before = None
     # A materialised leaf counts as data, which other leaves may then meet: repeat until stable.
-    while known != book.materialised.keys():
-        known = set(book.materialised)
+    while before != book.materialised.keys():
+        before = set(book.materialised)
         book = Book(book.materialised)
         run(book)
     return book
@@ -133,12 +144,20 @@ def union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
 
 
 def plain(values: Sequence[Any], book: Book | None = None, name: str = "") -> list[Any]:
-    """Plain values. With a book, views among them are materialised: their use is not linear."""
+    """The values of views, and other values as they are.
+
+    With a book, the leaves of these views are materialised, because their use is not linear.
+    """
+    plain_values = []
     for x in values:
-        if isinstance(x, View) and book is not None:
-            # From here on JAX differentiates by the leaf for each example: exact, only slower.
+        if not isinstance(x, View):
+            plain_values.append(x)
+            continue
+        if book is not None:
+            # JAX then differentiates by the leaf for each example: exact, but slower.
             book.materialise(x.leaves, f"enters {name}")
-    return [x.value if isinstance(x, View) else x for x in values]
+        plain_values.append(x.value)
+    return plain_values
 
 
 def dtype(variable: Any) -> Any:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structure of views: along which axes they are constant, and which run along with a leaf's.
+"""Structure of views: their constant axes, and the axes that run along with an axis of a leaf.
 
-The norms of the columns of a kernel run along with its last axis: each depends on its own column
-alone, so an example only scales the columns of one array (`common`).
+The norms of the columns of a kernel run along with its last axis: each norm depends on its own
+column only, so an example only scales the columns of one array (`common`).
 """
 
 from __future__ import annotations
@@ -16,66 +16,104 @@ from jax.extend.core import JaxprEqn
 from dpjax.gradients._bookkeeping.primitives import known
 from dpjax.gradients._bookkeeping.sites import Axes, View, union
 
+_InputAxes = Sequence[int | None]
+"""For each axis of a result the axis of an input; None if the input is repeated along it."""
+
 
 def structure(
     equation: JaxprEqn, views: Sequence[View], output: Any
 ) -> tuple[frozenset[int], Mapping[int, Axes]]:
-    """The axes of a result of views that are constant, and the leaves' axes with which it runs."""
-    shape, leaves = jnp.shape(output), union(view.leaves for view in views)
-    sources = _sources(equation, views, shape) if views else None
-    if sources is None:
-        return frozenset(), dict.fromkeys(leaves, (None,) * len(shape))
-    pairs = list(zip(views, sources, strict=True))
+    """The constant axes of a result of views, and for each leaf the axes that run along with it."""
+    rank = jnp.ndim(output)
+    leaves = union(view.leaves for view in views)
+    input_axes = None
+    if views:
+        input_axes = _input_axes(equation, views, jnp.shape(output))
+    if input_axes is None:
+        return frozenset(), dict.fromkeys(leaves, (None,) * rank)
+    inputs = list(zip(views, input_axes, strict=True))
+    constant = frozenset(axis for axis in range(rank) if _is_constant(axis, inputs))
+    axes_of_leaves: dict[int, Axes] = {}
+    for leaf in leaves:
+        axes_of_leaves[leaf] = tuple(_axis_of_leaf(leaf, axis, inputs) for axis in range(rank))
+    return constant, axes_of_leaves
 
-    def constant(axis: int) -> bool:
-        return all(source[axis] is None or source[axis] in view.constant for view, source in pairs)
 
-    def own(leaf: int, axis: int) -> int | None:
-        # Inputs that do not depend on the leaf have no say.
-        axes = {
-            None if source[axis] is None else view.own[leaf][source[axis]]
-            for view, source in pairs
-            if leaf in view.leaves
-        }
-        return axes.pop() if len(axes) == 1 else None
+def _is_constant(axis: int, inputs: Sequence[tuple[View, _InputAxes]]) -> bool:
+    return all(axes[axis] is None or axes[axis] in view.constant for view, axes in inputs)
 
-    every = range(len(shape))
-    axes = {leaf: tuple(own(leaf, axis) for axis in every) for leaf in leaves}
-    return frozenset(filter(constant, every)), axes
+
+def _axis_of_leaf(leaf: int, axis: int, inputs: Sequence[tuple[View, _InputAxes]]) -> int | None:
+    """The axis of the leaf along which all inputs that depend on the leaf run, if it is one."""
+    leaf_axes: set[int | None] = set()
+    for view, axes in inputs:
+        if leaf in view.leaves:
+            input_axis = axes[axis]
+            leaf_axes.add(None if input_axis is None else view.own[leaf][input_axis])
+    return leaf_axes.pop() if len(leaf_axes) == 1 else None
 
 
 def slices(view: View) -> dict[int, tuple[int, ...]]:
     """The axes that count slices, for each leaf whose slices each move one entry of the view."""
-    shape = view.value.shape
-    counted = [a for a, size in enumerate(shape) if a not in view.constant and size > 1]
-    axes = {leaf: [own[a] for a in counted] for leaf, own in view.own.items()}
-    runs = {leaf: tuple(a for a in own if a is not None) for leaf, own in axes.items()}
-    return {leaf: own for leaf, own in runs.items() if len(own) == len(counted)}
+    lengths = enumerate(view.value.shape)
+    varying = [axis for axis, length in lengths if axis not in view.constant and length > 1]
+    slices_of_leaves: dict[int, tuple[int, ...]] = {}
+    for leaf, axes in view.own.items():
+        leaf_axes = [axes[axis] for axis in varying]
+        along = tuple(axis for axis in leaf_axes if axis is not None)
+        if len(along) == len(varying):
+            slices_of_leaves[leaf] = along
+    return slices_of_leaves
 
 
-def _sources(
+def _input_axes(
     equation: JaxprEqn, views: Sequence[View], shape: tuple[int, ...]
-) -> Sequence[Sequence[Any]] | None:
-    """For each input and each axis of the result, the input's axis; None where it is repeated."""
-    name, p, before = equation.primitive.name, equation.params, jnp.shape(views[0].value)
+) -> Sequence[_InputAxes] | None:
+    """The axes of each input, for the axes of the result; None for an equation without a rule."""
+    name = equation.primitive.name
+    parameters = equation.params
     if known(name).entrywise:
-        # A number among the inputs is repeated along all axes, an axis of length 1 along its own.
-        shapes = [jnp.shape(view.value) for view in views]
-        own = [[a if n == shape[a] else None for a, n in enumerate(of)] for of in shapes]
-        return [axes or [None] * len(shape) for axes in own]
-    if name in ("reduce_sum", "reduce_max", "squeeze"):
-        gone = p["dimensions" if name == "squeeze" else "axes"]
-        return [[a for a in range(len(before)) if a not in gone]]
+        return [_broadcast_axes(jnp.shape(view.value), shape) for view in views]
+    before = jnp.shape(views[0].value)
+    if name in ("reduce_sum", "reduce_max"):
+        return [_without(parameters["axes"], len(before))]
+    if name == "squeeze":
+        return [_without(parameters["dimensions"], len(before))]
     if name == "transpose":
-        return [p["permutation"]]
+        return [parameters["permutation"]]
     if name == "broadcast_in_dim":
-        # An axis of length 1 is repeated if the result has more entries there.
-        places = {k: a for a, k in enumerate(p["broadcast_dimensions"]) if before[a] == shape[k]}
-        return [[places.get(k) for k in range(len(shape))]]
-    if name == "slice" and all(m in (n, 1) for n, m in zip(before, shape, strict=True)):
-        return [[a if n == shape[a] else None for a, n in enumerate(before)]]
-    if name == "reshape" and [n for n in before if n > 1] == [n for n in shape if n > 1]:
-        # Only axes of length 1 come and go.
-        rest = iter(a for a, n in enumerate(before) if n > 1)
-        return [[next(rest) if n > 1 else None for n in shape]]
+        axes: list[int | None] = [None] * len(shape)
+        for input_axis, axis in enumerate(parameters["broadcast_dimensions"]):
+            # An axis of length 1 is repeated if the result has more entries there.
+            if before[input_axis] == shape[axis]:
+                axes[axis] = input_axis
+        return [axes]
+    if name == "slice":
+        keeps_or_picks = [m in (n, 1) for n, m in zip(before, shape, strict=True)]
+        if all(keeps_or_picks):
+            return [_broadcast_axes(before, shape)]
+    if name == "reshape":
+        return _reshaped_axes(before, shape)
     return None
+
+
+def _broadcast_axes(before: Sequence[int], shape: Sequence[int]) -> _InputAxes:
+    """Each axis of one length runs along; others, and all axes of a number, are repeated."""
+    axes: list[int | None] = [None] * len(shape)
+    for axis, length in enumerate(before):
+        if length == shape[axis]:
+            axes[axis] = axis
+    return axes
+
+
+def _without(removed: Sequence[int], rank: int) -> _InputAxes:
+    return [axis for axis in range(rank) if axis not in removed]
+
+
+def _reshaped_axes(before: Sequence[int], shape: Sequence[int]) -> list[_InputAxes] | None:
+    """The axes of a reshape that only adds and removes axes of length 1."""
+    longer = [axis for axis, length in enumerate(before) if length > 1]
+    if [before[axis] for axis in longer] != [length for length in shape if length > 1]:
+        return None
+    remaining = iter(longer)
+    return [[next(remaining) if length > 1 else None for length in shape]]

@@ -2,8 +2,8 @@
 """Clipped sums by estimated norms: forward mode for the norms, one reverse pass for the sum.
 
 The derivative of the losses of a batch along a random direction is the inner product of every
-example's gradient with that direction, for the price of a forward pass. No engine, because it
-changes the guarantee: see `dpjax.clipping.jl`.
+example's gradient with that direction, for the price of a forward pass. It is not an engine,
+because it changes the guarantee: see `dpjax.clipping.jl`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dpjax import noise, trees
+from dpjax.gradients._jaxprs import equations
 from dpjax.gradients.batching import Rows
-from dpjax.gradients.jaxprs import equations
 from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, Purpose, PyTree
 
@@ -32,20 +32,28 @@ def projected(
     # Accelerators round products by default, differently for norms and sums.
     with jax.default_matmul_precision("highest"):
         _check(loss, params, trees.one_row(rows.batch))
-        # Norms in forward mode; then one reverse pass of the weighted loss gives the sum.
+        # Forward mode gives the norms; then one reverse pass of the weighted loss gives the sum.
         norms = estimated_norms(loss, rule.projections or 1, params, rows.batch, key)
         real = rows.mask[:, None]
         factors = jnp.where(real, rule.factors(norms), 0) * rows.weights
-        losses, pull, aux = jax.vjp(losses_of, params, has_aux=True)
-        (value,) = pull(factors[:, 0].astype(losses.dtype))
+        losses, pull_back, aux = jax.vjp(losses_of, params, has_aux=True)
+        (value,) = pull_back(factors[:, 0].astype(losses.dtype))
         # 0 * NaN is NaN: if the sum is not finite, examples are differentiated one by one.
-        sound = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(value)]))
         value = jax.lax.cond(
-            sound, lambda: value, lambda: _one_by_one(loss, params, rows.batch, factors[:, 0])
+            _is_finite(value),
+            lambda: value,
+            lambda: _one_by_one(loss, params, rows.batch, factors[:, 0]),
         )
     value = jax.tree.map(jnp.add, start, value)
-    shown, norms = jnp.where(rows.mask, losses, 0), jnp.where(real, norms, 0)
-    return ClippedSum(value, shown, norms, factors, aux)
+    losses = jnp.where(rows.mask, losses, 0)
+    norms = jnp.where(real, norms, 0)
+    return ClippedSum(value, losses, norms, factors, aux)
+
+
+def _is_finite(tree: PyTree) -> Array:
+    """Whether all numbers of a tree are finite."""
+    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
+    return jnp.all(jnp.stack(finite))
 
 
 def estimated_norms(
@@ -53,17 +61,21 @@ def estimated_norms(
 ) -> Float[Array, "batch 1"]:
     """The root mean square of each example's inner products with random directions."""
 
-    def along(j: Array) -> Float[Array, " batch"]:
-        fresh = trees.step_key(key, Purpose.PROJECTIONS, j)
-        direction = trees.random_like(noise.standard_normal, fresh, params)
+    def products_with(number: Array) -> Float[Array, " batch"]:
+        direction_key = trees.step_key(key, Purpose.PROJECTIONS, number)
+        direction = trees.random_like(noise.standard_normal, direction_key, params)
 
-        def of_one(example: PyTree) -> Array:
-            return jax.jvp(lambda p: loss(p, example)[0], (params,), (direction,))[1]
+        def product(example: PyTree) -> Array:
+            def loss_of(params: PyTree) -> Array:
+                return loss(params, example)[0]
 
-        return jax.vmap(of_one)(batch)
+            _, derivative = jax.jvp(loss_of, (params,), (direction,))
+            return derivative
+
+        return jax.vmap(product)(batch)
 
     # One direction after the other: the memory of one forward pass.
-    products = jax.lax.map(along, jnp.arange(projections))
+    products = jax.lax.map(products_with, jnp.arange(projections))
     return jnp.sqrt(jnp.mean(jnp.square(products), axis=0))[:, None]
 
 
@@ -74,26 +86,28 @@ def _one_by_one(
 
     def add(total: PyTree, row: tuple[PyTree, Array]) -> tuple[PyTree, None]:
         example, factor = row
-        gradient = jax.grad(lambda p: loss(p, example)[0])(params)
-        finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(gradient)]
-        counts = jnp.all(jnp.stack(finite)) & (factor > 0)
+        gradient = jax.grad(lambda params: loss(params, example)[0])(params)
+        counts = _is_finite(gradient) & (factor > 0)
 
-        def onto(t: Array, g: Array) -> Array:
-            return t + jnp.where(counts, factor * g, 0).astype(t.dtype)
+        def add_leaf(total: Array, gradient: Array) -> Array:
+            return total + jnp.where(counts, factor * gradient, 0).astype(total.dtype)
 
-        return jax.tree.map(onto, total, gradient), None
+        return jax.tree.map(add_leaf, total, gradient), None
 
-    return jax.lax.scan(add, trees.zeros_wide(params), (batch, factors))[0]
+    total, _ = jax.lax.scan(add, trees.zeros_wide(params), (batch, factors))
+    return total
 
 
 def _check(loss: Traced, params: PyTree, example: PyTree) -> None:
-    """Raises if a loss computes in anything narrower than float32."""
-    # One reverse pass sums over the examples, and a narrow dtype would round that sum.
-    program = jax.make_jaxpr(loss)(params, example).jaxpr
-    gradient = loss.gradient(params, example)
-    variables = [v for e in (*equations(program), *equations(gradient)) for v in e.outvars]
-    avals: list[Any] = [*map(jax.typeof, jax.tree.leaves(params)), *(v.aval for v in variables)]
-    dtypes = {x.dtype for x in avals if hasattr(x, "dtype")}
+    """Raises if a loss computes in anything narrower than float32.
+
+    One reverse pass sums over the examples, and a narrow dtype rounds that sum.
+    """
+    avals: list[Any] = list(map(jax.typeof, jax.tree.leaves(params)))
+    for program in (jax.make_jaxpr(loss)(params, example).jaxpr, loss.gradient(params, example)):
+        for equation in equations(program):
+            avals += [variable.aval for variable in equation.outvars]
+    dtypes = {aval.dtype for aval in avals if hasattr(aval, "dtype")}
     floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
     narrow = [str(dtype) for dtype in floats if jnp.finfo(dtype).bits < 32]
     if narrow:

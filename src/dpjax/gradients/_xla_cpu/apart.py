@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computations of their own: `apart`, which XLA's fusion does not cross on CPU, and `tanh` in one.
+"""Separate computations: `apart`, which XLA's fusion does not cross on CPU, and a `tanh` in one.
 
 Symptom (jaxlib 0.10.2, CPU): XLA fuses neighbouring equations into one loop, and removes barriers
 before that. The branch of a `jax.lax.cond` stays a computation of its own. `max_pool` needs it for
@@ -18,32 +18,42 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-# Smaller images, or more channels, gain nothing from a tanh of their own.
-_LEAST, _CHANNELS = 512, 32
+# Smaller arrays, or more channels, gain nothing from a separate tanh.
+_LEAST_NUMBERS = 512
+_MOST_CHANNELS = 32
 
 
 def apart(function: Callable[..., Array]) -> Callable[..., Array]:
-    """A function that computes `function`, on CPU in a computation of its own."""
+    """The function, on CPU as a separate computation."""
+
+    def never(x: Array, *_: Array) -> Array:
+        return jnp.full_like(x, jnp.nan)  # NaN reveals an error
 
     def on_cpu(x: Array, *others: Array) -> Array:
-        # Always true, but behind a barrier XLA cannot fold the condition. NaN in the branch that
-        # is never taken would reveal an error.
+        # The condition is always true, but XLA cannot fold it behind a barrier.
         always = jax.lax.optimization_barrier(jnp.array(True))
-        return jax.lax.cond(always, function, lambda x, *_: jnp.full_like(x, jnp.nan), x, *others)
+        return jax.lax.cond(always, function, never, x, *others)
 
     return lambda *inputs: jax.lax.platform_dependent(*inputs, cpu=on_cpu, default=function)
 
 
 def tanh(parameters: dict[str, Any], x: Array) -> Array:
-    """The hyperbolic tangent, on CPU in a computation of its own."""
+    """The hyperbolic tangent, on CPU as a separate computation."""
 
     def as_written(x: Array) -> Array:
         return jax.lax.tanh_p.bind(x, **parameters)
 
-    if x.size < _LEAST or x.shape[-1] > _CHANNELS or jnp.iscomplexobj(x):
+    def forward(x: Array) -> tuple[Array, Array]:
+        y = separate(x)
+        return y, y
+
+    def backward(y: Array, cotangent: Array) -> tuple[Array]:
+        # The derivative is a function of the output, so tanh is not computed again.
+        return (cotangent * (1 + y) * (1 - y),)
+
+    if x.size < _LEAST_NUMBERS or x.shape[-1] > _MOST_CHANNELS or jnp.iscomplexobj(x):
         return as_written(x)
-    alone = apart(as_written)
-    separate = jax.custom_vjp(alone)
-    # From the output, so that tanh is not computed again on the way back.
-    separate.defvjp(lambda x: (y := alone(x), y), lambda y, g: (g * (1 + y) * (1 - y),))
-    return separate(x)
+    separate = apart(as_written)
+    differentiable = jax.custom_vjp(separate)
+    differentiable.defvjp(forward, backward)
+    return differentiable(x)

@@ -18,29 +18,30 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-# Inputs of at most 8 channels are slow; neighbours are added up to 48 output channels. Both were
-# chosen by timing.
-_FEW, _ENOUGH = 8, 48
+# Inputs with at most 8 channels are slow, and outputs with 48 channels are fast: chosen by timing.
+_SLOW_INPUT_CHANNELS = 8
+_FAST_OUTPUT_CHANNELS = 48
 
 
 def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
     """A convolution whose two cotangents are forward convolutions too."""
     x, parameters = _padded(x, parameters)
-
-    as_written, forward = partial(_as_written, parameters), partial(_forward, parameters)
-    out = jax.eval_shape(as_written, x, kernel)
-    # Cases that no loss of the benchmark has run as written: right and merely slower.
-    if parameters["batch_group_count"] != 1 or 0 in out.shape or out.dtype != x.dtype:
+    as_written = partial(_as_written, parameters)
+    forward = partial(_forward, parameters)
+    output = jax.eval_shape(as_written, x, kernel)
+    # No loss of the benchmark has these cases: they run as written, which is slower.
+    if parameters["batch_group_count"] != 1 or 0 in output.shape or output.dtype != x.dtype:
         return as_written(x, kernel)
 
     def backward(inputs: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
         x, kernel = inputs
         # The engine forms kernel gradients from patches; only `fast` losses take this one.
         if parameters["feature_group_count"] == 1:
-            for_kernel = _kernel_cotangent(parameters, x, kernel.shape, cotangent)
+            kernel_cotangent = _kernel_cotangent(parameters, x, kernel.shape, cotangent)
         else:
-            (for_kernel,) = jax.vjp(partial(as_written, x), kernel)[1](cotangent)
-        return _input_cotangent(parameters, x.shape, kernel, cotangent), for_kernel
+            _, pull_back = jax.vjp(partial(as_written, x), kernel)
+            (kernel_cotangent,) = pull_back(cotangent)
+        return _input_cotangent(parameters, x.shape, kernel, cotangent), kernel_cotangent
 
     canonical = jax.custom_vjp(forward)
     canonical.defvjp(lambda x, kernel: (forward(x, kernel), (x, kernel)), backward)
@@ -49,12 +50,15 @@ def convolution(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
 
 def _padded(x: Array, parameters: dict[str, Any]) -> tuple[Array, dict[str, Any]]:
     """Pads before a strided convolution: padding inside it was twice as slow."""
-    spec, padding = parameters["dimension_numbers"].lhs_spec, parameters["padding"]
-    plain = all(spread == 1 for spread in parameters["lhs_dilation"])
-    if not plain or not any(map(any, padding)) or set(parameters["window_strides"]) == {1}:
+    padding = parameters["padding"]
+    is_padded = any(map(any, padding))
+    is_strided = set(parameters["window_strides"]) != {1}
+    is_dilated = any(dilation != 1 for dilation in parameters["lhs_dilation"])
+    if not is_padded or not is_strided or is_dilated:
         return x, parameters
     edges = [(0, 0, 0)] * x.ndim
-    for axis, (low, high) in zip(spec[2:], padding, strict=True):
+    space = parameters["dimension_numbers"].lhs_spec[2:]
+    for axis, (low, high) in zip(space, padding, strict=True):
         edges[axis] = (low, high, 0)
     x = jax.lax.optimization_barrier(jax.lax.pad(x, jnp.zeros((), x.dtype), edges))
     return x, {**parameters, "padding": ((0, 0),) * len(padding)}
@@ -65,8 +69,8 @@ def _forward(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
     count = _neighbours(parameters, x, kernel)
     if count <= 1:
         return as_written(x, kernel)
-    abreast = partial(_abreast, parameters, count)
-    return jax.lax.platform_dependent(x, kernel, cpu=abreast, default=as_written)
+    together = partial(_neighbours_together, parameters, count)
+    return jax.lax.platform_dependent(x, kernel, cpu=together, default=as_written)
 
 
 def _as_written(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
@@ -76,50 +80,59 @@ def _as_written(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
 def _neighbours(parameters: dict[str, Any], x: Array, kernel: Array) -> int:
     """The number of neighbours of an output row to compute together."""
     numbers = parameters["dimension_numbers"]
-    out, channels, *space = numbers.rhs_spec
-    spreads = (*parameters["lhs_dilation"], *parameters["rhs_dilation"])
+    output_axis, channel_axis, *space = numbers.rhs_spec
+    dilations = (*parameters["lhs_dilation"], *parameters["rhs_dilation"])
     groups = parameters["feature_group_count"] * parameters["batch_group_count"]
     # Neighbours along the last axis, next to the channels: the outputs are in order already.
-    last = [numbers.out_spec[-1], numbers.out_spec[1]] == [x.ndim - 2, x.ndim - 1]
-    if not last or x.dtype != jnp.float32 or {*spreads, groups} != {1}:
+    channels_last = numbers.out_spec[1] == x.ndim - 1 and numbers.out_spec[-1] == x.ndim - 2
+    if not channels_last or x.dtype != jnp.float32 or {*dilations, groups} != {1}:
         return 1
-    if kernel.shape[channels] > _FEW or kernel.shape[space[-1]] == 1:
+    if kernel.shape[channel_axis] > _SLOW_INPUT_CHANNELS or kernel.shape[space[-1]] == 1:
         return 1
-    return min(_columns(parameters, x, kernel)[0], -(-_ENOUGH // kernel.shape[out]))
+    columns = _columns(parameters, _row_length(parameters, x), kernel)
+    return min(columns, -(-_FAST_OUTPUT_CHANNELS // kernel.shape[output_axis]))
 
 
-def _columns(parameters: dict[str, Any], x: Array, kernel: Array) -> tuple[int, int]:
-    """How many places the kernel has along the last axis, and the padded input there."""
-    numbers = parameters["dimension_numbers"]
-    size = x.shape[numbers.lhs_spec[-1]] + sum(parameters["padding"][-1])
-    reach = kernel.shape[numbers.rhs_spec[-1]]
-    return (size - reach) // parameters["window_strides"][-1] + 1, size
+def _row_length(parameters: dict[str, Any], x: Array) -> int:
+    """The length of the padded input along the last axis."""
+    length = x.shape[parameters["dimension_numbers"].lhs_spec[-1]]
+    return length + sum(parameters["padding"][-1])
 
 
-def _abreast(parameters: dict[str, Any], count: int, x: Array, kernel: Array) -> Array:
+def _columns(parameters: dict[str, Any], row_length: int, kernel: Array) -> int:
+    """The number of places of the kernel along the last axis."""
+    kernel_length = kernel.shape[parameters["dimension_numbers"].rhs_spec[-1]]
+    return (row_length - kernel_length) // parameters["window_strides"][-1] + 1
+
+
+def _neighbours_together(parameters: dict[str, Any], count: int, x: Array, kernel: Array) -> Array:
     """Computes `count` neighbouring outputs together: shifted copies of the kernel as channels."""
-    numbers, (*others, stride) = parameters["dimension_numbers"], parameters["window_strides"]
-    out, along = numbers.rhs_spec[0], numbers.rhs_spec[-1]
-    *beside, (low, high) = parameters["padding"]
-    columns, size = _columns(parameters, x, kernel)
+    numbers = parameters["dimension_numbers"]
+    output_axis = numbers.rhs_spec[0]
+    last_axis = numbers.rhs_spec[-1]
+    *other_strides, stride = parameters["window_strides"]
+    *other_padding, (low, high) = parameters["padding"]
+    row_length = _row_length(parameters, x)
+    columns = _columns(parameters, row_length, kernel)
     rounds = -(-columns // count)
-    missing = (rounds * count - 1) * stride + kernel.shape[along] - size
+    read = (rounds * count - 1) * stride + kernel.shape[last_axis]
+    missing = max(0, read - row_length)
 
     # Zeros let a non-finite pixel reach neighbours, but never another example.
     def moved(places: int) -> Array:
         edges = [(0, 0, 0)] * kernel.ndim
-        edges[along] = (places * stride, (count - 1 - places) * stride, 0)
+        edges[last_axis] = (places * stride, (count - 1 - places) * stride, 0)
         return jax.lax.pad(kernel, jnp.zeros((), kernel.dtype), edges)
 
-    changed = {
+    by_rounds = {
         **parameters,
-        "window_strides": (*others, count * stride),
-        "padding": (*beside, (low, high + max(0, missing))),
+        "window_strides": (*other_strides, count * stride),
+        "padding": (*other_padding, (low, high + missing)),
     }
-    x, changed = _padded(x, changed)
+    x, by_rounds = _padded(x, by_rounds)
     # Shifted copies of the kernel look like more output channels, which XLA vectorises.
-    kernels = jnp.concatenate([moved(places) for places in range(count)], out)
-    y = _as_written(changed, x, kernels)
+    kernels = jnp.concatenate([moved(places) for places in range(count)], output_axis)
+    y = _as_written(by_rounds, x, kernels)
     y = y.reshape(*y.shape[:-2], rounds * count, -1)
     return jax.lax.slice_in_dim(y, 0, columns, axis=y.ndim - 2)
 
@@ -130,23 +143,25 @@ def _input_cotangent(
     """The cotangent of the input: the output's, convolved with the flipped kernel."""
     numbers = parameters["dimension_numbers"]
     groups = parameters["feature_group_count"]
-    strides, spreads = parameters["window_strides"], parameters["lhs_dilation"]
-    out, channels, *space = numbers.rhs_spec
-    flipped = _swap_channels(jax.lax.rev(kernel, space), out, channels, groups)
-    # Without the barrier XLA folds the flip back into the form that it cannot run fast.
+    strides = parameters["window_strides"]
+    dilations = parameters["lhs_dilation"]
+    output_axis, channel_axis, *space = numbers.rhs_spec
+    flipped = jax.lax.rev(kernel, space)
+    flipped = _swap_channels(flipped, output_axis, channel_axis, groups)
+    # The barrier keeps XLA from folding the flip into the form that it runs slowly.
     flipped = jax.lax.optimization_barrier(flipped)
     padding = []
     for i, axis in enumerate(space):
-        reach = (kernel.shape[axis] - 1) * parameters["rhs_dilation"][i]
-        given = (shape[numbers.lhs_spec[2 + i]] - 1) * spreads[i]
-        taken = (cotangent.shape[numbers.out_spec[2 + i]] - 1) * strides[i]
-        # Full correlation minus the padding that the forward pass had; the end takes what is left.
-        low = reach - parameters["padding"][i][0]
-        padding.append((low, given + reach - taken - low))
+        kernel_reach = (kernel.shape[axis] - 1) * parameters["rhs_dilation"][i]
+        input_reach = (shape[numbers.lhs_spec[2 + i]] - 1) * dilations[i]
+        output_reach = (cotangent.shape[numbers.out_spec[2 + i]] - 1) * strides[i]
+        # Full correlation minus the padding of the forward pass; the end takes the rest.
+        low = kernel_reach - parameters["padding"][i][0]
+        padding.append((low, input_reach + kernel_reach - output_reach - low))
     return jax.lax.conv_general_dilated(
         cotangent,
         flipped,
-        window_strides=spreads,
+        window_strides=dilations,
         padding=padding,
         lhs_dilation=strides,
         rhs_dilation=parameters["rhs_dilation"],
@@ -162,40 +177,48 @@ def _kernel_cotangent(
     parameters: dict[str, Any], x: Array, shape: tuple[int, ...], cotangent: Array
 ) -> Array:
     """The cotangent of the kernel: the input, convolved with the output's cotangent."""
-    numbers, spreads = parameters["dimension_numbers"], parameters["lhs_dilation"]
-    (batch, channels, *space), (first, out, *there) = numbers.lhs_spec, numbers.out_spec
-    # Examples are the channels that are summed over, last, as XLA computes fast in a loop.
-    images = jnp.transpose(x, (channels, *space, batch))
-    kernel = jnp.transpose(cotangent, (*there, first, out))
-    # Without the barrier XLA folds the transposes back into the form that it cannot run fast.
+    numbers = parameters["dimension_numbers"]
+    dilations = parameters["lhs_dilation"]
+    input_batch, channel_axis, *input_space = numbers.lhs_spec
+    output_batch, output_axis, *output_space = numbers.out_spec
+    # Examples are summed over, so they are the channels. They are the last axis, because XLA
+    # computes such convolutions fast in a loop.
+    images = jnp.transpose(x, (channel_axis, *input_space, input_batch))
+    kernel = jnp.transpose(cotangent, (*output_space, output_batch, output_axis))
+    # The barrier keeps XLA from folding the transposes into the form that it runs slowly.
     images, kernel = jax.lax.optimization_barrier((images, kernel))
     padding = []
     for i, axis in enumerate(numbers.rhs_spec[2:]):
-        given = (images.shape[1 + i] - 1) * spreads[i]
-        reach = (kernel.shape[i] - 1) * parameters["window_strides"][i]
-        taken = (shape[axis] - 1) * parameters["rhs_dilation"][i]
+        input_reach = (images.shape[1 + i] - 1) * dilations[i]
+        output_reach = (kernel.shape[i] - 1) * parameters["window_strides"][i]
+        kernel_reach = (shape[axis] - 1) * parameters["rhs_dilation"][i]
         # The forward pass may leave the end of the input unread: that padding is negative.
         low = parameters["padding"][i][0]
-        padding.append((low, taken + reach - given - low))
-    last, inner = len(space) + 1, range(1, len(space) + 1)
-    for_kernel = jax.lax.conv_general_dilated(
+        padding.append((low, kernel_reach + output_reach - input_reach - low))
+    rank = len(input_space)
+    last = rank + 1
+    inner = range(1, last)
+    kernel_cotangent = jax.lax.conv_general_dilated(
         images,
         kernel,
         window_strides=parameters["rhs_dilation"],
         padding=padding,
-        lhs_dilation=spreads,
+        lhs_dilation=dilations,
         rhs_dilation=parameters["window_strides"],
         dimension_numbers=jax.lax.ConvDimensionNumbers(
-            (0, last, *inner), (last, last - 1, *range(len(space))), (0, last, *inner)
+            lhs_spec=(0, last, *inner),
+            rhs_spec=(last, rank, *range(rank)),
+            out_spec=(0, last, *inner),
         ),
         precision=parameters["precision"],
     )
-    return jnp.moveaxis(for_kernel, (last, 0, *inner), numbers.rhs_spec)
+    return jnp.moveaxis(kernel_cotangent, (last, 0, *inner), numbers.rhs_spec)
 
 
-def _swap_channels(kernel: Array, out: int, channels: int, groups: int) -> Array:
-    kernel = jnp.moveaxis(kernel, (out, channels), (0, 1))
-    split = kernel.reshape(groups, kernel.shape[0] // groups, *kernel.shape[1:])
-    swapped = jnp.swapaxes(split, 1, 2)
+def _swap_channels(kernel: Array, output_axis: int, channel_axis: int, groups: int) -> Array:
+    """Exchanges input and output channels, within each group of channels."""
+    kernel = jnp.moveaxis(kernel, (output_axis, channel_axis), (0, 1))
+    by_group = kernel.reshape(groups, kernel.shape[0] // groups, *kernel.shape[1:])
+    swapped = jnp.swapaxes(by_group, 1, 2)
     merged = swapped.reshape(groups * swapped.shape[1], *swapped.shape[2:])
-    return jnp.moveaxis(merged, (0, 1), (out, channels))
+    return jnp.moveaxis(merged, (0, 1), (output_axis, channel_axis))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Max-pools over windows, with a backward pass made of slices and comparisons alone.
+"""Max-pools over windows, with a backward pass of only slices and comparisons.
 
 Symptom (jaxlib 0.10.2, CPU): XLA's derivative of a max-pool (select-and-scatter) searches the
-winner of each window one element after the other. Of equal winners the first takes the cotangent,
+winner of each window one element after the other. The first of equal winners takes the cotangent,
 as in JAX. This file may go when it is no faster than JAX's derivative, with which
 ``tests/test_ghost.py`` ("a_max_pool") compares its values.
 """
@@ -27,44 +27,58 @@ _LARGEST = 64
 def pool_max(parameters: dict[str, Any], x: Array) -> Array:
     """The largest entry of each window."""
 
-    def forward(x: Array) -> Array:
+    def as_written(x: Array) -> Array:
         return jax.lax.reduce_window_max_p.bind(x, **parameters)
 
-    # Without the barrier XLA fused the backward pass with the derivative of the activation before
-    # it, and wrote the result over the input that the next slice reads: gradients were wrong.
-    def backward(inputs: tuple[Array, Array], cotangent: Array) -> tuple[Array]:
-        return (apart(partial(_input_cotangent, parameters))(*inputs, cotangent),)
+    def forward(x: Array) -> tuple[Array, tuple[Array, Array]]:
+        largest = as_written(x)
+        return largest, (x, largest)
 
-    if _unusual(parameters, x):
-        return forward(x)
-    pool = jax.custom_vjp(forward)
-    pool.defvjp(lambda x: (y := forward(x), (x, y)), backward)
+    def backward(inputs: tuple[Array, Array], cotangent: Array) -> tuple[Array]:
+        # Fused with the derivative of the activation before it, the backward pass gave wrong
+        # gradients: XLA wrote the result over the input that the next slice reads.
+        separate = apart(partial(_input_cotangent, parameters))
+        return (separate(*inputs, cotangent),)
+
+    if _is_unusual(parameters, x):
+        return as_written(x)
+    pool = jax.custom_vjp(as_written)
+    pool.defvjp(forward, backward)
     return pool(x)
 
 
-def _unusual(parameters: dict[str, Any], x: Array) -> bool:
+def _is_unusual(parameters: dict[str, Any], x: Array) -> bool:
     """Whether XLA's own version runs: dilated or large windows, no output, or no real numbers."""
-    spread = max(*parameters["base_dilation"], *parameters["window_dilation"])
-    large = math.prod(parameters["window_dimensions"]) > _LARGEST
-    longest = [n + sum(pad) for n, pad in zip(x.shape, parameters["padding"], strict=True)]
-    empty = any(w > n for w, n in zip(parameters["window_dimensions"], longest, strict=True))
-    return spread > 1 or large or empty or not jnp.issubdtype(x.dtype, jnp.floating)
+    window = parameters["window_dimensions"]
+    dilation = max(*parameters["base_dilation"], *parameters["window_dilation"])
+    if dilation > 1 or math.prod(window) > _LARGEST:
+        return True
+    sides = zip(x.shape, parameters["padding"], window, strict=True)
+    has_no_output = any(length + sum(padding) < size for length, padding, size in sides)
+    return has_no_output or not jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _input_cotangent(
     parameters: dict[str, Any], x: Array, largest: Array, cotangent: Array
 ) -> Array:
     """The cotangent of the input: that of each window goes to its winner."""
-    strides, counts = parameters["window_strides"], largest.shape
+    strides = parameters["window_strides"]
     edges = [(low, high, 0) for low, high in parameters["padding"]]
-    padded, back = jax.vjp(lambda x: jax.lax.pad(x, jnp.asarray(-jnp.inf, x.dtype), edges), x)
-    total, open_ = jnp.zeros_like(padded), jnp.ones(counts, bool)
-    for place in itertools.product(*map(range, parameters["window_dimensions"])):
-        ends = [p + (n - 1) * s + 1 for p, n, s in zip(place, counts, strides, strict=True)]
-        won = open_ & (jax.lax.slice(padded, place, ends, strides) == largest)
-        open_ = open_ & ~won
-        around = zip(place, padded.shape, ends, strides, strict=True)
-        moved = [(p, size - end, s - 1) for p, size, end, s in around]
+
+    def pad(x: Array) -> Array:
+        return jax.lax.pad(x, jnp.asarray(-jnp.inf, x.dtype), edges)
+
+    padded, pull_back = jax.vjp(pad, x)
+    total = jnp.zeros_like(padded)
+    has_no_winner = jnp.ones(largest.shape, bool)
+    for start in itertools.product(*map(range, parameters["window_dimensions"])):
+        sides = zip(start, largest.shape, strides, strict=True)
+        ends = [first + (count - 1) * stride + 1 for first, count, stride in sides]
+        wins = has_no_winner & (jax.lax.slice(padded, start, ends, strides) == largest)
+        has_no_winner = has_no_winner & ~wins
+        sides = zip(start, padded.shape, ends, strides, strict=True)
+        around = [(first, length - end, stride - 1) for first, length, end, stride in sides]
         zero = jnp.zeros((), cotangent.dtype)
-        total = total + jax.lax.pad(jnp.where(won, cotangent, zero), zero, moved)
-    return back(total)[0]
+        total = total + jax.lax.pad(jnp.where(wins, cotangent, zero), zero, around)
+    (input_cotangent,) = pull_back(total)
+    return input_cotangent

@@ -15,36 +15,37 @@ from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
-from dpjax.gradients import platforms
+from dpjax.gradients import _platforms
+from dpjax.gradients._jaxprs import bind, evaluate
 from dpjax.gradients._xla_cpu.apart import tanh
 from dpjax.gradients._xla_cpu.convolution import convolution
 from dpjax.gradients._xla_cpu.max_pool import pool_max
-from dpjax.gradients.jaxprs import bind, evaluate
 
 
 def _pad(parameters: dict[str, Any], x: Array, filling: Any) -> Array:
+    """A pad by a traced number: JAX cannot differentiate one with respect to only its filling."""
     edges = parameters["padding_config"]
     if not isinstance(filling, Tracer):
         return jax.lax.pad(x, filling, edges)
-    # JAX cannot differentiate a pad by its filling alone, as where a parameter is padded.
-    outside = jax.lax.pad(jnp.zeros(x.shape, bool), jnp.array(True), edges)
-    return jnp.where(outside, filling, jax.lax.pad(x, jnp.zeros((), x.dtype), edges))
+    is_padding = jax.lax.pad(jnp.zeros(x.shape, bool), jnp.array(True), edges)
+    padded = jax.lax.pad(x, jnp.zeros((), x.dtype), edges)
+    return jnp.where(is_padding, filling, padded)
 
 
 class Version(NamedTuple):
-    """A version of a primitive, ``(parameters, *inputs) -> output``, and where it is better."""
+    """A version of a primitive, ``(parameters, *inputs) -> output``, and when it is better."""
 
     run: Callable[..., Array]
-    # Compilers for accelerators have better forms of most.
-    better: Callable[[], bool] = platforms.on_cpu
+    # XLA for accelerators has better forms of most primitives.
+    better: Callable[[], bool] = _platforms.on_cpu
 
 
 FAST = {
     "conv_general_dilated": Version(convolution),
-    # It works around JAX, not XLA.
+    # JAX's limits are the same on all platforms.
     "pad": Version(_pad, lambda: True),
     # XLA for a GPU scatters the cotangents of a max-pool, or sorts them first for equal bits.
-    "reduce_window_max": Version(pool_max, lambda: not platforms.on_tpu()),
+    "reduce_window_max": Version(pool_max, lambda: not _platforms.on_tpu()),
     "tanh": Version(tanh),
 }
 

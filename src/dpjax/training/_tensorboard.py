@@ -23,7 +23,7 @@ class Board:
             from tensorboardX import SummaryWriter
 
             directory.mkdir(mode=0o700, exist_ok=True)  # rows hold private numbers
-            # Events after the checkpoint are purged: the resumed run writes these steps again.
+            # TensorBoard drops the events after the checkpoint, whose steps run again.
             self.writer = SummaryWriter(str(directory), purge_step=done + 1)
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -31,7 +31,7 @@ class Board:
         if self.writer is not None:
             for name, value in _numbers(row):
                 self.writer.add_scalar(name, value, row["step"])
-            # After every row: a killed run keeps its curves.
+            # Every row is flushed, so a killed run keeps its curves.
             self.writer.flush()
 
     def close(self) -> None:
@@ -45,6 +45,6 @@ def _numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{prefix}{name}/")
-        # TensorBoard warns of infinity, the epsilon of a run without noise.
+        # TensorBoard warns of infinity, which is the epsilon of a run without noise.
         elif isinstance(value, int | float) and name != "step" and not math.isinf(value):
             yield prefix + name, value

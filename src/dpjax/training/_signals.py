@@ -15,14 +15,14 @@ from absl import logging
 
 
 class Stop:
-    """Records SIGTERM and SIGINT while it is entered in the main thread, which receives them."""
+    """A context that records SIGTERM and SIGINT; outside the main thread it does nothing."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
-        # Python delivers signals to the main thread alone, and refuses handlers elsewhere.
+        # Python delivers signals only to the main thread, and refuses handlers in other threads.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._note)
@@ -39,9 +39,10 @@ class Stop:
         return self.signal is not None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """The handler: the run reads ``asked`` between steps."""
+        # A second signal ends the process immediately, because a step may hang.
         if self.signal is not None:
             self.end_process("a second signal ended the run within a step.")
-        # A second signal ends the process immediately, for a step that hangs.
         self.signal = number
 
     def end_process(self, words: str) -> None:
@@ -49,5 +50,5 @@ class Stop:
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt(words)
         logging.warning("%s", words)
-        # Not 0: a scheduler should see that the run is not finished.
+        # The status is not 0, so a scheduler sees that the run is not finished.
         raise SystemExit(128 + signal.SIGTERM)

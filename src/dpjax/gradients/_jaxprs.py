@@ -19,15 +19,17 @@ Rule = Callable[[JaxprEqn, list[Any]], Iterable[Any]]
 
 def bind(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Evaluates one equation, which may be a call or have a custom derivative."""
-    # As a program of its own, which every version of JAX can run.
+    # Every version of JAX can run it as a program of one equation.
     pairs = zip(equation.invars, inputs, strict=True)
-    given = {variable: x for variable, x in pairs if not isinstance(variable, Literal)}
-    wanted = [v for v in equation.outvars if not isinstance(v, DropVar)]
-    debug = DebugInfo("dpjax", equation.primitive.name, ("",) * len(given), ("",) * len(wanted))
-    program = Jaxpr([], list(given), wanted, [equation], equation.effects, debug)
-    outputs = jaxpr_as_fun(ClosedJaxpr(program, []))(*given.values())
-    results = dict(zip(wanted, outputs, strict=True))
-    return [results.get(v, 0) for v in equation.outvars]
+    arguments = {variable: x for variable, x in pairs if not isinstance(variable, Literal)}
+    results = [variable for variable in equation.outvars if not isinstance(variable, DropVar)]
+    debug_info = DebugInfo(
+        "dpjax", equation.primitive.name, ("",) * len(arguments), ("",) * len(results)
+    )
+    program = Jaxpr([], list(arguments), results, [equation], equation.effects, debug_info)
+    outputs = jaxpr_as_fun(ClosedJaxpr(program, []))(*arguments.values())
+    values = dict(zip(results, outputs, strict=True))
+    return [values.get(variable, 0) for variable in equation.outvars]
 
 
 def evaluate(
@@ -42,13 +44,15 @@ def evaluate(
     values.update(zip(program.invars, arguments, strict=True))
 
     def read(variable: Any) -> Any:
-        return literal(variable.val) if isinstance(variable, Literal) else values[variable]
+        if isinstance(variable, Literal):
+            return literal(variable.val)
+        return values[variable]
 
     for equation in program.eqns:
-        outputs = rule(equation, [read(v) for v in equation.invars])
-        # Values that no later equation reads stay: to drop them would take a pass for last uses.
+        outputs = rule(equation, list(map(read, equation.invars)))
+        # Values that no later equation reads stay: dropping them takes a pass for last uses.
         values.update(zip(equation.outvars, outputs, strict=True))
-    return [read(v) for v in program.outvars]
+    return list(map(read, program.outvars))
 
 
 def equations(program: Jaxpr) -> Iterator[JaxprEqn]:
@@ -65,27 +69,31 @@ def convolutions(program: Jaxpr) -> list[JaxprEqn]:
 
 
 def parts(equation: JaxprEqn) -> Iterator[Any]:
-    """The parameters of an equation, and what is in a tuple one by one: branches of a `cond`."""
+    """The parameters of an equation, and the elements of tuples, as of the branches of a `cond`."""
     for value in equation.params.values():
-        yield from value if isinstance(value, tuple | list) else [value]
+        if isinstance(value, tuple | list):
+            yield from value
+        else:
+            yield value
 
 
 def inner_programs(equation: JaxprEqn) -> list[Jaxpr]:
     """The programs inside an equation: of a call, a loop, every branch of a `cond`."""
-    opened = [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in parts(equation)]
-    return [x for x in opened if isinstance(x, Jaxpr)]
+    programs = [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in parts(equation)]
+    return [x for x in programs if isinstance(x, Jaxpr)]
 
 
 def own_vjp(equation: JaxprEqn) -> bool:
     """Whether a user may have written the VJP of an equation itself; it then need not be linear."""
-    of_jax = type(equation.params.get("_prim")).__name__ in _CLASSES
-    return equation.primitive.name.startswith(_OWN_VJP) and not of_jax
+    if type(equation.params.get("_prim")).__name__ in _CLASSES:
+        return False
+    return equation.primitive.name.startswith(_OWN_VJP)
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
     """How many inputs of a scan are constants, and how many it carries; the rest are sliced."""
-    p = equation.params
-    if "ft_in" in p:  # since JAX 0.11: the inputs in three groups
-        constants, carried, _ = map(len, p["ft_in"].unpack())
+    parameters = equation.params
+    if "ft_in" in parameters:  # since JAX 0.11: the inputs in three groups
+        constants, carried, _ = map(len, parameters["ft_in"].unpack())
         return constants, carried
-    return p["num_consts"], p["num_carry"]
+    return parameters["num_consts"], parameters["num_carry"]

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`explain`: how the book-keeping engine handles each leaf of a loss, from shapes alone."""
+"""`explain`: how the book-keeping engine handles each leaf of a loss, from shapes only."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import jax
 
 from dpjax import trees
 from dpjax.gradients._bookkeeping.cost import foresee
+from dpjax.gradients._bookkeeping.sites import Site
 from dpjax.gradients.traced import Traced
 from dpjax.types import LossFn, PyTree
 
@@ -17,8 +19,8 @@ def explain(loss: LossFn, params: PyTree, example: PyTree) -> str:
     """Describes, leaf by leaf, where a loss uses its parameters and how each use is handled.
 
     The line of a leaf shows its path, the primitives in which it meets the data, the rule for its
-    norms, and the multiplications for one example. Or it says why the leaf is materialised, which
-    is exact too, but stores one gradient of that leaf per example. The loss is
+    norms, and the multiplications for one example. A materialised leaf, which is exact too but
+    stores one gradient per example, has the reason instead. The loss is
     ``loss(params, example) -> scalar``; both arguments may be shapes.
 
     Example:
@@ -41,17 +43,29 @@ def explain(loss: LossFn, params: PyTree, example: PyTree) -> str:
         elif not sites:
             rows.append((name, "not used"))
         else:
-            counts = Counter(site.equation.primitive.name for site in sites)
-            uses = ", ".join(use if n == 1 else f"{n} x {use}" for use, n in counts.items())
-            # The choice of the engine itself, which it makes by shapes.
+            # The engine makes the same choice, because it depends on shapes only.
             choice = foresee(leaves[i], sites, i)
-            rule = choice.rule + (", kept" if choice.keep else "")
-            rows.append((name, uses, rule, f"{choice.operations:,}"))
-    widths = [max((len(row[k]) for row in rows if len(row) > k + 1), default=0) for k in range(3)]
+            rule = f"{choice.rule}, kept" if choice.keep else choice.rule
+            rows.append((name, _uses(sites), rule, f"{choice.operations:,}"))
+    return _aligned(rows)
 
-    def line(row: tuple[str, ...]) -> str:
-        *words, last = row
+
+def _uses(sites: Sequence[Site]) -> str:
+    """The primitives of the sites, with the number of sites of each."""
+    counts = Counter(site.equation.primitive.name for site in sites)
+    return ", ".join(use if count == 1 else f"{count} x {use}" for use, count in counts.items())
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    """Rows as lines with columns of equal width; the last word of a short row takes the rest."""
+    widths = [0, 0, 0]
+    for *words, _ in rows:
+        for column, word in enumerate(words):
+            widths[column] = max(widths[column], len(word))
+    lines = []
+    for *words, last in rows:
         padded = [word.ljust(width) for word, width in zip(words, widths, strict=False)]
-        return "  ".join([*padded, last.rjust(9) if len(row) == 4 else last])
-
-    return "\n".join(map(line, rows))
+        if len(padded) == len(widths):
+            last = last.rjust(9)
+        lines.append("  ".join([*padded, last]))
+    return "\n".join(lines)

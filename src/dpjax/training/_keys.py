@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of a run: what each start renews, and what checkpoints hold.
+"""The keys of a run: which ones each start renews, and which ones checkpoints hold.
 
-A noise key that `init` drew is renewed at each start of `fit` and never leaves memory, so the
-difference of what a state and its copy release is never free of noise. The key for draws is renewed
-where steps draw independently: an example must not be in two batches of an epoch, nor change its
-part of a cycle.
+A noise key that `init` drew is renewed at each start of `fit` and never leaves memory. So if a
+state and its copy both run, the difference of their releases has the noise of both. The key for
+draws is renewed only if each step draws independently. Otherwise an example could be in two batches
+of an epoch, or change its part of a cycle.
 
-Bins follow from a third key, of the epoch that runs: checkpoints hold it, and a resumed run keeps
-it to the end of the epoch. The next epoch takes its key from the noise key, so two runs from one
-state share no later bins, and none if the state is at the beginning of an epoch.
+Bins follow from a third key, which belongs to the current epoch: checkpoints hold it, and a resumed
+run keeps it to the end of the epoch. The next epoch takes its key from the noise key, so two runs
+from one state share no later bins, and none if the state is at the beginning of an epoch.
 
-A supplied key is never renewed. No file holds it, and of its hash a checkpoint holds one byte.
+A supplied key is never renewed. No file holds it; a checkpoint holds one byte of its hash.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from dpjax.types import Key, State
 
 
 def first_keys(key: Key | None) -> tuple[Key, Key]:
-    """The keys for draws and for noise: two secret ones, or the first process's given one twice."""
+    """The keys for draws and for noise: two new ones, or the given one of the first process twice.
+
+    All processes receive the same keys.
+    """
     if key is None:
         return shared_key(), shared_key()
     words = jnp.asarray(processes.from_first(lambda: trees.on_host(key)))
@@ -34,12 +37,14 @@ def first_keys(key: Key | None) -> tuple[Key, Key]:
 
 
 def renewed(state: State, mechanism: Mechanism) -> State:
-    """The state with keys from which nothing was drawn: to run, to return, and to show."""
-    return state if supplied(state) else noise.renew(without_secrets(state, mechanism))
+    """The state with new keys, unless they were supplied; `fit` runs, shows and returns it."""
+    if supplied(state):
+        return state
+    return noise.renew(without_secrets(state, mechanism))
 
 
 def without_secrets(state: State, mechanism: Mechanism) -> State:
-    """The state for a checkpoint: zeros in place of each key that a start renews or is given."""
+    """The state for a checkpoint, with zeros in place of the keys that no file may hold."""
     state = state._replace(noise_key=_zeros(state.noise_key))
     if supplied(state) or mechanism.sampling.independent:
         state = state._replace(key=_zeros(state.key))
@@ -52,17 +57,18 @@ def with_supplied(saved: State, given: State, mechanism: Mechanism) -> State:
     """The state of a checkpoint with the keys of the given state, if they were supplied."""
     if not supplied(saved):
         return saved
-    bins, epoch_key = mechanism.sampling.bins, None
+    bins = mechanism.sampling.bins
+    epoch_key = None
     if bins is not None:
         epoch_key = bins.key(given.noise_key, saved.step)
     return saved._replace(key=given.key, noise_key=given.noise_key, epoch_key=epoch_key)
 
 
 def supplied(state: State) -> bool:
-    """Whether the caller supplied the key of the run, and may so know its noise."""
+    """Whether the caller supplied the key of the run, and so may know its noise."""
     return bool(state.ledger.supplied)
 
 
 def _zeros(key: Key) -> Key:
-    """The unset key, or as many as an ensemble has."""
+    """The unset key, in the shape of ``key``: an ensemble has several."""
     return jax.random.wrap_key_data(jnp.zeros((*key.shape, 2), jnp.uint32), impl="threefry2x32")

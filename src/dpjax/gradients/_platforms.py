@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Platforms: for which kind of device a program is traced, so that it gets that device's forms.
+"""Platforms: the kind of device that a program is traced for, which decides its forms.
 
-JAX learns it late, when it lowers. So a decision reads `on_cpu`, and what decides runs inside
-`dependent`.
+JAX knows the platform late, when it lowers. So code that decides reads `on_cpu`, and runs inside
+`dependent`, which traces it for each platform.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TRACED: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform",
 
 
 def current() -> str:
-    """The platform that a program is traced for; the default device's where none is settled."""
+    """The platform that a program is traced for; by default that of the default device."""
     return known() or _default()
 
 
@@ -37,31 +37,37 @@ def on_cpu() -> bool:
 
 
 def on_gpu() -> bool:
-    """Whether decisions are for a GPU; where lowering decides, for one that is the default."""
+    """Whether decisions are for a GPU; an unknown accelerator is that of the default device."""
     platform = current()
-    return (_default() if platform == ACCELERATOR else platform) in ("gpu", "cuda", "rocm")
+    if platform == ACCELERATOR:
+        platform = _default()
+    return platform in ("gpu", "cuda", "rocm")
 
 
 def on_tpu() -> bool:
-    """Whether decisions are for an accelerator that is no GPU."""
+    """Whether decisions are for an accelerator other than a GPU."""
     return not (on_cpu() or on_gpu())
 
 
 def known() -> str | None:
     """The platform that is settled before lowering; None if lowering decides."""
-    # Inside a `shard_map` too, the mesh knows its kind of device.
+    # The mesh knows its kind of device, also inside a `shard_map`.
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return _TRACED.get() if device is None else device.platform
+    if device is None:
+        return _TRACED.get()
+    return device.platform
 
 
 def of(devices: int | Mesh | None) -> str | None:
     """The platform of a mesh; None for a number of devices."""
-    return devices.devices.flat[0].platform if isinstance(devices, Mesh) else None
+    if not isinstance(devices, Mesh):
+        return None
+    return devices.devices.flat[0].platform
 
 
 @contextlib.contextmanager
 def traced_for(platform: str | None) -> Iterator[None]:
-    """Settles the platform of what is traced inside; None changes nothing."""
+    """Settles the platform of programs that are traced inside; None changes nothing."""
     token = _TRACED.set(platform or _TRACED.get())
     try:
         yield
@@ -80,10 +86,12 @@ def dependent(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def memory_limit() -> int:
-    """Bytes of memory of one accelerator; 16 GiB where none is here to be read."""
-    # A device of this process: JAX does not tell the memory of others.
+    """Bytes of memory of one accelerator; 16 GiB if this process has none."""
+    # A device of this process, because JAX does not know the memory of others.
     device = jax.local_devices()[0]
-    stats = None if device.platform == "cpu" else device.memory_stats()
+    stats = None
+    if device.platform != "cpu":
+        stats = device.memory_stats()
     return (stats or {}).get("bytes_limit", 16 * 2**30)
 
 
@@ -91,4 +99,6 @@ def _default() -> str:
     device = getattr(jax.config, _DEVICE)
     if device is None:
         return jax.default_backend()
-    return device if isinstance(device, str) else device.platform
+    if isinstance(device, str):
+        return device
+    return device.platform

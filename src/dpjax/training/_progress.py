@@ -18,12 +18,12 @@ from dpjax.accounting.rounding import three_digits
 Follow = Callable[[Sequence[Mapping[str, Any]]], object]
 """Gets all rows of the log after each new one."""
 
-# Fields that the line shows in words of its own, or not at all.
+# The line shows these fields in words of its own, or not at all.
 _QUIET = FIELDS - {"bound"}
 
 
 class Progress:
-    """Shows the progress of a run: as lines, or by a function of the caller's."""
+    """Shows the progress of a run: in lines, or through a function of the caller."""
 
     def __init__(
         self,
@@ -35,18 +35,23 @@ class Progress:
         show: bool | Follow = True,
         stream: TextIO | None = None,
     ) -> None:
-        first = processes.first_process()
+        is_first = processes.first_process()
         self.stream = stream or sys.stderr
-        self.follow = show if first and callable(show) else None
-        self.enabled = first and bool(show) and not callable(show)
-        self.end, self.most, self.units = end, most, f"{unit}s"
-        # A live line overwrites itself; in a file or a pipe every update would stay.
+        self.follow = show if is_first and callable(show) else None
+        self.enabled = is_first and bool(show) and not callable(show)
+        self.end = end
+        self.most = most
+        self.units = f"{unit}s"
+        # A live line overwrites itself, which only a terminal can show.
         self.live = self.enabled and self.stream.isatty()
-        self.step, self.shown, self.began = begin, 0.0, 0.0
-        # When the first dispatch, which compiled, ended, and at which step.
+        self.step = begin
+        self.shown = 0.0  # when the line was last drawn
+        self.began = 0.0  # when the dispatch began
+        # The time at which the first dispatch ended, and its step. This dispatch compiled.
         self.first: tuple[float, int] | None = None
-        # Since the last row, in dispatches alone: neither compilation nor evaluations.
-        self.steps, self.seconds = 0, 0.0
+        # Steps and seconds of dispatches since the last row, without compilation and evaluation.
+        self.steps = 0
+        self.seconds = 0.0
         self.pieces: list[str] = []
 
     def say(self, words: str) -> None:
@@ -64,7 +69,7 @@ class Progress:
         """A dispatch has ended; moves the bar of a live line, at most five times a second."""
         now = time.monotonic()
         if self.first is None:
-            self.first = now, step
+            self.first = (now, step)
         else:
             self.steps += step - self.step
             self.seconds += now - self.began
@@ -73,10 +78,11 @@ class Progress:
             self._draw()
 
     def take_rate(self) -> float:
-        """Steps per second since the last call; 0 if none ran but the one that compiled."""
-        pace = self.steps / max(1e-9, self.seconds)
-        self.steps, self.seconds = 0, 0.0
-        return pace
+        """Steps per second since the last call; 0 if only the dispatch that compiled ran."""
+        steps_per_second = self.steps / max(1e-9, self.seconds)
+        self.steps = 0
+        self.seconds = 0.0
+        return steps_per_second
 
     def line(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Shows the last row of the log."""
@@ -84,42 +90,55 @@ class Progress:
             self.follow(rows)
         if not self.enabled:
             return
-        row, speed = rows[-1], f"{self.units}_per_second"
-        fields = {k: v for k, v in row.items() if k not in {*_QUIET, speed}}
+        row = rows[-1]
+        per_second = f"{self.units}_per_second"
+        fields = {name: value for name, value in row.items() if name not in {*_QUIET, per_second}}
         fields["private loss"] = row.get("private", {}).get("loss")
-        # What stands last is left out first where a terminal is narrow.
         nll = fields.pop("nll", None)
-        # Rounded up, like every claim: the terminal must not show less than was spent.
+        # Rounded up, as every claim is: the line must not show less than was spent.
         self.pieces = [f"epsilon {three_digits(row['epsilon'])} of {three_digits(self.most)}"]
-        self.pieces += [f"{k} {v:.3f}" for k, v in fields.items() if isinstance(v, float)]
-        self.pieces += [f"{rate(row[speed])} {self.units}/s"] if speed in row else []
-        self.pieces += [f"nll {nll:.3f}"] if isinstance(nll, float) else []
+        numbers = {name: value for name, value in fields.items() if isinstance(value, float)}
+        self.pieces += [f"{name} {value:.3f}" for name, value in numbers.items()]
+        if per_second in row:
+            self.pieces.append(f"{rate(row[per_second])} {self.units}/s")
+        # The last piece is the first to be left out in a narrow terminal.
+        if isinstance(nll, float):
+            self.pieces.append(f"nll {nll:.3f}")
         self.step = row["step"]
         self._draw()
         if not self.live:
             print(file=self.stream, flush=True)
 
     def _draw(self) -> None:
+        """Writes the line: step, time left, and the numbers of the last row."""
         self.shown = time.monotonic()
         pieces = [f"step {self.step:,}/{self.end:,}"]
-        if self.first and (more := self.step - self.first[1]):
-            pace = (self.shown - self.first[0]) / more  # with the time of evaluations
-            left = datetime.timedelta(seconds=round((self.end - self.step) * pace))
-            pieces.append(f"{left} left")
+        if self.first is not None:
+            began, first_step = self.first
+            steps = self.step - first_step
+            if steps > 0:
+                seconds_per_step = (self.shown - began) / steps  # with the time of evaluations
+                seconds_left = round((self.end - self.step) * seconds_per_step)
+                pieces.append(f"{datetime.timedelta(seconds=seconds_left)} left")
         pieces += self.pieces
         if not self.live:
             print("  ".join(pieces), end="", file=self.stream, flush=True)
             return
-        full = round(8 * self.step / max(1, self.end))
-        # A terminal that cannot encode the bar would end the run with an exception.
-        plain = (self.stream.encoding or "utf-8").lower() not in ("utf-8", "utf8")
-        done, open_ = "=-" if plain else "\u2501\u2500"
-        pieces.insert(0, done * full + open_ * (8 - full))
+        pieces.insert(0, self._bar())
         # A carriage return cannot overwrite a line that wraps, so pieces are left out.
         width = shutil.get_terminal_size().columns - 1
         while len(pieces) > 2 and len("  ".join(pieces)) > width:
             pieces.pop()
         print(f"\r{'  '.join(pieces)[:width]}\x1b[K", end="", file=self.stream, flush=True)
+
+    def _bar(self) -> str:
+        """Eight characters; the thick ones show the part of the run that is done."""
+        full = round(8 * self.step / max(1, self.end))
+        encoding = self.stream.encoding or "utf-8"
+        if encoding.lower() in ("utf-8", "utf8"):
+            return "\u2501" * full + "\u2500" * (8 - full)
+        # A terminal that cannot encode these characters raises, which ends the run.
+        return "=" * full + "-" * (8 - full)
 
     def close(self) -> None:
         """Ends the live line."""

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Views of views: the results of an equation whose inputs all depend on parameters only.
+
+Such a result is a view again: it is recomputed from the leaves in full precision when a gradient is
+pulled back to them. If that changes a value or a derivative of the model, the leaves are
+materialised instead.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+from jaxtyping import Array
+
+from dpjax.gradients._bookkeeping.primitives import known
+from dpjax.gradients._bookkeeping.sites import Book, Leaves, Memo, View, dtype, union
+from dpjax.gradients._bookkeeping.structure import structure
+from dpjax.gradients._jaxprs import bind, equations, inner_programs, own_vjp
+
+# A view calls the views that it is computed from, and Python's stack ends at about 1,000 calls.
+_DEEP = 100
+
+
+def derived(equation: JaxprEqn, views: list[View], book: Book) -> list[Any]:
+    """The results of an equation of views: views, or values if their leaves are materialised."""
+    outputs = bind(equation, [view.value for view in views])
+    if not outputs:  # an effect, such as a print
+        return outputs
+    leaves = union(view.leaves for view in views)
+    if equation.primitive.name == "stop_gradient":
+        # The result still reads the leaves, but no gradient flows back to them.
+        leaves = frozenset[int]()
+    depth = 0
+    if leaves:
+        depth = 1 + max(view.depth for view in views)
+        reason = _why_materialised(equation, views, outputs, depth)
+        if reason is not None:
+            book.materialise(leaves, reason)
+            return outputs
+
+    compute = _recomputation(equation, views, outputs, leaves)
+    source = _rearranged(equation.primitive.name, views, outputs[0])
+    made = (equation, tuple(views)) if len(outputs) == 1 else None
+    results = []
+    for i, output in enumerate(outputs):
+        trained = leaves
+        if not is_a(jnp.floating, output):
+            # Integers have no gradient, even if they were computed from parameters.
+            trained = frozenset[int]()
+        constant, axes_of_leaves = structure(equation, views, output)
+        view = View(
+            leaves=trained,
+            reads=union(view.reads for view in views),
+            of=functools.partial(_result, compute, i),
+            value=output,
+            isometry=source is not None,
+            axes=_axes(equation, views, source),
+            depth=depth,
+            constant=constant,
+            own={leaf: axes for leaf, axes in axes_of_leaves.items() if leaf in trained},
+            made=made,
+        )
+        results.append(view)
+    return results
+
+
+def _why_materialised(
+    equation: JaxprEqn, views: Sequence[View], outputs: Sequence[Any], depth: int
+) -> str | None:
+    """The reason why trained inputs of an equation are materialised; None if they are not."""
+    name = equation.primitive.name
+    if _runs_own_vjp(equation):
+        return f"{name} with a derivative of the user's own"
+    complex_result = any(is_a(jnp.complexfloating, output) for output in outputs)
+    if complex_result or _differs_in_float32(equation, views, outputs):
+        return f"{name} in {outputs[0].dtype}"
+    if depth > _DEEP:
+        return f"more than {_DEEP} equations of parameters alone"
+    return None
+
+
+def _runs_own_vjp(equation: JaxprEqn) -> bool:
+    """Whether a user wrote a VJP of the equation, or of an equation of its inner programs.
+
+    Such a VJP may clip its cotangent. Pulled back once for the sum of all examples, it does not
+    give the sum of their clipped gradients.
+    """
+    if own_vjp(equation):
+        return True
+    inner = (e for program in inner_programs(equation) for e in equations(program))
+    return any(map(own_vjp, inner))
+
+
+def _differs_in_float32(equation: JaxprEqn, views: Sequence[View], outputs: Sequence[Any]) -> bool:
+    """Whether a view that is recomputed in float32 could differ from the value in the model."""
+    name = equation.primitive.name
+    floats = [output for output in outputs if is_a(jnp.floating, output)]
+    float8 = any(output.dtype.itemsize < 2 for output in floats)
+    if name == "reduce_precision" or float8:
+        return True
+    row = known(name)
+    if len(views) == 1 and (row.rearranges or row.repeats):
+        return False  # entries that only move are the same in any dtype of 16 bits or more
+    values = list(floats)
+    if floats:
+        values += [view.value for view in views if view.leaves]
+    return any(map(_is_narrow, values))
+
+
+def _recomputation(
+    equation: JaxprEqn, views: list[View], outputs: Sequence[Any], leaves: frozenset[int]
+) -> Callable[..., list[Array]]:
+    """``(leaves, memo={}) -> outputs`` of the equation, in full precision where it is trained."""
+    casts = equation.primitive.name == "convert_element_type" and _is_narrow(outputs[0])
+    trained = bool(leaves) and any(is_a(jnp.floating, output) for output in outputs)
+
+    def compute(leaves: Leaves, memo: Memo | None = None) -> list[Array]:
+        memo = {} if memo is None else memo
+        if id(views) not in memo:
+            inputs = [view.of(leaves, memo) for view in views]
+            if not trained:
+                # A comparison, an index or a frozen value must see the numbers of the model.
+                pairs = zip(inputs, equation.invars, strict=True)
+                inputs = [jnp.asarray(x, dtype(variable)) for x, variable in pairs]
+            computed = bind(equation, inputs)
+            if casts:
+                computed = [_rounded(*inputs, *computed)]
+            memo[id(views)] = computed
+        return memo[id(views)]
+
+    return compute
+
+
+def _result(compute: Callable[..., list[Array]], i: int, *arguments: Any) -> Array:
+    return compute(*arguments)[i]
+
+
+def _rounded(x: Array, narrow: Array) -> Array:
+    """A trained value that was cast to a narrower dtype: rounded, with the derivative 1."""
+    # The sum is exact: later equations see the model's numbers, and no cotangent is rounded.
+    return x + jax.lax.stop_gradient(narrow.astype(x.dtype) - x)
+
+
+def _rearranged(name: str, views: Sequence[View], output: Any) -> View | None:
+    """The view whose entries the result holds in another order, apart from a constant.
+
+    Only a rearrangement keeps every norm, so only then is the view's norm the leaf's norm.
+    """
+    trained = [view for view in views if view.leaves]
+    if len(trained) != 1 or not trained[0].isometry:
+        return None
+    (source,) = trained
+    if len(views) == 1:
+        keeps_norms = known(name).rearranges
+    else:
+        # The derivative of 1 + scale is the identity. A broadcast scale has other norms.
+        adds = name in {"add", "add_any", "sub"}
+        keeps_norms = adds and source.value.shape == output.shape
+    if not keeps_norms:
+        return None
+    return source
+
+
+def _axes(equation: JaxprEqn, views: Sequence[View], source: View | None) -> tuple[int, ...] | None:
+    """The leaf's axis of each axis of the result, if the result is a transpose of a leaf."""
+    if source is None or source.axes is None:
+        return None
+    name = equation.primitive.name
+    if name == "transpose":
+        return tuple(source.axes[axis] for axis in equation.params["permutation"])
+    # A change of sign keeps the norm at one site, but not inner products of two sites.
+    negates = name == "neg" or (name == "sub" and views[1] is source)
+    if negates or name in {"reshape", "squeeze", "rev"}:
+        return None
+    return source.axes
+
+
+def is_a(kind: Any, x: Any) -> bool:
+    """Whether the dtype of a value or of a shape is of a kind, such as `jax.numpy.floating`."""
+    given = getattr(x, "dtype", None)
+    if given is None:
+        given = jnp.result_type(x)
+    return jnp.issubdtype(given, kind)
+
+
+def _is_narrow(x: Any) -> bool:
+    """Whether the dtype rounds more coarsely than float32."""
+    return is_a(jnp.floating, x) and x.dtype.itemsize < 4
