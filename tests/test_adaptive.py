@@ -72,7 +72,7 @@ def test_the_bound_takes_the_published_ways(bound, records, settings, want, stre
 
 
 @pytest.mark.thorough
-@kills("training/recipe.py", "return state.bound_scale if", "return 1.0 if", slow=True)
+@kills("training/recipe.py", "return state.bound_scale\n", "return 1.0\n", slow=True)
 def test_sums_are_clipped_to_the_bound_of_their_step():
     """Records 8.5 and -7.25 at the bounds 10, 9, 8, 7.5 and 7."""
     quantile = silent(target=0.0, rate=0.1, geometric=False)

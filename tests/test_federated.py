@@ -127,8 +127,8 @@ def influences(sum_of, examples):
 @pytest.mark.sample(1)
 @kills(
     "training/step.py",
-    "clipped_sum(recipe.name, scaled, rule,",
-    'clipped_sum(recipe.name, scaled, __import__("dpjax").clipping.flat(jnp.inf),',
+    "        recipe.mechanism.clipping,\n",
+    '        __import__("dpjax").clipping.flat(jnp.inf),\n',
     case="flat-False",
     slow=True,
 )
@@ -338,8 +338,8 @@ def test_fedsgd_with_one_example_a_client_is_dpsgd():
 
 @kills(
     "training/step.py",
-    "block=part.value)",
-    "block=part.value + jax.random.normal(jax.random.key(rows[0][0]), part.value.shape))",
+    "block=clipped.value)",
+    "block=clipped.value + jax.random.normal(jax.random.key(rows[0][0]), clipped.value.shape))",
     case="7",
     slow=True,
 )

@@ -57,7 +57,9 @@ def test_an_argument_gives_the_sum_of_a_closure_and_is_no_constant(engine):
     assert not any(np.shape(x) == BASE.shape for x in held)
 
 
-@kills("training/streaming.py", "its = bound_to(recipe, shared)", "its = bound_to(recipe, None)")
+@kills(
+    "training/streaming.py", "bound = bound_to(recipe, shared)", "bound = bound_to(recipe, None)"
+)
 @pytest.mark.thorough
 def test_runs_in_memory_and_from_a_stream_are_those_of_a_closure():
     _, want = trained(closed)

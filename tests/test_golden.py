@@ -6,7 +6,10 @@ here changes, old checkpoints resume with other batches or other noise: change i
 purpose, say so in BUILD_NOTES.md, or find out what went wrong.
 """
 
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +120,104 @@ def test_three_rounds_of_clients():
     assert infos.clients.tolist() == [10, 10, 10]
     np.testing.assert_allclose(state.params, [0.106082, 0.2940999, 0.8704168], rtol=1e-4)
     assert float(infos.norm[2, 0]) == pytest.approx(0.147878, rel=1e-4)
+
+
+# Persons 0 to 6, with five or six rows each.
+PERSONS = sampling.persons(np.arange(40) % 7, batch_size=3, most_rows=3)
+
+
+@pytest.mark.parametrize(
+    ("step", "want"),
+    [
+        (0, [[17, 31, 3], [18, 11, 39], [12, 19, 5], [20, 13, 34]]),
+        (25, [[14, 28, 35], [9, 23, 30]]),
+    ],
+)
+def test_the_draws_of_persons(step, want):
+    draw = PERSONS.draw(jax.random.key(7), step)
+    assert sampling.on_host(draw).tolist() == want
+
+
+def three_steps_of_persons(in_memory=True, **options):
+    """The parameters, the drawn persons and the mean norms of three steps."""
+    generator = np.random.default_rng(0)
+    rows = generator.normal(size=(40, 3)).astype(np.float32)
+    mechanism = dpjax.Mechanism(
+        sampling=PERSONS,
+        clipping=clipping.flat(1.0),
+        noise_multiplier=1.0,
+        steps=3,
+    )
+    algorithm = dpjax.dpsgd(
+        lambda w, x: 0.5 * jnp.sum((w - x) ** 2),
+        optax.sgd(0.5, momentum=0.9),
+        mechanism,
+        rows if in_memory else dpjax.data.Stream(rows),
+        **options,
+    )
+    state, infos = algorithm.run(algorithm.init(jnp.zeros(3), jax.random.key(3)), 3)
+    return np.asarray(state.params), infos.examples.tolist(), infos.norm[:, 0]
+
+
+def assert_three_steps_of_persons(**options):
+    params, drawn, norms = three_steps_of_persons(**options)
+    assert drawn == [4, 3, 4]
+    np.testing.assert_allclose(params, [0.0366766, 0.0452590, 1.2632211], rtol=1e-4)
+    np.testing.assert_allclose(norms, [0.8725917, 0.5994739, 1.0746342], rtol=1e-4)
+
+
+@pytest.mark.promotes
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_three_steps_of_persons(in_memory):
+    assert_three_steps_of_persons(in_memory=in_memory)
+
+
+ON_TWO_DEVICES = """
+import test_golden
+from dpjax import meshes
+
+for in_memory in (True, False):
+    test_golden.assert_three_steps_of_persons(
+        in_memory=in_memory, mesh=meshes.parse("data:2"), microbatch_size=1
+    )
+"""
+
+
+@pytest.mark.thorough
+def test_three_steps_of_persons_on_two_devices():
+    command = [sys.executable, "-c", ON_TWO_DEVICES]
+    folders = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": folders, "JAX_NUM_CPU_DEVICES": "2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.promotes
+def test_three_steps_of_a_composite_loss():
+    """A loss that changes with the epoch, here of two steps."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(60, 4)).astype(np.float32)
+    y = np.arange(60) % 3
+    model = dpjax.models.MLP(features=(5,), classes=3)
+    mechanism = dpjax.Mechanism(
+        sampling=sampling.poisson(60, 12),
+        clipping=clipping.flat(1.0),
+        noise_multiplier=1.0,
+        steps=3,
+    )
+    algorithm = dpjax.dpsgd(
+        dpjax.losses.of(model, dpjax.losses.composite(threshold=1.0, beta=2.0)),
+        optax.sgd(0.5),
+        mechanism,
+        (x, y),
+        per_step=lambda step: step // 2,
+    )
+    params = model.init(jax.random.key(0), jnp.zeros(4))["params"]
+    state, infos = algorithm.run(algorithm.init(params, jax.random.key(1)), 3)
+    assert infos.examples.tolist() == [13, 11, 15]
+    np.testing.assert_allclose(infos.loss, [0.7449703, 0.7079447, 0.6198386], rtol=1e-4)
+    np.testing.assert_allclose(infos.norm[:, 0], [1.838272, 1.842579, 1.686651], rtol=1e-4)
+    assert optax.tree.norm(state.params) == pytest.approx(2.381172, rel=1e-4)
 
 
 def test_the_statement_word_for_word():

@@ -368,8 +368,9 @@ def test_multiplier_zero_is_the_identity():
 @pytest.mark.sample(1)
 @kills(
     "training/step.py",
-    "block=part.value)",
-    "block=jax.tree.map(lambda p: p + jax.random.normal(jax.random.key(0), p.shape), part.value))",
+    "block=clipped.value)",
+    "block=jax.tree.map(lambda p: p + jax.random.normal(jax.random.key(0), p.shape), "
+    "clipped.value))",
     case="5",
     slow=True,
 )

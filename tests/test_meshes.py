@@ -258,8 +258,8 @@ except ValueError as error:
 @pytest.mark.slow
 @kills(
     "training/in_memory.py",
-    "structure), self._held_on(mesh)",
-    "structure), self._held_on(None)",
+    "shared = self._held_on(mesh)",
+    "shared = self._held_on(None)",
     slow=True,
 )
 def test_committed_arrays_and_states_of_other_meshes_run():

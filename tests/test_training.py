@@ -635,7 +635,7 @@ class TestBoundSchedule:
             return algorithm, algorithm.run(start(algorithm), steps)
 
     @pytest.mark.thorough
-    @kills("training/step.py", "p, x: loss(p, x) / scale", "p, x: loss(p, x)", slow=True)
+    @kills("training/step.py", "loss(params, example) / scale", "loss(params, example)", slow=True)
     def test_it_is_clipping_to_the_bound_of_the_step(self):
         algorithm, (state, infos) = self.run(clipping.flat(0.4), bound_schedule=self.schedule)
         assert algorithm.scaled_by == "a bound schedule"

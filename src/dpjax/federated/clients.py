@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples of all clients, one client after the other, and where each client begins.
 
-Padding every client to the largest one would cost its memory for all, so only batches are padded,
-with rows of the same client and a mask.
+Only batches are padded, with rows of the same client and a mask. Clients that are all padded to the
+largest one need its memory each.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Clients:
           >>> clients.counts.tolist(), clients.capacity
           ([2, 0, 5], 5)
         """
-        # One by one: frames of two clients need not have one index.
-        examples = [
-            arrays(tree, f"federated.Clients.of: client {n}") for n, tree in enumerate(examples)
-        ]
-        counts = [trees.leading_size(tree, name="a client's examples") for tree in examples]
-        joined = jax.tree.map(lambda *rows: np.concatenate(rows), *examples)
+        of_clients = []
+        for number, tree in enumerate(examples):
+            # Each client by itself: data frames of two clients may have different indices.
+            of_clients.append(arrays(tree, f"federated.Clients.of: client {number}"))
+        counts = [trees.leading_size(tree, name="a client's examples") for tree in of_clients]
+        joined = jax.tree.map(lambda *rows: np.concatenate(rows), *of_clients)
         return cls._joined(joined, np.asarray(counts))
 
     @classmethod
@@ -77,15 +77,20 @@ class Clients:
                 f"federated.Clients.split(clients={clients}): expected owners from 0 to "
                 f"{clients - 1}, for each of {rows} rows."
             )
-        # Stable: the order of a client's rows is that of the data set, so runs are reproducible.
+        # A stable sort keeps the rows of a client in the order of the data set.
         order = np.argsort(owners, kind="stable")
         sorted_rows = jax.tree.map(lambda x: np.asarray(x)[order], data)
         return cls._joined(sorted_rows, np.bincount(owners, minlength=clients))
 
     @classmethod
     def _joined(cls, examples: PyTree, counts: np.ndarray) -> Clients:
-        parts = (examples, np.cumsum(counts) - counts, counts)
-        return cls(*jax.tree.map(jnp.asarray, parts), capacity=int(counts.max()))
+        """From the rows of all clients, client after client, and how many rows each has."""
+        return cls(
+            examples=jax.tree.map(jnp.asarray, examples),
+            starts=jnp.asarray(np.cumsum(counts) - counts),
+            counts=jnp.asarray(counts),
+            capacity=int(counts.max()),
+        )
 
     def __len__(self) -> int:
         """The number of clients; public, like the size of a data set."""

@@ -18,7 +18,8 @@ from dpjax.types import PyTree
 
 Metric = Callable[[PyTree, PyTree], Array]
 
-_TOGETHER = 256  # examples per vectorised call
+# Examples in one vectorised call.
+_TOGETHER = 256
 
 
 def scores(metric: Metric, params: PyTree, clients: Clients) -> Float[np.ndarray, " clients"]:
@@ -26,8 +27,7 @@ def scores(metric: Metric, params: PyTree, clients: Clients) -> Float[np.ndarray
 
     Args:
       metric: ``metric(params, example) -> number``, for example 1 where the prediction is right.
-        Compiled once for each function, as by `jax.jit`: what it reads beside its arguments is a
-        constant.
+        It is compiled once, as by `jax.jit`, so other arrays that it reads are constants.
       params: Parameters of the model.
       clients: The clients that trained, or the same clients with held-out examples.
 
@@ -67,20 +67,25 @@ def evaluate_clients(
       >>> private["client mean"], private["client lowest"], private["example mean"]
       (0.75, 0.5, 0.6)
     """
-    # A client without examples has no score, and would pull every quantile to a default.
-    has_examples = np.asarray(clients.counts) > 0
+    counts = np.asarray(clients.counts)
+    # A client without examples has no score.
+    has_examples = counts > 0
     known = scores(metric, params, clients)[has_examples]
-    names = ("client lowest", "client 10 %", "client median", "client 90 %")
-    quantiles = np.quantile(known, [0.0, 0.1, 0.5, 0.9]).tolist()
-    means = {
+    lowest, tenth, median, ninetieth = np.quantile(known, [0.0, 0.1, 0.5, 0.9]).tolist()
+    # This mean differs from that over clients if large clients have better or worse scores.
+    of_examples = np.average(known, weights=counts[has_examples])
+    measures = {
         "client mean": float(known.mean()),
-        # It differs from the client mean where large clients are served better.
-        "example mean": float(np.average(known, weights=np.asarray(clients.counts)[has_examples])),
+        "example mean": float(of_examples),
+        "client lowest": lowest,
+        "client 10 %": tenth,
+        "client median": median,
+        "client 90 %": ninetieth,
     }
-    return {"private": {**means, **dict(zip(names, quantiles, strict=True))}}
+    return {"private": measures}
 
 
 @partial(jax.jit, static_argnums=0)
 def _values(metric: Metric, params: PyTree, clients: Clients) -> Float[Array, " examples"]:
-    # All rows of all clients together: one call per client would compile each shape of its own.
+    # All rows of all clients are mapped together, because each client's shape is another program.
     return jax.lax.map(partial(metric, params), clients.examples, batch_size=_TOGETHER)

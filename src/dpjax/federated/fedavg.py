@@ -110,43 +110,55 @@ def fedavg(
     checks.instance(call, "mechanism", mechanism, Mechanism)
     check_is_optimizer(f"{call}: server_optimizer", server_optimizer)
     check_is_optimizer(f"{call}: client_optimizer", client_optimizer)
-    weights = Weights(values=np.ones(len(clients))) if weights is None else weights
+    if weights is None:
+        weights = Weights(values=np.ones(len(clients)))
     checks.instance(call, "weights", weights, Weights)
     checks.one_of(call, "unit", mechanism.unit, ("client",), "Write Mechanism(unit='client').")
-    # An adapted bound counts examples without weights; and a client's exact norm is free.
+    # The count of an adapted bound ignores weights. Estimated norms save nothing here, because a
+    # client's exact norm is free.
     if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
         raise ValueError(
             f"{call}: rounds have neither adaptive bounds nor estimated norms. Use clipping.flat."
         )
-    expected, sizes = mechanism.sampling.examples, (len(clients), np.size(weights.values))
-    if sizes != (expected, expected):
+    expected = mechanism.sampling.examples
+    count = len(clients)
+    weight_count = np.size(weights.values)
+    if count != expected or weight_count != expected:
         raise ValueError(
-            f"{call}: {sizes[0]} clients and {sizes[1]} weights; the mechanism's sampler draws "
+            f"{call}: {count} clients and {weight_count} weights; the mechanism's sampler draws "
             f"from {expected}."
         )
+    batch_size = checks.whole_or_none(call, "local_batch_size", local_batch_size)
     local = Local(
-        loss,
-        client_optimizer,
-        checks.whole_or_none(call, "local_batch_size", local_batch_size) or clients.capacity,
-        checks.whole(call, "local_epochs", local_epochs),
-        # The rule's own bounds: an update that each step projects is hardly clipped at the end.
+        loss=loss,
+        optimizer=client_optimizer,
+        batch_size=batch_size or clients.capacity,
+        epochs=checks.whole(call, "local_epochs", local_epochs),
+        # An update that each local step projects onto these bounds is hardly clipped at the end.
         within=mechanism.clipping if project else None,
     )
-    # Their public total, not their drawn total, makes the mean.
+    # The mean divides by the public total of the shares; the total of the drawn ones is private.
     scale = len(clients) / weights.total_share
     recipe = recipe_of(call, local, server_optimizer, mechanism, clients, scale, microbatch_size)
-    rows = Row(jnp.arange(len(clients)), jnp.asarray(weights.shares), clients.counts)
+    rows = Row(
+        client=jnp.arange(count),
+        share=jnp.asarray(weights.shares),
+        size=clients.counts,
+    )
     identity = {"algorithm": "fedavg", "weights": {"total": weights.total_share}}
     algorithm = assemble(recipe, rows, identity, shared=clients, budget=budget, info=round_info)
 
     def init(params: PyTree, key: Key | None = None) -> State:
         params = checked_params(call, params, key)
-        # The user's loss of one example; the step itself only sees the client's loss.
+        # This checks the user's loss of one example; the step sees only the loss of a client.
         check_loss(Traced(loss), params, trees.one_row(clients.examples), call)
         return algorithm.init(params, key)
 
-    scaled_by = None if weights.total_share == expected else "the total of weights"
-    # The recipe's sampler orders clients by size, which changes no event: users see their own.
+    scaled_by = None
+    if weights.total_share != expected:
+        scaled_by = "the total of weights"
+    # The sampler of the recipe orders clients by size, which changes no event. Users see the
+    # mechanism that they gave.
     return replace(algorithm, init=init, mechanism=mechanism, scaled_by=scaled_by)
 
 
@@ -182,7 +194,7 @@ def fedsgd(
       >>> algorithm.mechanism.unit  # init and step are as in the example of `fedavg`
       'client'
     """
-    # One step of rate 1 on the mean of all examples is minus the gradient.
+    # The update of one step of rate 1 on the mean of all examples is minus the gradient.
     work: dict[str, Any] = {"client_optimizer": optax.sgd(1.0), "local_epochs": 1}
     return fedavg(loss, server_optimizer, mechanism, clients, **work, **options)
 
@@ -202,7 +214,7 @@ def recipe_of(
         loss=client_loss(local),
         optimizer=_scaled(server, scale),
         mechanism=replace(mechanism, sampling=by_size(mechanism.sampling, clients)),
-        # A client's training is no loss with sites to follow; its update exists as a whole.
+        # The update of a client exists as a whole, so book-keeping has nothing to save.
         engine="vmap",
         # Each client orders its rows by this key.
         entry=lambda key, step: trees.mappable(trees.step_key(key, Purpose.LOCAL, step)),
@@ -221,7 +233,7 @@ def _scaled(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, Any]:
-        # A public constant: dividing by the drawn clients or weights would reveal them.
+        # The factor is a public constant. One of the drawn clients or weights reveals them.
         mean = jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), updates)
         return server.update(mean, state, params, **extra_arguments(server, scale))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client as a loss, whose gradient is minus its update, and what an observer sees of a round."""
+"""A client as a loss, whose gradient is minus its update, and the measurements of a round."""
 
 from __future__ import annotations
 
@@ -28,34 +28,38 @@ class Row(NamedTuple):
 
 
 def client_loss(local: Local) -> LossFn:
-    """``loss(params, (client, share, size, key), clients)``, with minus the update as gradient."""
+    """``loss(params, (client, share, size, key), clients)``; its gradient is minus the update."""
 
     def loss(
         params: PyTree, example: tuple[Array, Array, Array, Key], clients: Clients
     ) -> Float[Array, ""]:
         client, _, _, key = example
-        # Local training is not differentiated: the update is a constant, and its product with (p -
-        # start) has gradient -update at p = start and value 0.
+        of_client = jax.random.fold_in(key, client)
+        # Local training is not differentiated: its update is a constant. The product of -update
+        # and (p - start) is 0 at p = start, and has the gradient -update.
         start = jax.lax.stop_gradient(params)
-        value, update = jax.lax.stop_gradient(
-            trained(local, start, clients, client, jax.random.fold_in(key, client))
-        )
-        # Elementwise products and a sum: accelerators round the inputs of a dot product.
-        back = jax.tree.map(lambda p, s, u: jnp.sum((p - s) * -u), params, start, update)
-        return value + sum(jax.tree.leaves(back))
+        local_run = trained(local, start, clients, client, of_client)
+        value, update = jax.lax.stop_gradient(local_run)
+        # These are elementwise products, because accelerators round the inputs of a dot product.
+        products = jax.tree.map(lambda p, s, u: jnp.sum((p - s) * -u), params, start, update)
+        return value + sum(jax.tree.leaves(products))
 
     return loss
 
 
 def by_size(sampler: Sampler, clients: Clients) -> Sampler:
-    """The sampler, with drawn clients in order of size: a microbatch waits for its largest."""
-    inner = sampler.draw
+    """The sampler, with drawn clients in the order of their sizes.
 
-    def draw(key: Key, step: Int[Array, ""], *coins: Key) -> Draw:
-        indices, mask = inner(key, step, *coins)
+    All clients of a microbatch wait for its largest one, so clients of similar sizes go together.
+    """
+    unsorted = sampler.draw
+
+    def draw(key: Key, step: Int[Array, ""], *more: Key) -> Draw:
+        indices, mask = unsorted(key, step, *more)
         # Padding sorts behind every drawn client, so the mask still covers it.
         sizes = jnp.where(mask, clients.counts[indices], clients.capacity + 1)
-        return Draw(indices[jnp.argsort(sizes)], mask)
+        order = jnp.argsort(sizes)
+        return Draw(indices[order], mask)
 
     return replace(sampler, draw=draw)
 
@@ -79,6 +83,14 @@ class Info(NamedTuple):
 
 
 def round_info(seen: Seen) -> Info:
-    """The means of rounds, from what they saw; `mean_info` of a client."""
-    means, seen = mean_info(seen), jax.tree.map(np.asarray, seen)
-    return Info(means.loss, seen.examples, seen.drawn, means.dropped, means.norm, means.clipped)
+    """The means of rounds, from their sums; `mean_info` for clients."""
+    means = mean_info(seen)
+    seen = jax.tree.map(np.asarray, seen)
+    return Info(
+        loss=means.loss,
+        examples=seen.examples,
+        clients=seen.drawn,
+        dropped=means.dropped,
+        norm=means.norm,
+        clipped=means.clipped,
+    )

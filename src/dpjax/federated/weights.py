@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of clients, held to [0, 1] so that they do not change the sensitivity.
+"""Weights of clients, held to [0, 1]. So they do not change the sensitivity.
 
 A sum of weighted updates moves by ``w_max R`` when a client joins, so noise of ``sigma R`` is worth
 a multiplier of only ``sigma / w_max``. Papers often weight by the number of examples.
@@ -24,7 +24,7 @@ class Weights:
        \text{mean} = \frac{\sum_k s_k \bar\Delta_k + \text{noise}}{q\, W / w_{\max}} $$
 
     Args:
-      values: $w_k$; each computed from its own client's data alone, such as its number of
+      values: $w_k$; each computed only from its own client's data, such as its number of
         examples. Infinity counts as ``largest``; negative numbers and NaN count 0.
       largest: $w_{\max}$, a public constant; larger weights are reduced to it.
       total: $W$, a public constant near the sum of all held weights. A larger one makes steps
@@ -49,24 +49,29 @@ class Weights:
 
     def __post_init__(self) -> None:
         """Refuses public constants that are not positive."""
-        for name, value in (("largest", self.largest), ("total", self.total)):
-            if value is not None:  # as Python's number, which run.json can hold
+        for name in ("largest", "total"):
+            value = getattr(self, name)
+            if value is not None:
+                # The check returns a number of Python, which run.json can hold.
                 number = checks.positive("federated.Weights", name, value)
                 object.__setattr__(self, name, number)
 
     @property
     def shares(self) -> Float[np.ndarray, " clients"]:
         """The weights that the step uses, from 0 to 1."""
-        # Relative to the largest weight that counts, so that a client moves the sum by at most the
-        # bound. NaN and negative weights become 0.
+        # Shares are relative to the largest weight that counts, so a client moves the sum by at
+        # most the bound. NaN and negative weights become 0.
         shares = np.asarray(self.values, np.float64) / self.largest
-        return np.where(shares > 0, np.minimum(shares, 1.0), 0.0).astype(np.float32)
+        held = np.where(shares > 0, np.minimum(shares, 1.0), 0.0)
+        return held.astype(np.float32)
 
     @property
     def total_share(self) -> float:
         """The public estimate of the sum of all shares."""
-        # By default the number of clients, which is public. The true sum of weights is not.
-        return np.size(self.values) if self.total is None else self.total / self.largest
+        if self.total is None:
+            # The number of clients is public. The true sum of weights is not.
+            return np.size(self.values)
+        return self.total / self.largest
 
     def noise_multiplier(self, sigma: float) -> float:
         """The multiplier of noise of ``sigma * bound`` on the sum of *raw* weighted updates.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done with a draw: a fold over its microbatches, and its indices on the host."""
+"""Two ways to use a draw: a fold over its microbatches, and its indices on the host."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def fold(
     Args:
       draw: Of any size, including an empty one.
       size: Rows in a microbatch; speed and memory only.
-      add: ``(rows, mask, total) -> total``, with ``rows`` the indices of a microbatch and
-        ``mask`` saying which of them belong to the draw: the last one is filled up.
+      add: ``(rows, mask, total) -> total``, with ``rows`` the indices of a microbatch. ``mask``
+        is True for those in the draw: the last microbatch is padded.
       first: The total of an empty draw. For a clipped sum, begin with
         `dpjax.clipping.empty_sum` and let ``add`` return ``clipped(..., start=total).total``.
       share: ``(which, of)``: every ``of``-th microbatch, starting at number ``which``.
@@ -50,38 +50,46 @@ def fold(
             "sampling.fold: more than 2^31 - 1 examples have no rows in memory. Use a data.Stream."
         )
     which, of = share
-    # Padded, so that the last microbatches are never shifted back.
-    pads, drawn = [(0, of * size), (0, 0)][: draw.mask.ndim], draw.size
-    padded = jnp.pad(draw.indices, pads), jnp.pad(draw.mask, pads)
+    drawn = draw.size
+    # Without padding, `dynamic_slice` shifts the last microbatches back, over rows already added.
+    pads = [(0, of * size)]
+    if draw.mask.ndim == 2:
+        pads.append((0, 0))  # the rows of a person
+    indices = jnp.pad(draw.indices, pads)
+    masks = jnp.pad(draw.mask, pads)
 
-    # A while loop on the size of the draw: an exact Poisson draw of any size runs in one program.
+    # A while loop ends at the size of the draw, so Poisson draws of all sizes run in one program.
     def body(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
         start, total = carry
-        rows, mask = (jax.lax.dynamic_slice_in_dim(x, start, size) for x in padded)
-        # Devices take turns, so that their shares differ by one microbatch at most.
+        rows = jax.lax.dynamic_slice_in_dim(indices, start, size)
+        mask = jax.lax.dynamic_slice_in_dim(masks, start, size)
+        # Devices take turns, so their shares differ by one microbatch at most.
         return start + of * size, add(rows, mask, total)
 
-    # By the first share's place: a device that ended its loop early would leave the others waiting.
+    # All shares end with the first share: the other devices wait for one whose loop ends early.
     def more(carry: tuple[Int[Array, ""], T]) -> Any:
-        return carry[0] - which * size < drawn
+        start, _ = carry
+        return start - which * size < drawn
 
-    start = (jnp.asarray(which * size, jnp.int32), first)
+    begin = (jnp.asarray(which * size, jnp.int32), first)
     if block is None:
-        return jax.lax.while_loop(more, body, start)[1]
+        _, total = jax.lax.while_loop(more, body, begin)
+        return total
     count, settle = block
 
-    def settled(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
+    def body_of_blocks(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
         end = carry[0] + count * of * size
-        place, total = jax.lax.while_loop(lambda c: more(c) & (c[0] < end), body, carry)
-        return place, settle(total)
+        start, total = jax.lax.while_loop(lambda c: more(c) & (c[0] < end), body, carry)
+        return start, settle(total)
 
-    return jax.lax.while_loop(more, settled, start)[1]
+    _, total = jax.lax.while_loop(more, body_of_blocks, begin)
+    return total
 
 
 def on_host(draw: Draw) -> np.ndarray:
     """The indices of a draw of any sampler, ``[size]``, as `dpjax.data.Stream` reads them.
 
-    Of people they are ``[size, most_rows]``, with the places that the mask leaves out.
+    For people they are ``[size, most_rows]``, also where the mask is False.
 
     Example:
       >>> on_host(Draw(jnp.array([3, 0, 4]), jnp.array([True, True, False]))).tolist()

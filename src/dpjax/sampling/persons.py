@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`persons`: a draw of people, each with a few of the rows that it owns.
 
-People are drawn as `poisson` draws examples, so the event is that of `poisson`. Which rows of a
-person take part is drawn after that, from this person's rows alone: given the rows of all people a
-step is a Poisson-subsampled Gaussian, and a mixture of such steps costs no more than one of them.
+People are drawn as `poisson` draws examples, so the event is that of `poisson`. The rows of a drawn
+person are drawn after that, only from this person's rows. Given the rows of all people, a step is a
+Poisson-subsampled Gaussian. A mixture of such steps costs no more than one of them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def persons(owners: ArrayLike, batch_size: float, most_rows: int = 1) -> Sampler
     r"""Each person joins each batch by a coin of its own, with up to ``most_rows`` of its rows.
 
     A draw has ``indices`` and ``mask`` of shape ``[capacity, most_rows]``: rows of the data, one
-    person after the other. Of a person with more rows, a uniform subset of ``most_rows`` is drawn
-    at every step; where a person has fewer, masked places repeat one of its rows. `dpjax.dpsgd`
+    person after the other. If a person has more rows, a uniform subset of ``most_rows`` is drawn at
+    every step. If a person has fewer, masked places repeat one of its rows. `dpjax.dpsgd`
     clips one gradient a person, that of the mean over its drawn rows (`dpjax.losses.of_person`).
 
     Args:
@@ -48,7 +48,8 @@ def persons(owners: ArrayLike, batch_size: float, most_rows: int = 1) -> Sampler
       >>> sampler.examples, sampler.draw(jax.random.key(0), 0).indices.shape
       (3, (3, 2))
     """
-    call, ids = "sampling.persons", np.asarray(owners)
+    call = "sampling.persons"
+    ids = np.asarray(owners)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(
             f"{call}: owners are {ids.dtype}{list(ids.shape)}; expected one integer a row. A row "
@@ -58,8 +59,9 @@ def persons(owners: ArrayLike, batch_size: float, most_rows: int = 1) -> Sampler
     most_rows = checks.whole(call, "most_rows", most_rows)
     _, counts = np.unique(ids, return_counts=True)
     of_people = poisson(len(counts), batch_size)
-    # Person after person; the shapes of a draw do not follow from how many rows each of them owns.
-    ordered, sizes = jnp.asarray(np.argsort(ids, kind="stable"), jnp.int32), jnp.asarray(counts)
+    # Rows are ordered by person, so the shapes of a draw do not depend on how many each one owns.
+    ordered = jnp.asarray(np.argsort(ids, kind="stable"), jnp.int32)
+    sizes = jnp.asarray(counts)
     starts = jnp.asarray(np.cumsum(counts) - counts, jnp.int32)
 
     def draw(key: Key, step: Any) -> Draw:
@@ -68,12 +70,15 @@ def persons(owners: ArrayLike, batch_size: float, most_rows: int = 1) -> Sampler
         taken = jnp.minimum(count, most_rows)
         places = subsets(trees.step_key(key, Purpose.ROWS, step), count, taken, most_rows)
         real = jnp.arange(most_rows)[None] < taken[:, None]
-        # A row of the same person: zeros may have a NaN gradient, and so may other people's rows.
+        # Padding is a row of the same person: zeros or other people's rows may have NaN gradients.
         places = jnp.where(real, places, places[:, :1])
-        return Draw(ordered[starts[people.indices][:, None] + places], real & people.mask[:, None])
+        indices = ordered[starts[people.indices][:, None] + places]
+        return Draw(indices, real & people.mask[:, None])
 
     kind, proof = of_people.claim.split("; ")
-    each = "one row" if most_rows == 1 else f"up to {most_rows} rows"
+    each = "one row"
+    if most_rows > 1:
+        each = f"up to {most_rows} rows"
     return replace(
         of_people,
         name="persons",

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a recipe to an `Algorithm`: the ledger admits, then the steps run."""
+"""From a recipe to an `Algorithm`: the ledger admits steps, then they run.
+
+Everything that a user calls passes through here. So this is where the arguments are checked, the
+devices are chosen, the ledger counts, and secret sums become measurements.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +42,28 @@ def assemble(
     budget: ledger.Budget | None = None,
     info: Callable[[Seen], Any] = mean_info,
 ) -> Algorithm:
-    """The algorithm of a recipe; ``identity`` tells the run from others, beside mechanism and data.
+    """The algorithm of a recipe.
 
-    ``shared`` are arrays that ``recipe.loss`` takes after the example: a closure would copy them
-    into the program as constants.
+    ``identity`` distinguishes its runs from others, in addition to mechanism and data. ``shared``
+    are arrays that ``recipe.loss`` takes after the example. In a closure they become constants of
+    the program.
     """
-    name, mechanism = recipe.name, recipe.mechanism
+    name = recipe.name
     if budget is not None:
         hint = "Write dpjax.ledger.Budget(epsilon=..., delta=...)."
         checks.instance(name, "budget", budget, ledger.Budget, hint)
     size = checks.whole_or_none(name, "microbatch_size", recipe.microbatch_size)
-    its = _Assembly(recipe._replace(microbatch_size=size), data, identity, shared, budget, info)
-    return Algorithm(its.init, its.step, its.run, mechanism, its.identity, its.released, budget)
+    recipe = recipe._replace(microbatch_size=size)
+    assembly = _Assembly(recipe, data, identity, shared, budget, info)
+    return Algorithm(
+        init=assembly.init,
+        step=assembly.step,
+        run=assembly.run,
+        mechanism=recipe.mechanism,
+        identity=assembly.identity,
+        released=assembly.released,
+        budget=budget,
+    )
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -64,41 +78,46 @@ class _Assembly:
     info: Callable[[Seen], Any]
 
     def __post_init__(self) -> None:
-        recipe, data, shared = self.recipe, self.data, self.shared
-        self.name, self.mechanism, self.mesh = recipe.name, recipe.mechanism, recipe.mesh
-        self.stream = isinstance(data, Stream)
-        # Shapes alone: nothing is read from a stream before the first step but its first row.
-        self.row = data.row if self.stream else trees.one_row(jax.eval_shape(lambda x: x, data))
-        self.with_shared = bound_to(recipe, shared)
-        self.home = home_of(self.with_shared, self.row)
-        self.steps = (
-            Streamed(recipe, data, shared)
-            if self.stream
-            else InMemory(recipe, data, self.home, shared)
-        )
+        recipe = self.recipe
+        self.name = recipe.name
+        self.mechanism = recipe.mechanism
         self.warned = False
+        self.with_shared = bound_to(recipe, self.shared)
+        self.stream = isinstance(self.data, Stream)
+        if self.stream:
+            # Only the first row of a stream is read before the first step, for its shapes.
+            self.row = self.data.row
+            self.home = home_of(self.with_shared, self.row)
+            self.steps = Streamed(recipe, self.data, self.shared)
+        else:
+            self.row = trees.one_row(jax.eval_shape(lambda x: x, self.data))
+            self.home = home_of(self.with_shared, self.row)
+            self.steps = InMemory(recipe, self.data, self.home, self.shared)
 
     def init(self, params: PyTree, key: Key | None = None) -> State:
         """The first state, on the devices of the run."""
-        name, shared = self.name, self.shared
+        name = self.name
         check_untraced(f"{name}: init", (key, params))
         self.warned = False
-        with meshes.in_force(self.mesh):
+        mesh = self.recipe.mesh
+        with meshes.in_force(mesh):
             params = checked_params(name, params, key)
-            if self.mesh is not None:
-                params = meshes.placed(params, self.mesh)
+            if mesh is not None:
+                params = meshes.placed(params, mesh)
             elif not self.stream:
                 refuse_explicit(name, "data", self.data)
             loss = Traced(self.with_shared.loss)
-            program = check_loss(loss, params, example_of(self.recipe, self.row), name)
+            example = example_of(self.recipe, self.row)
+            program = check_loss(loss, params, example, name)
             warn_of_batch_norm(name, params)
-            sampler = self.mechanism.sampling
-            warn_of_constants(name, program, shared, sampler.rows or sampler.examples)
+            mechanism = self.mechanism
+            rows = mechanism.sampling.rows or mechanism.sampling.examples
+            warn_of_constants(name, program, self.shared, rows)
             home = self.home(params)
             if home is not None:
                 params = meshes.placed(params, home)
-            # Index i is one example in all processes, and split parameters cannot be sent.
-            mechanism = self.mechanism
+            # Index i must be the same example in all processes. Split parameters cannot be sent to
+            # other processes, so they are compared too.
             processes.require_equal(
                 name,
                 lambda: {
@@ -111,67 +130,75 @@ class _Assembly:
             return _first_state(self.recipe, key, params, home)
 
     def step(self, state: State) -> tuple[State, Any]:
-        """One step. It keeps the caller's state usable, for notebooks; `run` donates it."""
+        """One step, which keeps the given state usable, for notebooks; `run` donates it."""
         check_state(f"{self.name}: step", state)
-        state, infos = self.run(trees.copy(state), 1)
-        return state, jax.tree.map(lambda x: x[0], infos)
+        after, infos = self.run(trees.copy(state), 1)
+        return after, jax.tree.map(lambda x: x[0], infos)
 
     def run(self, state: State, count: int) -> tuple[State, Any]:
         """Several steps in one dispatch: the ledger admits them, then they run."""
         check_state(f"{self.name}: run", state)
         count = checks.whole(f"{self.name}: run", "count", count)
-        with meshes.in_force(self.mesh):
-            # `Checkpoints` store zeros, and noise of a known key would be public.
+        with meshes.in_force(self.recipe.mesh):
+            # Checkpoints store zeros in place of the noise key, and noise of a known key is public.
             if not supplied(state) and not np.any(trees.on_host(state.noise_key)):
                 raise ValueError(
                     f"{self.name}: the noise key of this state is not set, as in a checkpoint. "
                     "dpjax.noise.renew(state) sets one."
                 )
-            # Before the steps run: a crash during a step leaves it counted.
+            # The ledger counts steps before they run, so a step that crashes is counted.
             spent = ledger.admit(state.ledger, self.mechanism, self.budget, steps=count)
-            # Moved if it is of another mesh, or of files.
-            home, bare = self.home(state.params), state._replace(ledger=None)
-            bare = bare if home is None else meshes.placed(bare, home)
-            after, seen = self.steps.run(bare, count)
-            self.warned = self.warned or warn_of_unscored(self.name, seen)
+            state = state._replace(ledger=None)
+            home = self.home(state.params)
+            if home is not None:
+                # A state of another mesh or from a checkpoint lies elsewhere.
+                state = meshes.placed(state, home)
+            after, seen = self.steps.run(state, count)
+            if not self.warned:
+                self.warned = warn_of_unscored(self.name, seen)
             return after._replace(ledger=spent), self.info(seen)
 
     @functools.cached_property
     def content(self) -> str:
-        """A hash of the rows in their order; made once, as it reads all of them."""
-        alone = self.shared is None or self.recipe.frozen
-        everything = self.data if alone else (self.data, self.shared)
-        return self.data.fingerprint if self.stream else trees.fingerprint(everything)
+        """A hash of the rows in their order, computed once because it reads all of them."""
+        if self.stream:
+            return self.data.fingerprint
+        if self.shared is None or self.recipe.frozen:
+            return trees.fingerprint(self.data)
+        return trees.fingerprint((self.data, self.shared))
 
     def identity(self, state: State) -> dict[str, Any]:
-        """What the run is, in JSON types; see `Algorithm`."""
+        """The facts that distinguish the run from others, in JSON types; see `Algorithm`."""
         identity = {
             **self.facts,
             **self.mechanism.identity,
             "examples": self.mechanism.sampling.examples,
             "row": _kinds(self.row),
         }
-        if self.recipe.frozen:  # by shapes: a checkpoint does not hold them
+        if self.recipe.frozen:
+            # Only shapes: a checkpoint does not hold the weights.
             identity["frozen"] = _kinds(self.shared)
-        # Permuted rows would put an example into two batches of an epoch.
-        independent = self.mechanism.sampling.independent
-        return identity if independent else {**identity, "rows": self.content}
+        if not self.mechanism.sampling.independent:
+            # If the rows are permuted on resumption, an example can be in two batches of an epoch.
+            identity["rows"] = self.content
+        return identity
 
     def released(self, state: State) -> dict[str, Any]:
-        """The bounds of a state, where they are adapted."""
+        """The bounds of a state, if they are adapted."""
         if self.mechanism.adaptive is None:
             return {}
-        return {"bound": float(state.bound_scale) * np.array(self.mechanism.clipping.bounds)}
+        bounds = np.array(self.mechanism.clipping.bounds)
+        return {"bound": float(state.bound_scale) * bounds}
 
 
 def _kinds(tree: PyTree) -> dict[str, str]:
     """The dtype and shape of each leaf, by its name."""
     leaves = zip(trees.leaf_names(tree), jax.tree.leaves(tree), strict=True)
-    return {name or "array": f"{x.dtype}{list(x.shape)}" for name, x in leaves}
+    return {name or "array": f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves}
 
 
 def checked_params(name: str, params: PyTree, key: Key | None) -> PyTree:
-    """The parameters as arrays."""
+    """The parameters as arrays; refuses a key in their place and leaves that are not floats."""
     if checks.is_typed_key(params):
         raise TypeError(f"{name}: init was given a key as parameters. Write init(params, key=key).")
     if key is not None:
@@ -182,12 +209,15 @@ def checked_params(name: str, params: PyTree, key: Key | None) -> PyTree:
 
 
 def _first_state(recipe: Recipe, key: Key | None, params: PyTree, mesh: Mesh | None) -> State:
+    """The state before the first step, on the devices of a mesh."""
     memory = first_memory(recipe.mechanism.noise, params)
     if mesh is not None and jax.tree.leaves(memory):
         memory = meshes.placed_rows(memory, params, mesh)
     draws, noise_key = first_keys(key)
     bins = recipe.mechanism.sampling.bins
-    epoch_key = None if bins is None else bins.key(noise_key, 0)
+    epoch_key = None
+    if bins is not None:
+        epoch_key = bins.key(noise_key, 0)
     state = State(
         params=params,
         optimizer=recipe.optimizer.init(trees.widened(params)),
@@ -199,6 +229,7 @@ def _first_state(recipe: Recipe, key: Key | None, params: PyTree, mesh: Mesh | N
         memory=memory,
         epoch_key=epoch_key,
     )
-    state = state if mesh is None else meshes.placed(state, mesh)
-    # No two leaves share a buffer, nor one with the caller: `run` donates them.
+    if mesh is not None:
+        state = meshes.placed(state, mesh)
+    # `run` donates the buffers, so no two leaves may share one, nor share one with the caller.
     return trees.copy(state._replace(ledger=ledger.empty(supplied=key is not None)))

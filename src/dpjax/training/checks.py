@@ -22,26 +22,30 @@ from dpjax.mechanism.multipliers import Planned
 from dpjax.training.recipe import Recipe
 from dpjax.types import PyTree, Schedule, State
 
+# Bytes of constants above which compilation takes seconds longer.
+LARGE = 64 * 2**20
+# Rows of the data that are read together.
+_ROWS = 256
 # Flax names a layer BatchNorm_0; others write batch_norm or bn.
-LARGE = 64 * 2**20  # bytes of constants, from which compiling takes seconds longer
-_ROWS = 256  # rows of the data that are looked at together
 _BATCH_NORM = re.compile(r"batch_?norm|(^|/)bn_?\d*(/|$)", re.IGNORECASE)
 
 
 def check_kinds(recipe: Recipe) -> None:
     """Refuses arguments of `dpjax.dpsgd` of the wrong kind, as when two were swapped."""
-    name, mechanism, loss = recipe.name, recipe.mechanism, recipe.loss
+    name = recipe.name
+    loss = recipe.loss
     hint = "Write dpsgd(loss, optimizer, mechanism, data)."
-    checks.instance(name, "mechanism", mechanism, Mechanism, hint)
+    checks.instance(name, "mechanism", recipe.mechanism, Mechanism, hint)
     check_is_optimizer(f"{name}: the optimizer", recipe.optimizer)
-    # A Linen module has both methods; a loss object of the user may have one that is called so.
-    if not callable(loss) or (hasattr(loss, "apply") and hasattr(loss, "init")):
+    # A loss object of the user may have a method of one of these names; a Linen module has both.
+    is_module = hasattr(loss, "apply") and hasattr(loss, "init")
+    if is_module or not callable(loss):
         raise TypeError(
             f"{name}: the loss is a {type(loss).__name__}; expected loss(params, example). For a "
             "Linen module, write losses.of(model, losses.cross_entropy)."
         )
     named(name, recipe.engine)
-    if mechanism.unit == "client":
+    if recipe.mechanism.unit == "client":
         raise ValueError(
             f"{name}: the mechanism's unit is 'client'; expected rows or people. For clients see "
             "dpjax.federated."
@@ -49,7 +53,7 @@ def check_kinds(recipe: Recipe) -> None:
 
 
 def check_is_optimizer(name: str, given: Any) -> None:
-    """Refuses what is no Optax optimizer; ``name`` is the argument, ``dpsgd: the optimizer``."""
+    """Refuses an object that is not an Optax optimizer; ``name`` is the argument in the error."""
     if not (hasattr(given, "init") and hasattr(given, "update")):
         raise TypeError(
             f"{name} is a {type(given).__name__}; expected an Optax optimizer: optax.sgd(0.1)."
@@ -58,7 +62,7 @@ def check_is_optimizer(name: str, given: Any) -> None:
 
 def check_untraced(call: str, given: PyTree) -> None:
     """Refuses a call of the algorithm inside ``jit``, ``vmap`` or ``grad``, which trace it."""
-    # A traced step would be compiled into another program and run again without the ledger.
+    # A traced step becomes part of another program, which runs again without the ledger.
     if trees.traced(given):
         raise TypeError(
             f"{call}: called inside a JAX transformation, where the ledger cannot count steps. "
@@ -87,28 +91,34 @@ def positive_plan(what: str, schedule: Schedule, steps: int) -> Planned:
 
 def checked_data(recipe: Recipe, data: PyTree) -> PyTree:
     """The data as arrays; refuses a size that differs from the accounted one."""
-    name, sampler = recipe.name, recipe.mechanism.sampling
+    name = recipe.name
+    sampler = recipe.mechanism.sampling
     expected = sampler.rows or sampler.examples
-    # A data set has test examples too; training on both would void every accuracy that is reported.
+    # A data set has test examples too. Training on both makes every reported accuracy wrong.
     if isinstance(data, Dataset):
         raise TypeError(
             f"{name}: the data.Dataset {data.name!r} holds test examples too. Give its .train."
         )
-    stream = isinstance(data, Stream)
-    data = data if stream else arrays(data, f"{name} data")
-    size = len(data) if stream else trees.leading_size(data, name=f"{name} data")
+    if isinstance(data, Stream):
+        size = len(data)
+    else:
+        data = arrays(data, f"{name} data")
+        size = trees.leading_size(data, name=f"{name} data")
     if size != expected:
         raise ValueError(
             f"{name}: the data hold {size} examples, the mechanism's sampler {expected}. Build it "
             f"for these data: sampling.poisson(examples={size}, batch_size=...), or "
             "sampling.persons(owners, ...)."
         )
-    if not (stream or trees.traced(data) or any_finite_row(data)):
+    readable = not isinstance(data, Stream) and not trees.traced(data)
+    if readable and not any_finite_row(data):
         raise ValueError(
             f"{name}: each of the {size} rows of the data holds a number that is NaN or infinite, "
             "and so no gradient. Declare what a gap counts as, as dpjax.data.table does."
         )
-    row = data.row if stream else data
+    row = data
+    if isinstance(data, Stream):
+        row = data.row
     if recipe.entry is not None and not isinstance(row, tuple):
         raise TypeError(
             f"{name}(per_step=...): expected a tuple as data; for a single array write (x,)."
@@ -117,7 +127,7 @@ def checked_data(recipe: Recipe, data: PyTree) -> PyTree:
 
 
 def any_finite_row(data: PyTree) -> bool:
-    """Whether a row of arrays in memory holds finite numbers only; reads rows until one does."""
+    """Whether a row of arrays in memory holds finite numbers only; stops at the first such row."""
     leaves = [x for x in jax.tree.leaves(data) if jnp.issubdtype(x.dtype, jnp.inexact)]
     if not leaves:
         return True
@@ -135,19 +145,21 @@ def warn_of_constants(name: str, loss: ClosedJaxpr, shared: PyTree, examples: in
     """Warns of a loss that closes over the data, or over large weights; ``shared`` are neither."""
     given = {id(leaf) for leaf in jax.tree.leaves(shared)}
     held = [x for x in constants(loss) if id(x) not in given]
-    # Of a model with such a width it is a weight. A single row would match any lone axis.
+    # If the model has an axis of this size, the array may be one of its weights. A data set of one
+    # example matches every axis of size 1.
     widths = {size for v in loss.jaxpr.invars for size in v.aval.shape}
     shapes = [np.shape(x) for x in held if np.shape(x)[:1] == (examples,)]
     if shapes and examples > 1 and examples not in widths:
         logging.warning(
             "%s: the loss closes over an array of shape %s, one row for each of the %d examples. "
             "If these are the data, each loss sees all examples, and clipping bounds nothing: "
-            "give them as data. If they are fixed weights, all is well.",
+            "give them as data. Ignore this warning if they are frozen weights.",
             name,
             shapes[0],
             examples,
         )
-    if (size := sum(np.size(x) * jnp.result_type(x).itemsize for x in held)) > LARGE:
+    size = sum(np.size(x) * jnp.result_type(x).itemsize for x in held)
+    if size > LARGE:
         logging.warning(
             "%s: the loss closes over %d MiB, which become constants of the compiled program. Give "
             "weights that are not trained as frozen=: loss(params, example, frozen).",
@@ -157,8 +169,9 @@ def warn_of_constants(name: str, loss: ClosedJaxpr, shared: PyTree, examples: in
 
 
 def warn_of_batch_norm(name: str, params: PyTree) -> None:
-    """Warns about batch normalisation, which would normalise an example by itself alone."""
-    if layers := [leaf for leaf in trees.leaf_names(params) if _BATCH_NORM.search(leaf)]:
+    """Warns about batch normalisation, which normalises an example by its own statistics."""
+    layers = [leaf for leaf in trees.leaf_names(params) if _BATCH_NORM.search(leaf)]
+    if layers:
         logging.warning(
             "%s: %s belongs to a batch normalisation, by its name; the loss of one example has "
             "its statistics alone. Use group or layer normalisation, or fixed statistics.",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DP-SGD, for any loss and any Optax optimizer; what a step does stands in `training.step`."""
+"""DP-SGD, for any loss and any Optax optimizer; `training.step` has the step itself."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def dpsgd(
         parameters and optimizer, all other axes the batch; see `dpjax.meshes`. By default the
         mesh of `jax.set_mesh`, else all devices of all processes, where there are several.
       frozen: Public weights that are not trained, of any dtype; the loss is then
-        ``loss(params, example, frozen)``. They are no constants of the program, and in no
+        ``loss(params, example, frozen)``. They are neither constants of the program nor in a
         checkpoint. On a mesh they keep their `PartitionSpec`, or ``model`` splits them.
 
     Returns:
@@ -134,18 +134,19 @@ def dpsgd(
             raise ValueError(
                 "dpsgd(bound_schedule=...): the mechanism adapts its bounds. Leave one out."
             )
-        # One table is checked, run and compared: a traced function could answer otherwise.
+        # The same table is checked, run and compared: a traced function could differ from it.
         scales = positive_plan("dpsgd: the factor on bounds", bound_schedule, mechanism.steps)
         recipe = recipe._replace(bound_scales=scales)
     scales = recipe.bound_scales
-    identity = {
-        "algorithm": "dpsgd",
-        "bound schedule": scales and trees.fingerprint(scales.values),
-    }
+    schedule_hash = None
+    if scales is not None:
+        schedule_hash = trees.fingerprint(scales.values)
+    identity = {"algorithm": "dpsgd", "bound schedule": schedule_hash}
     data = checked_data(recipe, data)
     if mechanism.sampling.most_rows is not None:
         recipe = recipe._replace(loss=losses.of_person(loss))
-    frozen = jax.tree.map(jnp.asarray, arrays(frozen, "dpsgd: frozen"))
+    frozen = arrays(frozen, "dpsgd: frozen")
+    frozen = jax.tree.map(jnp.asarray, frozen)
     algorithm = assemble(recipe, data, identity, shared=frozen, budget=budget)
     if scales is None:
         return algorithm
@@ -153,5 +154,7 @@ def dpsgd(
 
 
 def entry_of(per_step: Callable[[Int[Array, ""]], PyTree] | None) -> Entry | None:
-    """What a step appends to every example: of the step alone, which is public."""
-    return None if per_step is None else (lambda key, step: per_step(step))
+    """The entry of a recipe from ``per_step``: it reads only the step, which is public."""
+    if per_step is None:
+        return None
+    return lambda key, step: per_step(step)

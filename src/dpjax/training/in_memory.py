@@ -21,7 +21,7 @@ from dpjax.training.recipe import Home, Recipe, held_on
 from dpjax.training.step import private_step
 from dpjax.types import PyTree, State
 
-# Steps in one dispatch: what all of them saw has a place in one buffer.
+# The most steps in one dispatch. One buffer holds the sums that all of them report.
 _MOST = 512
 
 
@@ -30,53 +30,60 @@ class InMemory:
 
     def __init__(self, recipe: Recipe, data: PyTree, home: Home, shared: PyTree) -> None:
         self._home = home
-        # Whole on every device: a draw takes rows from everywhere.
+        # Every device has all data, because a draw takes rows from everywhere.
         data = meshes.whole(data, recipe.mesh)
         shared = held_on(recipe, shared, recipe.mesh)
 
-        # The layout's mesh is known with the parameters. Left where they are, arrays that are
-        # committed to one device would be refused by JAX, and others copied in every dispatch.
+        # The mesh of the layout is known when the parameters are. Arrays are then moved to it: JAX
+        # refuses arrays that are committed to one device, and copies others in every dispatch.
         @functools.lru_cache(maxsize=1)
         def held(mesh: Mesh | None) -> tuple[PyTree, PyTree]:
             return meshes.whole(data, mesh), held_on(recipe, shared, mesh)
 
         self._held_on = held
-        self._compiled = functools.lru_cache(maxsize=4)(functools.partial(_compiled, recipe))
+        compiled = functools.partial(_compiled, recipe)
+        self._compiled = functools.lru_cache(maxsize=4)(compiled)
 
     def run(self, state: State, count: int) -> tuple[State, Seen]:
-        """The state ``count`` steps later, whose buffers it donates, and what the steps saw."""
+        """The state after ``count`` more steps, and their sums; it donates ``state``."""
         leaves, structure = jax.tree.flatten(state)
         mesh = self._home(state.params)
-        places = None if mesh is None else tuple(leaf.sharding for leaf in leaves)
-        several, held = self._compiled(places, structure), self._held_on(mesh)
-        parts = []
+        places = None
+        if mesh is not None:
+            places = tuple(leaf.sharding for leaf in leaves)
+        run_several = self._compiled(places, structure)
+        data, shared = self._held_on(mesh)
+        dispatches = []
         while count > 0:
-            # One program serves every count, because the buffer has a fixed size.
-            some = min(count, _MOST)
-            state, seen = several(state, *held, some)
-            parts.append(jax.tree.map(lambda x, n=some: x[:n], jax.device_get(seen)))
-            count -= some
-        return state, jax.tree.map(lambda *x: np.concatenate(x), *parts)
+            # The buffer has a fixed size, so one program serves every count.
+            steps = min(count, _MOST)
+            state, buffer = run_several(state, data, shared, steps)
+            filled = jax.tree.map(lambda x, end=steps: x[:end], jax.device_get(buffer))
+            dispatches.append(filled)
+            count -= steps
+        return state, jax.tree.map(lambda *x: np.concatenate(x), *dispatches)
 
 
-# Of the module: a method in its object's own cache would keep the data in memory.
+# A function of the module: the cache of a bound method keeps its object, and so the data, alive.
 def _compiled(recipe: Recipe, places: tuple[Any, ...] | None, structure: Any) -> Any:
-    """`private_step`, several times, on states that lie in these places."""
+    """Compiles several steps of `private_step`, for states with these shardings."""
 
     def several(
         state: State, data: PyTree, shared: PyTree, count: Int[Array, ""]
     ) -> tuple[State, Seen]:
-        # The trip count is an argument of the loop: no number of steps compiles a new program, and
-        # a run is the same to the last bit however it is cut into dispatches.
+        # The trip count is an argument of the loop. So no number of steps compiles a new program,
+        # and a run has the same bits however it is divided into dispatches.
         def body(i: Int[Array, ""], carry: tuple[State, Any]) -> tuple[State, Any]:
             state, seen = carry
             state, last = private_step(recipe, data, state, shared)
             return state, jax.tree.map(lambda all_, this: all_.at[i].set(this), seen, last)
 
-        none = nothing_seen(recipe.mechanism)
-        seen = jax.tree.map(lambda x: jnp.zeros((_MOST, *x.shape), x.dtype), none)
+        zero = nothing_seen(recipe.mechanism)
+        seen = jax.tree.map(lambda x: jnp.zeros((_MOST, *x.shape), x.dtype), zero)
         return jax.lax.fori_loop(0, count, body, (state, seen))
 
-    # What a step returns lies where it lay before, so the next step finds the same program.
-    out = None if places is None else (structure.unflatten(places), None)
-    return jax.jit(several, donate_argnums=0, out_shardings=out)
+    if places is None:
+        return jax.jit(several, donate_argnums=0)
+    # A state keeps its shardings, so the next dispatch finds the same program.
+    shardings = structure.unflatten(places)
+    return jax.jit(several, donate_argnums=0, out_shardings=(shardings, None))

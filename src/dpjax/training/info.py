@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step sums over its draw, and what an observer sees of these sums.
+"""The sums of a step over its draw, and the measurements that an observer sees.
 
 Everything in this file is computed **before** the noise, so it is private.
 """
@@ -21,15 +21,15 @@ from dpjax.types import PyTree
 
 
 class Seen(NamedTuple):
-    """What a step sums beside gradients, **before** any noise: all of it is secret."""
+    """The sums of a step in addition to gradients, **before** any noise: all are secret."""
 
     losses: Float[Array, ""]
     scored: Int[Array, ""]
-    """How many losses were summed. A loss may be NaN although its gradient is finite."""
+    """The number of summed losses. A loss may be NaN although its gradient is finite."""
     norms: Float[Array, " groups"]
     over: Float[Array, " groups"]
     below: Float[Array, ""]
-    """The count that an adapted bound follows; 0 without one."""
+    """The count that an adapted bound follows; 0 if no bound is adapted."""
     drawn: Int[Array, ""]
     working: Int[Array, ""]
     """Drawn rows that hold at least one example."""
@@ -38,7 +38,7 @@ class Seen(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """All that a step has summed over its draw; secret."""
+    """All sums of a step over its draw; secret."""
 
     gradients: Total
     seen: Seen
@@ -46,10 +46,20 @@ class Sums(NamedTuple):
 
 def nothing_seen(mechanism: Mechanism) -> Seen:
     """The sums over no examples, without gradients; the mechanism's rule has the groups."""
-    groups = jnp.zeros(len(mechanism.clipping.bounds), jnp.float32)
-    zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
-    counts = dict.fromkeys(("scored", "drawn", "working", "dropped", "examples"), none)
-    return Seen(losses=zero, norms=groups, over=groups, below=zero, **counts)
+    zero = jnp.zeros((), jnp.float32)
+    of_groups = jnp.zeros(len(mechanism.clipping.bounds), jnp.float32)
+    no_examples = jnp.zeros((), jnp.int32)
+    return Seen(
+        losses=zero,
+        scored=no_examples,
+        norms=of_groups,
+        over=of_groups,
+        below=zero,
+        drawn=no_examples,
+        working=no_examples,
+        dropped=no_examples,
+        examples=no_examples,
+    )
 
 
 def no_sums(mechanism: Mechanism, params: PyTree, layout: Layout) -> Sums:
@@ -59,14 +69,14 @@ def no_sums(mechanism: Mechanism, params: PyTree, layout: Layout) -> Sums:
 
 
 class Info(NamedTuple):
-    """What a step saw, **before** any noise: look at it, do not publish it."""
+    """Measurements of a step, **before** any noise: look at them, do not publish them."""
 
     loss: Float[Array, ""]
     """Mean loss of the drawn examples that counted and have a finite loss; NaN if none."""
     examples: Int[Array, ""]
     """How many examples, or people, were drawn."""
     dropped: Int[Array, ""]
-    """How many of them contributed zero because their gradient was not finite."""
+    """How many drawn examples contributed zero because their gradient was not finite."""
     norm: Float[Array, " groups"]
     """Mean gradient norm per group before clipping, over the examples that counted."""
     clipped: Float[Array, " groups"]
@@ -76,7 +86,8 @@ class Info(NamedTuple):
 def warn_of_unscored(name: str, seen: Seen) -> bool:
     """Warns of examples without a finite loss, and returns whether there are any."""
     counted = int(np.sum(seen.working - seen.dropped))
-    if unscored := counted - int(np.sum(seen.scored)):
+    unscored = counted - int(np.sum(seen.scored))
+    if unscored:
         logging.warning(
             "%s: %d of %d examples have a finite gradient and a loss that is not finite. Check "
             "their labels: 0 to K-1.",
@@ -88,15 +99,19 @@ def warn_of_unscored(name: str, seen: Seen) -> bool:
 
 
 def mean_info(seen: Seen) -> Info:
-    """The means of steps, ``[steps, ...]``, from what they saw."""
-    # By NumPy: an empty draw is lawful and has none, and `jax_debug_nans` would end the run.
+    """The means of steps, ``[steps, ...]``, from their sums."""
+    # NumPy divides, because the means of an empty draw are NaN, at which `jax_debug_nans` raises.
     seen = jax.tree.map(np.asarray, seen)
     # Dropped examples contributed zero to the sum, so the means leave them out too.
     counted = seen.working - seen.dropped
     with np.errstate(divide="ignore", invalid="ignore"):
-        means: dict[str, Any] = {
-            "loss": np.float32(seen.losses / seen.scored),
-            "norm": np.float32(seen.norms / counted[:, None]),
-            "clipped": np.float32(seen.over / seen.working[:, None]),
-        }
-    return Info(examples=seen.drawn, dropped=seen.dropped, **means)
+        loss: Any = np.float32(seen.losses / seen.scored)
+        norm: Any = np.float32(seen.norms / counted[:, None])
+        clipped: Any = np.float32(seen.over / seen.working[:, None])
+    return Info(
+        loss=loss,
+        examples=seen.drawn,
+        dropped=seen.dropped,
+        norm=norm,
+        clipped=clipped,
+    )

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every step of a run does, and what follows from it by shapes alone."""
+"""The recipe of a run's steps, and what follows from it by shapes.
+
+`dpjax.dpsgd` and `dpjax.federated.fedavg` write a recipe. `dpjax.training.step` runs it, with data
+in memory or from a stream.
+"""
 
 from __future__ import annotations
 
@@ -24,33 +28,33 @@ from dpjax.mechanism.multipliers import Planned
 from dpjax.types import Key, LossFn, PyTree, State
 
 Entry = Callable[[Key, Int[Array, ""]], PyTree]
-"""``entry(key, step)``, one more leaf of every example of a step."""
+"""``entry(key, step)``: one more leaf of every example of a step."""
 
 Home = Callable[[PyTree], Mesh | None]
-"""From parameters to the mesh of their run; None if JAX places it on one device."""
+"""From parameters to the mesh of their run; None if the run has one device."""
 
 
 class Recipe(NamedTuple):
-    """What every step of a run does: the arguments of `dpjax.dpsgd`, and two more."""
+    """The work of every step of a run: most arguments of `dpjax.dpsgd`, and three more."""
 
     name: str
-    """How errors call the algorithm."""
+    """How errors name the algorithm."""
     loss: LossFn
     optimizer: optax.GradientTransformation
     mechanism: Mechanism
     engine: str = "auto"
     entry: Entry | None = None
-    """What the step appends to every example; `per_step` of dpsgd."""
+    """A step appends its value to every example; `per_step` of dpsgd."""
     bound_scales: Planned | None = None
-    """The factor on the rule's bounds at each planned step; from `bound_schedule` of dpsgd."""
+    """The factor on the rule's bounds at each planned step: `bound_schedule` of dpsgd."""
     weights: Callable[[Int[Array, ""], PyTree, PyTree], Array] | None = None
     microbatch_size: int | None = None
     sizes: Callable[[PyTree], Int[Array, " size"]] | None = None
-    """How many examples each row holds, where a row is a client. Rows of 0 are masked."""
+    """The number of examples of each row, where a row is a client. Rows of 0 are masked."""
     mesh: Mesh | None = None
-    """The user's choice of devices, if any; `home_of` has the devices of the run."""
+    """The devices that the user chose, if any; `home_of` returns those on which the run lies."""
     frozen: bool = False
-    """Whether the shared arrays are public weights, and no data."""
+    """Whether the shared arrays are public weights. Otherwise they are data."""
 
     @property
     def rescales(self) -> bool:
@@ -61,33 +65,40 @@ class Recipe(NamedTuple):
         """The factor on the rule's bounds, and on the noise with them, at this step."""
         if self.bound_scales is not None:
             return self.bound_scales(state.step)
-        return state.bound_scale if self.mechanism.adaptive is not None else 1.0
+        if self.mechanism.adaptive is not None:
+            return state.bound_scale
+        return 1.0
 
 
 def bound_to(recipe: Recipe, shared: PyTree) -> Recipe:
     """The recipe with the shared arrays in its loss."""
     if shared is None:
         return recipe
-    return recipe._replace(loss=lambda params, example: recipe.loss(params, example, shared))
+
+    def loss(params: PyTree, example: PyTree) -> Any:
+        return recipe.loss(params, example, shared)
+
+    return recipe._replace(loss=loss)
 
 
 def held_on(recipe: Recipe, shared: PyTree, mesh: Mesh | None) -> PyTree:
-    """The shared arrays on the devices of a run: weights may be split, data are whole on each."""
+    """The shared arrays on the devices of a run. Weights may be split, data are whole on each."""
     if recipe.frozen and mesh is not None:
         return meshes.placed(shared, mesh)
     return meshes.whole(shared, mesh)
 
 
 def extra_arguments(optimizer: optax.GradientTransformation, bound_scale: Any) -> dict[str, Any]:
-    """What the update of an optimizer takes beside gradients, state and parameters."""
-    # By the signature: some optimizers take extra arguments of their own and refuse all others.
-    takes = inspect.signature(optimizer.update).parameters.values()
-    named = any(x.name == "bound_scale" or x.kind is x.VAR_KEYWORD for x in takes)
-    return {"bound_scale": bound_scale} if named else {}
+    """The arguments of an update in addition to gradients, state and parameters."""
+    # The signature decides: some optimizers refuse extra arguments that they do not know.
+    for parameter in inspect.signature(optimizer.update).parameters.values():
+        if parameter.name == "bound_scale" or parameter.kind is parameter.VAR_KEYWORD:
+            return {"bound_scale": bound_scale}
+    return {}
 
 
 def layout_of(recipe: Recipe, params: PyTree, row: PyTree) -> Layout:
-    """The microbatch and the devices of a run, chosen by shapes alone."""
+    """The microbatch size and the devices of a run, which follow from shapes."""
     return layout(
         recipe.loss,
         params,
@@ -100,11 +111,11 @@ def layout_of(recipe: Recipe, params: PyTree, row: PyTree) -> Layout:
 
 
 def home_of(recipe: Recipe, row: PyTree) -> Home:
-    """Where a run lies, chosen by shapes alone."""
+    """The mesh on which a run lies, which follows from shapes."""
 
     @functools.cache
-    def of_shapes(structure: Any, kinds: tuple[Any, ...]) -> Mesh | None:
-        # Where only one device is, no layout needs to be chosen, which traces the loss.
+    def mesh_of(structure: Any, kinds: tuple[Any, ...]) -> Mesh | None:
+        # One device needs no layout, and choosing one traces the loss.
         if recipe.mesh is not None or jax.local_device_count() == 1:
             return recipe.mesh
         shapes = structure.unflatten(jax.ShapeDtypeStruct(*kind) for kind in kinds)
@@ -112,27 +123,32 @@ def home_of(recipe: Recipe, row: PyTree) -> Home:
 
     def home(params: PyTree) -> Mesh | None:
         leaves, structure = jax.tree.flatten(params)
-        return of_shapes(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        return mesh_of(structure, kinds)
 
     return home
 
 
 def reach_of(recipe: Recipe, params: PyTree) -> list[float]:
-    """For each leaf, what no coordinate of the clipped sum of a usual draw exceeds."""
-    rule, most = recipe.mechanism.clipping, 2 * recipe.mechanism.sampling.usual_size
-    return [most * rule.bounds[group] for group in rule.partition.assign(params)]
+    """An upper limit of each leaf's coordinates in the clipped sum of a usual draw."""
+    rule = recipe.mechanism.clipping
+    examples = 2 * recipe.mechanism.sampling.usual_size
+    return [examples * rule.bounds[group] for group in rule.partition.assign(params)]
 
 
 def example_of(recipe: Recipe, row: PyTree) -> PyTree:
     """Shapes of the example that the loss receives, from the shapes of a row of the data."""
-    key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))  # whatever the default
-    most = recipe.mechanism.sampling.most_rows
+    # A key of threefry, also where the default of JAX is another generator.
+    key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
+    most_rows = recipe.mechanism.sampling.most_rows
+    step = jnp.int32(0)
 
     def example(key: Key, row: PyTree) -> PyTree:
-        if most is None:
-            return with_entry(recipe.entry, key, jnp.int32(0), row, ())
-        rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (most, *x.shape)), row)
-        return with_entry(recipe.entry, key, jnp.int32(0), rows, (most,)), jnp.ones(most, bool)
+        if most_rows is None:
+            return with_entry(recipe.entry, key, step, row, ())
+        rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (most_rows, *x.shape)), row)
+        rows = with_entry(recipe.entry, key, step, rows, (most_rows,))
+        return rows, jnp.ones(most_rows, bool)
 
     return jax.eval_shape(example, key, row)
 
@@ -140,12 +156,13 @@ def example_of(recipe: Recipe, row: PyTree) -> PyTree:
 def with_entry(
     entry: Entry | None, key: Key, step: Int[Array, ""], rows: PyTree, size: tuple[int, ...]
 ) -> PyTree:
-    """Rows, with the entry of the step appended to each if there is one."""
+    """The rows, each with the entry of the step as its last leaf, if the recipe has an entry."""
     if entry is None:
         return rows
-    # It depends on the step alone (and on the root key for clients), so it costs no privacy.
-    added = jax.tree.map(jnp.asarray, entry(key, step))
-    return (*rows, jax.tree.map(lambda x: jnp.broadcast_to(x, (*size, *x.shape)), added))
+    # The entry reads only the step (and, for clients, the root key), so it costs no privacy.
+    of_step = jax.tree.map(jnp.asarray, entry(key, step))
+    of_rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (*size, *x.shape)), of_step)
+    return (*rows, of_rows)
 
 
 def weights_of(recipe: Recipe, state: State, examples: PyTree) -> Float[Array, " size"] | None:
@@ -153,7 +170,8 @@ def weights_of(recipe: Recipe, state: State, examples: PyTree) -> Float[Array, "
     if recipe.weights is None:
         return None
     weight = functools.partial(recipe.weights, state.step, state.params)
-    # A weight that took a mean over the batch would move all contributions when one example leaves.
+    # A weight may read only its own example. With a mean over the batch, one example that leaves
+    # moves the contributions of all others.
     program = jax.make_jaxpr(weight)(trees.one_row(examples)).jaxpr
     require_one_example(program, f"{recipe.name}: weights")
     return map_rows(weight, examples)

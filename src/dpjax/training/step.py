@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One private step, on one page: draw, clip, sum | noise, mean, update.
 
-`private_step` is Algorithm 1 of Abadi et al. (2016), line by line; a stream on disk runs the same
-three parts with the host between them. `release` alone turns a sum into parameters.
+`private_step` is Algorithm 1 of Abadi et al. (2016), line by line. A run from a stream has the same
+three parts, and the host reads the rows between them. Only `release` turns a sum into parameters.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from dpjax import meshes, trees
 from dpjax.gradients.batching import Layout, join, settled, sum_over
 from dpjax.gradients.clipped_grad import clipped_sum
+from dpjax.mechanism import Mechanism
 from dpjax.mechanism.link import private_mean
 from dpjax.training.info import Seen, Sums, no_sums
 from dpjax.training.recipe import (
@@ -28,19 +29,19 @@ from dpjax.training.recipe import (
     weights_of,
     with_entry,
 )
-from dpjax.types import Purpose, PyTree, State
+from dpjax.types import ClippedSum, LossFn, Purpose, PyTree, State
 
 
 def private_step(
     recipe: Recipe, data: PyTree, state: State, shared: PyTree = None
 ) -> tuple[State, Seen]:
-    """One step on rows on the device; `Seen` is secret. ``shared`` as for `assemble`."""
+    """One step on data in device memory; `Seen` is secret. ``shared`` is as for `assemble`."""
     # line 3: sample
-    draw, epoch_key = recipe.mechanism.sampling.drawn(
-        state.key, state.noise_key, state.epoch_key, state.step
-    )
+    sampler = recipe.mechanism.sampling
+    draw, epoch_key = sampler.drawn(state.key, state.noise_key, state.epoch_key, state.step)
     state = state._replace(epoch_key=epoch_key)
-    layout = layout_of(bound_to(recipe, shared), state.params, trees.one_row(data))
+    row = trees.one_row(data)
+    layout = layout_of(bound_to(recipe, shared), state.params, row)
     zero = no_sums(recipe.mechanism, state.params, layout)
 
     def add(held: Any, rows: PyTree, mask: Bool[Array, "size ..."], sums: Sums) -> Sums:
@@ -48,14 +49,15 @@ def private_step(
         return add_clipped(bound_to(recipe, arrays), before, rows, mask, sums)
 
     # lines 4 and 5: per-example gradients, clipped and summed; secret up to here
-    held = without_optimizer(state), shared
+    held = (without_optimizer(state), shared)
     sums = sum_over(add, zero, layout, draw, data, held, end_block)
-    return release(recipe, layout, state, sums)  # lines 6 and 7: noise, mean, update
+    # lines 6 and 7: noise, mean, update
+    return release(recipe, layout, state, sums)
 
 
 def without_optimizer(state: State) -> State:
-    """What clipping reads of a state: neither the optimizer's part nor the memory of the noise."""
-    # Every device receives all of what it gets here, and a mesh may split what is left out.
+    """The state without its optimizer state and noise memory, which clipping does not read."""
+    # The arguments of the sum are replicated on every device; a mesh may shard these two.
     return state._replace(optimizer=None, memory=())
 
 
@@ -63,43 +65,73 @@ def add_clipped(
     recipe: Recipe, state: State, rows: PyTree, mask: Bool[Array, "size ..."], sums: Sums
 ) -> Sums:
     """Adds the clipped gradients of one microbatch to the sums."""
-    rule, adaptive, loss = recipe.mechanism.clipping, recipe.mechanism.adaptive, recipe.loss
-    # Clipping the gradient of loss / scale to the bound and multiplying the mean by the scale is
-    # clipping to bound * scale. The noise does not depend on the scale, nor does the accounting.
     scale = recipe.bound_scale(state)
-    scaled = (lambda p, x: loss(p, x) / scale) if recipe.rescales else loss
-    # A client without examples is masked: it has no update, and a mean over none would be NaN.
+    loss = recipe.loss
+    if recipe.rescales:
+        loss = _divided(loss, scale)
     examples = with_entry(recipe.entry, state.key, state.step, rows, mask.shape)
     if recipe.mechanism.sampling.most_rows is not None:
-        # A person is one example of the engine: its rows, and which of them were drawn.
+        # The engine takes a person as one example: its rows, and which of them were drawn.
         examples = examples, mask
     sizes = jnp.sum(mask, axis=tuple(range(1, mask.ndim)), dtype=jnp.int32)
-    mask = sizes > 0
+    drawn = sizes > 0
     if recipe.sizes is not None:
-        sizes = jnp.where(mask, recipe.sizes(rows), 0)
+        sizes = jnp.where(drawn, recipe.sizes(rows), 0)
+    # A client without examples is masked: it has no update, and its mean loss is NaN.
     real = sizes > 0
-    directions = trees.step_key(state.noise_key, Purpose.PROJECTIONS, state.step)
-    weights = weights_of(recipe, state, examples)
-    microbatch = (state.params, examples, real, weights, directions)
-    start = sums.gradients.block
-    part = clipped_sum(recipe.name, scaled, rule, recipe.engine, *microbatch, start=start)
-    finite = jnp.all(jnp.isfinite(part.norms), axis=1)
-    # A non-finite example contributed zero to the sum: it is left out of the means.
-    scored = real & finite & jnp.isfinite(part.losses)
-    losses, norms = jnp.where(scored, part.losses, 0), jnp.where(finite[:, None], part.norms, 0)
-    below = adaptive.below(rule, part.norms, real) if adaptive else jnp.zeros((), jnp.float32)
-    more = Seen(
+    clipped = clipped_sum(
+        recipe.name,
+        loss,
+        recipe.mechanism.clipping,
+        recipe.engine,
+        state.params,
+        examples,
+        real,
+        key=trees.step_key(state.noise_key, Purpose.PROJECTIONS, state.step),
+        weights=weights_of(recipe, state, examples),
+        start=sums.gradients.block,
+    )
+    gradients = sums.gradients._replace(block=clipped.value)
+    seen = _seen(recipe.mechanism, clipped, drawn, sizes, scale)
+    return Sums(gradients, jax.tree.map(jnp.add, sums.seen, seen))
+
+
+def _divided(loss: LossFn, scale: Any) -> LossFn:
+    """The loss over the factor on the bounds; `release` multiplies the mean by the factor."""
+    # Both together clip to bound * scale. The noise does not depend on the scale, nor does its
+    # accounting.
+    return lambda params, example: loss(params, example) / scale
+
+
+def _seen(
+    mechanism: Mechanism,
+    clipped: ClippedSum,
+    drawn: Bool[Array, " size"],
+    sizes: Int[Array, " size"],
+    scale: Any,
+) -> Seen:
+    """The sums of one microbatch, in addition to its gradients."""
+    rule = mechanism.clipping
+    real = sizes > 0
+    finite = jnp.all(jnp.isfinite(clipped.norms), axis=1)
+    # An example with a non-finite gradient contributed zero to the sum, so no mean counts it.
+    scored = real & finite & jnp.isfinite(clipped.losses)
+    losses = jnp.where(scored, clipped.losses, 0)
+    norms = jnp.where(finite[:, None], clipped.norms, 0)
+    below = jnp.zeros((), jnp.float32)
+    if mechanism.adaptive is not None:
+        below = mechanism.adaptive.below(rule, clipped.norms, real)
+    return Seen(
         losses=jnp.sum(losses, dtype=jnp.float32) * scale,
         scored=jnp.sum(scored, dtype=jnp.int32),
         norms=jnp.sum(norms, axis=0, dtype=jnp.float32) * scale,
-        over=jnp.sum(part.norms > jnp.asarray([rule.bounds]), axis=0, dtype=jnp.float32),
+        over=jnp.sum(clipped.norms > jnp.asarray([rule.bounds]), axis=0, dtype=jnp.float32),
         below=below,
-        drawn=jnp.sum(mask, dtype=jnp.int32),
+        drawn=jnp.sum(drawn, dtype=jnp.int32),
         working=jnp.sum(real, dtype=jnp.int32),
         dropped=jnp.sum(real & ~finite, dtype=jnp.int32),
         examples=jnp.sum(sizes, dtype=jnp.int32),
     )
-    return Sums(sums.gradients._replace(block=part.value), jax.tree.map(jnp.add, sums.seen, more))
 
 
 def end_block(sums: Sums) -> Sums:
@@ -108,10 +140,11 @@ def end_block(sums: Sums) -> Sums:
 
 
 def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[State, Seen]:
-    """The next state, from sums with one entry per share of the batch; `Seen` is secret."""
-    # Two parts, until the noise is added: one array would round the sum of a million examples by
-    # more than a twentieth of a bound.
-    total, lost, seen = join(sums.gradients, sums.seen, layout, reach_of(recipe, state.params))
+    """The next state, from sums with one entry for each share of the batch; `Seen` is secret."""
+    # The sum stays in two parts until the noise is added: rounded to one float32 array, the sum of
+    # a million examples is wrong by more than a twentieth of a bound.
+    reach = reach_of(recipe, state.params)
+    total, lost, seen = join(sums.gradients, sums.seen, layout, reach)
     scale = recipe.bound_scale(state)
     mean, bound_scale, memory = private_mean(  # line 6
         recipe.mechanism,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps on data that stay on disk: the host reads the rows of each draw.
 
-The draw, the microbatches and the noise are the same as in `private_step`. The host reads the next
-microbatches while the device works.
+Draw, microbatches and noise are the same as in `private_step`. All draws of a call follow from keys
+and step numbers, so the host reads the next rows while the device works.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,104 +22,144 @@ from dpjax.sampling import on_host
 from dpjax.training.info import Seen, Sums, no_sums
 from dpjax.training.recipe import Recipe, bound_to, held_on, layout_of
 from dpjax.training.step import add_clipped, end_block, release, without_optimizer
-from dpjax.types import PyTree, State
+from dpjax.types import Key, PyTree, State
+
+
+class Microbatch(NamedTuple):
+    """Part of a draw, on the host."""
+
+    indices: np.ndarray
+    """The drawn rows: ``[size]``, or ``[size, most_rows]`` if people are drawn."""
+    mask: np.ndarray
+    """In the shape of the indices; False for padding among the rows of a person."""
 
 
 class Streamed:
     """Steps on data that are read by index, with the methods of `InMemory`."""
 
     def __init__(self, recipe: Recipe, stream: Stream, shared: PyTree) -> None:
-        self._recipe, self._stream = bound_to(recipe, shared), stream
-        self._programs_on = functools.lru_cache(maxsize=4)(functools.partial(_programs, recipe))
+        self._recipe = bound_to(recipe, shared)
+        self._stream = stream
+        programs = functools.partial(_programs, recipe)
+        self._programs_on = functools.lru_cache(maxsize=4)(programs)
         held = functools.partial(held_on, recipe, shared)
         self._held_on = functools.lru_cache(maxsize=1)(held)
 
     def run(self, state: State, count: int) -> tuple[State, Seen]:
         """Takes steps; see `InMemory.run`."""
         layout = layout_of(self._recipe, state.params, self._stream.row)
-        its, shared = self._programs_on(layout), self._held_on(layout.mesh)
-        size, first, seen = layout.microbatch_size * layout.shares, int(state.step), []
+        programs = self._programs_on(layout)
+        shared = self._held_on(layout.mesh)
+        placement = _Placement(layout)
+        steps, epoch_key = _drawn(programs, state, count, placement.size)
+
+        microbatches = itertools.chain.from_iterable(steps)
+        read = self._stream.batches(placement.own_rows(x.indices) for x in microbatches)
         block = microbatches_in_block(layout.microbatch_size)
-        draws, epoch_key = [], state.epoch_key
-        for step in range(first, first + count):
-            draw, epoch_key = its.draw(state.key, state.noise_key, epoch_key, step)
-            indices, mask = on_host(draw), np.asarray(draw.mask)
-            cuts = [slice(i, i + size) for i in range(0, len(indices), size)]
-            draws.append([(indices[cut], mask[cut][: len(indices[cut])]) for cut in cuts])
-        place = _Placement(layout, size)
-        # Draws are known in advance, so rows of the next steps are read while this one runs.
-        pieces = (place.ours(indices) for indices, _ in itertools.chain.from_iterable(draws))
-        batches = self._stream.batches(pieces)
-        for microbatches in draws:
-            sums = its.begin(state)
-            for number, (_, mask) in enumerate(microbatches, 1):
-                sums = its.add((state, shared), *place(next(batches), mask), sums)
-                if sums.gradients.high is not None and not number % block:
-                    sums = its.settle(sums)
-            state, last = its.finish(state, sums)
-            seen.append(last)
+        seen = []
+        for step in steps:
+            sums = programs.begin(state)
+            for number, microbatch in enumerate(step, 1):
+                rows, mask = placement(next(read), microbatch.mask)
+                sums = programs.add((state, shared), rows, mask, sums)
+                if sums.gradients.high is not None and number % block == 0:
+                    sums = programs.settle(sums)
+            state, seen_by_step = programs.finish(state, sums)
+            seen.append(seen_by_step)
         state = state._replace(epoch_key=epoch_key)
         return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(seen))
 
 
+def _drawn(
+    programs: Any, state: State, count: int, size: int
+) -> tuple[list[list[Microbatch]], Key | None]:
+    """The next draws in microbatches of this size, and the epoch key after them."""
+    steps = []
+    first = int(state.step)
+    epoch_key = state.epoch_key
+    for step in range(first, first + count):
+        draw, epoch_key = programs.draw(state.key, state.noise_key, epoch_key, step)
+        indices = on_host(draw)
+        mask = np.asarray(draw.mask)[: len(indices)]
+        starts = range(0, len(indices), size)
+        steps.append([Microbatch(indices[i : i + size], mask[i : i + size]) for i in starts])
+    return steps, epoch_key
+
+
 def _programs(recipe: Recipe, layout: Layout) -> types.SimpleNamespace:
+    """The compiled parts of a step on this layout."""
+
     def begin(state: State) -> Sums:
-        empty = on_each(lambda _, params: no_sums(recipe.mechanism, params, layout), layout)
-        return empty(state.params)
+        zeros = on_each(lambda _, params: no_sums(recipe.mechanism, params, layout), layout)
+        return zeros(state.params)
 
     def add(held: tuple[State, PyTree], rows: PyTree, mask: Any, sums: Sums) -> Sums:
         def share(which: Any, held: Any, rows: PyTree, mask: Any, sums: Sums) -> Sums:
             state, shared = held
-            its = bound_to(recipe, shared)
-            return add_clipped(its, state, rows, mask, jax.tree.map(lambda x: x[0], sums))
+            bound = bound_to(recipe, shared)
+            sums = jax.tree.map(lambda x: x[0], sums)
+            return add_clipped(bound, state, rows, mask, sums)
 
-        held = without_optimizer(held[0]), held[1]
+        state, shared = held
+        held = (without_optimizer(state), shared)
         return on_each(share, layout, split={1, 2, 3})(held, rows, mask, sums)
 
-    # Only the last program of a step may reuse the state's buffers: microbatches share them.
+    finish = functools.partial(release, recipe, layout)
+    # Only the last program of a step may reuse the state's buffers: all microbatches read them.
     return types.SimpleNamespace(
         draw=jax.jit(recipe.mechanism.sampling.drawn),
         begin=jax.jit(begin),
         add=jax.jit(add, donate_argnums=3),
         settle=jax.jit(end_block, donate_argnums=0),
-        finish=jax.jit(functools.partial(release, recipe, layout), donate_argnums=0),
+        finish=jax.jit(finish, donate_argnums=0),
     )
 
 
 class _Placement:
-    """Puts the rows of a batch on the devices of a layout: each process reads its own."""
+    """Puts microbatches on the devices of a layout; each process reads the rows of its devices."""
 
-    def __init__(self, layout: Layout, size: int) -> None:
-        self.size, self.places = size, np.arange(size)
+    def __init__(self, layout: Layout) -> None:
+        self.size = layout.microbatch_size * layout.shares
+        # The places in a microbatch whose rows this process reads.
+        self.places = np.arange(self.size)
         self.sharding: NamedSharding | None = None
         if layout.mesh is not None and layout.mesh.is_multi_process:
             self.sharding = NamedSharding(layout.mesh, PartitionSpec(layout.axes))
-            held = self.sharding.addressable_devices_indices_map((size,)).values()
+            slices = self.sharding.addressable_devices_indices_map((self.size,)).values()
             # Several devices of this process may hold the same rows.
-            self.places = np.unique(np.concatenate([self.places[rows] for rows in held]))
+            self.places = np.unique(np.concatenate([self.places[rows] for rows in slices]))
 
-    def ours(self, piece: np.ndarray) -> np.ndarray:
-        """The drawn rows that this process reads; if all of its places are padding, the last."""
-        mine = piece[self.places[self.places < len(piece)]]
-        return mine if len(mine) else piece[-1:]
+    def own_rows(self, indices: np.ndarray) -> np.ndarray:
+        """The indices that this process reads; the last one if all of its places are padding."""
+        places = self.places[self.places < len(indices)]
+        if len(places) == 0:
+            return indices[-1:]
+        return indices[places]
 
     def __call__(self, rows: PyTree, drawn: np.ndarray) -> tuple[PyTree, Any]:
-        """The rows that this process read on its devices, and the mask of the whole batch."""
-        mask, read = np.zeros((self.size, *drawn.shape[1:]), bool), len(jax.tree.leaves(rows)[0])
+        """On the devices: the rows that this process read, and the mask of the whole microbatch."""
+        mask = np.zeros((self.size, *drawn.shape[1:]), bool)
         mask[: len(drawn)] = drawn
-        # Copies of the last row: a zero row may have a NaN gradient, as of a norm at 0.
-        filled = np.minimum(np.arange(len(self.places)), read - 1)
-        rows = rows if read == len(filled) else jax.tree.map(lambda x: x[filled], rows)
+        count = len(jax.tree.leaves(rows)[0])
+        if count < len(self.places):
+            # Padding repeats the last row: a zero row may have a NaN gradient, as of a norm at 0.
+            filled = np.minimum(np.arange(len(self.places)), count - 1)
+            rows = jax.tree.map(lambda x: x[filled], rows)
         sharding = self.sharding
         if sharding is None:
             return rows, mask
+        # Where in the rows of this process each place of the microbatch is.
         where = np.zeros(self.size, int)
         where[self.places] = np.arange(len(self.places))
+        rows = jax.tree.map(lambda x: _global(x, where, sharding), rows)
+        return rows, _global(mask, np.arange(self.size), sharding)
 
-        def put(array: np.ndarray, where: np.ndarray) -> jax.Array:
-            def rows_at(at: Any) -> np.ndarray:
-                return array[where[at[0]]]
 
-            return jax.make_array_from_callback((self.size, *array.shape[1:]), sharding, rows_at)
+def _global(array: np.ndarray, where: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """The array ``array[where]`` of all processes; each device holds its own rows."""
 
-        return jax.tree.map(lambda x: put(x, where), rows), put(mask, np.arange(self.size))
+    def rows_at(index: Any) -> np.ndarray:
+        return array[where[index[0]]]
+
+    shape = (len(where), *array.shape[1:])
+    return jax.make_array_from_callback(shape, sharding, rows_at)
