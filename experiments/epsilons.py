@@ -41,8 +41,8 @@ def epsilons(
     """The three epsilons of a row; none without privacy."""
     if "not private" in key or "without privacy" in key:
         return []
-    if run is not None and "networks" in run:
-        return []  # counts, and no training
+    if run is not None and runs.has_no_training(run):
+        return []
     if run is not None and "pld" in run:
         return runs.cost(paper, paper.rows[key], run)
     row = paper.rows[key]

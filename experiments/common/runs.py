@@ -358,9 +358,14 @@ def measured(done: Sequence[Mapping[str, Any]]) -> list[str]:
     return [numbers, spread(errors)]
 
 
+def has_no_training(run: Mapping[str, Any]) -> bool:
+    """Whether a run counts networks, or solves the problems of a theorem."""
+    return "networks" in run or "problems" in run
+
+
 def cost(paper: Paper, row: Any, run: Mapping[str, Any]) -> list[str]:
     """The epsilons of a row; epsilons that a run records are not computed again."""
-    if "networks" in run:  # counts of table 1 in `experiments.calibration`
+    if has_no_training(run):
         return ["", "", ""]
     if "pld" not in run:
         return epsilons(*paper.epsilons(row))

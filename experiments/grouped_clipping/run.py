@@ -22,7 +22,7 @@ import dpjax
 from dpjax import clipping, models, sampling
 from experiments.common import runs
 from experiments.common.paper import Paper
-from experiments.grouped_clipping import figures, settings
+from experiments.grouped_clipping import figures, settings, theorem
 from experiments.grouped_clipping.settings import SETTINGS, Row
 
 
@@ -56,8 +56,10 @@ def epsilons(row: Row) -> tuple[dpjax.Mechanism, Any, str]:
     return mechanism_of(row), flat.event, conversion
 
 
-def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]:
-    """One run of a row."""
+def train(row: Row | theorem.Lost, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]:
+    """One run of a row, or a side of theorem 1."""
+    if isinstance(row, theorem.Lost):
+        return theorem.measured(row, seed)
     setting = SETTINGS[row.dataset]
     dataset = runs.standardized(runs.loaded(row.dataset))
     options = {"activation": getattr(nn, row.activation), "torch_init": row.torch_init}

@@ -24,7 +24,7 @@ import dpjax
 from dpjax import clipping, models, sampling
 from experiments.common import runs
 from experiments.common.paper import Paper
-from experiments.tempered_sigmoids import figures, settings
+from experiments.tempered_sigmoids import figures, settings, theorem
 from experiments.tempered_sigmoids.settings import SETTINGS, Row
 
 
@@ -45,8 +45,10 @@ def epsilons(row: Row) -> tuple[dpjax.Mechanism, Any, str]:
     return mechanism, mechanism.event, "rdp-classic"
 
 
-def train(row: Row, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]:
-    """One run, with 20 evaluations, which figures 3 to 5 draw."""
+def train(row: Row | theorem.Side, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]:
+    """One run, with 20 evaluations, which figures 3 to 5 draw; or a side of theorem 1."""
+    if isinstance(row, theorem.Side):
+        return theorem.measured(row, seed)
     setting = SETTINGS[row.dataset]
     dataset = runs.standardized(runs.loaded(row.dataset))
     activation: Any = nn.relu
