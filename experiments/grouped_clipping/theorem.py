@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Theorem 1: flat clipping loses most of a gradient; k groups with the same bound lose less.
 
-The groups are those of the paper's network for MNIST. Its gradients are random, with lengths of the
+The groups partition the paper's network for MNIST. Its gradients are random, with lengths of the
 leaves that differ by orders of magnitude, and the part that clipping takes away is measured.
 """
 
@@ -44,7 +44,7 @@ CLAIM = Claim(
 def measured(row: Lost, seed: int) -> dict[str, Any]:
     """For each number of groups the mean ratio, over gradients that flat clipping shortens.
 
-    ``more`` is the number of gradients of which groups lose more: the theorem has none.
+    ``more`` counts the gradients that lose more in groups: the theorem has none.
     """
     if not row.grouped:
         return {"problems": GRADIENTS, "lost": [1.0] * len(GROUPS), "more": 0}

@@ -19,7 +19,7 @@ from dpjax.accounting._event_parts import Parts, relation
 from dpjax.accounting.profiles import Profile
 
 MIXED = 1e-3  # grid for losses that are found one by one: a tenth of the time, 0.1 % of epsilon
-LEVELS = 256  # distinct steps that are composed unchanged; more are rounded to so many
+LEVELS = 256  # distinct steps that are composed unchanged; more are rounded to this number
 Steps: TypeAlias = dict[tuple[float, float], int]  # {(rate, multiplier): count}
 _UNIT = 2.0**-52  # the distance of floats above 1
 
