@@ -511,8 +511,8 @@ def test_closed_form_without_sampling(z, n, delta):
 @pytest.mark.thorough
 @kills(
     "accounting/_loss_distributions.py",
-    ".self_compose(count)",
-    ".self_compose(1)",
+    "step.self_compose(count)",
+    "step.self_compose(1)",
     case="add-or-remove",
 )
 @pytest.mark.parametrize("neighbours", ["add-or-remove", "replace-one"])
@@ -545,7 +545,7 @@ def test_a_grid_is_fine_beside_the_losses_of_a_step(rate, multiplier, n, least):
 
 
 @kills("accounting/_loss_distributions.py", 'side="right") - 1', 'side="right")', slow=True)
-@kills("accounting/_loss_distributions.py", "np.maximum(q, ", "np.minimum(q, ", slow=True)
+@kills("accounting/_loss_distributions.py", "np.maximum(q, grid", "np.minimum(q, grid", slow=True)
 @settings(max_examples=20, deadline=None)
 @given(
     st.lists(

@@ -98,7 +98,7 @@ def test_more_runs_and_a_smaller_delta_cost_more(distribution, z, runs, deltas):
     assert few.epsilon_best <= many.epsilon_best + 1e-9
 
 
-@kills("accounting/_selection.py", "np.max([_rdp_accountant.total", "np.min([_rdp_accountant.total")
+@kills("accounting/_selection.py", "np.max(each", "np.min(each")
 @ALL
 def test_settings_that_may_be_drawn_cost_at_least_the_dearest_of_them(distribution):
     often = accounting.subsampled_gaussian(1.0, 0.01, 1000)

@@ -55,7 +55,8 @@ def divergence(event: AllocatedGaussianDpEvent, orders: np.ndarray) -> np.ndarra
     precision = event.noise_multiplier**-2
     shared = np.asarray(event.overlaps) * precision
     steps = np.arange(1, math.ceil(orders.max()))
-    sums = np.asarray(logsumexp(np.multiply.outer(steps, shared), axis=1))
+    exponents = np.multiply.outer(steps, shared)
+    sums = np.asarray(logsumexp(exponents, axis=1))
     rises = sums - math.log(shared.size)
     return _bound(rises, orders, shared.max(), shared.mean(), shared.size)
 
@@ -66,7 +67,9 @@ def divergence_of_epoch(event: RandomAllocationDpEvent, orders: np.ndarray) -> n
     precision = least**-2
     bins = event.batches
     steps = np.arange(1, math.ceil(orders.max()))
-    rises = np.logaddexp(math.log1p(-1 / bins), steps * precision - math.log(bins))
+    other_bins = math.log1p(-1 / bins)
+    same_bin = steps * precision - math.log(bins)
+    rises = np.logaddexp(other_bins, same_bin)
     return _bound(rises, orders, precision, precision / bins, bins)
 
 
@@ -85,7 +88,8 @@ def _bound(
     leaves = log_a / (orders - 1)
     joins = (largest + (orders - 1) * mean * math.exp(above)) / 2
     # An example whose bin is known is still hidden by the whole Gaussian.
-    return np.minimum(np.maximum(leaves, joins), orders * largest / 2)
+    known = orders * largest / 2
+    return np.minimum(np.maximum(leaves, joins), known)
 
 
 @functools.lru_cache(maxsize=64)

@@ -45,7 +45,8 @@ def composed(parts: Parts, grid: float, neighbours: str) -> PrivacyLossDistribut
     if parts.precision:
         total = total.compose(one_step(1.0, parts.unsampled_multiplier, grid, neighbours))
     for (q, z), count in parts.sampled.items():
-        total = total.compose(one_step(q, z, grid, neighbours).self_compose(count))
+        step = one_step(q, z, grid, neighbours)
+        total = total.compose(step.self_compose(count))
     return total
 
 
@@ -111,7 +112,8 @@ def levels(
     planned = values if plan is None else np.asarray(plan, np.float64)
     grid = _grid(planned, count)
     place = np.searchsorted(grid, values, side="right") - 1
-    return np.where(np.isfinite(values) & (place >= 0), grid[place], values)
+    is_planned = np.isfinite(values) & (place >= 0)
+    return np.where(is_planned, grid[place], values)
 
 
 def rounded(sampled: Steps, most: int = LEVELS, plan: Steps | None = None) -> Steps:
@@ -121,7 +123,8 @@ def rounded(sampled: Steps, most: int = LEVELS, plan: Steps | None = None) -> St
     if count == 0:
         return sampled
     out: Steps = {}
-    for pair, runs in zip(_at(sampled, plan, count), sampled.values(), strict=True):
+    pairs = _at(sampled, plan, count)
+    for pair, runs in zip(pairs, sampled.values(), strict=True):
         out[pair] = out.get(pair, 0) + runs
     return out
 
@@ -141,14 +144,16 @@ def _at(steps: Steps, plan: Steps, count: int) -> list[tuple[float, float]]:
     q, z = np.array(list(steps)).T
     rates, multipliers = np.array(list(plan)).T
     grid = _grid(rates, count)
-    up = grid[np.minimum(np.searchsorted(grid, q), grid.size - 1)]
+    place = np.minimum(np.searchsorted(grid, q), grid.size - 1)
+    up = np.maximum(q, grid[place])
     down = levels(z, count, multipliers)
-    return list(zip(np.maximum(q, up).tolist(), down.tolist(), strict=True))
+    return list(zip(up.tolist(), down.tolist(), strict=True))
 
 
 def _grid(planned: np.ndarray, count: int) -> np.ndarray:
     """The positive finite numbers; geometric levels between them if there are more than count."""
-    values = np.unique(planned[(planned > 0) & np.isfinite(planned)])
+    usable = (planned > 0) & np.isfinite(planned)
+    values = np.unique(planned[usable])
     if values.size == 0:
         return np.ones(1)
     if values.size > count:

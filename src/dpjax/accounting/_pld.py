@@ -50,10 +50,12 @@ def profile(parts: Parts, neighbours: str) -> Profile:
         # A search for the least noise asks for small multipliers, whose losses take a minute each.
         if delta >= chance:
             return 0.0
-        return min((math.inf, *(bound.epsilon(delta) for bound in bounds())))
+        epsilons = [bound.epsilon(delta) for bound in bounds()]
+        return min(epsilons, default=math.inf)
 
     def delta_at(epsilon: float) -> float:
-        return min((chance, *(bound.delta(epsilon) for bound in bounds())))
+        deltas = [bound.delta(epsilon) for bound in bounds()]
+        return min([chance, *deltas])
 
     return Profile(epsilon_at, delta_at)
 
@@ -66,7 +68,9 @@ def _chance(parts: Parts) -> float:
     """
     if parts.precision or parts.foreign:
         return 1.0
-    never = math.prod((1 - rate) ** count for (rate, _), count in parts.sampled.items())
+    never = 1.0
+    for (rate, _), count in parts.sampled.items():
+        never *= (1 - rate) ** count
     return min(1.0, 1 - never + error(parts))
 
 
@@ -163,7 +167,8 @@ def _grid(parts: Parts, neighbours: str) -> float:
     # Rounding adds up to the square of the grid to the variance of each step. On the usual grid
     # this is most of the variance of a million steps with losses of 1e-4.
     squares = [n * q**2 * math.expm1(min(z**-2, 700)) for (q, z), n in parts.sampled.items()]
-    deviation = math.sqrt(math.fsum(squares) / sum(parts.sampled.values()))
+    steps = sum(parts.sampled.values())
+    deviation = math.sqrt(math.fsum(squares) / steps)
     wanted = max(deviation / _FINE, span / _FEWER, usual / 1024)
     # A slightly longer run has the same quarter power of two, so its steps are in the cache.
     power = math.floor(4 * math.log2(wanted / usual)) / 4

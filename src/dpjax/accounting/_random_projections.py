@@ -107,7 +107,8 @@ def steps_of(parts: Parts) -> Steps:
     for event, count in parts.foreign:
         rate = 1.0
         if isinstance(event, dp_accounting.PoissonSampledDpEvent):
-            rate, event = event.sampling_probability, event.event
+            rate = event.sampling_probability
+            event = event.event
         if isinstance(event, ProjectedGaussianDpEvent):
             key = (float(rate), float(event.noise_multiplier), event.projections)
             steps[key] = steps.get(key, 0) + count

@@ -34,14 +34,16 @@ def to_epsilon(divergences: np.ndarray, delta: float) -> float:
     Canonne, Kamath, Steinke, *The discrete Gaussian for differential privacy*, 2020, prop. 12.
     """
     # The library converts our exact divergences, which are never above its own upper bounds.
-    return float(library.compute_epsilon(ORDERS.tolist(), divergences.tolist(), delta)[0])
+    epsilon, _ = library.compute_epsilon(ORDERS.tolist(), divergences.tolist(), delta)
+    return float(epsilon)
 
 
 def to_delta(divergences: np.ndarray, epsilon: float) -> float:
     """Delta by the improved conversion of divergences on `ORDERS`."""
     # The library takes the logarithm of zero below 1e-15. Rounding a divergence up is always sound.
     divergences = np.maximum(divergences, 1e-15)
-    return float(library.compute_delta(ORDERS.tolist(), divergences.tolist(), epsilon)[0])
+    delta, _ = library.compute_delta(ORDERS.tolist(), divergences.tolist(), epsilon)
+    return float(delta)
 
 
 def classic(parts: Parts, neighbours: str) -> Profile:

@@ -111,7 +111,8 @@ def select_best(
     if not math.isfinite(epsilon_one):
         return Selection(math.inf, math.inf, math.inf, runs)
     # The theorems take one divergence curve, which bounds every run.
-    one = np.max([_rdp_accountant.total(split(run), neighbours) for run in events], axis=0)
+    each = [_rdp_accountant.total(split(run), neighbours) for run in events]
+    one = np.max(each, axis=0)
     epsilon_best = _rdp_accountant.to_epsilon(row.divergence(one, runs), delta)
     epsilon_all = _rdp_accountant.to_epsilon(math.ceil(runs) * one, delta)
     return Selection(epsilon_one, epsilon_best, epsilon_all, runs)

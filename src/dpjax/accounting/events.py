@@ -157,11 +157,12 @@ def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEv
       >>> [part.count for part in event.events]
       [50, 50]
     """
-    rates, zs = np.broadcast_arrays(
-        np.asarray(sampling_rate, np.float64), np.asarray(multipliers, np.float64)
-    )
+    rates = np.asarray(sampling_rate, np.float64)
+    zs = np.asarray(multipliers, np.float64)
+    rates, zs = np.broadcast_arrays(rates, zs)
     # Runs of equal steps are joined first, because sorting ten million steps takes 15 seconds.
-    rows, lengths = runs_of(np.stack([rates.ravel(), zs.ravel()], axis=-1))
+    each = np.stack([rates.ravel(), zs.ravel()], axis=-1)
+    rows, lengths = runs_of(each)
     # Equal pairs are joined, because an accountant's time grows with the number of distinct steps.
     pairs, which = np.unique(rows, axis=0, return_inverse=True)
     counts = np.bincount(which.ravel(), lengths)
@@ -177,13 +178,16 @@ def runs_of(multipliers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     changes = multipliers[1:] != multipliers[:-1]
     if changes.ndim > 1:
         changes = changes.any(axis=1)
-    starts = np.flatnonzero(np.append(True, changes)[: len(multipliers)])
-    return multipliers[starts], np.diff(starts, append=len(multipliers))
+    is_start = np.append(True, changes)[: len(multipliers)]
+    starts = np.flatnonzero(is_start)
+    lengths = np.diff(starts, append=len(multipliers))
+    return multipliers[starts], lengths
 
 
 def without_replacement(multipliers: ArrayLike, examples: int, batch_size: int) -> DpEvent:
     """Gaussian steps, each on a uniform batch of a fixed size; equal steps are grouped."""
-    values, counts = np.unique(np.asarray(multipliers, np.float64), return_counts=True)
+    each = np.asarray(multipliers, np.float64)
+    values, counts = np.unique(each, return_counts=True)
     steps = []
     for z, count in zip(values.tolist(), counts.tolist(), strict=True):
         noise = dp_accounting.GaussianDpEvent(z)
@@ -208,7 +212,8 @@ def random_allocation(multipliers: ArrayLike, batches: int) -> DpEvent:
         return scheduled_gaussian(values, 1.0)
     ends = len(values) - len(values) % batches
     # Runs of equal epochs are joined first, because there can be a million of them.
-    rows, lengths = runs_of(np.sort(values[:ends].reshape(-1, batches), axis=1))
+    whole = values[:ends].reshape(-1, batches)
+    rows, lengths = runs_of(np.sort(whole, axis=1))
     epochs: Counter[tuple[tuple[float, int], ...]] = Counter()
     for row, count in zip(rows, lengths, strict=True):
         epochs[_grouped(row)] += int(count)

@@ -81,6 +81,8 @@ def epsilon(
       | random allocation, fresh bins each epoch | "pld" is exact to about 0.1 %; "rdp" far looser |
       | random bins under correlated noise | "pld" is the least of "rdp" and of known bins |
 
+      Below a multiplier of about 0.2, "pld" of random allocation can be that of known bins.
+
     Example:
       >>> from dpjax import accounting
       >>> event = accounting.subsampled_gaussian(1.1, sampling_rate=256 / 60_000, steps=14_063)
@@ -90,7 +92,8 @@ def epsilon(
       Estimate(2.324..., not a bound)
     """
     call = "accounting.epsilon"
-    delta, row = checked_delta(call, delta), checked_method(call, method)
+    delta = checked_delta(call, delta)
+    row = checked_method(call, method)
     return _as(row, profile_of(event, method, neighbours, plan).epsilon(delta))
 
 
