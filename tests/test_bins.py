@@ -103,7 +103,7 @@ def drawn_once(folder, data=None):
         np.testing.assert_allclose(-end.params, np.ones(EXAMPLES), atol=0.01)
 
 
-@kills("training/streaming.py", "state._replace(epoch_key=epoch_key)", "state", case="stream")
+@kills("training/_streaming.py", "state._replace(epoch_key=epoch_key)", "state", case="stream")
 @kills("training/step.py", "state._replace(epoch_key=epoch_key)", "state", case="memory")
 @pytest.mark.parametrize("place", ["memory", "stream"])
 def test_a_resumed_epoch_draws_each_example_once(tmp_path, place):

@@ -19,7 +19,7 @@ from mutation import kills
 
 import dpjax
 from dpjax import clipping, federated, sampling, training
-from dpjax.federated import local, rounds
+from dpjax.federated import _local, _rounds
 from dpjax.federated.fedavg import recipe_of
 from dpjax.training.recipe import bound_to
 from dpjax.training.step import private_step
@@ -97,7 +97,7 @@ def released(rule, shares, **work):
     """The released sum of a round, without noise, as one program for all data."""
     loss = lambda p, x: -jnp.sum(p["a"] * x[:3]) - jnp.sum(p["b"] * x[3:])  # noqa: E731
     steps = {"batch_size": 1, "epochs": 2, "within": None, **work}
-    what = local.Local(loss, optax.sgd(1.0), **steps)
+    what = _local.Local(loss, optax.sgd(1.0), **steps)
     plan = mechanism(4, rule=rule)
     optimizer, key = optax.sgd(4.0), jax.random.key(0)
     state = State(PARAMS, optimizer.init(PARAMS), jnp.float32(1), key, key, jnp.int32(0), None)
@@ -105,7 +105,7 @@ def released(rule, shares, **work):
     @jax.jit
     def run(clients):
         recipe = recipe_of("fedavg", what, optimizer, plan, clients, scale=1.0, microbatch_size=2)
-        rows = rounds.Row(jnp.arange(4), jnp.asarray(shares), clients.counts)
+        rows = _rounds.Row(jnp.arange(4), jnp.asarray(shares), clients.counts)
         return private_step(bound_to(recipe, clients), rows, state)[0].params
 
     def sum_of(examples, counts):
@@ -233,7 +233,7 @@ def test_each_client_and_round_has_an_order_of_its_own():
     alike = [np.arange(1.0, 21, dtype=np.float32)[:, None]] * 6
     clients, plan = federated.Clients.of(alike), mechanism(6, rule=clipping.flat(math.inf))
     once = optax.sgd(lambda step: jnp.where(step == 0, 1.0, 0.0))
-    what = local.Local(towards, once, 1, 1, None)
+    what = _local.Local(towards, once, 1, 1, None)
     algorithm = fedavg(clients, plan, towards, local_batch_size=1, client_optimizer=once)
     state, sums = algorithm.init(jnp.zeros(1), jax.random.key(3)), []
     for _ in range(5):
@@ -243,7 +243,7 @@ def test_each_client_and_round_has_an_order_of_its_own():
     assert len(set(sums)) > 2, "rounds differ"
     assert any(total % 6 for total in sums), "clients differ"
     seen = [
-        float(local.trained(what, jnp.zeros(1), clients, jnp.int32(0), jax.random.key(k))[1][0])
+        float(_local.trained(what, jnp.zeros(1), clients, jnp.int32(0), jax.random.key(k))[1][0])
         for k in range(8)
     ]
     assert len(set(seen)) > 3, "keys differ"
@@ -292,14 +292,14 @@ KERNELS = [0.1 * jnp.ones((3, 3, 3, 4)), 0.1 * jnp.ones((3, 3, 4, 5))]
 def test_no_convolution_of_a_round_becomes_a_naive_loop_on_a_cpu():
     """XLA computes convolutions fast in a loop if their channels are last and have no groups."""
     clients, plan, server = images(2, 3), mechanism(2), optax.sgd(1.0)
-    what = local.Local(convolving, optax.sgd(0.1), 2, epochs=1, within=None)
+    what = _local.Local(convolving, optax.sgd(0.1), 2, epochs=1, within=None)
     recipe = recipe_of("fedavg", what, server, plan, clients, scale=1.0)
     key, scale = jax.random.key(0), jnp.float32(1)
     state = State(KERNELS, server.init(KERNELS), scale, key, key, jnp.int32(0), None)
 
     @jax.jit
     def round_of(clients):
-        rows = rounds.Row(jnp.arange(2), jnp.ones(2), clients.counts)
+        rows = _rounds.Row(jnp.arange(2), jnp.ones(2), clients.counts)
         return private_step(bound_to(recipe, clients), rows, state)[0].params
 
     text = round_of.lower(clients).compile().as_text()

@@ -335,7 +335,7 @@ def test_a_sum_in_two_parts_moves_by_one_bound(devices):
 @pytest.mark.promotes
 @kills("training/step.py", "lost=lost,\n", "lost=None,\n", case="in memory", slow=True)
 @kills("training/step.py", "data, held, end_block)", "data, held)", case="in memory", slow=True)
-@kills("training/streaming.py", "sums = programs.settle(sums)", "pass", case="streamed", slow=True)
+@kills("training/_streaming.py", "sums = programs.settle(sums)", "pass", case="streamed", slow=True)
 @kills("noise/link.py", "addend = lost + addend", "pass", case="in memory", slow=True)
 @kills(
     "gradients/batching.py", "= examples <= layout", "= True or layout", case="in memory", slow=True

@@ -257,7 +257,7 @@ except ValueError as error:
 
 @pytest.mark.slow
 @kills(
-    "training/in_memory.py",
+    "training/_in_memory.py",
     "shared = self._held_on(mesh)",
     "shared = self._held_on(None)",
     slow=True,
@@ -409,7 +409,7 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.slow
-@kills("training/streaming.py", "where[self.places] = np.arange(len(self.places))", "", slow=True)
+@kills("training/_streaming.py", "where[self.places] = np.arange(len(self.places))", "", slow=True)
 def test_a_run_whose_process_is_killed_resumes_in_all_of_them(tmp_path, alone):
     started = processes.start(tmp_path / "run", 2, stream=True, dies=8)
     codes, texts = processes.finish(started, tmp_path / "run")

@@ -114,7 +114,7 @@ def moved(rows=(X, Y), loss=row_loss, **options):
 
 @kills("losses/people.py", "jnp.maximum(1, jnp.sum(mask))", "mask.size")
 @kills("losses/people.py", "jnp.where(mask, values, 0)", "values", slow=True)
-@kills("training/streaming.py", "mask[i : i + size]", "mask[:0]", slow=True)
+@kills("training/_streaming.py", "mask[i : i + size]", "mask[:0]", slow=True)
 def test_a_step_clips_one_gradient_a_person():
     expected = by_definition(0)
     for rows in ((X, Y), data.Stream(list(zip(X, Y, strict=True)))):

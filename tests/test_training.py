@@ -555,7 +555,7 @@ np.savez(sys.argv[1], *test_training.steps_in_microbatches())
     "asarray(0 * size, jnp.int32)",
     slow=True,
 )
-@kills("training/streaming.py", "split={1, 2, 3}", "split={3}", slow=True)
+@kills("training/_streaming.py", "split={1, 2, 3}", "split={3}", slow=True)
 def test_two_devices_take_the_steps_of_one(tmp_path):
     """The same draws and the same noise, once; each example on one device alone."""
     program = [sys.executable, "-c", TWO_DEVICES, str(tmp_path / "two.npz")]
@@ -580,7 +580,7 @@ class TestStreamed:
     X = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
 
     @kills(
-        "training/streaming.py",
+        "training/_streaming.py",
         "mask[: len(drawn)] = drawn",
         "mask[: len(drawn) + 1] = True",
         case="poisson-8",

@@ -11,10 +11,10 @@ and `fedsgd` are the algorithms; `scores` and `evaluate_clients` measure single 
 All of this is a simulation in one process: the server sees every update.
 """
 
+from dpjax.federated._rounds import Info
 from dpjax.federated.clients import Clients
 from dpjax.federated.evaluation import evaluate_clients, scores
 from dpjax.federated.fedavg import fedavg, fedsgd
-from dpjax.federated.rounds import Info
 from dpjax.federated.weights import Weights
 
 __all__ = ["Clients", "Info", "Weights", "evaluate_clients", "fedavg", "fedsgd", "scores"]

@@ -15,9 +15,9 @@ import numpy as np
 import optax
 
 from dpjax import checks, ledger, meshes, trees
+from dpjax.federated._local import Local
+from dpjax.federated._rounds import Row, by_size, client_loss, round_info
 from dpjax.federated.clients import Clients
-from dpjax.federated.local import Local
-from dpjax.federated.rounds import Row, by_size, client_loss, round_info
 from dpjax.federated.weights import Weights
 from dpjax.gradients.loss_checks import check_loss
 from dpjax.gradients.traced import Traced

@@ -24,12 +24,12 @@ from dpjax.data.arrays import arrays
 from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.gradients.traced import Traced
 from dpjax.noise.link import first_memory
+from dpjax.training._in_memory import InMemory
 from dpjax.training._keys import first_keys, supplied
+from dpjax.training._streaming import Streamed
 from dpjax.training.checks import check_state, check_untraced, warn_of_batch_norm, warn_of_constants
-from dpjax.training.in_memory import InMemory
 from dpjax.training.info import Seen, mean_info, warn_of_unscored
 from dpjax.training.recipe import Recipe, bound_to, example_of, home_of
-from dpjax.training.streaming import Streamed
 from dpjax.types import Algorithm, Key, PyTree, State
 
 

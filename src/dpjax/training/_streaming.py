@@ -25,7 +25,7 @@ from dpjax.training.step import add_clipped, end_block, release, without_optimiz
 from dpjax.types import Key, PyTree, State
 
 
-class Microbatch(NamedTuple):
+class _Microbatch(NamedTuple):
     """Part of a draw, on the host."""
 
     indices: np.ndarray
@@ -72,7 +72,7 @@ class Streamed:
 
 def _drawn(
     programs: Any, state: State, count: int, size: int
-) -> tuple[list[list[Microbatch]], Key | None]:
+) -> tuple[list[list[_Microbatch]], Key | None]:
     """The next draws in microbatches of this size, and the epoch key after them."""
     steps = []
     first = int(state.step)
@@ -82,7 +82,7 @@ def _drawn(
         indices = on_host(draw)
         mask = np.asarray(draw.mask)[: len(indices)]
         starts = range(0, len(indices), size)
-        steps.append([Microbatch(indices[i : i + size], mask[i : i + size]) for i in starts])
+        steps.append([_Microbatch(indices[i : i + size], mask[i : i + size]) for i in starts])
     return steps, epoch_key
 
 

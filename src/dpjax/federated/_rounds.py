@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from dpjax.federated._local import Local, trained
 from dpjax.federated.clients import Clients
-from dpjax.federated.local import Local, trained
 from dpjax.training.info import Seen, mean_info
 from dpjax.types import Draw, Key, LossFn, PyTree, Sampler
 
