@@ -126,7 +126,7 @@ _KINDS: Mapping[str, Callable[..., Column | None]] = {
 def declared(
     columns: Mapping[str, Any] | str | os.PathLike[str], call: str, unit: str | None = None
 ) -> dict[str, Column | None]:
-    """Reads the declarations of all columns but ``unit``, exactly one of which is learnt.
+    """Reads the declarations of all columns but ``unit``; exactly one column is learnt.
 
     ``columns`` is the path of a TOML file, or its content. A column that is not read is None.
     """

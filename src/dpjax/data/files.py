@@ -160,7 +160,7 @@ def _is_number(word: str) -> bool:
 def _note(arrays: Mapping[str, np.ndarray], images: str) -> str:
     if images == "jpeg_{}":
         return "lossy: decoded from JPEG copies"
-    # A lossless file lists the images of which only lossy copies exist.
+    # A lossless file lists the images that exist only as lossy copies.
     lossy = sum(arrays[key].size for key in ("lossy_train", "lossy_test") if key in arrays)
     return f"{lossy} of the images are lossy copies" if lossy else ""
 
