@@ -24,6 +24,11 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import accounting, auditing, cli, data, features, ledger, models, schedules
 from dpjax.cli import audit, compare, compilation_cache
+from dpjax.cli.audit import canaries as audit_canaries
+from dpjax.cli.audit import command as audit_command
+from dpjax.cli.audit import lines as audit_lines
+from dpjax.cli.audit import losses as audit_losses
+from dpjax.cli.audit import rebuilt_run
 from dpjax.cli.flag_sets import names
 from dpjax.cli.flag_sets.audit import FLAGS as AUDIT_FLAGS
 from dpjax.cli.flag_sets.train import FLAGS, settings
@@ -434,7 +439,7 @@ def test_an_audit_takes_the_flags_of_a_run_as_they_were(workshop):
     given["model_options"].value = ["widths=[8,4]"]
     config = json.loads(json.dumps({"flags": {**settings(given), "out": given.out}}))
     facts = json.loads(json.dumps(mechanism.facts))
-    rebuilt = audit.flags_of(types.SimpleNamespace(config=config, mechanism=facts))
+    rebuilt = rebuilt_run.flags_of(types.SimpleNamespace(config=config, mechanism=facts))
     assert rebuilt.model_options == ["widths=[8,4]"]
     rebuilt["model_options"].value = []
     assert command.plan(rebuilt).mechanism.facts == mechanism.facts
@@ -444,13 +449,13 @@ def test_an_audit_takes_the_flags_of_a_run_as_they_were(workshop):
 NOISES = {"white": ["--sampling=poisson"], "tree": ["--sampling=balls_in_bins", "--noise=tree"]}
 
 
-@kills("cli/audit.py", "keys[number]", "jax.random.key(number)", case="white", slow=True)
+@kills("cli/audit/shadows.py", "keys[number]", "jax.random.key(number)", case="white", slow=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOISES)
 def test_a_run_is_audited_beside_its_claims(name, workshop, tmp_path, monkeypatch):
     """By default 200 steps of it: a strategy is for all of them."""
     trained(tmp_path / "run", *NOISES[name], "--steps=4", "--delta=1e-3", "--seed=1")
-    rebuilt, fit, keys = audit.rebuild(tmp_path / "run"), dpjax.fit, [jax.random.key(1)]
+    rebuilt, fit, keys = rebuilt_run.rebuild(tmp_path / "run"), dpjax.fit, [jax.random.key(1)]
 
     def kept(algorithm, state, **options):
         keys.append(state.key)
@@ -460,7 +465,7 @@ def test_a_run_is_audited_beside_its_claims(name, workshop, tmp_path, monkeypatc
     given = copy.deepcopy(AUDIT_FLAGS)
     given(["audit", "--steps=2", "--pairs=8", "--canaries=20", "--attacks=canaries,lira"])
     given["shadows"].value = 4
-    step, canaries, *ratios = audit.audit_run(given, rebuilt, tmp_path)
+    step, canaries, *ratios = audit_command.audit_run(given, rebuilt, tmp_path)
     assert "2 steps" in canaries.measured
     claimed, part = rebuilt.run.epsilon, rebuilt.planned.mechanism
     if name == "white":
@@ -477,21 +482,21 @@ def test_a_run_is_audited_beside_its_claims(name, workshop, tmp_path, monkeypatc
         assert (tmp_path / file).stat().st_mode & 0o077 == 0, "private numbers"
     np.savez("my.npz", x=np.zeros((40, 3)), y=np.arange(40) % 3)
     with pytest.raises(app.UsageError, match=r"expected the mechanism of run\.json"):
-        audit.rebuild(tmp_path / "run")
+        rebuilt_run.rebuild(tmp_path / "run")
     (tmp_path / "run" / "privacy.json").unlink()
     with pytest.raises(app.UsageError, match="of a finished `dpjax train`"):
-        audit.rebuild(tmp_path / "run")
+        rebuilt_run.rebuild(tmp_path / "run")
 
 
 def test_canaries_are_noise_or_known_tokens():
     """White noise in the place of tokens would be no tokens, and every loss NaN."""
     draw, x = np.random.default_rng(0), np.ones((40, 2, 2), np.float32)
-    places, (noisy, _) = audit.with_canaries((x, np.zeros(40, int)), 10, 3, draw)
+    places, (noisy, _) = audit_canaries.with_canaries((x, np.zeros(40, int)), 10, 3, draw)
     np.testing.assert_allclose(np.linalg.norm(noisy, axis=(1, 2)), 2, rtol=1e-6)
     others = np.setdiff1d(np.arange(40), places)
     np.testing.assert_array_equal(noisy[others], 1)
     tokens = (np.arange(160).reshape(40, 4) % 9).astype(np.int32)
-    places, (mixed, labels) = audit.with_canaries((tokens, np.zeros(40, int)), 10, 3, draw)
+    places, (mixed, labels) = audit_canaries.with_canaries((tokens, np.zeros(40, int)), 10, 3, draw)
     assert sorted(mixed[places].ravel()) == sorted(tokens[places].ravel())
     assert {*labels} <= {0, 1, 2}
 
@@ -505,28 +510,28 @@ def test_the_losses_of_sure_rows_are_no_ties():
         run=types.SimpleNamespace(delta=1e-5),
         released={},
     )
-    for scores in audit.attack_losses(rebuilt, 0.95).scores:
+    for scores in audit_losses.attack_losses(rebuilt).scores:
         assert len(set(scores.tolist())) == 20
 
 
-@kills("cli/audit.py", "refutes=False", "refutes=True")
+@kills("cli/audit/losses.py", "refutes=False", "refutes=True")
 def test_losses_of_another_distribution_are_no_verdict(tmp_path, monkeypatch, capsys):
     """A sound run whose test rows are of another kind than its train rows."""
     far = np.arange(4000) / 4000
     found = auditing.audit_membership(far + 1, far, delta=1e-3)
-    attack = audit.Attack("losses", found, (far + 1, far), (np.arange(4000) % 2,) * 2)
+    attack = audit_losses.Attack("losses", found, (far + 1, far), (np.arange(4000) % 2,) * 2)
     sound = audit.Line("step", "measured", 0.5, 1.0, 0.95, False)
     for name in ("audit_step", "line_of_step", "audit_canaries"):
-        monkeypatch.setattr(audit, name, lambda *_: sound)
-    monkeypatch.setattr(audit, "attack_losses", lambda *_: attack)
+        monkeypatch.setattr(audit_command, name, lambda *_: sound)
+    monkeypatch.setattr(audit_command, "attack_losses", lambda *_: attack)
     card = {"true_positive_rates": [[at, 2.718 * at] for at in auditing.membership.RATES]}
     run = types.SimpleNamespace(delta=1e-3, epsilon=1.0, path=tmp_path, card=card)
     plan = types.SimpleNamespace(mechanism=mechanism_with())
     rebuilt = types.SimpleNamespace(run=run, planned=plan)
-    given = types.SimpleNamespace(pairs=8, canaries=20, steps=2, attacks=audit.ATTACKS[:2])
-    lines = audit.audit_run(given, rebuilt, tmp_path)
+    given = types.SimpleNamespace(pairs=8, canaries=20, steps=2, attacks=audit_command.ATTACKS[:2])
+    lines = audit_command.audit_run(given, rebuilt, tmp_path)
     assert lines[-1].bound > lines[-1].claimed
-    assert audit.ASSUMED in lines[-1].measured
+    assert audit_lines.ASSUMED in lines[-1].measured
     assert "of at most 0.3% at 0.1%" in lines[-1].measured
     audit.conclude(lines, 1.0)
     said = capsys.readouterr().out

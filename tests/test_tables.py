@@ -19,8 +19,9 @@ from absl import app
 from mutation import kills
 
 from dpjax import data
-from dpjax.cli import audit
 from dpjax.cli import columns as drafts
+from dpjax.cli.audit import command as audit_command
+from dpjax.cli.audit import rebuilt_run
 from dpjax.cli.flag_sets import audit as audit_flags
 from dpjax.cli.flag_sets import sweep as sweep_flags
 from dpjax.cli.flag_sets.train import FLAGS
@@ -468,9 +469,9 @@ def test_without_test_rows_no_search_ranks_and_no_audit_compares(folder):
         given = copy.deepcopy(audit_flags.FLAGS)
         given(["audit", *words])
         with pytest.raises(app.UsageError, match=r"no test rows .* Give --attacks=canaries\.$"):
-            audit.require_test_rows(given, dataset)
+            audit_command.require_test_rows(given, dataset)
     given(["audit", "--attacks=canaries"])
-    audit.require_test_rows(given, dataset)
+    audit_command.require_test_rows(given, dataset)
 
 
 def test_a_data_set_by_name_has_a_test_set_of_its_own(folder):
@@ -482,14 +483,14 @@ def test_a_data_set_by_name_has_a_test_set_of_its_own(folder):
 def test_audits_are_of_classifiers_whose_unit_is_a_row(monkeypatch, tmp_path):
     steps = {"multiplier_and_steps": [[1.0, 2]]}
     run = types.SimpleNamespace(card={}, config={"flags": {}}, mechanism=steps)
-    monkeypatch.setattr(audit, "read", lambda *_, **__: run)
+    monkeypatch.setattr(rebuilt_run, "read", lambda *_, **__: run)
     part = (np.zeros((2, 3)), np.zeros(2))
     for classes, owners in ((None, None), (2, np.arange(2))):
         dataset = data.Dataset("own", part, part, classes, owners=owners)
         planned = types.SimpleNamespace(dataset=dataset)
-        monkeypatch.setattr(audit, "plan", lambda _, planned=planned: planned)
+        monkeypatch.setattr(rebuilt_run, "plan", lambda _, planned=planned: planned)
         with pytest.raises(app.UsageError, match="a classifier whose unit is one example"):
-            audit.rebuild(tmp_path)
+            rebuilt_run.rebuild(tmp_path)
 
 
 @pytest.mark.thorough

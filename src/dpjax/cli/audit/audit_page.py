@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of an audit: bounds next to claims, and the curve of each attack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+import numpy as np
+
+from dpjax.accounting.rounding import downwards, three_digits
+from dpjax.cli.audit.lines import Line
+from dpjax.cli.audit.losses import Attack
+from dpjax.cli.report import page, style
+from dpjax.cli.report.figures import PRIVATE
+from dpjax.cli.report.load_run import SavedRun
+
+
+def page_of(lines: Sequence[Line], attacks: Sequence[Attack], run: SavedRun) -> str:
+    """The whole page, as HTML."""
+    return page.page(f"Audit of {run.path.name}", _sections(lines, attacks, run))
+
+
+def _sections(lines: Sequence[Line], attacks: Sequence[Attack], run: SavedRun) -> Iterator[str]:
+    yield f'<h1>Audit of {escape(run.path.name)}</h1>\n<p class="badge private">{PRIVATE}</p>'
+    bounds = {}
+    for line in lines:
+        bound = three_digits(line.bound, downwards)
+        claimed = three_digits(line.claimed)
+        bounds[line.audit] = f"epsilon above {bound}, claimed {claimed}; {line.measured}"
+    note = "<h3>Lower bounds</h3><p>Each beside what is claimed.</p>"
+    yield page.section(note, page.table(bounds))
+    if attacks:
+        note = (
+            "<h3>Attacks on the released model</h3><p>Members found, by the share of other rows "
+            "that are taken for members. Grey: guessing. Blue: the most that the claim allows.</p>"
+        )
+        yield page.section(note, _curves(attacks, run), tag="figure")
+    for attack in attacks:
+        note = f"<h3>{escape(attack.name)}</h3><p>AUROC of each class.</p>"
+        yield page.section(note, page.table(attack.by_class()))
+
+
+def _curves(attacks: Sequence[Attack], run: SavedRun) -> str:
+    """Curves of true and false positives on logarithmic axes, as SVG."""
+    with style.style():
+        figure = style.canvas(style.WIDTH, 3.6)
+        axes = style.panel(figure, "others taken for members", "members found")
+        rates = np.geomspace(1e-4, 1, 200)
+        axes.plot(rates, rates, color=style.PALETTE["muted"], linewidth=0.8)
+        claim = np.minimum(np.exp(min(run.epsilon, 50)) * rates + run.delta, 1)
+        axes.plot(rates, claim, color=style.PALETTE["blue"], linewidth=0.8)
+        for attack, color in zip(attacks, style.SERIES[1:], strict=False):
+            thresholds = np.unique(np.concatenate(attack.scores))
+            true, false = (_shares_above(thresholds, scores) for scores in attack.scores)
+            axes.plot(false, true, color=style.PALETTE[color], label=attack.name)
+        axes.set(xscale="log", yscale="log", xlim=(5e-4, 1), ylim=(5e-4, 1.1))
+        style.legend(axes)
+        return style.svg(figure, "attacks", "Members found by the rate of false positives.")
+
+
+def _shares_above(thresholds: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """The share of the scores that reaches each threshold."""
+    return 1 - np.searchsorted(np.sort(scores), thresholds) / len(scores)

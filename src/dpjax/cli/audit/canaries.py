@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The black-box audit: a second training, on data in which some rows are canaries."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app
+
+import dpjax
+from dpjax import auditing
+from dpjax.cli.audit.lines import OF_A_RUN, Line
+from dpjax.cli.audit.rebuilt_run import Rebuilt
+
+_KNOWN = 2_000  # rows whose gradients the attacker subtracts
+
+
+def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int) -> Line:
+    """Trains once more, with canaries that join by fair coins, and guesses which joined."""
+    planned = rebuilt.planned
+    examples = rebuilt.dataset.examples
+    delta = rebuilt.run.delta
+    if count is None:
+        count = min(1000, examples // 4)
+    if not 10 <= count < examples:
+        raise app.UsageError(f"--canaries={count}: expected 10 or more, below the {examples} rows.")
+    draw = np.random.default_rng(0)
+    classes = rebuilt.dataset.classes or 1
+    places, (x, y) = with_canaries(rebuilt.dataset.train, count, classes, draw)
+    members = draw.random(count) < 0.5
+    known = draw.permutation(np.setdiff1d(np.arange(examples), places))[:_KNOWN]
+    # The plan keeps all steps, although few run: correlated noise is designed for the whole run.
+    sampler = auditing.without(planned.mechanism.sampling, places[~members])
+    mechanism = dataclasses.replace(planned.mechanism, sampling=sampler, preparation=(), before=())
+    steps = min(steps, mechanism.steps)
+    recording = auditing.recording(planned.optimizer)
+    algorithm = planned.algorithm(mechanism, (x, y), optimizer=recording)
+    scores, _ = auditing.score_canaries(
+        algorithm,
+        algorithm.init(rebuilt.first, jax.random.key(0)),
+        steps,
+        planned.of_example,
+        (jnp.asarray(x[places]), jnp.asarray(y[places])),
+        (jnp.asarray(x[known]), jnp.asarray(y[known])),
+        per_step=planned.per_step,
+    )
+    right, guesses = auditing.guess_members(scores, members, count // 5)
+    curve, assumed = curve_of(mechanism, steps)
+    bound = auditing.epsilon_lower_bound(
+        right, guesses, canaries=count, delta=delta, confidence=OF_A_RUN, curve=curve
+    )
+    claimed = mechanism.epsilon_of(mechanism.multipliers[:steps], delta, planned.method)
+    words = f"{right} of {guesses} guesses right, {count} canaries, {steps} steps; {assumed}"
+    return Line("canaries in a second run", words, bound, claimed, OF_A_RUN, bound > claimed)
+
+
+def curve_of(mechanism: dpjax.Mechanism, steps: int) -> tuple[Any, str]:
+    """The trade-off curve that canaries refute, and its name: the run's own, where it is known."""
+    replaced = mechanism.relation is dpjax.types.Neighbours.REPLACE_ONE
+    if replaced or mechanism.clipping.projections is not None:
+        return "any", "any curve"
+    return mechanism.event_of(mechanism.multipliers[:steps]), "its own curve"
+
+
+def with_canaries(
+    rows: Any, count: int, classes: int, draw: np.random.Generator
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """The places of canaries among rows, and the rows with them."""
+    x, y = map(np.array, rows)
+    places = draw.choice(len(x), count, replace=False)
+    if np.issubdtype(x.dtype, np.integer):
+        # White noise is not a token: each entry comes from the row of another canary.
+        x[places] = draw.permuted(x[places], axis=0)
+    else:
+        # White noise with a random label: its gradient is nearly orthogonal to all others.
+        noise = draw.normal(size=(count, *x.shape[1:]))
+        replaced_norms = np.linalg.norm(x[places].reshape(count, -1), axis=1)
+        noise_norms = np.linalg.norm(noise.reshape(count, -1), axis=1)
+        lengths = replaced_norms / noise_norms
+        x[places] = noise * lengths.reshape(-1, *[1] * (x.ndim - 1))
+    y[places] = draw.integers(0, classes, count)
+    return places, (x, y)

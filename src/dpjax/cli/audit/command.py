@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command: checks what is asked, runs the audits, prints and writes their results."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from absl import app, flags, logging
+
+import dpjax
+from dpjax._files import replace
+from dpjax.cli import compilation_cache
+from dpjax.cli.audit.audit_page import page_of
+from dpjax.cli.audit.canaries import audit_canaries
+from dpjax.cli.audit.lines import HEAD, Line, conclude
+from dpjax.cli.audit.losses import Attack, attack_losses
+from dpjax.cli.audit.rebuilt_run import Rebuilt, rebuild
+from dpjax.cli.audit.shadows import attack_shadows
+from dpjax.cli.audit.step import audit_step, line_of_step
+from dpjax.cli.flag_checks import require_matplotlib
+from dpjax.cli.report.figures import PRIVATE
+from dpjax.cli.report.load_run import SavedRun
+from dpjax.mechanism.card import strict
+
+ATTACKS = ("canaries", "loss", "lira")
+
+
+def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Audits the run that the command line names."""
+    if len(argv) != 2:
+        raise app.UsageError("expected the folder of one run: dpjax audit runs/demo")
+    require_matplotlib()
+    logging.set_verbosity(logging.ERROR)  # nothing is released, so public seeds need no warning
+    unknown = set(given.attacks) - set(ATTACKS)
+    if unknown:
+        raise app.UsageError(f"--attacks={','.join(unknown)}: expected {', '.join(ATTACKS)}.")
+    began = time.time()
+    folder = pathlib.Path(argv[1])
+    compilation_cache.switch_on()
+    out = folder
+    if given.out is not None:
+        out = pathlib.Path(given.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)  # before the audits, which take minutes
+        rebuilt = rebuild(folder, given.data_dir)
+        require_test_rows(given, rebuilt.dataset)
+        lines = audit_run(given, rebuilt, out)
+    except (OSError, ValueError) as error:
+        raise app.UsageError(f"{folder}: {error}") from error
+    print("\n".join(map(str, (HEAD, *lines))))
+    print(f"Wrote {out / 'audit.json'} and {out / 'audit.html'}.")
+    print(f"The bounds and what was measured are {PRIVATE}. The claims may be published.")
+    conclude(lines, time.time() - began)
+
+
+def require_test_rows(given: flags.FlagValues, dataset: dpjax.data.Dataset) -> None:
+    """Refuses attacks on membership in a run that trained on all rows."""
+    need_test = [name for name in given.attacks if name != "canaries"]
+    if need_test and not len(dataset.test[1]):
+        raise app.UsageError(
+            f"--attacks={','.join(need_test)}: the run has no test rows to compare training rows "
+            "with. Give --attacks=canaries."
+        )
+
+
+def audit_run(given: flags.FlagValues, rebuilt: Rebuilt, out: pathlib.Path) -> list[Line]:
+    """Audits a run, and writes numbers and page into a folder."""
+    run = rebuilt.run
+    name = "one step in which the row is drawn"
+    if rebuilt.planned.mechanism.noise is not None:
+        name = "first step of correlated noise"
+    lines = [line_of_step(audit_step(rebuilt, given.pairs), run.delta, name)]
+    if "canaries" in given.attacks:
+        lines.append(audit_canaries(rebuilt, given.canaries, given.steps))
+    attacks = []
+    if "loss" in given.attacks:
+        attacks.append(attack_losses(rebuilt))
+    if "lira" in given.attacks:
+        attacks += attack_shadows(rebuilt, given.shadows)
+    lines += [attack.line(run) for attack in attacks]
+    facts = {
+        "run": str(run.path),
+        "delta": run.delta,
+        "publish": PRIVATE,
+        "audits": [line._asdict() for line in lines],
+        "attacks": {attack.name: _facts_of(attack, run) for attack in attacks},
+    }
+    replace(out / "audit.json", json.dumps(strict(facts), indent=2) + "\n")
+    replace(out / "audit.html", page_of(lines, attacks, run))
+    return lines
+
+
+def _facts_of(attack: Attack, run: SavedRun) -> dict[str, Any]:
+    facts = attack.membership._asdict()
+    return {**facts, "rates": attack.rates(run), "by_class": attack.by_class()}

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LiRA: likelihood ratios from shadow models, which the run's own algorithm trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+import dpjax
+from dpjax import auditing, training
+from dpjax._display import duration
+from dpjax.cli.audit.losses import Attack, attack_of, log_odds
+from dpjax.cli.audit.rebuilt_run import Rebuilt
+from dpjax.cli.train.evaluation import held
+
+_ATTACKED = 1_000  # members, and as many others, that are scored
+
+
+def attack_shadows(rebuilt: Rebuilt, count: int) -> Iterator[Attack]:
+    """Trains models on halves of the attacked rows, and scores each row by them."""
+    dataset = rebuilt.dataset
+    draw = np.random.default_rng(0)
+    size = min(_ATTACKED, dataset.examples // 2, len(dataset.test[0]))
+    places = draw.permutation(dataset.examples)[:size]
+    test_places = draw.permutation(len(dataset.test[0]))[:size]
+    members = dataset.rows(places)
+    others = jax.tree.map(lambda x: np.asarray(x)[test_places], dataset.test)
+    attacked = jax.tree.map(lambda a, b: np.concatenate([a, b]), members, others)
+    odds = jax.jit(partial(log_odds, rebuilt.planned.model))
+    joined = np.zeros((count, 2 * size), bool)
+    scores = np.zeros(joined.shape)
+    # Children of one key: a shadow model with the run's own seed shares the noise of the run.
+    keys = jax.random.split(jax.random.key(0), count)
+    began = time.time()
+    for number in range(count):
+        # Each pair of models splits the attacked rows, so each row is in half of all models.
+        if number % 2 == 0:
+            half = draw.permutation(2 * size)[:size]
+        else:
+            half = np.flatnonzero(~joined[number - 1])
+        joined[number, half] = True
+        rows = jax.tree.map(np.array, dataset.train)
+        for column, attacked_column in zip(rows, attacked, strict=True):
+            column[places] = attacked_column[half]
+        scores[number] = odds(_trained(rebuilt, rows, keys[number]), attacked)
+        left = (time.time() - began) / (number + 1) * (count - number - 1)
+        print(f"shadow model {number + 1} of {count}, {duration(left)} left", file=sys.stderr)
+    target = np.asarray(odds(rebuilt.released, attacked))
+    for name, online in (("LiRA, online", True), ("LiRA, offline", False)):
+        ratios = auditing.lira(target, scores, joined, online=online)
+        pair = (ratios[:size], ratios[size:])
+        yield attack_of(f"{name}, {count} shadow models", rebuilt, pair, members, others)
+
+
+def _trained(rebuilt: Rebuilt, rows: Any, key: dpjax.types.Key) -> Any:
+    """The parameters that the run's algorithm releases after training on other rows."""
+    planned = rebuilt.planned
+    mechanism = dataclasses.replace(planned.mechanism, preparation=(), before=())
+    algorithm = planned.algorithm(mechanism, rows)
+    state = algorithm.init(rebuilt.first, key)
+    state, _ = dpjax.fit(algorithm, state, evaluate_every=mechanism.steps, progress=False)
+    return held(training.averaged(state.optimizer))
