@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mutants: single edits that break the guarantee. A named test must kill each of them.
 
-A library whose parts are all tested can still leak where they meet.  Every `@kills(...)` above
-a test edits a copy of the sources and runs that test against the copy; a mutant that survives
-is a hole in the tests.
+A library whose parts are all tested can still leak where they meet. Every `kills(...)`, above a
+test or in the table `KILLS` of its file, edits a copy of the sources and runs that test against the
+copy; a mutant that survives is a hole in the tests.
 """
 
 import os

@@ -55,10 +55,6 @@ def draws(count=6000):
     return np.asarray(found.indices), np.asarray(found.mask)
 
 
-@kills("sampling/persons.py", "0, last + 1)", "0, last)")
-@kills("sampling/persons.py", "starts[people.indices][:, None]", "starts[:, None]", slow=True)
-@kills("sampling/persons.py", "poisson(len(counts),", "poisson(rows,", slow=True)
-@kills("sampling/persons.py", "Purpose.ROWS, step", "Purpose.ROWS, 0", slow=True)
 def test_people_have_coins_and_their_rows_are_uniform_subsets():
     indices, mask = draws()
     assert indices.shape == mask.shape == (6000, 4, 2)
@@ -112,9 +108,6 @@ def moved(rows=(X, Y), loss=row_loss, **options):
     return PARAMS - state.params
 
 
-@kills("losses/people.py", "jnp.maximum(1, jnp.sum(mask))", "mask.size")
-@kills("losses/people.py", "jnp.where(mask, values, 0)", "values", slow=True)
-@kills("training/_streaming.py", "mask[i : i + size]", "mask[:0]", slow=True)
 def test_a_step_clips_one_gradient_a_person():
     expected = by_definition(0)
     for rows in ((X, Y), data.Stream(list(zip(X, Y, strict=True)))):
@@ -423,3 +416,20 @@ def test_what_is_refused():
     with pytest.raises(verify.Unreadable, match="one word"):
         list(verify.findings(card))
     assert mechanism(unit="").unit == "person"
+
+
+KILLS = {
+    "test_people_have_coins_and_their_rows_are_uniform_subsets": [
+        kills("sampling/persons.py", "0, last + 1)", "0, last)"),
+        kills(
+            "sampling/persons.py", "starts[people.indices][:, None]", "starts[:, None]", slow=True
+        ),
+        kills("sampling/persons.py", "poisson(len(counts),", "poisson(rows,", slow=True),
+        kills("sampling/persons.py", "Purpose.ROWS, step", "Purpose.ROWS, 0", slow=True),
+    ],
+    "test_a_step_clips_one_gradient_a_person": [
+        kills("losses/people.py", "jnp.maximum(1, jnp.sum(mask))", "mask.size"),
+        kills("losses/people.py", "jnp.where(mask, values, 0)", "values", slow=True),
+        kills("training/streaming.py", "mask[i : i + size]", "mask[:0]", slow=True),
+    ],
+}

@@ -70,27 +70,6 @@ def streamed(strategy, z, *, at=0):
     return np.array(rows)
 
 
-@kills(
-    "strategies/sensitivity.py",
-    "decreasing = np.maximum.accumulate(np.abs(column)[::-1])[::-1]",
-    "decreasing = np.abs(column)",
-    case="gap",
-)
-@kills(
-    "strategies/toeplitz.py",
-    "np.abs(products) / np.sqrt(norms)",
-    "products / np.sqrt(norms)",
-    case="signs-normalized",
-)
-@kills(
-    "strategies/sensitivity.py", "collected *= 2", "collected *= 1", case="normalized", slow=True
-)
-@kills(
-    "strategies/sensitivity.py",
-    "strategy.bands <= participation.separation",
-    "strategy.bands <= participation.separation + 1",
-    case="cut-root",
-)
 @CASES
 def test_no_pattern_moves_more_than_the_sensitivity(maker):
     for steps in LENGTHS:
@@ -329,3 +308,34 @@ def test_no_matrix_unit_rounds_the_memory_of_noise(maker):
 def test_errors_teach(call, words):
     with pytest.raises((TypeError, ValueError), match=words):
         call()
+
+
+KILLS = {
+    "test_no_pattern_moves_more_than_the_sensitivity": [
+        kills(
+            "strategies/sensitivity.py",
+            "decreasing = np.maximum.accumulate(np.abs(column)[::-1])[::-1]",
+            "decreasing = np.abs(column)",
+            case="gap",
+        ),
+        kills(
+            "strategies/toeplitz.py",
+            "np.abs(products) / np.sqrt(norms)",
+            "products / np.sqrt(norms)",
+            case="signs-normalized",
+        ),
+        kills(
+            "strategies/sensitivity.py",
+            "collected *= 2",
+            "collected *= 1",
+            case="normalized",
+            slow=True,
+        ),
+        kills(
+            "strategies/sensitivity.py",
+            "strategy.bands <= participation.separation",
+            "strategy.bands <= participation.separation + 1",
+            case="cut-root",
+        ),
+    ],
+}
