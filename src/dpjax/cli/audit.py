@@ -24,7 +24,7 @@ import dpjax
 from dpjax import auditing, metrics, training
 from dpjax._display import duration
 from dpjax._files import replace
-from dpjax.accounting.rounding import downwards, three_digits, upwards
+from dpjax._rounding import downwards, three_digits, upwards
 from dpjax.cli import compilation_cache
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.flag_sets.train import FLAGS
