@@ -19,8 +19,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # A file imports from its own floor and from floors above it in this list; rooms form no circle.
 FLOORS = (
-    ("checks", "_display", "_files", "_versions", "processes", "verify"),
-    ("types", "trees", "meshes", "schedules"),
+    ("checks", "_display", "_files", "_rounding", "_versions", "processes", "verify"),
+    ("types", "trees", "_arrays", "_stream", "meshes", "schedules"),
     ("clipping", "noise", "sampling", "strategies", "accounting", "ledger"),
     ("data", "losses", "metrics", "models", "scattering"),
     ("diagnostics", "features", "gradients", "mechanism", "reports"),

@@ -603,7 +603,7 @@ KILLS = {
             "training/step.py", "data, held, end_block)", "data, held)", case="in memory", slow=True
         ),
         kills(
-            "training/streaming.py",
+            "training/_streaming.py",
             "sums = programs.settle(sums)",
             "pass",
             case="streamed",

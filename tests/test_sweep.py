@@ -18,7 +18,7 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 
 from dpjax import accounting, sampling
-from dpjax.accounting.rounding import three_digits
+from dpjax._rounding import three_digits
 from dpjax.cli import compare
 from dpjax.cli.flag_sets.sweep import FLAGS
 from dpjax.cli.sweep import child_processes, search_cost, search_space

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dpjax import accounting
-from dpjax.accounting.rounding import upwards
+from dpjax._rounding import upwards
 from experiments import accuracy, faults, membership
 from experiments.common import markdown, runs
 from experiments.common.claims import RULE, VERDICTS, Judged, judged, number

@@ -102,6 +102,11 @@ def fraction(call: str, name: str, value: Any, hint: str = "") -> float:
     return given
 
 
+def delta(call: str, value: Any) -> float:
+    """A delta, strictly between 0 and 1."""
+    return fraction(call, "delta", value, "Choose it well below 1 / examples.")
+
+
 def one_of(call: str, name: str, value: Any, choices: Collection[Any], hint: str = "") -> Any:
     """One of a few values."""
     # Identity first, because a NaN does not equal itself and arrays compare by element.

@@ -57,6 +57,16 @@ def table(multipliers: ArrayLike, steps_per_epoch: int = 1) -> optax.Schedule:
     return schedule
 
 
+def runs_of(multipliers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Run-length encodes numbers or rows: the value and the length of each run, in order."""
+    # This compares and does not subtract, since infinity minus infinity is NaN.
+    changes = multipliers[1:] != multipliers[:-1]
+    if changes.ndim > 1:
+        changes = changes.any(axis=1)
+    starts = np.flatnonzero(np.append(True, changes)[: len(multipliers)])
+    return multipliers[starts], np.diff(starts, append=len(multipliers))
+
+
 def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, " steps"]:
     """The values of a schedule, called with a traced step, at steps 0 to ``steps - 1``.
 

@@ -20,7 +20,17 @@ from dpjax import accounting, checks, clipping, trees
 from dpjax.gradients import ENGINES, clipped_grad
 from dpjax.noise import GaussianState
 from dpjax.noise.state import LinkNoise
-from dpjax.types import ClippedSum, Clipping, Limits, LossFn, NoiseMultiplier, PyTree, Sampler, Sum
+from dpjax.types import (
+    ClippedSum,
+    Clipping,
+    Event,
+    Limits,
+    LossFn,
+    NoiseMultiplier,
+    PyTree,
+    Sampler,
+    Sum,
+)
 
 __all__ = [
     "LawBroken",
@@ -231,7 +241,7 @@ def assert_sampling(sampler: Sampler, *, steps: int = 400, seed: int = 0) -> Non
     whole = times[: steps - steps % cycle].reshape(-1, cycle, sampler.examples).sum(axis=1)
     if cycle > 1 and whole.max(initial=0) > 1:
         raise LawBroken(f"{sampler.name}: an example is drawn twice in a cycle of {cycle} steps.")
-    if sampler.facts["event"] != "poisson":
+    if sampler.facts["event"] != Event.POISSON:
         return
     # Sampled cycles draw all of an example's steps by one coin each.
     most = max(rate for rate, _ in rates)

@@ -92,7 +92,7 @@ def epsilon(
       Estimate(2.324..., not a bound)
     """
     call = "accounting.epsilon"
-    delta = checked_delta(call, delta)
+    delta = checks.delta(call, delta)
     row = checked_method(call, method)
     return _as(row, profile_of(event, method, neighbours, plan).epsilon(delta))
 
@@ -227,11 +227,6 @@ def profile_of(
     if parts.empty:
         return Profile(lambda delta: 0.0, lambda epsilon: 0.0)
     return METHODS[method].profile(parts, neighbours)
-
-
-def checked_delta(call: str, delta: float) -> float:
-    """Delta, inside (0, 1)."""
-    return checks.fraction(call, "delta", delta, "Choose it well below 1 / examples.")
 
 
 def checked_method(call: str, name: str) -> Method:

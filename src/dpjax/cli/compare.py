@@ -15,7 +15,7 @@ from absl import app, flags
 
 from dpjax._display import duration
 from dpjax._files import replace
-from dpjax.accounting.rounding import three_digits, upwards
+from dpjax._rounding import three_digits, upwards
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.report import style
 from dpjax.cli.report.figures import RELEASED, note_of, of_what_was_released

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool
 
 from dpjax import checks, trees
+from dpjax._arrays import arrays
 from dpjax.clipping.application import real_rows
 from dpjax.clipping.shards import refuse_explicit, refuse_tracking
 from dpjax.gradients._bookkeeping.ghost import by_patches
@@ -109,9 +110,6 @@ def clipped_grad(
                     "dpjax.clipping.empty_sum(rule, params)."
                 )
             start = start.value
-        # Imported here, because `dpjax.data` imports more than a user's own loop needs.
-        from dpjax.data.arrays import arrays
-
         params = jax.tree.map(jnp.asarray, params)
         batch = arrays(batch, "clipped_grad: batch")
         size = trees.leading_size(batch)

@@ -18,10 +18,8 @@ import numpy as np
 import optax
 from absl import logging
 
-from dpjax import accounting, checks, clipping
+from dpjax import accounting, checks, clipping, schedules
 from dpjax._display import brief, short, table
-from dpjax.accounting.events import runs_of
-from dpjax.accounting.methods import checked_delta
 from dpjax.mechanism import card, link
 from dpjax.mechanism.correlated import check_strategy, correlated_claim, sensitivity_of
 from dpjax.mechanism.multipliers import Planned, left_for_gradients, scaled
@@ -246,7 +244,7 @@ class Mechanism:
         ``supplied``.
         """
         # Run-length encoded: a card of a million equal steps holds one pair.
-        values, counts = runs_of(multipliers)
+        values, counts = schedules.runs_of(multipliers)
         return Spent(
             sampling=self.sampling,
             runs=tuple(zip(values.tolist(), counts.tolist(), strict=True)),
@@ -343,7 +341,7 @@ class Mechanism:
           >>> round(calibrated.noise_multiplier, 2), round(calibrated.epsilon(1e-5, "rdp"), 2)
           (0.7, 3.0)
         """
-        delta = checked_delta("Mechanism.calibrate", delta)
+        delta = checks.delta("Mechanism.calibrate", delta)
         # 0 times any factor is 0, so bisection would never end.
         if not np.all(self.multipliers > 0):
             raise ValueError(

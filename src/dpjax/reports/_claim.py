@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpjax import accounting, checks
-from dpjax.accounting.methods import checked_delta, profile_of
+from dpjax.accounting.methods import profile_of
 from dpjax.accounting.profiles import Profile, most_true_positives
 from dpjax.ledger import Ledger, counted
 from dpjax.mechanism import Mechanism, Spent
@@ -47,7 +47,7 @@ def claim_of(
     """The claim of a mechanism; arguments as in `dpjax.statement`, whose errors name ``call``."""
     checks.instance(call, "mechanism", mechanism, Mechanism, "Of a run: algorithm.mechanism.")
     stated_delta, _ = mechanism.stated(delta, None)
-    delta = checked_delta(call, stated_delta)
+    delta = checks.delta(call, stated_delta)
     ran = mechanism.multipliers
     if ledger is not None:
         ran = counted(ledger, mechanism)

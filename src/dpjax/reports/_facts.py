@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dpjax.accounting.rounding import upwards
+from dpjax._rounding import upwards
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.mechanism.correlated import is_amplified

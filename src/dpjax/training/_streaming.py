@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dpjax.data import Stream
+from dpjax._stream import Stream
 from dpjax.gradients.batching import Layout, microbatches_in_block, on_each
 from dpjax.sampling import on_host
 from dpjax.training.info import Seen, Sums, no_sums

@@ -18,9 +18,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dpjax import checks, ledger, meshes, processes, trees
+from dpjax._arrays import arrays
+from dpjax._stream import Stream
 from dpjax.clipping.shards import refuse_explicit
-from dpjax.data import Stream
-from dpjax.data.arrays import arrays
 from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.gradients.traced import Traced
 from dpjax.noise.link import first_memory

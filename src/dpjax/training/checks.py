@@ -13,8 +13,9 @@ from absl import logging
 from jax.extend.core import ClosedJaxpr
 
 from dpjax import checks, trees
-from dpjax.data import Dataset, Stream
-from dpjax.data.arrays import arrays
+from dpjax._arrays import arrays
+from dpjax._stream import Stream
+from dpjax.data import Dataset
 from dpjax.gradients.engines import named
 from dpjax.gradients.loss_checks import constants
 from dpjax.mechanism import Mechanism

@@ -8,7 +8,7 @@ from html import escape
 
 import numpy as np
 
-from dpjax.accounting.rounding import downwards, three_digits
+from dpjax._rounding import downwards, three_digits
 from dpjax.cli.audit.lines import Line
 from dpjax.cli.audit.losses import Attack
 from dpjax.cli.report import page, style

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 
-from dpjax.accounting.rounding import downwards, three_digits
+from dpjax._rounding import downwards, three_digits
 
 OF_A_RUN = 0.95  # the confidence of a bound
 ASSUMED = "a bound only if train and test rows are of one distribution"

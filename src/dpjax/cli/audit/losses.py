@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpjax import auditing, metrics
-from dpjax.accounting.rounding import upwards
+from dpjax._rounding import upwards
 from dpjax.cli.audit.lines import ASSUMED, OF_A_RUN, Line
 from dpjax.cli.audit.rebuilt_run import Rebuilt
 from dpjax.cli.report.load_run import SavedRun

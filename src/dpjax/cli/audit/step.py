@@ -13,7 +13,7 @@ import optax
 
 import dpjax
 from dpjax import auditing
-from dpjax.accounting.rounding import upwards
+from dpjax._rounding import upwards
 from dpjax.cli.audit.lines import Line
 from dpjax.cli.audit.rebuilt_run import Rebuilt
 

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from dpjax import accounting
 from dpjax._display import rate
 from dpjax._files import read_arrays, read_json, read_log
-from dpjax.accounting.rounding import upwards
+from dpjax._rounding import upwards
 from dpjax.mechanism.card import check_format
 
 

@@ -21,7 +21,7 @@ from absl import app, flags
 
 from dpjax import accounting, noise
 from dpjax._files import read_json, replace
-from dpjax.accounting.rounding import three_digits, upwards
+from dpjax._rounding import three_digits, upwards
 from dpjax.checks import Refused
 from dpjax.cli.compare import plot
 from dpjax.cli.flag_checks import require_matplotlib

@@ -15,7 +15,7 @@ import dp_accounting
 
 from dpjax import accounting, training
 from dpjax._files import read_json
-from dpjax.accounting.rounding import three_digits
+from dpjax._rounding import three_digits
 from dpjax.mechanism.card import protects, spent_of
 
 

@@ -20,7 +20,7 @@ from absl import app, flags
 
 import dpjax
 from dpjax import accounting, losses, models, processes, strategies, training
-from dpjax.accounting.rounding import three_digits
+from dpjax._rounding import three_digits
 from dpjax.cli.flag_sets import names
 from dpjax.mechanism.card import spent_of
 from dpjax.models.activations import by_name as activation_by_name

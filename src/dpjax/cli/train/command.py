@@ -20,7 +20,7 @@ import dpjax
 from dpjax import data, features, losses, processes, training
 from dpjax._display import duration
 from dpjax._files import read_json
-from dpjax.accounting.rounding import three_digits, upwards
+from dpjax._rounding import three_digits, upwards
 from dpjax.cli import compilation_cache
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.flag_sets import names, presets
