@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command: checks what is asked, runs the audits, prints and writes their results."""
+"""The command: checks its arguments, runs the audits, prints and writes their results."""
 
 from __future__ import annotations
 
