@@ -24,11 +24,10 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import accounting, auditing, cli, data, features, ledger, models, schedules
 from dpjax.cli import audit, compare, compilation_cache
+from dpjax.cli.audit import audit_command, rebuilt_run
 from dpjax.cli.audit import canaries as audit_canaries
-from dpjax.cli.audit import command as audit_command
 from dpjax.cli.audit import lines as audit_lines
 from dpjax.cli.audit import losses as audit_losses
-from dpjax.cli.audit import rebuilt_run
 from dpjax.cli.flag_sets import names
 from dpjax.cli.flag_sets.audit import FLAGS as AUDIT_FLAGS
 from dpjax.cli.flag_sets.train import FLAGS, settings
