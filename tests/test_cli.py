@@ -412,7 +412,7 @@ def test_a_stopped_run_is_described_and_resumed(workshop, tmp_path, monkeypatch)
 
 
 @kills("cli/train/inputs.py", "        if not path.exists():\n", "        if True:\n")
-@kills("cli/train/inputs.py", 'if answers["multipliers"].tolist() != asked:', "if False:")
+@kills("cli/train/inputs.py", "if multipliers != asked:", "if False:")
 def test_private_scales_are_asked_for_once(tmp_path):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(30, 2, 2, 3)), jnp.float32)
     asked = features.Normalization(examples=30, noise_multiplier=8.0, thresholds=(1.0, 1.0))

@@ -254,7 +254,7 @@ def test_no_other_method_has_a_number(method):
 
 @kills(
     "mechanism/spent.py",
-    "return event if projections is None else accounting.with_projections(event, projections)",
+    "return accounting.with_projections(event, projections)",
     "return event",
     slow=True,
 )

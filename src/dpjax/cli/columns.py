@@ -38,7 +38,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     except (OSError, ValueError) as error:
         raise app.UsageError(str(error)) from error
     print(_HEAD)
-    # The label of `dpjax.data.load_file`.
+    # `dpjax.data.load_file` chooses the same label.
     label = next((name for name in header if name.lower() == "label"), header[-1])
     for name, *words in zip(header, *rows, strict=True):
         kind = "label" if name == label else kind_of({word.strip() for word in words})

@@ -24,14 +24,14 @@ class Planned:
     A second evaluation could differ: compiled, in another dtype, or by what it closes over.
     """
 
-    # Not compared: the table is what is accounted and run. A callable object may have no hash.
+    # Not compared, because the table is accounted and run. A callable object may have no hash.
     schedule: optax.Schedule = field(compare=False)
     table: bytes
     """Float32."""
 
     @classmethod
     def of(cls, schedule: optax.Schedule, steps: int) -> Planned:
-        """A schedule at this many steps; a plan that grows evaluates the function again, at all."""
+        """A schedule at this many steps; a longer plan evaluates the function again everywhere."""
         if isinstance(schedule, Planned):
             if steps <= schedule.values.size:
                 return cls(schedule.schedule, schedule.values[:steps].tobytes())
@@ -58,7 +58,7 @@ class Planned:
 def scaled(multiplier: NoiseMultiplier, factor: float) -> NoiseMultiplier:
     """A multiplier with all its noise ``factor`` times as large."""
     if isinstance(multiplier, Planned):
-        # In float32, as the table: a longer plan begins with the same numbers.
+        # Float32 is the dtype of the table: a longer plan begins with the same numbers.
         inner = multiplier.schedule
         schedule = schedules.times(lambda step: jnp.asarray(inner(step), jnp.float32), factor)
         return Planned(schedule, (multiplier.values * np.float32(factor)).tobytes())
@@ -73,7 +73,7 @@ def growth(total: Any, count: float) -> Any:
 
 
 def left_for_gradients(total: NoiseMultiplier, count: float) -> NoiseMultiplier:
-    """The multiplier of the sums alone; with the count's it joins to ``total``."""
+    """The multiplier of the sums; together with the count's it gives ``total``."""
     if callable(total):
         return lambda step: total(step) * growth(total(step), count)
     joint = accounting.effective_multiplier(np.ravel(total))

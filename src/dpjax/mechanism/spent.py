@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an earlier run has spent, and what a run was calibrated for."""
+"""The cost of an earlier run, and the target of a calibration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpjax.types import Sampler
 
 
 class Target(NamedTuple):
-    """What `dpjax.Mechanism.calibrate` was asked for, and the accountant that answered."""
+    """The epsilon and delta that `dpjax.Mechanism.calibrate` was given, and its accountant."""
 
     epsilon: float
     delta: float
@@ -26,7 +26,7 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """What an earlier run on the same data has spent; `dpjax.training.earlier` reads it.
+    """The cost of an earlier run on the same data; `dpjax.training.earlier` reads it.
 
     Args:
       sampling: The sampler of its batches.
@@ -48,10 +48,11 @@ class Spent:
     supplied: bool = False
 
     def __post_init__(self) -> None:
-        call, hint = "mechanism.Spent", "Runs are pairs (noise multiplier, steps)."
+        call = "mechanism.Spent"
+        hint = "Runs are pairs (noise multiplier, steps)."
         multipliers = [checks.not_negative(call, "runs", z, hint) for z, _ in self.runs]
         counts = [checks.whole(call, "runs", n, hint, least=0) for _, n in self.runs]
-        # A pair of 0 steps says nothing, and `dpjax.verify` refuses it on a card.
+        # `dpjax.verify` refuses a pair of 0 steps on a card.
         runs = tuple(run for run in zip(multipliers, counts, strict=True) if run[1])
         object.__setattr__(self, "runs", runs)
         object.__setattr__(self, "preparation", checked_queries(call, self.preparation))
@@ -69,7 +70,7 @@ class Spent:
     def event(self) -> dp.DpEvent:
         """Its privacy event."""
         queries = map(accounting.gaussian, self.preparation)
-        # Step by step, since an event may depend on the place of a step, as in epochs.
+        # One multiplier per step, because an event may depend on the place of a step in an epoch.
         values, counts = np.reshape(self.runs, (-1, 2)).T
         multipliers = np.repeat(values, counts.astype(int))
         steps = steps_event(self.sampling, multipliers, self.projections, self.noise)
@@ -77,7 +78,7 @@ class Spent:
 
 
 def checked_unit(call: str, unit: str) -> str:
-    """Who is protected, in a word: cards, logs and statements say ``one {unit}``."""
+    """The word for whose data are protected; statements have it as ``one {unit}``."""
     if not str(unit).isidentifier():
         raise ValueError(f"{call}(unit={unit!r}): expected one word, such as 'patient'.")
     return unit
@@ -97,9 +98,11 @@ def steps_event(
 ) -> dp.DpEvent:
     """The event of steps with white or correlated noise, and with known or estimated norms."""
     if noise is not None and projections is not None:
-        return dp.NonPrivateDpEvent()  # nothing is proved for both together
+        return dp.NonPrivateDpEvent()  # no proof covers both together
     if noise is not None:
         return correlated_event(noise, sampler, multipliers)
-    # The sampler's own proof; estimated norms then weaken each Gaussian in it.
     event = sampler.event(multipliers)
-    return event if projections is None else accounting.with_projections(event, projections)
+    if projections is None:
+        return event
+    # Estimated norms weaken each Gaussian of the sampler's event.
+    return accounting.with_projections(event, projections)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command: checks its arguments, runs the audits, prints and writes their results."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of an audit: bounds next to claims, and the curve of each attack."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from html import escape
 

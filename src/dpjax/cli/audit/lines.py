@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lines of an audit: each a lower bound next to a claim; and the verdict on all of them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -4,8 +4,6 @@
 No coin decided which rows are for the test, so these attacks give no verdict.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run, built again from the folder that `dpjax train` wrote, before and after training."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pathlib

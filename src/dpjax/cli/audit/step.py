@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The white-box audit of one step: how far one row moves what is released."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
