@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of an earlier run, and the target of a calibration."""
+"""The cost of an earlier run, and the target that a calibration met."""
 
 from __future__ import annotations
 
