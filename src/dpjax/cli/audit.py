@@ -23,7 +23,7 @@ from absl import app, flags, logging
 import dpjax
 from dpjax import auditing, metrics, training
 from dpjax._display import duration
-from dpjax._files import replace
+from dpjax._files import replace, strict
 from dpjax._rounding import downwards, three_digits, upwards
 from dpjax.cli import compilation_cache
 from dpjax.cli.flag_checks import require_matplotlib
@@ -35,7 +35,6 @@ from dpjax.cli.train import inputs
 from dpjax.cli.train.command import Planned, plan
 from dpjax.cli.train.evaluation import first_parameters, held
 from dpjax.cli.train.run_files import MOMENTS
-from dpjax.mechanism.card import strict
 from dpjax.training import released_params
 
 # A step is audited so exactly that a confidence of 95 % would refute 1 of 20 sound mechanisms.
