@@ -23,6 +23,7 @@ from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import accounting, auditing, cli, data, features, ledger, models, schedules
+from dpjax._files import held
 from dpjax.cli import audit, compare, compilation_cache
 from dpjax.cli.audit import audit_command, rebuilt_run
 from dpjax.cli.audit import canaries as audit_canaries
@@ -32,7 +33,6 @@ from dpjax.cli.flag_sets import names
 from dpjax.cli.flag_sets.audit import FLAGS as AUDIT_FLAGS
 from dpjax.cli.flag_sets.train import FLAGS, settings
 from dpjax.cli.train import build, command, evaluation, inputs
-from dpjax.training.run_folder import held
 
 ROOT = pathlib.Path(__file__).parent.parent
 

@@ -29,7 +29,6 @@ from dpjax.accounting._rdp_accountant import total
 from dpjax.accounting._rdp_divergence import ORDERS
 from dpjax.accounting.events import correlated_samples
 from dpjax.mechanism import Spent, correlated
-from dpjax.mechanism.card import spent_of
 from dpjax.sampling.cycles import parts_of
 from dpjax.types import Purpose
 
@@ -337,7 +336,7 @@ class TestDescription:
     def test_a_card_restores_what_was_spent(self):
         batches = sampling.cyclic_poisson(1000, 10, cycle=4)
         planned = mechanism(20, sampling=batches, noise=strategies.square_root(20, bands=4))
-        (spent,) = spent_of(json.loads(json.dumps(planned.facts)), 20)
+        (spent,) = Spent.of_run(json.loads(json.dumps(planned.facts)), 20)
         assert isinstance(spent, Spent)
         assert spent.event == planned.event
         assert spent.noise == planned.noise

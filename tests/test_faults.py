@@ -22,7 +22,8 @@ from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, ledger, noise, sampling, strategies, training, trees
-from dpjax.training.run_folder import Folder, held
+from dpjax._files import held
+from dpjax.training.run_folder import Folder
 from dpjax.types import Purpose
 
 

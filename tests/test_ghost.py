@@ -855,7 +855,7 @@ def test_a_weight_maps_broken_rows_apart():
 
     with jax.enable_x64(True):
         x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 2)))
-        run = jax.jit(functools.partial(nan_isolation.map_rows, weight))
+        run = jax.jit(functools.partial(nan_isolation.map_rows, weight, name="weights"))
         found, want = run(x.at[1].set(math.nan)), run(x)
     np.testing.assert_allclose(found[jnp.arange(4) != 1], want[jnp.arange(4) != 1], rtol=1e-9)
 

@@ -14,7 +14,7 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import processes, trees
 from dpjax.checks import Refused
-from dpjax.mechanism.card import spent_of
+from dpjax.mechanism import Spent
 from dpjax.training._keys import first_keys
 from dpjax.training.run_folder import spending
 
@@ -80,7 +80,7 @@ def test_processes_learn_what_an_earlier_run_spent(monkeypatch, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(mechanism.identity))
     (tmp_path / "metrics.jsonl").write_text('{"step": 3}')
     answers = in_threads(monkeypatch, lambda _: processes.from_first(lambda: spending(tmp_path)))
-    assert [spent_of(**told)[0].runs for told in answers] == 2 * [((2.0, 3),)]
+    assert [Spent.of_run(**told)[0].runs for told in answers] == 2 * [((2.0, 3),)]
 
 
 @kills(

@@ -125,6 +125,14 @@ def instance(call: str, name: str, value: Any, kind: type[T], hint: str = "") ->
     return value
 
 
+def optimizer(name: str, given: Any) -> None:
+    """Refuses an object that is not an Optax optimizer; ``name`` is the argument in the error."""
+    if not (hasattr(given, "init") and hasattr(given, "update")):
+        raise TypeError(
+            f"{name} is a {type(given).__name__}; expected an Optax optimizer: optax.sgd(0.1)."
+        )
+
+
 def is_typed_key(value: Any) -> bool:
     """Whether a value is a key of `jax.random.key`, traced or not, or an array of such keys."""
     return isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)

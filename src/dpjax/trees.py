@@ -114,6 +114,13 @@ def copy(tree: PyTree) -> PyTree:
     return jax.tree.unflatten(structure, leaves)
 
 
+def with_last(rows: PyTree, value: PyTree, size: tuple[int, ...]) -> PyTree:
+    """The leaves of a tuple of rows, and a value that all rows share as the last leaf of each."""
+    shared = jax.tree.map(jnp.asarray, value)
+    of_rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (*size, *x.shape)), shared)
+    return (*rows, of_rows)
+
+
 def expand(rows: Shaped[Array, " batch"], like: Array) -> Array:
     """Gives a value per example the rank of ``like``, to broadcast them."""
     return rows.reshape(rows.shape + (1,) * (like.ndim - rows.ndim))
@@ -145,6 +152,18 @@ def _readable(leaf: Any) -> np.ndarray:
         if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             leaf = multihost_utils.process_allgather(leaf, tiled=True)
     return np.asarray(leaf)
+
+
+def check_params(call: str, params: PyTree) -> None:
+    """Refuses leaves without a gradient; ``call`` is the function that received the parameters."""
+    for name, leaf in zip(leaf_names(params), jax.tree.leaves(params), strict=True):
+        kind = getattr(leaf, "dtype", None)
+        if kind is None or not jnp.issubdtype(kind, jnp.floating):
+            raise TypeError(
+                f"{call}: leaf {name or '(the array)'} is "
+                f"{type(leaf).__name__ if kind is None else kind}; expected floating-point arrays. "
+                "Close the loss over the rest: nnx.split, eqx.partition."
+            )
 
 
 def traced(tree: PyTree) -> bool:

@@ -19,7 +19,7 @@ from dpjax._rounding import three_digits, upwards
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.report import style
 from dpjax.cli.report.figures import RELEASED, note_of, of_what_was_released
-from dpjax.cli.report.load_run import Missing, SavedRun, read, stated_at
+from dpjax.cli.report.load_run import Missing, SavedRun, protects, read, stated_at
 from dpjax.cli.report.measures import (
     MEASURES,
     PER_CENT,
@@ -28,7 +28,6 @@ from dpjax.cli.report.measures import (
     measured,
     shown,
 )
-from dpjax.mechanism.card import protects
 
 COLUMNS = ("of", "steps", "epsilon", "delta", "time of one", "protects")
 

@@ -22,7 +22,6 @@ from dpjax.gradients._estimated_norms.jl import projected
 from dpjax.gradients._layout import Request, run_laid_out
 from dpjax.gradients.batching import BoundEngine, Engine, Rows
 from dpjax.gradients.engines import ENGINES, named
-from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.gradients.nan_isolation import isolated
 from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
@@ -102,7 +101,7 @@ def clipped_grad(
         frozen: PyTree = None,
     ) -> ClippedSum:
         params = _with_arrays(params)
-        check_params("clipped_grad", params)
+        trees.check_params("clipped_grad", params)
         if start is not None:
             if not isinstance(start, ClippedSum) or start.rule != rule.limits(params):
                 raise ValueError(
@@ -119,7 +118,7 @@ def clipped_grad(
         # Before the loss, which may refuse the rows of a person too.
         real = real_rows("clipped_grad", mask, size)
         traced = Traced(loss, has_aux)
-        check_loss(traced.with_frozen(frozen), params, trees.one_row(batch), "clipped_grad")
+        traced.with_frozen(frozen).check(params, trees.one_row(batch), "clipped_grad")
         # Every engine returns zeros for no examples.
         name = "vmap" if size == 0 else engine
         together = microbatch_size
@@ -169,7 +168,7 @@ def clipped_sum(
     run = _engine(named(call, engine), rule, key)
     traced = Traced(loss)
     # Checked here, where the loss is mapped over examples, so every path to a step is checked.
-    check_loss(traced, params, trees.one_row(rows), call)
+    traced.check(params, trees.one_row(rows), call)
     return run(traced, rule, params, Rows(rows, mask, held), start)
 
 

@@ -29,10 +29,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dpjax import sampling, strategies
+from dpjax._files import strict
 from dpjax.mechanism.correlated import sensitivity_of
 from dpjax.mechanism.spent import Spent
 
@@ -73,7 +73,7 @@ def described(mechanism: Mechanism) -> dict[str, Any]:
             },
             "adaptive": adaptive,
             "before": [
-                {**_spent(spent), "randomness": randomness(spent.supplied)}
+                {**_spent(spent), "randomness": "supplied" if spent.supplied else "fresh"}
                 for spent in mechanism.before
             ],
         }
@@ -92,33 +92,6 @@ def accounted(mechanism: Mechanism) -> str:
     return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()
 
 
-def spent_of(facts: Mapping[str, Any], steps: int, *, supplied: bool = False) -> tuple[Spent, ...]:
-    """The cost of earlier runs, followed by that of the first steps of a described run."""
-    runs = first_steps(facts["multiplier_and_steps"], steps)
-    ran = {**facts, "multiplier_and_steps": runs, "randomness": randomness(supplied)}
-    return tuple(map(_read, (*facts["before"], ran)))
-
-
-def randomness(supplied: bool) -> str:
-    """The word of a card for who gave the key of a run."""
-    return "supplied" if supplied else "fresh"
-
-
-def protects(facts: Mapping[str, Any]) -> str:
-    """Whose data a described mechanism protects; costs add only where these words agree."""
-    return f"{facts['neighbours']} neighbours of one {facts['unit']}"
-
-
-def first_steps(runs: Iterable[tuple[Any, int]], steps: int) -> list[tuple[float, int]]:
-    """The first steps of a plan, as pairs of a noise multiplier and a number of steps."""
-    taken = []
-    for multiplier, planned in runs:
-        if steps > 0:
-            taken.append((float(multiplier), min(steps, planned)))
-        steps -= planned
-    return taken
-
-
 def check_format(facts: Any, where: str) -> None:
     """Refuses a description that another version of dpjax wrote; ``where`` is the file or call."""
     version = facts.get("format") if isinstance(facts, Mapping) else 1
@@ -127,17 +100,6 @@ def check_format(facts: Any, where: str) -> None:
             f"{where}: the mechanism is described in format {version}; expected {FORMAT}. Read it "
             "with the dpjax that wrote it, or give what it spent: Mechanism(before=[Spent(...)])."
         )
-
-
-def strict(value: Any) -> Any:
-    """A value as strict JSON holds it: tuples are lists, inf and nan are words."""
-    if isinstance(value, Mapping):
-        return {name: strict(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [strict(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 def _spent(spent: Spent) -> dict[str, Any]:
@@ -162,17 +124,3 @@ def _spent(spent: Spent) -> dict[str, Any]:
         "projections": spent.projections,
         "noise": noise,
     }
-
-
-def _read(facts: Mapping[str, Any]) -> Spent:
-    noise = dict(facts["noise"] or {})
-    noise.pop("sensitivity", None)  # computed again, from the strategy and the sampler
-    return Spent(
-        sampling=sampling.from_facts(facts["sampling"]),
-        runs=tuple((float(z), steps) for z, steps in facts["multiplier_and_steps"]),
-        preparation=tuple(map(float, facts["preparation"])),
-        unit=facts["unit"],
-        projections=facts["projections"],
-        noise=strategies.from_facts(noise) if noise else None,
-        supplied=facts["randomness"] == "supplied",
-    )

@@ -21,10 +21,16 @@ from absl import logging
 from dpjax import accounting, checks, clipping, schedules
 from dpjax._display import brief, short, table
 from dpjax.mechanism import card, link
-from dpjax.mechanism.correlated import check_strategy, correlated_claim, sensitivity_of
-from dpjax.mechanism.multipliers import Planned, left_for_gradients, scaled
+from dpjax.mechanism.correlated import (
+    check_strategy,
+    correlated_claim,
+    is_amplified,
+    sensitivity_of,
+)
+from dpjax.mechanism.multipliers import growth, left_for_gradients, scaled
 from dpjax.mechanism.spent import Spent, Target, checked_queries, checked_unit, steps_event
 from dpjax.noise.multiplier import checked_multiplier, standard_deviations
+from dpjax.schedules import Planned
 from dpjax.strategies import Strategy
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, Sampler
 
@@ -213,6 +219,17 @@ class Mechanism:
         if self.adaptive is None:
             return self.noise_multiplier
         return left_for_gradients(self.noise_multiplier, self.count_multiplier)
+
+    def multipliers_on_sum(self, multipliers: np.ndarray) -> np.ndarray:
+        """The multipliers of the sums alone, at steps of these multipliers."""
+        if self.adaptive is None:
+            return multipliers
+        return multipliers * growth(multipliers, self.count_multiplier)
+
+    @property
+    def is_amplified(self) -> bool:
+        """Whether sampling amplifies each participation, also under correlated noise."""
+        return self.noise is None or is_amplified(self.noise, self.sampling)
 
     @property
     def strategy_sensitivity(self) -> float:

@@ -4,55 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jaxtyping import Array, Float
-from numpy.typing import ArrayLike
 
 from dpjax import accounting, schedules
+from dpjax.schedules import Planned
 from dpjax.types import NoiseMultiplier
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A schedule as the table of its values at every planned step.
-
-    A second evaluation could differ: compiled, in another dtype, or by what it closes over.
-    """
-
-    # Not compared, because the table is accounted and run. A callable object may have no hash.
-    schedule: optax.Schedule = field(compare=False)
-    table: bytes
-    """Float32."""
-
-    @classmethod
-    def of(cls, schedule: optax.Schedule, steps: int) -> Planned:
-        """A schedule at this many steps; a longer plan evaluates the function again everywhere."""
-        if isinstance(schedule, Planned):
-            if steps <= schedule.values.size:
-                return cls(schedule.schedule, schedule.values[:steps].tobytes())
-            schedule = schedule.schedule
-        return cls(schedule, schedules.values(schedule, steps).tobytes())
-
-    def __repr__(self) -> str:
-        ends = [f"{value:.4g}" for value in (*self.values[:1], *self.values[-1:])]
-        return f"<schedule from {' to '.join(ends)}>"
-
-    @property
-    def values(self) -> Float[np.ndarray, " steps"]:
-        """The value at each planned step."""
-        return np.frombuffer(self.table, np.float32)
-
-    def __call__(self, step: ArrayLike) -> Float[Array, "..."]:
-        """The value at a step or at several steps; NaN beyond the plan."""
-        step = jnp.asarray(step)
-        # Steps outside the plan read the appended last entry.
-        answers = jnp.asarray(np.append(self.values, np.float32(np.nan)))
-        return answers[jnp.where((step >= 0) & (step < self.values.size), step, -1)]
 
 
 def scaled(multiplier: NoiseMultiplier, factor: float) -> NoiseMultiplier:

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import dp_accounting as dp
 import numpy as np
 
-from dpjax import accounting, checks
+from dpjax import accounting, checks, sampling, schedules, strategies
 from dpjax.mechanism.correlated import check_run, correlated_event
 from dpjax.strategies import Strategy
 from dpjax.types import Sampler
@@ -60,6 +60,30 @@ class Spent:
         if self.noise is not None:
             check_run(f"{call}(noise={self.noise.name})", self.noise, self.sampling, self.steps)
         object.__setattr__(self, "supplied", bool(self.supplied))  # a ledger's is an array
+
+    @classmethod
+    def of_run(
+        cls, facts: Mapping[str, Any], steps: int, *, supplied: bool = False
+    ) -> tuple[Spent, ...]:
+        """What the first steps of a described run have spent, after what earlier runs spent."""
+        spent = [cls._read(run, run["randomness"] == "supplied") for run in facts["before"]]
+        runs = schedules.first_steps(facts["multiplier_and_steps"], steps)
+        spent.append(cls._read({**facts, "multiplier_and_steps": runs}, supplied))
+        return tuple(spent)
+
+    @classmethod
+    def _read(cls, facts: Mapping[str, Any], supplied: bool) -> Spent:
+        noise = dict(facts["noise"] or {})
+        noise.pop("sensitivity", None)  # computed again, from the strategy and the sampler
+        return cls(
+            sampling=sampling.from_facts(facts["sampling"]),
+            runs=tuple((float(z), steps) for z, steps in facts["multiplier_and_steps"]),
+            preparation=tuple(map(float, facts["preparation"])),
+            unit=facts["unit"],
+            projections=facts["projections"],
+            noise=strategies.from_facts(noise) if noise else None,
+            supplied=supplied,
+        )
 
     @property
     def steps(self) -> int:

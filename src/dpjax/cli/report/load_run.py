@@ -125,6 +125,11 @@ class SavedRun(NamedTuple):
         return round(number(self.rows[-1].get("accuracy")), 6)  # it is of float32
 
 
+def protects(facts: Mapping[str, Any]) -> str:
+    """Whose data a described mechanism protects, in words: costs of others do not add."""
+    return f"{facts['neighbours']} neighbours of one {facts['unit']}"
+
+
 def speed_of(run: SavedRun) -> str:
     """The median of the log's units per second; empty without one."""
     name = f"{run.unit}s_per_second"

@@ -20,7 +20,7 @@ import numpy as np
 from absl import app, flags
 
 from dpjax import accounting, noise
-from dpjax._files import read_json, replace
+from dpjax._files import held, read_json, replace, strict
 from dpjax._rounding import three_digits, upwards
 from dpjax.checks import Refused
 from dpjax.cli.compare import plot
@@ -31,8 +31,6 @@ from dpjax.cli.report.figures import RELEASED
 from dpjax.cli.report.load_run import read
 from dpjax.cli.sweep import child_processes, search_cost, search_space
 from dpjax.cli.sweep.search_space import Candidates, Trial, pairs, words
-from dpjax.mechanism.card import strict
-from dpjax.training.run_folder import held
 
 Runs = Mapping[pathlib.Path, Trial]
 

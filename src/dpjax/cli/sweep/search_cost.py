@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import dp_accounting
 
-from dpjax import accounting, training
+from dpjax import accounting, mechanism, training
 from dpjax._files import read_json
 from dpjax._rounding import three_digits
-from dpjax.mechanism.card import protects, spent_of
+from dpjax.cli.report.load_run import protects
 
 
 class Price(NamedTuple):
@@ -43,7 +43,8 @@ class Spent(NamedTuple):
         """The event of these steps and of earlier runs."""
         if self.steps and math.inf in map(float, self.mechanism["clipping"]["bounds"]):
             return dp_accounting.NonPrivateDpEvent()
-        return accounting.compose(*(run.event for run in spent_of(self.mechanism, self.steps)))
+        runs = mechanism.Spent.of_run(self.mechanism, self.steps)
+        return accounting.compose(*(run.event for run in runs))
 
 
 def spent_in(folder: pathlib.Path) -> Spent:

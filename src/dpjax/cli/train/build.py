@@ -23,7 +23,7 @@ import dpjax
 from dpjax import accounting, losses, models, processes, strategies, training
 from dpjax._rounding import three_digits
 from dpjax.cli.flag_sets import names
-from dpjax.mechanism.card import spent_of
+from dpjax.mechanism import Spent
 from dpjax.models.activations import by_name as activation_by_name
 from dpjax.training.run_folder import spending
 from dpjax.types import Sampler
@@ -165,7 +165,7 @@ def build_mechanism(
         raise ValueError(f"--epochs={given.epochs:g} --steps={given.steps}: expected a step.")
     before = ()
     if given.continue_from is not None:  # that run, and the runs before it
-        before = spent_of(**processes.from_first(lambda: spending(given.continue_from)))
+        before = Spent.of_run(**processes.from_first(lambda: spending(given.continue_from)))
     mechanism = dpjax.Mechanism(
         sampling=batches,
         clipping=rule(given.bound),

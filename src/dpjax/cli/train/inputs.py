@@ -15,8 +15,7 @@ from absl import flags
 
 import dpjax
 from dpjax import data, features, noise, scattering, trees
-from dpjax._files import replacing
-from dpjax.training.run_folder import held
+from dpjax._files import held, replacing
 
 
 def build_normalization(given: flags.FlagValues, examples: int) -> features.Normalization | None:
