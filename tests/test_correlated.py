@@ -12,14 +12,16 @@ import pytest
 from mutation import kills
 from small_mechanisms import mechanism_with
 
-import dpjax
 from dpjax import (
     accounting,
+    clip_and_sum,
     clipping,
+    ledger,
     noise,
     reports,
     sampling,
     strategies,
+    testing,
     training,
     trees,
     verify,
@@ -251,7 +253,7 @@ class TestEvents:
     def test_a_ledger_knows_the_strategy(self):
         state = small_run().step(small_run().init(ZEROS, jax.random.key(2)))[0]
         other = small_run(noise=STRATEGIES["tree"])
-        with pytest.raises(dpjax.ledger.Refused, match="another mechanism"):
+        with pytest.raises(ledger.Refused, match="another mechanism"):
             other.step(state._replace(memory=strategies.tree(6).start(ZEROS)))
 
 
@@ -377,12 +379,12 @@ class TestDescription:
 def test_a_users_chain_is_measured_over_the_run(name, monkeypatch):
     def chain(*links):
         link = noise.correlated(STRATEGIES[name], 1.3, RULE)
-        return optax.chain(*links, dpjax.clip_and_sum(RULE), link, optax.adam(0.1))
+        return optax.chain(*links, clip_and_sum(RULE), link, optax.adam(0.1))
 
-    dpjax.testing.assert_private(chain(), ZEROS)
-    with pytest.raises(dpjax.testing.LawBroken, match="at step 1"):
-        dpjax.testing.assert_private(chain(optax.trace(0.9)), ZEROS)
+    testing.assert_private(chain(), ZEROS)
+    with pytest.raises(testing.LawBroken, match="at step 1"):
+        testing.assert_private(chain(optax.trace(0.9)), ZEROS)
     true = strategies.sensitivity
     monkeypatch.setattr(strategies, "sensitivity", lambda *more: 0.9 * true(*more))
-    with pytest.raises(dpjax.testing.LawBroken, match=r"moves the release by 1\.1"):
-        dpjax.testing.assert_private(chain(), ZEROS)
+    with pytest.raises(testing.LawBroken, match=r"moves the release by 1\.1"):
+        testing.assert_private(chain(), ZEROS)

@@ -27,8 +27,7 @@ from experiments.tempered_sigmoids import run as tempered
 from experiments.tempered_sigmoids import settings as sigmoids
 from run_binary import run
 
-import dpjax
-from dpjax import losses
+from dpjax import accounting, losses, schedules
 
 PAPERS = tables.papers()
 
@@ -164,7 +163,7 @@ def test_the_epsilons_of_wavelets_are_reproduced_and_thresholds_are_paid_for():
         row = features.ROWS[name]
         claimed = scatternet.claimed(row)
         for method, printed in (("rdp-classic", classic), ("rdp", improved)):
-            epsilon = dpjax.accounting.epsilon(claimed, 1e-5, method)
+            epsilon = accounting.epsilon(claimed, 1e-5, method)
             assert epsilon == pytest.approx(printed, rel=0.002)
         sound = scatternet.mechanism_of(row).epsilon(1e-5)
         assert (sound > improved * 1.003) == (row.scaled == "data")
@@ -174,7 +173,7 @@ def test_the_epsilons_of_wavelets_are_reproduced_and_thresholds_are_paid_for():
 def test_tempered_sigmoids_have_the_printed_epsilons(dataset, printed):
     row = sigmoids.ROWS[sigmoids.key_of(dataset, "tanh")]
     mechanism, claimed, convention = tempered.epsilons(row)
-    assert dpjax.accounting.epsilon(claimed, 1e-5, convention) == pytest.approx(printed, abs=0.01)
+    assert accounting.epsilon(claimed, 1e-5, convention) == pytest.approx(printed, abs=0.01)
     assert mechanism.epsilon(1e-5) < printed - 0.3
 
 
@@ -215,7 +214,7 @@ def test_the_published_epsilons_are_estimates_beside_proofs(task):
     printed, estimate, pld = ESTIMATES[task]
     setting = calibration.SETTINGS[task]
     event = calibration.claimed(setting)
-    claimed = dpjax.accounting.epsilon(event, setting.delta, "gdp")
+    claimed = accounting.epsilon(event, setting.delta, "gdp")
     assert setting.printed == printed == pytest.approx(claimed, abs=0.01)
     assert claimed == pytest.approx(estimate, abs=0.001)
     mechanism = calibration.mechanism_of(setting, calibration.SMALL, LAYERS)
@@ -225,7 +224,7 @@ def test_the_published_epsilons_are_estimates_beside_proofs(task):
 def test_a_mixed_run_takes_the_large_bound_at_its_end_and_costs_the_same():
     setting = calibration.SETTINGS["mnist"]
     _, schedule = calibration.moves(setting, calibration.MIXED, 1.0)
-    scales = dpjax.schedules.values(schedule, setting.steps)
+    scales = schedules.values(schedule, setting.steps)
     assert set(scales[:13_000]) == {1.0}
     assert set(scales[13_500:]) == {200.0}
     mixed, small = (

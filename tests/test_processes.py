@@ -11,8 +11,7 @@ from mutation import kills
 from processes_in_threads import in_threads, small_run
 from small_mechanisms import mechanism_with
 
-import dpjax
-from dpjax import processes, trees
+from dpjax import fit, ledger, processes, trees
 from dpjax.checks import Refused
 from dpjax.mechanism import Spent
 from dpjax.training._keys import first_keys
@@ -99,7 +98,7 @@ def test_all_processes_have_the_keys_of_the_first(monkeypatch, supplied):
 OTHERS = {
     "the data": {"data": np.ones((50, 3), np.float32)},
     "the mechanism": {"multiplier": 2.0},
-    "the budget": {"budget": dpjax.ledger.Budget(epsilon=9.0, delta=1e-3)},
+    "the budget": {"budget": ledger.Budget(epsilon=9.0, delta=1e-3)},
 }
 
 
@@ -118,7 +117,7 @@ def test_parameters_and_states_that_differ_are_told_apart(monkeypatch):
     later, _ = algorithm.step(state)
 
     def work(process):
-        return dpjax.fit(algorithm, later if process else state, progress=False, steps=0)
+        return fit(algorithm, later if process else state, progress=False, steps=0)
 
     require_refused(in_threads(monkeypatch, work), "^fit: the 2 processes differ in the state")
 
@@ -128,7 +127,7 @@ def test_steps_and_delta_are_those_of_the_first_process(monkeypatch):
 
     def work(process):
         options = {"steps": process + 1, "delta": 10.0 ** (-4 - process), "progress": False}
-        return dpjax.fit(algorithm, state, **options)[1][-1]
+        return fit(algorithm, state, **options)[1][-1]
 
     one, other = in_threads(monkeypatch, work)
     assert (one["step"], one["delta"]) == (other["step"], other["delta"]) == (1, 1e-4)
