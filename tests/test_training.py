@@ -697,7 +697,13 @@ def run_timed(per_step, steps, seed=0, state=None, **options):
 class TestPerStep:
     @pytest.mark.thorough
     @pytest.mark.sample(1)
-    @kills("training/recipe.py", "(key, step))", "(key, 0 * step))", case="None-vmap", slow=True)
+    @kills(
+        "training/recipe.py",
+        "(key, step), s",
+        "(key, 0 * step), s",
+        case="None-vmap",
+        slow=True,
+    )
     @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
     @pytest.mark.parametrize("microbatch_size", [None, 4])
     def test_the_loss_of_step_t_sees_the_epoch_of_step_t(self, engine, microbatch_size):

@@ -15,12 +15,9 @@ from typing import Any
 import dp_accounting as dp
 import numpy as np
 
-from dpjax import accounting, strategies
+from dpjax import accounting, checks, strategies
 from dpjax.accounting.events import AllocatedGaussianDpEvent, correlated_samples
-from dpjax.noise.correlated import require_constant
 from dpjax.strategies import Participation, Strategy
-from dpjax.strategies.sensitivity import overlaps
-from dpjax.strategies.strategy import LARGEST_MATRIX
 from dpjax.types import Sampler
 
 
@@ -29,7 +26,7 @@ def check_strategy(mechanism: Any) -> None:
     strategy = mechanism.noise
     name = f"Mechanism(noise={strategy.name})"
     check_run(name, strategy, mechanism.sampling, mechanism.steps)
-    require_constant(name, mechanism.noise_multiplier)
+    checks.constant_noise(name, mechanism.noise_multiplier)
     # Noise of earlier steps, scaled to other bounds, would not cancel. What estimated norms add
     # is accounted for single steps alone.
     if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
@@ -73,11 +70,12 @@ def sensitivity_of(strategy: Strategy, sampler: Sampler) -> float:
 @functools.lru_cache(maxsize=128)
 def overlaps_of(strategy: Strategy, sampler: Sampler) -> tuple[float, ...] | None:
     """How much two possible bins of an example have in common; None where that gains nothing."""
-    # Overlaps are found from the whole matrix.
-    if not sampler.random_bins or strategy.steps > LARGEST_MATRIX:
+    if not sampler.random_bins:
         return None
-    bins = participation_of(strategy, sampler).separation
-    shared = overlaps(strategy, bins) / sensitivity_of(strategy, sampler) ** 2
+    overlaps = strategy.overlaps(participation_of(strategy, sampler).separation)
+    if overlaps is None:
+        return None
+    shared = overlaps / sensitivity_of(strategy, sampler) ** 2
     # Where batches share more, the bound saves a twentieth of the noise at most, and soon nothing.
     return tuple(shared.tolist()) if np.mean(shared) <= 0.75 else None
 
