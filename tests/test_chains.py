@@ -308,7 +308,7 @@ def words(state):
     return tuple(np.asarray(jax.random.key_data(state.key)).tolist())
 
 
-@kills("noise/state.py", "os.urandom(8)", "bytes(range(8))", case="gaussian")
+@kills("processes.py", "os.urandom(8)", "bytes(range(8))", case="gaussian")
 @kills("noise/state.py", "jnp.where(unset, jnp.nan, x)", "x", case="gaussian")
 @pytest.mark.parametrize("name", LINKS)
 def test_a_key_is_drawn_where_a_run_begins(name):

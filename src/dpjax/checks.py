@@ -107,6 +107,14 @@ def delta(call: str, value: Any) -> float:
     return fraction(call, "delta", value, "Choose it well below 1 / examples.")
 
 
+def constant_noise(call: str, noise_multiplier: Any) -> None:
+    """Refuses a schedule as the multiplier of correlated noise."""
+    if callable(noise_multiplier):
+        raise ValueError(
+            f"{call}: the noise multiplier is a schedule; expected a number, or one per group."
+        )
+
+
 def one_of(call: str, name: str, value: Any, choices: Collection[Any], hint: str = "") -> Any:
     """One of a few values."""
     # Identity first, because a NaN does not equal itself and arrays compare by element.

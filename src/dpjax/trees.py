@@ -239,6 +239,38 @@ def scaled_sum(
     )
 
 
+def restored(saved: bytes, like: PyTree, where: str) -> PyTree:
+    """The parameters that `serialized` wrote, in the structure of ``like``.
+
+    ``where`` is the call that error messages name.
+    """
+    from flax import serialization
+
+    leaves, structure = jax.tree.flatten(like)
+    expected = dict(zip(leaf_names(like), leaves, strict=True))
+    arrays = dict(serialization.msgpack_restore(saved))
+    shapes_there = {name: list(np.shape(array)) for name, array in arrays.items()}
+    shapes_here = {name: list(np.shape(leaf)) for name, leaf in expected.items()}
+    for name in {**expected, **arrays}:
+        there = shapes_there.get(name, "no leaf")
+        here = shapes_here.get(name, "no leaf")
+        if there != here:
+            raise ValueError(
+                f"{where}: found {there} at {name!r}, expected {here}. Give the tree that was "
+                "trained."
+            )
+    return structure.unflatten(jnp.array(arrays[name]) for name in expected)
+
+
+def serialized(params: Any) -> bytes:
+    """The leaves of parameters by name, as Flax writes msgpack."""
+    from flax import serialization  # training without a folder does not need it
+
+    arrays = jax.tree.map(np.asarray, jax.device_get(params))
+    named = dict(zip(leaf_names(arrays), jax.tree.leaves(arrays), strict=True))
+    return serialization.msgpack_serialize(named)
+
+
 def step_key(root: Key, purpose: Purpose, step: Any) -> Key:
     """The key of one step's randomness for one purpose.
 

@@ -7,7 +7,7 @@ A new method is a row here, a name in `dpjax.verify` and, if it is proven, a tol
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dp_accounting import DpEvent
 
@@ -156,6 +156,18 @@ def true_positive_rate(
     rate = checks.fraction(call, "false_positive_rate", false_positive_rate)
     row = checked_method(call, method or tightest(event, neighbours))
     return _as(row, most_true_positives(profile_of(event, row.name, neighbours), rate))
+
+
+def true_positive_rates(
+    event: DpEvent,
+    false_positive_rates: Sequence[float],
+    method: str,
+    neighbours: str,
+    plan: DpEvent | None = None,
+) -> tuple[float, ...]:
+    """As `true_positive_rate`, for several rates and by a method that is proven."""
+    profile = profile_of(event, method, neighbours, plan)
+    return tuple(most_true_positives(profile, rate) for rate in false_positive_rates)
 
 
 def tightest(event: DpEvent, neighbours: str = "add-or-remove") -> str:

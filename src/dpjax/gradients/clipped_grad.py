@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool
 
-from dpjax import checks, trees
+from dpjax import checks, meshes, trees
 from dpjax._arrays import arrays
 from dpjax.clipping.application import real_rows
-from dpjax.clipping.shards import refuse_explicit, refuse_tracking
 from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._estimated_norms.jl import projected
 from dpjax.gradients._layout import Request, run_laid_out
@@ -112,9 +111,9 @@ def clipped_grad(
         params = jax.tree.map(jnp.asarray, params)
         batch = arrays(batch, "clipped_grad: batch")
         size = trees.leading_size(batch)
-        refuse_tracking("clipped_grad")
-        refuse_explicit("clipped_grad", "data", batch)
-        refuse_explicit("clipped_grad", "parameters", params)
+        meshes.refuse_tracking("clipped_grad")
+        meshes.refuse_explicit("clipped_grad", "data", batch)
+        meshes.refuse_explicit("clipped_grad", "parameters", params)
         # Before the loss, which may refuse the rows of a person too.
         real = real_rows("clipped_grad", mask, size)
         traced = Traced(loss, has_aux)
@@ -163,7 +162,7 @@ def clipped_sum(
     start: PyTree,
 ) -> ClippedSum:
     """The clipped sum of one microbatch: `clipped_grad` without its layout, in a trace."""
-    refuse_tracking(call)
+    meshes.refuse_tracking(call)
     held = _held_weights(weights, mask.shape[0], rule.partition.size)
     run = _engine(named(call, engine), rule, key)
     traced = Traced(loss)

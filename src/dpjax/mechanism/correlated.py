@@ -15,12 +15,9 @@ from typing import Any
 import dp_accounting as dp
 import numpy as np
 
-from dpjax import accounting, strategies
+from dpjax import accounting, checks, strategies
 from dpjax.accounting.events import AllocatedGaussianDpEvent, correlated_samples
-from dpjax.noise.correlated import require_constant
 from dpjax.strategies import Participation, Strategy
-from dpjax.strategies.sensitivity import overlaps
-from dpjax.strategies.strategy import LARGEST_MATRIX
 from dpjax.types import Sampler
 
 
@@ -29,7 +26,7 @@ def check_strategy(mechanism: Any) -> None:
     strategy = mechanism.noise
     name = f"Mechanism(noise={strategy.name})"
     check_run(name, strategy, mechanism.sampling, mechanism.steps)
-    require_constant(name, mechanism.noise_multiplier)
+    checks.constant_noise(name, mechanism.noise_multiplier)
     # Noise of earlier steps that was scaled to other bounds does not cancel. The cost of estimated
     # norms is proved only for single steps.
     if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
@@ -73,11 +70,12 @@ def sensitivity_of(strategy: Strategy, sampler: Sampler) -> float:
 @functools.lru_cache(maxsize=128)
 def overlaps_of(strategy: Strategy, sampler: Sampler) -> tuple[float, ...] | None:
     """The overlaps of two possible bins of an example; None where they gain nothing."""
-    # Overlaps need the whole matrix.
-    if not sampler.random_bins or strategy.steps > LARGEST_MATRIX:
+    if not sampler.random_bins:
         return None
-    bins = participation_of(strategy, sampler).separation
-    shared = overlaps(strategy, bins) / sensitivity_of(strategy, sampler) ** 2
+    overlaps = strategy.overlaps(participation_of(strategy, sampler).separation)
+    if overlaps is None:
+        return None
+    shared = overlaps / sensitivity_of(strategy, sampler) ** 2
     # The bound saves at most a twentieth of the noise where bins share more.
     if np.mean(shared) > 0.75:
         return None

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import optax
 
-from dpjax import strategies
+from dpjax import checks, strategies
 from dpjax.noise.link import sum_link
 from dpjax.strategies import Participation, Strategy
-from dpjax.strategies.participation import or_once
 from dpjax.types import Clipping, Key, NoiseMultiplier
 
 
@@ -56,14 +55,6 @@ def correlated(
       Optimal Private Linear Operators on Adaptive Streams", 2022.
     """
     call = "noise.correlated"
-    require_constant(call, noise_multiplier)
-    scale = strategies.sensitivity(strategy, or_once(call, participation))
+    checks.constant_noise(call, noise_multiplier)
+    scale = strategies.sensitivity(strategy, Participation.or_once(call, participation))
     return sum_link(call, noise_multiplier, rule, key, strategy, scale)
-
-
-def require_constant(call: str, noise_multiplier: NoiseMultiplier) -> None:
-    """Refuses a schedule as the multiplier of correlated noise."""
-    if callable(noise_multiplier):
-        raise ValueError(
-            f"{call}: the noise multiplier is a schedule; expected a number, or one per group."
-        )

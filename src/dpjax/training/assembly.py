@@ -20,9 +20,7 @@ from jax.sharding import Mesh
 from dpjax import checks, ledger, meshes, processes, trees
 from dpjax._arrays import arrays
 from dpjax._stream import Stream
-from dpjax.clipping.shards import refuse_explicit
 from dpjax.gradients.traced import Traced
-from dpjax.noise.link import first_memory
 from dpjax.training._in_memory import InMemory
 from dpjax.training._keys import first_keys, supplied
 from dpjax.training._streaming import Streamed
@@ -109,7 +107,7 @@ class _Assembly:
             if mesh is not None:
                 params = meshes.placed(params, mesh)
             elif not self.stream:
-                refuse_explicit(name, "data", self.data)
+                meshes.refuse_explicit(name, "data", self.data)
             loss = Traced(self.with_shared.loss)
             example = example_of(self.recipe, self.row)
             constants = loss.check(params, example, name)
@@ -214,7 +212,10 @@ def _checked_params(name: str, params: PyTree, key: Key | None) -> PyTree:
 
 def _first_state(recipe: Recipe, key: Key | None, params: PyTree, mesh: Mesh | None) -> State:
     """The state before the first step, on the devices of a mesh."""
-    memory = first_memory(recipe.mechanism.noise, params)
+    strategy = recipe.mechanism.noise
+    memory = ()
+    if strategy is not None:
+        memory = strategy.start(trees.zeros_wide(params))
     if mesh is not None and jax.tree.leaves(memory):
         memory = meshes.placed_rows(memory, params, mesh)
     draws, noise_key = first_keys(key)

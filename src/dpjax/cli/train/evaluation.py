@@ -18,7 +18,6 @@ import numpy as np
 import dpjax
 from dpjax import data, diagnostics, losses, metrics, training, trees
 from dpjax._files import replace, replacing
-from dpjax.training.released import restored, serialized
 
 _SAMPLE = 128  # training examples whose gradients are measured
 
@@ -94,7 +93,7 @@ class Evaluation:
 
     def write(self, folder: pathlib.Path, params: Any) -> None:
         """Writes parameters, test predictions and norms into the folder."""
-        replace(folder / "params.msgpack", serialized(params), public=True)
+        replace(folder / "params.msgpack", trees.serialized(params), public=True)
         if self.has_test:
             with replacing(folder / "evaluation.npz", public=self.is_public) as file:
                 np.savez(file, **self.predictions(params))
@@ -109,7 +108,7 @@ def first_parameters(model: Any, dataset: data.Dataset, params: bytes | None) ->
     (x,), _ = dataset.rows(np.array([0]))
     # Initial parameters are not secret, and an equal start makes runs comparable.
     fresh = jax.jit(model.init)(jax.random.key(0), jnp.asarray(x))["params"]
-    return fresh if params is None else restored(params, fresh, "--continue_from")
+    return fresh if params is None else trees.restored(params, fresh, "--continue_from")
 
 
 def held(params: Any) -> Any:
@@ -138,4 +137,4 @@ def rehearse(
     jax.eval_shape(jax.grad(losses.of(model, loss)), fresh, example)
     mechanism.clipping.partition.assign(fresh)  # raises if it was made for another model
     if params is not None:
-        restored(params, fresh, "--continue_from")
+        trees.restored(params, fresh, "--continue_from")
