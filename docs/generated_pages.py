@@ -19,7 +19,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).parent.parent
-FIRST = "## Beside other libraries"  # where the front page of the site leaves the README
+FIRST = "## Other libraries"  # where the front page of the site leaves the README
 NEXT = """Next: [a first private model](first_model.md), [your model](your_model.md) and
 [your data](your_data.md), [images and augmentation](cifar10.md), a
 [guide to settings](settings.md), [noise schedules](noise_schedules.md), the
