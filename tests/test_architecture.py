@@ -96,7 +96,8 @@ def test_neither_rooms_nor_the_files_of_a_room_import_each_other_in_a_circle():
     assert circle(files) is None
 
 
-# The names that one package takes from another, and the ones that it does not export. Both only fall.
+# How many names packages take from another, and how many of these it does not export. Both only
+# fall.
 CROSSING = 48
 NOT_EXPORTED = 31
 

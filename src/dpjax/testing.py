@@ -277,7 +277,7 @@ def assert_private(
     tolerance: float = 0.02,
     most_rows: int | None = None,
 ) -> None:
-    r"""Raises unless one example tells as much about a chain's releases as its multiplier says.
+    r"""Raises unless one example tells as much about a chain's releases as its multiplier allows.
 
     The chain runs on a batch with and without one example, outside ``jit``. At each step the noise
     link releases $s + \Sigma^{1/2} z$, and one example moves it by

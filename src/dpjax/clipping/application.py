@@ -136,7 +136,7 @@ def clip_and_sum(rule: Clipping) -> optax.GradientTransformationExtraArgs:
 
 
 def trusted_sum(total: PyTree, rule: Clipping) -> Sum:
-    """Declares a tree to be a clipped sum, so that a noise link takes it.
+    """Declares a tree to be a clipped sum, which a noise link takes.
 
     For sums that were clipped and added by other means than `clip_and_sum` and
     `dpjax.clipped_grad`, such as a sum over the processes of a cluster.

@@ -221,7 +221,7 @@ class Mechanism:
         return left_for_gradients(self.noise_multiplier, self.count_multiplier)
 
     def multipliers_on_sum(self, multipliers: np.ndarray) -> np.ndarray:
-        """The multipliers of the sums alone, at steps of these multipliers."""
+        """The multipliers of only the sums, at steps of these multipliers."""
         if self.adaptive is None:
             return multipliers
         return multipliers * growth(multipliers, self.count_multiplier)
@@ -349,7 +349,7 @@ class Mechanism:
         return accounting.delta(self.event, epsilon, self._method(method), self.relation)
 
     def calibrate(self, epsilon: float, delta: float, method: str | None = None) -> Mechanism:
-        """This mechanism with all its noise scaled so that it costs at most ``epsilon``.
+        """This mechanism with all its noise scaled to cost at most ``epsilon``.
 
         Args:
           epsilon: The most that all planned steps may cost.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise that is correlated over the steps, so that sums of many steps have less of it.
+"""Noise that is correlated over the steps: sums of many steps have less of it.
 
 An optimizer adds up what steps release, and there the noise of one step can cancel some of the
 noise of earlier ones. It is what DP-FTRL and matrix factorisation run.
@@ -29,7 +29,7 @@ def correlated(
        \qquad Z \sim \mathcal{N}(0, I) $$
 
     Args:
-      strategy: $C$, from `dpjax.strategies`; it also says for how many steps.
+      strategy: $C$, from `dpjax.strategies`; it also fixes the number of steps.
       noise_multiplier: $m$, relative to the whole run: a number, or a tuple with one number per
         group. Schedules are refused: the strategy is one.
       rule: As for `gaussian`; $\Delta$ is its sensitivity.
@@ -42,7 +42,7 @@ def correlated(
 
     Privacy:
       All steps together are one Gaussian mechanism with multiplier $m$, if no example is in more
-      steps than ``participation`` says, even if later gradients depend on earlier releases.
+      steps than ``participation`` allows, even if later gradients depend on earlier releases.
       `dpjax.Mechanism` with ``noise=`` takes participation from the sampler.
 
     Example:
