@@ -77,11 +77,12 @@ model is the limit there: on the split the linear model has 98.4 at epsilon 3 an
 noise, the CNN 98.5 and 98.8. The gallery has the curves.
 
 Not run: patches on MNIST above epsilon 1, where the split has them below the CNN; one seed and
-three epsilons of linear models on CIFAR-10's wavelets; CNNs where patches lead; the seeds 5 to 9 of
-rows with five. For want of a GPU: a WideResNet-16-4 from pixels at 8 and 3, which is the script of
-`docs/pages/cifar10.md` with `models.WideResNet()` and batches of 4,096; and CIFAR-10 without
-privacy in batches of 256, `dpjax train --dataset=cifar10 --model=cifar_cnn --bound=inf
---noise_multiplier=0 --batch_size=256 --epochs=60 --learning_rate=0.05 --momentum=0.9`."""
+three epsilons of linear models on CIFAR-10's wavelets; CNNs where patches lead; the seeds up to 9
+of rows that have fewer than ten. For want of a GPU: a WideResNet-16-4 from pixels at 8 and 3, which
+is the script of `docs/pages/cifar10.md` with `models.WideResNet()` and batches of 4,096; and
+CIFAR-10 without privacy in batches of 256, `dpjax train --dataset=cifar10 --model=cifar_cnn
+--bound=inf --noise_multiplier=0 --batch_size=256 --epochs=60 --learning_rate=0.05
+--momentum=0.9`."""
 HEADLINES = (  # claims of the README, one of each paper
     ("tramer2021", "CIFAR-10: linear on wavelets above a CNN on pixels"),
     ("papernot2021", "FashionMNIST: tanh above ReLU"),
