@@ -114,7 +114,7 @@ def recognised(*places: tuple[int, int]) -> Curve:
 
 def of_layers(name: str) -> Curve:
     """Reads the norms of all layers, at all epochs."""
-    by_epoch = curve(name)
+    by_epoch: Any = curve(name)
     return lambda run: [norm for by_layer in by_epoch(run) for norm in by_layer.values()]
 
 
