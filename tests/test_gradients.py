@@ -481,8 +481,18 @@ IN_A_SHARD_MAP = {
 }
 
 
-@kills("clipping/application.py", 'refuse_tracking("clipping.clip")', "pass", case="clip_and_sum")
-@kills("gradients/clipped_grad.py", 'refuse_tracking("clipped_grad")', "pass", case="clipped_grad")
+@kills(
+    "clipping/application.py",
+    'meshes.refuse_tracking("clipping.clip")',
+    "pass",
+    case="clip_and_sum",
+)
+@kills(
+    "gradients/clipped_grad.py",
+    'meshes.refuse_tracking("clipped_grad")',
+    "pass",
+    case="clipped_grad",
+)
 @pytest.mark.parametrize("call", IN_A_SHARD_MAP)
 def test_a_shard_map_that_sums_gradients_by_itself_is_refused(call):
     """Also where no argument varies: in a closure, or after the user's own `jax.grad`."""

@@ -441,11 +441,14 @@ def _batches(params: PyTree, canary: PyTree, draws: Sequence[int]) -> list[Batch
         # 0 times NaN is NaN, and an example that is not drawn is a row of zeros.
         row = jax.tree.map(lambda c: jnp.where(drawn, jnp.asarray(c)[None], 0), canary)
         # The places move, because a link that remembers each place hides a canary behind zeros.
+        # Steps that draw the canary have it at odd and at even places in turn, because a link that
+        # joins pairs of rows keeps one of them.
+        places = 1 + step + step // 2
         gradients = jax.tree.map(
-            lambda *rows: jnp.roll(jnp.concatenate(rows), step, axis=0), row, others
+            lambda *rows: jnp.roll(jnp.concatenate(rows), places, axis=0), row, others
         )
         mask = np.array([drawn, 1, 1, 1], bool)
-        return Batch(gradients, np.roll(mask, step))
+        return Batch(gradients, np.roll(mask, places))
 
     return [batch(step, drawn) for step, drawn in enumerate(draws)]
 

@@ -74,6 +74,7 @@ def released_params(folder: str | os.PathLike[str], like: PyTree) -> PyTree:
 
     Example:
       >>> import tempfile
+      >>> import jax.numpy as jnp
       >>> from flax import serialization
       >>> file = pathlib.Path(tempfile.mkdtemp()) / "params.msgpack"
       >>> _ = file.write_bytes(serialization.to_bytes({"w": jnp.arange(2.0)}))
