@@ -83,7 +83,7 @@ def _neighbours(parameters: dict[str, Any], x: Array, kernel: Array) -> int:
     output_axis, channel_axis, *space = numbers.rhs_spec
     dilations = (*parameters["lhs_dilation"], *parameters["rhs_dilation"])
     groups = parameters["feature_group_count"] * parameters["batch_group_count"]
-    # Neighbours along the last axis, next to the channels: the outputs are in order already.
+    # With the channels last, neighbours along the last axis lie next to each other in memory.
     channels_last = numbers.out_spec[1] == x.ndim - 1 and numbers.out_spec[-1] == x.ndim - 2
     if not channels_last or x.dtype != jnp.float32 or {*dilations, groups} != {1}:
         return 1
