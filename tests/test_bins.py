@@ -196,6 +196,7 @@ def test_runs_from_one_state_cost_what_one_run_of_their_epochs_costs(
         assert stated == pytest.approx(epsilon, abs=0.0051)
 
 
+@pytest.mark.thorough
 def test_correlated_noise_counts_bins_that_two_runs_do_not_share():
     """Without a strategy an epoch costs a Gaussian; with one, the unknown batch counts."""
     noise = strategies.banded(4 * BATCHES, bands=2)
@@ -205,6 +206,7 @@ def test_correlated_noise_counts_bins_that_two_runs_do_not_share():
     assert np.mean(first == second) < 0.3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_checkpoint_holds_no_key_of_a_supplied_run_and_one_byte_of_its_hash(tmp_path, name):
     algorithm = algorithm_of(SAMPLERS[name])
