@@ -33,8 +33,8 @@ from absl import flags, logging
 
 import dpjax
 from dpjax import accounting, auditing, clipping, data, federated, sampling, strategies, training
+from dpjax._files import strict
 from dpjax.cli.audit import HEAD, OF_A_RUN, Line, conclude, curve_of, line_of_step
-from dpjax.mechanism.card import strict
 from experiments.common import runs
 
 _ALGORITHMS = flags.DEFINE_string(

@@ -27,7 +27,10 @@ def costs(paper: Paper) -> dict[str, list[str]]:
             ran.add(key)
     for claim in paper.claims:
         if claim.at:
-            for key in sorted({*claim.rows, *claim.than} & ran):
+            known = {*claim.rows, *claim.than} & ran
+            if claim.measure == "epsilon" and not known:
+                known = set(claim.rows)
+            for key in sorted(known):
                 spent[claim.spent(key)] = epsilons(paper, key, claim.at)
         elif claim.measure == "epsilon" and ran.isdisjoint(claim.rows):
             key = claim.rows[0]

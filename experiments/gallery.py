@@ -78,8 +78,7 @@ class Drawn(NamedTuple):
                 system = claim.system
                 if claim.measure == "epsilon":
                     system = f"epsilon of {claim.system}"
-                word, _, _ = result.verdict.partition(":")
-                by_verdict.setdefault(word, []).append(system)
+                by_verdict.setdefault(result.verdict.word, []).append(system)
         return by_verdict
 
 

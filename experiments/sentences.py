@@ -37,7 +37,7 @@ import jax
 import numpy as np
 
 from dpjax import auditing
-from dpjax.accounting.rounding import upwards
+from dpjax._rounding import upwards
 from experiments import text
 from experiments.common import runs
 from experiments.llm import networks, objective

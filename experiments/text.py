@@ -39,7 +39,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 import dpjax
 from dpjax import accounting, losses, metrics, models
-from dpjax.accounting.rounding import upwards
+from dpjax._rounding import upwards
 from experiments.common import runs
 
 DELTA = runs.DELTA

@@ -44,22 +44,18 @@ def kills(file, before, after, *, case=None, slow=False):
 def mutants():
     """All mutants of all test files, in the order of the files and of the tests."""
     for path in sorted(TESTS.glob("test_*.py")):
-        text = path.read_text()
-        if "kills(" not in text:
-            continue
-        statements = ast.parse(text).body
+        statements = ast.parse(path.read_text()).body
         table = _table(statements)
-        for test, decorators in _tests(statements):
-            calls = decorators + table.pop(test, [])
-            for number, call in enumerate(calls):
-                yield _mutant(path.name, test, number, call)
+        for test, calls in _tests(statements):
+            for number, call in enumerate(calls + table.pop(test, [])):
+                yield _mutant(f"{path.name}::{test}", number, call)
         assert not table, f"{path.name} has no test of the name {' or '.join(table)}"
 
 
 def _table(statements):
     """The table `KILLS` of a file: the calls of `kills` by the names of the tests."""
     for node in statements:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "KILLS":
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "KILLS":
             rows = zip(node.value.keys, node.value.values, strict=True)
             return {test.value: calls.elts for test, calls in rows}
     return {}
@@ -71,15 +67,13 @@ def _tests(statements, prefix=""):
         if isinstance(node, ast.ClassDef):
             yield from _tests(node.body, f"{prefix}{node.name}::")
         elif isinstance(node, ast.FunctionDef):
-            calls = [d for d in node.decorator_list if isinstance(d, ast.Call)]
-            yield prefix + node.name, [c for c in calls if ast.unparse(c.func) == "kills"]
+            decorators = node.decorator_list
+            yield prefix + node.name, [d for d in decorators if ast.unparse(d).startswith("kills(")]
 
 
-def _mutant(file, test, number, call):
+def _mutant(test, number, call):
     edit = [ast.literal_eval(argument) for argument in call.args]
     options = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
-    killer = f"{file}::{test}"
-    name = f"{killer.removeprefix('test_')}-{number}".replace(".py::test", "")
-    if options.get("case") is not None:
-        killer += f"[{options['case']}]"
-    return Mutant(name, *edit, killer, options.get("slow", False))
+    case = f"[{options['case']}]" if "case" in options else ""
+    name = f"{test.removeprefix('test_')}-{number}".replace(".py::test", "")
+    return Mutant(name, *edit, test + case, options.get("slow", False))

@@ -10,8 +10,7 @@ import numpy as np
 import optax
 from small_mechanisms import mechanism_with
 
-import dpjax
-from dpjax import processes
+from dpjax import dpsgd, processes
 
 
 def small_run(rate=0.1, *, batch=10, steps=6, multiplier=1.0, **options):
@@ -24,7 +23,7 @@ def small_run(rate=0.1, *, batch=10, steps=6, multiplier=1.0, **options):
     def loss(w, x):
         return jnp.sum((w - x) ** 2)
 
-    algorithm = dpjax.dpsgd(loss, optimizer, mechanism, **options)
+    algorithm = dpsgd(loss, optimizer, mechanism, **options)
     return algorithm, algorithm.init(jnp.zeros(3), jax.random.key(0))
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mechanism for tests, which name only the facts that matter to them."""
 
-import dpjax
-from dpjax import clipping, sampling
+from dpjax import Mechanism, clipping, sampling
 
 
 def mechanism_with(examples=50, batch=10, **facts):
@@ -10,4 +9,4 @@ def mechanism_with(examples=50, batch=10, **facts):
     usual = {"clipping": clipping.flat(1.0), "noise_multiplier": 1.0, "steps": 20}
     if "sampling" not in facts:
         usual["sampling"] = sampling.poisson(examples, batch)
-    return dpjax.Mechanism(**{**usual, **facts})
+    return Mechanism(**{**usual, **facts})

@@ -12,8 +12,7 @@ from html_pages import text
 from mutation import kills
 from small_mechanisms import mechanism_with
 
-import dpjax
-from dpjax import clipping, ledger, sampling, schedules, strategies
+from dpjax import clipping, dpsgd, ledger, noise, sampling, schedules, strategies
 from dpjax.mechanism import Spent
 
 SAMPLER = "Sampler(name='poisson', examples=1000, batch_size=10)"
@@ -30,7 +29,7 @@ def of(**changes):
 
 def algorithm(**options):
     full = of(sampling=sampling.full(3))
-    return dpjax.dpsgd(lambda w, x: (w - x) ** 2, optax.sgd(1.0), full, jnp.arange(3.0), **options)
+    return dpsgd(lambda w, x: (w - x) ** 2, optax.sgd(1.0), full, jnp.arange(3.0), **options)
 
 
 def test_a_line_says_what_an_object_was_made_from():
@@ -47,10 +46,10 @@ def test_a_line_says_what_an_object_was_made_from():
 
 @kills("_display.py", "if name in secrets else", "if False else", slow=True)
 def test_no_state_shows_its_key():
-    key, adaptive = dpjax.noise.secret_key(), clipping.Quantile(count_multiplier=20.0)
+    key, adaptive = noise.secret_key(), clipping.Quantile(count_multiplier=20.0)
     states = [
         algorithm().init(jnp.zeros(()), key),
-        dpjax.noise.gaussian(1.0, clipping.flat(1.0), key=key).init(jnp.zeros(())),
+        noise.gaussian(1.0, clipping.flat(1.0), key=key).init(jnp.zeros(())),
         of(adaptive=adaptive).privatize(key).init(jnp.zeros(())),
     ]
     for state in states:

@@ -641,8 +641,8 @@ TINY = [
 
 @kills(
     "accounting/_loss_distributions.py",
-    "float(epsilon(given - off))",
-    "float(epsilon(given))",
+    "if given <= off:\n            return math.inf\n        return float(epsilon(given - off))",
+    "return float(epsilon(given))",
     case="43224",
 )
 @pytest.mark.parametrize(("rate", "multiplier", "n", "delta"), TINY, ids=[str(t[2]) for t in TINY])

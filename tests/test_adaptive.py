@@ -15,8 +15,20 @@ from hypothesis.extra import numpy as hnp
 from mutation import kills
 from small_mechanisms import mechanism_with
 
-import dpjax
-from dpjax import accounting, clipping, noise, reports, sampling, schedules, testing, trees, types
+from dpjax import (
+    Mechanism,
+    accounting,
+    clipping,
+    dpsgd,
+    noise,
+    reports,
+    sampling,
+    schedules,
+    statement,
+    testing,
+    trees,
+    types,
+)
 from dpjax.clipping import Quantile
 from dpjax.data import Stream
 
@@ -31,7 +43,7 @@ def make(data, *, multiplier=1.0, bound=1.0, steps=20, sampler=None, quantile=No
     adaptive = quantile or Quantile(count_multiplier=8.0)
     sampler = sampler or sampling.full(len(data))
     mechanism = mechanism_with(sampling=sampler, adaptive=adaptive, **facts)
-    return dpjax.dpsgd(linear, optax.sgd(1.0), mechanism, data, **options)
+    return dpsgd(linear, optax.sgd(1.0), mechanism, data, **options)
 
 
 def summed(mechanism, total):
@@ -111,7 +123,7 @@ def test_one_scale_moves_the_bounds_of_all_groups():
     )
     data = {"a": jnp.array([[0.5], [2.0]]), "b": jnp.array([[2.9], [0.1]])}
     loss = lambda w, x: jnp.sum(w["a"] * x["a"] + w["b"] * x["b"])  # noqa: E731
-    algorithm = dpjax.dpsgd(loss, optax.sgd(1.0), mechanism, data)
+    algorithm = dpsgd(loss, optax.sgd(1.0), mechanism, data)
     state, _ = algorithm.step(algorithm.init(params, jax.random.key(0)))
     want = np.array([1.0, 3.0]) * math.exp(-0.25)
     np.testing.assert_allclose(algorithm.released(state)["bound"], want, rtol=1e-6)
@@ -168,7 +180,7 @@ def test_the_noise_of_the_mean_is_what_the_count_leaves_times_the_bound(schedule
         adaptive=Quantile(count_multiplier=2.0),
     )
     loss = lambda w, x: w[0] * x[0]  # noqa: E731
-    algorithm = dpjax.dpsgd(loss, optax.sgd(1.0), mechanism, data)
+    algorithm = dpsgd(loss, optax.sgd(1.0), mechanism, data)
     state = start(algorithm, size)
     for t, total in enumerate(totals):
         (bound,) = algorithm.released(state)["bound"]
@@ -276,11 +288,11 @@ def test_calibration_finds_the_same_total_and_leaves_the_count_alone():
 
 def test_statement_card_and_facts_name_both_noises():
     mechanism = described(adaptive=Quantile(target=0.7, count_multiplier=3.0))
-    text = dpjax.statement(mechanism, 1e-5)
+    text = statement(mechanism, 1e-5)
     noises = f"{beside(1.0, 3.0):.4g} on the sum", "3 on the count"
     for words in ("at first", "0.7 of the norms are below", *noises):
         assert words in text
-    assert "at first" not in dpjax.statement(described(), 1e-5)
+    assert "at first" not in statement(described(), 1e-5)
     assert "andrew2021differentially" in text
     card = json.loads(json.dumps(reports.card(mechanism, 1e-5)))
     assert card["mechanism"]["multiplier_and_steps"] == [[1.0, 100]]
@@ -322,7 +334,7 @@ def test_errors_teach(act, message):
 def test_a_loop_that_passes_the_count_is_private():
     """The count is released too, so two batches with one release have one count."""
     rule, quantile = clipping.flat(1.0), clipping.Quantile(count_multiplier=13.0)
-    mechanism = dpjax.Mechanism(
+    mechanism = Mechanism(
         sampling=sampling.poisson(100, 10),
         clipping=rule,
         noise_multiplier=1.3,

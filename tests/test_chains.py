@@ -11,8 +11,16 @@ import pytest
 from mutation import kills
 from small_mechanisms import mechanism_with
 
-import dpjax
-from dpjax import clipping, noise, sampling, strategies, testing, trees
+from dpjax import (
+    clip_and_sum,
+    clipped_grad,
+    clipping,
+    noise,
+    sampling,
+    strategies,
+    testing,
+    trees,
+)
 from dpjax.types import ClippedSum, Partition, State, Sum
 
 RULE = clipping.flat(1.0)
@@ -23,7 +31,7 @@ REFUSED = (AttributeError, TypeError, ValueError)
 
 
 def clip(rule=RULE):
-    return dpjax.clip_and_sum(rule)
+    return clip_and_sum(rule)
 
 
 def noised(rule=RULE):
@@ -213,14 +221,14 @@ def loss(w, x):
     return jnp.sum(w * x)
 
 
-CLIPPED, W = dpjax.clipped_grad(loss, RULE), jnp.zeros(3)
+CLIPPED, W = clipped_grad(loss, RULE), jnp.zeros(3)
 DATA = jnp.asarray(np.random.default_rng(0).normal(size=(12, 3)), jnp.float32)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_record_says_by_which_rule_and_is_no_sum_itself(jitted):
-    other = dpjax.clipped_grad(loss, clipping.flat(10.0))
+    other = clipped_grad(loss, clipping.flat(10.0))
     link, run = noised(), jax.jit if jitted else lambda f: f
     record = run(CLIPPED)(W, DATA)
     assert isinstance(record, ClippedSum)
@@ -231,7 +239,7 @@ def test_a_record_says_by_which_rule_and_is_no_sum_itself(jitted):
             link.update(wrong, link.init(W))
     with pytest.raises(ValueError, match="expected one rule for both"):
         link.update(run(other)(W, DATA).sum, link.init(W))
-    estimated = dpjax.clipped_grad(loss, clipping.jl(1.0, projections=5))
+    estimated = clipped_grad(loss, clipping.jl(1.0, projections=5))
     with pytest.raises(ValueError, match="projections=5"):
         link.update(estimated(W, DATA, key=jax.random.key(0)).sum, link.init(W))
     with pytest.raises(ValueError, match="no rule clipped"):
@@ -263,7 +271,7 @@ def test_microbatches_are_added_to_one_sum(loop):
 @pytest.mark.thorough
 @kills("gradients/clipped_grad.py", "start.rule != rule.limits(params)", "False")
 def test_a_sum_is_continued_by_its_own_rule_alone():
-    total, narrow = CLIPPED(W, DATA[:7]), dpjax.clipped_grad(loss, clipping.flat(0.5))
+    total, narrow = CLIPPED(W, DATA[:7]), clipped_grad(loss, clipping.flat(0.5))
     np.testing.assert_allclose(
         CLIPPED(W, DATA[7:], start=total).value, CLIPPED(W, DATA).value, rtol=1e-5
     )
@@ -300,7 +308,7 @@ def words(state):
     return tuple(np.asarray(jax.random.key_data(state.key)).tolist())
 
 
-@kills("noise/state.py", "os.urandom(8)", "bytes(range(8))", case="gaussian")
+@kills("processes.py", "os.urandom(8)", "bytes(range(8))", case="gaussian")
 @kills("noise/state.py", "jnp.where(unset, jnp.nan, x)", "x", case="gaussian")
 @pytest.mark.parametrize("name", LINKS)
 def test_a_key_is_drawn_where_a_run_begins(name):

@@ -23,17 +23,16 @@ from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import accounting, auditing, cli, data, features, ledger, models, schedules
+from dpjax._files import held
 from dpjax.cli import audit, compare, compilation_cache
+from dpjax.cli.audit import audit_command, rebuilt_run
 from dpjax.cli.audit import canaries as audit_canaries
-from dpjax.cli.audit import command as audit_command
 from dpjax.cli.audit import lines as audit_lines
 from dpjax.cli.audit import losses as audit_losses
-from dpjax.cli.audit import rebuilt_run
 from dpjax.cli.flag_sets import names
 from dpjax.cli.flag_sets.audit import FLAGS as AUDIT_FLAGS
 from dpjax.cli.flag_sets.train import FLAGS, settings
 from dpjax.cli.train import build, command, evaluation, inputs
-from dpjax.training.run_folder import held
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -413,7 +412,7 @@ def test_a_stopped_run_is_described_and_resumed(workshop, tmp_path, monkeypatch)
 
 
 @kills("cli/train/inputs.py", "        if not path.exists():\n", "        if True:\n")
-@kills("cli/train/inputs.py", 'if answers["multipliers"].tolist() != asked:', "if False:")
+@kills("cli/train/inputs.py", "if multipliers != asked:", "if False:")
 def test_private_scales_are_asked_for_once(tmp_path):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(30, 2, 2, 3)), jnp.float32)
     asked = features.Normalization(examples=30, noise_multiplier=8.0, thresholds=(1.0, 1.0))

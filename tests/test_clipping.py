@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from mutation import kills
 
-import dpjax
-from dpjax import clipping, testing, types
+from dpjax import clip_and_sum, clipped_grad, clipping, testing, types
 
 inf = math.inf
 
@@ -62,7 +61,7 @@ SUMS = [
 @pytest.mark.parametrize("engine", ["vmap", "scan", "ghost"])
 @pytest.mark.parametrize(("name", "rule", "want"), SUMS)
 def test_sums_of_the_quadratic(name, rule, want, engine):
-    result = dpjax.clipped_grad(quadratic, rule, engine, 3)(W, X)
+    result = clipped_grad(quadratic, rule, engine, 3)(W, X)
     np.testing.assert_allclose(np.concatenate(result.value), want, rtol=2e-6, atol=2e-7)
     if rule.name == "flat":
         np.testing.assert_allclose(
@@ -129,7 +128,7 @@ def test_float16_gradients_do_not_underflow():
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatch", [1, 32, None])
 def test_bfloat16_sums_do_not_saturate(microbatch):
-    clipped = dpjax.clipped_grad(jnp.vdot, clipping.flat(1.0), microbatch_size=microbatch)
+    clipped = clipped_grad(jnp.vdot, clipping.flat(1.0), microbatch_size=microbatch)
     result = clipped(jnp.zeros(1, jnp.bfloat16), jnp.ones((1024, 1), jnp.bfloat16))
     assert float(result.value[0]) == 1024.0
 
@@ -198,7 +197,7 @@ def test_a_rule_of_ones_own_cannot_break_its_bound():
 def test_an_example_exactly_on_its_bound_is_within_for_every_engine(engine):
     """The book-keeping engine rounds norms up."""
     w, x, bound = jnp.zeros((16, 16)), jnp.ones((1, 2, 16)), 32.0
-    run = dpjax.clipped_grad(lambda w, x: jnp.sum(x @ w), clipping.hard_threshold(bound), engine)
+    run = clipped_grad(lambda w, x: jnp.sum(x @ w), clipping.hard_threshold(bound), engine)
     found = run(w, x)
     assert 0.9999 * bound < float(jnp.linalg.norm(found.value)) <= bound
     below = clipping.Quantile().below(clipping.flat(bound), found.norms, jnp.ones(1, bool))
@@ -296,17 +295,17 @@ UNBATCHED = {
 
 @pytest.mark.parametrize("name", UNBATCHED)
 def test_clip_and_sum_refuses_what_are_no_rows(name):
-    link = dpjax.clip_and_sum(clipping.flat(1.0))
+    link = clip_and_sum(clipping.flat(1.0))
     with pytest.raises(ValueError, match=r"expected \(batch, |leading axis"):
         link.update(UNBATCHED[name], link.init(PARAMS))
 
 
 @pytest.mark.parametrize("mask", [np.ones((2, 1)), np.ones(3)])
 def test_a_mask_of_another_shape_is_refused(mask):
-    link = dpjax.clip_and_sum(clipping.flat(1.0))
+    link = clip_and_sum(clipping.flat(1.0))
     with pytest.raises(ValueError, match=r"mask has shape.*expected \(2,\)"):
         link.update(BATCH, link.init(PARAMS), mask=mask)
-    clipped = dpjax.clipped_grad(lambda p, x: jnp.sum(p["w"] * x), clipping.flat(1.0))
+    clipped = clipped_grad(lambda p, x: jnp.sum(p["w"] * x), clipping.flat(1.0))
     with pytest.raises(ValueError, match=r"clipped_grad: mask has shape.*expected \(2,\)"):
         clipped(PARAMS, jnp.ones((2, 3)), mask)
 
@@ -318,7 +317,7 @@ def test_a_mask_of_another_shape_is_refused(mask):
     slow=True,
 )
 def test_a_padded_row_with_a_huge_gradient_leaves_exactly_nothing():
-    link = dpjax.clip_and_sum(clipping.flat(1.0))
+    link = clip_and_sum(clipping.flat(1.0))
     gradients = jax.tree.map(lambda g: g.at[1].set(100.0), BATCH)
     out, _ = link.update(gradients, link.init(PARAMS), mask=jnp.array([0, 0]))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(out.value))
@@ -347,7 +346,7 @@ def test_a_partition_never_sees_the_batch_axis():
 @pytest.mark.parametrize("third", [np.full(4, 0.25), np.array([2, 0, 1, 1])])
 def test_weights_and_labels_are_no_mask(third):
     """Each nonzero entry would be an example, and class 0 would be left out as padding."""
-    clipped = dpjax.clipped_grad(lambda w, x: w @ x, clipping.flat(1.0))
+    clipped = clipped_grad(lambda w, x: w @ x, clipping.flat(1.0))
     with pytest.raises(ValueError, match="mask has entries that are neither 0 nor 1"):
         clipped(jnp.ones(3), jnp.ones((4, 3)), third)
     assert clipped(jnp.ones(3), jnp.ones((4, 3)), np.array([1.0, 0, 1, 1])).norms[1] == 0

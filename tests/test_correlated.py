@@ -12,14 +12,16 @@ import pytest
 from mutation import kills
 from small_mechanisms import mechanism_with
 
-import dpjax
 from dpjax import (
     accounting,
+    clip_and_sum,
     clipping,
+    ledger,
     noise,
     reports,
     sampling,
     strategies,
+    testing,
     training,
     trees,
     verify,
@@ -29,7 +31,6 @@ from dpjax.accounting._rdp_accountant import total
 from dpjax.accounting._rdp_divergence import ORDERS
 from dpjax.accounting.events import correlated_samples
 from dpjax.mechanism import Spent, correlated
-from dpjax.mechanism.card import spent_of
 from dpjax.sampling.cycles import parts_of
 from dpjax.types import Purpose
 
@@ -252,7 +253,7 @@ class TestEvents:
     def test_a_ledger_knows_the_strategy(self):
         state = small_run().step(small_run().init(ZEROS, jax.random.key(2)))[0]
         other = small_run(noise=STRATEGIES["tree"])
-        with pytest.raises(dpjax.ledger.Refused, match="another mechanism"):
+        with pytest.raises(ledger.Refused, match="another mechanism"):
             other.step(state._replace(memory=strategies.tree(6).start(ZEROS)))
 
 
@@ -337,7 +338,7 @@ class TestDescription:
     def test_a_card_restores_what_was_spent(self):
         batches = sampling.cyclic_poisson(1000, 10, cycle=4)
         planned = mechanism(20, sampling=batches, noise=strategies.square_root(20, bands=4))
-        (spent,) = spent_of(json.loads(json.dumps(planned.facts)), 20)
+        (spent,) = Spent.of_run(json.loads(json.dumps(planned.facts)), 20)
         assert isinstance(spent, Spent)
         assert spent.event == planned.event
         assert spent.noise == planned.noise
@@ -378,12 +379,12 @@ class TestDescription:
 def test_a_users_chain_is_measured_over_the_run(name, monkeypatch):
     def chain(*links):
         link = noise.correlated(STRATEGIES[name], 1.3, RULE)
-        return optax.chain(*links, dpjax.clip_and_sum(RULE), link, optax.adam(0.1))
+        return optax.chain(*links, clip_and_sum(RULE), link, optax.adam(0.1))
 
-    dpjax.testing.assert_private(chain(), ZEROS)
-    with pytest.raises(dpjax.testing.LawBroken, match="at step 1"):
-        dpjax.testing.assert_private(chain(optax.trace(0.9)), ZEROS)
+    testing.assert_private(chain(), ZEROS)
+    with pytest.raises(testing.LawBroken, match="at step 1"):
+        testing.assert_private(chain(optax.trace(0.9)), ZEROS)
     true = strategies.sensitivity
     monkeypatch.setattr(strategies, "sensitivity", lambda *more: 0.9 * true(*more))
-    with pytest.raises(dpjax.testing.LawBroken, match=r"moves the release by 1\.1"):
-        dpjax.testing.assert_private(chain(), ZEROS)
+    with pytest.raises(testing.LawBroken, match=r"moves the release by 1\.1"):
+        testing.assert_private(chain(), ZEROS)

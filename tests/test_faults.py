@@ -20,9 +20,20 @@ import pytest
 from mutation import kills
 from small_mechanisms import mechanism_with
 
-import dpjax
-from dpjax import clipping, ledger, noise, sampling, strategies, training, trees
-from dpjax.training.run_folder import Folder, held
+from dpjax import (
+    clipped_grad,
+    clipping,
+    dpsgd,
+    fit,
+    ledger,
+    noise,
+    sampling,
+    strategies,
+    training,
+    trees,
+)
+from dpjax._files import held
+from dpjax.training.run_folder import Folder
 from dpjax.types import Purpose
 
 
@@ -273,7 +284,7 @@ WIDE, FULL = 4000, mechanism_with(sampling=sampling.full(8), steps=8)
 
 
 def wide(loss, mechanism=FULL):
-    return dpjax.dpsgd(loss, optax.sgd(1.0), mechanism, np.arange(8, dtype=np.float32) / 8)
+    return dpsgd(loss, optax.sgd(1.0), mechanism, np.arange(8, dtype=np.float32) / 8)
 
 
 def to_one(w, x):
@@ -286,7 +297,7 @@ def to_zero(w, x):
 
 def noise_of(before, after, loss):
     """The noise on the sum of one step: what was released, less what has no noise."""
-    clean = dpjax.clipped_grad(loss, FULL.clipping)(before, np.arange(8, dtype=np.float32) / 8)
+    clean = clipped_grad(loss, FULL.clipping)(before, np.arange(8, dtype=np.float32) / 8)
     return np.asarray(8 * (before - after) - clean.value)
 
 
@@ -297,21 +308,21 @@ def test_forks_of_a_run_share_no_noise(tmp_path, fork):
     one, two, shown = wide(to_one), wide(to_zero), []
     options = {"progress": False, "evaluate_every": 1}
     keeps = lambda state: shown.append(state) or {}  # noqa: E731
-    state, _ = dpjax.fit(
+    state, _ = fit(
         one, one.init(jnp.zeros(WIDE)), steps=2, evaluate=keeps, directory=tmp_path / "a", **options
     )
     if fork == "a copied folder":
         shutil.copytree(tmp_path / "a", tmp_path / "b")
         first = lambda a: a.init(jnp.zeros(WIDE))  # noqa: E731
         ends = [
-            dpjax.fit(a, first(a), steps=3, directory=tmp_path / name, **options)[0]
+            fit(a, first(a), steps=3, directory=tmp_path / name, **options)[0]
             for a, name in ((one, "a"), (two, "b"))
         ]
         assert (counted(tmp_path / "a"), counted(tmp_path / "b")) == (3, 3)
     elif fork == "two fits":
-        ends = [dpjax.fit(a, state, steps=1, **options)[0] for a in (one, two)]
+        ends = [fit(a, state, steps=1, **options)[0] for a in (one, two)]
     else:  # a bare step of a kept state, and the run itself
-        state, other = shown[0], dpjax.fit(one, shown[0], steps=1, **options)[0]
+        state, other = shown[0], fit(one, shown[0], steps=1, **options)[0]
         ends = [one.step(state)[0], other]
         two = one
     parts = [
@@ -351,7 +362,7 @@ def test_no_checkpoint_holds_a_key_from_which_noise_follows(tmp_path, key):
     algorithm, shown = wide(to_one), []
     options = {"progress": False, "evaluate_every": 1, "directory": tmp_path, "steps": 3}
     state = algorithm.init(jnp.zeros(WIDE), key)
-    end, _ = dpjax.fit(algorithm, state, evaluate=lambda s: shown.append(s.params) or {}, **options)
+    end, _ = fit(algorithm, state, evaluate=lambda s: shown.append(s.params) or {}, **options)
     for step in (1, 2):
         drawn = noise_of(shown[step - 1], shown[step], to_one)
         assert not any(explains(found, step, drawn) for _, found in candidates(tmp_path))
@@ -365,7 +376,7 @@ def test_no_checkpoint_holds_a_key_from_which_noise_follows(tmp_path, key):
 def test_a_supplied_key_resumes_to_the_last_bit(tmp_path, draws):
     sampler = sampling.by_name(draws, 200, 20)
     mechanism, key = mechanism_with(sampling=sampler, steps=12), jax.random.key(3)
-    algorithm = dpjax.dpsgd(runs.loss, optax.adam(0.1), mechanism, runs.DATA)
+    algorithm = dpsgd(runs.loss, optax.adam(0.1), mechanism, runs.DATA)
     options = {"evaluate_every": 4, "save_every": 5}
     whole, rows = runs.fit(tmp_path / "whole", algorithm, runs.start(algorithm, key), **options)
     part, state = tmp_path / "part", runs.start(algorithm, key)
@@ -410,11 +421,11 @@ def test_each_start_renews_draws_and_keeps_what_lasts_for_the_run(tmp_path):
         (cyclic, False),
     ]:
         mechanism = mechanism_with(sampling=sampler, steps=8)
-        algorithm = dpjax.dpsgd(runs.loss, optax.sgd(0.1), mechanism, np.ones((2000, 5)))
+        algorithm = dpsgd(runs.loss, optax.sgd(0.1), mechanism, np.ones((2000, 5)))
         one = algorithm.init(jnp.zeros(5))
         draws = []
         for _ in range(2):
-            state, _ = dpjax.fit(algorithm, one, steps=1, progress=False)
+            state, _ = fit(algorithm, one, steps=1, progress=False)
             assert isinstance(state, type(one))
             drawn, _ = sampler.drawn(state.key, state.noise_key, state.epoch_key, 3)
             draws.append(set(np.asarray(drawn.indices)[: int(drawn.size)].tolist()))
@@ -517,7 +528,7 @@ def test_permuted_rows_are_refused_where_they_matter(tmp_path):
     ):
         folder, mechanism = tmp_path / sampler.name, mechanism_with(sampling=sampler, steps=4)
         algorithms = [
-            dpjax.dpsgd(runs.loss, optax.sgd(0.1), mechanism, data)
+            dpsgd(runs.loss, optax.sgd(0.1), mechanism, data)
             for data in (runs.DATA, runs.DATA[::-1])
         ]
         runs.fit(folder, algorithms[0], steps=2)
@@ -532,9 +543,9 @@ def test_permuted_rows_are_refused_where_they_matter(tmp_path):
 def test_another_model_is_refused_by_its_leaves(tmp_path):
     mechanism = runs.make(steps=4).mechanism
     both = lambda w, x: runs.loss(w["a"], x) + runs.loss(w["b"], x)  # noqa: E731
-    algorithm = dpjax.dpsgd(both, optax.sgd(0.1), mechanism, runs.DATA)
+    algorithm = dpsgd(both, optax.sgd(0.1), mechanism, runs.DATA)
     runs.fit(tmp_path, algorithm, algorithm.init({"a": jnp.zeros(5), "b": jnp.zeros(5)}), steps=2)
-    other = dpjax.dpsgd(lambda w, x: runs.loss(w["a"], x), optax.sgd(0.1), mechanism, runs.DATA)
+    other = dpsgd(lambda w, x: runs.loss(w["a"], x), optax.sgd(0.1), mechanism, runs.DATA)
     with pytest.raises(ValueError, match="have other leaves, such as params/b"):
         runs.fit(tmp_path, other, other.init({"a": jnp.zeros(5)}))
 
@@ -543,7 +554,7 @@ def test_a_run_that_spent_nothing_makes_room_unless_it_asked_queries(tmp_path):
     for preparation, refused in (((), False), ((4.0,), True)):
         folder = tmp_path / str(refused)
         mechanism = mechanism_with(200, 20, steps=4, preparation=preparation)
-        algorithm = dpjax.dpsgd(runs.loss, optax.sgd(0.1), mechanism, runs.DATA)
+        algorithm = dpsgd(runs.loss, optax.sgd(0.1), mechanism, runs.DATA)
         runs.cut_off(folder, algorithm, after=0)
         if refused:
             with pytest.raises(ledger.Refused, match="another run is there"):
@@ -558,7 +569,7 @@ def test_a_run_continues_another_and_pays_for_both(tmp_path):
     before = training.earlier(tmp_path / "a")
     assert [run.steps for run in before] == [6]
     mechanism = dataclasses.replace(runs.make(multiplier=2.0, steps=4).mechanism, before=before)
-    algorithm = dpjax.dpsgd(runs.loss, optax.sgd(0.1), mechanism, runs.DATA)
+    algorithm = dpsgd(runs.loss, optax.sgd(0.1), mechanism, runs.DATA)
     _, rows = runs.fit(tmp_path / "b", algorithm, steps=3)
     assert rows[0]["epsilon"] > mechanism.epsilon_of(np.zeros(0), 1e-5)
     both = training.earlier(tmp_path / "b")
@@ -602,7 +613,7 @@ def test_rules_with_several_groups_resume(tmp_path):
     rule = clipping.grouped(1.0, clipping.by_leaf({"a": 0, "b": 0}))
     mechanism = dataclasses.replace(runs.make(steps=8).mechanism, clipping=rule)
     both = lambda w, x: runs.loss(w["a"], x) + runs.loss(w["b"], 2 * x)  # noqa: E731
-    algorithm, rows = dpjax.dpsgd(both, optax.sgd(0.1), mechanism, runs.DATA), []
+    algorithm, rows = dpsgd(both, optax.sgd(0.1), mechanism, runs.DATA), []
     options = {"evaluate_every": 6, "save_every": 4}
     for name in ("whole", "parts"):
         state = algorithm.init({"a": jnp.zeros(5), "b": jnp.zeros(5)}, jax.random.key(0))

@@ -18,7 +18,7 @@ import dpjax
 from dpjax import accounting, clipping, ledger, noise, reports, sampling, trees, types, verify
 from dpjax.accounting._random_projections import ProjectedGaussianDpEvent
 from dpjax.data import Stream
-from dpjax.mechanism.card import spent_of
+from dpjax.mechanism import Spent
 
 PARAMS = {"a": jnp.array([0.3, -0.2, 0.5]), "b": jnp.array(0.1)}
 X = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
@@ -254,7 +254,7 @@ def test_no_other_method_has_a_number(method):
 
 @kills(
     "mechanism/spent.py",
-    "return event if projections is None else accounting.with_projections(event, projections)",
+    "return accounting.with_projections(event, projections)",
     "return event",
     slow=True,
 )
@@ -263,7 +263,7 @@ def test_the_event_says_how_norms_were_known():
     assert mechanism.event.event == ProjectedGaussianDpEvent(2.0, 20)
     spent = mechanism.spent(mechanism.multipliers)
     assert spent.event == mechanism.event
-    assert spent_of(mechanism.facts, 1)[0].projections == 20
+    assert Spent.of_run(mechanism.facts, 1)[0].projections == 20
     assert mechanism_for(multiplier=0.0).epsilon(1e-5, "pld") == math.inf
 
 

@@ -20,8 +20,20 @@ from hypothesis.extra import numpy as hnp
 from mutation import kills
 from small_mechanisms import mechanism_with
 
-import dpjax
-from dpjax import accounting, clipping, ledger, noise, sampling, testing, trees, types
+from dpjax import (
+    accounting,
+    clip_and_sum,
+    clipped_grad,
+    clipping,
+    dpsgd,
+    fit,
+    ledger,
+    noise,
+    sampling,
+    testing,
+    trees,
+    types,
+)
 from dpjax.mechanism.link import private_mean
 
 PARAMS = {
@@ -123,7 +135,7 @@ def mechanism_for(rule, *, sampler=None, multiplier=1.0, steps=10):
 
 def begin(mechanism, data, loss=network, rate=0.1, **options):
     """An algorithm of SGD steps on the network, and its first state."""
-    algorithm = dpjax.dpsgd(loss, optax.sgd(rate), mechanism, data, **options)
+    algorithm = dpsgd(loss, optax.sgd(rate), mechanism, data, **options)
     return algorithm, algorithm.init(some_params(), jax.random.key(0))
 
 
@@ -218,7 +230,7 @@ def test_engines_agree_in_float64():
         batch = (some_batch(7)[0].astype(jnp.float64), some_batch(7)[1])
         rule = clipping.grouped(0.3, 2)
         testing.assert_engines_agree(network, rule, params, batch, tolerance=1e-12)
-        value = dpjax.clipped_grad(network, clipping.flat(0.3))(params, batch).value
+        value = clipped_grad(network, clipping.flat(0.3))(params, batch).value
         assert {leaf.dtype for leaf in jax.tree.leaves(value)} == {jnp.dtype("float64")}
 
 
@@ -228,7 +240,7 @@ def test_engines_agree_in_float64():
 @pytest.mark.parametrize("rule", [*ON_ONE_GROUP, BY_LAYER[0]])
 def test_order_padding_and_emptiness(rule, engine):
     params, (x, y) = some_params(), some_batch(5)
-    clipped = jax.jit(functools.partial(dpjax.clipped_grad(network, rule, engine, 2), params))
+    clipped = jax.jit(functools.partial(clipped_grad(network, rule, engine, 2), params))
     want = clipped((x, y)).value
     assert_trees_equal(clipped((x[::-1], y[::-1])).value, want, rtol=1e-5, atol=1e-6)
 
@@ -263,7 +275,7 @@ def test_an_empty_draw_is_a_step_of_pure_noise():
 @pytest.mark.parametrize("rule", [*ON_ONE_GROUP, BY_LAYER[0]])
 def test_structure_and_shape_are_kept_and_sums_are_float32(rule, dtype):
     params = jax.tree.map(lambda x: x.astype(dtype), some_params())
-    result = jax.eval_shape(dpjax.clipped_grad(network, rule), params, some_batch(3))
+    result = jax.eval_shape(clipped_grad(network, rule), params, some_batch(3))
     assert jax.tree.structure(result.value) == jax.tree.structure(params)
     assert jax.tree.map(jnp.shape, result.value) == jax.tree.map(jnp.shape, params)
     assert {leaf.dtype for leaf in jax.tree.leaves(result.value)} == {jnp.dtype("float32")}
@@ -307,7 +319,7 @@ NOISES = [
 @pytest.mark.parametrize(("multiplier", "rule", "deviation"), NOISES)
 def test_the_noise_of_the_whole_chain_has_its_scale(multiplier, rule, deviation):
     chain = optax.chain(
-        dpjax.clip_and_sum(rule),
+        clip_and_sum(rule),
         noise.gaussian(multiplier, rule, key=jax.random.key(0)),
         optax.scale(1 / 256),
     )
@@ -379,7 +391,7 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
     """Microbatches, all masked rows and empty draws change nothing about the noise."""
     data = jnp.zeros((60, 200_000))
     mechanism = mechanism_for(clipping.flat(1.0), sampler=sampling.poisson(60, 20), multiplier=1.1)
-    algorithm = dpjax.dpsgd(
+    algorithm = dpsgd(
         lambda w, x: jnp.vdot(w, x), optax.sgd(1.0), mechanism, data, microbatch_size=size
     )
     state = algorithm.init(jnp.zeros(200_000), jax.random.key(1))
@@ -402,7 +414,7 @@ def test_noise_is_added_once_whatever_the_microbatches(size):
 def test_infinite_bound_and_no_noise_is_plain_sgd(sampler, size):
     data, rate = some_batch(40), 0.05
     mechanism = mechanism_for(clipping.flat(math.inf), sampler=sampler, multiplier=0.0, steps=4)
-    algorithm = dpjax.dpsgd(network, optax.sgd(rate), mechanism, data, microbatch_size=size)
+    algorithm = dpsgd(network, optax.sgd(rate), mechanism, data, microbatch_size=size)
     key = jax.random.key(7)
     state = algorithm.init(some_params(), key)
     plain = some_params()
@@ -564,7 +576,7 @@ def test_what_ran_is_what_is_accounted():
     facts = {"clipping": clipping.flat(0.5), "noise_multiplier": lambda t: 4.0 / (1 + t)}
     mechanism = mechanism_with(100, 20, steps=4, **facts)
     data = jnp.zeros((100, 200_000))
-    algorithm = dpjax.dpsgd(lambda w, x: jnp.vdot(w, x), optax.sgd(1.0), mechanism, data)
+    algorithm = dpsgd(lambda w, x: jnp.vdot(w, x), optax.sgd(1.0), mechanism, data)
     state = algorithm.init(jnp.zeros(200_000), jax.random.key(0))
     measured = []
     for _ in range(4):
@@ -584,7 +596,7 @@ def test_a_state_that_went_through_bytes_resumes_bit_for_bit():
     mechanism, optimizer = mechanism_with(100, 20, steps=8), optax.adam(0.01)
 
     def build():
-        return dpjax.dpsgd(network, optimizer, mechanism, some_batch(100))
+        return dpsgd(network, optimizer, mechanism, some_batch(100))
 
     algorithm = build()
     state = algorithm.init(some_params(), jax.random.key(0))
@@ -634,7 +646,7 @@ def test_the_ledger_stops_at_the_last_step_that_fits(method):
 def test_no_step_runs_beyond_the_plan():
     mechanism = mechanism_with(100, 10, steps=3)
     algorithm, state = begin(mechanism, some_batch(100))
-    state, history = dpjax.fit(algorithm, state, progress=False)
+    state, history = fit(algorithm, state, progress=False)
     assert state.ledger.steps == 3
     with pytest.raises(ledger.Refused, match="step 4 of 3 planned"):
         algorithm.step(state)

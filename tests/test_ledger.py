@@ -41,7 +41,7 @@ def test_equal_steps_share_a_row_and_order_is_kept():
 
 
 @kills(
-    "accounting/events.py",
+    "schedules.py",
     "np.diff(starts, append=len(multipliers))",
     "np.ones(len(starts), np.int64)",
 )

@@ -13,8 +13,7 @@ import optax
 import pytest
 from flax import nnx
 
-import dpjax
-from dpjax import clipping
+from dpjax import clipped_grad, clipping
 
 qwix = pytest.importorskip("qwix", reason="optional; `make test-llm` installs it and Tunix")
 
@@ -86,7 +85,7 @@ def test_engines_agree(family, case):
         return jnp.mean(each, where=jnp.arange(LENGTH) < length)
 
     def clipped(engine):
-        total = dpjax.clipped_grad(loss, clipping.flat(BOUND), engine)
+        total = clipped_grad(loss, clipping.flat(BOUND), engine)
         return jax.jit(total)(params, (tokens, lengths), frozen=frozen)
 
     found, want = clipped("auto"), clipped("vmap")

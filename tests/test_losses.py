@@ -12,8 +12,7 @@ import optax
 import pytest
 from scipy import special
 
-import dpjax
-from dpjax import clipping, losses, models
+from dpjax import clipped_grad, clipping, losses, models, types
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -291,13 +290,13 @@ class TestAugmented:
         plain, loss = self.losses()
         params = some_params(self.MODEL, self.BATCH[0][0])
         example = jax.tree.map(lambda leaf: leaf[2], self.BATCH)
-        root = jax.random.fold_in(KEY, dpjax.types.Purpose.VIEWS)
+        root = jax.random.fold_in(KEY, types.Purpose.VIEWS)
         keys = jax.random.split(jax.random.fold_in(jax.random.fold_in(root, 2), 7), 3)
         each = [plain(params, (shifted(key, example[0]), example[1])) for key in keys]
         assert float(loss(params, example)) == pytest.approx(float(np.mean(each)), rel=1e-5)
         rule = clipping.flat(0.01)
         alone = jax.tree.map(lambda leaf: leaf[2:3], self.BATCH)
-        moved = dpjax.clipped_grad(loss, rule)(params, alone).value
+        moved = clipped_grad(loss, rule)(params, alone).value
         assert float(optax.tree.norm(moved)) == pytest.approx(0.01, rel=1e-4)
 
     @pytest.mark.slow

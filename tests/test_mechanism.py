@@ -14,8 +14,8 @@ from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, sampling, schedules
+from dpjax._files import strict
 from dpjax.mechanism import Spent
-from dpjax.mechanism.card import spent_of, strict
 
 
 def make(examples=60_000, batch=600, **facts):
@@ -38,12 +38,12 @@ def ran_with(mechanism, step):
 
 
 @kills(
-    "mechanism/multipliers.py",
+    "schedules.py",
     "return np.frombuffer(self.table, np.float32)",
-    "return schedules.values(self.schedule, len(self.table) // 4)",
+    "return values(self.schedule, len(self.table) // 4)",
 )
 @kills(
-    "mechanism/multipliers.py",
+    "schedules.py",
     "return answers[jnp.where((step >= 0) & (step < self.values.size), step, -1)]",
     "return self.schedule(step)",
     slow=True,
@@ -287,7 +287,7 @@ def test_what_was_spent_is_cut_at_the_steps_that_ran():
     facts = json.loads(json.dumps(curriculum.facts))
     cuts = {12: ((2.0, 5), (1.0, 7)), 8: ((2.0, 5), (1.0, 3)), 3: ((2.0, 3),), 0: ()}
     for steps, runs in cuts.items():
-        (found,) = spent_of(facts, steps)
+        (found,) = Spent.of_run(facts, steps)
         assert found.runs == runs
     assert found.event == dpjax.accounting.compose()
 
@@ -311,7 +311,7 @@ UNDRAWN = {
 @pytest.mark.parametrize("name", UNDRAWN)
 def test_an_order_or_bins_are_counted_from_a_description_and_not_drawn(name):
     planned = make(sampling=UNDRAWN[name], steps=12)
-    (found,) = spent_of(json.loads(json.dumps(planned.facts)), 7)
+    (found,) = Spent.of_run(json.loads(json.dumps(planned.facts)), 7)
     assert found.event == planned.spent(planned.multipliers[:7]).event
     assert found.sampling.facts == UNDRAWN[name].facts
     later = make(before=[found], neighbours="zero-out")

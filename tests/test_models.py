@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import dpjax
-from dpjax import clipping, losses, models, testing
+from dpjax import clipped_grad, clipping, losses, models, testing
 from dpjax.models import _parts
 
 KEY = jax.random.key(0)
@@ -258,6 +257,6 @@ def test_a_token_without_a_vector_is_not_the_last_word(padding):
     assert np.isfinite(logits[0]).all()
     loss = losses.of(model, losses.cross_entropy)
     for engine in ("vmap", "ghost"):
-        clipped = dpjax.clipped_grad(loss, clipping.flat(1.0), engine=engine)
+        clipped = clipped_grad(loss, clipping.flat(1.0), engine=engine)
         norms = jax.jit(clipped)(params, ((texts, segments), np.zeros(4, int))).norms
         assert np.array_equal(np.isfinite(norms[:, 0]), [True, False, False, False])

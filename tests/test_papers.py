@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 from absl import flags
 from experiments import epsilons, gallery
 from experiments.calibration import algorithms
@@ -27,8 +28,7 @@ from experiments.tempered_sigmoids import run as tempered
 from experiments.tempered_sigmoids import settings as sigmoids
 from run_binary import run
 
-import dpjax
-from dpjax import losses
+from dpjax import accounting, losses, schedules
 
 PAPERS = tables.papers()
 
@@ -42,8 +42,8 @@ def seeds(*numbers, measure="accuracy"):
     return {str(seed): {measure: number} for seed, number in enumerate(numbers)}
 
 
-def logs(norms):
-    return {"0": {"accuracy": 90.0, "way": [{"norm": norm} for norm in norms]}}
+def logs(norms, *names):
+    return {name: {"accuracy": 90.0, "way": [{"norm": norm} for norm in norms]} for name in names}
 
 
 ROWS = {
@@ -58,51 +58,96 @@ ROWS = {
     "ece large": seeds(0.005, 0.006, 0.005, measure="ece"),
     "mse": seeds(0.39, 0.40, 0.395, measure="mse"),
     "mse much worse": seeds(0.42, 0.43, 0.425, measure="mse"),
-    "low": logs([1.0] * 9 + [3.0]),
-    "high": logs([1.2] * 4 + [2.0] * 6),
-    "short": logs([2.0, 2.0]),
+    "ordered": seeds(97.9, 98.0, 98.1),
+    "low": logs([1.0] * 9 + [3.0], "0", "1"),
+    "high": logs([1.2] * 5 + [2.0] * 5, "0", "1"),
+    "once": logs([1.2] * 5 + [2.0] * 5, "0"),
+    "short": logs([2.0, 2.0], "0"),
 }
-COSTS = {"tanh": ["2.9", "2.5", "2.3"], "groups": ["2.85", "60", "54.5"]}
+COSTS = {
+    "ordered": ["2.9", "inf", "inf"],
+    "tanh": ["2.9", "2.5", "2.3"],
+    "groups": ["2.85", "60", "54.5"],
+}
 NORM = claims.curve("norm")
 VERDICTS = [
     # Two standard errors of both sides are 2 * 0.1 * sqrt(4 / 3) = 0.23.
     (Claim("", ["tanh"], 98.22), "reproduced"),
     (Claim("", ["tanh"], 98.24), "not reached"),
+    (Claim("", ["tanh"], 97.5), "reproduced: better"),
+    (Claim("", ["tanh"], 97.5, baseline=True), "baseline stronger here"),
+    (Claim("", ["tanh"], 98.24, baseline=True), "not reached"),
+    (Claim("", ["ReLU"], 97), "reproduced"),  # half a unit of the last printed digit
+    (Claim("", ["ReLU"], 97.0), "not reached"),
     (Claim("", ["wide"], 90.0), "within noise"),
+    (Claim("", ["ordered"], 98.0), "reproduced: at an infinite epsilon"),
+    (Claim("", ["ordered"], 97.5), "reproduced: better, at an infinite epsilon"),
     (Claim("", ["none"], 90.0, why="no data"), "not run: no data"),
+    (Claim("", [], 0.848, limit="no points"), "cannot be recomputed: no points"),
     (Claim("", ["alone"], 98.0), "open: 1 of 3 runs"),
     (Claim("", ["five"], 98.27, best=5), "reproduced"),
     (Claim("", ["tanh"], 98.1, best=5), "open: 3 of 5 runs"),
-    (Claim("", ["tanh"], "above", ["ReLU"]), "reproduced"),
-    (Claim("", ["ReLU"], "above", ["tanh"]), "refuted: 1.5 behind"),
-    (Claim("", ["ReLU"], "above", ["tanh"], limit="one rate"), "not reached: one rate"),
-    (Claim("", ["tanh"], "above", ["near"]), "within noise"),
+    (Claim("", ["tanh"], "above", ["ReLU"]), "reproduced: p < 0.001"),
+    (Claim("", ["ReLU"], "above", ["tanh"]), "refuted: 1.5 behind, p < 0.001"),
+    (Claim("", ["ReLU"], "above", ["tanh"], limit="one rate"), "not reached: one rate, p < 0.001"),
+    (Claim("", ["tanh"], "above", ["near"]), "within noise: p 0.23"),
     (Claim("", ["tanh"], "above", ["alone"]), "open: 1 of 3 pairs"),
-    (Claim("", ["paired"], "above", ["tanh"]), "reproduced"),
-    (Claim("", ["paired"], "above", ["tanh"], paired=False), "within noise"),
-    (Claim("", ["wide"], "level", ["tanh"]), "within noise"),
-    (Claim("", ["ece large"], "below", ["ece small"], measure="ece"), "reproduced"),
+    (Claim("", ["paired"], "above", ["tanh"]), "reproduced: p < 0.001"),
+    (Claim("", ["paired"], "above", ["tanh"], paired=False), "within noise: p 0.82"),
+    (Claim("", ["wide"], "level", ["tanh"]), "within noise: p 0.2"),
+    (Claim("", ["tanh", "wide"], "level", ["tanh", "wide"]), "reproduced"),
+    (Claim("", ["tanh", "wide"], "level", ["tanh", "wide"], worst=True), "within noise: p 0.2"),
+    (Claim("", ["ece large"], "below", ["ece small"], measure="ece"), "reproduced: p 0.0011"),
     (Claim("", ["ece small"], 3.5, measure="ece"), "reproduced: better"),
-    (Claim("", ["mse much worse"], "level", ["mse"], measure="mse"), "refuted: 0.03 behind"),
-    (Claim("", ["low"], "below", ["high"], NORM), "reproduced: leads at 9 of 10 points, 1 seed"),
-    (Claim("", ["low"], "above", ["high"], NORM), "refuted: leads at 1 of 10 points, 1 seed"),
+    (Claim("", ["mse much worse"], "level", ["mse"], measure="mse"),
+     "refuted: 0.03 behind, p < 0.001"),
+    (Claim("", ["low"], "below", ["high"], NORM), "reproduced: leads at 18 of 20 points, 2 seeds"),
+    (Claim("", ["low"], "above", ["high"], NORM), "refuted: leads at 2 of 20 points, 2 seeds"),
     (Claim("", ["high"], "above", ["low"], NORM, factor=1.5),
-     "not reached: leads at 5 of 10 points, 1 seed"),
+     "not reached: leads at 8 of 20 points, 2 seeds"),
+    (Claim("", ["low"], "below", ["once"], NORM), "seen once: leads at 9 of 10 points"),
+    (Claim("", ["low"], "above", ["once"], NORM, limit="x"), "seen once: leads at 1 of 10 points"),
     (Claim("", ["short"], "above", ["low"], NORM), "open: 2 of 3 pairs"),
     (Claim("", ["tanh"], 2.3, measure="epsilon"), "reproduced"),
-    (Claim("", ["tanh", "groups"], 2.85, measure="epsilon"), "refuted: it costs 54.5"),
-    (Claim("", ["tanh"], 2.3, measure="epsilon", limit="no noise"), "open: no noise"),
+    (Claim("", ["tanh", "groups"], 2.85, measure="epsilon", why="B is not the sensitivity"),
+     "refuted: it costs 54.5, since B is not the sensitivity"),
+    (Claim("", ["tanh"], 2.3, measure="epsilon", limit="no noise"),
+     "cannot be recomputed: no noise"),
+    (Claim("", [], "below", counterexample="two groups"), "refuted: two groups"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("claim", "verdict"), VERDICTS)
 def test_one_rule_decides_whether_a_claim_holds(claim, verdict):
-    assert judged(claim, ROWS, COSTS).verdict == verdict
+    assert str(judged(claim, ROWS, COSTS).verdict) == verdict
+
+
+def test_the_line_of_all_tests_decides_what_is_beyond_chance():
+    """Benjamini and Hochberg: the k-th smallest of m p-values is at most 0.05 k / m."""
+    assert claims.line_of([0.04, 0.001, 0.03, 0.9]) == pytest.approx(0.0125)
+    assert claims.line_of([0.02, 0.001, 0.9, 0.03]) == pytest.approx(0.0375)
+    assert claims.line_of([0.04]) == 0.05
+    assert claims.line_of([0.06, 0.9]) == 0.0
+    chances = tables.chances()
+    passed = scipy.stats.false_discovery_control(chances) <= 0.05
+    line = claims.line_of(chances)
+    np.testing.assert_array_equal(np.asarray(chances) <= line, passed)
+    claim = Claim("", ["ece large"], "below", ["ece small"], measure="ece")
+    assert str(judged(claim, ROWS, COSTS, line=0.001).verdict) == "within noise: p 0.0011"
+
+
+def test_a_claim_that_did_not_run_names_its_command():
+    for paper in PAPERS:
+        for result, _ in tables.judged_claims(paper):
+            if result.verdict.word == claims.NOT_RUN:
+                named = tables.command_of(paper, result.claim)
+                assert named or result.verdict.fact, "why there is no command"
+                assert named in tables.verdict_cell(paper, result)
 
 
 def test_a_seed_that_diverged_is_no_luck_of_the_others():
     rows = {"diverged": seeds(0.99, 99.0, None), "sound": seeds(50.0, 51.0, 52.0)}
-    assert judged(Claim("", ["diverged"], 98.0), rows, {}).verdict == "not reached"
+    assert judged(Claim("", ["diverged"], 98.0), rows, {}).verdict.word == "not reached"
     assert judged(Claim("", ["diverged", "sound"], 98.0), rows, {}).row == "sound"
     assert tables.summary(rows["diverged"], "accuracy").startswith("nan")
 
@@ -129,16 +174,19 @@ def test_every_row_of_the_results_and_of_the_claims_is_a_row_of_the_paper(paper)
 
 PRINTED = {
     "tramer2021": [3.0, *features.PRINTED.values()],
-    "papernot2021": [*sigmoids.ACCURACIES.values(), 90.3, 90.5, 86.0, 2.93, 2.7, 7.53],
+    "papernot2021": [90.3, 90.5, 86.0, 2.93, 2.7, 7.53, 63.84]
+    + [n for of in (sigmoids.ACCURACIES, sigmoids.CURVES, sigmoids.BEST) for n in of.values()],
     "losing_less2022": [98.2, 86.9, 63.2, 55.4, 59.8, 45.9, 66.8, 64.5, 1.5, 2],
     "liu2021": [2.85, 0.94, 2.60, 1.81, 3.19, 3.00, 98.23, 97.05, 86.28, 84.76, 67.11, 65.91, 60.65]
+    + [2.39, 98.19]
     + [number for _, *printed in groups.ABSENT.values() for number in printed],
     "an2021": [2.61, 1.64, 1.40, 1.32, 1.69]
     + [number for _, number in noises.SCHEDULES.values()]
     + [number for _, number in noises.CONSTANT.values()]
     + [number for both in noises.ORDERED.values() for number in both],
     "bu2023": [2.32, 1.96, 1.25, 4.41, 4.40]
-    + [n for ways in calibration.PRINTED.values() for two in ways.values() for n in two],
+    + [n for ways in calibration.PRINTED.values() for two in ways.values() for n in two]
+    + [number for numbers in calibration.UNTESTED.values() for number in numbers.values()],
 }
 
 
@@ -164,7 +212,7 @@ def test_the_epsilons_of_wavelets_are_reproduced_and_thresholds_are_paid_for():
         row = features.ROWS[name]
         claimed = scatternet.claimed(row)
         for method, printed in (("rdp-classic", classic), ("rdp", improved)):
-            epsilon = dpjax.accounting.epsilon(claimed, 1e-5, method)
+            epsilon = accounting.epsilon(claimed, 1e-5, method)
             assert epsilon == pytest.approx(printed, rel=0.002)
         sound = scatternet.mechanism_of(row).epsilon(1e-5)
         assert (sound > improved * 1.003) == (row.scaled == "data")
@@ -174,7 +222,7 @@ def test_the_epsilons_of_wavelets_are_reproduced_and_thresholds_are_paid_for():
 def test_tempered_sigmoids_have_the_printed_epsilons(dataset, printed):
     row = sigmoids.ROWS[sigmoids.key_of(dataset, "tanh")]
     mechanism, claimed, convention = tempered.epsilons(row)
-    assert dpjax.accounting.epsilon(claimed, 1e-5, convention) == pytest.approx(printed, abs=0.01)
+    assert accounting.epsilon(claimed, 1e-5, convention) == pytest.approx(printed, abs=0.01)
     assert mechanism.epsilon(1e-5) < printed - 0.3
 
 
@@ -215,7 +263,7 @@ def test_the_published_epsilons_are_estimates_beside_proofs(task):
     printed, estimate, pld = ESTIMATES[task]
     setting = calibration.SETTINGS[task]
     event = calibration.claimed(setting)
-    claimed = dpjax.accounting.epsilon(event, setting.delta, "gdp")
+    claimed = accounting.epsilon(event, setting.delta, "gdp")
     assert setting.printed == printed == pytest.approx(claimed, abs=0.01)
     assert claimed == pytest.approx(estimate, abs=0.001)
     mechanism = calibration.mechanism_of(setting, calibration.SMALL, LAYERS)
@@ -225,7 +273,7 @@ def test_the_published_epsilons_are_estimates_beside_proofs(task):
 def test_a_mixed_run_takes_the_large_bound_at_its_end_and_costs_the_same():
     setting = calibration.SETTINGS["mnist"]
     _, schedule = calibration.moves(setting, calibration.MIXED, 1.0)
-    scales = dpjax.schedules.values(schedule, setting.steps)
+    scales = schedules.values(schedule, setting.steps)
     assert set(scales[:13_000]) == {1.0}
     assert set(scales[13_500:]) == {200.0}
     mixed, small = (

@@ -430,6 +430,6 @@ KILLS = {
     "test_a_step_clips_one_gradient_a_person": [
         kills("losses/people.py", "jnp.maximum(1, jnp.sum(mask))", "mask.size"),
         kills("losses/people.py", "jnp.where(mask, values, 0)", "values", slow=True),
-        kills("training/streaming.py", "mask[i : i + size]", "mask[:0]", slow=True),
+        kills("training/_streaming.py", "mask[i : i + size]", "mask[:0]", slow=True),
     ],
 }

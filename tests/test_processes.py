@@ -11,10 +11,9 @@ from mutation import kills
 from processes_in_threads import in_threads, small_run
 from small_mechanisms import mechanism_with
 
-import dpjax
-from dpjax import processes, trees
+from dpjax import fit, ledger, processes, trees
 from dpjax.checks import Refused
-from dpjax.mechanism.card import spent_of
+from dpjax.mechanism import Spent
 from dpjax.training._keys import first_keys
 from dpjax.training.run_folder import spending
 
@@ -80,7 +79,7 @@ def test_processes_learn_what_an_earlier_run_spent(monkeypatch, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(mechanism.identity))
     (tmp_path / "metrics.jsonl").write_text('{"step": 3}')
     answers = in_threads(monkeypatch, lambda _: processes.from_first(lambda: spending(tmp_path)))
-    assert [spent_of(**told)[0].runs for told in answers] == 2 * [((2.0, 3),)]
+    assert [Spent.of_run(**told)[0].runs for told in answers] == 2 * [((2.0, 3),)]
 
 
 @kills(
@@ -99,7 +98,7 @@ def test_all_processes_have_the_keys_of_the_first(monkeypatch, supplied):
 OTHERS = {
     "the data": {"data": np.ones((50, 3), np.float32)},
     "the mechanism": {"multiplier": 2.0},
-    "the budget": {"budget": dpjax.ledger.Budget(epsilon=9.0, delta=1e-3)},
+    "the budget": {"budget": ledger.Budget(epsilon=9.0, delta=1e-3)},
 }
 
 
@@ -118,7 +117,7 @@ def test_parameters_and_states_that_differ_are_told_apart(monkeypatch):
     later, _ = algorithm.step(state)
 
     def work(process):
-        return dpjax.fit(algorithm, later if process else state, progress=False, steps=0)
+        return fit(algorithm, later if process else state, progress=False, steps=0)
 
     require_refused(in_threads(monkeypatch, work), "^fit: the 2 processes differ in the state")
 
@@ -128,7 +127,7 @@ def test_steps_and_delta_are_those_of_the_first_process(monkeypatch):
 
     def work(process):
         options = {"steps": process + 1, "delta": 10.0 ** (-4 - process), "progress": False}
-        return dpjax.fit(algorithm, state, **options)[1][-1]
+        return fit(algorithm, state, **options)[1][-1]
 
     one, other = in_threads(monkeypatch, work)
     assert (one["step"], one["delta"]) == (other["step"], other["delta"]) == (1, 1e-4)

@@ -20,7 +20,7 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import ledger, sampling, verify
 from dpjax.cli.report import load_run
-from dpjax.training.released import serialized
+from dpjax.trees import serialized
 
 DATA = (np.linspace(0, 1, 50).reshape(50, 1), np.linspace(0, 2, 50))
 

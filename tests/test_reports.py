@@ -16,7 +16,7 @@ from small_mechanisms import mechanism_with
 
 import dpjax
 from dpjax import clipping, ledger, reports, sampling, schedules, strategies, verify
-from dpjax.accounting.rounding import downwards, three_digits, upwards
+from dpjax._rounding import three_digits
 from dpjax.mechanism import Spent
 from dpjax.types import HeldOut
 
@@ -51,30 +51,6 @@ def test_the_statement_says_all_that_a_reader_must_know():
     assert "(2.39, 1e-05)-differentially private, as proved by PLD." in words
     assert "NOT" not in words
     assert "supplied" not in words
-
-
-@kills("accounting/rounding.py", "form, ROUND_CEILING)", 'form, "ROUND_HALF_EVEN")')
-@pytest.mark.parametrize(
-    ("value", "form", "printed"),
-    [
-        (2.6541, ".4g", "2.655"),
-        (2.655, ".4g", "2.655"),  # what can be said exactly is not raised
-        (math.nextafter(2.655, 3), ".4g", "2.656"),
-        (1.23454321e-5, ".6g", "1.23455e-05"),
-        (2.0001, ".3f", "2.001"),
-        (math.inf, ".4g", "inf"),
-    ],
-)
-def test_a_claim_is_rounded_up(value, form, printed):
-    assert upwards(value, form) == printed
-    assert float(upwards(value, form)) >= value
-    assert downwards(-value, form) == f"-{printed}"
-
-
-def test_epsilons_have_three_digits():
-    printed = {3.0: "3.00", 2.3801: "2.39", 0.04121: "0.0413", 187.0: "187", math.inf: "inf"}
-    assert {value: three_digits(value) for value in printed} == printed
-    assert three_digits(2.3899, downwards) == "2.38"
 
 
 def test_the_paragraph_for_a_paper_names_mechanism_sampling_epsilon_and_accountant():

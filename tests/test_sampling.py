@@ -38,7 +38,7 @@ def test_shuffled_and_fixed_orders_are_one_gaussian_an_epoch(sampler, multiplier
     assert epsilon(sampler, multiplier, 2000, "pld") == pytest.approx(want, rel=0.005)
 
 
-@kills("sampling/events.py", "np.minimum.reduceat", "np.maximum.reduceat")
+@kills("accounting/events.py", "np.minimum.reduceat", "np.maximum.reduceat")
 @pytest.mark.promotes
 def test_an_epoch_is_counted_by_its_worst_step():
     within = epsilon(sampling.shuffled(1000, 10), lambda t: 4.0 - 3.0 * (t % 100 == 50), 200)
@@ -129,7 +129,7 @@ def test_one_bin_at_one_rate_is_poisson_sampling():
 
 
 @kills(
-    "sampling/events.py",
+    "accounting/events.py",
     "random_allocation(multipliers, cycle)",
     "random_allocation(multipliers, 1)",
 )

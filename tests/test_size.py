@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 SOURCES = ROOT / "src" / "dpjax"
 FOLDERS = {"src": SOURCES, "experiments": ROOT / "experiments", "tests": ROOT / "tests"}
 
-STATEMENTS = {"src": 14_000, "experiments": 6_300, "tests": 13_700}
+STATEMENTS = {"src": 16_000, "experiments": 6_900, "tests": 13_600}
 # Tokens on a line of code; per 1,000 statements; per cent.
 SHARES = {
     "src": {

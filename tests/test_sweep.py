@@ -18,14 +18,14 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 
 from dpjax import accounting, sampling
-from dpjax.accounting.rounding import three_digits
+from dpjax._files import strict
+from dpjax._rounding import three_digits
 from dpjax.cli import compare
 from dpjax.cli.flag_sets.sweep import FLAGS
 from dpjax.cli.sweep import child_processes, search_cost, search_space
 from dpjax.cli.sweep import command as search
 from dpjax.cli.sweep.search_cost import Spent
 from dpjax.cli.train.build import build_mechanism
-from dpjax.mechanism.card import strict
 
 ONE = accounting.subsampled_gaussian(2.0, 0.1, 50)
 STAND_IN = """

@@ -20,8 +20,7 @@ from mutation import kills
 
 from dpjax import data
 from dpjax.cli import columns as drafts
-from dpjax.cli.audit import command as audit_command
-from dpjax.cli.audit import rebuilt_run
+from dpjax.cli.audit import audit_command, rebuilt_run
 from dpjax.cli.flag_sets import audit as audit_flags
 from dpjax.cli.flag_sets import sweep as sweep_flags
 from dpjax.cli.flag_sets.train import FLAGS

@@ -11,8 +11,7 @@ import pytest
 from mutation import kills
 from small_mechanisms import mechanism_with
 
-import dpjax
-from dpjax import clipping, gradients, noise, sampling, schedules, testing
+from dpjax import clipping, gradients, noise, sampling, schedules, testing, types
 
 GRADIENTS = {"w": jnp.array([[3.0, 4.0], [0.3, 0.4], [30.0, 0.0]])}
 
@@ -103,7 +102,7 @@ def test_a_step_with_the_noise_of_another_is_caught():
 def coins(key, step, some):
     drawn = jax.random.bernoulli(jax.random.fold_in(key, step), 0.4, (60,)) & some
     indices = jnp.argsort(~drawn)
-    return dpjax.types.Draw(indices, drawn[indices])
+    return types.Draw(indices, drawn[indices])
 
 
 DRAWS = {
@@ -114,7 +113,7 @@ DRAWS = {
     "cyclic_poisson": sampling.cyclic_poisson(60, 6, cycle=2),
     "balls_in_bins": sampling.balls_in_bins(60, 12),
     "fixed": sampling.fixed(60, 12),
-    "of one's own": dpjax.types.Sampler(
+    "of one's own": types.Sampler(
         name="turns",
         capacity=60,
         draw=lambda key, step: coins(key, step, jnp.arange(60) % 2 == step % 2),
@@ -146,7 +145,7 @@ WRONG_DRAWS = {
     "with replacement": (
         drawing(
             "poisson",
-            lambda s, k, t: dpjax.types.Draw(
+            lambda s, k, t: types.Draw(
                 jax.random.randint(jax.random.fold_in(k, t), (12,), 0, 60), jnp.ones(12, bool)
             ),
         ),

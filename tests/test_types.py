@@ -11,7 +11,6 @@ import pytest
 
 import dpjax
 from dpjax import clipping, sampling, types
-from dpjax.sampling import events
 from dpjax.verify.facts import Sampling
 
 
@@ -79,8 +78,8 @@ def test_these_facts_are_all_that_a_card_says_of_draws():
     others = {"name", "examples", "batch_size", "neighbours"}
     read = get_type_hints(Sampling)
     assert read.keys() == set(types.FACTS) | others == set(FACTS) | others
-    assert get_args(read["event"]) == events.EVENTS
-    assert get_args(read["place"]) == events.PLACES
+    assert get_args(read["event"]) == tuple(types.Event)
+    assert get_args(read["place"]) == (None, *types.Place)
 
 
 @pytest.mark.parametrize("name", ["event", "place"])

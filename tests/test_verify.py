@@ -18,9 +18,9 @@ from scipy import stats
 from small_mechanisms import mechanism_with
 
 from dpjax import clipping, ledger, reports, sampling, strategies, verify
+from dpjax._rounding import three_digits, upwards
 from dpjax.accounting import _loss_distributions
 from dpjax.accounting._event_parts import split
-from dpjax.accounting.rounding import three_digits, upwards
 from dpjax.mechanism import Spent
 from dpjax.verify import _epsilon, _matrices, cards, facts, steps
 from dpjax.verify.facts import BOUNDS

@@ -288,6 +288,7 @@ CLAIMS = [
         than=[f"algorithms {optimizer}, flat, small R"],
         measure="ece",
         own=True,
+        limit="one rate ran, not searched" if optimizer in ADAPTIVE else "",
     )
     for optimizer in OPTIMIZERS
 ]

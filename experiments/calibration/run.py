@@ -86,8 +86,8 @@ def train(row: Any, seed: int, folder: pathlib.Path | None) -> Mapping[str, Any]
     return classify(row, seed, folder)
 
 
-def epsilons(row: Any) -> tuple[Any, ...]:
-    """The mechanism that runs, and the event that the paper's estimate is for."""
+def epsilons(row: Any, epochs: int = 0) -> tuple[Any, ...]:
+    """The mechanism that runs, or its first epochs, and the event of the paper's estimate."""
     if isinstance(row, limits.Step):
         mechanism = limits.mechanism_of(row)
         return mechanism, mechanism.event, "gdp"
@@ -97,6 +97,9 @@ def epsilons(row: Any) -> tuple[Any, ...]:
         mechanism = algorithms.mechanism_of(row, algorithms.size_of(row), params)
         return mechanism, mechanism.event, "gdp"
     setting = settings.SETTINGS[row.task]
+    if epochs:
+        steps = epochs * setting.examples // setting.batch
+        setting = setting._replace(steps=steps, accounted=steps)
     params = {f"layer{i}": {"kernel": jnp.zeros(1)} for i in range(4)}  # the CNN has 4 layers
     ran = settings.mechanism_of(setting, row.way, params)
     return ran, settings.claimed(setting), "gdp", setting.delta

@@ -30,7 +30,7 @@ from absl import app, flags, logging
 
 import dpjax
 from dpjax import accounting, clipping, data, losses, metrics, sampling
-from dpjax.accounting.rounding import upwards
+from dpjax._rounding import upwards
 from experiments.common import markdown
 from experiments.common.paper import Paper
 

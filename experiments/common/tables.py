@@ -20,10 +20,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dpjax import accounting
-from dpjax.accounting.rounding import upwards
+from dpjax._rounding import upwards
 from experiments import accuracy, faults, membership
 from experiments.common import markdown, runs
-from experiments.common.claims import RULE, VERDICTS, Judged, judged, number
+from experiments.common.claims import (
+    CHANCE,
+    FEWEST,
+    INFINITE,
+    NOT_RUN,
+    REPRODUCED,
+    RULE,
+    VERDICTS,
+    Claim,
+    Judged,
+    judged,
+    line_of,
+    number,
+)
 from experiments.common.paper import Paper
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -47,9 +60,12 @@ The published epsilon is by the paper's accounting for what it says that it ran;
 what ran here, at delta 1e-5 except for SNLI and the regressions; two epsilons belong to the two
 sides. ECE and MCE are calibration errors, in per cent. Of curves the means of points are shown."""
 WORDS = """\
-*Reproduced*: found here too. *Refuted*: shown to be false. *Not reached*: worse here, perhaps by \
-our settings. *Within noise*: too close for these runs. *Open*: too few runs. *Not run*: data, \
-weights or time are missing."""
+*Reproduced*: found here too. *Baseline stronger here*: better than printed, which weakens the \
+paper's lead over it. *Refuted*: shown to be false. *Not reached*: worse here, perhaps by our \
+settings. *Within noise*: too close for these runs. *Seen once*: a curve of one run. *Open*: too \
+few runs. *Cannot be recomputed*: the paper does not print what it depends on. *Not run*: data, \
+weights or time are missing. p is that of a two-sided t-test."""
+UNTESTABLE = {"bu2023": "its ViT and BERT parts cannot be tested here"}
 ACCURACY = """\
 Test accuracy in per cent, as mean and range over seeds, at delta 1e-5 by PLD, without outside data.
 Settings were chosen on a split of the training set; the test set was read once a run. README's
@@ -83,11 +99,12 @@ is the script of `docs/pages/cifar10.md` with `models.WideResNet()` and batches 
 CIFAR-10 without privacy in batches of 256, `dpjax train --dataset=cifar10 --model=cifar_cnn
 --bound=inf --noise_multiplier=0 --batch_size=256 --epochs=60 --learning_rate=0.05
 --momentum=0.9`."""
+MOST_NAMED = 3  # rows in a command; beyond that it names a figure
 HEADLINES = (  # claims of the README, one of each paper
     ("tramer2021", "CIFAR-10: linear on wavelets above a CNN on pixels"),
     ("papernot2021", "FashionMNIST: tanh above ReLU"),
     ("losing_less2022", "CIFAR-10, pixels cnn: all above CE, below 1.5"),
-    ("an2021", "linear: falling above constant noise at equal true epsilon"),
+    ("an2021", "linear: falling above constant noise, epsilon equal by RDP as in the paper"),
     ("liu2021", "MNIST at 2.85: groups above flat at equal true epsilon"),
     ("bu2023", "MNIST: ECE with a large bound below that with a small one"),
 )
@@ -117,11 +134,63 @@ def judged_claims(paper: Paper) -> Iterator[tuple[Judged, list[str]]]:
     """The claims of one paper, each with its verdict and the epsilons of its sides."""
     costs = load("epsilons")[paper.name]
     rows = load(paper.name)["rows"]
+    line = line_of(chances())
     for claim in paper.claims:
-        result = judged(claim, rows, costs)
+        result = judged(claim, rows, costs, line)
         ours = costs.get(claim.spent(result.row), ["", "", ""])
         theirs = costs.get(claim.spent(result.other), ["", "", ""])
         yield result, [against(a, b) for a, b in zip(ours, theirs, strict=True)]
+
+
+@functools.cache
+def chances() -> list[float]:
+    """The p-values of all comparisons that a test decides."""
+    found = []
+    for paper in papers():
+        costs = load("epsilons")[paper.name]
+        rows = load(paper.name)["rows"]
+        for claim in paper.claims:
+            verdict = judged(claim, rows, costs).verdict
+            if verdict.chance is not None:
+                found.append(verdict.chance)
+    return found
+
+
+def tests_in_words() -> str:
+    """How many tests there are, and where their line is."""
+    line = line_of(chances())
+    beyond = sum(chance <= line for chance in chances())
+    between = sum(line < chance <= CHANCE for chance in chances())
+    return (
+        f"Of {len(chances())} t-tests {beyond} are beyond chance: the line of Benjamini and "
+        f"Hochberg at {CHANCE:g} is at p = {line:.3f}. Between it and {CHANCE:g} are {between}, "
+        "which are *within noise*."
+    )
+
+
+def command_of(paper: Paper, claim: Claim) -> str:
+    """The command that runs the rows of a claim that did not run; empty if it has none."""
+    ran = load(paper.name)["rows"]
+    missing = {key: "" for key in (*claim.rows, *claim.than) if key not in ran}
+    if not missing:
+        return ""
+    rows = " ".join(f'--row="{key}"' for key in missing)
+    if len(missing) > MOST_NAMED:
+        rows = f"--figure={claim.figures[0]}"
+    out = f"--out=experiments/results/{paper.name}.json"
+    return f"`{paper.command} {rows} --seeds={claim.best or FEWEST} {out}`"
+
+
+def verdict_cell(paper: Paper, result: Judged) -> str:
+    """The verdict, and the command that runs a claim that did not run."""
+    words = str(result.verdict)
+    if result.verdict.word != NOT_RUN:
+        return words
+    command = command_of(paper, result.claim)
+    if not command:
+        return words
+    mark = "; " if result.verdict.fact else ": "
+    return f"{words}{mark}{command}"
 
 
 def against(ours: str, theirs: str) -> str:
@@ -140,7 +209,7 @@ def claim_rows(paper: Paper) -> Iterator[str]:
                 f"{result.claim.published}",
                 here(result),
                 *epsilons,
-                result.verdict,
+                verdict_cell(paper, result),
                 f"`{result.row}`" if result.row else "",
             )
 
@@ -153,7 +222,7 @@ def epsilon_rows() -> Iterator[str]:
             claim = result.claim
             if claim.measure == "epsilon":
                 words = f"{authors}, {claim.system}"
-                yield markdown.line(words, f"{claim.published}", *epsilons, result.verdict)
+                yield markdown.line(words, f"{claim.published}", *epsilons, str(result.verdict))
 
 
 def here(result: Judged) -> str:
@@ -161,7 +230,7 @@ def here(result: Judged) -> str:
     digits = 1
     if callable(result.claim.measure):
         digits = 2
-    elif result.claim.measure == "mse":
+    elif result.claim.measure in ("mse", "nll"):
         digits = 3
     if not result.ours:
         return ""
@@ -186,11 +255,13 @@ def verdicts() -> str:
     groups: dict[str, list[Judged]] = {}
     for paper in papers():
         for result, _ in judged_claims(paper):
-            words = "other claims of papers"
+            words = "other printed numbers"
             if result.claim.measure == "epsilon":
-                words = "printed epsilons"
+                words = "printed epsilons, bounded with Poisson batches"
             elif result.claim.own:
                 words = "comparisons of this repository"
+            elif result.claim.compares:
+                words = "comparisons and theorems of the papers"
             groups.setdefault(words, []).append(result)
     sentences = [
         f"Of {len(results)} {words}: {counted(results)}." for words, results in groups.items()
@@ -200,8 +271,13 @@ def verdicts() -> str:
 
 def counted(results: Iterable[Judged]) -> str:
     """How many results have each verdict."""
-    count = Counter(result.verdict.partition(":")[0] for result in results)
-    return ", ".join(f"{count[word]} {word}" for word in VERDICTS if count[word])
+    verdicts = [result.verdict for result in results]
+    count = Counter(verdict.word for verdict in verdicts)
+    infinite = sum(verdict.word == REPRODUCED and INFINITE in verdict.fact for verdict in verdicts)
+    parts = {word: f"{count[word]} {word}" for word in VERDICTS if count[word]}
+    if infinite:
+        parts[REPRODUCED] += f" ({infinite} of them {INFINITE})"
+    return ", ".join(parts.values())
 
 
 def rows_of(paper: str) -> Iterator[str]:
@@ -594,6 +670,7 @@ def head_of_page() -> list[str]:
         "\nare missing were not run.",
         "## Verdicts",
         verdicts(),
+        tests_in_words(),
         RULE,
         "## Printed epsilons",
         EPSILONS,
@@ -762,8 +839,8 @@ def readme_rows() -> str:
                 system,
                 here(result),
                 pld,
-                result.verdict,
-                counted(of_paper),
+                str(result.verdict),
+                "; ".join(filter(None, [counted(of_paper), UNTESTABLE.get(name, "")])),
             )
         )
     head = "| paper | claim | here (range; seeds) | true epsilon | verdict | all of its claims |"

@@ -52,8 +52,8 @@ SHOWS = {  # the captions
     "entropy.",
     "9": "Ablation: the squared error adds accuracy in the first epochs, the focal loss in later "
     "ones, and the penalty adds more.",
-    "10": "Accuracy over threshold, beta and gamma of the composite loss: beta has little "
-    "influence.",
+    "10": "Accuracy over threshold, beta and gamma of the composite loss: their impact is "
+    "negligible.",
     "11": "Norms of the weights of all layers: smaller under the composite loss.",
     "12": "Norms of the pre-activations of all layers: smaller under the composite loss.",
     "13": "Confusion matrices, early and late, beside SGD without privacy.",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from experiments.common.claims import Claim, curve
+from experiments.common.claims import Claim, Curve, curve
 from experiments.scatternet import settings as scatternet
 from experiments.scatternet.settings import WORDS
 
@@ -96,21 +96,37 @@ TABLES = {
 }
 
 
-def recognised(run: Any) -> list[float]:
-    """Per cent of cars and trucks that are recognised after epoch 2, and of cats after epoch 20."""
-    looks: Any = curve("confusion")(run)
-    if not looks:
-        return []
-    shares = []
-    for place, label in ((1, 1), (1, 9), (4, 3)):  # of the looks; of car, truck and cat
-        counts = looks[place][10 * label : 10 * label + 10]
-        shares.append(100 * counts[label] / sum(counts))
-    return shares
+def recognised(*places: tuple[int, int]) -> Curve:
+    """Reads the per cent that are recognised, for each number of a look and each label."""
+
+    def read(run: Any) -> list[float]:
+        looks: Any = curve("confusion")(run)
+        if not looks:
+            return []
+        shares = []
+        for place, label in places:
+            counts = looks[place][10 * label : 10 * label + 10]
+            shares.append(100 * counts[label] / sum(counts))
+        return shares
+
+    return read
+
+
+def of_layers(name: str) -> Curve:
+    """Reads the norms of all layers, at all epochs."""
+    by_epoch: Any = curve(name)
+    return lambda run: [norm for by_layer in by_epoch(run) for norm in by_layer.values()]
 
 
 def early_sharpness(run: Any) -> Any:
     """The sharpness at the first three looks."""
     return curve("sharpness")(run)[:3]
+
+
+EPOCH_2 = 1  # of the looks
+EPOCH_20 = 4
+NAMED = recognised((EPOCH_2, 1), (EPOCH_2, 9), (EPOCH_20, 3))
+HARD = recognised((EPOCH_20, 3), (EPOCH_20, 4), (EPOCH_20, 5))
 
 
 def last_layer(by_layer: Any) -> float:
@@ -132,10 +148,13 @@ INSIDE = (  # numbers inside runs that figures show, of the composite and of cro
     (PIXELS[:1], "sharpness", "below", curve("sharpness"), ("2",)),
     (PIXELS[:1], "early sharpness", "below", early_sharpness, ("2",)),
     (PIXELS, "last weights", "below", curve("weights", last_layer), ("5", "11")),
+    (PIXELS, "weights of all layers", "below", of_layers("weights"), ("5", "11")),
+    (PIXELS, "pre-activations of all layers", "below", of_layers("preactivations"), ("5", "12")),
     (PIXELS, "logits", "below", curve("preactivations", lambda of: of["logits"]), ("5", "12")),
     (PIXELS, "gradient norms", "below", curve("norm"), ("6", "14")),
     (PIXELS, "cosines in epoch 1", "above", first_cosines, ("7",)),
-    (PIXELS[2:], "cars, trucks, cats recognised", "above", recognised, ("8",)),
+    (PIXELS[2:], "cars, trucks, cats recognised", "above", NAMED, ("8",)),
+    (PIXELS[2:], "cats, deer, dogs recognised late", "above", HARD, ("8", "13")),
 )
 
 
@@ -158,7 +177,16 @@ def _claims() -> list[Claim]:
             for number, (when, at) in zip(numbers, times, strict=True):
                 if number is not None:
                     system = f"{words}: {loss}{when}"
-                    printed.append(Claim(system, sides[loss], number, at=at, best=5))
+                    printed.append(
+                        Claim(
+                            system,
+                            sides[loss],
+                            number,
+                            at=at,
+                            best=5,
+                            baseline=loss == "CE",
+                        )
+                    )
         for other, claims in (("CE", compared), ("SSE+focal", ablation)):
             claims += [
                 Claim(
@@ -211,6 +239,17 @@ def _claims() -> list[Claim]:
         )
         for better, worse in (("SSE", "SAE"), ("Huber 1.0", "Huber 0.1"))
     ]
+    swept = [
+        Claim(
+            f"{WORDS[network.split()[0]]}: the worst threshold, beta or gamma level with the best",
+            [key_of(network, loss) for loss in SWEPT],
+            "level",
+            than=[key_of(network, loss) for loss in SWEPT],
+            worst=True,
+            figures=("10",),
+        )
+        for network in PIXELS
+    ]
     inside = [
         Claim(
             f"{WORDS[network.split()[0]]}: {number} of all {side} CE",
@@ -223,7 +262,7 @@ def _claims() -> list[Claim]:
         for networks, number, side, measure, figures in INSIDE
         for network in networks
     ]
-    return printed + compared + ablation + inside
+    return printed + compared + ablation + swept + inside
 
 
 CLAIMS = _claims()

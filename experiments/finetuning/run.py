@@ -2,7 +2,7 @@
 """Pretrained networks at epsilon 1 and 3, by small, large and mixed bounds.
 
   claim     large bounds calibrate at level accuracy (Bu et al., 2023, on other networks)
-  verdict   reproduced for linear layers, biases and all weights; LoRA loses accuracy
+  verdict   reproduced for most linear layers; open for biases, LoRA and all weights (two seeds)
   time      of one core: a linear run minutes, lora or bias-only 12 minutes, full 27
   hardware  CPU cores
   command   python -m experiments.finetuning --row=linear --weights=FOLDER --seeds=3

@@ -46,9 +46,14 @@ def mechanism_of(row: Row) -> dpjax.Mechanism:
     )
 
 
-def epsilons(row: Row) -> tuple[dpjax.Mechanism, Any, str]:
-    """The mechanism that runs; the paper accounts for flat clipping, mostly by rdp-classic."""
+def epsilons(row: Row, looks: int = 0) -> tuple[dpjax.Mechanism, Any, str]:
+    """The mechanism that runs; the paper accounts for flat clipping, mostly by rdp-classic.
+
+    ``looks`` are the first evaluations of a run, if a claim is about them.
+    """
     conversion = "rdp-classic"
+    if looks:
+        row = row._replace(steps=looks * -(-row.steps // SETTINGS[row.dataset].evaluations))
     for printed, steps in SETTINGS[row.dataset].steps.items():
         if steps == row.steps:
             conversion = settings.METHODS.get(printed, "rdp-classic")

@@ -33,7 +33,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__: str
-"""The version that is installed; `pyproject.toml` alone writes it down."""
+"""The version that is installed; only `pyproject.toml` holds it."""
 
 __all__ = [
     "Mechanism",
@@ -70,7 +70,7 @@ __all__ = [
     "verify",
 ]
 
-# `import dpjax` alone must not cost the accountants' SciPy or the figures' Matplotlib.
+# A bare `import dpjax` must not cost the accountants' SciPy or the figures' Matplotlib.
 _HOMES = {
     "Mechanism": "mechanism",
     "clip_and_sum": "clipping",

@@ -19,6 +19,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from dpjax.checks import Refused
+
 FIELDS = frozenset(
     ["step", "counted", "epsilon", "delta", "method", "estimate", "bound", "stop", "private"]
 )
@@ -70,6 +72,35 @@ def lock(path: pathlib.Path) -> int | None:
     os.ftruncate(handle, 0)
     os.pwrite(handle, str(os.getpid()).encode(), 0)
     return handle
+
+
+@contextlib.contextmanager
+def held(directory: str | os.PathLike[str], name: str = "lock") -> Iterator[None]:
+    """Holds a run's folder, which is made if necessary, by the lock file ``name``.
+
+    When a process is killed, the operating system frees its lock.
+    """
+    path = pathlib.Path(directory) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = lock(path)
+    if handle is None:
+        raise Refused(
+            f"fit(directory={str(directory)!r}): process {path.read_text() or 'unknown'} is "
+            "running there. Choose another folder."
+        )
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def strict(value: Any) -> Any:
+    """A value as strict JSON holds it: tuples are lists, inf and nan are words."""
+    if isinstance(value, Mapping):
+        return {name: strict(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_arrays(path: pathlib.Path, call: str) -> dict[str, np.ndarray]:

@@ -102,6 +102,19 @@ def fraction(call: str, name: str, value: Any, hint: str = "") -> float:
     return given
 
 
+def delta(call: str, value: Any) -> float:
+    """A delta, strictly between 0 and 1."""
+    return fraction(call, "delta", value, "Choose it well below 1 / examples.")
+
+
+def constant_noise(call: str, noise_multiplier: Any) -> None:
+    """Refuses a schedule as the multiplier of correlated noise."""
+    if callable(noise_multiplier):
+        raise ValueError(
+            f"{call}: the noise multiplier is a schedule; expected a number, or one per group."
+        )
+
+
 def one_of(call: str, name: str, value: Any, choices: Collection[Any], hint: str = "") -> Any:
     """One of a few values."""
     # Identity first, because a NaN does not equal itself and arrays compare by element.
@@ -118,6 +131,14 @@ def instance(call: str, name: str, value: Any, kind: type[T], hint: str = "") ->
         given = f"{call}: {name} is a {type(value).__name__}; expected a {kind.__name__}."
         raise TypeError(f"{given} {hint}".rstrip())
     return value
+
+
+def optimizer(name: str, given: Any) -> None:
+    """Refuses an object that is not an Optax optimizer; ``name`` is the argument in the error."""
+    if not (hasattr(given, "init") and hasattr(given, "update")):
+        raise TypeError(
+            f"{name} is a {type(given).__name__}; expected an Optax optimizer: optax.sgd(0.1)."
+        )
 
 
 def is_typed_key(value: Any) -> bool:

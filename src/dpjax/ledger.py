@@ -15,10 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dpjax import checks
-from dpjax.accounting.events import runs_of
-from dpjax.accounting.methods import checked_delta, checked_method
-from dpjax.accounting.rounding import upwards
+from dpjax import accounting, checks, schedules
+from dpjax._rounding import upwards
 from dpjax.checks import Refused
 from dpjax.types import Plan
 
@@ -53,8 +51,9 @@ class Budget:
         epsilon = checks.positive("ledger.Budget", "epsilon", self.epsilon, hint, infinite=True)
         # The cache of answers takes Python's numbers as keys.
         object.__setattr__(self, "epsilon", epsilon)
-        object.__setattr__(self, "delta", checked_delta("ledger.Budget", self.delta))
-        if not checked_method("ledger.Budget", self.method or "rdp").proven:
+        object.__setattr__(self, "delta", checks.delta("ledger.Budget", self.delta))
+        method = checks.one_of("ledger.Budget", "method", self.method or "rdp", accounting.METHODS)
+        if not accounting.METHODS[method].proven:
             raise ValueError(f"ledger.Budget(method={self.method!r}): not proven. Use 'rdp'.")
 
 
@@ -127,7 +126,7 @@ def admit(
     steps = checks.whole("ledger.admit", "steps", steps)
     require(ledger, mechanism, steps, budget)
     # The ledger is a prefix of the plan, so the number of steps does not depend on the data.
-    values, counts = runs_of(_multipliers(mechanism)[: ledger.steps + steps])
+    values, counts = schedules.runs_of(_multipliers(mechanism)[: ledger.steps + steps])
     after = ledger._replace(multipliers=values, counts=counts, accounted=_digest(mechanism))
     if ledger.chosen:
         return ended(after, mechanism, budget)

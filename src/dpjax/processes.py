@@ -8,15 +8,18 @@ from the first process. Values that are too large to send, such as the data, are
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from dpjax.checks import Refused
+from dpjax.types import Key
 
 T = TypeVar("T")
 
@@ -45,6 +48,23 @@ def from_first(make: Callable[[], T]) -> T:
     if not went_well:
         raise value
     return value
+
+
+def secret_key() -> Key:
+    """A key from the operating system's randomness."""
+    # The implementation is named: rbg is not a function of the key only on every platform.
+    return key_of(np.frombuffer(os.urandom(8), np.uint32))
+
+
+def shared_key() -> Key:
+    """A `secret_key` that the first process draws for all of them."""
+    words = np.asarray(jax.random.key_data(secret_key()))
+    return key_of(multihost_utils.broadcast_one_to_all(words))
+
+
+def key_of(words: Any) -> Key:
+    """The key of threefry with these two words."""
+    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
 
 
 def any_process(value: bool) -> bool:

@@ -7,8 +7,8 @@ steps of an epoch one float32 value, compiled or not, and keeps accounting cheap
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -55,6 +55,64 @@ def table(multipliers: ArrayLike, steps_per_epoch: int = 1) -> optax.Schedule:
         return jnp.asarray(entries)[jnp.clip(epoch, 0, entries.size - 1).astype(jnp.int32)]
 
     return schedule
+
+
+def first_steps(runs: Iterable[tuple[Any, int]], steps: int) -> list[tuple[float, int]]:
+    """The first steps of a plan, as pairs of a noise multiplier and a number of steps."""
+    taken = []
+    for multiplier, planned in runs:
+        if steps > 0:
+            taken.append((float(multiplier), min(steps, planned)))
+        steps -= planned
+    return taken
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A schedule as the table of its values at every planned step.
+
+    A second evaluation could differ: compiled, in another dtype, or by what it closes over.
+    """
+
+    # Not compared: the table is what is accounted and run. A callable object may have no hash.
+    schedule: optax.Schedule = field(compare=False)
+    table: bytes
+    """Float32."""
+
+    @classmethod
+    def of(cls, schedule: optax.Schedule, steps: int) -> Planned:
+        """A schedule at this many steps; a plan that grows evaluates the function again, at all."""
+        if isinstance(schedule, Planned):
+            if steps <= schedule.values.size:
+                return cls(schedule.schedule, schedule.values[:steps].tobytes())
+            schedule = schedule.schedule
+        return cls(schedule, values(schedule, steps).tobytes())
+
+    def __repr__(self) -> str:
+        ends = [f"{value:.4g}" for value in (*self.values[:1], *self.values[-1:])]
+        return f"<schedule from {' to '.join(ends)}>"
+
+    @property
+    def values(self) -> Float[np.ndarray, " steps"]:
+        """The value at each planned step."""
+        return np.frombuffer(self.table, np.float32)
+
+    def __call__(self, step: ArrayLike) -> Float[Array, "..."]:
+        """The value at a step or at several steps; NaN beyond the plan."""
+        step = jnp.asarray(step)
+        # Steps outside the plan read the appended last entry.
+        answers = jnp.asarray(np.append(self.values, np.float32(np.nan)))
+        return answers[jnp.where((step >= 0) & (step < self.values.size), step, -1)]
+
+
+def runs_of(multipliers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Run-length encodes numbers or rows: the value and the length of each run, in order."""
+    # This compares and does not subtract, since infinity minus infinity is NaN.
+    changes = multipliers[1:] != multipliers[:-1]
+    if changes.ndim > 1:
+        changes = changes.any(axis=1)
+    starts = np.flatnonzero(np.append(True, changes)[: len(multipliers)])
+    return multipliers[starts], np.diff(starts, append=len(multipliers))
 
 
 def values(schedule: optax.Schedule, steps: int) -> Float[np.ndarray, " steps"]:

@@ -20,7 +20,17 @@ from dpjax import accounting, checks, clipping, trees
 from dpjax.gradients import ENGINES, clipped_grad
 from dpjax.noise import GaussianState
 from dpjax.noise.state import LinkNoise
-from dpjax.types import ClippedSum, Clipping, Limits, LossFn, NoiseMultiplier, PyTree, Sampler, Sum
+from dpjax.types import (
+    ClippedSum,
+    Clipping,
+    Event,
+    Limits,
+    LossFn,
+    NoiseMultiplier,
+    PyTree,
+    Sampler,
+    Sum,
+)
 
 __all__ = [
     "LawBroken",
@@ -45,10 +55,10 @@ class Batch(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """What the noise of one step of a link meets, with its deviation for each leaf of the sum."""
+    """The clipped sum of one step that reaches the noise link, and the noise that it receives."""
 
     total: PyTree
-    deviations: list[Any]
+    deviations: list[Any]  # of each leaf
     multiplier: NoiseMultiplier
     strategy: Any  # None for white noise
     below: Any = None  # the count that an adapted bound follows
@@ -71,13 +81,13 @@ def influence(rule: Clipping, gradients: PyTree) -> float:
         return _vector(clipping.clip(rule, taken, mask)[0])
 
     total = summed(every, np.ones(size, bool))
-    # An example can be masked like padding, or absent from the batch.
-    without = [
-        rest
-        for i in every
-        for rest in (summed(every, every != i), summed(every[every != i], np.ones(size - 1, bool)))
-    ]
-    return float(max((np.linalg.norm(total - rest) for rest in without), default=0.0))
+    moved = []
+    for example in every:
+        others = every != example
+        masked = summed(every, others)
+        absent = summed(every[others], np.ones(size - 1, bool))
+        moved += [np.linalg.norm(total - masked), np.linalg.norm(total - absent)]
+    return float(np.max(moved, initial=0.0))
 
 
 def assert_sensitivity(rule: Clipping, gradients: PyTree) -> None:
@@ -125,18 +135,19 @@ def assert_engines_agree(
     def run(engine: str, size: int | None) -> ClippedSum:
         return jax.jit(clipped_grad(loss, rule, engine, size))(params, batch, mask)
 
-    # The definition; every engine is compared with it and not with its neighbour.
-    want = run("vmap", None)
+    # "vmap" is the definition, with which every engine is compared.
+    expected = run("vmap", None)
     for engine, size in itertools.product(set(engines) - {"vmap"}, microbatch_sizes):
         computed = run(engine, size)
         for name in ("value", "losses", "norms", "factors"):
-            a, b = _vector(getattr(want, name)), _vector(getattr(computed, name))
+            want = _vector(getattr(expected, name))
+            got = _vector(getattr(computed, name))
             # Engines sum in other orders, so rounding is relative to the largest number.
-            scale = max(1.0, float(np.max(np.abs(a[np.isfinite(a)]), initial=0.0)))
-            if not np.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
+            scale = max(1.0, float(np.max(np.abs(want[np.isfinite(want)]), initial=0.0)))
+            if not np.allclose(want, got, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
                 raise LawBroken(
                     f"engine {engine!r} with microbatches of {size} and 'vmap' differ in {name} "
-                    f"by {np.max(np.abs(a - b)):.3g}."
+                    f"by {np.max(np.abs(want - got)):.3g}."
                 )
 
 
@@ -150,7 +161,7 @@ def assert_noise(
     """Raises unless the output of a link (or a whole chain) has noise of this deviation.
 
     The chain runs for three updates on the sum over no examples, zeros of the shapes of
-    ``params``, so its output is noise alone. It begins behind the clipping: `assert_private`
+    ``params``, so its output is pure noise. It begins behind the clipping: `assert_private`
     measures chains with `dpjax.clip_and_sum`. All leaves together are measured, and each leaf by
     itself, as well as its size allows: a leaf of 1,000 numbers to a seventh, one of 1e6 to half a
     per cent.
@@ -166,9 +177,10 @@ def assert_noise(
       >>> link = noise.gaussian(2.0, clipping.flat(3.0))
       >>> assert_noise(link, jnp.zeros(1_000_000), deviation=6.0)
     """
-    # On zeros the output is noise alone, so no gradient blurs the measurement.
+    # The output on zeros is pure noise, so no gradient blurs the measurement.
     zeros: Any = Sum(jax.tree.map(jnp.zeros_like, params), _Every((), None, ()))
-    released, state = [], link.init(params)
+    state = link.init(params)
+    released = []
     try:
         for _ in range(3):
             noise, state = link.update(zeros, state, params)
@@ -182,17 +194,19 @@ def assert_noise(
 
     measured = [("", float(np.std(_vector(noise))), 1 - tolerance, 1 + tolerance)]
     for name, leaf in zip(trees.leaf_names(noise), jax.tree.leaves(noise), strict=True):
-        if size := np.size(leaf):
-            # Few numbers are far from their deviation by chance; none is exactly 0.
+        size = np.size(leaf)
+        if size:
+            # The measured deviation of few numbers is inexact, but never 0.
             least, most = np.sqrt(chi2(size).ppf([1e-9, 1 - 1e-9]) / size)
-            limits = min(least, 1 - tolerance), max(most, 1 + tolerance)
+            least = min(least, 1 - tolerance)
+            most = max(most, 1 + tolerance)
             root = float(np.sqrt(np.mean(_vector(leaf) ** 2)))
-            measured.append((f" of {name or 'the array'}", root, *limits))
+            measured.append((f" of {name or 'the array'}", root, least, most))
     for name, root, least, most in measured:
         if not least * deviation <= root <= most * deviation:
             raise LawBroken(f"the noise{name} has deviation {root:.6g}, expected {deviation:.6g}.")
     for step, (one, other) in enumerate(itertools.pairwise(map(_vector, released))):
-        # Their difference would show the examples without any noise.
+        # The difference of two such releases shows the examples without any noise.
         if deviation and np.array_equal(one, other):
             raise LawBroken(f"steps {step} and {step + 1} have the same noise.")
 
@@ -227,23 +241,27 @@ def assert_sampling(sampler: Sampler, *, steps: int = 400, seed: int = 0) -> Non
     times, inside = map(np.asarray, jax.lax.map(counts, jnp.arange(steps)))
     if not inside.all() or times.max(initial=0) > 1:
         raise LawBroken(f"{sampler.name}: a draw holds an example twice, or one that is not there.")
-    cycle, rates = sampler.facts["cycle"], sampler.facts["rates"]
-    whole = times[: steps - steps % cycle].reshape(-1, cycle, sampler.examples).sum(axis=1)
-    if cycle > 1 and whole.max(initial=0) > 1:
+    cycle = sampler.facts["cycle"]
+    rates = sampler.facts["rates"]
+    by_cycle = times[: steps - steps % cycle].reshape(-1, cycle, sampler.examples).sum(axis=1)
+    if cycle > 1 and by_cycle.max(initial=0) > 1:
         raise LawBroken(f"{sampler.name}: an example is drawn twice in a cycle of {cycle} steps.")
-    if sampler.facts["event"] != "poisson":
+    if sampler.facts["event"] != Event.POISSON:
         return
-    # Sampled cycles draw all of an example's steps by one coin each.
+    # One coin in each cycle draws an example.
     most = max(rate for rate, _ in rates)
-    drawn = int(whole.sum(axis=0).max())
-    if drawn > binom.ppf(1 - 1e-9 / sampler.examples, len(whole), most):
+    drawn = int(by_cycle.sum(axis=0).max())
+    if drawn > binom.ppf(1 - 1e-9 / sampler.examples, len(by_cycle), most):
         raise LawBroken(
-            f"{sampler.name}: an example is in {drawn} of {len(whole)} draws; expected a rate of "
-            f"{most:.4g}."
+            f"{sampler.name}: an example is in {drawn} of {len(by_cycle)} draws; expected a rate "
+            f"of {most:.4g}."
         )
-    sizes, examples = times.sum(axis=1), sampler.examples
-    spread = float(np.var(sizes, ddof=1)) * (steps - 1) / (examples * most * (1 - most) or 1)
-    if len(rates) == 1 and cycle == 1 and most < 1 and spread < chi2(steps - 1).ppf(1e-9):
+    if len(rates) > 1 or cycle > 1 or most == 1:
+        return
+    sizes = times.sum(axis=1)
+    variance = sampler.examples * most * (1 - most)
+    spread = (steps - 1) * float(np.var(sizes, ddof=1)) / (variance or 1)
+    if spread < chi2(steps - 1).ppf(1e-9):
         raise LawBroken(
             f"{sampler.name}: batch sizes from {sizes.min()} to {sizes.max()} vary less than those "
             "of Poisson sampling."
@@ -259,16 +277,16 @@ def assert_private(
     tolerance: float = 0.02,
     most_rows: int | None = None,
 ) -> None:
-    r"""Raises unless one example tells as much about a chain's releases as its multiplier says.
+    r"""Raises unless one example tells as much about a chain's releases as its multiplier allows.
 
     The chain runs on a batch with and without one example, outside ``jit``. At each step the noise
     link releases $s + \Sigma^{1/2} z$, and one example moves it by
     $\mu = \lVert \Sigma^{-1/2} (s - s') \rVert$. A step with the multiplier $m$ has
     $\mu = 1 / m$ if it draws the example, and $\mu = 0$ if not; here every second step does. With
-    correlated noise the first step alone draws it, and $\mu$ of the whole run is at most $1 / m$.
+    correlated noise only the first step draws it, and $\mu$ of the whole run is at most $1 / m$.
     The upper limits hold for an example of NaN and for one of infinities too.
 
-    The updates must follow from the releases alone. So the chain runs on two wholly different
+    The updates must follow only from the releases. So the chain runs on two wholly different
     batches, one of them with NaN, and of other sizes, while its noise link adds the noise to the
     sums of the first run: the updates must have the bits of the first run.
 
@@ -297,22 +315,25 @@ def assert_private(
     """
     steps = checks.whole("testing.assert_private", "steps", steps)
     far = jax.tree.map(lambda x: 1e6 * x[0], _others(params, 1))
-    canary = far if canary is None else canary
+    if canary is None:
+        canary = far
     # One state begins all runs, because a chain may draw its key in `init`.
     begin = functools.cache(lambda: chain.init(params))
     run = functools.partial(_runs, chain, begin, params, most_rows)
     without, updates = run(_batches(params, canary, [0] * steps))
+    draws = [1 - step % 2 for step in range(steps)]
     # Correlated noise hides an example that takes part once, at the least.
     once = without[0].strategy is not None
-    draws = [int(step == 0) if once else 1 - step % 2 for step in range(steps)]
+    if once:
+        draws = [1] + [0] * (steps - 1)
     examples = {"one example": canary}
     for name, value in (("an example of NaN", jnp.nan), ("an example of infinities", jnp.inf)):
         examples[name] = jax.tree.map(lambda x, value=value: jnp.full_like(x, value), far)
     for name, example in examples.items():
         with_it, _ = run(_batches(params, example, draws))
         for step, (ratio, drawn) in enumerate(zip(_ratios(with_it, without), draws, strict=True)):
-            # One that can take part again has less than its share in a step; one that is not
-            # finite has none.
+            # An example that can take part again moves one step less than all of them; one that
+            # is not finite moves none.
             least = drawn if example is canary and not once else 0
             if not least - tolerance <= ratio <= drawn + tolerance:
                 raise LawBroken(
@@ -320,7 +341,7 @@ def assert_private(
                     f"multiplier says; expected {drawn}. A link before the clipping may see "
                     "several examples, or gradients of earlier batches."
                 )
-    # Other values, and other numbers of clipped and of drawn examples; one is NaN.
+    # Two batches of other values, one with NaN, with other numbers of clipped and drawn examples.
     for scales, drawn in (([1e6, 1.0, 0.0, 0.0], 4), ([1e-6, jnp.nan, 0.0, 0.0], 2)):
         scaled = functools.partial(jnp.tensordot, jnp.diag(jnp.float32(scales)), axes=1)
         batch = Batch(jax.tree.map(scaled, _others(params, 4)), np.arange(4) < drawn)
@@ -343,7 +364,7 @@ class _Every(Limits):
 
 
 def _ratios(with_it: Sequence[Measurement], without: Sequence[Measurement]) -> Iterator[float]:
-    """At each step, how far an example moves the release, over what the multiplier says."""
+    """At each step, how far an example moves the release, over how far the multiplier allows."""
     for step, (one, other) in enumerate(zip(with_it, without, strict=True)):
         pairs = zip(jax.tree.leaves(one.total), jax.tree.leaves(other.total), strict=True)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -351,12 +372,14 @@ def _ratios(with_it: Sequence[Measurement], without: Sequence[Measurement]) -> I
                 np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64)) / deviation
                 for (a, b), deviation in zip(pairs, one.deviations, strict=True)
             ]
-        # With correlated noise, all rows of the run that one step moves, over their noise.
-        share = 1.0 if one.strategy is None else float(one.strategy.column_norms()[step])
-        given = one.multiplier
-        # The type of step that a link passes: a schedule may cast it.
-        given = given(jnp.int32(step)) if callable(given) else given
-        yield float(np.linalg.norm(moved)) * accounting.effective_multiplier(given) * share
+        multiplier = one.multiplier
+        if callable(multiplier):
+            multiplier = multiplier(jnp.int32(step))  # links pass this dtype to a schedule
+        ratio = float(np.linalg.norm(moved)) * accounting.effective_multiplier(multiplier)
+        if one.strategy is not None:
+            # One step moves several rows of a run with correlated noise.
+            ratio *= float(one.strategy.column_norms()[step])
+        yield ratio
 
 
 def _runs(
@@ -367,17 +390,25 @@ def _runs(
     batches: Sequence[Batch],
     instead: Sequence[Measurement] = (),
 ) -> tuple[list[Measurement], list[PyTree]]:
-    """What the noise link of a chain releases, or meets ``instead``, and the chain's updates."""
-    measurements, left = list[Measurement](), iter(instead)
+    """The sums that reach a chain's noise link, and its updates.
+
+    Measurements of an earlier run, given as ``instead``, replace the sums before the noise.
+    """
+    measurements = list[Measurement]()
+    left = iter(instead)
 
     class Measured(GaussianState):
         """The state of a noise link, which records and exchanges what its noise meets."""
 
         def meeting(self, clipped: Sum, below: Any, noise: LinkNoise) -> tuple[PyTree, Any]:
             of_groups = noise.deviations(self.step)
-            of_leaves = [of_groups[group] for group in clipped.rule.groups]
-            given = noise.multiplier, noise.strategy
-            measurement = Measurement(clipped.value, of_leaves, *given, below)
+            measurement = Measurement(
+                total=clipped.value,
+                deviations=[of_groups[group] for group in clipped.rule.groups],
+                multiplier=noise.multiplier,
+                strategy=noise.strategy,
+                below=below,
+            )
             measurements.append(measurement)
             meets = next(left, measurement)
             return meets.total, meets.below
@@ -403,18 +434,21 @@ def _runs(
 
 def _batches(params: PyTree, canary: PyTree, draws: Sequence[int]) -> list[Batch]:
     """For each step the gradients of three examples, and of the canary or padding in its place."""
-    # A link before the clipping could let the canary move their rows.
+    # Rows that are not zero show a link before the clipping that lets the canary change them.
     others = _others(params, 3)
 
     def batch(step: int, drawn: int) -> Batch:
         # 0 times NaN is NaN, and an example that is not drawn is a row of zeros.
         row = jax.tree.map(lambda c: jnp.where(drawn, jnp.asarray(c)[None], 0), canary)
-        # A link that remembers each place would hide the canary behind earlier zeros.
+        # The places move, because a link that remembers each place hides a canary behind zeros.
+        # Steps that draw the canary have it at odd and at even places in turn, because a link that
+        # joins pairs of rows keeps one of them.
+        places = 1 + step + step // 2
         gradients = jax.tree.map(
-            lambda *rows: jnp.roll(jnp.concatenate(rows), step, axis=0), row, others
+            lambda *rows: jnp.roll(jnp.concatenate(rows), places, axis=0), row, others
         )
         mask = np.array([drawn, 1, 1, 1], bool)
-        return Batch(gradients, np.roll(mask, step))
+        return Batch(gradients, np.roll(mask, places))
 
     return [batch(step, drawn) for step, drawn in enumerate(draws)]
 

@@ -114,6 +114,13 @@ def copy(tree: PyTree) -> PyTree:
     return jax.tree.unflatten(structure, leaves)
 
 
+def with_last(rows: PyTree, value: PyTree, size: tuple[int, ...]) -> PyTree:
+    """The leaves of a tuple of rows, and a value that all rows share as the last leaf of each."""
+    shared = jax.tree.map(jnp.asarray, value)
+    of_rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (*size, *x.shape)), shared)
+    return (*rows, of_rows)
+
+
 def expand(rows: Shaped[Array, " batch"], like: Array) -> Array:
     """Gives a value per example the rank of ``like``, to broadcast them."""
     return rows.reshape(rows.shape + (1,) * (like.ndim - rows.ndim))
@@ -145,6 +152,18 @@ def _readable(leaf: Any) -> np.ndarray:
         if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             leaf = multihost_utils.process_allgather(leaf, tiled=True)
     return np.asarray(leaf)
+
+
+def check_params(call: str, params: PyTree) -> None:
+    """Refuses leaves without a gradient; ``call`` is the function that received the parameters."""
+    for name, leaf in zip(leaf_names(params), jax.tree.leaves(params), strict=True):
+        kind = getattr(leaf, "dtype", None)
+        if kind is None or not jnp.issubdtype(kind, jnp.floating):
+            raise TypeError(
+                f"{call}: leaf {name or '(the array)'} is "
+                f"{type(leaf).__name__ if kind is None else kind}; expected floating-point arrays. "
+                "Close the loss over the rest: nnx.split, eqx.partition."
+            )
 
 
 def traced(tree: PyTree) -> bool:
@@ -218,6 +237,38 @@ def scaled_sum(
     return structure.unflatten(
         total(leaf, group) for leaf, group in zip(leaves, groups, strict=True)
     )
+
+
+def restored(saved: bytes, like: PyTree, where: str) -> PyTree:
+    """The parameters that `serialized` wrote, in the structure of ``like``.
+
+    ``where`` is the call that error messages name.
+    """
+    from flax import serialization
+
+    leaves, structure = jax.tree.flatten(like)
+    expected = dict(zip(leaf_names(like), leaves, strict=True))
+    arrays = dict(serialization.msgpack_restore(saved))
+    shapes_there = {name: list(np.shape(array)) for name, array in arrays.items()}
+    shapes_here = {name: list(np.shape(leaf)) for name, leaf in expected.items()}
+    for name in {**expected, **arrays}:
+        there = shapes_there.get(name, "no leaf")
+        here = shapes_here.get(name, "no leaf")
+        if there != here:
+            raise ValueError(
+                f"{where}: found {there} at {name!r}, expected {here}. Give the tree that was "
+                "trained."
+            )
+    return structure.unflatten(jnp.array(arrays[name]) for name in expected)
+
+
+def serialized(params: Any) -> bytes:
+    """The leaves of parameters by name, as Flax writes msgpack."""
+    from flax import serialization  # training without a folder does not need it
+
+    arrays = jax.tree.map(np.asarray, jax.device_get(params))
+    named = dict(zip(leaf_names(arrays), jax.tree.leaves(arrays), strict=True))
+    return serialization.msgpack_serialize(named)
 
 
 def step_key(root: Key, purpose: Purpose, step: Any) -> Key:

@@ -112,7 +112,7 @@ class HeldOut(NamedTuple):
 
 @enum.unique
 class Purpose(enum.IntEnum):
-    """What a random stream is for: the first number that dpjax folds into a key that it is given.
+    """The purpose of a random stream: the first number that dpjax folds into a caller's key.
 
     ``jax.random.split(key, n)[i]`` is ``fold_in(key, i)``, and keys of NNX and Equinox count from 0
     too. A purpose is above every int32, so none of these keys is of a stream of dpjax.
@@ -169,11 +169,12 @@ class _Assigned:
     names: tuple[str, ...]
 
     def __call__(self, tree: PyTree) -> tuple[int, ...]:
-        # One dtype for all: a partition by dtype would clip a bfloat16 gradient by one group and
-        # give its float32 sum the noise of another.
+        # All leaves have one dtype here. A partition by dtype clips a bfloat16 gradient by one
+        # group, and gives its float32 sum the noise of another.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32), tree)
-        groups, leaves = tuple(self.assign(shapes)), len(jax.tree.leaves(tree))
-        # A leaf in no group would be in no norm; a group without leaves has noise for nothing.
+        groups = tuple(self.assign(shapes))
+        leaves = len(jax.tree.leaves(tree))
+        # No norm includes a leaf without a group; a group without leaves adds useless noise.
         if len(groups) != leaves or set(groups) != set(range(len(self.names))):
             raise ValueError(
                 f"Partition.assign: {reprlib.repr(groups)} for {leaves} leaves; every leaf needs a "
@@ -187,7 +188,7 @@ class Clipping:
     r"""A clipping rule: the most that one example may contribute, and how it is scaled.
 
     A rule *wishes* for a factor for each group of an example's gradient. The `Clipping` holds every
-    wish to the bound, so that no rule, yours included, can break the guarantee:
+    wish to the bound, so no rule, yours included, can break the guarantee:
 
     $$ f_{ig} = \min(w_{ig},\ C_g / \lVert g_{ig} \rVert), \qquad w_{ig} \ge 0. $$
 
@@ -236,7 +237,7 @@ class Clipping:
             )
         if self.projections is not None and self.partition.size != 1:
             raise ValueError(f"{call}: norms are estimated for one group alone.")
-        # Unwraps what `dataclasses.replace` hands over, or the old bounds would still hold.
+        # `dataclasses.replace` passes the wrapped factors, which have the old bounds.
         wish = self.factors.wish if isinstance(self.factors, _Held) else self.factors
         object.__setattr__(self, "factors", _Held(bounds, wish))
 
@@ -250,15 +251,16 @@ class Clipping:
         return math.hypot(*self.bounds)
 
     def limits(self, tree: PyTree) -> Limits:
-        """What this rule holds one example's part of a tree of parameters or sums to."""
+        """The limits of this rule on one example's part of a tree of parameters or sums."""
         return Limits(self.bounds, self.projections, self.partition.assign(tree))
 
     def _repr_html_(self) -> str:
         named = zip(self.partition.names, self.bounds, strict=True)
         bounds = [(f"bound of {name}", f"{bound:.4g}") for name, bound in named]
-        more = [("", f"and {len(bounds) - _SHOWN} more groups")] if len(bounds) > _SHOWN else []
-        moved = ("sensitivity", f"{self.sensitivity:.4g}")
-        return table(f"Clipping: {self.name}", [moved, *bounds[:_SHOWN], *more])
+        rows = [("sensitivity", f"{self.sensitivity:.4g}"), *bounds[:_SHOWN]]
+        if len(bounds) > _SHOWN:
+            rows.append(("", f"and {len(bounds) - _SHOWN} more groups"))
+        return table(f"Clipping: {self.name}", rows)
 
 
 @dataclass(frozen=True)
@@ -269,11 +271,11 @@ class _Held:
     wish: Callable[[Array], Array]
 
     def __call__(self, norms: Float[Array, "batch groups"]) -> Float[Array, "batch groups"]:
-        # The guarantee: factor times norm is at most the bound. The last line holds wishes to it.
+        # The guarantee: factor times norm is at most the bound. The last line clips wishes to it.
         limit = jnp.asarray(self.bounds, norms.dtype)[None] / jnp.maximum(norms, _LEAST)
         # One non-finite group drops the whole example: its other groups are rarely right.
         finite = jnp.all(jnp.isfinite(norms), axis=-1, keepdims=True)
-        # A wish that took a mean over the batch would move all other examples when one leaves.
+        # The wish sees one example: a mean over the batch moves all others when one leaves.
         wished = jax.vmap(self._alone)(norms)
         return jnp.where(finite & ~jnp.isnan(wished), jnp.clip(wished, 0, limit), 0)
 
@@ -284,7 +286,7 @@ class _Held:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Limits:
-    """What the noise of a clipped sum follows from; it compares, and rules of functions do not."""
+    """The facts of a rule that decide the noise of its sum; they compare, and functions do not."""
 
     bounds: tuple[float, ...]
     projections: int | None
@@ -305,19 +307,20 @@ class Limits:
 class Sum:
     """A clipped sum on its way to the noise: a noise link takes it, and nothing else can.
 
-    It is no pytree and refuses arithmetic, so a link between clipping and noise (a scale, momentum,
-    a mask) fails instead of changing what one example can move.
+    It is not a pytree and refuses arithmetic, so a link between clipping and noise (a scale,
+    momentum, a mask) fails instead of changing how far one example can move it.
     """
 
     __slots__ = ("rule", "value")
 
     def __init__(self, value: PyTree, rule: Limits) -> None:
-        self.value, self.rule = value, rule
+        self.value = value
+        self.rule = rule
 
     def __repr__(self) -> str:
         return f"<a clipped sum: {_NOISE_NEXT}>"
 
-    # Not only missing methods: `optax.inject_hyperparams` asks leaves for their dtype.
+    # `optax.inject_hyperparams` reads the dtype of leaves, for example.
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"a clipped sum has no {name}: {_NOISE_NEXT}")
 
@@ -346,11 +349,11 @@ class ClippedSum(NamedTuple):
     norms: Float[Array, "batch groups"]
     """Gradient norm of each example and group before clipping; 0 for padding."""
     factors: Float[Array, "batch groups"]
-    """What each group of each example was scaled by; 0 for padding."""
+    """The factor of each group of each example; 0 for padding."""
     aux: PyTree = None
-    """Whatever else the loss returned, stacked over the batch."""
+    """The further outputs of the loss, stacked over the batch."""
     rule: Limits | None = None
-    """What the value was clipped to; static under `jax.jit`."""
+    """The limits of the value; static under `jax.jit`."""
 
     @property
     def sum(self) -> Sum:
@@ -361,7 +364,7 @@ class ClippedSum(NamedTuple):
 
     @property
     def total(self) -> ClippedSum:
-        """The value and its rule alone, for the carry of a loop over microbatches."""
+        """Only the value and its rule, for the carry of a loop over microbatches."""
         return self._replace(losses=None, norms=None, factors=None, aux=None)
 
 
@@ -405,7 +408,7 @@ class Bins(NamedTuple):
     noise key: `dpjax.trees.step_key` makes one."""
 
 
-# All that accounting, statements, `dpjax.testing` and `dpjax.verify` read of a sampler's facts.
+# Accounting, statements, `dpjax.testing` and `dpjax.verify` read these facts of a sampler.
 FACTS = ("event", "rates", "cycle", "place")
 
 
@@ -430,7 +433,7 @@ class Sampler:
         over the examples an attacker can confirm a guess.
       participation: From a number of steps to the `dpjax.strategies.Participation` of an example
         in them, for correlated noise; None if it can be in any of them.
-      independent: Whether each step draws on its own, so that a resumed run draws with a new key.
+      independent: Whether each step draws on its own, so a resumed run draws with a new key.
         Otherwise a run keeps its key, its generator and the order of its rows.
       coins: Whether a step draws with two keys, ``draw(key, step, coins)``: a run keeps the numbers
         of the first, and has a new second key at each start.
@@ -475,7 +478,7 @@ class Sampler:
 
     def __post_init__(self) -> None:
         call = f"types.Sampler({self.name!r})"
-        # Cards hold exactly these: without one of them nothing can be stated or verified.
+        # Statements and `dpjax.verify` need each of these facts.
         if set(self.facts) != set(FACTS):
             raise ValueError(
                 f"{call}: the facts are {list(self.facts)}, not {list(FACTS)}; write "
@@ -505,7 +508,7 @@ class Sampler:
           data: Arrays with one row per example.
           key: The key of the draws.
           step: The number of the step.
-          multiple: The rows are padded to a multiple of it, so that a jitted step sees few shapes.
+          multiple: The rows are padded to a multiple of it, so a jitted step sees few shapes.
 
         Example:
           >>> import dpjax
@@ -515,10 +518,12 @@ class Sampler:
           ((64,), True)
         """
         draw = self.draw(key, step)
-        # One multiple at least: an empty draw is a step too.
-        count = min(self.capacity, -(-max(int(draw.size), 1) // multiple) * multiple)
+        drawn = max(int(draw.size), 1)  # an empty draw is a step too
+        padded = -(-drawn // multiple) * multiple
+        count = min(self.capacity, padded)
         indices = draw.on_host()[:count]
-        return jax.tree.map(lambda x: np.asarray(x[indices]), data), np.asarray(draw.mask)[:count]
+        rows = jax.tree.map(lambda x: np.asarray(x[indices]), data)
+        return rows, np.asarray(draw.mask)[:count]
 
     def _repr_html_(self) -> str:
         rows = {
@@ -532,8 +537,8 @@ class Sampler:
     def drawn(self, key: Key, noise_key: Key, epoch_key: Key, step: Any) -> tuple[Draw, Key]:
         """The draw of a step of a run with these keys, and the key of its epoch; see `State`."""
         if self.bins is not None:
-            # An epoch that begins here has no key yet. So two runs from one state share the bins of
-            # the epoch that runs, and of no later one.
+            # An epoch has a key from its first step. So two runs from one state share the bins of
+            # the current epoch, and of no later one.
             begins = step % self.bins.steps == 0
             epoch_key = jnp.where(begins, self.bins.key(noise_key, step), epoch_key)
             return self.draw(key, step, epoch_key), epoch_key
@@ -559,14 +564,17 @@ class Sampler:
     @property
     def usual_size(self) -> int:
         """A size that nearly every draw stays below, by three standard deviations."""
-        # The binomial's deviation, rounded up to a multiple of 8 for the vector units.
-        mean, rate = self.batch_size, self.sampling_rate
-        spread = (mean * (1 - rate)) ** 0.5 if self.capacity > mean else 0.0
-        return max(1, min(self.capacity, -(-int(mean + 3 * spread) // 8) * 8))
+        mean = self.batch_size
+        deviation = 0.0
+        if self.capacity > mean:
+            deviation = (mean * (1 - self.sampling_rate)) ** 0.5  # of the binomial
+        # A multiple of 8 suits the vector units.
+        size = -(-int(mean + 3 * deviation) // 8) * 8
+        return max(1, min(self.capacity, size))
 
 
 class State(NamedTuple):
-    """What the next step of an algorithm needs.
+    """The input of the next step of an algorithm.
 
     Privacy: ``params`` may be released, and so may anything computed from them. The keys and
     ``memory`` may not: with them, batches are known, or noise can be subtracted.
@@ -587,7 +595,7 @@ class State(NamedTuple):
     ledger: Any
     """The `dpjax.ledger.Ledger` of what was spent; `dpjax.dpsgd` holds it to ``step``."""
     memory: PyTree = ()
-    """What correlated noise remembers of earlier steps; empty for white noise."""
+    """The noise of earlier steps that correlated noise uses again; empty for white noise."""
     epoch_key: Key = None
     """The root of the bins of the epoch that runs, for a sampler with `Bins`; else None. It follows
     from ``noise_key`` where an epoch begins, and is kept until the epoch ends."""
@@ -597,7 +605,7 @@ class State(NamedTuple):
 
 
 class Plan(Protocol):
-    """What the ledger needs of a plan, such as `dpjax.Mechanism`: hashable, it never changes."""
+    """A plan that a ledger can price, such as `dpjax.Mechanism`; hashable and immutable."""
 
     @property
     def steps(self) -> int:
@@ -625,7 +633,7 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What `dpjax.fit` runs: ``state = init(params)``; ``state, info = step(state)``.
+    """An algorithm for `dpjax.fit`: ``state = init(params)``; ``state, info = step(state)``.
 
     Privacy:
       ``state.params`` is after the noise and may be released.  ``info`` is computed
@@ -645,9 +653,9 @@ class Algorithm:
     mechanism: Plan
     """The `dpjax.Mechanism` that is both run and accounted."""
     identity: Callable[[Any], Mapping[str, Any]]
-    """From a state to what its run is, as JSON has it: different runs share no folder."""
+    """From a state to the JSON that identifies its run: different runs share no folder."""
     released: Callable[[Any], Mapping[str, Any]]
-    """What of a state is released beside its params, and worth a place in the log."""
+    """The facts of a state that are released in addition to its params, for the log."""
     budget: Any = None
     """The `dpjax.ledger.Budget` that the run may not pass, if there is one."""
     scaled_by: str | None = None

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dp_accounting import DpEvent
 
 from dpjax import checks
-from dpjax.accounting.methods import checked_delta, checked_method
+from dpjax.accounting.methods import checked_method
 from dpjax.accounting.methods import epsilon as epsilon_of
 
 # The relative width of the answer. PLD answers on a grid, so a tighter search finds only its steps.
@@ -175,7 +175,7 @@ def _bracket(spent: Callable[[float], float], target: float) -> tuple[float, flo
 
 
 def _check(call: str, target: float, delta: float, method: str) -> None:
-    checked_delta(call, delta)
+    checks.delta(call, delta)
     if not checked_method(call, method).proven:
         raise ValueError(f"{call}(method={method!r}): an estimate, not proven. Use 'rdp' or 'pld'.")
     checks.positive(call, "epsilon", target, "Without noise, write noise_multiplier=0.0.")

@@ -21,7 +21,7 @@ from dpjax import checks
 from dpjax.accounting import _rdp_accountant
 from dpjax.accounting._event_parts import split
 from dpjax.accounting._rdp_divergence import ORDERS
-from dpjax.accounting.methods import checked_delta, epsilon
+from dpjax.accounting.methods import epsilon
 from dpjax.types import Key, Purpose
 
 
@@ -104,7 +104,7 @@ def select_best(
     """
     call = "accounting.select_best"
     row, runs = _checked(call, distribution, runs)
-    checked_delta(call, delta)
+    checks.delta(call, delta)
     events = list(event) if isinstance(event, Iterable) else [event]
     # Any candidate may be published, so the search pays for the most expensive one.
     epsilon_one = max(epsilon(run, delta, "rdp", neighbours) for run in events)

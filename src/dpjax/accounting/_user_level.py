@@ -30,7 +30,7 @@ from dpjax.accounting._allocation import known_bins
 from dpjax.accounting._calibration import calibrate, from_near, least
 from dpjax.accounting._event_parts import split
 from dpjax.accounting.events import compose, gaussian, subsampled_gaussian
-from dpjax.accounting.methods import checked_delta, epsilon
+from dpjax.accounting.methods import epsilon
 
 
 def for_groups(event: DpEvent, records: int) -> DpEvent:
@@ -105,7 +105,7 @@ def epsilon_for_users(
       >>> [round(epsilon_for_users(event, 1e-5, records), 3) for records in (1, 2)]
       [0.912, 1.947]
     """
-    checked_delta("accounting.epsilon_for_users", delta)
+    checks.delta("accounting.epsilon_for_users", delta)
     if neighbours == "replace-one":
         raise ValueError(
             "accounting.epsilon_for_users: 'replace-one' has no proof. Use 'add-or-remove'."

@@ -8,14 +8,16 @@ multipliers before the sampling is applied. The other order claims too much.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import dp_accounting
 import numpy as np
 from dp_accounting import DpEvent
 from numpy.typing import ArrayLike
 
-from dpjax import checks
+from dpjax import checks, schedules
+from dpjax.types import Event
 
 _DISTINCT = 16  # multipliers of an epoch of random allocation
 BARE = 1e-100  # a multiplier so small that its square underflows hides nothing
@@ -161,8 +163,8 @@ def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEv
     zs = np.asarray(multipliers, np.float64)
     rates, zs = np.broadcast_arrays(rates, zs)
     # Runs of equal steps are joined first, because sorting ten million steps takes 15 seconds.
-    each = np.stack([rates.ravel(), zs.ravel()], axis=-1)
-    rows, lengths = runs_of(each)
+    steps = np.stack([rates.ravel(), zs.ravel()], axis=-1)
+    rows, lengths = schedules.runs_of(steps)
     # Equal pairs are joined, because an accountant's time grows with the number of distinct steps.
     pairs, which = np.unique(rows, axis=0, return_inverse=True)
     counts = np.bincount(which.ravel(), lengths)
@@ -172,16 +174,27 @@ def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEv
     return compose(*steps)
 
 
-def runs_of(multipliers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Run-length encodes numbers or rows: the value and the length of each run, in order."""
-    # This compares and does not subtract, since infinity minus infinity is NaN.
-    changes = multipliers[1:] != multipliers[:-1]
-    if changes.ndim > 1:
-        changes = changes.any(axis=1)
-    is_start = np.append(True, changes)[: len(multipliers)]
-    starts = np.flatnonzero(is_start)
-    lengths = np.diff(starts, append=len(multipliers))
-    return multipliers[starts], lengths
+def sampled_gaussian(
+    event: Event,
+    multipliers: np.ndarray,
+    *,
+    examples: int,
+    batch_size: float,
+    rates: Sequence[Sequence[Any]],
+    cycle: int,
+) -> DpEvent:
+    """Gaussian steps on the batches of a sampler; arguments as for `dpjax.sampling.stated`."""
+    if event is Event.NONE:
+        return dp_accounting.NonPrivateDpEvent()
+    if event is Event.SUBSET:
+        return without_replacement(multipliers, examples, int(batch_size))
+    if event is Event.ALLOCATION:
+        return random_allocation(multipliers, cycle)
+    starts = np.arange(0, len(multipliers), cycle)
+    least = np.minimum.reduceat(multipliers, starts) if len(multipliers) else multipliers
+    values, steps = map(np.asarray, zip(*rates, strict=True))
+    rows = np.searchsorted(np.cumsum(steps), np.arange(len(least)), side="right")
+    return scheduled_gaussian(least, values[np.minimum(rows, len(values) - 1)])
 
 
 def without_replacement(multipliers: ArrayLike, examples: int, batch_size: int) -> DpEvent:
@@ -213,7 +226,7 @@ def random_allocation(multipliers: ArrayLike, batches: int) -> DpEvent:
     ends = len(values) - len(values) % batches
     # Runs of equal epochs are joined first, because there can be a million of them.
     whole = values[:ends].reshape(-1, batches)
-    rows, lengths = runs_of(np.sort(whole, axis=1))
+    rows, lengths = schedules.runs_of(np.sort(whole, axis=1))
     epochs: Counter[tuple[tuple[float, int], ...]] = Counter()
     for row, count in zip(rows, lengths, strict=True):
         epochs[_grouped(row)] += int(count)
@@ -230,10 +243,10 @@ def _grouped(multipliers: np.ndarray) -> tuple[tuple[float, int], ...]:
     """Sorted multipliers of an epoch as pairs (multiplier, steps), of at most `_DISTINCT`."""
     # A step with infinite noise releases nothing, like a step that did not run.
     row = multipliers[multipliers != np.inf]
-    if len(runs_of(row)[0]) > _DISTINCT:
+    if len(schedules.runs_of(row)[0]) > _DISTINCT:
         share = -(-row.size // _DISTINCT)
         row = row[np.arange(row.size) // share * share]
-    distinct, bins = runs_of(row)
+    distinct, bins = schedules.runs_of(row)
     return tuple(zip(distinct.tolist(), bins.tolist(), strict=True))
 
 

@@ -7,7 +7,7 @@ A new method is a row here, a name in `dpjax.verify` and, if it is proven, a tol
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dp_accounting import DpEvent
 
@@ -92,7 +92,7 @@ def epsilon(
       Estimate(2.324..., not a bound)
     """
     call = "accounting.epsilon"
-    delta = checked_delta(call, delta)
+    delta = checks.delta(call, delta)
     row = checked_method(call, method)
     return _as(row, profile_of(event, method, neighbours, plan).epsilon(delta))
 
@@ -156,6 +156,18 @@ def true_positive_rate(
     rate = checks.fraction(call, "false_positive_rate", false_positive_rate)
     row = checked_method(call, method or tightest(event, neighbours))
     return _as(row, most_true_positives(profile_of(event, row.name, neighbours), rate))
+
+
+def true_positive_rates(
+    event: DpEvent,
+    false_positive_rates: Sequence[float],
+    method: str,
+    neighbours: str,
+    plan: DpEvent | None = None,
+) -> tuple[float, ...]:
+    """As `true_positive_rate`, for several rates and by a method that is proven."""
+    profile = profile_of(event, method, neighbours, plan)
+    return tuple(most_true_positives(profile, rate) for rate in false_positive_rates)
 
 
 def tightest(event: DpEvent, neighbours: str = "add-or-remove") -> str:
@@ -227,11 +239,6 @@ def profile_of(
     if parts.empty:
         return Profile(lambda delta: 0.0, lambda epsilon: 0.0)
     return METHODS[method].profile(parts, neighbours)
-
-
-def checked_delta(call: str, delta: float) -> float:
-    """Delta, inside (0, 1)."""
-    return checks.fraction(call, "delta", delta, "Choose it well below 1 / examples.")
 
 
 def checked_method(call: str, name: str) -> Method:

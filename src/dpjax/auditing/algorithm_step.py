@@ -21,7 +21,6 @@ from numpy.typing import ArrayLike
 
 from dpjax import accounting, checks, trees
 from dpjax.accounting import profiles
-from dpjax.accounting.methods import checked_delta
 from dpjax.mechanism import Mechanism
 from dpjax.types import Algorithm, Draw, Key, PyTree, Sampler, State
 
@@ -63,7 +62,7 @@ class Separation(NamedTuple):
 
     def epsilon(self, delta: float) -> float:
         """The lower bound on the epsilon of one step that draws the canary."""
-        delta = checked_delta("Separation.epsilon", delta)
+        delta = checks.delta("Separation.epsilon", delta)
         refuted = []
         for mu, share in zip(*self._shares(), strict=True):
             if share > delta:

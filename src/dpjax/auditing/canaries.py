@@ -21,8 +21,6 @@ from numpy.typing import ArrayLike
 from dpjax import checks, trees
 from dpjax.gradients.clipped_grad import clipped_grad
 from dpjax.mechanism import Mechanism
-from dpjax.training.dpsgd import entry_of
-from dpjax.training.recipe import Entry, with_entry
 from dpjax.types import Algorithm, LossFn, PyTree, State
 
 
@@ -114,7 +112,7 @@ def score_canaries(
     hint = "Build the algorithm with auditing.recording(optimizer)."
     checks.instance(call, "state.optimizer", state.optimizer, Recorded, hint)
     mechanism = checks.instance(call, "algorithm.mechanism", algorithm.mechanism, Mechanism)
-    add = jax.jit(partial(_added, loss, entry_of(per_step), mechanism))
+    add = jax.jit(partial(_added, loss, per_step, mechanism))
     scores = jnp.zeros(trees.leading_size(canaries, name="auditing.score_canaries(canaries)"))
     for _ in range(steps):
         before = state._replace(ledger=None)
@@ -125,7 +123,7 @@ def score_canaries(
 
 def _added(
     loss: LossFn,
-    entry: Entry | None,
+    per_step: Callable[[Any], PyTree] | None,
     mechanism: Mechanism,
     scores: Array,
     state: State,
@@ -138,8 +136,10 @@ def _added(
     examples = mechanism.sampling.examples
     canary_count = trees.leading_size(canaries)
     rest_count = trees.leading_size(rest)
-    canaries = with_entry(entry, state.key, state.step, canaries, (canary_count,))
-    rest = with_entry(entry, state.key, state.step, rest, (rest_count,))
+    if per_step is not None:
+        of_step = per_step(state.step)
+        canaries = trees.with_last(canaries, of_step, (canary_count,))
+        rest = trees.with_last(rest, of_step, (rest_count,))
     # The attacker can compute exact norms, so none is estimated here.
     clipped = clipped_grad(loss, dataclasses.replace(mechanism.clipping, projections=None))
     of_canaries = clipped(params, canaries)

@@ -12,7 +12,7 @@ from scipy.special import ndtr, ndtri
 from dpjax import accounting, checks
 from dpjax.accounting import profiles
 from dpjax.accounting.events import with_noise
-from dpjax.accounting.methods import checked_delta, profile_of
+from dpjax.accounting.methods import profile_of
 
 CURVES = ("gaussian", "any")
 # The epsilons whose deltas describe a curve.
@@ -78,7 +78,7 @@ def epsilon_lower_bound(
     checks.one_of(call, "curve", curve, CURVES, "Or give an event.")
     if curve == "any" or delta == 0:
         return _largest(lambda epsilon: _any_refuted(epsilon, numbers, delta, risk), 0.0, 50.0)
-    checked_delta(call, delta)
+    checks.delta(call, delta)
 
     def gaussian_refuted(mu: float) -> bool:
         return refuted(lambda rate: float(ndtr(ndtri(rate) - mu)), *numbers, risk)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console command: `dpjax train --flag=value ...`, or `python -m dpjax train ...`.
 
-`flag_sets/NAME.py` says what can be typed, and imports no JAX. `cli/NAME` has `run(given, argv)`;
-it is imported after the flags have been read, so a mistake in them is answered immediately.
+`flag_sets/NAME.py` has the flags and the help of a subcommand, and imports no JAX. `cli/NAME` has
+`run(given, argv)`; it is imported after the flags were read, so a mistake in them ends immediately.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COMMANDS = {
     "sweep": "train with many settings, and compute the privacy cost of the search",
     "audit": "measure lower bounds on the epsilon of a run, beside its claim",
 }
-# What users typed, and the name of the flag.
+# Names that users type for other flags.
 _OTHERWISE = {"epsilon": "target_epsilon", "lr": "learning_rate"}
 _HELP = ("-h", "--help", "-help", "-?")
 _MORE = "`dpjax SUBCOMMAND --help` lists the flags; `dpjax --version` prints the version."
@@ -50,7 +50,8 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _run_named(words: Sequence[str] | None) -> None:
-    name, *rest = (sys.argv[1:] if words is None else list(words)) or ["--help"]
+    typed = sys.argv[1:] if words is None else words
+    name, *rest = typed or ["--help"]
     if name in _HELP:
         listed = "\n".join(f"  {name:<8} {purpose}" for name, purpose in COMMANDS.items())
         print(f"usage: dpjax SUBCOMMAND [--flag=value ...]\n\n{listed}\n\n{_MORE}")
@@ -74,23 +75,24 @@ def run_command(name: str) -> None:
         return
 
     def run(_: list[str]) -> None:
-        given = copy.deepcopy(typed.FLAGS)  # parsing changes the copy alone
+        given = copy.deepcopy(typed.FLAGS)  # parsing changes only the copy
         logging.set_verbosity(logging.WARNING)  # JAX reports the accelerators it did not find
         _print_plainly()
         try:
             argv = given([program, *words])
-            # Ignored, `train --steps 2 target_epsilon=0.5` would run at the default epsilon.
-            if not typed.WORDS and (extra := " ".join(argv[1:])):
+            # Otherwise `train --steps 2 target_epsilon=0.5` runs at the default epsilon.
+            if argv[1:] and not typed.WORDS:
+                extra = " ".join(argv[1:])
                 raise app.UsageError(f"{extra}: expected flags alone, which begin with two dashes.")
             importlib.import_module(f"dpjax.cli.{name}").run(given, argv)
         except flags.UnrecognizedFlagError as error:
             known = _OTHERWISE.get(error.flagname)
-            said = f"Did you mean --{known}?" if known in typed.FLAGS else ""
-            sys.exit(f"{error} {said}\nFor all flags: {program} --help")
+            hint = f"Did you mean --{known}?" if known in typed.FLAGS else ""
+            sys.exit(f"{error} {hint}\nFor all flags: {program} --help")
         except (flags.Error, app.UsageError) as error:
             sys.exit(f"{error}\nFor all flags: {program} --help")
         except KeyboardInterrupt as stopped:
-            # A loop that stopped after a step says what it saved.
+            # The message of a loop that stopped after a step names what it saved.
             print(f"\n{program}: {str(stopped) or 'interrupted.'}", file=sys.stderr)
             sys.exit(130)  # as a shell reports a program that Ctrl-C ended
 
@@ -99,13 +101,15 @@ def run_command(name: str) -> None:
 
 def _print_plainly() -> None:
     """Prints each message once, as ``Warning: ...`` without absl's time, process and file."""
-    handler, printed = logging.get_absl_handler(), set[str]()
+    handler = logging.get_absl_handler()
+    printed = set[str]()
 
     def is_new(record: Any) -> bool:
-        record.title, message = record.levelname.capitalize(), record.getMessage()
-        again = message in printed
+        record.title = record.levelname.capitalize()
+        message = record.getMessage()
+        is_repeated = message in printed
         printed.add(message)
-        return not again
+        return not is_repeated
 
     handler.addFilter(_not_of_orbax)
     handler.addFilter(is_new)
@@ -113,5 +117,5 @@ def _print_plainly() -> None:
 
 
 def _not_of_orbax(record: Any) -> bool:
-    """Drops Orbax's remarks on its speed; `dpjax.training.checkpoints` reports what went wrong."""
+    """Drops Orbax's remarks on its speed; `dpjax.training.checkpoints` reports its failures."""
     return record.levelname in ("ERROR", "CRITICAL") or "orbax" not in record.pathname

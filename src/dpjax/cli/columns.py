@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import pathlib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from absl import app, flags
 
-from dpjax.data.declared import GAPS, date_of, number_of
-from dpjax.data.files import read_table
+from dpjax.data.tables import kinds_of
 
 _HEAD = """\
 # Drafted by `dpjax columns`. Kinds were guessed from the rows: a look at private data, and so a
@@ -34,22 +32,10 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     if len(argv) != 2:
         raise app.UsageError("expected one table: dpjax columns my.csv > columns.toml")
     try:
-        header, rows = read_table(pathlib.Path(argv[1]), argv[1])
+        kinds = kinds_of(pathlib.Path(argv[1]), argv[1])
     except (OSError, ValueError) as error:
         raise app.UsageError(str(error)) from error
     print(_HEAD)
-    # The label of `dpjax.data.load_file`.
-    label = next((name for name in header if name.lower() == "label"), header[-1])
-    for name, *words in zip(header, *rows, strict=True):
-        kind = "label" if name == label else kind_of({word.strip() for word in words})
+    for name, kind in kinds.items():
         key = name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name)
         print("\n".join([f"[{key}]", f'kind = "{kind}"', *_DRAFTS[kind], ""]))
-
-
-def kind_of(words: Collection[str]) -> str:
-    """The first kind that all cells but gaps have."""
-    for kind, read in (("number", number_of), ("date", date_of)):
-        with contextlib.suppress(ValueError):
-            _ = [read(word) for word in words if word.lower() not in GAPS]
-            return kind
-    return "category"

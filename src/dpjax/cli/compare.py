@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several runs: a table, two plots, and what all of them cost together."""
+"""Several runs: a table, two plots, and the cost of all of them together."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from absl import app, flags
 
 from dpjax._display import duration
 from dpjax._files import replace
-from dpjax.accounting.rounding import three_digits, upwards
+from dpjax._rounding import three_digits, upwards
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.report import style
 from dpjax.cli.report.figures import RELEASED, note_of, of_what_was_released
-from dpjax.cli.report.load_run import Missing, SavedRun, read, stated_at
+from dpjax.cli.report.load_run import Missing, SavedRun, protects, read, stated_at
 from dpjax.cli.report.measures import (
     MEASURES,
     PER_CENT,
@@ -28,7 +28,6 @@ from dpjax.cli.report.measures import (
     measured,
     shown,
 )
-from dpjax.mechanism.card import protects
 
 COLUMNS = ("of", "steps", "epsilon", "delta", "time of one", "protects")
 
@@ -43,9 +42,10 @@ class RunGroup(NamedTuple):
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Prints the table of the runs that the command line names, and draws their plots."""
     require_matplotlib()
-    runs, out = [], pathlib.Path(given.out)
+    runs = []
     # One folder under two names, as a1 and a1/, is one run.
-    for folder in {pathlib.Path(folder).resolve(): folder for folder in argv[1:]}.values():
+    folders = {pathlib.Path(folder).resolve(): folder for folder in argv[1:]}
+    for folder in folders.values():
         try:
             runs.append(read(folder))
         except (OSError, ValueError) as error:
@@ -54,15 +54,17 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         raise app.UsageError("expected folders of runs: dpjax compare runs/a runs/b ...")
     print(f"{table(groups_of(runs))}\n{guess(runs)}")
     print(f"Each epsilon is the price of one run alone. {price(runs)}")
+    out = pathlib.Path(given.out)
     plot(runs, out)
     print(f"Wrote {out}")
 
 
 def plot(runs: list[SavedRun], out: pathlib.Path, badge: str = RELEASED) -> None:
-    """Writes the plots; ``badge`` says why not for release, if the runs alone do not say it."""
+    """Writes the plots; ``badge`` is a reason against their release, in addition to the runs'."""
     # The plots show all runs, so a badge of one of them holds for all.
-    badges = [badge, *map(of_what_was_released, runs)]
-    badge = next((words for words in badges if words != RELEASED), RELEASED)
+    for words in map(of_what_was_released, runs):
+        if badge == RELEASED:
+            badge = words
     out.parent.mkdir(parents=True, exist_ok=True)
     replace(out, draw(groups_of(runs), badge), public=badge == RELEASED)
 
@@ -71,54 +73,62 @@ def groups_of(runs: Iterable[SavedRun]) -> list[RunGroup]:
     """Groups runs by their flags, and names each group by the flags in which groups differ."""
     members: dict[str, list[SavedRun]] = {}
     for run in runs:
-        # Without flags nothing says that two runs are repeats.
-        key = json.dumps(flags_of(run), sort_keys=True) if flags_of(run) else str(run.path)
+        key = str(run.path)  # a run without known flags is no repeat of another
+        if flags_of(run):
+            key = json.dumps(flags_of(run), sort_keys=True)
         members.setdefault(key, []).append(run)
     settings = [flags_of(group[0]) for group in members.values()]
-    names = sorted({name for known in settings for name in known})
-    varied = [n for n in names if len({json.dumps(s.get(n)) for s in settings if s}) > 1]
+    values: dict[str, set[str]] = {}
+    for name in {name for setting in settings for name in setting}:
+        values[name] = {json.dumps(setting.get(name)) for setting in settings if setting}
+    varied = sorted(name for name, texts in values.items() if len(texts) > 1)
     groups = []
-    for known, group in zip(settings, members.values(), strict=True):
-        words = ", ".join(f"{name}={known[name]}" for name in varied if name in known)
+    for setting, group in zip(settings, members.values(), strict=True):
+        words = ", ".join(f"{name}={setting[name]}" for name in varied if name in setting)
         groups.append(RunGroup(words or str(group[0].path), group))
     return groups
 
 
 def flags_of(run: SavedRun) -> dict[str, Any]:
     """The flags that make two runs the same experiment: all but seed and folder."""
-    known = (run.config or {}).get("flags", {})
-    return {name: value for name, value in known.items() if name not in ("seed", "out")}
+    values = dict((run.config or {}).get("flags", {}))
+    values.pop("seed", None)
+    values.pop("out", None)
+    return values
 
 
 def measures_of(runs: Iterable[SavedRun]) -> list[str]:
-    """What any of the runs has measured; accuracy if none has."""
+    """The measures that any of the runs has; accuracy if none has one."""
     names = {name for run in runs for name in measured(run)}
     return [name for name in MEASURES if name in names] or ["accuracy"]
 
 
 def guess(runs: Sequence[SavedRun]) -> str:
-    """What always guessing has on the test examples of all these runs, in a line, if known."""
+    """The measures of a constant guess on the test examples of all these runs, if known."""
     measures = measures_of(runs)
     guesses = [guessed(run) for run in runs]
     if not any(guesses):
         return ""
-    known = [(name, {guess.get(name, math.nan) for guess in guesses}) for name in measures]
-    # Runs on other test examples have other guesses.
-    one = [
-        f"{MEASURES[name]} {shown(name, min(values))}" for name, values in known if len(values) == 1
-    ]
-    return f"Always guessing the {answer_of_guess(measures[0])}: {', '.join(one)}.\n"
+    words = []
+    for name in measures:
+        values = {guess.get(name, math.nan) for guess in guesses}
+        if len(values) == 1:  # runs on other test examples have other guesses
+            words.append(f"{MEASURES[name]} {shown(name, min(values))}")
+    return f"Always guessing the {answer_of_guess(measures[0])}: {', '.join(words)}.\n"
 
 
 def curve(group: RunGroup, axis: str, measure: str) -> tuple[np.ndarray, np.ndarray]:
-    """Epsilon or step at each evaluation, and what all runs measured there."""
-    series = [[run.series(name)[:, 0] for name in ("step", axis, measure)] for run in group.runs]
-    steps = np.unique(np.concatenate([at for at, _, _ in series]))
-    places, table = np.zeros(len(steps)), np.full((len(steps), len(series)), np.nan)
-    for column, (at, place, values) in enumerate(series):
-        rows = np.searchsorted(steps, at)
-        places[rows] = np.maximum(places[rows], place)  # never shown for less than it cost
-        table[rows, column] = (100 if measure in PER_CENT else 1) * values
+    """Epsilon or step at each evaluation, and the measurements of all runs there."""
+    steps = np.unique(np.concatenate([run.steps for run in group.runs]))
+    places = np.zeros(len(steps))
+    table = np.full((len(steps), len(group.runs)), np.nan)
+    for column, run in enumerate(group.runs):
+        rows = np.searchsorted(steps, run.steps)
+        # The largest epsilon of a step, so no run is shown for less than it cost.
+        places[rows] = np.maximum(places[rows], run.series(axis)[:, 0])
+        table[rows, column] = run.series(measure)[:, 0]
+    if measure in PER_CENT:
+        table *= 100
     finite = np.isfinite(places)  # an infinite epsilon has no place on its axis
     if not finite.any():
         raise Missing("at no step has every run a finite epsilon")
@@ -133,21 +143,21 @@ def draw(groups: list[RunGroup], badge: str) -> bytes:
     runs = [run for group in groups for run in group.runs]
     stated = " or".join(sorted({stated_at(run) for run in runs} - {""}))
     measure = measures_of(runs)[0]
+    unit = " (%)" if measure in PER_CENT else ""
     with style.style():
         figure = style.canvas(height=3.6 + 0.16 * len(groups))
         spent, taken = figure.subplots(1, 2, sharey=True)
-        unit = " (%)" * (measure in PER_CENT)
         spent.set(xlabel=f"epsilon spent{stated}", ylabel=f"{MEASURES[measure]}{unit}")
         taken.set_xlabel("steps")
         for number, group in enumerate(groups):
-            color, look = style.SERIES[number % len(style.SERIES)], style.DOTS
+            color = style.SERIES[number % len(style.SERIES)]
             label = f" {group.label}"  # no legend shows a label with an underscore in front
             end = None
             try:
-                for axes, axis in ((taken, "step"), (spent, "epsilon")):
+                for axes, axis, name in ((taken, "step", ""), (spent, "epsilon", label)):
                     x, values = curve(group, axis, measure)
-                    style.band(axes, x, values, color, label * (axis == "epsilon"), **look)
-                    end = np.nanmean(values[-1])  # what one asks for: the end of each curve
+                    style.band(axes, x, values, color, name, **style.DOTS)
+                    end = np.nanmean(values[-1])  # a dot marks the end of each curve
                     axes.scatter(x[-1], end, s=36, color=style.PALETTE[color])
             except Missing as reason:
                 if end is None:
@@ -163,35 +173,39 @@ def draw(groups: list[RunGroup], badge: str) -> bytes:
 def table(groups: list[RunGroup]) -> str:
     """A line for each group, and the names of the columns above them."""
     measures = measures_of(run for group in groups for run in group.runs)
-    head = ["runs", *map(MEASURES.get, measures), *COLUMNS]
-    rows = [head, *(line(group, measures) for group in groups)]
+    rows = [["runs", *[MEASURES[name] for name in measures], *COLUMNS]]
+    rows += [line(group, measures) for group in groups]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(entry.ljust(width) for entry, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    lines = []
+    for row in rows:
+        cells = map(str.ljust, row, widths)
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def line(group: RunGroup, measures: Sequence[str] = ("accuracy",)) -> list[str]:
     """A group as a line of the table."""
     count = len(group.runs)
-    seconds = [(run.config or {}).get("seconds", np.nan) for run in group.runs]
-    # Fewer steps than others of the group is shown: the mean holds such a run too.
+    # The mean also holds a run that stopped early, so the range of steps is shown.
     steps = sorted({int(run.rows[-1]["step"]) for run in group.runs})
+    taken = f"{steps[0]:,}"
+    if len(steps) > 1:
+        taken += f" to {steps[-1]:,}"
+    seconds = float(np.mean([(run.config or {}).get("seconds", np.nan) for run in group.runs]))
     return [
         group.label,
-        *(mean(group, measure) for measure in measures),
-        f"{count} run{'s' * (count > 1)}",
-        f"{steps[0]:,}" + f" to {steps[-1]:,}" * (len(steps) > 1),
+        *[mean(group, measure) for measure in measures],
+        "1 run" if count == 1 else f"{count} runs",
+        taken,
         three_digits(max(run.epsilon for run in group.runs)),
         upwards(group.runs[0].delta, ".3g"),
-        "not written" if np.isnan(seconds).any() else duration(float(np.mean(seconds))),
+        "not written" if np.isnan(seconds) else duration(seconds),
         ", ".join(protected(group.runs)) or "not written",
     ]
 
 
 def mean(group: RunGroup, measure: str) -> str:
-    """The mean of what the runs measured at their ends, and its standard deviation."""
+    """The mean of the last measurements of the runs, and their standard deviation."""
     ends = [measured(run) for run in group.runs]
     finals = np.array([end[measure] for end in ends if measure in end])
     if not len(finals):
@@ -203,22 +217,25 @@ def mean(group: RunGroup, measure: str) -> str:
 
 
 def protected(runs: Iterable[SavedRun]) -> list[str]:
-    """Whose data these runs protect, if known."""
+    """The neighbours for which the runs' guarantees hold, where known."""
     return sorted({protects(run.mechanism) for run in runs if run.mechanism})
 
 
 def price(runs: list[SavedRun]) -> str:
-    """What all runs cost together, by adding up, or why their costs do not add."""
+    """The cost of all runs together, by adding up, or why their costs do not add."""
     chosen = (
         "To choose among runs by private data, also by a part held out of them, has a cost of its "
         "own, which no number here includes. "
     )
-    if len(kinds := protected(runs)) > 1:
+    kinds = protected(runs)
+    if len(kinds) > 1:
         return f"{chosen}Their costs do not add: these runs protect {' and '.join(kinds)}."
     epsilon = sum(run.epsilon for run in runs)
     delta = float(sum(Decimal(repr(run.delta)) for run in runs))  # three times 1e-5 is 3e-5
     if math.isinf(epsilon):
         return "One of these runs has no proven epsilon, so neither have all of them together."
-    at = f"{three_digits(epsilon)} at delta {upwards(delta, '.3g')}"
     together = f"All {len(runs)} together cost" if len(runs) > 1 else "It costs"
-    return f"{chosen}{together} at most epsilon {at}."
+    return (
+        f"{chosen}{together} at most epsilon {three_digits(epsilon)} at delta "
+        f"{upwards(delta, '.3g')}."
+    )

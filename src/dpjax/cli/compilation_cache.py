@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled programs on the disk, so that the next run of a command does not compile them again."""
+"""Compiled programs on the disk, where the next run of a command finds them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def switch_on() -> None:
     try:
         # Closed to others: a program holds the constants of a loss, which may be data.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:  # no home, or one that cannot be written: compile as without a cache
+    except OSError:  # no home, or a read-only one: compile without a cache
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # JAX keeps programs that took a second to compile; a small run has many shorter ones.
@@ -28,8 +28,9 @@ def switch_on() -> None:
 
 
 def _processor() -> str:
-    """A name for what CPU programs are compiled for: a home folder may serve many machines."""
-    facts, path = [platform.machine()], pathlib.Path("/proc/cpuinfo")
+    """A name for the CPU that programs are compiled for: machines may share a home folder."""
+    facts = [platform.machine()]
+    path = pathlib.Path("/proc/cpuinfo")
     if path.exists():
         lines = path.read_text().splitlines()
         facts += sorted({line for line in lines if line.startswith(("flags", "Features", "CPU "))})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags that say where a run takes place: ``--mesh``, and the flags of several processes.
+"""The flags of the machines of a run: ``--mesh``, and the flags of several processes.
 
 Flags of processes are the arguments of `jax.distributed.initialize`, by their names there.
 """
@@ -29,7 +29,7 @@ PROCESSES = ("coordinator_address", "num_processes", "process_id")
 
 
 def meet(given: flags.FlagValues) -> int | None:
-    """Joins the other processes of a run, and says how many there are; None if unknown."""
+    """Joins the other processes of a run, and returns their number; None if unknown."""
     import jax
 
     arguments: dict[str, Any] = {name: given[name].value for name in PROCESSES}
@@ -50,14 +50,14 @@ def mesh_in_force(text: str | None, processes: int | None = 1) -> Iterator[None]
     from dpjax import meshes
 
     if text is None:
-        # A choice of the user stands; and it is too late if JAX ran already.
+        # The user's own setting stays; and JAX raises if it ran already.
         if processes == 1 and getattr(jax.config, "jax_num_cpu_devices", 0) < 0:
             with contextlib.suppress(RuntimeError):
                 jax.config.update("jax_num_cpu_devices", meshes.host_devices())
         yield
         return
     with contextlib.suppress(ValueError, RuntimeError):
-        # Without effect on other platforms; too late if JAX ran already, which `parse` notices.
+        # It has no effect on accelerators. If JAX ran already, `parse` reports the missing devices.
         places = math.prod(int(axis.partition(":")[2]) for axis in text.split(","))
         if processes is not None:
             jax.config.update("jax_num_cpu_devices", places // processes)

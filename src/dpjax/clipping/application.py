@@ -17,9 +17,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool
 
-from dpjax import checks, trees
+from dpjax import checks, meshes, trees
 from dpjax.clipping.rules import Norms
-from dpjax.clipping.shards import refuse_tracking
 from dpjax.types import ClippedSum, Clipping, PyTree, Sum
 
 
@@ -50,7 +49,7 @@ def clip(
       ([0.0, 1.5], [[4.0], [0.5]], [[0.25], [1.0]])
     """
     checks.instance("clipping.clip", "rule", rule, Clipping, "Such as clipping.flat(bound).")
-    refuse_tracking("clipping.clip")
+    meshes.refuse_tracking("clipping.clip")
     size = trees.leading_size(gradients, name="clipping.clip")
     real = real_rows("clipping.clip", mask, size)[:, None]
     # The partition gets the shapes of the parameters, as it does for the noise: a partition by rank
@@ -137,7 +136,7 @@ def clip_and_sum(rule: Clipping) -> optax.GradientTransformationExtraArgs:
 
 
 def trusted_sum(total: PyTree, rule: Clipping) -> Sum:
-    """Declares a tree to be a clipped sum, so that a noise link takes it.
+    """Declares a tree to be a clipped sum, which a noise link takes.
 
     For sums that were clipped and added by other means than `clip_and_sum` and
     `dpjax.clipped_grad`, such as a sum over the processes of a cluster.

@@ -2,8 +2,8 @@
 """A bound that follows a quantile of the gradient norms, by a noised count.
 
 The adapted quantity is a *scale* on all bounds of a rule, which begins at 1.
-``Mechanism(adaptive=Quantile(...))`` splits the noise between gradients and count, so that both
-together cost what its ``noise_multiplier`` says.
+``Mechanism(adaptive=Quantile(...))`` splits the noise between gradients and count: both
+together cost as much as its ``noise_multiplier``.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Quantile:
         ``rate * (target - fraction)`` times the rule's own bound.
 
     Privacy:
-      Of each example of the batch, 1/2 is counted if it is below and -1/2 if not: one that
+      Each example of the batch counts 1/2 if it is below and -1/2 if not: one that
       joins or leaves moves the count by 1/2.  Noise has the standard deviation
       ``count_multiplier / 2``.  The count is of the very batch whose gradients are summed, so
       their multipliers join to $(z_g^{-2} + z_c^{-2})^{-1/2}$ before the sampling amplifies
       them.  The bound itself may be published.
 
-    Of several groups the mean over groups is counted, and one scale moves all bounds. It is held
+    With several groups the mean over groups is counted, and one scale moves all bounds. It is held
     between 1e-6 and 1e6. A norm that is NaN or infinite is not below.
 
     Example:

@@ -58,7 +58,7 @@ def grouped(
       bound: Each group is clipped to this norm.
       groups: A number of groups (leaves in order, balanced by size) or a `Partition`.
       total: Instead of ``bound``: each of the $k$ groups is clipped to
-        ``total / sqrt(k)``, so that the sensitivity is ``total``.
+        ``total / sqrt(k)``, and the sensitivity is ``total``.
 
     Sensitivity:
       ``bound * sqrt(k)``, or ``total``.
@@ -108,7 +108,7 @@ def automatic(bound: float = 1.0, gamma: float = 0.01, *, groups: Groups = 1) ->
 
     Args:
       bound: $C$; with several groups, of each group.
-      gamma: $\gamma$, 0 or more, so that very small gradients are not scaled without limit.
+      gamma: $\gamma$, 0 or more; it limits the scaling of very small gradients.
       groups: A number of groups or a `Partition`.
 
     Sensitivity:

@@ -6,10 +6,10 @@ units. No statistic of the data is computed here: a mean or a scale of private e
 release that the accountant does not see.
 """
 
+from dpjax._stream import RandomAccess, Stream
 from dpjax.data.dataset import Dataset, Split, hold_out, standardize
 from dpjax.data.loading import NAMES, load, stream
 from dpjax.data.own_file import load_file
-from dpjax.data.streaming import RandomAccess, Stream
 from dpjax.data.tables import table
 
 __all__ = [

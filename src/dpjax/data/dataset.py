@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from dpjax import checks, trees
 from dpjax._display import brief
-from dpjax.data.streaming import Stream
+from dpjax._stream import Stream
 from dpjax.types import HeldOut
 
 Split: TypeAlias = tuple[np.ndarray, np.ndarray]

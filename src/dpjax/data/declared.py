@@ -2,7 +2,7 @@
 """Kinds of columns as a table of private rows declares them, and the numbers of one cell of each.
 
 Ranges and lists of words are declared from public knowledge; nothing here is computed from rows.
-So the numbers of a row follow from that row alone, and no other row can change them.
+So the numbers of a row follow only from that row, and no other row can change them.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from dpjax import checks
+from dpjax._stream import Stream
 from dpjax.data.dataset import Dataset, Split, checked, hold_out
 from dpjax.data.files import read, table, unit
 from dpjax.data.sources import SOURCES, Source
-from dpjax.data.streaming import Stream
 
 NAMES: tuple[str, ...] = ("digits", *SOURCES)
 """The names that `load` knows."""

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dpjax import checks
+from dpjax._arrays import native
 from dpjax._files import read_arrays
-from dpjax.data.arrays import native
 from dpjax.data.dataset import Dataset, Split, units_held_out
 from dpjax.data.declared import GAPS
 from dpjax.data.files import column, floats, numbers, read_table, whole

@@ -7,6 +7,7 @@ column. A cell that breaks its declaration is an error, and no row is left out.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from dpjax.data.dataset import Dataset, Split, units_held_out
-from dpjax.data.declared import GAPS, Column, declared, text
+from dpjax.data.declared import GAPS, Column, date_of, declared, number_of, text
 from dpjax.data.files import distinct, read_table
 from dpjax.types import HeldOut
 
@@ -123,6 +124,26 @@ class _Table(NamedTuple):
     call: str
     columns: Any  # indexed by the names
     names: list[str]
+
+
+def kinds_of(path: Path, call: str) -> dict[str, str]:
+    """A guess of the kind of each column of a ``.csv``, from its rows: no epsilon covers it."""
+    header, rows = read_table(path, call)
+    # The label of `dpjax.data.load_file`.
+    label = next((name for name in header if name.lower() == "label"), header[-1])
+    kinds = {}
+    for name, *words in zip(header, *rows, strict=True):
+        kinds[name] = "label" if name == label else _kind_of({word.strip() for word in words})
+    return kinds
+
+
+def _kind_of(words: Collection[str]) -> str:
+    """The first kind that all cells but gaps have."""
+    for kind, read in (("number", number_of), ("date", date_of)):
+        with contextlib.suppress(ValueError):
+            _ = [read(word) for word in words if word.lower() not in GAPS]
+            return kind
+    return "category"
 
 
 def _opened(frame: Any) -> _Table:

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from dpjax import checks, trees
-from dpjax.data.arrays import arrays
+from dpjax._arrays import arrays
 from dpjax.types import PyTree
 
 

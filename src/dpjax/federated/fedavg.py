@@ -19,13 +19,10 @@ from dpjax.federated._local import Local
 from dpjax.federated._rounds import Row, by_size, client_loss, round_info
 from dpjax.federated.clients import Clients
 from dpjax.federated.weights import Weights
-from dpjax.gradients.loss_checks import check_loss
-from dpjax.gradients.traced import Traced
 from dpjax.mechanism import Mechanism
-from dpjax.training.assembly import assemble, checked_params
-from dpjax.training.checks import check_is_optimizer
+from dpjax.training.assembly import assemble
 from dpjax.training.recipe import Recipe, extra_arguments
-from dpjax.types import Algorithm, Key, LossFn, Purpose, PyTree, State
+from dpjax.types import Algorithm, LossFn, Purpose, PyTree
 
 
 def fedavg(
@@ -108,8 +105,8 @@ def fedavg(
     hint = "Write federated.Clients.of(list) or federated.Clients.split(data, owners, clients)."
     checks.instance(call, "clients", clients, Clients, hint)
     checks.instance(call, "mechanism", mechanism, Mechanism)
-    check_is_optimizer(f"{call}: server_optimizer", server_optimizer)
-    check_is_optimizer(f"{call}: client_optimizer", client_optimizer)
+    checks.optimizer(f"{call}: server_optimizer", server_optimizer)
+    checks.optimizer(f"{call}: client_optimizer", client_optimizer)
     if weights is None:
         weights = Weights(values=np.ones(len(clients)))
     checks.instance(call, "weights", weights, Weights)
@@ -146,20 +143,22 @@ def fedavg(
         size=clients.counts,
     )
     identity = {"algorithm": "fedavg", "weights": {"total": weights.total_share}}
-    algorithm = assemble(recipe, rows, identity, shared=clients, budget=budget, info=round_info)
-
-    def init(params: PyTree, key: Key | None = None) -> State:
-        params = checked_params(call, params, key)
-        # This checks the user's loss of one example; the step sees only the loss of a client.
-        check_loss(Traced(loss), params, trees.one_row(clients.examples), call)
-        return algorithm.init(params, key)
-
+    algorithm = assemble(
+        recipe,
+        rows,
+        identity,
+        shared=clients,
+        budget=budget,
+        info=round_info,
+        # The step sees only the loss of a client.
+        of_one=(loss, trees.one_row(clients.examples)),
+    )
     scaled_by = None
     if weights.total_share != expected:
         scaled_by = "the total of weights"
     # The sampler of the recipe orders clients by size, which changes no event. Users see the
     # mechanism that they gave.
-    return replace(algorithm, init=init, mechanism=mechanism, scaled_by=scaled_by)
+    return replace(algorithm, mechanism=mechanism, scaled_by=scaled_by)
 
 
 def fedsgd(

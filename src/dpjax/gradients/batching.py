@@ -41,32 +41,81 @@ class Layout(NamedTuple):
             return 1
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
+    @property
+    def microbatches_in_block(self) -> int:
+        """How many microbatches are added before a block ends.
 
-def sum_over(
-    add: Callable[[S, PyTree, Bool[Array, "size ..."], T], T],
-    zero: T,
-    layout: Layout,
-    draw: Draw,
-    data: PyTree,
-    state: S,
-    settle: Callable[[T], T] | None = None,  # ends each block of microbatches
-) -> T:
-    """The sum of ``add(state, rows, mask, total)`` over the rows of a draw, one for each share."""
-    size = layout.microbatch_size
-    block = None
-    if settle is not None:
-        block = (microbatches_in_block(size), settle)
+        Without one example, each addition may round differently by the last bit of the block: with
+        blocks of ``size * count`` bounds, and ``count`` additions, by at most 2^-12 bounds in
+        total.
+        """
+        return max(1, math.isqrt(2**11 // self.microbatch_size))
 
-    def sum_of_share(number: Any, draw: Draw, data: PyTree, zero: T, state: S) -> T:
-        def add_rows(indices: Int[Array, "size ..."], mask: Bool[Array, "size ..."], total: T) -> T:
-            rows = jax.tree.map(lambda x: x[indices], data)
-            return add(state, rows, mask, total)
+    def sum_over(
+        self,
+        add: Callable[[S, PyTree, Bool[Array, "size ..."], T], T],
+        zero: T,
+        draw: Draw,
+        data: PyTree,
+        state: S,
+        settle: Callable[[T], T] | None = None,  # ends each block of microbatches
+    ) -> T:
+        """Sums ``add(state, rows, mask, total)`` over the rows of a draw, one for each share."""
+        size = self.microbatch_size
+        block = None
+        if settle is not None:
+            block = (self.microbatches_in_block, settle)
 
-        # The loop is over the draw and not over the data: rows that were not drawn are never read.
-        return sampling.fold(draw, size, add_rows, zero, (number, layout.shares), block)
+        def sum_of_share(number: Any, draw: Draw, data: PyTree, zero: T, state: S) -> T:
+            def add_rows(
+                indices: Int[Array, "size ..."], mask: Bool[Array, "size ..."], total: T
+            ) -> T:
+                rows = jax.tree.map(lambda x: x[indices], data)
+                return add(state, rows, mask, total)
 
-    # Devices meet once a step, in `join`; noise is added after it, once.
-    return on_each(sum_of_share, layout)(draw, data, zero, state)
+            # The loop is over the draw and not over the data: rows that were not drawn are never
+            # read.
+            return sampling.fold(draw, size, add_rows, zero, (number, self.shares), block)
+
+        # Devices meet once a step, in `join`; noise is added after it, once.
+        return self.on_each(sum_of_share)(draw, data, zero, state)
+
+    def on_each(
+        self, run: Callable[..., PyTree], split: Collection[int] = ()
+    ) -> Callable[..., PyTree]:
+        """Stacks ``run(number of the share, *arguments)``; arguments in ``split`` are split."""
+        several = self.shares > 1
+
+        def run_share(*arguments: PyTree) -> PyTree:
+            number = jax.lax.axis_index(self.axes) if several else 0
+            return jax.tree.map(lambda x: x[None], run(number, *arguments))
+
+        def run_shares(*arguments: PyTree) -> PyTree:
+            shares = PartitionSpec(self.axes)
+            specs = [PartitionSpec()] * len(arguments)
+            for i in split:
+                specs[i] = shares
+            return _shard_map(run_share, self, tuple(specs), shares)(*arguments)
+
+        # A single share runs without `shard_map`: a single-device program has no trace of a mesh.
+        return run_shares if several else run_share
+
+    def join(
+        self, totals: Total, more: T, reach: Sequence[float]
+    ) -> tuple[PyTree, PyTree | None, T]:
+        """The sum of all shares, its rounding error, and the sums of ``more``.
+
+        Devices meet only here in a step. No coordinate of a sum exceeds its ``reach``.
+        """
+
+        def join_share(totals: Total, more: T) -> tuple[PyTree, PyTree | None, T]:
+            total, more = jax.tree.map(lambda x: x[0], (totals, more))
+            return _joined(total, more, self, reach)
+
+        if self.shares == 1:
+            return join_share(totals, more)
+        split = PartitionSpec(self.axes)
+        return _shard_map(join_share, self, (split, split), PartitionSpec())(totals, more)
 
 
 class Total(NamedTuple):
@@ -76,71 +125,42 @@ class Total(NamedTuple):
     high: PyTree | None = None  # all blocks that ended; None if draws rarely take more than one
     low: PyTree | None = None  # the rounding error of ``high``; only noise may round it away
 
+    @classmethod
+    def none(cls, like: PyTree, examples: int, layout: Layout) -> Total:
+        """The sum over no microbatches; ``examples`` is the size of a usual draw."""
+        zeros = jax.tree.map(jnp.zeros_like, like)
+        block = layout.microbatch_size * layout.microbatches_in_block
+        fits_in_a_block = examples <= layout.shares * block
+        if fits_in_a_block:
+            return cls(zeros)
+        return cls(zeros, zeros, zeros)
+
+    def settled(self) -> Total:
+        """The sum after its block has ended."""
+        if self.high is None:
+            return self
+        zeros = jax.tree.map(jnp.zeros_like, self.block)
+        high, low = self.compensated()
+        return Total(zeros, high, low)
+
+    def compensated(self) -> tuple[PyTree, PyTree]:
+        """The whole sum, rounded, and its rounding error."""
+
+        def two_sum(high: Array, low: Array, block: Array) -> tuple[Array, Array]:
+            # Knuth's sum: the error is exact, whichever term is larger.
+            rounded = high + block
+            back = rounded - high
+            return rounded, low + ((high - (rounded - back)) + (block - back))
+
+        sums = jax.tree.map(two_sum, self.high, self.low, self.block)
+        structure = jax.tree.structure(self.block)
+        high, low = zip(*structure.flatten_up_to(sums), strict=True)
+        return structure.unflatten(high), structure.unflatten(low)
+
 
 MOST = 1024
 """The most examples in a microbatch. One contraction over as many hostile rows moves a sum by 6e-5
 of a bound more than an example should; the margin for sums is 2^-11."""
-
-
-def microbatches_in_block(size: int) -> int:
-    """How many microbatches of this size are added before a block ends.
-
-    Without one example, each addition may round differently by the last bit of the block: with
-    blocks of ``size * count`` bounds, and ``count`` additions, by at most 2^-12 bounds in total.
-    """
-    return max(1, math.isqrt(2**11 // size))
-
-
-def no_total(like: PyTree, examples: int, layout: Layout) -> Total:
-    """The sum over no microbatches; ``examples`` is the size of a usual draw."""
-    zeros = jax.tree.map(jnp.zeros_like, like)
-    size = layout.microbatch_size
-    fits_in_a_block = examples <= layout.shares * size * microbatches_in_block(size)
-    if fits_in_a_block:
-        return Total(zeros)
-    return Total(zeros, zeros, zeros)
-
-
-def settled(total: Total) -> Total:
-    """The total after its block has ended."""
-    if total.high is None:
-        return total
-    zeros = jax.tree.map(jnp.zeros_like, total.block)
-    high, low = _compensated(total)
-    return Total(zeros, high, low)
-
-
-def _compensated(total: Total) -> tuple[PyTree, PyTree]:
-    """The sum of a total, rounded, and its rounding error."""
-
-    def two_sum(high: Array, low: Array, block: Array) -> tuple[Array, Array]:
-        # Knuth's sum: the error is exact, whichever term is larger.
-        rounded = high + block
-        back = rounded - high
-        return rounded, low + ((high - (rounded - back)) + (block - back))
-
-    sums = jax.tree.map(two_sum, total.high, total.low, total.block)
-    structure = jax.tree.structure(total.block)
-    high, low = zip(*structure.flatten_up_to(sums), strict=True)
-    return structure.unflatten(high), structure.unflatten(low)
-
-
-def join(
-    totals: Total, more: T, layout: Layout, reach: Sequence[float]
-) -> tuple[PyTree, PyTree | None, T]:
-    """The sum of all shares, its rounding error, and the sums of ``more``.
-
-    Devices meet only here in a step. No coordinate of a sum exceeds its ``reach``.
-    """
-
-    def join_share(totals: Total, more: T) -> tuple[PyTree, PyTree | None, T]:
-        total, more = jax.tree.map(lambda x: x[0], (totals, more))
-        return _joined(total, more, layout, reach)
-
-    if layout.shares == 1:
-        return join_share(totals, more)
-    split = PartitionSpec(layout.axes)
-    return _shard_map(join_share, layout, (split, split), PartitionSpec())(totals, more)
 
 
 def _joined(
@@ -149,7 +169,7 @@ def _joined(
     value = total.block
     error = None
     if total.high is not None:
-        value, error = _compensated(total)
+        value, error = total.compensated()
     if layout.shares == 1:
         return value, error, more
     leaves, structure = jax.tree.flatten(value)
@@ -200,7 +220,7 @@ def laid_out(engine: BoundEngine, layout: Layout) -> BoundEngine:
             return engine(params, rows, start)
         # Blocks of equal length: at most one microbatch in each is padding.
         microbatches = -(-count // size)
-        blocks = -(-microbatches // microbatches_in_block(size))
+        blocks = -(-microbatches // layout.microbatches_in_block)
         shape = (blocks, -(-microbatches // blocks), size)
 
         def add(block: PyTree, microbatch: Rows) -> tuple[PyTree, ClippedSum]:
@@ -209,7 +229,7 @@ def laid_out(engine: BoundEngine, layout: Layout) -> BoundEngine:
 
         def add_block(total: Total, microbatches: Rows) -> tuple[Total, ClippedSum]:
             block, of_rows = jax.lax.scan(add, total.block, microbatches)
-            return settled(total._replace(block=block)), of_rows
+            return total._replace(block=block).settled(), of_rows
 
         zeros = jax.tree.map(jnp.zeros_like, start)
         total = Total(start) if blocks == 1 else Total(zeros, start, zeros)
@@ -233,34 +253,13 @@ def laid_out(engine: BoundEngine, layout: Layout) -> BoundEngine:
         count = rows.mask.shape[0]
         # Masked rows make the shares equal; shard_map needs an even split.
         padded = _padded(rows, -(-count // layout.shares) * layout.shares)
-        shares = on_each(sum_of_share, layout, split={1})(params, padded, zeros)
+        shares = layout.on_each(sum_of_share, split={1})(params, padded, zeros)
         value = jax.tree.map(lambda s, x: s + jnp.sum(x, axis=0), start, shares.value)
         of_rows = shares._replace(value=None)
         of_rows = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:count], of_rows)
         return of_rows._replace(value=value)
 
     return in_turn if layout.shares == 1 else spread
-
-
-def on_each(
-    run: Callable[..., PyTree], layout: Layout, split: Collection[int] = ()
-) -> Callable[..., PyTree]:
-    """Stacks ``run(number of the share, *arguments)``; arguments in ``split`` are split."""
-    several = layout.shares > 1
-
-    def run_share(*arguments: PyTree) -> PyTree:
-        number = jax.lax.axis_index(layout.axes) if several else 0
-        return jax.tree.map(lambda x: x[None], run(number, *arguments))
-
-    def run_shares(*arguments: PyTree) -> PyTree:
-        shares = PartitionSpec(layout.axes)
-        specs = [PartitionSpec()] * len(arguments)
-        for i in split:
-            specs[i] = shares
-        return _shard_map(run_share, layout, tuple(specs), shares)(*arguments)
-
-    # A single share runs without `shard_map`, so a single-device program has no trace of a mesh.
-    return run_shares if several else run_share
 
 
 def _shard_map(

@@ -13,15 +13,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool
 
-from dpjax import checks, trees
+from dpjax import checks, meshes, trees
+from dpjax._arrays import arrays
 from dpjax.clipping.application import real_rows
-from dpjax.clipping.shards import refuse_explicit, refuse_tracking
 from dpjax.gradients._bookkeeping.ghost import by_patches
 from dpjax.gradients._estimated_norms.jl import projected
 from dpjax.gradients._layout import Request, run_laid_out
 from dpjax.gradients.batching import BoundEngine, Engine, Rows
 from dpjax.gradients.engines import ENGINES, named
-from dpjax.gradients.loss_checks import check_loss, check_params
 from dpjax.gradients.nan_isolation import isolated
 from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, Key, LossFn, PyTree
@@ -101,7 +100,7 @@ def clipped_grad(
         frozen: PyTree = None,
     ) -> ClippedSum:
         params = _with_arrays(params)
-        check_params("clipped_grad", params)
+        trees.check_params("clipped_grad", params)
         if start is not None:
             if not isinstance(start, ClippedSum) or start.rule != rule.limits(params):
                 raise ValueError(
@@ -109,19 +108,16 @@ def clipped_grad(
                     "dpjax.clipping.empty_sum(rule, params)."
                 )
             start = start.value
-        # Imported here, because `dpjax.data` imports more than a user's own loop needs.
-        from dpjax.data.arrays import arrays
-
         params = jax.tree.map(jnp.asarray, params)
         batch = arrays(batch, "clipped_grad: batch")
         size = trees.leading_size(batch)
-        refuse_tracking("clipped_grad")
-        refuse_explicit("clipped_grad", "data", batch)
-        refuse_explicit("clipped_grad", "parameters", params)
+        meshes.refuse_tracking("clipped_grad")
+        meshes.refuse_explicit("clipped_grad", "data", batch)
+        meshes.refuse_explicit("clipped_grad", "parameters", params)
         # Before the loss, which may refuse the rows of a person too.
         real = real_rows("clipped_grad", mask, size)
         traced = Traced(loss, has_aux)
-        check_loss(traced.with_frozen(frozen), params, trees.one_row(batch), "clipped_grad")
+        traced.with_frozen(frozen).check(params, trees.one_row(batch), "clipped_grad")
         # Every engine returns zeros for no examples.
         name = "vmap" if size == 0 else engine
         together = microbatch_size
@@ -166,12 +162,12 @@ def clipped_sum(
     start: PyTree,
 ) -> ClippedSum:
     """The clipped sum of one microbatch: `clipped_grad` without its layout, in a trace."""
-    refuse_tracking(call)
+    meshes.refuse_tracking(call)
     held = _held_weights(weights, mask.shape[0], rule.partition.size)
     run = _engine(named(call, engine), rule, key)
     traced = Traced(loss)
     # Checked here, where the loss is mapped over examples, so every path to a step is checked.
-    check_loss(traced, params, trees.one_row(rows), call)
+    traced.check(params, trees.one_row(rows), call)
     return run(traced, rule, params, Rows(rows, mask, held), start)
 
 

@@ -23,7 +23,7 @@ from dpjax import trees
 from dpjax.gradients import _platforms
 from dpjax.gradients._jaxprs import convolutions
 from dpjax.gradients.batching import Engine, Layout, Rows, laid_out
-from dpjax.gradients.loss_checks import has_own_derivatives
+from dpjax.gradients.loss_checks import has_own_derivatives, require_one_example
 from dpjax.gradients.traced import Traced
 from dpjax.types import ClippedSum, Clipping, PyTree
 
@@ -56,8 +56,9 @@ def isolated(engine: Engine, harmless: Harmless = lambda *_: 0) -> Engine:
     return guarded
 
 
-def map_rows(function: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
-    """`jax.vmap` of a function over rows, or `jax.lax.map` if convolutions mix the rows."""
+def map_rows(function: Callable[[PyTree], PyTree], rows: PyTree, name: str) -> PyTree:
+    """`jax.vmap` of a function of one row, or `jax.lax.map` if convolutions mix the rows."""
+    require_one_example(jax.make_jaxpr(function)(trees.one_row(rows)).jaxpr, name)
     together = jax.vmap(function)
     if _grouped_by_rows(together, rows):
         return jax.lax.map(function, rows)

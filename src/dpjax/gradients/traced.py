@@ -7,14 +7,22 @@ transformation around that call, which are invalid afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, jaxpr_as_fun
 
+from dpjax import trees
 from dpjax.gradients._bookkeeping.sites import Program
 from dpjax.gradients._bookkeeping.trace import trace
+from dpjax.gradients.loss_checks import (
+    constants,
+    has_own_derivatives,
+    noted,
+    require_one_example,
+)
 from dpjax.types import LossFn, PyTree
 
 # The setting under which matrix products are traced; pyright does not know its attribute.
@@ -51,6 +59,27 @@ class Traced:
         run, structure = self.jaxprs[key]
         return structure.unflatten(run(*leaves))
 
+    def check(self, params: PyTree, example: PyTree, name: str) -> Iterator[Any]:
+        """The constants of the loss; raises unless it is one real number of a single example."""
+        # A collection of Flax is a dictionary; a leaf of that name is a parameter like others.
+        if any("batch_stats" in leaf.split("/")[:-1] for leaf in trees.leaf_names(params)):
+            raise ValueError(
+                f"{name}: the parameters hold 'batch_stats', which mix the examples of a batch. "
+                "Use GroupNorm or LayerNorm, and give variables['params'] alone."
+            )
+        with noted(example, name):
+            program, (value, _) = jax.make_jaxpr(self, return_shape=True)(params, example)
+            if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.floating):
+                raise ValueError(
+                    f"{name}: the loss of one example is {value}; expected a real scalar. "
+                    "For (loss, aux), write clipped_grad(loss, rule, has_aux=True)."
+                )
+        require_one_example(program.jaxpr, f"{name}: the loss")
+        # Only the program of the gradient holds derivatives that users wrote.
+        if has_own_derivatives(program.jaxpr):
+            require_one_example(self.gradient(params, example), f"{name}: the gradient of the loss")
+        return constants(program)
+
     def gradient(self, params: PyTree, example: PyTree) -> Jaxpr:
         """The jaxpr of the gradient, with the derivatives that users wrote."""
         _, key = _shapes(params, example)
@@ -63,7 +92,7 @@ class Traced:
         """The trace for these shapes; inside a `jax.shard_map` it is another one."""
         _, key = _shapes(params, example)
         if key not in self.programs:
-            # This object is the function, because JAX has cached its jaxpr since `check_loss`.
+            # This object is the function, because JAX has cached its jaxpr since `check`.
             self.programs[key] = trace(self, params, example)
         return self.programs[key]
 

@@ -29,10 +29,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dpjax import sampling, strategies
+from dpjax._files import strict
 from dpjax.mechanism.correlated import sensitivity_of
 from dpjax.mechanism.spent import Spent
 
@@ -41,24 +41,29 @@ if TYPE_CHECKING:
 
 FORMAT = 4
 
-# What the cost of a step depends on, beside its multiplier.
+# The fields on which the cost of a step depends, in addition to its multiplier.
 _COUNTED = ("unit", "sampling", "preparation", "projections", "noise", "before")
 
 
 def described(mechanism: Mechanism) -> dict[str, Any]:
     """The description of a mechanism; public, and equal for mechanisms that run and cost the same.
 
-    The sampler's fingerprint, which may say something of each example, is not in it.
+    The sampler's fingerprint, which may reveal something of each example, is not in it.
     """
-    rule, groups, adaptive = mechanism.clipping, mechanism.noise_multiplier, mechanism.adaptive
-    count = {"count_multiplier": mechanism.count_multiplier}
+    rule = mechanism.clipping
+    by_group = None
+    if isinstance(mechanism.noise_multiplier, tuple):
+        by_group = mechanism.noise_multiplier
+    adaptive = None
+    if mechanism.adaptive is not None:
+        adaptive = {**vars(mechanism.adaptive), "count_multiplier": mechanism.count_multiplier}
     return strict(
         {
             "format": FORMAT,
-            # The fields of a finished run, so that `before` of a later mechanism reads any card.
+            # These are the fields of a finished run, which `before` of a later mechanism reads.
             **_spent(mechanism.spent(mechanism.multipliers)),
             "neighbours": mechanism.relation.value,
-            "multipliers_by_group": groups if isinstance(groups, tuple) else None,
+            "multipliers_by_group": by_group,
             "clipping": {
                 **rule.facts,
                 "name": rule.name,
@@ -66,9 +71,9 @@ def described(mechanism: Mechanism) -> dict[str, Any]:
                 "groups": rule.partition.names,
                 "bounds": [float(bound) for bound in rule.bounds],
             },
-            "adaptive": None if adaptive is None else {**vars(adaptive), **count},
+            "adaptive": adaptive,
             "before": [
-                {**_spent(spent), "randomness": randomness(spent.supplied)}
+                {**_spent(spent), "randomness": "supplied" if spent.supplied else "fresh"}
                 for spent in mechanism.before
             ],
         }
@@ -77,41 +82,14 @@ def described(mechanism: Mechanism) -> dict[str, Any]:
 
 def accounted(mechanism: Mechanism) -> str:
     """A hash of all that the cost of a step depends on, except multipliers."""
-    # Without neighbours and steps: a ledger may be read under a stronger relation, and a plan may
-    # grow. With the fingerprint, because samplers of one name and price may draw others.
+    # Neighbours and steps are left out: a ledger may be read under a stronger relation, and a plan
+    # may grow. The fingerprint tells samplers of equal name and price apart.
     counted = {
         **{name: value for name, value in described(mechanism).items() if name in _COUNTED},
         "drawn by": mechanism.sampling.fingerprint,
         "clipped": math.isfinite(mechanism.clipping.sensitivity),
     }
     return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()
-
-
-def spent_of(facts: Mapping[str, Any], steps: int, *, supplied: bool = False) -> tuple[Spent, ...]:
-    """What the first steps of a described run have spent, preceded by what earlier runs spent."""
-    runs = first_steps(facts["multiplier_and_steps"], steps)
-    ran = {**facts, "multiplier_and_steps": runs, "randomness": randomness(supplied)}
-    return tuple(map(_read, (*facts["before"], ran)))
-
-
-def randomness(supplied: bool) -> str:
-    """Who gave the key of a run, in a word."""
-    return "supplied" if supplied else "fresh"
-
-
-def protects(facts: Mapping[str, Any]) -> str:
-    """Whose data a described mechanism protects, in words: costs of others do not add."""
-    return f"{facts['neighbours']} neighbours of one {facts['unit']}"
-
-
-def first_steps(runs: Iterable[tuple[Any, int]], steps: int) -> list[tuple[float, int]]:
-    """The first steps of a plan, as pairs of a noise multiplier and a number of steps."""
-    taken = []
-    for multiplier, planned in runs:
-        if steps > 0:
-            taken.append((float(multiplier), min(steps, planned)))
-        steps -= planned
-    return taken
 
 
 def check_format(facts: Any, where: str) -> None:
@@ -124,20 +102,13 @@ def check_format(facts: Any, where: str) -> None:
         )
 
 
-def strict(value: Any) -> Any:
-    """A value as strict JSON holds it: tuples are lists, inf and nan are words."""
-    if isinstance(value, Mapping):
-        return {name: strict(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [strict(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _spent(spent: Spent) -> dict[str, Any]:
-    sampler, noise = spent.sampling, spent.noise
-    if noise is not None:
-        # What it was scaled by, so that `dpjax.verify` can compare it with its own answer.
-        noise = {**noise.facts, "sensitivity": sensitivity_of(noise, sampler)}
+    sampler = spent.sampling
+    noise = None
+    if spent.noise is not None:
+        # `dpjax.verify` compares the sensitivity with its own answer.
+        sensitivity = sensitivity_of(spent.noise, sampler)
+        noise = {**spent.noise.facts, "sensitivity": sensitivity}
     return {
         "unit": spent.unit,
         "sampling": {
@@ -147,23 +118,9 @@ def _spent(spent: Spent) -> dict[str, Any]:
             "batch_size": sampler.batch_size,
             "neighbours": sampler.neighbours.value,
         },
-        # Floats, so that 2 and 2.0 are written and hashed alike.
+        # 2 and 2.0 are written and hashed alike.
         "multiplier_and_steps": [[float(multiplier), steps] for multiplier, steps in spent.runs],
         "preparation": [float(multiplier) for multiplier in spent.preparation],
         "projections": spent.projections,
         "noise": noise,
     }
-
-
-def _read(facts: Mapping[str, Any]) -> Spent:
-    noise = dict(facts["noise"] or {})
-    noise.pop("sensitivity", None)  # computed again, from the strategy and the sampler
-    return Spent(
-        sampling=sampling.from_facts(facts["sampling"]),
-        runs=tuple((float(z), steps) for z, steps in facts["multiplier_and_steps"]),
-        preparation=tuple(map(float, facts["preparation"])),
-        unit=facts["unit"],
-        projections=facts["projections"],
-        noise=strategies.from_facts(noise) if noise else None,
-        supplied=facts["randomness"] == "supplied",
-    )

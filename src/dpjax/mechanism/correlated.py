@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What correlated noise hides, and what it costs: a strategy joined to a sampler.
+"""The cost of correlated noise: a strategy joined to a sampler.
 
-Released are rows of $G + z C^{-1} Z$, which follow from $C G + z Z$. So a run is one Gaussian
-mechanism on $C G$, however later gradients follow from earlier releases. One example moves $C G$
-by the columns of the steps that it is in. Those are known from the sampler, or, of a random bin, up
-to the bin.
+The rows of $G + z C^{-1} Z$ are released, and they follow from $C G + z Z$. So a run is one
+Gaussian mechanism on $C G$, however later gradients follow from earlier releases. One example moves
+$C G$ by the columns of the steps that it is in. The sampler gives these steps, or, for a random
+bin, the distribution of the bin.
 """
 
 from __future__ import annotations
@@ -15,23 +15,20 @@ from typing import Any
 import dp_accounting as dp
 import numpy as np
 
-from dpjax import accounting, strategies
+from dpjax import accounting, checks, strategies
 from dpjax.accounting.events import AllocatedGaussianDpEvent, correlated_samples
-from dpjax.noise.correlated import require_constant
 from dpjax.strategies import Participation, Strategy
-from dpjax.strategies.sensitivity import overlaps
-from dpjax.strategies.strategy import LARGEST_MATRIX
 from dpjax.types import Sampler
 
 
 def check_strategy(mechanism: Any) -> None:
-    """Refuses a strategy where its noise would not be what is accounted."""
+    """Raises if the sampler, schedule or rule invalidates the accounting of correlated noise."""
     strategy = mechanism.noise
     name = f"Mechanism(noise={strategy.name})"
     check_run(name, strategy, mechanism.sampling, mechanism.steps)
-    require_constant(name, mechanism.noise_multiplier)
-    # Noise of earlier steps, scaled to other bounds, would not cancel. What estimated norms add
-    # is accounted for single steps alone.
+    checks.constant_noise(name, mechanism.noise_multiplier)
+    # Noise of earlier steps that was scaled to other bounds does not cancel. The cost of estimated
+    # norms is proved only for single steps.
     if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
         raise ValueError(f"{name}: expected fixed bounds and exact norms, as of clipping.flat.")
 
@@ -43,21 +40,21 @@ def check_run(call: str, strategy: Strategy, sampler: Sampler, steps: int) -> No
             f"{call}: {sampler.name} batches have no proved sensitivity. Use "
             "sampling.cyclic_poisson(..., cycle=bands)."
         )
-    # One Gaussian hides the steps of a strategy together: steps beyond them would cost nothing.
+    # One Gaussian hides the steps of a strategy together, and none of the steps beyond them.
     if steps > strategy.steps:
         raise ValueError(f"{call}: {steps:,} steps; the strategy has {strategy.steps:,}.")
 
 
 def is_amplified(strategy: Strategy, sampler: Sampler) -> bool:
-    """Whether one participation ends before the next can begin, so that sampling amplifies each."""
-    # An example takes part at steps t, t + cycle, ... alone, each by a coin of its own, and moves
+    """Whether one participation ends before the next can begin, so sampling amplifies each."""
+    # An example takes part only at steps t, t + cycle, ..., each by a coin of its own, and moves
     # rows t to t + bands - 1 of C G. With bands <= cycle no row depends on two coins, so each
-    # participation is a sampled Gaussian, given what was released before.
+    # participation is a sampled Gaussian, given earlier releases.
     return sampler.in_parts and strategy.bands <= sampler.facts["cycle"]
 
 
 def participation_of(strategy: Strategy, sampler: Sampler) -> Participation:
-    """The steps that one example is in, as far as the multiplier is relative to them."""
+    """The steps of one example to which the noise multiplier is relative."""
     if is_amplified(strategy, sampler):
         return strategies.once()
     assert sampler.participation is not None
@@ -72,21 +69,24 @@ def sensitivity_of(strategy: Strategy, sampler: Sampler) -> float:
 
 @functools.lru_cache(maxsize=128)
 def overlaps_of(strategy: Strategy, sampler: Sampler) -> tuple[float, ...] | None:
-    """How much two possible bins of an example have in common; None where that gains nothing."""
-    # Overlaps are found from the whole matrix.
-    if not sampler.random_bins or strategy.steps > LARGEST_MATRIX:
+    """The overlaps of two possible bins of an example; None where they gain nothing."""
+    if not sampler.random_bins:
         return None
-    bins = participation_of(strategy, sampler).separation
-    shared = overlaps(strategy, bins) / sensitivity_of(strategy, sampler) ** 2
-    # Where batches share more, the bound saves a twentieth of the noise at most, and soon nothing.
-    return tuple(shared.tolist()) if np.mean(shared) <= 0.75 else None
+    overlaps = strategy.overlaps(participation_of(strategy, sampler).separation)
+    if overlaps is None:
+        return None
+    shared = overlaps / sensitivity_of(strategy, sampler) ** 2
+    # The bound saves at most a twentieth of the noise where bins share more.
+    if np.mean(shared) > 0.75:
+        return None
+    return tuple(shared.tolist())
 
 
 def correlated_claim(strategy: Strategy, sampler: Sampler) -> str:
-    """In words, how the batches are drawn and what `correlated_event` counts for them."""
+    """In words, how the batches are drawn and how `correlated_event` counts them."""
     if is_amplified(strategy, sampler):
         return sampler.claim
-    # The sampler's words end with what it counts for fresh noise.
+    # The sampler's claim ends with its count for white noise.
     drawn = sampler.claim.partition(";")[0]
     if overlaps_of(strategy, sampler) is None:
         return f"{drawn}; no amplification is counted: one Gaussian for the run"
@@ -97,15 +97,17 @@ def correlated_event(strategy: Strategy, sampler: Sampler, multipliers: np.ndarr
     """The privacy event of the steps that ran, of these multipliers, with correlated noise."""
     check_run(f"Mechanism(noise={strategy.name})", strategy, sampler, len(multipliers))
     if is_amplified(strategy, sampler):
-        # Columns that do not overlap are separate releases: each is accounted by itself.
+        # Columns that do not overlap are separate releases, each with an event of its own.
         event = sampler.event(multipliers)
-        # Moves of two records overlap across cycles where there are several cycles and bands.
-        apart = strategy.bands == 1 or len(multipliers) <= sampler.facts["cycle"]
-        return event if apart else correlated_samples(event)
+        if strategy.bands == 1 or len(multipliers) <= sampler.facts["cycle"]:
+            return event
+        # The moves of two records overlap if there are several cycles and several bands.
+        return correlated_samples(event)
     if not len(multipliers):
         return dp.NoOpDpEvent()
     # The noise hides all steps of an example together: a run that stops early costs the same.
-    least, shared = float(np.min(multipliers)), overlaps_of(strategy, sampler)
+    least = float(np.min(multipliers))
+    shared = overlaps_of(strategy, sampler)
     if shared is None:
         return accounting.gaussian(least)
     return AllocatedGaussianDpEvent(least, shared)

@@ -18,19 +18,23 @@ import numpy as np
 import optax
 from absl import logging
 
-from dpjax import accounting, checks, clipping
+from dpjax import accounting, checks, clipping, schedules
 from dpjax._display import brief, short, table
-from dpjax.accounting.events import runs_of
-from dpjax.accounting.methods import checked_delta
 from dpjax.mechanism import card, link
-from dpjax.mechanism.correlated import check_strategy, correlated_claim, sensitivity_of
-from dpjax.mechanism.multipliers import Planned, left_for_gradients, scaled
+from dpjax.mechanism.correlated import (
+    check_strategy,
+    correlated_claim,
+    is_amplified,
+    sensitivity_of,
+)
+from dpjax.mechanism.multipliers import growth, left_for_gradients, scaled
 from dpjax.mechanism.spent import Spent, Target, checked_queries, checked_unit, steps_event
 from dpjax.noise.multiplier import checked_multiplier, standard_deviations
+from dpjax.schedules import Planned
 from dpjax.strategies import Strategy
 from dpjax.types import Clipping, Key, Neighbours, NoiseMultiplier, Sampler
 
-# A proof for one relation also holds for the later ones, with the conversion of `accounting`.
+# A proof for one relation also implies the later ones, with the conversion of `accounting`.
 _STRENGTH = (Neighbours.ADD_OR_REMOVE, Neighbours.ZERO_OUT, Neighbours.REPLACE_ONE)
 
 
@@ -51,7 +55,7 @@ class Mechanism:
         before the first step, such as `dpjax.features.Normalization.multipliers`. They
         are paid for in full, and no sampling amplifies them.
       adaptive: A `dpjax.clipping.Quantile` that the bounds follow; they start at the rule's
-        bounds. Gradients and its noised count together cost what ``noise_multiplier`` says.
+        bounds. Gradients and its noised count together cost what ``noise_multiplier`` does.
       before: What earlier runs on the same data have spent, if this run starts from what they
         released; see `dpjax.training.earlier`.
       unit: Whose data are protected; by default the sampler's ``unit``. With
@@ -96,13 +100,14 @@ class Mechanism:
         hint = "For epochs: round(epochs * examples / batch_size)."
         steps = checks.whole("Mechanism", "steps", self.steps, hint, least=0)
         multiplier = checked_multiplier("Mechanism", self.noise_multiplier, self.clipping)
-        multiplier = Planned.of(multiplier, steps) if callable(multiplier) else multiplier
+        if callable(multiplier):
+            multiplier = Planned.of(multiplier, steps)
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "noise_multiplier", multiplier)
         # Multipliers, not an event: a card holds them, and dpjax.verify recomputes it.
         object.__setattr__(self, "preparation", checked_queries("Mechanism", self.preparation))
         object.__setattr__(self, "before", tuple(self.before))
-        for sampler in (self.sampling, *(spent.sampling for spent in self.before)):
+        for sampler in [self.sampling, *[spent.sampling for spent in self.before]]:
             if _STRENGTH.index(self.relation) < _STRENGTH.index(sampler.neighbours):
                 raise ValueError(
                     f"Mechanism(neighbours={self.relation.value!r}): {sampler.name} batches are "
@@ -120,23 +125,24 @@ class Mechanism:
             _check_adaptive(self.clipping, self.multipliers, self.count_multiplier)
 
     def _check_unit(self) -> None:
-        """Units do not mix: what one example costs says nothing of what one client costs."""
-        sampler, unit = self.sampling, checked_unit("Mechanism", self.unit or self.sampling.unit)
+        """Raises if parts of the mechanism protect different units, whose costs do not add."""
+        sampler = self.sampling
+        unit = checked_unit("Mechanism", self.unit or sampler.unit)
         object.__setattr__(self, "unit", unit)
-        # A row is no patient where patients have several rows, and a person is no row.
+        # Patients with several rows are not protected by a sampler of rows.
         if (sampler.unit == "example") != (unit in ("example", "client")):
             raise ValueError(
                 f"Mechanism(unit={unit!r}): {sampler.name} draws {sampler.unit}s. Draw with "
                 "sampling.persons for people, and with another sampler for rows or clients."
             )
-        if self.preparation and self.unit != "example":
+        if self.preparation and unit != "example":
             raise ValueError(
-                f"Mechanism(unit={self.unit!r}, preparation=...): these queries bound what one "
-                f"example moves, and one {self.unit} may have many."
+                f"Mechanism(unit={unit!r}, preparation=...): these queries bound what one example "
+                f"moves, and one {unit} may have many."
             )
-        if {spent.unit for spent in self.before} - {self.unit}:
+        if any(spent.unit != unit for spent in self.before):
             raise ValueError(
-                f"Mechanism(unit={self.unit!r}, before=...): an earlier run protects another unit, "
+                f"Mechanism(unit={unit!r}, before=...): an earlier run protects another unit, "
                 "and epsilons of different units do not add."
             )
 
@@ -144,23 +150,31 @@ class Mechanism:
         return short(self, "sampling", "clipping", "noise_multiplier", "steps", *self._options)
 
     def _repr_html_(self) -> str:
-        sampling, rule, unit = self.sampling, self.clipping, self.unit
+        sampling = self.sampling
+        rule = self.clipping
+        batch = f"{self.batch_size:g} of {sampling.examples:,} {self.unit}s"
         rows = {
-            "unit": f"one {unit}; {self.relation.value} neighbours",
-            "sampling": f"{sampling.name}: {self.batch_size:g} of {sampling.examples:,} {unit}s",
+            "unit": f"one {self.unit}; {self.relation.value} neighbours",
+            "sampling": f"{sampling.name}: {batch}",
             "clipping": f"{rule.name}: sensitivity {rule.sensitivity:.4g}",
             "noise multiplier": brief(self.noise_multiplier),
             "steps": f"{self.steps:,}",
         }
-        said = {"unit", "neighbours"}  # in the first row
-        rows |= {name: brief(getattr(self, name)) for name in self._options if name not in said}
+        for name in self._options:
+            if name not in ("unit", "neighbours"):  # of the first row
+                rows[name] = brief(getattr(self, name))
         return table("Mechanism", rows.items())
 
     @property
     def _options(self) -> list[str]:
-        optional = [f for f in dataclasses.fields(self) if f.default is not dataclasses.MISSING]
-        usual = {f.name: f.default for f in optional} | {"unit": self.sampling.unit}
-        return [name for name, default in usual.items() if getattr(self, name) != default]
+        """The names of the fields that do not have their default."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        defaults["unit"] = self.sampling.unit
+        return [
+            name
+            for name, default in defaults.items()
+            if default is not dataclasses.MISSING and getattr(self, name) != default
+        ]
 
     @property
     def relation(self) -> Neighbours:
@@ -185,7 +199,7 @@ class Mechanism:
             multiplier = accounting.effective_multiplier(multiplier)
         if isinstance(multiplier, Planned):
             return multiplier.values.astype(np.float64)
-        # In float64, as accountants compute; a NumPy float32 would round the claim.
+        # Accountants compute in float64; a NumPy float32 rounds the claim.
         return np.full(self.steps, multiplier, np.float64)
 
     @property
@@ -193,17 +207,29 @@ class Mechanism:
         """The noise multiplier of the count that the bound follows; infinite without one."""
         if self.adaptive is None:
             return np.inf
-        given = self.adaptive.count_multiplier
-        # Noise of deviation batch / 20, as of Andrew et al. (2021), costs almost nothing.
-        return self.batch_size / 10 if given is None else given
+        if self.adaptive.count_multiplier is not None:
+            return self.adaptive.count_multiplier
+        # Noise of deviation batch / 20 costs almost nothing (Andrew et al., 2021).
+        return self.batch_size / 10
 
     @property
     def gradient_multiplier(self) -> NoiseMultiplier:
-        """The noise multiplier of the sums alone; with the count's it joins to the total."""
-        # Derived, and not a field: no caller can overwrite the total that is accounted.
+        """The noise multiplier of the sums; together with the count's it gives the total."""
+        # It is derived and not a field, so no caller can overwrite the total that is accounted.
         if self.adaptive is None:
             return self.noise_multiplier
         return left_for_gradients(self.noise_multiplier, self.count_multiplier)
+
+    def multipliers_on_sum(self, multipliers: np.ndarray) -> np.ndarray:
+        """The multipliers of only the sums, at steps of these multipliers."""
+        if self.adaptive is None:
+            return multipliers
+        return multipliers * growth(multipliers, self.count_multiplier)
+
+    @property
+    def is_amplified(self) -> bool:
+        """Whether sampling amplifies each participation, also under correlated noise."""
+        return self.noise is None or is_amplified(self.noise, self.sampling)
 
     @property
     def strategy_sensitivity(self) -> float:
@@ -216,7 +242,7 @@ class Mechanism:
         return [deviation * self.strategy_sensitivity for deviation in deviations]
 
     def deviations_on_mean(self, step: Any) -> list[Any]:
-        """`deviations_on_sum` of the mean; relative to the scale of adapted bounds."""
+        """`deviations_on_sum`, on the mean; relative to the scale of adapted bounds."""
         return [deviation / self.batch_size for deviation in self.deviations_on_sum(step)]
 
     @property
@@ -231,7 +257,7 @@ class Mechanism:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What ``run.json`` holds; secret, as a fingerprint confirms who is in which bin."""
+        """The content of ``run.json``; secret: a fingerprint confirms who is in which bin."""
         return {"mechanism": self.facts, "drawn by": self.sampling.fingerprint}
 
     @property
@@ -240,13 +266,13 @@ class Mechanism:
         return card.accounted(self)
 
     def spent(self, multipliers: np.ndarray) -> Spent:
-        """The cost of this run alone, after steps with these multipliers, in this order.
+        """The cost of this run without earlier ones, after steps with these multipliers, in order.
 
         A mechanism knows no key: of a run with a supplied key, ``dataclasses.replace`` makes it
         ``supplied``.
         """
         # Run-length encoded: a card of a million equal steps holds one pair.
-        values, counts = runs_of(multipliers)
+        values, counts = schedules.runs_of(multipliers)
         return Spent(
             sampling=self.sampling,
             runs=tuple(zip(values.tolist(), counts.tolist(), strict=True)),
@@ -259,7 +285,7 @@ class Mechanism:
     @property
     def prepared(self) -> dp.DpEvent:
         """The privacy event of earlier runs and of the queries before the first step."""
-        # Before the steps, and unsampled: a query on all examples is not amplified.
+        # No sampling amplifies a query on all examples.
         queries = map(accounting.gaussian, self.preparation)
         return accounting.compose(*(spent.event for spent in self.before), *queries)
 
@@ -270,7 +296,7 @@ class Mechanism:
 
     def event_of(self, multipliers: np.ndarray) -> dp.DpEvent:
         """The privacy event of `prepared` and of steps with these multipliers, in this order."""
-        # No noise hides an unbounded example, whatever multiplier a ledger holds.
+        # No noise hides an unbounded example, at any multiplier of a ledger.
         if np.isinf(self.clipping.sensitivity) and len(multipliers):
             return dp.NonPrivateDpEvent()
         steps = steps_event(self.sampling, multipliers, self.clipping.projections, self.noise)
@@ -290,8 +316,11 @@ class Mechanism:
             logging.warning(text, delta, self.sampling.examples)
 
     def _method(self, given: str | None) -> str:
-        chosen = None if self.target is None else self.target.method
-        return given or chosen or self._usual_method
+        if given:
+            return given
+        if self.target is not None:
+            return self.target.method
+        return self._usual_method
 
     @functools.cached_property  # a ledger asks before each step
     def _usual_method(self) -> str:
@@ -311,7 +340,8 @@ class Mechanism:
 
     def epsilon_of(self, multipliers: np.ndarray, delta: float, method: str = "rdp") -> float:
         """The epsilon of steps that ran with these multipliers, in this order."""
-        event, plan = self.event_of(multipliers), self.event if method == "pld" else None
+        event = self.event_of(multipliers)
+        plan = self.event if method == "pld" else None
         return accounting.epsilon(event, delta, method, self.relation, plan=plan)
 
     def delta(self, epsilon: float, method: str | None = None) -> float:
@@ -319,7 +349,7 @@ class Mechanism:
         return accounting.delta(self.event, epsilon, self._method(method), self.relation)
 
     def calibrate(self, epsilon: float, delta: float, method: str | None = None) -> Mechanism:
-        """This mechanism with all its noise scaled so that it costs at most ``epsilon``.
+        """This mechanism with all its noise scaled to cost at most ``epsilon``.
 
         Args:
           epsilon: The most that all planned steps may cost.
@@ -343,14 +373,14 @@ class Mechanism:
           >>> round(calibrated.noise_multiplier, 2), round(calibrated.epsilon(1e-5, "rdp"), 2)
           (0.7, 3.0)
         """
-        delta = checked_delta("Mechanism.calibrate", delta)
-        # 0 times any factor is 0, so bisection would never end.
+        delta = checks.delta("Mechanism.calibrate", delta)
+        # 0 times any factor is 0, so bisection does not end.
         if not np.all(self.multipliers > 0):
             raise ValueError(
                 "Mechanism.calibrate: a noise multiplier is 0, and no factor makes that private."
             )
         self._warn_of_delta(delta)
-        # Bisection tries factors for which the check of adapted bounds would raise.
+        # Bisection tries factors for which the check of adapted bounds raises.
         bare = dataclasses.replace(self, adaptive=None)
         method = method or accounting.tightest(self.event, self.relation)
         # One factor for the whole schedule keeps its shape, and epsilon is monotone in it.
@@ -409,7 +439,7 @@ class Mechanism:
 
         Returns:
           A link whose ``update(gradients, state, params=None, mask=mask)`` takes gradients with a
-          leading axis of examples. The mask says which of them were drawn: True where all were. It
+          leading axis of examples. The mask tells which of them were drawn: True where all were. It
           is required where the sampler pads its draws. Where the sampler draws persons, the
           gradients have a leading axis of persons, as of `dpjax.losses.of_person`, and the mask is
           as drawn, ``[persons, most_rows]``.
@@ -437,7 +467,7 @@ class Mechanism:
 
 
 def _check_adaptive(rule: Clipping, multipliers: np.ndarray, count: float) -> None:
-    """Refuses a bound that cannot move, and a count that alone costs more than the total."""
+    """Refuses a bound that cannot move, and a count that costs more than the total."""
     bound = rule.sensitivity
     if not 0 < bound < np.inf:
         raise ValueError(

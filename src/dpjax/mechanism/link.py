@@ -42,7 +42,7 @@ def private(mechanism: Described, key: Key | None) -> optax.GradientTransformati
         sampler = mechanism.sampling
         if sampler.most_rows is not None:
             mask = _drawn_units(mask, trees.leading_size(updates), sampler)
-        # Padding would count: rows of a sampler that pads its draws, without a mask.
+        # The padding of a draw counts as examples if there is no mask.
         full = mask is True and trees.leading_size(updates) == sampler.capacity
         if sampler.padded and (mask is None or full):
             raise ValueError(
@@ -56,7 +56,7 @@ def private(mechanism: Described, key: Key | None) -> optax.GradientTransformati
 
 def _drawn_units(mask: Any, gradients: int, sampler: Sampler) -> Bool[Array, " gradients"]:
     """Which units have a drawn row; raises where units are flattened into their rows."""
-    # With one gradient a row, a person would move the sum by `most_rows` bounds.
+    # A person moves the sum by `most_rows` bounds if each row has a gradient of its own.
     unit = sampler.unit
     most_rows = sampler.most_rows
     if np.shape(mask) != (gradients, most_rows):
@@ -87,9 +87,11 @@ def privatize(
         )
         return mean, state._replace(memory=memory, scale=scale)
 
-    multiplier, adapts = mechanism.gradient_multiplier, mechanism.adaptive is not None
-    of_link = LinkNoise(mechanism.deviations_on_sum, multiplier, mechanism.noise)
-    return noise_link(name, mechanism.clipping, key, of_link, release, adapts)
+    described = LinkNoise(
+        mechanism.deviations_on_sum, mechanism.gradient_multiplier, mechanism.noise
+    )
+    adapts = mechanism.adaptive is not None
+    return noise_link(name, mechanism.clipping, key, described, release, adapts)
 
 
 def private_mean(
@@ -110,13 +112,19 @@ def private_mean(
         raise ValueError(
             f"Mechanism: step {int(step) + 1} of {mechanism.steps} planned steps. Plan more steps."
         )
-    partition, strategy = mechanism.clipping.partition, mechanism.noise
-    deviations = mechanism.deviations_on_sum(step)
     noisy, memory = add_noise(
-        total, partition, deviations, key, step, strategy, memory, lost=lost, in_parts=in_parts
+        total,
+        mechanism.clipping.partition,
+        mechanism.deviations_on_sum(step),
+        key,
+        step,
+        mechanism.noise,
+        memory,
+        lost=lost,
+        in_parts=in_parts,
     )
     # The divisor is the expected batch size, a public constant; the drawn size is private.
-    # Inside jit nothing can be raised, so an unaccounted step releases NaN: it fails closed.
+    # A compiled step cannot raise, so a step beyond the plan fails closed and releases NaN.
     share = jnp.where(step < mechanism.steps, 1 / mechanism.batch_size, jnp.nan)
     mean = jax.tree.map(lambda x: x * share.astype(x.dtype), noisy)
     if mechanism.adaptive is None:
@@ -126,8 +134,7 @@ def private_mean(
             "Mechanism: the bound is adapted, so update needs the count of the batch. Use "
             "dpjax.dpsgd, or privatize with below=quantile.below(rule, norms, mask)."
         )
-    # The noise of the count is added here, once. One example moves the count by 1/2, so half the
-    # multiplier is the deviation.
+    # One example moves the count by 1/2, so the deviation of its noise is half the multiplier.
     drawn = WIDER * noise.standard_normal(trees.step_key(key, Purpose.COUNT, step), ())
     fraction = (below + mechanism.count_multiplier / 2 * drawn) * share + 0.5
     return mean, mechanism.adaptive.moved(bound_scale, fraction), memory

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an earlier run has spent, and what a run was calibrated for."""
+"""The cost of an earlier run, and the target that a calibration met."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import dp_accounting as dp
 import numpy as np
 
-from dpjax import accounting, checks
+from dpjax import accounting, checks, sampling, schedules, strategies
 from dpjax.mechanism.correlated import check_run, correlated_event
 from dpjax.strategies import Strategy
 from dpjax.types import Sampler
 
 
 class Target(NamedTuple):
-    """What `dpjax.Mechanism.calibrate` was asked for, and the accountant that answered."""
+    """The epsilon and delta that `dpjax.Mechanism.calibrate` was given, and its accountant."""
 
     epsilon: float
     delta: float
@@ -26,7 +26,7 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """What an earlier run on the same data has spent; `dpjax.training.earlier` reads it.
+    """The cost of an earlier run on the same data; `dpjax.training.earlier` reads it.
 
     Args:
       sampling: The sampler of its batches.
@@ -48,10 +48,11 @@ class Spent:
     supplied: bool = False
 
     def __post_init__(self) -> None:
-        call, hint = "mechanism.Spent", "Runs are pairs (noise multiplier, steps)."
+        call = "mechanism.Spent"
+        hint = "Runs are pairs (noise multiplier, steps)."
         multipliers = [checks.not_negative(call, "runs", z, hint) for z, _ in self.runs]
         counts = [checks.whole(call, "runs", n, hint, least=0) for _, n in self.runs]
-        # A pair of 0 steps says nothing, and `dpjax.verify` refuses it on a card.
+        # `dpjax.verify` refuses a pair of 0 steps on a card.
         runs = tuple(run for run in zip(multipliers, counts, strict=True) if run[1])
         object.__setattr__(self, "runs", runs)
         object.__setattr__(self, "preparation", checked_queries(call, self.preparation))
@@ -59,6 +60,30 @@ class Spent:
         if self.noise is not None:
             check_run(f"{call}(noise={self.noise.name})", self.noise, self.sampling, self.steps)
         object.__setattr__(self, "supplied", bool(self.supplied))  # a ledger's is an array
+
+    @classmethod
+    def of_run(
+        cls, facts: Mapping[str, Any], steps: int, *, supplied: bool = False
+    ) -> tuple[Spent, ...]:
+        """What the first steps of a described run have spent, after what earlier runs spent."""
+        spent = [cls._read(run, run["randomness"] == "supplied") for run in facts["before"]]
+        runs = schedules.first_steps(facts["multiplier_and_steps"], steps)
+        spent.append(cls._read({**facts, "multiplier_and_steps": runs}, supplied))
+        return tuple(spent)
+
+    @classmethod
+    def _read(cls, facts: Mapping[str, Any], supplied: bool) -> Spent:
+        noise = dict(facts["noise"] or {})
+        noise.pop("sensitivity", None)  # computed again, from the strategy and the sampler
+        return cls(
+            sampling=sampling.from_facts(facts["sampling"]),
+            runs=tuple((float(z), steps) for z, steps in facts["multiplier_and_steps"]),
+            preparation=tuple(map(float, facts["preparation"])),
+            unit=facts["unit"],
+            projections=facts["projections"],
+            noise=strategies.from_facts(noise) if noise else None,
+            supplied=supplied,
+        )
 
     @property
     def steps(self) -> int:
@@ -69,7 +94,7 @@ class Spent:
     def event(self) -> dp.DpEvent:
         """Its privacy event."""
         queries = map(accounting.gaussian, self.preparation)
-        # Step by step, since an event may depend on the place of a step, as in epochs.
+        # One multiplier per step, because an event may depend on the place of a step in an epoch.
         values, counts = np.reshape(self.runs, (-1, 2)).T
         multipliers = np.repeat(values, counts.astype(int))
         steps = steps_event(self.sampling, multipliers, self.projections, self.noise)
@@ -77,7 +102,7 @@ class Spent:
 
 
 def checked_unit(call: str, unit: str) -> str:
-    """Who is protected, in a word: cards, logs and statements say ``one {unit}``."""
+    """The word for whose data are protected; statements have it as ``one {unit}``."""
     if not str(unit).isidentifier():
         raise ValueError(f"{call}(unit={unit!r}): expected one word, such as 'patient'.")
     return unit
@@ -97,9 +122,11 @@ def steps_event(
 ) -> dp.DpEvent:
     """The event of steps with white or correlated noise, and with known or estimated norms."""
     if noise is not None and projections is not None:
-        return dp.NonPrivateDpEvent()  # nothing is proved for both together
+        return dp.NonPrivateDpEvent()  # no proof covers both together
     if noise is not None:
         return correlated_event(noise, sampler, multipliers)
-    # The sampler's own proof; estimated norms then weaken each Gaussian in it.
     event = sampler.event(multipliers)
-    return event if projections is None else accounting.with_projections(event, projections)
+    if projections is None:
+        return event
+    # Estimated norms weaken each Gaussian of the sampler's event.
+    return accounting.with_projections(event, projections)

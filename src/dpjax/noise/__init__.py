@@ -9,7 +9,8 @@ from dpjax.noise.correlated import correlated
 from dpjax.noise.langevin import langevin, langevin_multiplier
 from dpjax.noise.link import gaussian
 from dpjax.noise.normal import standard_normal
-from dpjax.noise.state import GaussianState, renew, secret_key
+from dpjax.noise.state import GaussianState, renew
+from dpjax.processes import secret_key
 
 __all__ = [
     "GaussianState",

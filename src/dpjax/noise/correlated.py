@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise that is correlated over the steps, so that sums of many steps have less of it.
+"""Noise that is correlated over the steps: sums of many steps have less of it.
 
 An optimizer adds up what steps release, and there the noise of one step can cancel some of the
 noise of earlier ones. It is what DP-FTRL and matrix factorisation run.
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import optax
 
-from dpjax import strategies
+from dpjax import checks, strategies
 from dpjax.noise.link import sum_link
 from dpjax.strategies import Participation, Strategy
-from dpjax.strategies.participation import or_once
 from dpjax.types import Clipping, Key, NoiseMultiplier
 
 
@@ -30,7 +29,7 @@ def correlated(
        \qquad Z \sim \mathcal{N}(0, I) $$
 
     Args:
-      strategy: $C$, from `dpjax.strategies`; it also says for how many steps.
+      strategy: $C$, from `dpjax.strategies`; it also fixes the number of steps.
       noise_multiplier: $m$, relative to the whole run: a number, or a tuple with one number per
         group. Schedules are refused: the strategy is one.
       rule: As for `gaussian`; $\Delta$ is its sensitivity.
@@ -43,7 +42,7 @@ def correlated(
 
     Privacy:
       All steps together are one Gaussian mechanism with multiplier $m$, if no example is in more
-      steps than ``participation`` says, even if later gradients depend on earlier releases.
+      steps than ``participation`` allows, even if later gradients depend on earlier releases.
       `dpjax.Mechanism` with ``noise=`` takes participation from the sampler.
 
     Example:
@@ -56,14 +55,6 @@ def correlated(
       Optimal Private Linear Operators on Adaptive Streams", 2022.
     """
     call = "noise.correlated"
-    require_constant(call, noise_multiplier)
-    scale = strategies.sensitivity(strategy, or_once(call, participation))
+    checks.constant_noise(call, noise_multiplier)
+    scale = strategies.sensitivity(strategy, Participation.or_once(call, participation))
     return sum_link(call, noise_multiplier, rule, key, strategy, scale)
-
-
-def require_constant(call: str, noise_multiplier: NoiseMultiplier) -> None:
-    """Refuses a schedule as the multiplier of correlated noise."""
-    if callable(noise_multiplier):
-        raise ValueError(
-            f"{call}: the noise multiplier is a schedule; expected a number, or one per group."
-        )

@@ -2,12 +2,12 @@
 r"""Standard normal numbers with full tails, fast on any device.
 
 A float32 inverse-CDF sampler ends at 5.4 standard deviations and a bfloat16 one at 2.9. An attacker
-who sees a value beyond the end knows that noise alone did not make it. Here the transform of Box
+who sees a value beyond the end knows that not only noise made it. Here the transform of Box
 and Muller, $r (\cos\theta, \sin\theta)$ with $r^2 = -2 \log u$, makes pairs from 64 random bits: 40
 for $u$ and 24 for $\theta$.
 
 The bits come from the threefry cipher, which enciphers the row and the column of the pair. A pair
-is one complex number, because XLA on CPU would compute it once for each use otherwise.
+is one complex number, because XLA on CPU computes two real ones once for each use.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def standard_normal(
       key: Consumed. A key of any generator: it supplies the 64 bits that key the cipher.
       shape: Any shape, including empty ones.
       dtype: float32 or float64.
-      after: An array that must exist before these numbers are drawn, so that many large draws are
+      after: An array that must exist before these numbers are drawn, so large draws are
         not in memory together. Its values have no effect.
 
     Example:
@@ -72,7 +72,7 @@ def normal_in_parts(
     """
     secret = jax.random.bits(key, (2,), jnp.uint32)
     count = sum(map(math.prod, shapes))
-    if count > 2**32:  # places are 32-bit words: further numbers would repeat the first ones
+    if count > 2**32:  # places are 32-bit words: further numbers repeat the first ones
         raise ValueError(
             f"noise: devices share a draw of {count:,} numbers; expected at most 2^32."
         )
@@ -124,7 +124,7 @@ def _drawn(
         return jax.lax.cond(always, pairs, nothing, secret)
 
     z = jax.lax.platform_dependent(secret, cpu=pairs_in_a_branch, default=pairs)
-    # Interleaving the pairs would move every number once more.
+    # Interleaved pairs cost one more pass over all numbers.
     return jnp.concatenate([z.real, z.imag]).reshape(-1)[:count]
 
 
@@ -152,8 +152,8 @@ def _threefry(key: Array, counter: list[Array]) -> tuple[Array, Array]:
 
 def _box_muller(first: Array, second: Array, dtype: Any = jnp.float32) -> Complex[Array, "..."]:
     """Two normal numbers from 64 random bits: 40 for the radius, 24 for the angle."""
-    # u = (first + low / 2^8) / 2^32 in (0, 1). Its upper half is held as 1 - u, so that
-    # both ends keep the full relative precision of a float.
+    # u = (first + low / 2^8) / 2^32 in (0, 1). Its upper half is held as 1 - u, so both
+    # ends keep the full relative precision of a float.
     low = second >> 24
     upper = first >= jnp.uint32(1 << 31)
     first = jnp.where(upper, ~first, first)

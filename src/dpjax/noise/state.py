@@ -7,17 +7,15 @@ one. Nothing is released with it before `renew`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int
 
-from dpjax import checks, trees
+from dpjax import checks, processes, trees
 from dpjax._display import veiled
 from dpjax.strategies import Strategy
 from dpjax.types import Key, NoiseMultiplier, PyTree, State, Sum
@@ -57,18 +55,6 @@ class GaussianState(NamedTuple):
         return clipped.value, below
 
 
-def secret_key() -> Key:
-    """A key from the operating system's randomness."""
-    # The implementation is named: rbg is not a function of the key only on every platform.
-    return _threefry(np.frombuffer(os.urandom(8), np.uint32))
-
-
-def shared_key() -> Key:
-    """A `secret_key` that the first process draws for all of them."""
-    words = np.asarray(jax.random.key_data(secret_key()))
-    return _threefry(multihost_utils.broadcast_one_to_all(words))
-
-
 def first_key(key: Key | None, begun: PyTree) -> Key:
     """The key with which a run begins: as supplied, or fresh; unset if ``begun`` is traced."""
     if key is not None:
@@ -76,8 +62,8 @@ def first_key(key: Key | None, begun: PyTree) -> Key:
         return jnp.copy(key)
     if trees.traced(begun):
         # A key of the operating system is a constant of the traced program, for all its calls.
-        return _threefry(np.zeros(2, np.uint32))
-    return shared_key()
+        return processes.key_of(np.zeros(2, np.uint32))
+    return processes.shared_key()
 
 
 def is_unset(key: Key) -> Bool[Array, ""]:
@@ -159,13 +145,9 @@ def _fresh_like(key: Key) -> Key:
     shape = key.shape
     if not typed:
         shape = shape[:-1]
-    fresh = shared_key()
+    fresh = processes.shared_key()
     if shape:
         fresh = jax.random.split(fresh, shape)
     if not typed:
         fresh = jax.random.key_data(fresh)
     return fresh
-
-
-def _threefry(words: Any) -> Key:
-    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")

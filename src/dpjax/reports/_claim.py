@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpjax import accounting, checks
-from dpjax.accounting.methods import checked_delta, profile_of
-from dpjax.accounting.profiles import Profile, most_true_positives
+from dpjax.accounting.methods import true_positive_rates
 from dpjax.ledger import Ledger, counted
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.types import HeldOut
@@ -47,7 +46,7 @@ def claim_of(
     """The claim of a mechanism; arguments as in `dpjax.statement`, whose errors name ``call``."""
     checks.instance(call, "mechanism", mechanism, Mechanism, "Of a run: algorithm.mechanism.")
     stated_delta, _ = mechanism.stated(delta, None)
-    delta = checked_delta(call, stated_delta)
+    delta = checks.delta(call, stated_delta)
     ran = mechanism.multipliers
     if ledger is not None:
         ran = counted(ledger, mechanism)
@@ -100,12 +99,12 @@ def attacks(claim: Claim) -> tuple[tuple[float, float], ...]:
 def _attacks(
     mechanism: Mechanism, multipliers: tuple[float, ...], method: str
 ) -> tuple[tuple[float, float], ...]:
-    profile = Profile(lambda _: math.inf, lambda _: 1.0)
-    if method:
-        event = mechanism.event_of(np.array(multipliers, np.float64))
-        plan = mechanism.event if method == "pld" else None
-        profile = profile_of(event, method, mechanism.relation, plan)
-    return tuple((rate, most_true_positives(profile, rate)) for rate in _FALSE_POSITIVES)
+    if not method:
+        return tuple((rate, 1.0) for rate in _FALSE_POSITIVES)
+    event = mechanism.event_of(np.array(multipliers, np.float64))
+    plan = mechanism.event if method == "pld" else None
+    rates = true_positive_rates(event, _FALSE_POSITIVES, method, mechanism.relation, plan)
+    return tuple(zip(_FALSE_POSITIVES, rates, strict=True))
 
 
 def not_covered(held_out: HeldOut | None, unit: str) -> list[str]:

@@ -12,11 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dpjax.accounting.rounding import upwards
+from dpjax._rounding import upwards
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism, Spent
-from dpjax.mechanism.correlated import is_amplified
-from dpjax.mechanism.multipliers import growth
 from dpjax.reports._claim import Claim
 from dpjax.reports._document import Row, row
 from dpjax.types import Neighbours
@@ -132,10 +130,8 @@ def _clipping(mechanism: Mechanism) -> Row:
 
 def _noise(mechanism: Mechanism, ran: np.ndarray, scaled_by: str | None) -> Row:
     """The noise of steps with these multipliers: on the sum, then on the mean."""
-    on_sum = ran
-    if mechanism.adaptive is not None:
-        # The multiplier covers sum and count together, so the sum has more noise.
-        on_sum = ran * growth(ran, mechanism.count_multiplier)
+    # A multiplier covers sum and count together, so the sum has more noise.
+    on_sum = mechanism.multipliers_on_sum(ran)
     lines = [_multiplier(mechanism, ran, on_sum)]
     if mechanism.noise is not None:
         lines.append(_correlation(mechanism))
@@ -167,8 +163,7 @@ def _multiplier(mechanism: Mechanism, ran: np.ndarray, on_sum: np.ndarray) -> st
 def _correlation(mechanism: Mechanism) -> str:
     strategy = mechanism.noise
     assert strategy is not None
-    amplified = is_amplified(strategy, mechanism.sampling)
-    covered = "each participation" if amplified else "the whole run"
+    covered = "each participation" if mechanism.is_amplified else "the whole run"
     return (
         f"correlated over the steps: {strategy.name}, "
         f"x {mechanism.strategy_sensitivity:.4g} for {covered} of one {mechanism.unit}"

@@ -11,7 +11,7 @@ import math
 import textwrap
 from typing import Any
 
-from dpjax.accounting.rounding import three_digits, upwards
+from dpjax._rounding import three_digits, upwards
 from dpjax.mechanism import Mechanism
 from dpjax.reports._claim import Claim, attacks, claim_of, not_covered
 from dpjax.types import HeldOut, Neighbours

@@ -21,10 +21,10 @@ from __future__ import annotations
 from typing import Any
 
 from dpjax import accounting
+from dpjax._files import strict
 from dpjax._versions import version
 from dpjax.accounting.methods import levels_of
 from dpjax.mechanism import Mechanism
-from dpjax.mechanism.card import randomness, strict
 from dpjax.reports._claim import attacks, claim_of
 
 _PACKAGES = ("dpjax", "dp-accounting", "jax", "optax", "numpy")
@@ -63,7 +63,7 @@ def card(mechanism: Mechanism, delta: float | None = None, **more: Any) -> dict[
         "epsilon": epsilons,
         "true_positive_rates": attacks(claim),
         "not_private": claim.not_private,
-        "randomness": randomness(claim.supplied),
+        "randomness": "supplied" if claim.supplied else "fresh",
         "versions": {name: version(name) for name in _PACKAGES},
     }
     return strict(facts)

@@ -12,8 +12,8 @@ import textwrap
 from collections.abc import Sequence
 
 from dpjax import accounting
+from dpjax._rounding import three_digits, upwards
 from dpjax._versions import version
-from dpjax.accounting.rounding import three_digits, upwards
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism
 from dpjax.reports._claim import Claim, claim_of, not_covered

@@ -14,7 +14,7 @@ divergences are jointly convex.
 last multiple of $t$ are no bin, so no bin is likelier than $1/t$. An example has such a word with
 probability below $2^{-64}\, t$, and then misses the epoch.
 
-**Many examples** are put in a pseudo-random order, and bins are consecutive pieces of it, so that a
+**Many examples** are put in a pseudo-random order, and bins are consecutive pieces of it, so a
 draw takes time of its batch. In a uniform order, examples have independent uniform bins if and only
 if the sizes of bins are multinomial. These have a short exact form. Draw a Poisson number $k_s$ for
 each bin, all with one mean $\lambda$. Given their sum, they are the sizes of as many independent

@@ -23,7 +23,7 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
     Each example belongs to one of ``cycle`` parts, drawn once for the run, independently of all
     other examples. Step $t$ draws from part $t \bmod b$, each example with probability
     $q = b \cdot \mathrm{batch\_size} / \mathrm{examples}$. So an example can be in every $b$-th
-    step alone, and banded noise with at most $b$ bands is amplified.
+    step only, and banded noise with at most $b$ bands is amplified.
 
     Args:
       examples: As for `poisson`.

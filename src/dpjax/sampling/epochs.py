@@ -50,7 +50,7 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
     else:
         kind = "shuffled"
 
-        # Every step shuffles the whole data set again: a cached order would be state.
+        # Every step shuffles the whole data set again: a cached order is state.
         def batch(key: Key, epoch: Any, number: Any) -> Array:
             order = jax.random.permutation(trees.step_key(key, Purpose.SAMPLING, epoch), examples)
             return jax.lax.dynamic_slice_in_dim(order, number * batch_size, batch_size)

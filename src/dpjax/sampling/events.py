@@ -14,13 +14,10 @@ import numpy as np
 
 from dpjax import checks, strategies, trees
 from dpjax.sampling.sparse import LARGEST
-from dpjax.types import Bins, Draw, Key, Neighbours, Purpose, Sampler
+from dpjax.types import Bins, Draw, Event, Key, Neighbours, Place, Purpose, Sampler
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
-
-EVENTS = ("poisson", "subset", "allocation", "none")
-PLACES = (None, "any", "same", "random", "coin")
 
 
 def stated(
@@ -68,32 +65,32 @@ def stated(
       >>> sampler.facts["event"], sampler.facts["cycle"]
       ('subset', 1)
     """
-    checks.one_of("sampling.stated", "event", event, EVENTS)
-    checks.one_of("sampling.stated", "place", place, PLACES)
-    facts = {"event": event, "rates": [list(row) for row in rates], "cycle": cycle, "place": place}
+    checks.one_of("sampling.stated", "event", event, tuple(Event))
+    checks.one_of("sampling.stated", "place", place, (None, *Place))
+    kind = Event(event)
+    facts = {
+        "event": kind.value,
+        "rates": [list(row) for row in rates],
+        "cycle": cycle,
+        "place": place,
+    }
 
     def event_of(multipliers: np.ndarray) -> DpEvent:
         # Here, because drawing batches does not need this library, which imports most of SciPy.
-        from dp_accounting import NonPrivateDpEvent
+        from dpjax.accounting.events import sampled_gaussian
 
-        from dpjax import accounting
-        from dpjax.accounting.events import random_allocation, without_replacement
-
-        if event == "none":
-            return NonPrivateDpEvent()
-        if event == "subset":
-            return without_replacement(multipliers, examples, int(batch_size))
-        if event == "allocation":
-            return random_allocation(multipliers, cycle)
-        starts = np.arange(0, len(multipliers), cycle)
-        least = np.minimum.reduceat(multipliers, starts) if len(multipliers) else multipliers
-        values, steps = map(np.asarray, zip(*rates, strict=True))
-        rows = np.searchsorted(np.cumsum(steps), np.arange(len(least)), side="right")
-        return accounting.scheduled_gaussian(least, values[np.minimum(rows, len(values) - 1)])
+        return sampled_gaussian(
+            kind,
+            multipliers,
+            examples=examples,
+            batch_size=batch_size,
+            rates=rates,
+            cycle=cycle,
+        )
 
     def participation(steps: int) -> strategies.Participation:
         # The last batch of a cycle can share an example with the first one of the next.
-        if place == "any":
+        if place == Place.ANY:
             return strategies.apart(1, -(-steps // cycle))
         return strategies.cycles(cycle)
 
@@ -104,9 +101,9 @@ def stated(
         return trees.step_key(key, Purpose.PARTS, 0)
 
     bins = None
-    if event == "allocation":
+    if kind is Event.ALLOCATION:
         bins = Bins(cycle, key_of_cycle)
-    elif place == "random":
+    elif place == Place.RANDOM:
         bins = Bins(LARGEST, key_of_run)
 
     return {
@@ -116,7 +113,7 @@ def stated(
         "facts": facts,
         "participation": None if place is None else participation,
         "bins": bins,
-        "random_bins": place == "random",
+        "random_bins": place == Place.RANDOM,
     }
 
 

@@ -169,7 +169,7 @@ def scored(
 
     Args:
       bins: The bin of each example, from 0: the score that a *public* scorer gives to that
-        example alone, cut at public thresholds. A scorer trained with `dpjax.dpsgd` counts as
+        example only, cut at public thresholds. A scorer trained with `dpjax.dpsgd` counts as
         public if ``Mechanism(before=...)`` accounts for its training.
       rates: The sampling rate of each bin, ``[rows, bins]``, from 0 to 1.
       steps_per_row: How many steps use a row; the last row is used to the end.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers by their names, for flags: samplers built from sizes alone, or a cycle."""
+"""Samplers by their names, for flags: samplers built only from sizes, or a cycle."""
 
 from __future__ import annotations
 

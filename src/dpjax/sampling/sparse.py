@@ -6,7 +6,7 @@ $B = 2^s$ cells, gives each block a random number of balls and each ball a unifo
 the examples whose cells are hit. For Poisson numbers of balls with mean $\lambda B$, cells are hit
 independently with probability $1 - e^{-\lambda}$.
 
-No program of bounded memory draws exactly independently: a draw of all examples would have to be
+No program of bounded memory draws exactly independently, because then a draw of all examples is
 possible. The guarantee needs less, and holds without an error term:
 
     **Whichever other examples are drawn, an example is drawn with probability at most q.**

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from dpjax import checks
 from dpjax.strategies import _search, _series
 from dpjax.strategies._workload import Workload, checked_workload
-from dpjax.strategies.participation import Participation, or_once
+from dpjax.strategies.participation import Participation
 from dpjax.strategies.strategy import LARGEST_MATRIX, Strategy, narrowed
 from dpjax.strategies.toeplitz import InverseToeplitz, Toeplitz
 
@@ -112,7 +112,7 @@ def banded(
     call = "strategies.banded"
     steps, bands = _sizes(call, steps, bands)
     checks.one_of(call, "error", error, ("mean", "maximal"))
-    participation = or_once(call, participation)
+    participation = Participation.or_once(call, participation)
     workload = checked_workload(call, steps, momentum, learning_rates)
     if workload.rates is not None and (steps > LARGEST_MATRIX or error == "maximal"):
         raise ValueError(

@@ -19,7 +19,7 @@ from dpjax import checks
 from dpjax.strategies import _powers, _series, _streams
 from dpjax.strategies._series import Series
 from dpjax.strategies._workload import Workload, checked_workload
-from dpjax.strategies.participation import Participation, or_once
+from dpjax.strategies.participation import Participation
 from dpjax.strategies.strategy import Strategy, narrowed
 from dpjax.types import PyTree
 
@@ -102,7 +102,7 @@ def buffered(
     steps = checks.whole(call, "steps", steps)
     buffers = checks.whole(call, "buffers", buffers)
     checks.one_of(call, "error", error, ("mean", "maximal"))
-    participation = or_once(call, participation)
+    participation = Participation.or_once(call, participation)
     workload = checked_workload(call, steps, momentum, None)
     return _searched(steps, buffers, participation, workload, error)
 

@@ -41,6 +41,14 @@ class Participation:
         fitting = -(-steps // self.separation)
         return fitting if self.most is None else min(self.most, fitting)
 
+    @classmethod
+    def or_once(cls, call: str, given: Participation | None) -> Participation:
+        """The participation that was given to a strategy; by default `once`."""
+        if given is None:
+            return once()
+        hint = "Write dpjax.strategies.apart(100)."
+        return checks.instance(call, "participation", given, cls, hint)
+
 
 def once() -> Participation:
     """One example takes part in one step: a run of a single epoch, in any order.
@@ -70,11 +78,3 @@ def cycles(separation: int, most: int | None = None) -> Participation:
       10
     """
     return Participation(separation=separation, most=most, even=True)
-
-
-def or_once(call: str, participation: Participation | None) -> Participation:
-    """The participation that was given to a strategy; by default `once`."""
-    if participation is None:
-        return once()
-    hint = "Write dpjax.strategies.apart(100)."
-    return checks.instance(call, "participation", participation, Participation, hint)

@@ -184,18 +184,3 @@ def _root(square: float, additions: int) -> float:
     square = square * (1 + additions * 2.0**-52)
     root = math.sqrt(square)
     return root if root * root >= square else math.nextafter(root, math.inf)
-
-
-def overlaps(strategy: Strategy, bins: int) -> Series:
-    r"""Bounds on the products of the moves of two bins, for `dpjax.accounting`.
-
-    With $m_{tb} = \sum_{s \bmod n = b} |C_{ts}|$ for n bins, the i-th number is the largest of the
-    i-th largest entries of the rows of $M^T M$.
-    """
-    magnitudes = np.abs(strategy.matrix())
-    columns = [magnitudes[:, first::bins].sum(axis=1) for first in range(bins)]
-    moves = np.stack(columns, axis=1)  # M
-    # The factor exceeds the relative rounding error of these sums of non-negative numbers.
-    products = moves.T @ moves * (1 + 1e-9)
-    descending = np.sort(products, axis=1)[:, ::-1]
-    return descending.max(axis=0)

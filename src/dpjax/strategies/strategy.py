@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 from dpjax import checks
 from dpjax.strategies import _series, _streams
 from dpjax.strategies._workload import Workload, checked_workload, toeplitz_squares
-from dpjax.strategies.participation import Participation, or_once
+from dpjax.strategies.participation import Participation
 from dpjax.strategies.sensitivity import of_products, sensitivity
 from dpjax.types import PyTree
 
@@ -132,6 +132,23 @@ class Strategy:
             matrix = self.matrix()
             yield of_products(np.abs(matrix.T @ matrix), participation)
 
+    def overlaps(self, bins: int) -> Float[np.ndarray, " bins"] | None:
+        r"""Bounds on the products of the moves of two bins, for `dpjax.accounting`.
+
+        With $m_{tb} = \sum_{s \bmod n = b} |C_{ts}|$ for n bins, the i-th number is the largest of
+        the i-th largest entries of the rows of $M^T M$. None for a run that is too long for its
+        whole matrix.
+        """
+        if self.steps > LARGEST_MATRIX:
+            return None
+        magnitudes = np.abs(self.matrix())
+        columns = [magnitudes[:, first::bins].sum(axis=1) for first in range(bins)]
+        moves = np.stack(columns, axis=1)  # M
+        # The factor exceeds the relative rounding error of these sums of non-negative numbers.
+        products = moves.T @ moves * (1 + 1e-9)
+        descending = np.sort(products, axis=1)[:, ::-1]
+        return descending.max(axis=0)
+
     def start(self, zeros: PyTree) -> PyTree:
         """The memory of the stream before step 0.
 
@@ -178,7 +195,7 @@ class Strategy:
         """
         call = "strategy.errors"
         squares = self.squares(checked_workload(call, self.steps, momentum, learning_rates))
-        scale = sensitivity(self, or_once(call, participation))
+        scale = sensitivity(self, Participation.or_once(call, participation))
         return Errors(
             mean=scale * math.sqrt(np.mean(squares)),
             maximal=scale * math.sqrt(np.max(squares)),

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 
 from dpjax import noise, processes, trees
 from dpjax.mechanism import Mechanism
-from dpjax.noise.state import shared_key
 from dpjax.types import Key, State
 
 
@@ -30,7 +29,7 @@ def first_keys(key: Key | None) -> tuple[Key, Key]:
     All processes receive the same keys.
     """
     if key is None:
-        return shared_key(), shared_key()
+        return processes.shared_key(), processes.shared_key()
     words = jnp.asarray(processes.from_first(lambda: trees.on_host(key)))
     root = jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
     return root, root

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from dpjax import processes
 from dpjax._display import rate
 from dpjax._files import FIELDS
-from dpjax.accounting.rounding import three_digits
+from dpjax._rounding import three_digits
 
 Follow = Callable[[Sequence[Mapping[str, Any]]], object]
 """Gets all rows of the log after each new one."""

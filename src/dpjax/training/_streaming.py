@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dpjax.data import Stream
-from dpjax.gradients.batching import Layout, microbatches_in_block, on_each
+from dpjax._stream import Stream
+from dpjax.gradients import Layout
 from dpjax.sampling import on_host
 from dpjax.training.info import Seen, Sums, no_sums
 from dpjax.training.recipe import Recipe, bound_to, held_on, layout_of
@@ -55,7 +55,7 @@ class Streamed:
 
         microbatches = itertools.chain.from_iterable(steps)
         read = self._stream.batches(placement.own_rows(x.indices) for x in microbatches)
-        block = microbatches_in_block(layout.microbatch_size)
+        block = layout.microbatches_in_block
         seen = []
         for step in steps:
             sums = programs.begin(state)
@@ -90,7 +90,7 @@ def _programs(recipe: Recipe, layout: Layout) -> types.SimpleNamespace:
     """The compiled parts of a step on this layout."""
 
     def begin(state: State) -> Sums:
-        zeros = on_each(lambda _, params: no_sums(recipe.mechanism, params, layout), layout)
+        zeros = layout.on_each(lambda _, params: no_sums(recipe.mechanism, params, layout))
         return zeros(state.params)
 
     def add(held: tuple[State, PyTree], rows: PyTree, mask: Any, sums: Sums) -> Sums:
@@ -102,7 +102,7 @@ def _programs(recipe: Recipe, layout: Layout) -> types.SimpleNamespace:
 
         state, shared = held
         held = (without_optimizer(state), shared)
-        return on_each(share, layout, split={1, 2, 3})(held, rows, mask, sums)
+        return layout.on_each(share, split={1, 2, 3})(held, rows, mask, sums)
 
     finish = functools.partial(release, recipe, layout)
     # Only the last program of a step may reuse the state's buffers: all microbatches read them.

@@ -18,19 +18,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dpjax import checks, ledger, meshes, processes, trees
-from dpjax.clipping.shards import refuse_explicit
-from dpjax.data import Stream
-from dpjax.data.arrays import arrays
-from dpjax.gradients.loss_checks import check_loss, check_params
+from dpjax._arrays import arrays
+from dpjax._stream import Stream
 from dpjax.gradients.traced import Traced
-from dpjax.noise.link import first_memory
 from dpjax.training._in_memory import InMemory
 from dpjax.training._keys import first_keys, supplied
 from dpjax.training._streaming import Streamed
 from dpjax.training.checks import check_state, check_untraced, warn_of_batch_norm, warn_of_constants
 from dpjax.training.info import Seen, mean_info, warn_of_unscored
 from dpjax.training.recipe import Recipe, bound_to, example_of, home_of
-from dpjax.types import Algorithm, Key, PyTree, State
+from dpjax.types import Algorithm, Key, LossFn, PyTree, State
 
 
 def assemble(
@@ -41,12 +38,13 @@ def assemble(
     shared: PyTree = None,
     budget: ledger.Budget | None = None,
     info: Callable[[Seen], Any] = mean_info,
+    of_one: tuple[LossFn, PyTree] | None = None,
 ) -> Algorithm:
     """The algorithm of a recipe.
 
     ``identity`` distinguishes its runs from others, in addition to mechanism and data. ``shared``
     are arrays that ``recipe.loss`` takes after the example. In a closure they become constants of
-    the program.
+    the program. ``of_one`` is the loss of one example and the example, if a row holds several.
     """
     name = recipe.name
     if budget is not None:
@@ -54,7 +52,7 @@ def assemble(
         checks.instance(name, "budget", budget, ledger.Budget, hint)
     size = checks.whole_or_none(name, "microbatch_size", recipe.microbatch_size)
     recipe = recipe._replace(microbatch_size=size)
-    assembly = _Assembly(recipe, data, identity, shared, budget, info)
+    assembly = _Assembly(recipe, data, identity, shared, budget, info, of_one)
     return Algorithm(
         init=assembly.init,
         step=assembly.step,
@@ -76,6 +74,7 @@ class _Assembly:
     shared: PyTree
     budget: ledger.Budget | None
     info: Callable[[Seen], Any]
+    of_one: tuple[LossFn, PyTree] | None
 
     def __post_init__(self) -> None:
         recipe = self.recipe
@@ -101,18 +100,21 @@ class _Assembly:
         self.warned = False
         mesh = self.recipe.mesh
         with meshes.in_force(mesh):
-            params = checked_params(name, params, key)
+            params = _checked_params(name, params, key)
+            if self.of_one is not None:
+                loss_of_one, row = self.of_one
+                Traced(loss_of_one).check(params, row, name)
             if mesh is not None:
                 params = meshes.placed(params, mesh)
             elif not self.stream:
-                refuse_explicit(name, "data", self.data)
+                meshes.refuse_explicit(name, "data", self.data)
             loss = Traced(self.with_shared.loss)
             example = example_of(self.recipe, self.row)
-            program = check_loss(loss, params, example, name)
+            constants = loss.check(params, example, name)
             warn_of_batch_norm(name, params)
             mechanism = self.mechanism
             rows = mechanism.sampling.rows or mechanism.sampling.examples
-            warn_of_constants(name, program, self.shared, rows)
+            warn_of_constants(name, constants, (params, example), self.shared, rows)
             home = self.home(params)
             if home is not None:
                 params = meshes.placed(params, home)
@@ -197,20 +199,23 @@ def _kinds(tree: PyTree) -> dict[str, str]:
     return {name or "array": f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves}
 
 
-def checked_params(name: str, params: PyTree, key: Key | None) -> PyTree:
+def _checked_params(name: str, params: PyTree, key: Key | None) -> PyTree:
     """The parameters as arrays; refuses a key in their place and leaves that are not floats."""
     if checks.is_typed_key(params):
         raise TypeError(f"{name}: init was given a key as parameters. Write init(params, key=key).")
     if key is not None:
         checks.key(f"{name}: init", key)
     params = arrays(params, f"{name}: init(params)")
-    check_params(f"{name}: init(params)", params)
+    trees.check_params(f"{name}: init(params)", params)
     return params
 
 
 def _first_state(recipe: Recipe, key: Key | None, params: PyTree, mesh: Mesh | None) -> State:
     """The state before the first step, on the devices of a mesh."""
-    memory = first_memory(recipe.mechanism.noise, params)
+    strategy = recipe.mechanism.noise
+    memory = ()
+    if strategy is not None:
+        memory = strategy.start(trees.zeros_wide(params))
     if mesh is not None and jax.tree.leaves(memory):
         memory = meshes.placed_rows(memory, params, mesh)
     draws, noise_key = first_keys(key)

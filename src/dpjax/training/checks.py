@@ -4,21 +4,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from jax.extend.core import ClosedJaxpr
 
 from dpjax import checks, trees
-from dpjax.data import Dataset, Stream
-from dpjax.data.arrays import arrays
-from dpjax.gradients.engines import named
-from dpjax.gradients.loss_checks import constants
+from dpjax._arrays import arrays
+from dpjax._stream import Stream
+from dpjax.data import Dataset
+from dpjax.gradients import ENGINES
 from dpjax.mechanism import Mechanism
-from dpjax.mechanism.multipliers import Planned
+from dpjax.schedules import Planned
 from dpjax.training.recipe import Recipe
 from dpjax.types import PyTree, Schedule, State
 
@@ -36,7 +36,7 @@ def check_kinds(recipe: Recipe) -> None:
     loss = recipe.loss
     hint = "Write dpsgd(loss, optimizer, mechanism, data)."
     checks.instance(name, "mechanism", recipe.mechanism, Mechanism, hint)
-    check_is_optimizer(f"{name}: the optimizer", recipe.optimizer)
+    checks.optimizer(f"{name}: the optimizer", recipe.optimizer)
     # A loss object of the user may have a method of one of these names; a Linen module has both.
     is_module = hasattr(loss, "apply") and hasattr(loss, "init")
     if is_module or not callable(loss):
@@ -44,19 +44,12 @@ def check_kinds(recipe: Recipe) -> None:
             f"{name}: the loss is a {type(loss).__name__}; expected loss(params, example). For a "
             "Linen module, write losses.of(model, losses.cross_entropy)."
         )
-    named(name, recipe.engine)
+    hint = "Engines differ in speed alone."
+    checks.one_of(name, "engine", recipe.engine, ("auto", *ENGINES), hint)
     if recipe.mechanism.unit == "client":
         raise ValueError(
             f"{name}: the mechanism's unit is 'client'; expected rows or people. For clients see "
             "dpjax.federated."
-        )
-
-
-def check_is_optimizer(name: str, given: Any) -> None:
-    """Refuses an object that is not an Optax optimizer; ``name`` is the argument in the error."""
-    if not (hasattr(given, "init") and hasattr(given, "update")):
-        raise TypeError(
-            f"{name} is a {type(given).__name__}; expected an Optax optimizer: optax.sgd(0.1)."
         )
 
 
@@ -141,13 +134,15 @@ def any_finite_row(data: PyTree) -> bool:
     return False
 
 
-def warn_of_constants(name: str, loss: ClosedJaxpr, shared: PyTree, examples: int) -> None:
+def warn_of_constants(
+    name: str, constants: Iterable[Any], arguments: PyTree, shared: PyTree, examples: int
+) -> None:
     """Warns of a loss that closes over the data, or over large weights; ``shared`` are neither."""
     given = {id(leaf) for leaf in jax.tree.leaves(shared)}
-    held = [x for x in constants(loss) if id(x) not in given]
+    held = [x for x in constants if id(x) not in given]
     # If the model has an axis of this size, the array may be one of its weights. A data set of one
     # example matches every axis of size 1.
-    widths = {size for v in loss.jaxpr.invars for size in v.aval.shape}
+    widths = {size for leaf in jax.tree.leaves(arguments) for size in leaf.shape}
     shapes = [np.shape(x) for x in held if np.shape(x)[:1] == (examples,)]
     if shapes and examples > 1 and examples not in widths:
         logging.warning(

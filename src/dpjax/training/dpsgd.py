@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from dpjax import checks, ledger, losses, meshes, trees
-from dpjax.data.arrays import arrays
+from dpjax._arrays import arrays
 from dpjax.mechanism import Mechanism
 from dpjax.training.assembly import assemble
 from dpjax.training.checks import check_kinds, checked_data, positive_plan

@@ -15,7 +15,7 @@ from absl import logging
 from jaxtyping import Array, Float, Int
 
 from dpjax import trees
-from dpjax.gradients.batching import Layout, Total, no_total
+from dpjax.gradients.batching import Layout, Total
 from dpjax.mechanism import Mechanism
 from dpjax.types import PyTree
 
@@ -64,7 +64,7 @@ def nothing_seen(mechanism: Mechanism) -> Seen:
 
 def no_sums(mechanism: Mechanism, params: PyTree, layout: Layout) -> Sums:
     """The sums over no examples."""
-    gradients = no_total(trees.zeros_wide(params), mechanism.sampling.usual_size, layout)
+    gradients = Total.none(trees.zeros_wide(params), mechanism.sampling.usual_size, layout)
     return Sums(gradients, nothing_seen(mechanism))
 
 

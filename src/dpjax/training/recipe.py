@@ -19,12 +19,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from dpjax import meshes, trees
-from dpjax.gradients import layout
-from dpjax.gradients.batching import Layout
-from dpjax.gradients.loss_checks import require_one_example
+from dpjax.gradients import Layout, layout
 from dpjax.gradients.nan_isolation import map_rows
 from dpjax.mechanism import Mechanism
-from dpjax.mechanism.multipliers import Planned
+from dpjax.schedules import Planned
 from dpjax.types import Key, LossFn, PyTree, State
 
 Entry = Callable[[Key, Int[Array, ""]], PyTree]
@@ -160,9 +158,7 @@ def with_entry(
     if entry is None:
         return rows
     # The entry reads only the step (and, for clients, the root key), so it costs no privacy.
-    of_step = jax.tree.map(jnp.asarray, entry(key, step))
-    of_rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (*size, *x.shape)), of_step)
-    return (*rows, of_rows)
+    return trees.with_last(rows, entry(key, step), size)
 
 
 def weights_of(recipe: Recipe, state: State, examples: PyTree) -> Float[Array, " size"] | None:
@@ -172,6 +168,4 @@ def weights_of(recipe: Recipe, state: State, examples: PyTree) -> Float[Array, "
     weight = functools.partial(recipe.weights, state.step, state.params)
     # A weight may read only its own example. With a mean over the batch, one example that leaves
     # moves the contributions of all others.
-    program = jax.make_jaxpr(weight)(trees.one_row(examples)).jaxpr
-    require_one_example(program, f"{recipe.name}: weights")
-    return map_rows(weight, examples)
+    return map_rows(weight, examples, f"{recipe.name}: weights")

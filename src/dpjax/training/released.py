@@ -13,8 +13,6 @@ import pathlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from dpjax import processes, reports, trees
 from dpjax._files import replace
@@ -51,7 +49,7 @@ def write_released(
     replace(path / "statement.txt", words + "\n", public=True)
     replace(path / "board.txt", board + "\n", public=True)
     # The parameters come last: no file counts fewer steps than they have.
-    replace(path / _FILE, serialized(params), public=True)
+    replace(path / _FILE, trees.serialized(params), public=True)
 
 
 def released_params(folder: str | os.PathLike[str], like: PyTree) -> PyTree:
@@ -76,6 +74,7 @@ def released_params(folder: str | os.PathLike[str], like: PyTree) -> PyTree:
 
     Example:
       >>> import tempfile
+      >>> import jax.numpy as jnp
       >>> from flax import serialization
       >>> file = pathlib.Path(tempfile.mkdtemp()) / "params.msgpack"
       >>> _ = file.write_bytes(serialization.to_bytes({"w": jnp.arange(2.0)}))
@@ -85,36 +84,4 @@ def released_params(folder: str | os.PathLike[str], like: PyTree) -> PyTree:
     path = pathlib.Path(folder)
     if path.is_dir():
         path = path / _FILE
-    return restored(path.read_bytes(), like, f"training.released_params({str(folder)!r})")
-
-
-def restored(saved: bytes, like: PyTree, where: str) -> PyTree:
-    """The parameters that `serialized` wrote, in the structure of ``like``.
-
-    ``where`` is the call that error messages name.
-    """
-    from flax import serialization
-
-    leaves, structure = jax.tree.flatten(like)
-    expected = dict(zip(trees.leaf_names(like), leaves, strict=True))
-    arrays = dict(serialization.msgpack_restore(saved))
-    shapes_there = {name: list(np.shape(array)) for name, array in arrays.items()}
-    shapes_here = {name: list(np.shape(leaf)) for name, leaf in expected.items()}
-    for name in {**expected, **arrays}:
-        there = shapes_there.get(name, "no leaf")
-        here = shapes_here.get(name, "no leaf")
-        if there != here:
-            raise ValueError(
-                f"{where}: found {there} at {name!r}, expected {here}. Give the tree that was "
-                "trained."
-            )
-    return structure.unflatten(jnp.array(arrays[name]) for name in expected)
-
-
-def serialized(params: Any) -> bytes:
-    """The leaves of parameters by name, as Flax writes msgpack."""
-    from flax import serialization  # training without a folder does not need it
-
-    arrays = jax.tree.map(np.asarray, jax.device_get(params))
-    named = dict(zip(trees.leaf_names(arrays), jax.tree.leaves(arrays), strict=True))
-    return serialization.msgpack_serialize(named)
+    return trees.restored(path.read_bytes(), like, f"training.released_params({str(folder)!r})")

@@ -14,14 +14,14 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from dpjax import processes
-from dpjax._files import line_of_log, lock, opened_for_owner, read_json, read_log, replace
+from dpjax._files import held, line_of_log, opened_for_owner, read_json, read_log, replace
 from dpjax.ledger import Refused
 from dpjax.mechanism import Spent
-from dpjax.mechanism.card import check_format, spent_of
+from dpjax.mechanism.card import check_format
 from dpjax.training.checkpoints import Checkpoints, Damaged, Restored
 
 # The files that `released` writes.
@@ -103,26 +103,6 @@ class Folder:
                 os.fsync(file.fileno())
 
 
-@contextlib.contextmanager
-def held(directory: str | os.PathLike[str], name: str = "lock") -> Iterator[None]:
-    """Holds a run's folder, which is made if necessary, by the lock file ``name``.
-
-    When a process is killed, the operating system frees its lock.
-    """
-    path = pathlib.Path(directory) / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = lock(path)
-    if handle is None:
-        raise Refused(
-            f"fit(directory={str(directory)!r}): process {path.read_text() or 'unknown'} is "
-            "running there. Choose another folder."
-        )
-    try:
-        yield
-    finally:
-        os.close(handle)
-
-
 def _differences(before: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
     """A line for each value that differs between two identities."""
     there = _leaves(before)
@@ -167,11 +147,11 @@ def earlier(directory: str | os.PathLike[str]) -> tuple[Spent, ...]:
       >>> earlier(folder)[0].runs
       ((2.0, 30),)
     """
-    return spent_of(**spending(directory))
+    return Spent.of_run(**spending(directory))
 
 
 def spending(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """The arguments of `spent_of` for `earlier`, which a process can send to the others."""
+    """The arguments of `Spent.of_run` for `earlier`, which a process can send to the others."""
     folder = pathlib.Path(directory)
     run = read_json(folder / "run.json")
     check_format(run.get("mechanism"), f"training.earlier({str(directory)!r})")

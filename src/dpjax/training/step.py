@@ -15,7 +15,7 @@ import optax
 from jaxtyping import Array, Bool, Int
 
 from dpjax import meshes, trees
-from dpjax.gradients.batching import Layout, join, settled, sum_over
+from dpjax.gradients import Layout
 from dpjax.gradients.clipped_grad import clipped_sum
 from dpjax.mechanism import Mechanism
 from dpjax.mechanism.link import private_mean
@@ -50,7 +50,7 @@ def private_step(
 
     # lines 4 and 5: per-example gradients, clipped and summed; secret up to here
     held = (without_optimizer(state), shared)
-    sums = sum_over(add, zero, layout, draw, data, held, end_block)
+    sums = layout.sum_over(add, zero, draw, data, held, end_block)
     # lines 6 and 7: noise, mean, update
     return release(recipe, layout, state, sums)
 
@@ -136,7 +136,7 @@ def _seen(
 
 def end_block(sums: Sums) -> Sums:
     """The sums after a block of microbatches; see `dpjax.gradients.batching.Total`."""
-    return sums._replace(gradients=settled(sums.gradients))
+    return sums._replace(gradients=sums.gradients.settled())
 
 
 def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[State, Seen]:
@@ -144,7 +144,7 @@ def release(recipe: Recipe, layout: Layout, state: State, sums: Sums) -> tuple[S
     # The sum stays in two parts until the noise is added: rounded to one float32 array, the sum of
     # a million examples is wrong by more than a twentieth of a bound.
     reach = reach_of(recipe, state.params)
-    total, lost, seen = join(sums.gradients, sums.seen, layout, reach)
+    total, lost, seen = layout.join(sums.gradients, sums.seen, reach)
     scale = recipe.bound_scale(state)
     mean, bound_scale, memory = private_mean(  # line 6
         recipe.mechanism,

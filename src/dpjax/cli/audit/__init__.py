@@ -5,8 +5,8 @@
 a verdict. `lines` prints all of them, and `audit_page` draws them.
 """
 
+from dpjax.cli.audit.audit_command import run
 from dpjax.cli.audit.canaries import curve_of
-from dpjax.cli.audit.command import run
 from dpjax.cli.audit.lines import HEAD, OF_A_RUN, Line, conclude
 from dpjax.cli.audit.step import line_of_step
 

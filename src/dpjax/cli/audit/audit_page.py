@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of an audit: bounds next to claims, and the curve of each attack."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from html import escape
 
 import numpy as np
 
-from dpjax.accounting.rounding import downwards, three_digits
+from dpjax._rounding import downwards, three_digits
 from dpjax.cli.audit.lines import Line
 from dpjax.cli.audit.losses import Attack
 from dpjax.cli.report import page, style

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The black-box audit: a second training, on data in which some rows are canaries."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

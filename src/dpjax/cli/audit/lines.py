@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lines of an audit: each a lower bound next to a claim; and the verdict on all of them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 
-from dpjax.accounting.rounding import downwards, three_digits
+from dpjax._rounding import downwards, three_digits
 
 OF_A_RUN = 0.95  # the confidence of a bound
 ASSUMED = "a bound only if train and test rows are of one distribution"

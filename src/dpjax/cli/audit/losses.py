@@ -4,8 +4,6 @@
 No coin decided which rows are for the test, so these attacks give no verdict.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpjax import auditing, metrics
-from dpjax.accounting.rounding import upwards
+from dpjax._rounding import upwards
 from dpjax.cli.audit.lines import ASSUMED, OF_A_RUN, Line
 from dpjax.cli.audit.rebuilt_run import Rebuilt
 from dpjax.cli.report.load_run import SavedRun

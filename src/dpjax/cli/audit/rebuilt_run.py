@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run, built again from the folder that `dpjax train` wrote."""
-
-from __future__ import annotations
+"""A run, built again from the folder that `dpjax train` wrote, before and after training."""
 
 import copy
 import json

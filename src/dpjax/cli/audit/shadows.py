@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LiRA: likelihood ratios from shadow models, which the run's own algorithm trains."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import time

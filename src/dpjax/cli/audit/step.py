@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The white-box audit of one step: how far one row moves what is released."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -13,7 +11,7 @@ import optax
 
 import dpjax
 from dpjax import auditing
-from dpjax.accounting.rounding import upwards
+from dpjax._rounding import upwards
 from dpjax.cli.audit.lines import Line
 from dpjax.cli.audit.rebuilt_run import Rebuilt
 

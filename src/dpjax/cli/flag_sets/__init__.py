@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be typed: a module for each subcommand, with its flags and its help.
+"""The flags and the help of each subcommand, in a module of its name.
 
-Each subcommand has a set of flags of its own rather than absl's process-wide one, so that an import
+Each subcommand has a set of flags of its own rather than absl's process-wide one, so an import
 defines no flag for another program.  Nothing in this package imports JAX.
 """
 
@@ -17,7 +17,7 @@ from absl import flags
 
 __all__ = ["LARGEST_SEED", "Group", "described"]
 
-LARGEST_SEED = 2**32 - 1  # of a larger seed JAX keeps the last 32 bits
+LARGEST_SEED = 2**32 - 1  # JAX drops all bits but the last 32
 
 
 class _Path(flags.ArgumentParser[str]):
@@ -46,7 +46,7 @@ class Group:
         flags.DEFINE(_Path(), name, default, words, serializer=plain, **self._where)
 
     def named(self, name: str, default: str, valid: Callable[[str], bool], *words: str) -> None:
-        """A flag with a name that ``valid`` knows: the help, then what is expected."""
+        """A flag with a name that ``valid`` knows; ``words`` are the help, and the valid names."""
         self.path(name, default, "".join(words))
         values = self._where["flag_values"]
         flags.register_validator(name, valid, f"expected {words[-1]}", values)

@@ -18,7 +18,7 @@ from absl import flags
 
 from dpjax.cli.flag_sets import LARGEST_SEED, Group
 
-WORDS = ""  # flags alone
+WORDS = ""  # only flags
 FLAGS = flags.FlagValues()
 
 _tried = Group(FLAGS, "What is tried")

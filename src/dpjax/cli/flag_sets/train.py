@@ -34,7 +34,7 @@ from dpjax.cli import machine_flags
 from dpjax.cli.flag_sets import LARGEST_SEED, Group, names
 from dpjax.cli.flag_sets.presets import ROWS
 
-WORDS = ""  # flags alone
+WORDS = ""  # only flags
 FLAGS = flags.FlagValues()
 
 _results = "; ".join(f"{name} {result} %" for name, (result, *_) in ROWS.items())
@@ -172,9 +172,10 @@ _machine.text("coordinator_address", None, machine_flags.ADDRESS)
 _machine.whole("num_processes", None, machine_flags.COUNT, 1)
 _machine.whole("process_id", None, machine_flags.NUMBER, 0)
 
-# Flags that may differ between two calls of one and the same run.
+# Flags that may differ between two calls of the same run.
 _ELSEWHERE = ("out", "stream", "overwrite", "data_dir", "cache_dir", "save_every", "report", "mesh")
-_ELSEWHERE += ("preset", "distributed", *machine_flags.PROCESSES)  # flags say what a preset set
+# A preset is recorded by the flags that it sets.
+_ELSEWHERE += ("preset", "distributed", *machine_flags.PROCESSES)
 
 
 def settings(given: flags.FlagValues) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from dpjax import metrics
 from dpjax.cli.report.load_run import Missing, SavedRun, stated_at
 from dpjax.cli.report.measures import first_and_guess, guessed
 from dpjax.cli.report.style import DOTS, PALETTE, WIDTH, band, legend, panel
-from dpjax.mechanism.card import first_steps
+from dpjax.schedules import first_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

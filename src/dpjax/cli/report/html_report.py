@@ -13,7 +13,7 @@ from absl import app, flags
 
 from dpjax import _display
 from dpjax._files import replace
-from dpjax.accounting.rounding import three_digits, upwards
+from dpjax._rounding import three_digits, upwards
 from dpjax.cli.report.figures import PLOTS, RELEASED, Plot, note_of
 from dpjax.cli.report.load_run import Missing, SavedRun, read, speed_of
 from dpjax.cli.report.measures import MEASURES, first_and_guess, measured, shown

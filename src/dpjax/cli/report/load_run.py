@@ -18,7 +18,7 @@ from jaxtyping import Float
 from dpjax import accounting
 from dpjax._display import rate
 from dpjax._files import read_arrays, read_json, read_log
-from dpjax.accounting.rounding import upwards
+from dpjax._rounding import upwards
 from dpjax.mechanism.card import check_format
 
 
@@ -123,6 +123,11 @@ class SavedRun(NamedTuple):
     def accuracy(self) -> float:
         """The test accuracy of the released parameters, a fraction; NaN if it is not one number."""
         return round(number(self.rows[-1].get("accuracy")), 6)  # it is of float32
+
+
+def protects(facts: Mapping[str, Any]) -> str:
+    """Whose data a described mechanism protects, in words: costs of others do not add."""
+    return f"{facts['neighbours']} neighbours of one {facts['unit']}"
 
 
 def speed_of(run: SavedRun) -> str:

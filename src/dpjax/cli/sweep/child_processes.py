@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs commands in parallel processes, each with a folder; whatever ends this one stops them."""
+"""Runs commands in parallel child processes, each with a folder; no child outlives this one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def run_all(
     commands: Mapping[pathlib.Path, Sequence[str]], jobs: int
 ) -> Iterator[tuple[pathlib.Path, int, float]]:
     """Runs at most ``jobs`` commands in parallel; yields folder, status and seconds of each."""
-    waiting, running = list(commands), dict[pathlib.Path, tuple[subprocess.Popen[bytes], float]]()
+    waiting = list(commands)
+    running = dict[pathlib.Path, tuple[subprocess.Popen[bytes], float]]()
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -56,6 +57,9 @@ def run_all(
 
 
 def last_line(folder: pathlib.Path) -> str:
-    """The last line that the command in a folder printed, but for a hint at the help."""
-    lines = (folder / "output.txt").read_text(errors="replace").split("\n")
-    return [line for line in ["", *lines] if line and not line.startswith("For all flags:")][-1]
+    """The last line that the command in a folder printed, without its hint at the help."""
+    last = ""
+    for line in (folder / "output.txt").read_text(errors="replace").split("\n"):
+        if line and not line.startswith("For all flags:"):
+            last = line
+    return last

@@ -20,8 +20,8 @@ import numpy as np
 from absl import app, flags
 
 from dpjax import accounting, noise
-from dpjax._files import read_json, replace
-from dpjax.accounting.rounding import three_digits, upwards
+from dpjax._files import held, read_json, replace, strict
+from dpjax._rounding import three_digits, upwards
 from dpjax.checks import Refused
 from dpjax.cli.compare import plot
 from dpjax.cli.flag_checks import require_matplotlib
@@ -31,17 +31,16 @@ from dpjax.cli.report.figures import RELEASED
 from dpjax.cli.report.load_run import read
 from dpjax.cli.sweep import child_processes, search_cost, search_space
 from dpjax.cli.sweep.search_space import Candidates, Trial, pairs, words
-from dpjax.mechanism.card import strict
-from dpjax.training.run_folder import held
 
 Runs = Mapping[pathlib.Path, Trial]
 
-_COUNTED = "tells how many ran: do not publish"
+_COUNTED = "tells how many ran: do not publish"  # a badge of the figure
 # Flags that change no cost of a run: noise is in units of the bound.
-_FREE = ("learning_rate", "bound", "warmup_steps", "average", "floor", "evaluations", "model")
-_FREE += ("model_options", "hidden", "activation", "torch_init")
-_FREE += ("loss", "loss_options", "class_weights")
-_OF_WHITE_NOISE = ("optimizer", "momentum")  # a strategy of correlated noise is made for them
+_FREE = ["learning_rate", "bound", "warmup_steps", "average", "floor", "evaluations", "model"]
+_FREE += ["model_options", "hidden", "activation", "torch_init"]
+_FREE += ["loss", "loss_options", "class_weights"]
+# Free with white noise only: a strategy of correlated noise is made for them.
+_FREE_OF_STRATEGY = ["optimizer", "momentum"]
 _ELSEWHERE = ("jobs", "out", "plot")  # flags of the same search
 
 
@@ -54,9 +53,9 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = pathlib.Path(given.out)
     try:
-        tried, number = candidates_of(given), number_of_runs(given)
+        tried = candidates_of(given)
         with held(out):
-            if number is not None:
+            if number_of_runs(given) is not None:
                 out.chmod(0o700)  # the names of subfolders tell how many ran
             runs = {out / trial.name: trial for trial in plan(given, out, tried)}
             failed = run_missing(given, runs)
@@ -72,11 +71,15 @@ def candidates_of(given: flags.FlagValues) -> Candidates:
         raise app.UsageError("expected either --grid or --ranges, which say what is tried.")
     if given.ranges and not (given.random or given.random_runs):
         raise app.UsageError("--ranges goes with --random or --random_runs, which says how many.")
-    kind, text = ("ranges", given.ranges) if given.ranges else ("grid", given.grid)
-    tried, fixed = search_space.candidates(str(text), kind), pairs(given.fixed, "fixed")
-    # The best run pays for the dearest that could have been drawn: so all of them cost the same.
-    free = _FREE if "noise" in fixed else (*_FREE, *_OF_WHITE_NOISE)
-    if given.random_runs and (priced := tried.keys() - {*free}):
+    if given.ranges:
+        tried = search_space.candidates(given.ranges, "ranges")
+    else:
+        tried = search_space.candidates(given.grid, "grid")
+    fixed = pairs(given.fixed, "fixed")
+    # All runs that could be drawn must cost the same, because the best pays for the dearest.
+    free = _FREE if "noise" in fixed else [*_FREE, *_FREE_OF_STRATEGY]
+    priced = tried.keys() - {*free}
+    if given.random_runs and priced:
         raise app.UsageError(
             f"--random_runs: {min(priced)} can change what a run costs; expected flags among "
             f"{', '.join(free)}."
@@ -87,12 +90,15 @@ def candidates_of(given: flags.FlagValues) -> Candidates:
 def number_of_runs(given: flags.FlagValues) -> tuple[str, float] | None:
     """The distribution of the number of runs, and its mean."""
     name, _, mean = (given.random_runs or "").partition(":")
-    return (name, float(mean)) if name else None
+    if not name:
+        return None
+    return name, float(mean)
 
 
 def plan(given: flags.FlagValues, folder: pathlib.Path, tried: Candidates) -> list[Trial]:
     """The runs in the folder's plan; draws and writes a plan if there is none."""
-    path, values = folder / "sweep.json", given.flag_values_dict()
+    path = folder / "sweep.json"
+    values = given.flag_values_dict()
     search = {name: value for name, value in values.items() if name not in _ELSEWHERE}
     if not path.exists():
         runs = draw(given, tried)
@@ -108,16 +114,18 @@ def plan(given: flags.FlagValues, folder: pathlib.Path, tried: Candidates) -> li
 
 def draw(given: flags.FlagValues, tried: Candidates) -> list[Trial]:
     """Draws all runs of the search."""
-    number, numbers = number_of_runs(given), np.random.default_rng(given.seed)
+    generator = np.random.default_rng(given.seed)
+    number = number_of_runs(given)
     if number is not None:
+        distribution, mean = number
         key = noise.secret_key() if given.seed is None else jax.random.key(given.seed)
-        count = accounting.draw_runs(key, number[1], number[0])
-        runs = search_space.trials(search_space.drawn(tried, count, numbers), given.seed)
-        # A folder's name stands in its public config.json, where a counter would tell how many ran.
+        count = accounting.draw_runs(key, mean, distribution)
+        runs = search_space.trials(search_space.drawn(tried, count, generator), given.seed)
+        # The public config.json holds the folder's name: a counter there reveals how many ran.
         return [trial._replace(repeat=secrets.randbits(64)) for trial in runs]
     chosen = search_space.every(tried)
     if given.random:
-        chosen = search_space.drawn(tried, given.random, numbers)
+        chosen = search_space.drawn(tried, given.random, generator)
     repeated = [settings for settings in chosen for _ in range(given.seeds)]
     return search_space.trials(repeated, given.seed)
 
@@ -126,12 +134,13 @@ def options_of(given: flags.FlagValues, trial: Trial, folder: pathlib.Path) -> l
     """The flags of a run, as they are typed."""
     # A report costs more time than a small run, and a search has one figure for all of them.
     typed = {"out": folder, "report": "false", **pairs(given.fixed, "fixed"), **trial.settings}
-    typed |= {} if trial.seed is None else {"seed": trial.seed}
+    if trial.seed is not None:
+        typed["seed"] = trial.seed
     return [f"--{name}={value}" for name, value in typed.items()]
 
 
 def parsed(options: Sequence[str]) -> flags.FlagValues:
-    """The flags of a run of `dpjax train`; raises if it would refuse them."""
+    """The flags of a run of `dpjax train`; raises if it refuses them."""
     of_train = copy.deepcopy(FLAGS)
     of_train(["train", *options])
     presets.apply(of_train)
@@ -150,15 +159,16 @@ def command(given: flags.FlagValues, trial: Trial, folder: pathlib.Path) -> list
 
 def run_missing(given: flags.FlagValues, runs: Runs) -> int:
     """Runs all unfinished runs; returns the number of failures."""
-    done = finished(runs)
-    left = {f: command(given, trial, f) for f, trial in runs.items() if f not in done}
-    print(f"{len(runs) - len(done)} of {len(runs)} runs to do", flush=True)
+    left = runs.keys() - finished(runs).keys()
+    commands = {f: command(given, trial, f) for f, trial in runs.items() if f in left}
+    print(f"{len(left)} of {len(runs)} runs to do", flush=True)
     failed = 0
-    for count, ended in enumerate(child_processes.run_all(left, given.jobs), 1):
+    for count, ended in enumerate(child_processes.run_all(commands, given.jobs), 1):
         folder, status, seconds = ended
-        failed += bool(status)
-        outcome = f"FAILED with status {status}: {child_processes.last_line(folder)}"
-        if not status:
+        if status:
+            failed += 1
+            outcome = f"FAILED with status {status}: {child_processes.last_line(folder)}"
+        else:
             outcome = f"{100 * read(folder, arrays=False).accuracy:.2f} %"
         print(f"[{count}/{len(left)}] {folder.name}  {seconds:.1f} s  {outcome}", flush=True)
     return failed
@@ -171,18 +181,19 @@ def finished(runs: Runs) -> dict[pathlib.Path, Trial]:
 
 def conclude(given: flags.FlagValues, out: pathlib.Path, runs: Runs) -> None:
     """Prints and writes the results and the cost of the search."""
-    if not (done := finished(runs)):
+    done = finished(runs)
+    if not done:
         print("No run has finished.")
         return
-    # The price of the best of a drawn number needs that number, which results, prices and figure
-    # tell, to stay secret, and a score that is the run's own, not a mean over several runs.
+    # The price of the best of a drawn number of runs holds while that number is secret, and
+    # results, prices and figure reveal it. A score must also be of one run, no mean over several.
     public = number_of_runs(given) is None
     rows = results(done, single=not public)
     lines = "".join(json.dumps(strict(row)) + "\n" for row in rows)
     replace(out / "results.jsonl", lines, public=public)
-    spent, said = costs(given, runs)
-    replace(out / "costs.json", json.dumps(strict(spent), indent=2) + "\n", public=public)
-    print(f"\n{table(rows)}\n\n{said}", flush=True)
+    facts, in_words = costs(given, runs)
+    replace(out / "costs.json", json.dumps(strict(facts), indent=2) + "\n", public=public)
+    print(f"\n{table(rows)}\n\n{in_words}", flush=True)
     if given.plot:
         saved = [read(folder, arrays=False) for folder in done]
         plot(saved, out / "comparison.png", RELEASED if public else _COUNTED)
@@ -192,18 +203,27 @@ def results(runs: Runs, *, single: bool = False) -> list[dict[str, Any]]:
     """A row for each setting, the best mean first; with ``single`` a row for each run."""
     groups: dict[str, list[pathlib.Path]] = {}
     for folder, trial in runs.items():
-        groups.setdefault(folder.name if single else words(trial.settings), []).append(folder)
+        name = folder.name if single else words(trial.settings)
+        groups.setdefault(name, []).append(folder)
     rows = []
     for folders in groups.values():
         saved = [read(folder, arrays=False) for folder in folders]
         accuracies = [100 * run.accuracy for run in saved]
-        measured = not np.isnan(accuracies).any()  # else there is no mean
-        row: dict[str, Any] = {"settings": runs[folders[0]].settings, "runs": len(saved)}
-        row["mean"] = float(np.mean(accuracies)) if measured else None
-        several = measured and len(saved) > 1
-        row["deviation"] = float(np.std(accuracies, ddof=1)) if several else None
-        row["epsilon"] = max(run.epsilon for run in saved)
-        rows.append({**row, "folders": [folder.name for folder in folders]})
+        mean = None
+        deviation = None
+        if not np.isnan(accuracies).any():
+            mean = float(np.mean(accuracies))
+            if len(saved) > 1:
+                deviation = float(np.std(accuracies, ddof=1))
+        row = {
+            "settings": runs[folders[0]].settings,
+            "runs": len(saved),
+            "mean": mean,
+            "deviation": deviation,
+            "epsilon": max(run.epsilon for run in saved),
+            "folders": [folder.name for folder in folders],
+        }
+        rows.append(row)
     return sorted(rows, key=lambda row: np.inf if row["mean"] is None else -row["mean"])
 
 
@@ -211,10 +231,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     """The results as lines of text."""
     lines = [f"{'test accuracy':>17}  {'runs':>4}  {'epsilon':>7}  settings"]
     for row in rows:
-        spread = "" if row["deviation"] is None else f" ± {row['deviation']:.2f}"
-        mean = "none" if row["mean"] is None else f"{row['mean']:.2f} %{spread}"
-        spent, name = three_digits(row["epsilon"]), words(row["settings"])
-        lines.append(f"{mean:>17}  {row['runs']:>4}  {spent:>7}  {name}")
+        mean = "none"
+        if row["mean"] is not None:
+            mean = f"{row['mean']:.2f} %"
+        if row["deviation"] is not None:
+            mean += f" ± {row['deviation']:.2f}"
+        epsilon = three_digits(row["epsilon"])
+        lines.append(f"{mean:>17}  {row['runs']:>4}  {epsilon:>7}  {words(row['settings'])}")
     return "\n".join(lines)
 
 

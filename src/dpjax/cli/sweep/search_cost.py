@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The privacy cost of a search: of one run, of all runs, or of the best of a random number.
 
-The last is by RDP, which alone has a proof.
+The cost of the best run is proved only for RDP.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import dp_accounting
 
-from dpjax import accounting, training
+from dpjax import accounting, mechanism, training
 from dpjax._files import read_json
-from dpjax.accounting.rounding import three_digits
-from dpjax.mechanism.card import protects, spent_of
+from dpjax._rounding import three_digits
+from dpjax.cli.report.load_run import protects
 
 
 class Price(NamedTuple):
-    """An epsilon, what it is the cost of, when it applies, and its accountant."""
+    """An epsilon, the runs that it covers, when it applies, and its accountant."""
 
     what: str
     epsilon: float
@@ -33,21 +33,22 @@ class Price(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """The described mechanism of a run, and how many of its steps were released."""
+    """The JSON description of a run's mechanism, and how many of its steps were released."""
 
     mechanism: Mapping[str, Any]
     steps: int
 
     @property
     def event(self) -> dp_accounting.DpEvent:
-        """The event of these steps, and of what came before them."""
+        """The event of these steps and of earlier runs."""
         if self.steps and math.inf in map(float, self.mechanism["clipping"]["bounds"]):
             return dp_accounting.NonPrivateDpEvent()
-        return accounting.compose(*(run.event for run in spent_of(self.mechanism, self.steps)))
+        runs = mechanism.Spent.of_run(self.mechanism, self.steps)
+        return accounting.compose(*(run.event for run in runs))
 
 
 def spent_in(folder: pathlib.Path) -> Spent:
-    """What a run has spent, finished or not."""
+    """The cost of a run, finished or not."""
     mechanism = read_json(folder / "run.json")["mechanism"]
     return Spent(mechanism, training.earlier(folder)[-1].steps)
 
@@ -56,11 +57,11 @@ def prices(
     runs: Sequence[Spent], delta: float, number: tuple[str, float] | None = None
 ) -> list[Price]:
     """The costs of a search; of a drawn number of runs, all that could be drawn cost the same."""
-    described = [run.mechanism for run in runs]
     # A relation is proved for all runs together or not at all.
-    if len(protected := {protects(mechanism) for mechanism in described}) > 1:
+    protected = {protects(run.mechanism) for run in runs}
+    if len(protected) > 1:
         raise ValueError(f"costs do not add: they protect {' and '.join(sorted(protected))}.")
-    relation = described[0]["neighbours"]
+    relation = runs[0].mechanism["neighbours"]
 
     def cost(event: dp_accounting.DpEvent) -> tuple[float, str]:
         method = accounting.tightest(event, relation)

@@ -55,15 +55,18 @@ class Trial(NamedTuple):
     @property
     def name(self) -> str:
         """The name of its folder, from its settings."""
-        last = f"repeat={self.repeat}" if self.seed is None else f"seed={self.seed}"
-        text = ",".join([words(self.settings), last] if self.settings else [last])
+        text = f"repeat={self.repeat}" if self.seed is None else f"seed={self.seed}"
+        if self.settings:
+            text = f"{words(self.settings)},{text}"
         safe = re.sub(r"[^\w.,=+-]", "_", text)[:120]
-        # A text that a file system refuses is cut and gets a hash.
-        return safe if safe == text else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        if safe == text:
+            return text
+        # A file system refuses other characters and long names; the hash keeps names distinct.
+        return f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def words(settings: dict[str, str]) -> str:
-    """Settings as a text, by which equal ones are known."""
+    """Settings as a text; equal settings have equal texts."""
     return ",".join(f"{name}={value}" for name, value in sorted(settings.items()))
 
 
@@ -87,9 +90,11 @@ def candidates(text: str, flag: str) -> Candidates:
 
 
 def _values(name: str, text: str, flag: str) -> list[str] | Range:
+    """A range, or the list of values, which ``|`` separates where a value has commas."""
     scale, *ends = text.split(":")
     if scale not in SCALES or len(ends) != 2:
-        return [value.strip() for value in text.split("|" if "|" in text else ",")]
+        separator = "|" if "|" in text else ","
+        return [value.strip() for value in text.split(separator)]
     low, high = map(float, ends)
     if flag == "grid" or not (-math.inf < low <= high < math.inf) or (scale == "log" and low <= 0):
         raise app.UsageError(
@@ -99,19 +104,19 @@ def _values(name: str, text: str, flag: str) -> list[str] | Range:
     return Range(scale, low, high)
 
 
-def every(of: Candidates) -> list[dict[str, str]]:
+def every(tried: Candidates) -> list[dict[str, str]]:
     """All combinations of values; ranges have no list of values and are left out."""
-    lists = {name: values for name, values in of.items() if isinstance(values, list)}
+    lists = {name: values for name, values in tried.items() if isinstance(values, list)}
     return [dict(zip(lists, chosen, strict=True)) for chosen in itertools.product(*lists.values())]
 
 
-def drawn(of: Candidates, count: int, draw: np.random.Generator) -> list[dict[str, str]]:
+def drawn(tried: Candidates, count: int, draw: np.random.Generator) -> list[dict[str, str]]:
     """``count`` settings, drawn independently, so some may be equal."""
 
     def one(values: list[str] | Range) -> str:
         return values.drawn(draw) if isinstance(values, Range) else str(draw.choice(values))
 
-    return [{name: one(values) for name, values in of.items()} for _ in range(count)]
+    return [{name: one(values) for name, values in tried.items()} for _ in range(count)]
 
 
 def trials(settings: Iterable[dict[str, str]], seed: int | None) -> list[Trial]:
@@ -119,7 +124,8 @@ def trials(settings: Iterable[dict[str, str]], seed: int | None) -> list[Trial]:
     repeats: Counter[str] = Counter()
     runs = []
     for chosen in settings:
-        repeat = repeats[words(chosen)]
-        repeats[words(chosen)] += 1
-        runs.append(Trial(chosen, None if seed is None else seed + repeat, repeat))
+        text = words(chosen)
+        run_seed = None if seed is None else seed + repeats[text]
+        runs.append(Trial(chosen, run_seed, repeats[text]))
+        repeats[text] += 1
     return runs

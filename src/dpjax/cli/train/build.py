@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -20,9 +21,9 @@ from absl import app, flags
 
 import dpjax
 from dpjax import accounting, losses, models, processes, strategies, training
-from dpjax.accounting.rounding import three_digits
+from dpjax._rounding import three_digits
 from dpjax.cli.flag_sets import names
-from dpjax.mechanism.card import spent_of
+from dpjax.mechanism import Spent
 from dpjax.models.activations import by_name as activation_by_name
 from dpjax.training.run_folder import spending
 from dpjax.types import Sampler
@@ -35,7 +36,7 @@ LOSSES: dict[str, Callable[..., losses.ExampleLoss]] = {
     "absolute": lambda: losses.one_hot(losses.absolute),
     "huber": lambda **options: losses.one_hot(losses.huber(**options)),
 }
-# Of a target that is a number.
+# The losses of a target that is a number.
 REGRESSIONS: dict[str, Callable[..., losses.ExampleLoss]] = {
     "squared_error": lambda: losses.squared_error,
     "absolute": lambda: losses.absolute,
@@ -57,28 +58,33 @@ OPTIMIZERS: dict[str, Callable[[flags.FlagValues, Any, Any], optax.GradientTrans
 def read_options(pairs: list[str]) -> dict[str, Any]:
     """Parses ``name=value`` pairs; a value is JSON if it parses, else text."""
     options: dict[str, Any] = {}
+    if not pairs:
+        return options
     # absl splits at every comma, also within a list: widths=[8,4].
-    for pair in re.split(r",(?=\s*\w+=)", ",".join(pairs)) if pairs else []:
+    for pair in re.split(r",(?=\s*\w+=)", ",".join(pairs)):
         name, equals, value = pair.partition("=")
         if not equals:
             raise ValueError(f"{pair!r}: expected name=value, as in depth=10.")
         try:
             options[name] = json.loads(value)
         except json.JSONDecodeError:
-            # Python's spelling too: the text "False" would count as true.
+            # Python's spelling too, because the text "False" is true.
             options[name] = {"True": True, "False": False, "None": None}.get(value, value)
     return options
 
 
 def build_loss(given: flags.FlagValues, classes: int | None) -> losses.ExampleLoss:
-    """The loss of the flags; without a number of classes, of a target that is a number."""
+    """The loss that the flags name; without ``classes`` the target is a number."""
     table = REGRESSIONS if classes is None else LOSSES
     if given.loss not in table:
         raise ValueError(f"--loss={given.loss}: expected one of {', '.join(table)} for a target.")
-    loss, weights = table[given.loss](**read_options(given.loss_options)), given.class_weights
-    if weights and len(weights) != classes:
+    loss = table[given.loss](**read_options(given.loss_options))
+    weights = given.class_weights
+    if not weights:
+        return loss
+    if len(weights) != classes:
         raise ValueError(f"--class_weights={','.join(weights)}: expected one for each class.")
-    return losses.weighted(loss, list(map(float, weights))) if weights else loss
+    return losses.weighted(loss, list(map(float, weights)))
 
 
 def build_model(given: flags.FlagValues, classes: int) -> Any:
@@ -97,7 +103,7 @@ def build_model(given: flags.FlagValues, classes: int) -> Any:
 def own_model(word: str, classes: int, options: dict[str, Any]) -> nn.Module:
     """The model that ``module:name`` names: a Flax module, or a function that returns one."""
     module, _, name = word.partition(":")
-    # From the folder in which the command runs; the console script itself lives in another one.
+    # The module is in the folder where the command runs; Python's path begins with the script's.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -107,10 +113,13 @@ def own_model(word: str, classes: int, options: dict[str, Any]) -> nn.Module:
             f"--model={word}: {error}. Write networks:CNN for class CNN in networks.py here."
         ) from error
     if not isinstance(model, nn.Module):
-        known = inspect.signature(model).parameters
-        any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-        # Also a model without the number of classes is one, if its outputs are as many.
-        model = model(**({"classes": classes} if "classes" in known or any_name else {}), **options)
+        parameters = inspect.signature(model).parameters
+        any_name = any(known.kind is known.VAR_KEYWORD for known in parameters.values())
+        # A function without `classes` is valid too, if its model has that many outputs.
+        outputs = {}
+        if "classes" in parameters or any_name:
+            outputs["classes"] = classes
+        model = model(**outputs, **options)
     elif options:
         model = model.clone(**options)
     if not isinstance(model, nn.Module):
@@ -133,38 +142,42 @@ def build_mechanism(
     owners: np.ndarray | None = None,
 ) -> dpjax.Mechanism:
     """The private computation, after ``queries`` with these noise multipliers on all the data."""
-    options: dict[str, Any] = {"groups": given.groups} if given.clipping == "grouped" else {}
-    facts = {"cycle": given.bands} if given.sampling == "cyclic_poisson" else {}
-    unit: dict[str, Any] = {}
+    rule = getattr(dpjax.clipping, given.clipping)
+    if given.clipping == "grouped":
+        rule = partial(rule, groups=given.groups)
+    options = {}
+    if given.sampling == "cyclic_poisson":
+        options["cycle"] = given.bands
+    unit = ""
     if owners is None:
-        batches = dpjax.sampling.by_name(given.sampling, examples, given.batch_size, **facts)
+        batches = dpjax.sampling.by_name(given.sampling, examples, given.batch_size, **options)
     elif given.sampling != "poisson":
         raise ValueError(f"--sampling={given.sampling}: expected poisson with --unit_column.")
     else:
         batches = dpjax.sampling.persons(owners, given.batch_size, given.most_rows)
         # Statements speak of one patient where the column is "Patient ID".
         noun = re.sub(r"[\W_]+id$", "", given.unit_column.lower())
-        unit = {"unit": re.sub(r"\W+", "_", noun).strip("_")}
+        unit = re.sub(r"\W+", "_", noun).strip("_")
     steps = given.steps
     if steps is None:  # by the sampler's size: an epoch of random_allocation has whole batches
         steps = round(given.epochs * examples / batches.batch_size)
     if not steps:
         raise ValueError(f"--epochs={given.epochs:g} --steps={given.steps}: expected a step.")
     before = ()
-    if given.continue_from is not None:  # what that run spent, and the runs before it
-        before = spent_of(**processes.from_first(lambda: spending(given.continue_from)))
+    if given.continue_from is not None:  # that run, and the runs before it
+        before = Spent.of_run(**processes.from_first(lambda: spending(given.continue_from)))
     mechanism = dpjax.Mechanism(
         sampling=batches,
-        clipping=getattr(dpjax.clipping, given.clipping)(given.bound, **options),
+        clipping=rule(given.bound),
         noise_multiplier=build_noise_schedule(given, steps, steps_per_epoch(given, examples)),
         steps=steps,
         preparation=queries,
         before=before,
         noise=build_strategy(given, batches, steps),
-        **unit,
+        unit=unit,
     )
     if given.noise_multiplier is None:
-        # Calibrated last: epochs, schedule and preparation decide what the noise must pay for.
+        # Calibration comes last, because epochs, schedule and preparation have a price too.
         return mechanism.calibrate(given.target_epsilon, given.delta, accountant(given, mechanism))
     mechanism = mechanism.scaled(given.noise_multiplier)
     if given.max_epsilon is None or given["epochs"].present or given["steps"].present:
@@ -216,7 +229,7 @@ def steps_that_fit(given: flags.FlagValues, mechanism: dpjax.Mechanism) -> int:
             "--max_epsilon alone plans constant, independent noise. Give --steps or --epochs too."
         )
     steps = accounting.largest_steps(
-        # Of the whole mechanism, so that preparation and earlier runs are counted.
+        # The event of the whole mechanism counts preparation and earlier runs too.
         lambda n: dataclasses.replace(mechanism, steps=n).event,
         given.max_epsilon,
         given.delta,

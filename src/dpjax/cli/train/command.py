@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.errors
@@ -20,7 +21,7 @@ import dpjax
 from dpjax import data, features, losses, processes, training
 from dpjax._display import duration
 from dpjax._files import read_json
-from dpjax.accounting.rounding import three_digits, upwards
+from dpjax._rounding import three_digits, upwards
 from dpjax.cli import compilation_cache
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.flag_sets import names, presets
@@ -38,7 +39,7 @@ from dpjax.cli.report.measures import (
 from dpjax.cli.train import build, inputs, run_files
 from dpjax.cli.train.evaluation import Evaluation, first_parameters, held, rehearse
 
-# What the library and the user's model raise for flags that describe no run.
+# The library and the user's model raise these for flags that describe no run.
 _MISTAKES = (ArithmeticError, MemoryError, TypeError, ValueError)
 _MISTAKES += (flax.errors.FlaxError, dpjax.ledger.Refused)
 
@@ -60,9 +61,11 @@ class Planned(NamedTuple):
 
     @property
     def per_step(self) -> Callable[[Any], Any] | None:
-        """What the loss takes of the step."""
-        epoch = self.per_epoch
-        return None if epoch is None else lambda step: step // epoch
+        """The epoch of a step, for a loss that takes it."""
+        steps = self.per_epoch
+        if steps is None:
+            return None
+        return lambda step: step // steps
 
     @property
     def of_example(self) -> Callable[..., Any]:
@@ -76,7 +79,7 @@ class Planned(NamedTuple):
 
 
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
-    """Trains as the flags say; a refusal of the ledger ends the process with its message."""
+    """Trains a model; a refusal of the ledger ends the process with its message."""
     presets.apply(given)
     if given.report:
         require_matplotlib(", or give --noreport")
@@ -95,7 +98,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
 
 def plan(given: flags.FlagValues) -> Planned:
     """Builds all parts of the run, and refuses flags that do not fit each other or the data."""
-    # Of two flags for one quantity one would have no effect.
+    # Two flags for one quantity: one of them has no effect.
     for one, other in (("noise_multiplier", "target_epsilon"), ("steps", "epochs")):
         if given[one].value is not None and given[other].present:
             raise app.UsageError(f"--{one} --{other}: expected one of the two, or --max_epsilon.")
@@ -106,9 +109,9 @@ def plan(given: flags.FlagValues) -> Planned:
     try:
         # Data come first, because classes, sizes and sampling rate follow from them.
         dataset = load(given)
-        # A number that is learnt is the one output of the model.
-        classes, examples = dataset.classes or 1, dataset.units
-        # Before calibration, which can take minutes at such a delta.
+        classes = dataset.classes or 1  # a regression has one output
+        examples = dataset.units
+        # Calibration can take minutes at such a delta.
         if given.delta * examples >= 1:
             raise ValueError(
                 f"--delta={given.delta:g}: expected less than 1/{examples}, since publishing one "
@@ -122,22 +125,35 @@ def plan(given: flags.FlagValues) -> Planned:
         optimizer = build.build_optimizer(given, mechanism)
         method = build.accountant(given, mechanism)
         epsilon = mechanism.epsilon(given.delta, method)
-        composite = given.loss == "composite"
-        per_epoch = build.steps_per_epoch(given, examples) if composite else None
+        per_epoch = None
+        if given.loss == "composite":
+            per_epoch = build.steps_per_epoch(given, examples)
         earlier = given.continue_from and processes.from_first(
             pathlib.Path(given.continue_from, "params.msgpack").read_bytes
         )
         x = inputs.input_shape(given, dataset)
-        rehearse(x, model, loss, mechanism, earlier, classes=classes, epochs=composite)
-        # Last, because only the whole plan has a price, and still before a file is touched.
-        budget, most = None, given.max_epsilon
-        if most is not None:
+        rehearse(x, model, loss, mechanism, earlier, classes=classes, epochs=bool(per_epoch))
+        # The budget comes last, because only the whole plan has a price.
+        budget = None
+        if given.max_epsilon is not None:
+            most = given.max_epsilon
             budget = dpjax.ledger.Budget(epsilon=most, delta=given.delta, method=method)
         dpjax.ledger.require(dpjax.ledger.empty(), mechanism, mechanism.steps, budget)
     except _MISTAKES as error:
         raise app.UsageError(f"{error}\nNothing was spent, nothing in --out touched.") from error
-    made = dataset, model, loss, normalization, mechanism, optimizer
-    return Planned(*made, method, epsilon, per_epoch, earlier, budget)
+    return Planned(
+        dataset=dataset,
+        model=model,
+        loss=loss,
+        normalization=normalization,
+        mechanism=mechanism,
+        optimizer=optimizer,
+        method=method,
+        epsilon=epsilon,
+        per_epoch=per_epoch,
+        earlier=earlier,
+        budget=budget,
+    )
 
 
 def load(given: flags.FlagValues) -> data.Dataset:
@@ -151,26 +167,38 @@ def load(given: flags.FlagValues) -> data.Dataset:
         for name, value in split.items():
             if value is not None:
                 raise ValueError(f"--{name}: expected with a file of yours; this has a test set.")
-        return (data.stream if given.stream else data.load)(given.dataset, given.data_dir)
+        if given.stream:
+            return data.stream(given.dataset, given.data_dir)
+        return data.load(given.dataset, given.data_dir)
     except (ImportError, OSError, ValueError) as error:
         raise app.UsageError(f"--dataset={given.dataset}: {error}") from error
 
 
 def execute(given: flags.FlagValues, planned: Planned) -> None:
     """Trains, and writes and prints the reports."""
-    folder, mechanism = pathlib.Path(given.out), planned.mechanism
+    folder = pathlib.Path(given.out)
+    mechanism = planned.mechanism
     announce(given, planned)  # first: a user who meant another epsilon can still stop
-    dataset, moments = inputs.with_features(given, planned.dataset), None
+    dataset = inputs.with_features(given, planned.dataset)
     processes.from_first(lambda: run_files.prepare(folder, overwrite=given.overwrite))
+    moments = None
     if planned.normalization is not None:
-        # One release, in the first process, which alone writes files.
-        asked = folder / run_files.MOMENTS, planned.normalization, dataset.train[0], given.seed
-        moments = processes.from_first(lambda: inputs.release_once(*asked))
+        # The first process releases the moments, because only it writes files.
+        moments = processes.from_first(
+            partial(
+                inputs.release_once,
+                folder / run_files.MOMENTS,
+                planned.normalization,
+                dataset.train[0],
+                given.seed,
+            )
+        )
     dataset = inputs.with_scale(given, dataset, moments)
     algorithm = planned.algorithm(mechanism, dataset.train, budget=planned.budget)
-    # No single row has the gradient of a loss that changes with the step, or of a person.
-    of_rows = planned.per_epoch is None and dataset.owners is None
-    observed = planned.of_example if of_rows else None
+    # A single row has no gradient of a loss that changes with the step, or of a person.
+    observed = None
+    if planned.per_epoch is None and dataset.owners is None:
+        observed = planned.of_example
     evaluation = Evaluation(planned.model, observed, mechanism.clipping, dataset)
     describe = describing(given, dataset)
 
@@ -199,17 +227,21 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
 
 
 def configuration(given: flags.FlagValues) -> dict[str, Any]:
-    """What identifies the run: its flags, and the declarations in the file that a flag names."""
-    named = {f"--{name}": value for name, value in settings(given).items()}
-    declared = pathlib.Path(given.columns).read_text("utf-8-sig") if given.columns else None
-    return named | ({"columns": declared} if declared else {})
+    """The identity of the run: its flags, and the declarations in the file that a flag names."""
+    identity = {f"--{name}": value for name, value in settings(given).items()}
+    if given.columns:
+        declared = pathlib.Path(given.columns).read_text("utf-8-sig")
+        if declared:
+            identity["columns"] = declared
+    return identity
 
 
 def announce(given: flags.FlagValues, planned: Planned) -> None:
-    """Prints what the run costs, together with the runs before it."""
+    """Prints the cost of the run, together with the runs before it."""
     if not processes.first_process():
         return
-    mechanism, dataset = planned.mechanism, planned.dataset
+    mechanism = planned.mechanism
+    dataset = planned.dataset
     if given.preset:
         result, *_ = presets.ROWS[given.preset]
         print(f"{given.preset}, as it stands, reaches a test accuracy of {result} %.")
@@ -225,29 +257,34 @@ def announce(given: flags.FlagValues, planned: Planned) -> None:
 
 
 def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any], None]:
-    """What writes `config.json` at each evaluation, so that a stopped run has one too."""
-    folder, began = pathlib.Path(given.out), time.time()
+    """A function that writes `config.json` at each evaluation, so a stopped run has one too."""
+    folder = pathlib.Path(given.out)
+    began = time.time()
     # Earlier processes of the run count: `fit` refuses another run before it evaluates.
-    resumed = (folder / "run.json").exists() and (folder / "config.json").exists()
-    before = read_json(folder / "config.json") if resumed else {}
-    facts: dict[str, Any] = {"dataset": f"{dataset.name} {dataset.note}".strip()}
-    facts |= {"model": given.model, "class_names": dict(enumerate(dataset.class_names))}
-    facts |= {"columns": list(dataset.columns)}
-    facts["started"] = before.get("started", time.strftime("%Y-%m-%d %H:%M:%S"))
+    before = {}
+    if (folder / "run.json").exists() and (folder / "config.json").exists():
+        before = read_json(folder / "config.json")
+    facts = {
+        "dataset": f"{dataset.name} {dataset.note}".strip(),
+        "model": given.model,
+        "class_names": dict(enumerate(dataset.class_names)),
+        "columns": list(dataset.columns),
+        "started": before.get("started", time.strftime("%Y-%m-%d %H:%M:%S")),
+    }
     facts = {name: fact for name, fact in facts.items() if fact}
 
     def describe(params: Any) -> None:
         size = sum(x.size for x in jax.tree.leaves(params))
-        took = round(before.get("seconds", 0) + time.time() - began, 1)
+        seconds = round(before.get("seconds", 0) + time.time() - began, 1)
         if processes.first_process():
             typed = {**settings(given), "out": given.out}
-            run_files.describe(folder, typed, **facts, seconds=took, parameters=size)
+            run_files.describe(folder, typed, **facts, seconds=seconds, parameters=size)
 
     return describe
 
 
 def report(given: flags.FlagValues, dataset: data.Dataset) -> None:
-    """Writes and prints what a run that has ended leaves."""
+    """Prints the results of a run that has ended, and writes its page."""
     folder = pathlib.Path(given.out)
     print((folder / "statement.txt").read_text().partition("\n\nReferences\n")[0])
     run = read(folder)

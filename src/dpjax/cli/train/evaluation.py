@@ -18,7 +18,6 @@ import numpy as np
 import dpjax
 from dpjax import data, diagnostics, losses, metrics, training, trees
 from dpjax._files import replace, replacing
-from dpjax.training.released import restored, serialized
 
 _SAMPLE = 128  # training examples whose gradients are measured
 
@@ -29,15 +28,18 @@ class Evaluation:
     def __init__(
         self, model: nn.Module, loss: Any, rule: dpjax.types.Clipping, dataset: data.Dataset
     ) -> None:
-        self.model, self.loss, self.rule = model, loss, rule
-        self.classes, self.target_range = dataset.classes, dataset.target_range
+        self.loss = loss
+        self.rule = rule
+        self.classes = dataset.classes
+        self.target_range = dataset.target_range
         self.has_test = len(dataset.test[1]) > 0
-        # Test labels of a public data set, or of a file that its user declares public.
+        # Test labels are public in a public data set, or in a file that its user declares public.
         self.is_public = dataset.held_out is None or dataset.held_out.public
-        # On the device once: every evaluation reads all of them.
+        # Test rows are put on the device once, because every evaluation reads all of them.
         self.test = jax.tree.map(jnp.asarray, dataset.test)
         # A fixed sample: curves of norms compare the same examples over time.
-        places = np.linspace(0, dataset.examples - 1, min(_SAMPLE, dataset.examples)).astype(int)
+        last = dataset.examples - 1
+        places = np.linspace(0, last, min(_SAMPLE, dataset.examples)).astype(int)
         self.sample = jax.tree.map(jnp.asarray, dataset.rows(places))
 
         def outputs(params: Any, x: Any) -> Any:
@@ -51,26 +53,28 @@ class Evaluation:
         row: dict[str, Any] = {}
         if self.has_test:
             x, y = self.test
-            # The averaged parameters are released at the end, so what is measured is theirs.
+            # The averaged parameters are released at the end, so they are measured.
             outputs = self.outputs(held(training.averaged(state.optimizer)), x)
             row = self.measured(outputs, y)
         if self.loss is not None:
-            # At the parameters that the next step differentiates, which are not the averaged ones.
+            # The next step differentiates at the current parameters, not at the averaged ones.
             row["private"] = {"cosine": self.bias(held(state.params), self.sample).cosine}
         return row
 
     def measured(self, outputs: Any, y: Any) -> dict[str, Any]:
-        """The metrics of a kind of model, by their names in the log."""
+        """The metrics of a classifier or a regression, by their names in the log."""
         if self.classes is None:
-            pair = self.quantities(outputs), self.quantities(y)
-            return {f.__name__: f(*pair) for f in (metrics.rmse, metrics.mae, metrics.r2)}
-        names = ("accuracy", "nll", "balanced_accuracy")
+            outputs = self.quantities(outputs)
+            y = self.quantities(y)
+            names = ("rmse", "mae", "r2")
+        else:
+            names = ("accuracy", "nll", "balanced_accuracy")
         row = {name: getattr(metrics, name)(outputs, y) for name in names}
         if self.classes == 2:
-            # A difference of logits: probabilities near 0 and 1 would be ties.
+            # Logits keep the order of rows whose probabilities round to 0 or 1.
             scores = outputs[:, 1] - outputs[:, 0]
-            areas = metrics.auroc, metrics.average_precision
-            row |= {area.__name__: area(scores, y) for area in areas}
+            row["auroc"] = metrics.auroc(scores, y)
+            row["average_precision"] = metrics.average_precision(scores, y)
         return row
 
     def predictions(self, params: Any) -> dict[str, Any]:
@@ -89,26 +93,26 @@ class Evaluation:
 
     def write(self, folder: pathlib.Path, params: Any) -> None:
         """Writes parameters, test predictions and norms into the folder."""
-        replace(folder / "params.msgpack", serialized(params), public=True)
+        replace(folder / "params.msgpack", trees.serialized(params), public=True)
         if self.has_test:
             with replacing(folder / "evaluation.npz", public=self.is_public) as file:
                 np.savez(file, **self.predictions(params))
         if self.loss is not None:
             norms = self.bias(params, self.sample).norms
-            with replacing(folder / "diagnostics.npz") as file:  # private: without noise
+            with replacing(folder / "diagnostics.npz") as file:  # private: no noise protects norms
                 np.savez(file, norms=norms, bounds=self.rule.bounds)
 
 
 def first_parameters(model: Any, dataset: data.Dataset, params: bytes | None) -> Any:
     """The parameters before the first step: of an earlier run, or from a public seed."""
     (x,), _ = dataset.rows(np.array([0]))
-    # Initial parameters are no secret, and an equal start makes runs comparable.
+    # Initial parameters are not secret, and an equal start makes runs comparable.
     fresh = jax.jit(model.init)(jax.random.key(0), jnp.asarray(x))["params"]
-    return fresh if params is None else restored(params, fresh, "--continue_from")
+    return fresh if params is None else trees.restored(params, fresh, "--continue_from")
 
 
 def held(params: Any) -> Any:
-    """Parameters as this process can read them; where several run, each collects all parts."""
+    """Parameters as this process can read them; where several run, each collects all shards."""
     return params if jax.process_count() == 1 else jax.tree.map(trees.on_host, params)
 
 
@@ -125,7 +129,7 @@ def rehearse(
     """Traces the loss of one example ``x``; with ``epochs`` it takes the epoch too."""
     fresh = jax.eval_shape(model.init, jax.random.key(0), x).get("params", {})
     outputs = jax.eval_shape(model.apply, {"params": fresh}, x)
-    # A label beyond the outputs would be clamped to the last one in silence.
+    # JAX clamps a label beyond the outputs to the last one, without an error.
     if getattr(outputs, "shape", None) != (classes,):
         raise ValueError(f"the model returns {outputs} for an example; expected {classes} numbers.")
     number = jax.ShapeDtypeStruct((), jnp.int32)
@@ -133,4 +137,4 @@ def rehearse(
     jax.eval_shape(jax.grad(losses.of(model, loss)), fresh, example)
     mechanism.clipping.partition.assign(fresh)  # raises if it was made for another model
     if params is not None:
-        restored(params, fresh, "--continue_from")
+        trees.restored(params, fresh, "--continue_from")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the network reads: images as they are, or wavelet features on a private scale."""
+"""The inputs of the network: images as they are, or wavelet features on a private scale."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from absl import flags
 
 import dpjax
 from dpjax import data, features, noise, scattering, trees
-from dpjax._files import replacing
-from dpjax.training.run_folder import held
+from dpjax._files import held, replacing
 
 
 def build_normalization(given: flags.FlagValues, examples: int) -> features.Normalization | None:
@@ -43,15 +42,17 @@ def input_shape(given: flags.FlagValues, dataset: data.Dataset) -> jax.ShapeDtyp
     x, _ = train.row if isinstance(train, data.Stream) else trees.one_row(train)
     if given.features == "none":
         return x
-    # On shapes: a wrong flag is found before minutes of scattering.
+    # Shapes find a wrong flag before minutes of scattering.
     row = jax.eval_shape(scattering.scatter, jax.ShapeDtypeStruct((1, *x.shape), x.dtype))
-    channels: Any = jax.ShapeDtypeStruct(row.shape[-1:], row.dtype)
-    moments = features.Moments(channels, channels) if given.normalization == "data" else None
+    moments = None
+    if given.normalization == "data":
+        channels: Any = jax.ShapeDtypeStruct(row.shape[-1:], row.dtype)
+        moments = features.Moments(channels, channels)
     return jax.eval_shape(lambda row, moments: scale(given, row, moments)[0], row, moments)
 
 
 def with_features(given: flags.FlagValues, dataset: data.Dataset) -> data.Dataset:
-    """Images as features, each of its own image alone."""
+    """The data set with the features of each image, which follow from that image only."""
     if given.features == "none":
         return dataset
     scattered = partial(features.scattered, directory=given.cache_dir)
@@ -76,24 +77,26 @@ def release_once(
     path: pathlib.Path, normalization: features.Normalization, x: Any, seed: int | None = None
 ) -> features.Moments:
     """Reads the moments from ``path``, or releases them with noise and writes them there."""
-    # Locked, and written before they are used: no card counts a second query.
+    # The lock and the file prevent a second query, which no card counts.
     with held(path.parent, "moments.lock"):
         if not path.exists():
             if (path.parent / "run.json").exists():
                 raise dpjax.ledger.Refused(f"{path.parent}: another run is there.")
             key = noise.secret_key() if seed is None else jax.random.key(seed)
             answers = normalization.release(key, x)._asdict()
-            with replacing(path) as file:  # closed to others, and whole or not there
+            with replacing(path) as file:  # private, and never half written
                 np.savez(file, multipliers=normalization.multipliers, **answers)
     return read_moments(path, normalization)
 
 
 def read_moments(path: pathlib.Path, normalization: features.Normalization) -> features.Moments:
     """The answers to the queries of ``normalization``, which a run's folder holds."""
-    answers, asked = np.load(path), list(normalization.multipliers)
-    if answers["multipliers"].tolist() != asked:
+    answers = np.load(path)
+    multipliers = answers["multipliers"].tolist()
+    asked = list(normalization.multipliers)
+    if multipliers != asked:
         raise dpjax.ledger.Refused(
-            f"{path}: asked with noise {answers['multipliers'].tolist()}, not {asked}. Their cost "
-            "is spent: give the same flags."
+            f"{path}: asked with noise {multipliers}, not {asked}. Their cost is spent: give the "
+            "same flags."
         )
     return features.Moments(answers["mean"], answers["variance"])

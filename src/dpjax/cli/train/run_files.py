@@ -20,12 +20,12 @@ from dpjax.training import forget
 
 MOMENTS = "moments.npz"
 
-_WRITTEN = ("config.json", "evaluation.npz", "diagnostics.npz", "audit.json", "audit.html", MOMENTS)
-_WRITTEN += ("report.html", *(f"figures/{plot.name}.png" for plot in PLOTS))
+_WRITTEN = ["config.json", "evaluation.npz", "diagnostics.npz", "audit.json", "audit.html", MOMENTS]
+_WRITTEN += ["report.html", *[f"figures/{plot.name}.png" for plot in PLOTS]]
 
 
 def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> None:
-    """Writes `config.json`: enough to run the command elsewhere, and to see what differs there."""
+    """Writes `config.json`, from which the command can be run and compared elsewhere."""
     names = ("dpjax", "jax", "flax", "optax", "dp-accounting", "numpy")
     device = jax.devices()[0]
     config = {

@@ -99,7 +99,7 @@ def _gram_norms(forms: Sequence[Outer]) -> Squares:
         g_products = product("bhsn,bhtn->bhst", a.g, b.g, precision)
         count = 1 if i == j else 2
         total = total + count * jnp.sum(x_products * g_products, axis=(1, 2, 3))
-    # Terms that cancel leave an error relative to the terms. A negative total would be a NaN norm,
+    # Terms that cancel leave an error relative to the terms. A negative total is a NaN norm,
     # which drops the example.
     error = _ROUNDINGS * jnp.finfo(total.dtype).eps * _uncancelled(forms) ** 2
     return jnp.maximum(total, 0) + error

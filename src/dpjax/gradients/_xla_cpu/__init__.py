@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faster versions of single primitives for XLA on CPU; each file says when it may be deleted."""
+"""Faster versions of single primitives for XLA on CPU; each file states when it may be deleted."""

@@ -3,9 +3,9 @@
 
 Symptom (jaxlib 0.10.2, CPU): XLA fuses neighbouring equations into one loop, and removes barriers
 before that. The branch of a `jax.lax.cond` stays a computation of its own. `max_pool` needs it for
-correct gradients: `apart` may go when
-``test_a_max_pool_in_a_loop_reads_what_nothing_has_written_over`` in ``tests/test_ghost.py`` passes
-with ``apart = lambda function: function``. XLA does not vectorise tanh in a loop that is fused with
+correct gradients: `apart` may go when, with ``apart = lambda function: function``,
+``test_a_max_pool_in_a_loop_reads_what_nothing_has_written_over`` in ``tests/test_xla_cpu.py``
+passes. XLA does not vectorise tanh in a loop that is fused with
 the bias before it.
 """
 

@@ -6,7 +6,7 @@ cotangents that JAX writes to naive loops; forward convolutions stay fast. So bo
 written as forward convolutions. One of few input channels is slow too; it computes several
 neighbouring outputs together, as if they were channels.
 
-``tests/test_ghost.py`` ("conv ...") tests values, norms and cotangents.
+``tests/test_ghost_definition.py`` ("conv ...") tests values, norms and cotangents.
 """
 
 from __future__ import annotations

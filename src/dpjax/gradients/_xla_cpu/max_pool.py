@@ -4,7 +4,7 @@
 Symptom (jaxlib 0.10.2, CPU): XLA's derivative of a max-pool (select-and-scatter) searches the
 winner of each window one element after the other. The first of equal winners takes the cotangent,
 as in JAX. This file may go when it is no faster than JAX's derivative, with which
-``tests/test_ghost.py`` ("a_max_pool") compares its values.
+``tests/test_xla_cpu.py`` ("a_max_pool") compares its values.
 """
 
 from __future__ import annotations

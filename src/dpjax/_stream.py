@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from dpjax import trees
-from dpjax.data.arrays import native
+from dpjax._arrays import native
 from dpjax.types import PyTree
 
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command: checks what is asked, runs the audits, prints and writes their results."""
-
-from __future__ import annotations
+"""The command: checks its arguments, runs the audits, prints and writes their results."""
 
 import json
 import pathlib
@@ -12,7 +10,7 @@ from typing import Any
 from absl import app, flags, logging
 
 import dpjax
-from dpjax._files import replace
+from dpjax._files import replace, strict
 from dpjax.cli import compilation_cache
 from dpjax.cli.audit.audit_page import page_of
 from dpjax.cli.audit.canaries import audit_canaries
@@ -24,7 +22,6 @@ from dpjax.cli.audit.step import audit_step, line_of_step
 from dpjax.cli.flag_checks import require_matplotlib
 from dpjax.cli.report.figures import PRIVATE
 from dpjax.cli.report.load_run import SavedRun
-from dpjax.mechanism.card import strict
 
 ATTACKS = ("canaries", "loss", "lira")
 

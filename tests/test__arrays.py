@@ -13,8 +13,8 @@ from mutation import kills
 
 import dpjax
 from dpjax import clipping, federated, sampling
+from dpjax._arrays import arrays, native
 from dpjax.data import Stream
-from dpjax.data.arrays import arrays, native
 
 X = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
 Y = np.arange(20) % 2
@@ -109,7 +109,7 @@ DOORS = {
 }
 
 
-@kills("data/arrays.py", "dtype != array.dtype and", "False and", case="clients")
+@kills("_arrays.py", "dtype != array.dtype and", "False and", case="clients")
 @pytest.mark.parametrize("door", DOORS)
 def test_whole_numbers_of_more_bits_are_refused_by_every_door(door):
     """JAX would take the last 32 bits, and so train a label of 2^32 as class 0."""
