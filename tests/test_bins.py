@@ -167,7 +167,10 @@ COSTS = [
 
 @pytest.mark.parametrize(
     ("batches", "multiplier", "epochs", "epsilons"),
-    [COSTS[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in COSTS[1:])],
+    [
+        pytest.param(*COSTS[0], marks=pytest.mark.thorough),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in COSTS[1:]),
+    ],
 )
 def test_runs_from_one_state_cost_what_one_run_of_their_epochs_costs(
     tmp_path, batches, multiplier, epochs, epsilons

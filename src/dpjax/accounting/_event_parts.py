@@ -126,9 +126,10 @@ def split(event: DpEvent, records: int = 1) -> Parts:
                 precisions.append(count / squared(z))
             case dp_accounting.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
                 rate = check_rate("accounting: PoissonSampledDpEvent", rate)
-                together = records > 1 and isinstance(leaf, CorrelatedSampledDpEvent)
+                # Records of one user share the noise of a correlated run: nothing amplifies them.
+                shares_noise = records > 1 and isinstance(leaf, CorrelatedSampledDpEvent)
                 below = split(inner)
-                if rate == 1 or (rate > 0 and together):
+                if rate == 1 or (rate > 0 and shares_noise):
                     # Sampling at rate 1 does not amplify, so the inner events compose exactly.
                     stack.append((inner, count))
                 elif rate > 0 and (below.sampled or below.foreign):

@@ -252,16 +252,18 @@ def _window(
 
     def bound(angles: np.ndarray, under_p: bool) -> float:
         """The least of ``(log E exp(angle * sum) - log tail) / angle``."""
-        plain = np.zeros(angles.size)
-        own = np.full(angles.size, (bins - count) / bins)
+        log_moments = np.zeros(angles.size)
+        # Under P the factor of one step is weighted by itself, unless that step does not run.
+        weights = np.full(angles.size, (bins - count) / bins)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for n, points, law in laws:
                 powers = np.exp(np.outer(angles, points))
                 moment = powers @ law
-                plain += n * (np.log(moment) + (angles * step) ** 2 / 8)
-                own += n / bins * (powers @ (points * law)) / moment
-            more = angles * step + np.log(own) if under_p else 0.0
-            bounds = (plain + more - math.log(tail)) / angles
+                log_moments += n * (np.log(moment) + (angles * step) ** 2 / 8)
+                weights += n / bins * (powers @ (points * law)) / moment
+            if under_p:
+                log_moments += angles * step + np.log(weights)
+            bounds = (log_moments - math.log(tail)) / angles
         if angles[0] > 0:
             return float(np.nanmin(bounds))
         return float(np.nanmax(bounds))

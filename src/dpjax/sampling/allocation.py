@@ -109,7 +109,8 @@ def random_allocation(examples: int, batches: int) -> Sampler:
         first = jnp.minimum(start, examples - capacity)
         indices = permuted(for_order, examples, np.arange(capacity), first)
         places = jnp.arange(capacity, dtype=jnp.int32)
-        drawn = (places >= start - first) & (places < start - first + size)
+        place = start - first
+        drawn = (places >= place) & (places < place + size)
         # The draw is in the order of the data, so a stream reads forwards.
         ordered = jnp.sort(jnp.where(drawn, indices, LARGEST))
         mask = places < size
@@ -153,12 +154,16 @@ def _pieces(
         words = jax.random.bits(for_table, (bins, _WORDS), jnp.uint32)
         sizes = least + _fallen(words, jnp.asarray(tails))
         rest = examples - jnp.sum(sizes, dtype=jnp.int32)
-        chosen = bins_of(for_rest, 2 * slack + 2, bins)
-        chosen = jnp.where(jnp.arange(len(chosen), dtype=jnp.int32) < rest, chosen, -1)
+        most = 2 * slack + 2
+        chosen = bins_of(for_rest, most, bins)
+        is_rest = jnp.arange(most, dtype=jnp.int32) < rest
+        chosen = jnp.where(is_rest, chosen, -1)
+
         before = jnp.arange(bins, dtype=jnp.int32) < number
         start = jnp.sum(jnp.where(before, sizes, 0), dtype=jnp.int32)
         start += jnp.sum((chosen >= 0) & (chosen < number), dtype=jnp.int32)
-        return start, sizes[number] + jnp.sum(chosen == number, dtype=jnp.int32)
+        size = sizes[number] + jnp.sum(chosen == number, dtype=jnp.int32)
+        return start, size
 
     return piece
 
@@ -174,9 +179,12 @@ def poisson_table(mean: Fraction) -> tuple[int, np.ndarray]:
     below = [2**128]
     while below[-1] > 2**24 and len(below) <= mode:
         below.append(below[-1] * denominator * (mode + 1 - len(below)) // numerator)
+    least = mode + 1 - len(below)
     weights = np.array([*below[:0:-1], *above], object)
-    tails = np.cumsum(weights[:0:-1])[::-1] * 2 ** (32 * _WORDS) // weights.sum()
-    return mode + 1 - len(below), np.array([digits(tail, _WORDS) for tail in tails], np.uint32)
+    sums_of_larger = np.cumsum(weights[:0:-1])[::-1]
+    tails = sums_of_larger * 2 ** (32 * _WORDS) // weights.sum()
+    words = [digits(tail, _WORDS) for tail in tails]
+    return least, np.array(words, np.uint32)
 
 
 def _fallen(words: UInt[Array, "n words"], tails: UInt[Array, "m words"]) -> Int[Array, " n"]:

@@ -53,19 +53,22 @@ def norms(
     if choice.rule == "gram":
         # The sum comes from a second product, of the same rounded numbers.
         forms = [form_of(*entry.rounded()) for entry in entries]
-    outers = aligned([form for form in forms if form is not None])
+    known_forms = [form for form in forms if form is not None]
+    outers = aligned(known_forms)
     if choice.rule == "product" and outers is not None:
         x_squares, g_squares = _squared_lengths(outers[0])
         return jnp.sum(x_squares * g_squares, axis=(1, 2)), None
     if choice.rule == "rows" and outers is not None:
-        return _rounded_up(_row_norms(outers[0]), outers), None
+        squares = _row_norms(outers[0])
+        return _rounded_up(squares, outers), None
     if choice.rule == "gram" and outers is not None:
-        return _rounded_up(_gram_norms(outers), outers), None
+        squares = _gram_norms(outers)
+        return _rounded_up(squares, outers), None
     pieces = _instantiated_pieces(leaf, entries, forms, leaves, exact)
     squares = added([squared(gradients) for gradients in pieces.gradients])
     if choice.keep:
         return squares, pieces
-    return _rounded_up(squares, [form for form in forms if form is not None]), None
+    return _rounded_up(squares, known_forms), None
 
 
 def _instantiated_pieces(

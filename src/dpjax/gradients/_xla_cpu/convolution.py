@@ -6,7 +6,7 @@ cotangents that JAX writes to naive loops; forward convolutions stay fast. So bo
 written as forward convolutions. One of few input channels is slow too; it computes several
 neighbouring outputs together, as if they were channels.
 
-``tests/test_ghost_definition.py`` ("conv ...") tests values, norms and cotangents.
+``tests/test_ghost_definition.py`` ("conv ...") tests norms, ``tests/test_xla_cpu.py`` the values.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _neighbours(parameters: dict[str, Any], x: Array, kernel: Array) -> int:
     output_axis, channel_axis, *space = numbers.rhs_spec
     dilations = (*parameters["lhs_dilation"], *parameters["rhs_dilation"])
     groups = parameters["feature_group_count"] * parameters["batch_group_count"]
-    # Neighbours along the last axis, next to the channels: the outputs are in order already.
+    # With the channels last, neighbours along the last axis lie next to each other in memory.
     channels_last = numbers.out_spec[1] == x.ndim - 1 and numbers.out_spec[-1] == x.ndim - 2
     if not channels_last or x.dtype != jnp.float32 or {*dilations, groups} != {1}:
         return 1
