@@ -34,7 +34,7 @@ class LinkNoise(NamedTuple):
 
 
 class GaussianState(NamedTuple):
-    """What the next step of a noise link needs.
+    """The inputs of the next step of a noise link.
 
     Privacy: the key and the memory are secrets, which a checkpoint of this state holds. The scale
     follows from noised counts, and may be released.

@@ -11,8 +11,8 @@ mixture, over these coins, of epochs in which the example adds nothing to some s
 divergences are jointly convex.
 
 **Few examples** have words of their own: a uniform 64-bit word modulo $t$. The words beyond the
-last multiple of $t$ are no bin, so no bin is likelier than $1/t$. An example has such a word with
-probability below $2^{-64}\, t$, and then misses the epoch.
+last multiple of $t$ are not a bin, so no bin is likelier than $1/t$. An example has such a word
+with probability below $2^{-64}\, t$, and then misses the epoch.
 
 **Many examples** are put in a pseudo-random order, and bins are consecutive pieces of it, so a
 draw takes time of its batch. In a uniform order, examples have independent uniform bins if and only

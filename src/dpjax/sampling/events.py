@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sampler states of its batches: one description, from which its privacy event follows.
+"""A sampler describes its batches once, and its privacy event follows from this description.
 
 The description is plain JSON, `Sampler.facts`. Accounting reads it, privacy cards hold it, and
 `dpjax.verify` recomputes epsilon from it. So a new sampler describes itself here and nowhere else.
