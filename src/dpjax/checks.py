@@ -8,8 +8,10 @@ so NumPy and JAX scalars, and 3.0 for 3, mean the same everywhere.
 from __future__ import annotations
 
 import difflib
+import importlib
 import math
 from collections.abc import Collection
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
@@ -18,6 +20,7 @@ import numpy as np
 __all__ = [
     "Refused",
     "fraction",
+    "importable",
     "instance",
     "key",
     "not_negative",
@@ -166,3 +169,31 @@ def _expect(
     if not good:
         # Cut off, because a whole array in a message hides the sentence.
         raise error(f"{call}({name}={value!r:.100}): expected {expected}. {hint}".rstrip())
+
+
+# The extra of pyproject.toml that installs a module.
+_EXTRAS = MappingProxyType(
+    {
+        "PIL": "data",
+        "matplotlib.figure": "plots",
+        "pyarrow": "parquet",
+        "sklearn": "data",
+        "tensorflow_datasets": "tfds",
+    }
+)
+
+
+def importable(call: str, *modules: str) -> None:
+    """Refuses a call that needs modules which cannot be imported; one command installs all."""
+    reasons = {}
+    for module in modules:
+        try:
+            # Imported, not only found: an installed one may not fit this version of NumPy.
+            importlib.import_module(module)
+        except Exception as error:  # ImportError, or AttributeError of another NumPy
+            reasons[module] = str(error)
+    if reasons:
+        extras = ",".join(sorted({_EXTRAS[module] for module in reasons}))
+        raise ImportError(
+            f"{call}: {'; '.join(reasons.values())}. Run pip install -U 'dpjax[{extras}]'."
+        )

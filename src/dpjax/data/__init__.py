@@ -8,12 +8,14 @@ release that the accountant does not see.
 
 from dpjax._stream import RandomAccess, Stream
 from dpjax.data.dataset import Dataset, Split, hold_out, standardize
+from dpjax.data.encoding import Columns
 from dpjax.data.loading import NAMES, load, stream
 from dpjax.data.own_file import load_file
 from dpjax.data.tables import table
 
 __all__ = [
     "NAMES",
+    "Columns",
     "Dataset",
     "RandomAccess",
     "Split",

@@ -123,28 +123,27 @@ _KINDS: Mapping[str, Callable[..., Column | None]] = {
 }
 
 
-def declared(
-    columns: Mapping[str, Any] | str | os.PathLike[str], call: str, unit: str | None = None
-) -> dict[str, Column | None]:
-    """Reads the declarations of all columns but ``unit``; exactly one column is learnt.
+def declarations(
+    columns: Mapping[str, Any] | str | os.PathLike[str], call: str
+) -> Mapping[str, Any]:
+    """The declarations of a TOML file, or of its content."""
+    if isinstance(columns, Mapping):
+        return columns
+    try:
+        return tomllib.loads(Path(columns).read_text(encoding="utf-8-sig"))
+    except ValueError as error:  # TOML, or UTF-8
+        raise ValueError(f"{call}: {os.fspath(columns)}: expected TOML ({error}).") from error
 
-    ``columns`` is the path of a TOML file, or its content. A column that is not read is None.
-    """
-    if not isinstance(columns, Mapping):
-        call = f"{call}: {os.fspath(columns)}"
-        try:
-            columns = tomllib.loads(Path(columns).read_text(encoding="utf-8-sig"))
-        except ValueError as error:  # TOML, or UTF-8
-            raise ValueError(f"{call}: expected TOML ({error}).") from error
-    made = {
+
+def declared(
+    columns: Mapping[str, Any], call: str, unit: str | None = None
+) -> dict[str, Column | None]:
+    """How all columns but ``unit`` are read. A column that is not read is None."""
+    return {
         name: _declared(entries, f"{call}: [{name}]")
         for name, entries in columns.items()
         if name != unit
     }
-    learnt = [name for name, column in made.items() if column and column.learnt]
-    if len(learnt) != 1:
-        raise ValueError(f"{call}: got {learnt} to be learnt; expected one label or one target.")
-    return made
 
 
 def _declared(entries: Any, call: str) -> Column | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of files: ``.npz`` of images (or of their JPEG or PNG streams), ``.csv`` tables."""
+"""Readers of files: ``.npz`` of images (or of their JPEG or PNG streams), and tables."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
+from dpjax import checks
 from dpjax._files import read_arrays
 from dpjax.data.dataset import Dataset, Split, hold_out
+from dpjax.data.declared import text
 from dpjax.data.sources import Source
 
+_OF_ARROW = (".parquet", ".arrow", ".feather")
+_LISTED = 10  # faults of a table in one error
 _PARTS = ("train", "test")
 # The names of a part's arrays: Keras's, Keras's with encoded images, and MedMNIST's.
 _LAYOUTS = (("x_{}", "y_{}"), ("png_{}", "y_{}"), ("jpeg_{}", "y_{}"), ("{}_images", "{}_labels"))
@@ -43,16 +47,42 @@ def read(name: str, source: Source, path: Path) -> Dataset[Split]:
     raise ValueError(f"{call} holds {sorted(arrays)}; expected x_train, y_train, x_test, y_test.")
 
 
+def is_table(path: Path) -> bool:
+    """Whether the name of a file is that of a table."""
+    return path.suffix in (".csv", *_OF_ARROW)
+
+
 def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
-    """The names of the columns of a ``.csv``, and its rows as words."""
+    """The names of the columns of a table, and its rows as words."""
+    if path.suffix in _OF_ARROW:
+        header, rows = _read_arrow(path, call)
+    else:
+        header, rows = _read_csv(path, call)
+    header = distinct([name.strip() for name in header], call)
+    # A table without names loses its first row; pandas writes its index without a name.
+    if len(header) < 2 or "" in header or any(map(_is_number, header)):
+        raise ValueError(
+            f"{call}: expected the names of at least two columns: df.to_csv(path, index=False)."
+        )
+    faults = [
+        f"row {number} has {len(row)} of {len(header)} columns"
+        for number, row in enumerate(rows, 1)
+        if len(row) != len(header)
+    ]
+    if faults:
+        raise ValueError(listed(call, faults))
+    return header, rows
+
+
+def _read_csv(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        content = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{call}: expected a table of text in UTF-8 ({error}).") from error
-    first, _, _ = text.partition("\n")
+    first, _, _ = content.partition("\n")
     separator = max(",;\t", key=first.count)
     # `splitlines` ends a line at characters that a label may hold.
-    file = io.StringIO(text, newline="")
+    file = io.StringIO(content, newline="")
     lines: list[list[str]] = []
     try:
         # Otherwise an open quotation mark makes one label of all lines behind it.
@@ -63,16 +93,35 @@ def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
         what = f"{call}: row {len(lines)}: {error}; expected quotation marks in pairs."
         raise ValueError(what) from error
     header, *rows = lines or [[]]
-    header = distinct([name.strip() for name in header], call)
-    # A table without names loses its first row; pandas writes its index without a name.
-    if len(header) < 2 or "" in header or any(map(_is_number, header)):
-        raise ValueError(
-            f"{call}: expected the names of at least two columns: df.to_csv(path, index=False)."
-        )
-    for number, row in enumerate(rows, 1):
-        if len(row) != len(header):
-            raise ValueError(f"{call}: row {number} has {len(row)} of {len(header)} columns.")
     return header, rows
+
+
+def _read_arrow(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
+    checks.importable(call, "pyarrow")
+    import pyarrow
+    from pyarrow import feather, parquet
+
+    read = parquet.read_table
+    if path.suffix != ".parquet":
+        read = feather.read_table  # the file format of Arrow, under either name
+    try:
+        # A path that is missing is an OSError with its name, as for a `.csv`.
+        with open(path, "rb") as file:
+            table = read(file)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{call}: expected a table of Parquet or Arrow ({error}).") from error
+    columns = [map(text, column.to_pylist()) for column in table.columns]
+    return table.column_names, [list(row) for row in zip(*columns, strict=True)]
+
+
+def listed(call: str, faults: list[str]) -> str:
+    """The message of an error with the first ten faults of a table."""
+    if len(faults) == 1:
+        return f"{call}: {faults[0]}."
+    heading = f"{call}: {len(faults)} faults"
+    if len(faults) > _LISTED:
+        heading += f", of which these are the first {_LISTED}"
+    return "\n  ".join([f"{heading}:", *[f"{fault}." for fault in faults[:_LISTED]]])
 
 
 def distinct(header: list[str], call: str) -> list[str]:

@@ -1,26 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of private rows whose columns are declared: a ``.csv``, a frame, or lists by name.
-
-Cells are read as text, by rules of dpjax only: three readers of tables infer three types for one
-column. A cell that breaks its declaration is an error, and no row is left out.
-"""
+"""Tables of private rows whose columns are declared, as data sets; and guesses of their kinds."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from dpjax.data.dataset import Dataset, Split, units_held_out
-from dpjax.data.declared import GAPS, Column, date_of, declared, number_of, text
-from dpjax.data.files import distinct, read_table
+from dpjax.data.declared import GAPS, date_of, number_of
+from dpjax.data.encoding import (
+    Columns,
+    Table,
+    cells_of,
+    check_columns,
+    features_of,
+    inputs_of,
+    opened,
+    owner,
+    readers,
+    targets_of,
+)
+from dpjax.data.files import read_table
 from dpjax.types import HeldOut
-
-_Columns: TypeAlias = Mapping[str, Column | None]
 
 
 def table(
@@ -46,7 +52,9 @@ def table(
     and a further feature is 1. Without it, a gap is an error, or an other word.
 
     Args:
-      frame: The path of a ``.csv`` with a header; a frame of pandas or Polars; or lists by name.
+      frame: The path of a ``.csv`` with a header, or of a ``.parquet``, ``.arrow`` or ``.feather``
+        (``pip install 'dpjax[parquet]'``); a frame of pandas or Polars, or a table of Arrow; or
+        lists by name.
       columns: The path of a TOML file with a table for every column, as ``dpjax columns my.csv``
         drafts it; or such a mapping.
       unit: The column that names the person of each row. It is not a feature, and needs no
@@ -74,19 +82,26 @@ def table(
     """
     if test is not None and holdout is not None:
         raise ValueError("data.table: got test= and holdout=; expected one of the two.")
-    private = _opened(frame)
-    forms = declared(columns, "data.table", unit)
+    declared = Columns.read(columns, unit)
+    _, learnt = declared.learnt
+    forms = declared.forms
+    reads = readers(forms)
+    private = opened(frame, "data.table")
     expected = [*forms]
     if unit is not None:
         expected.append(unit)
-    _check_columns(private, expected)
-    owners = _owners(private, unit)
+        reads[unit] = owner
+    check_columns(private, expected)
+    cells = cells_of(private, reads)
+    owners = np.arange(len(private.columns[private.names[0]]))
+    if unit is not None:
+        owners = np.unique(cells[unit], return_inverse=True)[1]
     units = int(owners.max(initial=-1)) + 1
     if units < 2:
         raise ValueError(
             f"{private.call}: the table has {units} rows or persons; expected two or more."
         )
-    x, y = _numbers(private, forms)
+    x, y = _numbers(private, declared, cells)
     if test is None:
         held = units_held_out(private.call, units, holdout)
         in_test = np.isin(owners, held)
@@ -95,14 +110,12 @@ def table(
         kind = "rows" if unit is None else "persons"
         split = f"{len(held)} of {units} {kind} are held out for the test"
     else:
-        public = _opened(test)
-        _check_columns(public, forms, also=unit)
+        public = opened(test, "data.table")
+        check_columns(public, forms, allowed=[unit])
         in_test = np.zeros(len(owners), bool)
-        test_rows = _numbers(public, forms)
+        test_rows = _numbers(public, declared, cells_of(public, readers(forms)))
         held_out = HeldOut(public=True)
         split = "the test rows are public"
-    features = _features(forms)
-    (learnt,) = (form for form in forms.values() if form is not None and form.learnt)
     return Dataset(
         name=private.name,
         train=(x[~in_test], y[~in_test]),
@@ -110,20 +123,18 @@ def table(
         classes=len(learnt.values) or None,
         note=f"(values beyond their ranges are clipped; {split})",
         class_names=learnt.values,
-        columns=tuple(f"{name}{part}" for name, form in features.items() for part in form.parts),
+        columns=declared.features,
         owners=None if unit is None else np.unique(owners[~in_test], return_inverse=True)[1],
         target_range=learnt.span,
         held_out=held_out,
     )
 
 
-class _Table(NamedTuple):
-    """A table by column; ``call`` begins its errors."""
-
-    name: str
-    call: str
-    columns: Any  # indexed by the names
-    names: list[str]
+def _numbers(table: Table, declared: Columns, cells: Mapping[str, list[Any]]) -> Split:
+    """Inputs and targets, with a row for each row of the table."""
+    name, learnt = declared.learnt
+    x = inputs_of(table, features_of(declared.forms), cells)
+    return x, targets_of(learnt, cells[name])
 
 
 def kinds_of(path: Path, call: str) -> dict[str, str]:
@@ -144,74 +155,3 @@ def _kind_of(words: Collection[str]) -> str:
             _ = [read(word) for word in words if word.lower() not in GAPS]
             return kind
     return "category"
-
-
-def _opened(frame: Any) -> _Table:
-    """Reads the table of a path; frames and mappings stay as they are."""
-    name, call = "table", "data.table"
-    if isinstance(frame, str | os.PathLike):
-        path = Path(frame)
-        name = path.stem
-        call = f"data.table({os.fspath(frame)!r})"
-        header, rows = read_table(path, call)
-        frame = {column: [row[place] for row in rows] for place, column in enumerate(header)}
-    # A frame of pandas may have a name twice, and one of Polars iterates over its columns.
-    names = distinct(list(getattr(frame, "columns", frame)), call)
-    return _Table(name, call, frame, names)
-
-
-def _check_columns(table: _Table, expected: Collection[str], also: str | None = None) -> None:
-    """Refuses a table without one of the expected columns, or with one that is not declared."""
-    for name in expected:
-        if name not in table.names:
-            given = ", ".join(table.names)
-            raise ValueError(f"{table.call}: got columns {given}; expected {name!r} too.")
-    for name in table.names:
-        if name not in expected and name != also:
-            hint = 'With kind = "ignore" it is not read.'
-            raise ValueError(f"{table.call}: column {name!r} is not declared. {hint}")
-
-
-def _owners(table: _Table, unit: str | None) -> np.ndarray:
-    """The number of the person that each row belongs to; without ``unit`` each row has its own."""
-    if unit is None:
-        return np.arange(len(table.columns[table.names[0]]))
-    words = _cells(table, unit, _owner)
-    return np.unique(words, return_inverse=True)[1]
-
-
-def _features(forms: _Columns) -> dict[str, Column]:
-    """The columns that a model reads, in the order of their declarations."""
-    return {name: form for name, form in forms.items() if form is not None and not form.learnt}
-
-
-def _numbers(table: _Table, forms: _Columns) -> Split:
-    """Inputs and targets, with a row for each row of the table."""
-    read = {name: form for name, form in forms.items() if form is not None}
-    cells = {name: _cells(table, name, form.numbers) for name, form in read.items()}
-    (learnt,) = (name for name, form in read.items() if form.learnt)
-    targets = np.array(cells.pop(learnt), np.float32)
-    parts = [np.array(part, np.float32) for part in cells.values()]
-    if not len(targets):
-        raise ValueError(f"{table.call}: the table has 0 rows; expected one or more.")
-    x = np.concatenate(parts, axis=1)
-    if read[learnt].values:
-        return x, targets.argmax(axis=1).astype(np.int32)  # one-hot before
-    return x, targets[:, 0]
-
-
-def _cells(table: _Table, name: str, read: Callable[[str], Any]) -> list[Any]:
-    """Reads each cell of a column; an error names row, column and rule."""
-    cells = []
-    for row, cell in enumerate(table.columns[name], 1):
-        try:
-            cells.append(read(text(cell)))
-        except ValueError as fault:
-            raise ValueError(f"{table.call}: row {row}, column {name!r}: {fault}.") from None
-    return cells
-
-
-def _owner(word: str) -> str:
-    if word.lower() in GAPS:
-        raise ValueError("a gap; expected whose row it is")
-    return word
