@@ -25,6 +25,7 @@ __all__ = ["COMMANDS", "main", "run_command"]
 
 COMMANDS = {
     "train": "train a model with differential privacy and report on it",
+    "predict": "predict new rows with the released model of a run",
     "columns": "draft the declarations of a table's columns",
     "verify": "recompute the epsilon of a run from its privacy card",
     "report": "draw the figures and the page of a run's folder",

@@ -10,7 +10,7 @@ from dpjax._stream import RandomAccess, Stream
 from dpjax.data.dataset import Dataset, Split, hold_out, standardize
 from dpjax.data.encoding import Columns
 from dpjax.data.loading import NAMES, load, stream
-from dpjax.data.own_file import load_file
+from dpjax.data.own_file import load_file, load_inputs
 from dpjax.data.tables import table
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "hold_out",
     "load",
     "load_file",
+    "load_inputs",
     "standardize",
     "stream",
     "table",

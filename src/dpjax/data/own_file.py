@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from dpjax._arrays import native
 from dpjax._files import read_arrays
 from dpjax.data.dataset import Dataset, Split, units_held_out
 from dpjax.data.declared import GAPS
-from dpjax.data.files import column, floats, numbers, read_table, whole
+from dpjax.data.files import column, floats, is_table, numbers, read_table, whole
 from dpjax.types import HeldOut
 
 
@@ -32,6 +33,7 @@ def load_file(
     |---|---|
     | ``.npz`` | ``x_train``, ``y_train``, ``x_test``, ``y_test``; or ``x`` and ``y`` |
     | ``.csv`` | a header; numbers, and the label in the column ``label``, or else in the last |
+    | ``.parquet``, ``.arrow``, ``.feather`` | as a ``.csv`` (``pip install 'dpjax[parquet]'``) |
 
     Bytes of images, ``[examples, height, width]`` or with channels last, become float32 in [0, 1]
     with a channel axis; other whole numbers become int32, and other numbers float32. ``Label`` and
@@ -40,7 +42,7 @@ def load_file(
     refused.
 
     Args:
-      path: The file; its name ends in ``.npz`` or ``.csv``.
+      path: The file; its name ends as above.
       classes: The number of classes; by default the largest label and 1, or the number of words.
       label: The name of the column of labels in a ``.csv``, if it is another one.
       test: A public file of the same form with the rows for the test; then no row is held out.
@@ -105,6 +107,40 @@ def load_file(
     )
 
 
+def load_inputs(path: str | os.PathLike[str], columns: Sequence[str] = ()) -> np.ndarray:
+    r"""Loads the inputs of a file of your own, in the order of its rows; it needs no labels.
+
+    Args:
+      path: A file of `load_file`'s formats. Of an ``.npz`` the array ``x`` is read, or ``x_test``.
+      columns: The columns of a table, as `Dataset.columns` of the data set that was trained on has
+        them; other columns are not read.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> path = pathlib.Path(tempfile.mkdtemp(), "new.csv")
+      >>> _ = path.write_text("length,id,width\n1,a,2\n3,b,4\n")
+      >>> load_inputs(path, columns=("width", "length")).tolist()
+      [[2.0, 1.0], [4.0, 3.0]]
+    """
+    call = f"data.load_inputs({str(path)!r})"
+    path = Path(path)
+    if not is_table(path):
+        arrays = read_arrays(path, call)
+        for name in ("x", "x_test"):
+            if name in arrays:
+                return _inputs(arrays[name], call)
+        raise ValueError(f"{call}: the file holds {sorted(arrays)}; expected x.")
+    header, rows = read_table(path, call)
+    missing = [repr(name) for name in columns if name not in header]
+    if missing:
+        raise ValueError(
+            f"{call}: got columns {', '.join(header)}; expected {', '.join(missing)} too."
+        )
+    places = [header.index(name) for name in columns]
+    words = [[row[place] for place in places] for row in rows]
+    return _inputs(numbers(list(columns), words, call), call)
+
+
 class _File(NamedTuple):
     """The parts of a file, with labels as they are written; of a table also its columns."""
 
@@ -117,11 +153,11 @@ def _read(path: Path, label: str | None, call: str) -> _File:
     """The content of a file of either kind."""
     if not path.is_file():
         raise FileNotFoundError(f"{call}: there is no such file.")
-    if path.suffix == ".csv":
+    if is_table(path):
         return _table(path, label, call)
     if path.suffix == ".npz" and label is None:
         return _File(_arrays(path, call))
-    raise ValueError(f"{call}: expected a .csv, or an .npz without label=.")
+    raise ValueError(f"{call}: expected a .csv or .parquet, or an .npz without label=.")
 
 
 def _public(path: Path, own: _File) -> Split:
@@ -157,7 +193,7 @@ def _paired(x: np.ndarray, y: np.ndarray, call: str) -> Split:
 
 
 def _table(path: Path, label: str | None, call: str) -> _File:
-    """All rows of a ``.csv``."""
+    """All rows of a table."""
     header, rows = read_table(path, call)
     if label is not None and label not in header:
         raise ValueError(f"{call}: label={label!r}; expected one of {', '.join(header)}.")

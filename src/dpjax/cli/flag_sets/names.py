@@ -16,7 +16,7 @@ CURRICULA += ("linear-up", "quadratic-down", "quadratic-up", "logarithmic-up")
 
 def is_file(dataset: str) -> bool:
     """Whether the data set is a file of the user, rather than a name."""
-    return dataset.endswith((".npz", ".csv"))
+    return dataset.endswith((".npz", ".csv", ".parquet", ".arrow", ".feather"))
 
 
 def is_own(model: str) -> bool:

@@ -268,9 +268,12 @@ def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any]
         "dataset": f"{dataset.name} {dataset.note}".strip(),
         "model": given.model,
         "class_names": dict(enumerate(dataset.class_names)),
+        "classes": dataset.classes,
         "columns": list(dataset.columns),
         "started": before.get("started", time.strftime("%Y-%m-%d %H:%M:%S")),
     }
+    if given.columns:  # `dpjax predict` reads new rows by them
+        facts["declared"] = data.Columns.read(given.columns).declared
     facts = {name: fact for name, fact in facts.items() if fact}
 
     def describe(params: Any) -> None:

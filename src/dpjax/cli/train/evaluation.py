@@ -41,11 +41,7 @@ class Evaluation:
         last = dataset.examples - 1
         places = np.linspace(0, last, min(_SAMPLE, dataset.examples)).astype(int)
         self.sample = jax.tree.map(jnp.asarray, dataset.rows(places))
-
-        def outputs(params: Any, x: Any) -> Any:
-            return jax.lax.map(lambda x: model.apply({"params": params}, x), x, batch_size=500)
-
-        self.outputs = jax.jit(outputs)
+        self.outputs = jax.jit(functools.partial(outputs_of, model))
         self.bias = jax.jit(functools.partial(diagnostics.clipping_bias, loss, rule))
 
     def evaluate(self, state: Any) -> dict[str, Any]:
@@ -64,8 +60,8 @@ class Evaluation:
     def measured(self, outputs: Any, y: Any) -> dict[str, Any]:
         """The metrics of a classifier or a regression, by their names in the log."""
         if self.classes is None:
-            outputs = self.quantities(outputs)
-            y = self.quantities(y)
+            outputs = quantities(outputs, self.target_range)
+            y = quantities(y, self.target_range)
             names = ("rmse", "mae", "r2")
         else:
             names = ("accuracy", "nll", "balanced_accuracy")
@@ -82,14 +78,11 @@ class Evaluation:
         x, y = self.test
         outputs = self.outputs(params, x)
         if self.classes is None:
-            return {"targets": self.quantities(y), "predictions": self.quantities(outputs)}
+            return {
+                "targets": quantities(y, self.target_range),
+                "predictions": quantities(outputs, self.target_range),
+            }
         return {"labels": y, "probabilities": jax.nn.softmax(outputs)}
-
-    def quantities(self, values: Any) -> np.ndarray:
-        """Predictions or targets in the units of the file."""
-        values = np.asarray(values, np.float64).reshape(len(values))
-        low, high = self.target_range or (-1, 1)
-        return low + (values + 1) / 2 * (high - low)
 
     def write(self, folder: pathlib.Path, params: Any) -> None:
         """Writes parameters, test predictions and norms into the folder."""
@@ -101,6 +94,18 @@ class Evaluation:
             norms = self.bias(params, self.sample).norms
             with replacing(folder / "diagnostics.npz") as file:  # private: no noise protects norms
                 np.savez(file, norms=norms, bounds=self.rule.bounds)
+
+
+def outputs_of(model: nn.Module, params: Any, x: Any) -> Any:
+    """What the model returns for each row."""
+    return jax.lax.map(lambda row: model.apply({"params": params}, row), x, batch_size=500)
+
+
+def quantities(values: Any, target_range: tuple[float, float] | None) -> np.ndarray:
+    """Predictions or targets in the units of the file."""
+    values = np.asarray(values, np.float64).reshape(len(values))
+    low, high = target_range or (-1, 1)
+    return low + (values + 1) / 2 * (high - low)
 
 
 def first_parameters(model: Any, dataset: data.Dataset, params: bytes | None) -> Any:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pathlib
 import platform
@@ -12,9 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from absl import flags
 
 from dpjax._files import replace
 from dpjax._versions import version
+from dpjax.cli.flag_sets.train import FLAGS
 from dpjax.cli.report.figures import PLOTS
 from dpjax.training import forget
 
@@ -24,18 +27,32 @@ _WRITTEN = ["config.json", "evaluation.npz", "diagnostics.npz", "audit.json", "a
 _WRITTEN += ["report.html", *[f"figures/{plot.name}.png" for plot in PLOTS]]
 
 
-def describe(folder: pathlib.Path, flags: Mapping[str, Any], **facts: Any) -> None:
+def describe(folder: pathlib.Path, typed: Mapping[str, Any], **facts: Any) -> None:
     """Writes `config.json`, from which the command can be run and compared elsewhere."""
     names = ("dpjax", "jax", "flax", "optax", "dp-accounting", "numpy")
     device = jax.devices()[0]
     config = {
         "command": f"{sys.argv[0]} {shlex.join(sys.argv[1:])}".strip(),
-        "flags": dict(flags),
+        "flags": dict(typed),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
         "hardware": {"device": device.device_kind, "devices": jax.device_count()},
         **facts,
     }
-    replace(folder / "config.json", json.dumps(config, indent=2) + "\n", public=True)
+    # Declared dates are no JSON; as words they declare the same.
+    text = json.dumps(config, indent=2, default=str)
+    replace(folder / "config.json", f"{text}\n", public=True)
+
+
+def flags_of(config: Mapping[str, Any]) -> flags.FlagValues:
+    """The flags of a run, by value: a command line needs quotes around lists in options."""
+    if "flags" not in config:
+        raise ValueError("config.json holds no flags; expected the folder of a `dpjax train`.")
+    given = copy.deepcopy(FLAGS)
+    given(["train"])
+    for name, value in config["flags"].items():
+        if name in given:
+            given[name].value = value
+    return given
 
 
 def prepare(folder: pathlib.Path, *, overwrite: bool) -> None:
