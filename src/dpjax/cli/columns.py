@@ -16,12 +16,16 @@ _HEAD = """\
 # Drafted by `dpjax columns`. Kinds were guessed from the rows: a look at private data, and so a
 # release that no epsilon covers, as is every range or list that you read off the rows. Fill in
 # each "?" from public knowledge, such as a code book or the limits of a device.
-# A column that is no input, such as the number of a patient, has kind = "ignore".
+#
+# The kinds: number (low, high), category (values), date (since, days, format), label (values) and
+# target (low, high), of which one is learnt, and ignore, for a column that is not an input, such as
+# the number of a patient.
 """
 _FILL = '# fill = "?"  # what a gap counts as; without it a gap is an error'
 _DRAFTS = {
     "number": ('low = "?"', 'high = "?"', _FILL),
     "date": ('since = "?"', 'days = "?"', _FILL),
+    "date, day first": ('since = "?"', 'days = "?"', 'format = "%d.%m.%Y"', _FILL),
     "category": ('values = "?"', "# other = true  # a place for words that are not listed", _FILL),
     "label": ('values = "?"  # or kind = "target" with low and high, for a number',),
 }
@@ -38,4 +42,5 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     print(_HEAD)
     for name, kind in kinds.items():
         key = name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name)
-        print("\n".join([f"[{key}]", f'kind = "{kind}"', *_DRAFTS[kind], ""]))
+        word, _, _ = kind.partition(",")
+        print("\n".join([f"[{key}]", f'kind = "{word}"', *_DRAFTS[kind], ""]))

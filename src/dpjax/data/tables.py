@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -138,20 +139,38 @@ def _numbers(table: Table, declared: Columns, cells: Mapping[str, list[Any]]) ->
 
 
 def kinds_of(path: Path, call: str) -> dict[str, str]:
-    """A guess of the kind of each column of a ``.csv``, from its rows: no epsilon covers it."""
+    """A guess of the kind of each column of a file, from its rows: no epsilon covers it."""
     header, rows = read_table(path, call)
     # The label of `dpjax.data.load_file`.
     label = next((name for name in header if name.lower() == "label"), header[-1])
     kinds = {}
-    for name, *words in zip(header, *rows, strict=True):
-        kinds[name] = "label" if name == label else _kind_of({word.strip() for word in words})
+    for place, name in enumerate(header):
+        words = [row[place].strip() for row in rows]
+        kinds[name] = "label" if name == label else _kind_of(words)
     return kinds
 
 
 def _kind_of(words: Collection[str]) -> str:
-    """The first kind that all cells but gaps have."""
-    for kind, read in (("number", number_of), ("date", date_of)):
-        with contextlib.suppress(ValueError):
-            _ = [read(word) for word in words if word.lower() not in GAPS]
+    """The first kind that most cells have, of those without a gap."""
+    cells = [word for word in words if word.lower() not in GAPS]
+    for kind, read in _GUESSES.items():
+        if 2 * sum(_reads(read, cell) for cell in cells) > len(cells):
             return kind
     return "category"
+
+
+def _reads(read: Callable[[str], Any], word: str) -> bool:
+    try:
+        read(word)
+    except ValueError:
+        return False
+    return True
+
+
+_GUESSES: Mapping[str, Callable[[str], Any]] = MappingProxyType(
+    {
+        "number": number_of,
+        "date": date_of,
+        "date, day first": partial(date_of, form="%d.%m.%Y"),
+    }
+)
