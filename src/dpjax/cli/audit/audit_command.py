@@ -42,10 +42,12 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     if given.out is not None:
         out = pathlib.Path(given.out)
     try:
-        out.mkdir(parents=True, exist_ok=True)  # before the audits, which take minutes
-        rebuilt = rebuild(folder, given.data_dir)
-        require_test_rows(given, rebuilt.dataset)
-        lines = audit_run(given, rebuilt, out)
+        rebuilt = rebuild(folder, given.data_dir, given.dataset)
+        attacks = attacks_on(given, rebuilt)
+        require_test_rows(attacks, rebuilt.dataset)
+        # Before the audits, which take minutes, and after the data were found.
+        out.mkdir(parents=True, exist_ok=True)
+        lines = audit_run(given, rebuilt, out, attacks)
     except (OSError, ValueError) as error:
         raise app.UsageError(f"{folder}: {error}") from error
     print("\n".join(map(str, (HEAD, *lines))))
@@ -54,9 +56,22 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     conclude(lines, time.time() - began)
 
 
-def require_test_rows(given: flags.FlagValues, dataset: dpjax.data.Dataset) -> None:
+def attacks_on(given: flags.FlagValues, rebuilt: Rebuilt) -> list[str]:
+    """The attacks that are made; rows of a person are no independent members of a training."""
+    if not rebuilt.planned.persons:
+        return given.attacks
+    left_out = [name for name in given.attacks if name != "canaries"]
+    if left_out and given["attacks"].present:
+        raise app.UsageError(
+            f"--attacks={','.join(left_out)}: this run protects a {rebuilt.run.unit}; expected "
+            "canaries, which then are persons."
+        )
+    return ["canaries"]
+
+
+def require_test_rows(attacks: Sequence[str], dataset: dpjax.data.Dataset) -> None:
     """Refuses attacks on membership in a run that trained on all rows."""
-    need_test = [name for name in given.attacks if name != "canaries"]
+    need_test = [name for name in attacks if name != "canaries"]
     if need_test and not len(dataset.test[1]):
         raise app.UsageError(
             f"--attacks={','.join(need_test)}: the run has no test rows to compare training rows "
@@ -64,19 +79,22 @@ def require_test_rows(given: flags.FlagValues, dataset: dpjax.data.Dataset) -> N
         )
 
 
-def audit_run(given: flags.FlagValues, rebuilt: Rebuilt, out: pathlib.Path) -> list[Line]:
+def audit_run(
+    given: flags.FlagValues, rebuilt: Rebuilt, out: pathlib.Path, chosen: Sequence[str]
+) -> list[Line]:
     """Audits a run, and writes numbers and page into a folder."""
     run = rebuilt.run
-    name = "one step in which the row is drawn"
+    unit = "person" if rebuilt.planned.persons else "row"
+    name = f"one step in which the {unit} is drawn"
     if rebuilt.planned.mechanism.noise is not None:
         name = "first step of correlated noise"
     lines = [line_of_step(audit_step(rebuilt, given.pairs), run.delta, name)]
-    if "canaries" in given.attacks:
+    if "canaries" in chosen:
         lines.append(audit_canaries(rebuilt, given.canaries, given.steps))
     attacks = []
-    if "loss" in given.attacks:
+    if "loss" in chosen:
         attacks.append(attack_losses(rebuilt))
-    if "lira" in given.attacks:
+    if "lira" in chosen:
         attacks += attack_shadows(rebuilt, given.shadows)
     lines += [attack.line(run) for attack in attacks]
     facts = {

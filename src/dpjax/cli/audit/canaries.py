@@ -27,8 +27,7 @@ def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int) -> Line:
     if not 10 <= count < examples:
         raise app.UsageError(f"--canaries={count}: expected 10 or more, below the {examples} rows.")
     draw = np.random.default_rng(0)
-    classes = rebuilt.dataset.classes or 1
-    places, (x, y) = with_canaries(rebuilt.dataset.train, count, classes, draw)
+    places, rows = with_canaries(rebuilt.dataset, count, planned.persons, draw)
     members = draw.random(count) < 0.5
     known = draw.permutation(np.setdiff1d(np.arange(examples), places))[:_KNOWN]
     # The plan keeps all steps, although few run: correlated noise is designed for the whole run.
@@ -36,14 +35,14 @@ def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int) -> Line:
     mechanism = dataclasses.replace(planned.mechanism, sampling=sampler, preparation=(), before=())
     steps = min(steps, mechanism.steps)
     recording = auditing.recording(planned.optimizer)
-    algorithm = planned.algorithm(mechanism, (x, y), optimizer=recording)
+    algorithm = planned.algorithm(mechanism, rows, optimizer=recording)
     scores, _ = auditing.score_canaries(
         algorithm,
         algorithm.init(rebuilt.first, jax.random.key(0)),
         steps,
         planned.of_example,
-        (jnp.asarray(x[places]), jnp.asarray(y[places])),
-        (jnp.asarray(x[known]), jnp.asarray(y[known])),
+        jax.tree.map(lambda leaf: jnp.asarray(leaf[places]), rows),
+        jax.tree.map(lambda leaf: jnp.asarray(leaf[known]), rows),
         per_step=planned.per_step,
     )
     right, guesses = auditing.guess_members(scores, members, count // 5)
@@ -65,10 +64,14 @@ def curve_of(mechanism: dpjax.Mechanism, steps: int) -> tuple[Any, str]:
 
 
 def with_canaries(
-    rows: Any, count: int, classes: int, draw: np.random.Generator
-) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """The places of canaries among rows, and the rows with them."""
-    x, y = map(np.array, rows)
+    dataset: dpjax.data.Dataset, count: int, persons: bool, draw: np.random.Generator
+) -> tuple[np.ndarray, Any]:
+    """The places of canaries among rows or persons, and the data with them."""
+    if persons:
+        rows, real = jax.tree.map(np.array, dataset.train)
+    else:
+        rows = jax.tree.map(np.array, dataset.train)
+    x, y = rows
     places = draw.choice(len(x), count, replace=False)
     if np.issubdtype(x.dtype, np.integer):
         # White noise is not a token: each entry comes from the row of another canary.
@@ -76,9 +79,18 @@ def with_canaries(
     else:
         # White noise with a random label: its gradient is nearly orthogonal to all others.
         noise = draw.normal(size=(count, *x.shape[1:]))
+        if persons:
+            noise[:] = noise[:, :1]  # rows of a canary are equal, so their gradients add up
         replaced_norms = np.linalg.norm(x[places].reshape(count, -1), axis=1)
         noise_norms = np.linalg.norm(noise.reshape(count, -1), axis=1)
         lengths = replaced_norms / noise_norms
         x[places] = noise * lengths.reshape(-1, *[1] * (x.ndim - 1))
-    y[places] = draw.integers(0, classes, count)
-    return places, (x, y)
+    if dataset.classes is None:
+        labels = draw.choice([-1.0, 1.0], count)  # the ends of a target's range
+    else:
+        labels = draw.integers(0, dataset.classes, count)
+    y[places] = labels.reshape(-1, *[1] * (y.ndim - 1))
+    if persons:
+        real[places] = True
+        return places, (rows, real)
+    return places, rows

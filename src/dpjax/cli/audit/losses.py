@@ -48,6 +48,8 @@ class Attack(NamedTuple):
         """The AUROC of each class."""
         member_scores, other_scores = self.scores
         member_labels, other_labels = self.labels
+        if member_labels.dtype.kind == "f":  # targets are numbers
+            return {}
         areas = {}
         for label in np.unique(member_labels).tolist():
             members = member_scores[member_labels == label]
@@ -83,11 +85,16 @@ def attack_of(
 
 
 def log_odds(model: Any, params: Any, rows: Any) -> jax.Array:
-    """The log of how much likelier the model holds the label of each row than all others."""
+    """The log of how much likelier the model holds the label of each row than all others.
+
+    The score of a target is its negative squared error.
+    """
 
     def of_row(row: Any) -> jax.Array:
         x, y = row
         logits = model.apply({"params": params}, x)
+        if jnp.issubdtype(y.dtype, jnp.floating):
+            return -jnp.square(logits[0] - y)
         rest = jnp.where(jnp.arange(logits.size) == y, -jnp.inf, logits)
         return logits[y] - jax.nn.logsumexp(rest)
 

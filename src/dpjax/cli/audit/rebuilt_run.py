@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run, built again from the folder that `dpjax train` wrote, before and after training."""
 
+import dataclasses
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from absl import app
+import numpy as np
+from absl import app, flags
 
 import dpjax
+from dpjax.cli.flag_sets import names
 from dpjax.cli.report.load_run import SavedRun, read
-from dpjax.cli.train import inputs
+from dpjax.cli.train import inputs, run_files
 from dpjax.cli.train.command import Planned, plan
 from dpjax.cli.train.evaluation import first_parameters
-from dpjax.cli.train.run_files import MOMENTS, flags_of
+from dpjax.cli.train.run_files import MOMENTS
 from dpjax.training import released_params
+
+# The flags that name files of a run.
+_FILES = ("dataset", "test", "columns")
 
 
 class Rebuilt(NamedTuple):
@@ -26,20 +33,24 @@ class Rebuilt(NamedTuple):
     released: Any
 
 
-def rebuild(folder: pathlib.Path, data_dir: str | None = None) -> Rebuilt:
-    """Reads a run's folder and builds the run again; no folder records ``data_dir``."""
+def rebuild(
+    folder: pathlib.Path, data_dir: str | None = None, dataset: str | None = None
+) -> Rebuilt:
+    """Reads a run's folder and builds the run again; no folder records ``data_dir``.
+
+    ``dataset`` is where the data are now, if they are elsewhere.
+    """
     run = read(folder, arrays=False)
     if run.card is None or "flags" not in (run.config or {}):
         raise app.UsageError(f"{folder}: expected the folder of a finished `dpjax train`.")
-    given = flags_of(run.config or {})
-    # No file records which flags were typed, and with them how the number of steps was chosen.
-    given["steps"].value = sum(steps for _, steps in run.mechanism["multiplier_and_steps"])
-    given["steps"].present = 1
+    given = flags_of(run)
     given["data_dir"].value = data_dir
+    if dataset is not None:
+        given["dataset"].value = dataset
+    find_files(given, run.config or {})
     planned = plan(given)
-    # Canaries have labels, and a sampler of persons does not draw a single row.
-    if planned.dataset.classes is None or planned.dataset.owners is not None:
-        raise app.UsageError(f"{folder}: expected a classifier whose unit is one example.")
+    if planned.per_step is not None and planned.dataset.owners is not None:
+        raise app.UsageError(f"{folder}: --loss=composite is audited where the unit is one row.")
     if json.loads(json.dumps(planned.mechanism.facts)) != run.mechanism:
         raise app.UsageError(f"{folder}: expected the mechanism of run.json. Restore its data.")
     dataset = inputs.with_features(given, planned.dataset)
@@ -49,4 +60,57 @@ def rebuild(folder: pathlib.Path, data_dir: str | None = None) -> Rebuilt:
         moments = inputs.read_moments(folder / MOMENTS, planned.normalization)
     dataset = inputs.with_scale(given, dataset, moments)
     first = first_parameters(planned.model, dataset, planned.earlier)
-    return Rebuilt(run, planned, dataset, first, released_params(folder, first))
+    released = released_params(folder, first)
+    if dataset.owners is not None:
+        planned, dataset = of_persons(planned, dataset)
+    return Rebuilt(run, planned, dataset, first, released)
+
+
+def flags_of(run: SavedRun) -> flags.FlagValues:
+    """The flags of the run, with the number of its steps."""
+    given = run_files.flags_of(run.config or {})
+    # No file records which flags were typed, and with them how the number of steps was chosen.
+    given["steps"].value = sum(steps for _, steps in run.mechanism["multiplier_and_steps"])
+    given["steps"].present = 1
+    return given
+
+
+def find_files(given: flags.FlagValues, config: Mapping[str, Any]) -> None:
+    """Finds the files of a run here, or in the folder where the run was trained."""
+    if given.columns and "declared" in config:
+        given["columns"].value = config["declared"]
+    trained_in = config.get("trained_in", "")
+    for name in _FILES:
+        value = given[name].value
+        if not isinstance(value, str) or not names.is_file(value):
+            continue
+        there = pathlib.Path(trained_in, value)
+        if pathlib.Path(value).exists():
+            continue
+        if not there.exists():
+            raise app.UsageError(
+                f"the run's --{name} was {value} in {trained_in or 'an unknown folder'}, and no "
+                "such file is there or here. Give --dataset=FILE, or run in that folder."
+            )
+        given[name].value = str(there)
+
+
+def of_persons(planned: Planned, dataset: dpjax.data.Dataset) -> tuple[Planned, dpjax.data.Dataset]:
+    """The run in which all rows of a person, up to the most of a step, are one example.
+
+    Loss, clipping, noise and rates stay. Only the choice of rows in a step is not audited.
+    """
+    sampling = planned.mechanism.sampling
+    most = sampling.most_rows or 1
+    owners = np.asarray(dataset.owners)
+    rows = np.zeros((dataset.units, most), int)
+    real = np.zeros(rows.shape, bool)
+    for person in range(dataset.units):
+        places = np.flatnonzero(owners == person)[:most]
+        rows[person, : len(places)] = places
+        real[person, : len(places)] = True
+    x, y = dataset.train
+    units = dpjax.sampling.poisson(dataset.units, planned.mechanism.batch_size)
+    mechanism = dataclasses.replace(planned.mechanism, sampling=units, unit="")
+    stacked = dataset._replace(train=((x[rows], y[rows]), real), owners=None)
+    return planned._replace(mechanism=mechanism, persons=True), stacked

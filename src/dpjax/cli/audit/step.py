@@ -27,7 +27,7 @@ def audit_step(rebuilt: Rebuilt, pairs: int) -> auditing.Separation:
     mechanism = planned.mechanism
     last = dataset.examples - 1
     places = np.linspace(0, last, min(_MOST, dataset.examples)).astype(int)
-    rows = jax.tree.map(jnp.asarray, dataset.rows(places))
+    rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[places]), dataset.train)
     if planned.per_step is not None:
         rows = (*rows, jnp.zeros(len(places), jnp.int32))
     clipped = dpjax.clipped_grad(planned.of_example, mechanism.clipping)(rebuilt.first, rows)

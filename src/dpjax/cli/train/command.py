@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shlex
 import sys
@@ -58,6 +59,7 @@ class Planned(NamedTuple):
     per_epoch: int | None  # steps, for a loss that takes the epoch
     earlier: bytes | None  # parameters that an earlier run released
     budget: dpjax.ledger.Budget | None
+    persons: bool = False  # whether an example holds the rows of a person
 
     @property
     def per_step(self) -> Callable[[Any], Any] | None:
@@ -70,7 +72,10 @@ class Planned(NamedTuple):
     @property
     def of_example(self) -> Callable[..., Any]:
         """The loss of one example, as the step takes it."""
-        return losses.of(self.model, self.loss)
+        of_row = losses.of(self.model, self.loss)
+        if self.persons:
+            return losses.of_person(of_row)
+        return of_row
 
     def algorithm(self, mechanism: dpjax.Mechanism, rows: Any, **changes: Any) -> Any:
         """DP-SGD with this run's loss, and its optimizer unless another one is given."""
@@ -270,6 +275,7 @@ def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any]
         "class_names": dict(enumerate(dataset.class_names)),
         "classes": dataset.classes,
         "columns": list(dataset.columns),
+        "trained_in": os.getcwd(),
         "started": before.get("started", time.strftime("%Y-%m-%d %H:%M:%S")),
     }
     if given.columns:  # `dpjax predict` reads new rows by them
