@@ -162,11 +162,11 @@ def test_a_missing_matplotlib_is_found_before_the_work(monkeypatch):
     with pytest.raises(app.UsageError, match="or give --noreport"):
         command.run(parsed(), ["train"])
     with pytest.raises(
-        app.UsageError, match=r"cannot be imported \(.*pip install -U matplotlib\.$"
+        app.UsageError, match=r"cannot be imported \(.*pip install -U 'dpjax\[plots\]'\.$"
     ):
         audit.run(AUDIT_FLAGS, ["audit", "run"])
     with pytest.raises(
-        app.UsageError, match=r"cannot be imported \(.*pip install -U matplotlib\.$"
+        app.UsageError, match=r"cannot be imported \(.*pip install -U 'dpjax\[plots\]'\.$"
     ):
         compare.run(None, ["compare", "run"])
 

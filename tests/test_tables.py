@@ -2,9 +2,12 @@
 """Tables with declared columns: what each cell becomes, and ten kinds of fault."""
 
 import copy
+import csv
 import datetime
+import importlib
 import os
 import pathlib
+import pickle
 import random
 import re
 import subprocess
@@ -18,7 +21,7 @@ import pytest
 from absl import app
 from mutation import kills
 
-from dpjax import data
+from dpjax import data, training
 from dpjax.cli import columns as drafts
 from dpjax.cli.audit import audit_command, rebuilt_run
 from dpjax.cli.flag_sets import audit as audit_flags
@@ -522,3 +525,170 @@ def test_the_commands_of_the_page_lead_from_a_csv_to_a_statement(tmp_path):
     assert "on tumours (values beyond their ranges are clipped" in said
     assert "one example" in (tmp_path / "runs" / "tumours" / "statement.txt").read_text()
     assert "epsilon" in ran(verify)
+
+
+# --- rows without a label ---
+
+
+@kills(
+    "data/encoding.py",
+    "cells[name].append(read(text(cell)))",
+    "cells[name].insert(0, read(text(cell)))",
+)
+def test_new_rows_are_encoded_in_their_order_as_in_training():
+    rows = frame_of(rows_of(random.Random(7), 9))
+    rows["age"][2] = ""
+    rows["ward"][4] = "9"
+    columns = data.Columns.read(COLUMNS, unit="patient")
+    want = data.table(rows, COLUMNS, "patient", holdout=0)
+    np.testing.assert_array_equal(columns.encode(rows), want.train[0])
+    np.testing.assert_array_equal(columns.encode_targets(rows), want.train[1])
+    few = {name: rows[name] for name in reversed(HEADER) if name not in ("died", "note", "patient")}
+    np.testing.assert_array_equal(columns.encode(few), want.train[0])
+    assert (columns.features, columns.class_names) == (want.columns, ("no", "yes"))
+    again = pickle.loads(pickle.dumps(columns))
+    np.testing.assert_array_equal(again.encode(few), want.train[0])
+    with pytest.raises(ValueError, match=r"expected 'age', 'sex' too\.$"):
+        columns.encode({name: few[name] for name in few if name not in ("age", "sex")})
+
+
+def test_faults_of_a_table_come_ten_at_a_time_by_row():
+    rows = frame_of(rows_of(random.Random(8), 20))
+    rows["weight"][:8] = ["heavy"] * 8
+    rows["sex"][:4] = ["X"] * 4
+    rows["patient"][0] = ""
+    with pytest.raises(ValueError, match="13 faults, of which these are the first 10:") as raised:
+        data.table(rows, COLUMNS, "patient")
+    lines = str(raised.value).splitlines()[1:]
+    assert [line.split(",")[0] for line in lines] == [
+        f"  row {n}" for n in (1, 1, 1, 2, 2, 3, 3, 4, 4, 5)
+    ]
+    assert lines[2].endswith("column 'patient': a gap; expected whose row it is.")
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".feather"])
+def test_a_file_of_parquet_or_arrow_is_read_as_a_csv(tmp_path, suffix):
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = frame_of(rows_of(random.Random(9)))
+    want = data.table(rows, COLUMNS, "patient")
+    rows["age"] = [int(age) for age in rows["age"]]
+    rows["weight"] = [float(weight) for weight in rows["weight"]]
+    rows["seen"] = [datetime.date.fromisoformat(day) for day in rows["seen"]]
+    made = pyarrow.table(rows)
+    path = tmp_path / f"own{suffix}"
+    if suffix == ".parquet":
+        importlib.import_module("pyarrow.parquet").write_table(made, path)
+    else:
+        importlib.import_module("pyarrow.feather").write_feather(made, str(path))
+    for frame in (path, made):
+        found = data.table(frame, COLUMNS, "patient")
+        jax.tree.map(np.testing.assert_array_equal, both(found), both(want))
+    path.write_bytes(b"no table")
+    with pytest.raises(ValueError, match="expected a table of Parquet or Arrow"):
+        data.table(path, COLUMNS, "patient")
+
+
+def test_a_draft_follows_most_cells_and_knows_dates_with_the_day_first(tmp_path, capsys):
+    rows = rows_of(random.Random(10))
+    for row in rows:
+        row[5] = datetime.date.fromisoformat(row[5]).strftime("%d.%m.%Y")
+    rows[3][1] = "6o"
+    text = drafted(written(tmp_path / "own.csv", rows), capsys)
+    draft = tomllib.loads(text)
+    assert (draft["age"]["kind"], draft["seen"]["kind"]) == ("number", "date")
+    assert draft["seen"]["format"] == "%d.%m.%Y"
+    for kind in ("number", "category", "date", "label", "target", "ignore"):
+        assert f"{kind} (" in text or f"{kind}," in text, kind
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("declared", ["columns.toml", "target.toml"])
+def test_a_run_predicts_new_rows_in_another_process_without_its_declarations(folder, declared):
+    words = [
+        f"--columns={declared}",
+        "--dataset=own.csv",
+        "--steps=3",
+        "--model=linear",
+        "--noreport",
+    ]
+    words += [
+        "--batch_size=8",
+        "--out=run",
+        "--loss=huber" if "target" in declared else "--steps=3",
+    ]
+    run = [sys.executable, "-m", "dpjax"]
+    subprocess.run([*run, "train", *words], check=True, capture_output=True)
+    columns = data.Columns.read(declared)
+    frame = frame_of(rows_of(random.Random(11), 5))
+    frame["age"][1] = ""
+    frame["ward"][2] = "9"
+    learnt, _ = columns.learnt
+    few = {
+        name: frame[name] for name in reversed(HEADER) if name not in (learnt, "note", "patient")
+    }
+    written(folder / "new.csv", zip(*few.values(), strict=True), [*few])
+    (folder / declared).unlink()
+    done = subprocess.run(
+        [*run, "predict", "run", "new.csv"], check=True, capture_output=True, text=True
+    )
+    header, *lines = csv.reader(done.stdout.splitlines())
+    given = copy.deepcopy(FLAGS)
+    given(["train", "--model=linear"])
+    model = build.build_model(given, 2 if columns.class_names else 1)
+    x = columns.encode(few)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), x[0])["params"]
+    outputs = model.apply({"params": training.released_params(folder / "run", shapes)}, x)
+    if columns.class_names:
+        assert header == ["class", "probability_no", "probability_yes"]
+        want = jax.nn.softmax(outputs)
+        assert [line[0] for line in lines] == [
+            columns.class_names[n] for n in outputs.argmax(axis=1)
+        ]
+        np.testing.assert_allclose(np.array([line[1:] for line in lines], float), want, rtol=1e-4)
+    else:
+        want = 20 + (np.asarray(outputs, float) + 1) / 2 * 200
+        np.testing.assert_allclose(np.array(lines, float), want, rtol=1e-4)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--unit_column=patient --dataset=visits.csv --most_rows=2",
+        "--columns=target.toml --loss=huber",
+    ],
+)
+def test_persons_and_regressions_are_audited_from_elsewhere(folder, words, monkeypatch, capsys):
+    run = [sys.executable, "-m", "dpjax"]
+    few = [
+        "--columns=columns.toml",
+        "--dataset=own.csv",
+        "--steps=3",
+        "--model=linear",
+        "--noreport",
+    ]
+    subprocess.run(
+        [*run, "train", *few, "--batch_size=8", "--out=run", *words.split()],
+        check=True,
+        capture_output=True,
+    )
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    given = copy.deepcopy(audit_flags.FLAGS)
+    given(["audit", "--canaries=10", "--steps=3", "--pairs=50", "--out=audit"])
+    audit_command.run(given, ["audit", "../run"])
+    assert "No audit contradicts its claim" in capsys.readouterr().out
+    assert (elsewhere / "audit" / "audit.json").exists()
+    for name in ("own.csv", "visits.csv"):
+        (folder / name).rename(elsewhere / f"moved_{name}")
+    given["out"].value = "again"
+    with pytest.raises(
+        app.UsageError, match=rf"in {re.escape(str(folder))}, .* Give --dataset=FILE"
+    ):
+        audit_command.run(given, ["audit", "../run"])
+    assert not (elsewhere / "again").exists()
+    name = "visits.csv" if "visits" in words else "own.csv"
+    assert rebuilt_run.rebuild(
+        folder / "run", dataset=f"moved_{name}"
+    ).dataset.examples == 48 - 24 * ("visits" in words)

@@ -183,7 +183,7 @@ _EXTRAS = MappingProxyType(
 )
 
 
-def importable(call: str, *modules: str) -> None:
+def importable(call: str, *modules: str, otherwise: str = "") -> None:
     """Refuses a call that needs modules which cannot be imported; one command installs all."""
     reasons = {}
     for module in modules:
@@ -195,5 +195,6 @@ def importable(call: str, *modules: str) -> None:
     if reasons:
         extras = ",".join(sorted({_EXTRAS[module] for module in reasons}))
         raise ImportError(
-            f"{call}: {'; '.join(reasons.values())}. Run pip install -U 'dpjax[{extras}]'."
+            f"{call}: {' and '.join(reasons)} cannot be imported ({'; '.join(reasons.values())}). "
+            f"Run pip install -U 'dpjax[{extras}]'{otherwise}."
         )

@@ -16,7 +16,7 @@ from absl import app, flags
 from dpjax._display import duration
 from dpjax._files import replace
 from dpjax._rounding import three_digits, upwards
-from dpjax.cli.flag_checks import require_matplotlib
+from dpjax.cli.flag_checks import require
 from dpjax.cli.report import style
 from dpjax.cli.report.figures import RELEASED, note_of, of_what_was_released
 from dpjax.cli.report.load_run import Missing, SavedRun, protects, read, stated_at
@@ -32,6 +32,9 @@ from dpjax.cli.report.measures import (
 COLUMNS = ("of", "steps", "epsilon", "delta", "time of one", "protects")
 
 
+_LONGEST = 40  # characters of the flags that name a row; the folder names other rows
+
+
 class RunGroup(NamedTuple):
     """Runs with equal flags but for seed and folder."""
 
@@ -41,7 +44,7 @@ class RunGroup(NamedTuple):
 
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Prints the table of the runs that the command line names, and draws their plots."""
-    require_matplotlib()
+    require("dpjax compare", "matplotlib.figure")
     runs = []
     # One folder under two names, as a1 and a1/, is one run.
     folders = {pathlib.Path(folder).resolve(): folder for folder in argv[1:]}
@@ -55,6 +58,8 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     print(f"{table(groups_of(runs))}\n{guess(runs)}")
     print(f"Each epsilon is the price of one run alone. {price(runs)}")
     out = pathlib.Path(given.out)
+    if out.is_dir() or not out.suffix:
+        out = out / "comparison.png"
     plot(runs, out)
     print(f"Wrote {out}")
 
@@ -85,8 +90,18 @@ def groups_of(runs: Iterable[SavedRun]) -> list[RunGroup]:
     groups = []
     for setting, group in zip(settings, members.values(), strict=True):
         words = ", ".join(f"{name}={setting[name]}" for name in varied if name in setting)
-        groups.append(RunGroup(words or str(group[0].path), group))
+        if not words or len(words) > _LONGEST:
+            words = _short_name(group)
+        groups.append(RunGroup(words, group))
     return groups
+
+
+def _short_name(group: Sequence[SavedRun]) -> str:
+    """The folder of the first run of a group, and how many others the group has."""
+    name = str(group[0].path)
+    if len(group) > 1:
+        name += f" and {len(group) - 1} more"
+    return name
 
 
 def flags_of(run: SavedRun) -> dict[str, Any]:

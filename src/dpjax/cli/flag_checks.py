@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A check before data are read or privacy is spent: can figures be drawn?"""
+"""A check before data are read or privacy is spent: are all packages there?"""
 
 from __future__ import annotations
 
-import importlib
-
 from absl import app
 
+from dpjax import checks
 
-def require_matplotlib(otherwise: str = "") -> None:
-    """Refuses a command whose figures could not be drawn, before its work rather than after it."""
+
+def require(call: str, *modules: str, otherwise: str = "") -> None:
+    """Refuses a command that lacks packages, before its work rather than after it."""
     try:
-        # Imported, not only found: an installed one may not fit this version of NumPy.
-        importlib.import_module("matplotlib.figure")
-    except Exception as error:  # ImportError, or AttributeError of another NumPy
-        raise app.UsageError(
-            f"Matplotlib cannot be imported ({error}). Run pip install -U matplotlib{otherwise}."
-        ) from error
+        checks.importable(call, *modules, otherwise=otherwise)
+    except ImportError as error:
+        raise app.UsageError(str(error)) from error

@@ -219,6 +219,7 @@ def _pixels(arrays: Mapping[str, np.ndarray], images: str, part: str, call: str)
     x = arrays[images.format(part)]
     if images not in ("png_{}", "jpeg_{}"):
         return x
+    checks.importable(call, "PIL")
     from PIL import Image
 
     buffer = x.tobytes()

@@ -133,6 +133,7 @@ def _source(name: str, asked: str) -> Source:
 
 
 def _digits() -> Dataset[Split]:
+    checks.importable("data.load('digits')", "sklearn")
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)

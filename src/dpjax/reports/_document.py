@@ -21,6 +21,10 @@ COLUMN = 16
 """The column in which values begin."""
 
 
+PAPER = "in a paper"
+"""The label of the one row whose value is a paragraph."""
+
+
 class Row(NamedTuple):
     """A label, and the lines of its value."""
 
@@ -74,7 +78,7 @@ def html_of(document: Document) -> str:
     """The HTML of a statement, without its title; it has all words of the text."""
     parts = [f"<p>{escape(' '.join(document.verdict))}</p>"]
     for table in document.tables:
-        pairs = [(entry.label, "\n".join(entry.lines)) for entry in table]
+        pairs = [(entry.label, _set(entry)) for entry in table]
         parts.append(_display.table("", pairs))
     if document.not_covered:
         items = [f"<li>{escape(words)}</li>" for words in document.not_covered]
@@ -87,6 +91,13 @@ def html_of(document: Document) -> str:
             f"<pre>{escape(document.references)}</pre></details>"
         )
     return html
+
+
+def _set(entry: Row) -> str:
+    """The value of a row; a paragraph is broken by the page that shows it."""
+    if entry.label == PAPER:
+        return " ".join(entry.lines)
+    return "\n".join(entry.lines)
 
 
 def _indented(entry: Row) -> Iterator[str]:

@@ -17,7 +17,7 @@ from dpjax._versions import version
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism
 from dpjax.reports._claim import Claim, claim_of, not_covered
-from dpjax.reports._document import COLUMN, Document, Row, html_of, read, row, text_of
+from dpjax.reports._document import COLUMN, PAPER, Document, Row, html_of, read, row, text_of
 from dpjax.reports._facts import facts_of, neighbours_of, range_of
 from dpjax.reports._references import references
 from dpjax.types import HeldOut
@@ -222,7 +222,7 @@ def _for_a_paper(claim: Claim) -> Row:
     )
     if claim.supplied:
         words += f" {SUPPLIED}"
-    return row("in a paper", *textwrap.wrap(words, _WIDTH - COLUMN, break_on_hyphens=False))
+    return row(PAPER, *textwrap.wrap(words, _WIDTH - COLUMN, break_on_hyphens=False))
 
 
 def _never_covered(unit: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import pathlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,12 +27,14 @@ LOOSE = 0.01
 # dp-accounting cuts 1e-15 off the distribution of each different step.
 SMALLEST_DELTA = 1e-12
 _USAGE = """\
-usage: dpjax verify RUN, with a run's folder or its privacy.json
+usage: dpjax verify RUN, with a run's folder or its privacy.json, or a folder of runs
 
 Recomputes the epsilon of each method on the card, and how many true positives a membership attack
 can have, from the facts of the card, without dpjax.
-A line begins with what was checked and ends with the verdict. The exit status is 0 if all claims
-hold, and 1 if one does not, or the card makes none, must not be published or cannot be read."""
+A line begins with what was checked and ends with the verdict. The headline, which is the smallest
+bound on the card, comes first. In a folder of runs each run has its lines. The exit status is 0 if
+all claims hold, and 1 if one does not, or a card makes none, must not be published or cannot be
+read."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -47,16 +50,34 @@ def main(words: Sequence[str] | None = None) -> int:
     if len(words) != 1 or words[0].startswith("-"):
         print(_USAGE)
         return 2
-    path = pathlib.Path(words[0])
-    if path.is_dir():
-        path = path / "privacy.json"
+    runs = cards_in(pathlib.Path(words[0]))
+    statuses = []
+    for path in runs:
+        if len(runs) > 1:
+            print(f"{path.parent}:")
+        statuses.append(verified(path, words[0] if len(runs) == 1 else str(path.parent)))
+    return max(statuses)
+
+
+def cards_in(path: pathlib.Path) -> list[pathlib.Path]:
+    """The card that a path names, or the cards of the runs in a folder."""
+    if not path.is_dir():
+        return [path]
+    card = path / "privacy.json"
+    if card.exists():
+        return [card]
+    return sorted(path.glob("*/privacy.json")) or [card]
+
+
+def verified(path: pathlib.Path, name: str) -> int:
+    """Prints a verdict for each claim of a card, and returns its exit status."""
     logger = logging.get_absl_logger()
     before = logger.level
     logger.setLevel("CRITICAL")  # the library reports orders that do not converge
     try:
         verdicts = list(findings(load(path)))
     except Unreadable as reason:
-        print(f"{words[0]}: {reason}", file=sys.stderr)
+        print(f"{name}: {reason}", file=sys.stderr)
         return 1
     finally:
         logger.setLevel(before)
@@ -86,7 +107,9 @@ def parsed(path: pathlib.Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise Unreadable("no such file; expected a run's folder or card.") from None
+        raise Unreadable(
+            "no such file; expected a run's folder or card, or a folder of runs."
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise Unreadable(f"{path.name} is not JSON ({error}).") from None
     if not isinstance(value, dict):
@@ -123,7 +146,8 @@ def claims(card: Card) -> Iterator[tuple[bool, str]]:
     exact, deltas = recomputed(card, bounds)
     # A proof by any accountant holds for every claim, so claims are compared with the smallest.
     smallest, best = min((value, name) for name, value in exact.items())
-    for name, value in bounds.items():
+    # The headline of a statement is the smallest bound, so it comes first.
+    for name, value in sorted(bounds.items(), key=operator.itemgetter(1)):
         verdict = verdict_of(value, smallest, exact.get(name, math.inf), card.delta)
         yield (
             verdict == "holds",

@@ -19,7 +19,7 @@ from dpjax.cli.audit.losses import Attack, attack_losses
 from dpjax.cli.audit.rebuilt_run import Rebuilt, rebuild
 from dpjax.cli.audit.shadows import attack_shadows
 from dpjax.cli.audit.step import audit_step, line_of_step
-from dpjax.cli.flag_checks import require_matplotlib
+from dpjax.cli.flag_checks import require
 from dpjax.cli.report.figures import PRIVATE
 from dpjax.cli.report.load_run import SavedRun
 
@@ -30,7 +30,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Audits the run that the command line names."""
     if len(argv) != 2:
         raise app.UsageError("expected the folder of one run: dpjax audit runs/demo")
-    require_matplotlib()
+    require("dpjax audit", "matplotlib.figure")
     logging.set_verbosity(logging.ERROR)  # nothing is released, so public seeds need no warning
     unknown = set(given.attacks) - set(ATTACKS)
     if unknown:

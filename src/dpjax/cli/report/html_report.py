@@ -14,10 +14,11 @@ from absl import app, flags
 from dpjax import _display
 from dpjax._files import replace
 from dpjax._rounding import three_digits, upwards
+from dpjax.cli.flag_checks import require
 from dpjax.cli.report.figures import PLOTS, RELEASED, Plot, note_of
 from dpjax.cli.report.load_run import Missing, SavedRun, read, speed_of
 from dpjax.cli.report.measures import MEASURES, first_and_guess, measured, shown
-from dpjax.cli.report.page import page, section, table
+from dpjax.cli.report.page import page, section, set_text, table
 from dpjax.cli.report.style import WIDTH, canvas, png, style, svg
 from dpjax.reports.statement import SUPPLIED, Statement
 
@@ -38,6 +39,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Writes a page into each folder that the command line names."""
     if not argv[1:]:
         raise app.UsageError("expected the folder of a run: dpjax report runs/demo")
+    require("dpjax report", "matplotlib.figure")
     for folder in argv[1:]:
         try:
             print(f"To look at: {report(folder)}")
@@ -189,9 +191,9 @@ def _promise(run: SavedRun) -> Iterator[str]:
     else:
         yield section(note, Statement(run.statement).html)
     if run.board is not None:
-        note = "<h3>Statement for a board</h3><p>The promise in plain words: board.txt.</p>"
         _, _, words = run.board.partition("\n")  # after the title
-        yield section(note, f"<pre>{escape(words.strip())}</pre>")
+        note = "<h3>Statement for a board</h3><p>The promise in plain words: board.txt.</p>"
+        yield section(note, "\n".join(set_text(words.strip("\n"))))
     yield f'<h2>What happened</h2>\n<p class="aside">{_SEEN_BY}</p>'
     if run.evaluation is not None or run.diagnostics is not None:
         yield f'<p class="aside">{_PARAMETERS}</p>'

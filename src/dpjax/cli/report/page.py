@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
@@ -45,6 +46,28 @@ def table(rows: Mapping[str, Any], kind: str = "facts") -> str:
         for name, entry in rows.items()
     )
     return f'<table class="{kind}"><tbody>{"".join(lines)}</tbody></table>'
+
+
+def set_text(text: str) -> Iterator[str]:
+    """Indented text as HTML: headings, and under them paragraphs, lists and tables."""
+    for block in re.split(r"\n\s*\n", text.strip("\n")):
+        lines = [line.strip() for line in block.splitlines()]
+        rows = [re.split(r" {2,}", line) for line in lines]
+        if not block.startswith(" "):
+            yield f"<h4>{escape(block)}</h4>"
+        elif lines[0].startswith("- "):
+            items = [f"<li>{escape(line.removeprefix('- '))}</li>" for line in lines]
+            yield f"<ul>{''.join(items)}</ul>"
+        elif all(len(row) > 1 for row in rows):
+            yield f'<table class="columns">{"".join(map(_row, rows))}</table>'
+        else:
+            yield f"<p>{escape(' '.join(lines))}</p>"
+
+
+def _row(cells: Sequence[str]) -> str:
+    """A row of a table whose cells are numbers, or the names of its columns."""
+    tag = "td" if any("%" in cell for cell in cells) else "th"
+    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def _variables(colors: Mapping[str, str]) -> str:

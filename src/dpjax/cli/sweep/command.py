@@ -24,7 +24,7 @@ from dpjax._files import held, read_json, replace, strict
 from dpjax._rounding import three_digits, upwards
 from dpjax.checks import Refused
 from dpjax.cli.compare import plot
-from dpjax.cli.flag_checks import require_matplotlib
+from dpjax.cli.flag_checks import require
 from dpjax.cli.flag_sets import presets
 from dpjax.cli.flag_sets.train import FLAGS
 from dpjax.cli.report.figures import RELEASED
@@ -47,7 +47,7 @@ _ELSEWHERE = ("jobs", "out", "plot")  # flags of the same search
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Runs the search that the flags describe."""
     if given.plot:
-        require_matplotlib(", or give --noplot")
+        require("dpjax sweep", "matplotlib.figure", otherwise=", or give --noplot")
     jax.config.update("jax_platforms", "cpu")  # leaves the accelerator to the runs
     # SIGTERM ends a search as Ctrl-C does: its children stop, and save.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

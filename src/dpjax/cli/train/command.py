@@ -24,7 +24,7 @@ from dpjax._display import duration
 from dpjax._files import read_json
 from dpjax._rounding import three_digits, upwards
 from dpjax.cli import compilation_cache
-from dpjax.cli.flag_checks import require_matplotlib
+from dpjax.cli.flag_checks import require
 from dpjax.cli.flag_sets import names, presets
 from dpjax.cli.flag_sets.train import settings
 from dpjax.cli.machine_flags import meet, mesh_in_force
@@ -86,8 +86,7 @@ class Planned(NamedTuple):
 def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     """Trains a model; a refusal of the ledger ends the process with its message."""
     presets.apply(given)
-    if given.report:
-        require_matplotlib(", or give --noreport")
+    require_extras(given)
     compilation_cache.switch_on()
     try:
         with mesh_in_force(given.mesh, meet(given)):
@@ -99,6 +98,18 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         )
     except OSError as error:
         sys.exit(str(error))
+
+
+def require_extras(given: flags.FlagValues) -> None:
+    """Refuses a run that lacks packages; one command installs all of them."""
+    modules = []
+    otherwise = ""
+    if given.dataset == "digits":
+        modules.append("sklearn")
+    if given.report:
+        modules.append("matplotlib.figure")
+        otherwise = ", or give --noreport"
+    require("dpjax train", *modules, otherwise=otherwise)
 
 
 def plan(given: flags.FlagValues) -> Planned:
