@@ -32,6 +32,7 @@ from dpjax.cli.audit import losses as audit_losses
 from dpjax.cli.flag_sets import names
 from dpjax.cli.flag_sets.audit import FLAGS as AUDIT_FLAGS
 from dpjax.cli.flag_sets.train import FLAGS, settings
+from dpjax.cli.report import html_report
 from dpjax.cli.train import build, command, evaluation, inputs
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -162,13 +163,20 @@ def test_a_missing_matplotlib_is_found_before_the_work(monkeypatch):
     with pytest.raises(app.UsageError, match="or give --noreport"):
         command.run(parsed(), ["train"])
     with pytest.raises(
-        app.UsageError, match=r"cannot be imported \(.*pip install -U 'dpjax\[plots\]'\.$"
+        app.UsageError, match=r"cannot be imported \(.*pip install -U matplotlib\.$"
     ):
         audit.run(AUDIT_FLAGS, ["audit", "run"])
     with pytest.raises(
-        app.UsageError, match=r"cannot be imported \(.*pip install -U 'dpjax\[plots\]'\.$"
+        app.UsageError, match=r"cannot be imported \(.*pip install -U matplotlib\.$"
     ):
         compare.run(None, ["compare", "run"])
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(app.UsageError, match="pip install -U scikit-learn matplotlib, or give --n"):
+        command.run(parsed("--dataset=digits"), ["train"])
+    with pytest.raises(ImportError, match=r"'digits'\).* pip install -U scikit-learn\.$"):
+        data.load("digits")
+    with pytest.raises(app.UsageError, match="dpjax report: matplotlib cannot be imported"):
+        html_report.run(None, ["report", "run"])
 
 
 @pytest.fixture
@@ -464,7 +472,7 @@ def test_a_run_is_audited_beside_its_claims(name, workshop, tmp_path, monkeypatc
     given = copy.deepcopy(AUDIT_FLAGS)
     given(["audit", "--steps=2", "--pairs=8", "--canaries=20", "--attacks=canaries,lira"])
     given["shadows"].value = 4
-    step, canaries, *ratios = audit_command.audit_run(given, rebuilt, tmp_path)
+    step, canaries, *ratios = audit_command.audit_run(given, rebuilt, tmp_path, given.attacks)
     assert "2 steps" in canaries.measured
     claimed, part = rebuilt.run.epsilon, rebuilt.planned.mechanism
     if name == "white":
@@ -490,14 +498,28 @@ def test_a_run_is_audited_beside_its_claims(name, workshop, tmp_path, monkeypatc
 def test_canaries_are_noise_or_known_tokens():
     """White noise in the place of tokens would be no tokens, and every loss NaN."""
     draw, x = np.random.default_rng(0), np.ones((40, 2, 2), np.float32)
-    places, (noisy, _) = audit_canaries.with_canaries((x, np.zeros(40, int)), 10, 3, draw)
+
+    def of(x):
+        part = (x, np.zeros(40, int))
+        return data.Dataset("own", part, part, 3)
+
+    places, (noisy, _) = audit_canaries.with_canaries(of(x), 10, False, draw)
     np.testing.assert_allclose(np.linalg.norm(noisy, axis=(1, 2)), 2, rtol=1e-6)
     others = np.setdiff1d(np.arange(40), places)
     np.testing.assert_array_equal(noisy[others], 1)
     tokens = (np.arange(160).reshape(40, 4) % 9).astype(np.int32)
-    places, (mixed, labels) = audit_canaries.with_canaries((tokens, np.zeros(40, int)), 10, 3, draw)
+    places, (mixed, labels) = audit_canaries.with_canaries(of(tokens), 10, False, draw)
     assert sorted(mixed[places].ravel()) == sorted(tokens[places].ravel())
     assert {*labels} <= {0, 1, 2}
+    targets = (x, np.zeros(40, np.float32))
+    numbers = data.Dataset("own", targets, targets, None)
+    places, (_, ends) = audit_canaries.with_canaries(numbers, 10, False, draw)
+    assert {*ends[places]} == {-1, 1}
+    people = numbers._replace(train=((x, np.zeros((40, 2), np.float32)), np.zeros((40, 2), bool)))
+    places, ((noisy, ends), real) = audit_canaries.with_canaries(people, 10, True, draw)
+    np.testing.assert_array_equal(noisy[places, 0], noisy[places, 1])
+    np.testing.assert_array_equal(ends[places, 0], ends[places, 1])
+    assert real.sum() == real[places].sum() == 20
 
 
 def test_the_losses_of_sure_rows_are_no_ties():
@@ -525,10 +547,10 @@ def test_losses_of_another_distribution_are_no_verdict(tmp_path, monkeypatch, ca
     monkeypatch.setattr(audit_command, "attack_losses", lambda *_: attack)
     card = {"true_positive_rates": [[at, 2.718 * at] for at in auditing.membership.RATES]}
     run = types.SimpleNamespace(delta=1e-3, epsilon=1.0, path=tmp_path, card=card)
-    plan = types.SimpleNamespace(mechanism=mechanism_with())
+    plan = types.SimpleNamespace(mechanism=mechanism_with(), persons=False)
     rebuilt = types.SimpleNamespace(run=run, planned=plan)
     given = types.SimpleNamespace(pairs=8, canaries=20, steps=2, attacks=audit_command.ATTACKS[:2])
-    lines = audit_command.audit_run(given, rebuilt, tmp_path)
+    lines = audit_command.audit_run(given, rebuilt, tmp_path, given.attacks)
     assert lines[-1].bound > lines[-1].claimed
     assert audit_lines.ASSUMED in lines[-1].measured
     assert "of at most 0.3% at 0.1%" in lines[-1].measured

@@ -154,6 +154,17 @@ def test_groups_are_named_by_the_flags_in_which_they_differ(tmp_path):
     assert groups == {"optimizer=adam": 2, "optimizer=sgd": 1, **dict.fromkeys(others, 1)}
 
 
+def test_plots_go_into_a_folder_and_long_flags_give_way_to_the_folder(tmp_path, capsys):
+    widths = [str(width) for width in range(100, 130)]
+    runs = [write(tmp_path / name, [0.5], {"hidden": widths[n:]}) for n, name in enumerate("ab")]
+    run(tmp_path / "plots", *runs)
+    assert (tmp_path / "plots" / "comparison.png").exists()
+    run(tmp_path / "plots", *runs)
+    out = capsys.readouterr().out
+    assert "hidden" not in out
+    assert f"\n{runs[0]}  " in out
+
+
 def test_steps_without_a_finite_epsilon_are_not_drawn(tmp_path):
     def curve(*epsilons):
         names = (tmp_path / str(len(list(tmp_path.iterdir()))) for _ in epsilons)

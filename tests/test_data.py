@@ -521,9 +521,9 @@ class TestOwnFiles:
             own(tmp_path, content)
 
     def test_arguments_and_encoding_are_checked(self, tmp_path):
-        (tmp_path / "own.parquet").touch()
-        with pytest.raises(ValueError, match=r"expected a \.csv, or an \.npz without label="):
-            data.load_file(tmp_path / "own.parquet")
+        (tmp_path / "own.xlsx").touch()
+        with pytest.raises(ValueError, match=r"expected a \.csv or \.parquet, or an \.npz without"):
+            data.load_file(tmp_path / "own.xlsx")
         with pytest.raises(FileNotFoundError, match=r"own\.csv'\): there is no such file"):
             data.load_file(tmp_path / "own.csv")
         (tmp_path / "own.csv").write_bytes(b"a,b\n\xff,1\n")

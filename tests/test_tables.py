@@ -21,6 +21,7 @@ import pytest
 from absl import app
 from mutation import kills
 
+import dpjax
 from dpjax import data, training
 from dpjax.cli import columns as drafts
 from dpjax.cli.audit import audit_command, rebuilt_run
@@ -475,9 +476,9 @@ def test_without_test_rows_no_search_ranks_and_no_audit_compares(folder):
         given = copy.deepcopy(audit_flags.FLAGS)
         given(["audit", *words])
         with pytest.raises(app.UsageError, match=r"no test rows .* Give --attacks=canaries\.$"):
-            audit_command.require_test_rows(given, dataset)
+            audit_command.require_test_rows(given.attacks, dataset)
     given(["audit", "--attacks=canaries"])
-    audit_command.require_test_rows(given, dataset)
+    audit_command.require_test_rows(given.attacks, dataset)
 
 
 def test_a_data_set_by_name_has_a_test_set_of_its_own(folder):
@@ -486,17 +487,39 @@ def test_a_data_set_by_name_has_a_test_set_of_its_own(folder):
             command.plan(parsed("--dataset=digits", "--columns=", word))
 
 
-def test_audits_are_of_classifiers_whose_unit_is_a_row(monkeypatch, tmp_path):
+def test_a_loss_of_the_epoch_is_not_audited_for_persons(monkeypatch, tmp_path):
     steps = {"multiplier_and_steps": [[1.0, 2]]}
     run = types.SimpleNamespace(card={}, config={"flags": {}}, mechanism=steps)
     monkeypatch.setattr(rebuilt_run, "read", lambda *_, **__: run)
     part = (np.zeros((2, 3)), np.zeros(2))
-    for classes, owners in ((None, None), (2, np.arange(2))):
-        dataset = data.Dataset("own", part, part, classes, owners=owners)
-        planned = types.SimpleNamespace(dataset=dataset)
-        monkeypatch.setattr(rebuilt_run, "plan", lambda _, planned=planned: planned)
-        with pytest.raises(app.UsageError, match="a classifier whose unit is one example"):
-            rebuilt_run.rebuild(tmp_path)
+    dataset = data.Dataset("own", part, part, 2, owners=np.arange(2))
+    planned = types.SimpleNamespace(dataset=dataset, per_step=len)
+    monkeypatch.setattr(rebuilt_run, "plan", lambda _: planned)
+    with pytest.raises(app.UsageError, match="--loss=composite is audited where the unit is one"):
+        rebuilt_run.rebuild(tmp_path)
+
+
+@kills("cli/audit/rebuilt_run.py", "] = order[used]", "] = numbers[used]")
+def test_an_audited_person_is_one_example_with_its_first_rows():
+    owners = np.array([1, 0, 1, 2, 1])
+    x = np.arange(10.0).reshape(5, 2)
+    part = (x, np.arange(5))
+    dataset = data.Dataset("own", part, part, 5, owners=owners)
+    mechanism = dpjax.Mechanism(
+        sampling=dpjax.sampling.persons(owners, batch_size=2, most_rows=2),
+        clipping=dpjax.clipping.flat(bound=1.0),
+        noise_multiplier=1.5,
+        steps=4,
+    )
+    fields = dict.fromkeys(command.Planned._fields[:-1])
+    planned = command.Planned(**fields)._replace(mechanism=mechanism)
+    planned, stacked = rebuilt_run.of_persons(planned, dataset)
+    (rows, labels), real = stacked.train
+    assert real.tolist() == [[True, False], [True, True], [True, False]]
+    assert labels[real].tolist() == [1, 0, 2, 3]
+    np.testing.assert_array_equal(rows[real], x[[1, 0, 2, 3]])
+    assert (planned.persons, planned.mechanism.unit) == (True, "example")
+    assert planned.mechanism.epsilon(1e-5) == mechanism.epsilon(1e-5)
 
 
 @pytest.mark.thorough
@@ -557,7 +580,7 @@ def test_faults_of_a_table_come_ten_at_a_time_by_row():
     rows["weight"][:8] = ["heavy"] * 8
     rows["sex"][:4] = ["X"] * 4
     rows["patient"][0] = ""
-    with pytest.raises(ValueError, match="13 faults, of which these are the first 10:") as raised:
+    with pytest.raises(ValueError, match="13 faults; the first 10 are:") as raised:
         data.table(rows, COLUMNS, "patient")
     lines = str(raised.value).splitlines()[1:]
     assert [line.split(",")[0] for line in lines] == [

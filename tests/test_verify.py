@@ -359,6 +359,25 @@ def test_a_file_that_is_no_card_is_answered_in_one_sentence(content, expected, t
         assert not out
 
 
+@kills("verify/cards.py", "key=operator.itemgetter(1)", "key=operator.itemgetter(1), reverse=True")
+@kills("verify/cards.py", "return max(statuses)", "return statuses[-1]")
+def test_each_run_in_a_folder_is_verified_and_its_headline_comes_first(tmp_path, capsys, honest):
+    rdp = honest["epsilon"]["rdp"]
+    loose = {**rdp, "value": 1.004 * rdp["value"]}
+    wrong = {**honest, "epsilon": {"rdp": {**rdp, "value": 0.5 * rdp["value"]}}}
+    honest = {**honest, "epsilon": {"rdp-classic": loose, "rdp": rdp}}
+    for name, card in (("a", wrong), ("b", honest)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "privacy.json").write_text(json.dumps(card))
+    assert verify.main([str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    second = lines.index(f"{tmp_path / 'b'}:")
+    assert lines[0] == f"{tmp_path / 'a'}:"
+    assert lines[1].endswith("DOES NOT HOLD")
+    assert [line.split()[0] for line in lines[second + 1 : second + 3]] == ["rdp", "rdp-classic"]
+    assert verify.main([str(tmp_path / "b")]) == 0
+
+
 def test_the_card_of_another_run_is_not_accepted(tmp_path, capsys, honest):
     (tmp_path / "privacy.json").write_text(json.dumps(honest))
     alone = "no run.json lies beside the card"

@@ -171,15 +171,9 @@ def _expect(
         raise error(f"{call}({name}={value!r:.100}): expected {expected}. {hint}".rstrip())
 
 
-# The extra of pyproject.toml that installs a module.
-_EXTRAS = MappingProxyType(
-    {
-        "PIL": "data",
-        "matplotlib.figure": "plots",
-        "pyarrow": "parquet",
-        "sklearn": "data",
-        "tensorflow_datasets": "tfds",
-    }
+# The package that installs a module, where their names differ.
+_PACKAGES = MappingProxyType(
+    {"PIL": "pillow", "matplotlib.figure": "matplotlib", "sklearn": "scikit-learn"}
 )
 
 
@@ -193,8 +187,8 @@ def importable(call: str, *modules: str, otherwise: str = "") -> None:
         except Exception as error:  # ImportError, or AttributeError of another NumPy
             reasons[module] = str(error)
     if reasons:
-        extras = ",".join(sorted({_EXTRAS[module] for module in reasons}))
+        packages = [_PACKAGES.get(module, module) for module in reasons]
         raise ImportError(
-            f"{call}: {' and '.join(reasons)} cannot be imported ({'; '.join(reasons.values())}). "
-            f"Run pip install -U 'dpjax[{extras}]'{otherwise}."
+            f"{call}: {' and '.join(packages)} cannot be imported ({'; '.join(reasons.values())}). "
+            f"Run pip install -U {' '.join(packages)}{otherwise}."
         )

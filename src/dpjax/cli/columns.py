@@ -17,8 +17,8 @@ _HEAD = """\
 # release that no epsilon covers, as is every range or list that you read off the rows. Fill in
 # each "?" from public knowledge, such as a code book or the limits of a device.
 #
-# The kinds: number (low, high), category (values), date (since, days, format), label (values) and
-# target (low, high), of which one is learnt, and ignore, for a column that is not an input, such as
+# The kinds: number (low, high), category (values), date (since, days, format), one label (values)
+# or one target (low, high), which is learnt, and ignore, for a column that is not an input, such as
 # the number of a patient.
 """
 _FILL = '# fill = "?"  # what a gap counts as; without it a gap is an error'

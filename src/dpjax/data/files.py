@@ -120,7 +120,7 @@ def listed(call: str, faults: list[str]) -> str:
         return f"{call}: {faults[0]}."
     heading = f"{call}: {len(faults)} faults"
     if len(faults) > _LISTED:
-        heading += f", of which these are the first {_LISTED}"
+        heading += f"; the first {_LISTED} are"
     return "\n  ".join([f"{heading}:", *[f"{fault}." for fault in faults[:_LISTED]]])
 
 

@@ -33,7 +33,7 @@ def load_file(
     |---|---|
     | ``.npz`` | ``x_train``, ``y_train``, ``x_test``, ``y_test``; or ``x`` and ``y`` |
     | ``.csv`` | a header; numbers, and the label in the column ``label``, or else in the last |
-    | ``.parquet``, ``.arrow``, ``.feather`` | as a ``.csv`` (``pip install 'dpjax[parquet]'``) |
+    | ``.parquet``, ``.arrow``, ``.feather`` | as a ``.csv`` (``pip install pyarrow``) |
 
     Bytes of images, ``[examples, height, width]`` or with channels last, become float32 in [0, 1]
     with a channel axis; other whole numbers become int32, and other numbers float32. ``Label`` and
@@ -111,7 +111,7 @@ def load_inputs(path: str | os.PathLike[str], columns: Sequence[str] = ()) -> np
     r"""Loads the inputs of a file of your own, in the order of its rows; it needs no labels.
 
     Args:
-      path: A file of `load_file`'s formats. Of an ``.npz`` the array ``x`` is read, or ``x_test``.
+      path: A file of `load_file`'s formats. In an ``.npz`` the array ``x`` is read, or ``x_test``.
       columns: The columns of a table, as `Dataset.columns` of the data set that was trained on has
         them; other columns are not read.
 

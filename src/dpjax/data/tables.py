@@ -54,7 +54,7 @@ def table(
 
     Args:
       frame: The path of a ``.csv`` with a header, or of a ``.parquet``, ``.arrow`` or ``.feather``
-        (``pip install 'dpjax[parquet]'``); a frame of pandas or Polars, or a table of Arrow; or
+        (``pip install pyarrow``); a frame of pandas or Polars, or a table of Arrow; or
         lists by name.
       columns: The path of a TOML file with a table for every column, as ``dpjax columns my.csv``
         drafts it; or such a mapping.

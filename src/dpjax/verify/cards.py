@@ -38,9 +38,10 @@ read."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Prints a verdict for each claim of a card, and returns the exit status.
+    """Prints a verdict for each claim of a card, or of several, and returns the exit status.
 
-    ``words`` is the folder of a run, or a card; by default the words of the command line.
+    ``words`` is the folder of a run, or a card, or a folder of runs; by default the words of the
+    command line.
     """
     if words is None:
         words = sys.argv[1:]

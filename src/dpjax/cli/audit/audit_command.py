@@ -57,7 +57,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
 
 
 def attacks_on(given: flags.FlagValues, rebuilt: Rebuilt) -> list[str]:
-    """The attacks that are made; rows of a person are no independent members of a training."""
+    """The attacks that are made; the rows of a person are not independent."""
     if not rebuilt.planned.persons:
         return given.attacks
     left_out = [name for name in given.attacks if name != "canaries"]

@@ -102,13 +102,14 @@ def of_persons(planned: Planned, dataset: dpjax.data.Dataset) -> tuple[Planned, 
     """
     sampling = planned.mechanism.sampling
     most = sampling.most_rows or 1
-    owners = np.asarray(dataset.owners)
+    order = np.argsort(dataset.owners, kind="stable")
+    owners = np.asarray(dataset.owners)[order]
+    numbers = np.arange(len(owners)) - np.searchsorted(owners, owners)  # among a person's rows
+    used = numbers < most
     rows = np.zeros((dataset.units, most), int)
     real = np.zeros(rows.shape, bool)
-    for person in range(dataset.units):
-        places = np.flatnonzero(owners == person)[:most]
-        rows[person, : len(places)] = places
-        real[person, : len(places)] = True
+    rows[owners[used], numbers[used]] = order[used]
+    real[owners[used], numbers[used]] = True
     x, y = dataset.train
     units = dpjax.sampling.poisson(dataset.units, planned.mechanism.batch_size)
     mechanism = dataclasses.replace(planned.mechanism, sampling=units, unit="")

@@ -4,8 +4,8 @@
 usage: dpjax audit RUN [--attacks=canaries,loss,lira] [--out=FOLDER]
 
 A RUN is a folder that `dpjax train` wrote: a classifier or a regression, whose unit is a row or a
-person.  The data are looked for here, then in the folder where the run was trained, or where
---dataset says; nothing is written before they are found.  Runs of `dpjax.fit` are audited by
+person.  The data are looked for here, then in the folder where the run was trained, or at
+--dataset; nothing is written before they are found.  Runs of `dpjax.fit` are audited by
 `dpjax.auditing`.
 
 It is always measured how far one row, or one person, moves the first step (white box).  Attacks:
@@ -14,9 +14,9 @@ guesses the rows that the released model was trained on by their losses; `lira` 
 likelihood ratios, from --shadows models that the run's own algorithm trains on halves of the rows,
 which takes as many trainings.  The last two are not made of persons.  Step and canaries may refute
 the claim, and then the exit status is 1: the program itself decides who takes part.  The bounds of
-the others hold only if train and test rows are of one distribution, so they are printed and are no
-verdict.  Audits can refute a claim, never prove it.  `audit.json` and `audit.html` are computed
-from private data without noise and must not be published.
+the others hold only if train and test rows are of one distribution, so they give no verdict.
+Audits can refute a claim, never prove it.  `audit.json` and `audit.html` are computed from private
+data without noise and must not be published.
 """
 
 from absl import flags

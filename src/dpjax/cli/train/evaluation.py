@@ -97,7 +97,7 @@ class Evaluation:
 
 
 def outputs_of(model: nn.Module, params: Any, x: Any) -> Any:
-    """What the model returns for each row."""
+    """The outputs of the model for each row."""
     return jax.lax.map(lambda row: model.apply({"params": params}, row), x, batch_size=500)
 
 

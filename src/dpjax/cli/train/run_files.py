@@ -38,7 +38,7 @@ def describe(folder: pathlib.Path, typed: Mapping[str, Any], **facts: Any) -> No
         "hardware": {"device": device.device_kind, "devices": jax.device_count()},
         **facts,
     }
-    # Declared dates are no JSON; as words they declare the same.
+    # JSON has no dates; a declared date is read from a word too.
     text = json.dumps(config, indent=2, default=str)
     replace(folder / "config.json", f"{text}\n", public=True)
 
