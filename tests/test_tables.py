@@ -713,5 +713,5 @@ def test_persons_and_regressions_are_audited_from_elsewhere(folder, words, monke
     assert not (elsewhere / "again").exists()
     name = "visits.csv" if "visits" in words else "own.csv"
     assert rebuilt_run.rebuild(
-        folder / "run", dataset=f"moved_{name}"
+        folder / "run", moved_to=f"moved_{name}"
     ).dataset.examples == 48 - 24 * ("visits" in words)

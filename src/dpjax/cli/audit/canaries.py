@@ -67,12 +67,13 @@ def with_canaries(
     dataset: dpjax.data.Dataset, count: int, persons: bool, draw: np.random.Generator
 ) -> tuple[np.ndarray, Any]:
     """The places of canaries among rows or persons, and the data with them."""
+    train = jax.tree.map(np.array, dataset.train)
+    places = draw.choice(dataset.examples, count, replace=False)
     if persons:
-        rows, real = jax.tree.map(np.array, dataset.train)
+        (x, y), real = train
+        real[places] = True
     else:
-        rows = jax.tree.map(np.array, dataset.train)
-    x, y = rows
-    places = draw.choice(len(x), count, replace=False)
+        x, y = train
     if np.issubdtype(x.dtype, np.integer):
         # White noise is not a token: each entry comes from the row of another canary.
         x[places] = draw.permuted(x[places], axis=0)
@@ -90,7 +91,4 @@ def with_canaries(
     else:
         labels = draw.integers(0, dataset.classes, count)
     y[places] = labels.reshape(-1, *[1] * (y.ndim - 1))
-    if persons:
-        real[places] = True
-        return places, (rows, real)
-    return places, rows
+    return places, train

@@ -34,19 +34,19 @@ class Rebuilt(NamedTuple):
 
 
 def rebuild(
-    folder: pathlib.Path, data_dir: str | None = None, dataset: str | None = None
+    folder: pathlib.Path, data_dir: str | None = None, moved_to: str | None = None
 ) -> Rebuilt:
     """Reads a run's folder and builds the run again; no folder records ``data_dir``.
 
-    ``dataset`` is where the data are now, if they are elsewhere.
+    ``moved_to`` is where the data file is now, if it is elsewhere.
     """
     run = read(folder, arrays=False)
     if run.card is None or "flags" not in (run.config or {}):
         raise app.UsageError(f"{folder}: expected the folder of a finished `dpjax train`.")
     given = flags_of(run)
     given["data_dir"].value = data_dir
-    if dataset is not None:
-        given["dataset"].value = dataset
+    if moved_to is not None:
+        given["dataset"].value = moved_to
     find_files(given, run.config or {})
     planned = plan(given)
     if planned.per_step is not None and planned.dataset.owners is not None:
@@ -102,8 +102,9 @@ def of_persons(planned: Planned, dataset: dpjax.data.Dataset) -> tuple[Planned, 
     """
     sampling = planned.mechanism.sampling
     most = sampling.most_rows or 1
-    order = np.argsort(dataset.owners, kind="stable")
-    owners = np.asarray(dataset.owners)[order]
+    owners = np.asarray(dataset.owners)
+    order = np.argsort(owners, kind="stable")
+    owners = owners[order]
     numbers = np.arange(len(owners)) - np.searchsorted(owners, owners)  # among a person's rows
     used = numbers < most
     rows = np.zeros((dataset.units, most), int)
