@@ -526,8 +526,8 @@ def test_an_audited_person_is_one_example_with_its_first_rows():
 def test_the_commands_of_the_page_lead_from_a_csv_to_a_statement(tmp_path):
     """In the folder that the page's code fills, with two steps and no figures."""
     page = (ROOT / "docs" / "pages" / "tutorials" / "table.md").read_text()
-    write, declare, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    draft, train, verify = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    write, declare, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    draft, train, verify, predict = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
 
     def ran(command):
         command = command.replace("dpjax ", f"{sys.executable} -m dpjax ")
@@ -548,6 +548,9 @@ def test_the_commands_of_the_page_lead_from_a_csv_to_a_statement(tmp_path):
     assert "on tumours (values beyond their ranges are clipped" in said
     assert "one example" in (tmp_path / "runs" / "tumours" / "statement.txt").read_text()
     assert "epsilon" in ran(verify)
+    header, *answers = ran(predict).splitlines()
+    assert header == "class,probability_benign,probability_malignant"
+    assert len(answers) == 3
 
 
 # --- rows without a label ---

@@ -8,8 +8,8 @@ A RUN is a folder that `dpjax train` wrote.  The new rows need no label, and kee
 table has the columns that the run learnt from: its declarations and their scaling come from the
 folder, so gaps and unlisted words count as in training.  An .npz has its inputs in x, or x_test; of
 a data set by name the test examples are predicted.  Each line of the CSV has the class and the
-probability of each class, or the number of a regression.  Predictions cost no privacy: only
-released files of the run are read.  They describe the new rows, and are as secret as these.
+probability of each class, or the number of a regression.  Predictions cost no privacy: they follow
+from what the run released.  They describe the new rows, and are as secret as these.
 """
 
 from absl import flags
