@@ -569,6 +569,8 @@ def test_new_rows_are_encoded_in_their_order_as_in_training():
     want = data.table(rows, COLUMNS, "patient", holdout=0)
     np.testing.assert_array_equal(columns.encode(rows), want.train[0])
     np.testing.assert_array_equal(columns.encode_targets(rows), want.train[1])
+    ages = [int(age or 50) for age in rows["age"]]
+    np.testing.assert_allclose(want.train[0][:, 0], np.array(ages) / 50 - 1, rtol=1e-5, atol=1e-6)
     few = {name: rows[name] for name in reversed(HEADER) if name not in ("died", "note", "patient")}
     np.testing.assert_array_equal(columns.encode(few), want.train[0])
     assert (columns.features, columns.class_names) == (want.columns, ("no", "yes"))
