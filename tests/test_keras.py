@@ -126,7 +126,7 @@ def test_engines_agree(make):
     assert len(set(paths)) == len(paths)
     vmap, ghost = sums(loss_of(model), model, (x, LABELS))
     np.testing.assert_allclose(vmap.norms, ghost.norms, rtol=1e-5)
-    # The bias of keys has the gradient 0, of which each engine has its rounding error.
+    # The gradient of the bias of keys is 0, so both engines give rounding errors there.
     scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(vmap.value))
     for one, other in zip(*map(jax.tree.leaves, (vmap.value, ghost.value)), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6 * scale)
