@@ -36,6 +36,22 @@ def test_a_line_is_a_record(tmp_path, name, lines, want):
     assert ["/".join(filter(None, record)) for record in found] == want
 
 
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("a.jsonl", ['{"text": "one", "by": 7}', '{"text": "two", "by": "b"}']),
+        ("a.tsv", ["by\ttext", "7\tone", "b\ttwo"]),
+    ],
+)
+def test_a_record_has_its_author_where_a_column_is_named(tmp_path, name, lines):
+    path = str(tmp_path / name)
+    (tmp_path / name).write_text("\n".join(lines))
+    assert [record.author for record in texts.records(path)] == ["", ""]
+    assert [record.author for record in texts.records(path, "by")] == ["7", "b"]
+    with pytest.raises(ValueError, match=r"line \d: no writer"):
+        texts.records(path, "writer")
+
+
 @pytest.mark.parametrize("line", ["", '{"text": ""}', '{"prompt": "p", "completion": " "}'])
 def test_a_record_without_text_is_refused(tmp_path, line):
     path = tmp_path / ("a.jsonl" if line else "a.txt")
@@ -174,6 +190,21 @@ def test_a_run_leaves_a_card_and_adapters(tmp_path):
     given = [f"--text={tmp_path / 'texts.jsonl'}", f"--weights={tmp_path}"]
     done = run("experiments.llm", *given, f"--out={tmp_path / 'other'}", status=1)
     assert "bytes has 257 tokens, the model 9" in done.stderr + done.stdout
+
+
+@pytest.mark.slow
+def test_authors_are_the_unit_where_their_column_is_named(tmp_path):
+    lines = [json.dumps({"text": f"text {i}", "by": f"author {i % 5}"}) for i in range(20)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    given = ["--steps=2", "--length=8", "--batch_size=2", "--lora=2", "--plant=pin #"]
+    given += ["--author_column=by", "--texts_per_author=3", "--delta=0.01", "--seed=1"]
+    given += [f"--text={tmp_path / 'texts.jsonl'}", f"--out={tmp_path / 'run'}"]
+    done = run("experiments.llm", *given)
+    assert "exposure" in done.stdout
+    assert "one author" in done.stdout
+    card = json.loads((tmp_path / "run" / "privacy.json").read_text())
+    assert card["mechanism"]["unit"] == "author"
+    assert card["mechanism"]["sampling"]["examples"] == 6, "and who would have the planted text"
 
 
 # --- beside transformers and PEFT --------------------------------------------------------------
