@@ -15,11 +15,12 @@ VENV ?= .venv
 LOCK ?= .ci/lock.txt
 PEERS := .venv-peers
 TUNIX := .venv-tunix
+KERAS := .venv-keras
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-llm format lint types docs docs-open dist bench bench-peers clean rebuild
+.PHONY: help demo test test-all test-llm test-keras format lint types docs docs-open dist bench bench-peers clean rebuild
 .DELETE_ON_ERROR:
 
 help: ## say what can be made
@@ -36,6 +37,10 @@ test-all: $(VENV)/ready-dev ## run all tests, also the slow ones (hours)
 
 test-llm: $(TUNIX)/ready ## run Tunix's language models and their page, in an environment of their own
 	$(TUNIX)/bin/python -m pytest -q -m "" -k "llm or tunix" tests/test_llm.py tests/test_llm_program.py \
+	  tests/test_docs.py $(ARGS)
+
+test-keras: $(KERAS)/ready ## run models of Keras and KerasHub and their page, in an environment of their own
+	KERAS_BACKEND=jax $(KERAS)/bin/python -m pytest -q -m "" -k keras tests/test_keras.py \
 	  tests/test_docs.py $(ARGS)
 
 format: $(VENV)/ready-dev ## rewrite the code in the house format
@@ -72,7 +77,7 @@ bench-peers: $(VENV)/ready-run $(PEERS)/ready ## the same, beside the peers, whi
 	$(PY) -m experiments.benchmarks.$(BENCH) $(ARGS)
 
 clean: ## remove the environments and the caches, keep runs/
-	rm -rf $(VENV) $(PEERS) $(TUNIX) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(TUNIX) $(KERAS) build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests experiments -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment -------------------------------------------------------------------------
@@ -122,6 +127,13 @@ $(TUNIX)/ready: $(LOCK) | $(VENV)/ready-run
 	@$(TUNIX)/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0
 	@$(TUNIX)/bin/python -m pip --disable-pip-version-check install -q $(if $(LOCK),-c $(LOCK)) \
 	  google-tunix==0.1.7 qwix==0.1.8 transformers peft -e '.[dev,llm]'
+	@touch $@
+
+$(KERAS)/ready: $(LOCK) | $(VENV)/ready-run
+	@echo "dpjax: installing Keras and KerasHub in $(KERAS) (some minutes, the first time)"
+	@rm -rf $(KERAS) && $(PY) -m venv $(KERAS) && echo '*' > $(KERAS)/.gitignore
+	@$(KERAS)/bin/python -m pip --disable-pip-version-check install -q $(if $(LOCK),-c $(LOCK)) \
+	  keras==3.15.0 keras-hub==0.32.0 -e '.[dev]'
 	@touch $@
 
 rebuild:

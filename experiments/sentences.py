@@ -226,7 +226,7 @@ def run(row: Row | None, seed: int, folder: Any) -> Mapping[str, Any]:
         for times, names in PLANTED.items()
     }
     prompt = pieces()("the film")[:-1]
-    written = objective.written(next_token(), weights, prompt, LENGTH, 0, seed)
+    written = objective.written(network(), next_token(), weights, prompt, LENGTH, 0, seed)
     return {
         "perplexity": objective.perplexity(surprises(), weights, held_out()),
         "exposure": exposures,

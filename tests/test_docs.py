@@ -22,7 +22,7 @@ WITH_CODE = sorted(p for p in PAGES.rglob("*.md") if "```python" in p.read_text(
 
 # Libraries of users that dpjax does not need, and so may be missing where the tests run. The last
 # one downloads its data sets.
-OTHERS = ("haiku", "opacus", "torch", "grain", "datasets", "pandas", "wandb", "tunix")
+OTHERS = ("haiku", "opacus", "torch", "grain", "datasets", "pandas", "wandb", "tunix", "keras")
 OTHERS += ("tensorflow_datasets",)
 
 

@@ -565,6 +565,16 @@ def test_frozen_leaves_have_no_site():
     assert found == ["dot_general", "not", "dot_general"]
 
 
+def test_frozen_weights_are_explained_by_their_shapes():
+    def adapted(params, x, frozen):
+        return jnp.sum(x @ (frozen + params["w"]))
+
+    shape = jax.ShapeDtypeStruct((3, 3), jnp.float32)
+    words = gradients.explain(adapted, {"w": shape}, jnp.ones(3), shape).splitlines()
+    assert len(words) == 2
+    assert words[1].split()[:3] == ["w", "dot_general", "product"]
+
+
 def _dense(counter, params, example):
     counter.append("traced")
     return jnp.sum(jnp.tanh(example.reshape(-1) @ params["kernel"] + params["bias"]) ** 2)

@@ -9,6 +9,7 @@ import json
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from experiments.finetuning.transformers import read_safetensors
@@ -33,6 +34,22 @@ def test_a_line_is_a_record(tmp_path, name, lines, want):
     (tmp_path / name).write_text("\n".join(lines) + "\n")
     found = texts.records(str(tmp_path / name))
     assert ["/".join(filter(None, record)) for record in found] == want
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("a.jsonl", ['{"text": "one", "by": 7}', '{"text": "two", "by": "b"}']),
+        ("a.tsv", ["by\ttext", "7\tone", "b\ttwo"]),
+    ],
+)
+def test_a_record_has_its_author_where_a_column_is_named(tmp_path, name, lines):
+    path = str(tmp_path / name)
+    (tmp_path / name).write_text("\n".join(lines))
+    assert [record.author for record in texts.records(path)] == ["", ""]
+    assert [record.author for record in texts.records(path, "by")] == ["7", "b"]
+    with pytest.raises(ValueError, match=r"line \d: no writer"):
+        texts.records(path, "writer")
 
 
 @pytest.mark.parametrize("line", ["", '{"text": ""}', '{"prompt": "p", "completion": " "}'])
@@ -61,6 +78,49 @@ def test_padding_and_prompt_change_no_loss():
     logits = network.apply(frozen["leaves"], {}, short[0])
     want = -np.mean([jax.nn.log_softmax(logits)[i, short[0][i + 1]] for i in (1, 2)])
     np.testing.assert_allclose(loss({}, short, frozen), want, rtol=1e-5)
+
+
+def perturbed(adapters):
+    """Adapters whose product is not zero."""
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda x: x + rng.normal(0, 0.2, x.shape).astype(x.dtype), adapters)
+
+
+def assert_cached(network, leaves, adapters, tokens):
+    """A token at a time, behind a cache, gives the logits of the whole text."""
+    want = jax.jit(network.apply)(leaves, adapters, tokens)
+    read, cache = jax.jit(network.read), network.begin(leaves, len(tokens))
+    for place, token in enumerate(tokens):
+        logits, cache = read(leaves, adapters, jnp.int32(token), jnp.int32(place), cache)
+        np.testing.assert_allclose(logits, want[place], atol=1e-4)
+    assert np.abs(want).max() > 0.01
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_cache_changes_no_logits(rank):
+    network = networks.decoder({**TINY, "n_layer": 2})
+    leaves = jax.tree.map(lambda leaf: 9 * leaf, network.init(jax.random.key(0)))
+    adapters = perturbed(networks.adapters(network, rank, jax.random.key(0))) if rank else {}
+    assert_cached(network, leaves, adapters, np.array([1, 2, 3, 4, 5, 6]))
+
+
+@pytest.mark.thorough
+def test_a_written_text_is_that_of_the_whole_network():
+    network = networks.decoder(TINY)
+    leaves = jax.tree.map(lambda leaf: 9 * leaf, network.init(jax.random.key(0)))
+    tuned = {"leaves": leaves, "lora": {}}
+    found = objective.written(network, objective.next_of(network), tuned, [1, 2], 6, -1, seed=3)
+    want = [1, 2]
+    for place in range(2, 6):
+        logits = network.apply(leaves, {}, np.array(want))[-1]
+        key = jax.random.fold_in(jax.random.key(3), place)
+        want.append(int(jax.random.categorical(key, logits / 0.8)))
+    assert found == want
+    found = objective.written(
+        network, objective.next_of(network), tuned, [1, 2], 6, want[3], seed=3
+    )
+    assert found == want[: want.index(want[3], 2)], "without the end"
 
 
 def saved(folder, **changed):
@@ -132,6 +192,21 @@ def test_a_run_leaves_a_card_and_adapters(tmp_path):
     assert "bytes has 257 tokens, the model 9" in done.stderr + done.stdout
 
 
+@pytest.mark.slow
+def test_authors_are_the_unit_where_their_column_is_named(tmp_path):
+    lines = [json.dumps({"text": f"text {i}", "by": f"author {i % 5}"}) for i in range(20)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    given = ["--steps=2", "--length=8", "--batch_size=2", "--lora=2", "--plant=pin #"]
+    given += ["--author_column=by", "--texts_per_author=3", "--delta=0.01", "--seed=1"]
+    given += [f"--text={tmp_path / 'texts.jsonl'}", f"--out={tmp_path / 'run'}"]
+    done = run("experiments.llm", *given)
+    assert "exposure" in done.stdout
+    assert "one author" in done.stdout
+    card = json.loads((tmp_path / "run" / "privacy.json").read_text())
+    assert card["mechanism"]["unit"] == "author"
+    assert card["mechanism"]["sampling"]["examples"] == 6, "and who would have the planted text"
+
+
 # --- beside transformers and PEFT --------------------------------------------------------------
 
 SIZES = {
@@ -197,13 +272,13 @@ def test_logits_are_those_of_transformers_and_adapters_those_of_peft(published):
     np.testing.assert_allclose(ours(leaves, {}, TOKENS), logits_of(model), atol=1e-4)
     adapters = networks.adapters(network, 3, jax.random.key(0))
     np.testing.assert_allclose(ours(leaves, adapters, TOKENS), logits_of(model), atol=1e-4)
-    adapters = jax.tree.map(
-        lambda x: x + np.random.default_rng(1).normal(0, 0.2, x.shape), adapters
-    )
+    adapters = perturbed(adapters)
     weights.write_adapters(folder, network, adapters, str(folder))
     want = logits_of(peft.PeftModel.from_pretrained(model, folder).eval())
     assert np.abs(want - ours(leaves, {}, TOKENS)).max() > 0.1
     np.testing.assert_allclose(ours(leaves, adapters, TOKENS), want, atol=1e-4)
+    for factors in ({}, adapters):
+        assert_cached(network, leaves, factors, TOKENS)
 
 
 @pytest.mark.slow

@@ -39,6 +39,19 @@ def test_batch_normalisation_of_one_example_is_named(caplog):
     assert "BatchNorm_0/scale belongs to a batch normalisation" in caplog.text
 
 
+def test_trained_batch_normalisation_of_keras_is_refused():
+    """By the paths of its variables: the statistics are frozen, and the scale is trained."""
+    params = {"dense/kernel": jnp.ones(3), "norm/gamma": jnp.ones(3)}
+
+    def loss(p, x, frozen):
+        del frozen
+        return p["norm/gamma"] @ x + p["dense/kernel"] @ x
+
+    with pytest.raises(ValueError, match=r"norm is a BatchNormalization.*GroupNormalization"):
+        make(loss=loss, frozen={"norm/moving_mean": jnp.zeros(3)}).init(params)
+    make(loss=loss, frozen={"norma/moving_mean": jnp.zeros(3)}).init(params)
+
+
 @pytest.mark.parametrize(
     ("key", "params", "message"),
     [

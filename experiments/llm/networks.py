@@ -17,6 +17,7 @@ import importlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -29,6 +30,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from dpjax import models
 
 Leaves = Mapping[str, Any]  # by path
+Cache = Any  # the keys and values of the tokens that were read, for each layer
 Adapters = Mapping[str, Mapping[str, Any]]  # "a" [inputs, rank], "b" [rank, outputs] by their name
 
 
@@ -39,6 +41,9 @@ class Network(NamedTuple):
     vocabulary: int
     length: int | None  # the most tokens of a text
     apply: Callable[[Leaves, Adapters, Any], Any]  # the tokens of a text -> logits behind each
+    begin: Callable[[Leaves, int], Cache]  # an empty cache for texts of this length
+    # Reads the token at a place, after those before it: the logits behind it, and the cache.
+    read: Callable[[Leaves, Adapters, Any, Any, Cache], tuple[Any, Cache]]
     init: Callable[[Any], Leaves]
     published: Callable[[str], tuple[str, ...]]  # the arrays that a leaf is made from
     made: Callable[[str, tuple[int, ...], list[Any]], Any]  # a leaf of this path and shape
@@ -73,6 +78,7 @@ _GPT2 = (
     (r"(kernel|scale)$", "weight"),
 )
 _PARTS = ("query", "key", "value")  # of the columns of c_attn, in this order
+_PROJECTED = tuple((part,) for part in _PARTS)
 
 
 def decoder(config: Mapping[str, Any]) -> Network:
@@ -90,23 +96,60 @@ def decoder(config: Mapping[str, Any]) -> Network:
         hidden=config.get("n_inner"),
     )
 
-    def apply(leaves: Leaves, adapters: Adapters, tokens: Any) -> Any:
-        def adapted(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-            """Adds an adapter to the queries, keys and values of each block."""
-            out = call(*args, **kwargs)
-            path = context.module.path
-            if context.method_name != "__call__" or not path or path[-1] not in _PARTS:
-                return out
-            _, _, block = path[1].partition("_")  # such as "encoderblock_3"
-            factors = adapters[f"transformer.h.{block}.attn.c_attn"]
-            b = jnp.split(factors["b"], 3, axis=1)[_PARTS.index(path[-1])]
-            return out + _low(factors["a"], b, args[0], out)
+    def called(leaves: Leaves, tokens: Any, interceptor: Callable[..., Any] | None) -> Any:
+        params = {"params": unflatten_dict(dict(leaves), sep="/")}
+        if interceptor is None:
+            return model.apply(params, tokens)
+        with nn.intercept_methods(interceptor):
+            return model.apply(params, tokens)
 
-        params = unflatten_dict(dict(leaves), sep="/")
+    def projected(adapters: Adapters, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        """The output of a method, with the adapter of queries, keys or values added."""
+        out = call(*args, **kwargs)
+        path = context.module.path
+        if not adapters or context.method_name != "__call__" or path[-1:] not in _PROJECTED:
+            return out
+        _, _, block = path[1].partition("_")  # such as "encoderblock_3"
+        factors = adapters[f"transformer.h.{block}.attn.c_attn"]
+        b = jnp.split(factors["b"], 3, axis=1)[_PARTS.index(path[-1])]
+        return out + _low(factors["a"], b, args[0], out)
+
+    def apply(leaves: Leaves, adapters: Adapters, tokens: Any) -> Any:
         if not adapters:
-            return model.apply({"params": params}, tokens)
-        with nn.intercept_methods(adapted):
-            return model.apply({"params": params}, tokens)
+            return called(leaves, tokens, None)
+        return called(leaves, tokens, partial(projected, adapters))
+
+    def begin(leaves: Leaves, length: int) -> Cache:
+        cache = {}
+        for path, leaf in leaves.items():
+            if re.search(r"Attention_1/(key|value)/kernel$", path):
+                _, heads, size = leaf.shape
+                cache[path.removesuffix("/kernel")] = jnp.zeros((length, heads, size), leaf.dtype)
+        return cache
+
+    def read(
+        leaves: Leaves, adapters: Adapters, token: Any, place: Any, cache: Cache
+    ) -> tuple[Any, Cache]:
+        after = dict(cache)
+
+        def remembered(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            """Puts keys and values into the cache, and lets the query attend to all of them."""
+            module = context.module
+            name = "/".join(module.path)
+            if name.endswith("posembed_input"):
+                table = module.get_variable("params", "pos_embedding")
+                return args[0] + table[0, place]
+            if isinstance(module, nn.MultiHeadDotProductAttention):
+                (rows, *_) = cache.values()
+                kwargs = {**kwargs, "mask": (jnp.arange(len(rows)) <= place)[None, None]}
+            out = projected(adapters, call, args, kwargs, context)
+            if name not in cache:
+                return out
+            after[name] = cache[name].at[place].set(out[0])
+            return after[name]
+
+        logits = called(leaves, token[None], remembered)
+        return logits[0], after
 
     def init(key: Any) -> Leaves:
         return flatten_dict(model.init(key, jnp.zeros(2, jnp.int32))["params"], sep="/")
@@ -127,6 +170,8 @@ def decoder(config: Mapping[str, Any]) -> Network:
         vocabulary=vocabulary,
         length=length,
         apply=apply,
+        begin=begin,
+        read=read,
         init=init,
         published=published,
         made=made,
@@ -173,17 +218,36 @@ def tunix(family: str, config: Any, rope: Mapping[str, Any] | None = None) -> Ne
         shapes[name.removesuffix("/value")] = leaf
     projections = _projections(shapes)
 
-    def apply(leaves: Leaves, adapters: Adapters, tokens: Any) -> Any:
+    def called(
+        leaves: Leaves, adapters: Adapters, tokens: Any, places: Any, cache: Cache, seen: Any
+    ) -> tuple[Any, Cache]:
         model = nnx.merge(graph, jax.tree.unflatten(tree, [leaves[name] for name in shapes]))
         if adapters:
             adapt(model, adapters)
-        places = jnp.arange(len(tokens))
-        seen = places <= places[:, None]
         # Tunix 0.1.7 rotates by its default base, and ignores the base of the configuration.
         rotate = module.apply_rope if family == "gemma3" else _rotation(rope, config)
         with mock.patch.object(module, "apply_rope", rotate):
-            logits, *_ = model(tokens[None], places[None], None, seen[None])
-        return logits[0]
+            logits, cache = model(tokens[None], places[None], cache, seen[None])
+        return logits[0], cache
+
+    def apply(leaves: Leaves, adapters: Adapters, tokens: Any) -> Any:
+        places = jnp.arange(len(tokens))
+        logits, _ = called(leaves, adapters, tokens, places, None, places <= places[:, None])
+        return logits
+
+    def begin(leaves: Leaves, length: int) -> Cache:
+        dtype = leaves["embedder/input_embedding"].dtype
+        empty = jnp.zeros((1, length, config.num_kv_heads, config.head_dim), dtype)
+        layer = {"k": empty, "v": empty, "end_index": jnp.zeros(1, jnp.int32)}
+        return {f"layer_{i}": layer for i in range(config.num_layers)}
+
+    def read(
+        leaves: Leaves, adapters: Adapters, token: Any, place: Any, cache: Cache
+    ) -> tuple[Any, Cache]:
+        length = cache["layer_0"]["k"].shape[1]
+        seen = (jnp.arange(length) <= place)[None]
+        logits, cache = called(leaves, adapters, token[None], place[None], cache, seen)
+        return logits[0], cache
 
     def adapt(model: Any, adapters: Adapters) -> None:
         """Puts adapters around the projections of a model."""
@@ -228,6 +292,8 @@ def tunix(family: str, config: Any, rope: Mapping[str, Any] | None = None) -> Ne
         vocabulary=shapes["embedder/input_embedding"].shape[0],
         length=None,
         apply=apply,
+        begin=begin,
+        read=read,
         init=init,
         published=_tunix_names,
         made=made,

@@ -81,30 +81,37 @@ def perplexity(surprises: Callable[..., Any], weights: Any, examples: Example) -
 
 
 def next_of(network: Network, temperature: float = 0.8) -> Callable[..., Any]:
-    """A compiled function that draws the token at a place of a text."""
+    """A compiled function that reads the token at a place and draws the one behind it."""
 
     @jax.jit
-    def draw(weights: Any, tokens: Any, place: Any, key: Any) -> Any:
-        logits = network.apply(weights["leaves"], weights["lora"], tokens)
-        of_place = logits[place - 1].astype(jnp.float32)
-        return jax.random.categorical(key, of_place / temperature)
+    def draw(weights: Any, token: Any, place: Any, key: Any, cache: Any) -> tuple[Any, Any]:
+        logits, cache = network.read(weights["leaves"], weights["lora"], token, place, cache)
+        drawn = jax.random.categorical(key, logits.astype(jnp.float32) / temperature)
+        return drawn, cache
 
     return draw
 
 
 def written(
-    draw: Callable[..., Any], weights: Any, prompt: Sequence[int], length: int, end: int, seed: int
+    network: Network,
+    draw: Callable[..., Any],
+    weights: Any,
+    prompt: Sequence[int],
+    length: int,
+    end: int,
+    seed: int,
 ) -> list[int]:
-    """Continues a prompt up to the token ``end`` or a length; reads all tokens again for each."""
-    tokens = np.zeros(length, np.int32)
-    tokens[: len(prompt)] = prompt[:length]
-    place = len(prompt)
+    """Continues a prompt up to the token ``end`` or a length; reads each token once."""
+    tokens = list(prompt[:length])
+    cache = network.begin(weights["leaves"], length)
     key = jax.random.key(seed)
-    while place < length:
-        token_key = jax.random.fold_in(key, place)
-        token = int(draw(weights, tokens, place, token_key))
-        if token == end:
+    for place in range(length - 1):
+        token_key = jax.random.fold_in(key, place + 1)
+        token = jnp.asarray(tokens[place], jnp.int32)
+        drawn, cache = draw(weights, token, jnp.asarray(place), token_key, cache)
+        if place + 1 < len(tokens):
+            continue  # a token of the prompt
+        if int(drawn) == end:
             break
-        tokens[place] = token
-        place += 1
-    return tokens[:place].tolist()
+        tokens.append(int(drawn))
+    return tokens

@@ -20,14 +20,15 @@ from experiments.llm import objective
 
 
 class Record(NamedTuple):
-    """A text; its prompt is read and not learnt."""
+    """A text; its prompt is read and not learnt. The author is a unit of its own if it is given."""
 
     prompt: str
     text: str
+    author: str = ""
 
 
-def records(path: str) -> list[Record]:
-    """One record a line.
+def records(path: str, author_column: str | None = None) -> list[Record]:
+    """One record a line; a column or field of its author only if it is named.
 
     | suffix | a line |
     |---|---|
@@ -40,7 +41,7 @@ def records(path: str) -> list[Record]:
     first = 1  # the number of the first line with a record
     if path.endswith(".tsv"):
         names = lines[0].split("\t")
-        if {"text", "prompt", "completion"} & set(names):
+        if {"text", "prompt", "completion", author_column} & set(names):
             columns = names
             first = 2
     found = []
@@ -54,7 +55,15 @@ def records(path: str) -> list[Record]:
         text = fields.get("completion", fields.get("text", ""))
         if not text.strip():
             raise ValueError(f"{path}, line {number}: no text. Remove the line or fill it.")
-        found.append(Record(fields.get("prompt", ""), text))
+        author = ""
+        if author_column is not None:
+            author = str(fields.get(author_column) or "").strip()
+            if not author:
+                raise ValueError(
+                    f"{path}, line {number}: no {author_column}. Each text needs one author, whose "
+                    "texts are protected together."
+                )
+        found.append(Record(fields.get("prompt", ""), text, author))
     return found
 
 

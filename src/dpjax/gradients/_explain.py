@@ -10,18 +10,19 @@ import jax
 
 from dpjax import trees
 from dpjax.gradients._bookkeeping.cost import foresee
-from dpjax.gradients._bookkeeping.sites import Site
+from dpjax.gradients._bookkeeping.sites import Program, Site
 from dpjax.gradients.traced import Traced
 from dpjax.types import LossFn, PyTree
 
 
-def explain(loss: LossFn, params: PyTree, example: PyTree) -> str:
+def explain(loss: LossFn, params: PyTree, example: PyTree, frozen: PyTree = None) -> str:
     """Describes, leaf by leaf, where a loss uses its parameters and how each use is handled.
 
     The line of a leaf shows its path, the primitives in which it meets the data, the rule for its
     norms, and the multiplications for one example. A materialised leaf, which is exact too but
     stores one gradient per example, has the reason instead. The loss is
-    ``loss(params, example) -> scalar``; both arguments may be shapes.
+    ``loss(params, example) -> scalar``, or with ``frozen``, weights that are not trained,
+    ``loss(params, example, frozen)``. All arguments may be shapes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -33,7 +34,17 @@ def explain(loss: LossFn, params: PyTree, example: PyTree) -> str:
       kernel  dot_general  product             5
       power   materialised: enters pow
     """
-    program = Traced(loss).program(params, example)
+    programs: list[Program] = []
+
+    def trace(frozen: PyTree) -> None:
+        programs.append(Traced(loss, frozen=frozen).program(params, example))
+
+    jax.eval_shape(trace, frozen)  # so frozen weights may be shapes too
+    return _described(programs[0], params)
+
+
+def _described(program: Program, params: PyTree) -> str:
+    """A line for each leaf of the parameters."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda x: x, params))
     rows: list[tuple[str, ...]] = [("leaf", "used by", "norm by", "products")]
     for i, name in enumerate(trees.leaf_names(params)):

@@ -226,7 +226,7 @@ def _for_a_paper(claim: Claim) -> Row:
 
 
 def _never_covered(unit: str) -> list[str]:
-    persons = (f"{unit}s that belong together, as in a family, and a {unit} who is there twice",)
+    persons = (f"{unit}s that belong together, as in a family, and one {unit} who is there twice",)
     belong_together = _TOGETHER.get(unit, persons)
     return [
         *_ANYWAY,

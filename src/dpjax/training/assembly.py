@@ -24,7 +24,12 @@ from dpjax.gradients.traced import Traced
 from dpjax.training._in_memory import InMemory
 from dpjax.training._keys import first_keys, supplied
 from dpjax.training._streaming import Streamed
-from dpjax.training.checks import check_state, check_untraced, warn_of_batch_norm, warn_of_constants
+from dpjax.training.checks import (
+    check_batch_norm,
+    check_state,
+    check_untraced,
+    warn_of_constants,
+)
 from dpjax.training.info import Seen, mean_info, warn_of_unscored
 from dpjax.training.recipe import Recipe, bound_to, example_of, home_of
 from dpjax.types import Algorithm, Key, LossFn, PyTree, State
@@ -111,7 +116,7 @@ class _Assembly:
             loss = Traced(self.with_shared.loss)
             example = example_of(self.recipe, self.row)
             constants = loss.check(params, example, name)
-            warn_of_batch_norm(name, params)
+            check_batch_norm(name, params, self.shared)
             mechanism = self.mechanism
             rows = mechanism.sampling.rows or mechanism.sampling.examples
             warn_of_constants(name, constants, (params, example), self.shared, rows)

@@ -163,9 +163,22 @@ def warn_of_constants(
         )
 
 
-def warn_of_batch_norm(name: str, params: PyTree) -> None:
-    """Warns about batch normalisation, which normalises an example by its own statistics."""
-    layers = [leaf for leaf in trees.leaf_names(params) if _BATCH_NORM.search(leaf)]
+def check_batch_norm(name: str, params: PyTree, frozen: PyTree) -> None:
+    """Refuses Keras' batch normalisation that is trained, and warns about others, by their names.
+
+    Keras' layer keeps ``moving_mean`` among the variables that are not trained, and its scale and
+    offset among the trained ones. With ``layer.trainable = False`` none of them is trained, and
+    Keras then uses the moving statistics, which are constants.
+    """
+    leaves = trees.leaf_names(params)
+    for statistic in trees.leaf_names(frozen):
+        layer, _, last = statistic.rpartition("/")
+        if last == "moving_mean" and any(leaf.startswith(f"{layer}/") for leaf in leaves):
+            raise ValueError(
+                f"{name}: {layer} is a BatchNormalization, which mixes the examples of a batch. "
+                "Use GroupNormalization, or fix its statistics by layer.trainable = False."
+            )
+    layers = [leaf for leaf in leaves if _BATCH_NORM.search(leaf)]
     if layers:
         logging.warning(
             "%s: %s belongs to a batch normalisation, by its name; the loss of one example has "
