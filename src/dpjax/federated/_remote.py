@@ -240,10 +240,11 @@ def run_rounds(
     asked = planned.steps
     if rounds is not None:
         asked = checks.whole(call, "num_rounds", rounds)
-    # The budget ends the run before the first round that exceeds it. `fit` refuses all rounds.
     fits = asked
-    if algorithm.budget is not None:
-        fits = min(asked, ledger.affordable(planned, algorithm.budget))
+    affordable = ledger.affordable(planned, algorithm.budget)
+    if affordable < planned.steps:
+        # The run ends before the first round that exceeds the budget. `fit` refuses all rounds.
+        fits = min(asked, affordable)
     state, rows = training.fit(
         algorithm,
         algorithm.init(params),
