@@ -15,11 +15,12 @@ VENV ?= .venv
 LOCK ?= .ci/lock.txt
 PEERS := .venv-peers
 TUNIX := .venv-tunix
+FLOWER := .venv-flower
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-llm format lint types docs docs-open dist bench bench-peers clean rebuild
+.PHONY: help demo test test-all test-llm test-flower format lint types docs docs-open dist bench bench-peers clean rebuild
 .DELETE_ON_ERROR:
 
 help: ## say what can be made
@@ -37,6 +38,9 @@ test-all: $(VENV)/ready-dev ## run all tests, also the slow ones (hours)
 test-llm: $(TUNIX)/ready ## run Tunix's language models and their page, in an environment of their own
 	$(TUNIX)/bin/python -m pytest -q -m "" -k "llm or tunix" tests/test_llm.py tests/test_llm_program.py \
 	  tests/test_docs.py $(ARGS)
+
+test-flower: $(FLOWER)/ready ## run a deployment of Flower on this machine, in an environment of its own
+	$(FLOWER)/bin/python -m pytest -q -s -m "" tests/test_flower.py $(ARGS)
 
 format: $(VENV)/ready-dev ## rewrite the code in the house format
 	$(PY) -m ruff format .
@@ -72,7 +76,7 @@ bench-peers: $(VENV)/ready-run $(PEERS)/ready ## the same, beside the peers, whi
 	$(PY) -m experiments.benchmarks.$(BENCH) $(ARGS)
 
 clean: ## remove the environments and the caches, keep runs/
-	rm -rf $(VENV) $(PEERS) $(TUNIX) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(TUNIX) $(FLOWER) build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests experiments -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment -------------------------------------------------------------------------
@@ -122,6 +126,14 @@ $(TUNIX)/ready: $(LOCK) | $(VENV)/ready-run
 	@$(TUNIX)/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0
 	@$(TUNIX)/bin/python -m pip --disable-pip-version-check install -q $(if $(LOCK),-c $(LOCK)) \
 	  google-tunix==0.1.7 qwix==0.1.8 transformers peft -e '.[dev,llm]'
+	@touch $@
+
+# Flower and the lock ask for different versions of protobuf and others.
+$(FLOWER)/ready: .ci/flower.txt | $(VENV)/ready-run
+	@echo "dpjax: installing Flower in $(FLOWER) (a minute or so, the first time)"
+	@rm -rf $(FLOWER) && $(PY) -m venv $(FLOWER) && echo '*' > $(FLOWER)/.gitignore
+	@$(FLOWER)/bin/python -m pip --disable-pip-version-check install -q \
+	  -c .ci/flower.txt pytest hypothesis beartype matplotlib -e '.[data,flower]'
 	@touch $@
 
 rebuild:
