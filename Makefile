@@ -40,7 +40,7 @@ test-llm: $(TUNIX)/ready ## run Tunix's language models and their page, in an en
 	  tests/test_docs.py $(ARGS)
 
 test-flower: $(FLOWER)/ready ## run a deployment of Flower on this machine, in an environment of its own
-	$(FLOWER)/bin/python -m pytest -q -s -m "" tests/test_flower.py $(ARGS)
+	$(FLOWER)/bin/python -m pytest -q -s -m "" -k "flower or flwr" tests/test_flower.py tests/test_docs.py $(ARGS)
 
 format: $(VENV)/ready-dev ## rewrite the code in the house format
 	$(PY) -m ruff format .

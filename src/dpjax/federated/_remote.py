@@ -3,8 +3,8 @@
 
 A round is a step on a `Stream` whose rows are the replies of the drawn clients. The step reads its
 rows after the ledger has admitted it, so a round is admitted before its messages leave. Draw, clip,
-weights, sum, noise and checkpoints are those of `dpjax.dpsgd`. This file knows no protocol: an
-`Exchange` sends and receives.
+weights, sum, noise and checkpoints are the same as in `dpjax.dpsgd`. This file knows no protocol:
+an `Exchange` sends and receives.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class PrivateStrategy:
         budget: ledger.Budget | None = None,
         directory: str | os.PathLike[str],
     ) -> None:
-        # Flower tests for its class. Its methods would release means without noise, so none of them
+        # Flower tests for its class. Its methods release means without noise, so none of them
         # is inherited.
         importlib.import_module("flwr.serverapp.strategy").Strategy.register(type(self))
         self.mechanism = mechanism
