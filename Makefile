@@ -16,11 +16,13 @@ LOCK ?= .ci/lock.txt
 PEERS := .venv-peers
 TUNIX := .venv-tunix
 KERAS := .venv-keras
+FLOWER := .venv-flower
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-llm test-keras format lint types docs docs-open dist bench bench-peers clean rebuild
+.PHONY: help demo test test-all test-llm test-keras test-flower format lint types docs docs-open dist bench
+.PHONY: bench-peers clean rebuild
 .DELETE_ON_ERROR:
 
 help: ## say what can be made
@@ -42,6 +44,9 @@ test-llm: $(TUNIX)/ready ## run Tunix's language models and their page, in an en
 test-keras: $(KERAS)/ready ## run models of Keras and KerasHub and their page, in an environment of their own
 	KERAS_BACKEND=jax $(KERAS)/bin/python -m pytest -q -m "" -k keras tests/test_keras.py \
 	  tests/test_docs.py $(ARGS)
+
+test-flower: $(FLOWER)/ready ## run a deployment of Flower on this machine, in an environment of its own
+	$(FLOWER)/bin/python -m pytest -q -s -m "" -k "flower or flwr" tests/test_flower.py tests/test_docs.py $(ARGS)
 
 format: $(VENV)/ready-dev ## rewrite the code in the house format
 	$(PY) -m ruff format .
@@ -77,7 +82,7 @@ bench-peers: $(VENV)/ready-run $(PEERS)/ready ## the same, beside the peers, whi
 	$(PY) -m experiments.benchmarks.$(BENCH) $(ARGS)
 
 clean: ## remove the environments and the caches, keep runs/
-	rm -rf $(VENV) $(PEERS) $(TUNIX) $(KERAS) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(TUNIX) $(KERAS) $(FLOWER) build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests experiments -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment -------------------------------------------------------------------------
@@ -134,6 +139,14 @@ $(KERAS)/ready: $(LOCK) | $(VENV)/ready-run
 	@rm -rf $(KERAS) && $(PY) -m venv $(KERAS) && echo '*' > $(KERAS)/.gitignore
 	@$(KERAS)/bin/python -m pip --disable-pip-version-check install -q $(if $(LOCK),-c $(LOCK)) \
 	  keras==3.15.0 keras-hub==0.32.0 -e '.[dev]'
+	@touch $@
+
+# Flower and the lock ask for different versions of protobuf and others.
+$(FLOWER)/ready: .ci/flower.txt | $(VENV)/ready-run
+	@echo "dpjax: installing Flower in $(FLOWER) (a minute or so, the first time)"
+	@rm -rf $(FLOWER) && $(PY) -m venv $(FLOWER) && echo '*' > $(FLOWER)/.gitignore
+	@$(FLOWER)/bin/python -m pip --disable-pip-version-check install -q \
+	  -c .ci/flower.txt pytest hypothesis beartype matplotlib -e '.[data,flower]'
 	@touch $@
 
 rebuild:

@@ -23,7 +23,7 @@ WITH_CODE = sorted(p for p in PAGES.rglob("*.md") if "```python" in p.read_text(
 # Libraries of users that dpjax does not need, and so may be missing where the tests run. The last
 # one downloads its data sets.
 OTHERS = ("haiku", "opacus", "torch", "grain", "datasets", "pandas", "wandb", "tunix", "keras")
-OTHERS += ("tensorflow_datasets",)
+OTHERS += ("flwr", "tensorflow_datasets")
 
 
 def blocks_of(page):
@@ -32,7 +32,9 @@ def blocks_of(page):
 
 def other_of(block):
     """The library, of those above, that a block imports."""
-    return next((name for name in OTHERS if re.search(rf"^import {name}\b", block, re.M)), None)
+    return next(
+        (name for name in OTHERS if re.search(rf"^(?:import|from) {name}\b", block, re.M)), None
+    )
 
 
 def run(page, blocks):
