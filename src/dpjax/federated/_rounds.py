@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,16 +35,23 @@ def client_loss(local: Local) -> LossFn:
     ) -> Float[Array, ""]:
         client, _, _, key = example
         of_client = jax.random.fold_in(key, client)
-        # Local training is not differentiated: its update is a constant. The product of -update
-        # and (p - start) is 0 at p = start, and has the gradient -update.
+        # Local training is not differentiated: its update is a constant.
         start = jax.lax.stop_gradient(params)
         local_run = trained(local, start, clients, client, of_client)
         value, update = jax.lax.stop_gradient(local_run)
-        # These are elementwise products, because accelerators round the inputs of a dot product.
-        products = jax.tree.map(lambda p, s, u: jnp.sum((p - s) * -u), params, start, update)
-        return value + sum(jax.tree.leaves(products))
+        return value + with_update(params, update)
 
     return loss
+
+
+def with_update(params: PyTree, update: PyTree) -> Float[Array, ""]:
+    """The number 0, with the gradient ``-update``."""
+    # The product of -update and (p - start) is 0 at p = start, and has the gradient -update.
+    start = jax.lax.stop_gradient(params)
+    # These are elementwise products, because accelerators round the inputs of a dot product.
+    products = jax.tree.map(lambda p, s, u: jnp.sum((p - s) * -u), params, start, update)
+    total: Any = sum(jax.tree.leaves(products))
+    return total
 
 
 def by_size(sampler: Sampler, clients: Clients) -> Sampler:

@@ -218,7 +218,7 @@ def recipe_of(
     return Recipe(
         name=call,
         loss=client_loss(local),
-        optimizer=_scaled(server, scale),
+        optimizer=scaled(server, scale),
         mechanism=replace(mechanism, sampling=by_size(mechanism.sampling, clients)),
         # The update of a client exists as a whole, so book-keeping has nothing to save.
         engine="vmap",
@@ -231,7 +231,7 @@ def recipe_of(
     )
 
 
-def _scaled(
+def scaled(
     server: optax.GradientTransformation, scale: float
 ) -> optax.GradientTransformationExtraArgs:
     """The server's optimizer on means over shares: the mean over clients, times ``scale``."""
