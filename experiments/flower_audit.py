@@ -19,7 +19,6 @@ import importlib
 import importlib.metadata
 import random
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -39,8 +38,6 @@ EXAMPLES = [900] + [100] * 9
 SIZE = 4096
 PAIRS = 4  # of rounds that measure the noise; each has SIZE numbers
 
-Strategies = Callable[[Any, str], Any]
-
 
 def stated(sampler: Any, unit: str = "example") -> Mechanism:
     """A round of noise multiplier 1 at the bound 1."""
@@ -53,12 +50,12 @@ def stated(sampler: Any, unit: str = "example") -> Mechanism:
     )
 
 
-def stock(key: Any, population: list[bytes], sampler: Any) -> Any:
+def stock(draws: Any, noise: Any, population: list[bytes], sampler: Any) -> Any:
     """Flower's clipping at the server around its FedAvg, without its accountant."""
-    del sampler
+    del draws, sampler
     # Flower draws from the generators of the process.
-    seed = int(jax.random.key_data(key)[-1])
-    np.random.seed(seed)
+    seed = int(jax.random.key_data(noise)[-1])
+    importlib.import_module("numpy.random").seed(seed)
     random.seed(seed)
     flower = importlib.import_module("flwr.serverapp.strategy")
     average = flower.FedAvg(fraction_evaluate=0.0)
@@ -66,21 +63,23 @@ def stock(key: Any, population: list[bytes], sampler: Any) -> Any:
 
 
 class Seeded(PrivateStrategy):
-    """The strategy with a supplied key, so a round can run with and without the canary."""
+    """The strategy with supplied keys, so a round can run with and without the canary."""
 
-    key: Any = None
+    draws: Any = None
+    noise: Any = None
 
     def algorithm(self, exchange: Any, params: Any) -> Any:
-        """The rounds, whose draws and noise follow from the key."""
+        """The rounds, whose draws and noise follow from the keys."""
         rounds = super().algorithm(exchange, params)
 
         def init(params: Any) -> Any:
-            return rounds.init(params, self.key)._replace(key=self.key, noise_key=self.key)
+            state = rounds.init(params, self.noise)
+            return state._replace(key=self.draws, noise_key=self.noise)
 
         return dataclasses.replace(rounds, init=init)
 
 
-def private(key: Any, population: list[bytes], sampler: Any) -> Any:
+def private(draws: Any, noise: Any, population: list[bytes], sampler: Any) -> Any:
     """The strategy of dpjax, with weights by the number of examples."""
     strategy = Seeded(
         stated(sampler, "client"),
@@ -89,7 +88,8 @@ def private(key: Any, population: list[bytes], sampler: Any) -> Any:
         weights=Weights(values=EXAMPLES, largest=max(EXAMPLES)),
         directory=tempfile.mkdtemp(),
     )
-    strategy.key = key
+    strategy.draws = draws
+    strategy.noise = noise
     return strategy
 
 
@@ -102,7 +102,8 @@ def audited(make: Any, run: int) -> auditing.Separation:
 
     def build(sampler: Any) -> Any:
         def step(state: Any) -> tuple[Any, None]:
-            key = jax.random.fold_in(state.noise_key, run) if run else state.noise_key
+            # The audit tells by the key of the draws which rounds measure the noise.
+            noise = jax.random.fold_in(state.noise_key, run)
             indices, mask = sampler.draw(state.key, 0)
             present = set(np.asarray(indices)[np.asarray(mask)].tolist())
 
@@ -112,7 +113,7 @@ def audited(make: Any, run: int) -> auditing.Separation:
                 return {"w": trained}, EXAMPLES[client]
 
             grid = flower_grid.Grid(population, train)
-            strategy = make(key, population, sampler)
+            strategy = make(state.key, noise, population, sampler)
             start = flower_grid.record({"w": np.asarray(state.params)})
             result = strategy.start(grid, start, num_rounds=1)
             return state._replace(params=jnp.asarray(result.arrays["w"].numpy())), None
