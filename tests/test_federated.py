@@ -433,6 +433,44 @@ def test_the_statement_and_the_card_say_one_client():
     assert "1/clients=0.001: publishing one client outright" in too_large
 
 
+@kills("mechanism/description.py", 'self.unit != "example" and', "True and")
+@kills("training/checks.py", "if recipe.mechanism.of_clients:", "if False:")
+def test_any_word_is_a_client_and_only_fedavg_runs_it():
+    plan = mechanism(3, multiplier=1.0, unit="user")
+    words = dpjax.statement(plan, 1e-5)
+    for line in (
+        "one user: a client with all of its examples",
+        "anyone who sees one user's update",
+        "mcmahan2018learning",
+    ):
+        assert line in words
+    assert fedavg(some_clients(1, 2, 3), plan).mechanism.facts["unit"] == "user"
+    with pytest.raises(ValueError, match="unit is 'user', and full draws rows"):
+        dpjax.dpsgd(squared, optax.sgd(1.0), plan, np.ones((3, 3)))
+    assert not mechanism(3, unit="example").of_clients
+
+
+@kills("federated/fedavg.py", 'scale * extra.get("bound_scale", 1.0)', "scale")
+def test_adaptive_bounds_of_clients_are_those_of_dpsgd():
+    """With one example a client, also the factor that the server's optimizer receives."""
+    data = np.random.default_rng(0).normal(size=(30, 3)).astype(np.float32)
+    adaptive = clipping.Quantile(target=0.3, rate=0.5, count_multiplier=20.0)
+    plan = mechanism(30, multiplier=1.0, rule=clipping.flat(3.0), adaptive=adaptive)
+    clients = federated.Clients.split(data, owners=np.arange(30), clients=30)
+
+    def update(mean, state, params=None, *, bound_scale):
+        return jax.tree.map(lambda x: -0.1 * x / bound_scale, mean), state
+
+    server = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    one = federated.fedsgd(squared, server, plan, clients)
+    row_plan = dataclasses.replace(plan, unit="example")
+    other = dpjax.dpsgd(squared, server, row_plan, data)
+    found, expected = (a.run(start(a), 4)[0] for a in (one, other))
+    assert float(expected.bound_scale) < 0.9
+    np.testing.assert_allclose(found.bound_scale, expected.bound_scale, rtol=1e-5)
+    np.testing.assert_allclose(found.params, expected.params, rtol=1e-4, atol=1e-5)
+
+
 # What it refuses ------------------------------------------------------------------------
 
 
@@ -449,9 +487,12 @@ ADAPTIVE = {"multiplier": 1.0, "adaptive": clipping.Quantile(count_multiplier=10
 Clients, Weights = federated.Clients, federated.Weights
 VALUES_REFUSED = {
     r"^federated\.fed.*20 clients and 20 weights.*from 100": own(20, mechanism(100)),
-    r"Mechanism\(unit='client'": own(3, mechanism(3, unit="example")),
-    "neither adaptive bounds": own(9, mechanism(9, **ADAPTIVE)),
-    "nor estimated norms": own(2, mechanism(2, rule=clipping.jl(1.0, 30))),
+    r"one example.*Mechanism\(unit='client'": own(3, mechanism(3, unit="example")),
+    "or with unequal weights": own(
+        9, mechanism(9, **ADAPTIVE), weights=Weights(values=np.arange(9))
+    ),
+    "adaptive bounds with project": own(9, mechanism(9, **ADAPTIVE), project=True),
+    "no estimated norms": own(2, mechanism(2, rule=clipping.jl(1.0, 30))),
     "2 clients and 3 weights": own(2, mechanism(2), weights=Weights(values=np.ones(3))),
     "total=0.0.: expected a finite": lambda: Weights(values=[1], total=0.0),
     "from 0 to 2, for each of 3 rows": lambda: Clients.split(np.ones((3, 2)), [0, 1, 5], clients=3),

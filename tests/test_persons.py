@@ -403,8 +403,8 @@ def test_what_is_refused():
         sampling.persons(np.ones(2), 1)
     with pytest.raises(ValueError, match="persons draws persons"):
         mechanism(unit="example")
-    with pytest.raises(ValueError, match="poisson draws examples"):
-        mechanism(sampling.poisson(11, 2))
+    with pytest.raises(ValueError, match="'patient', and poisson draws rows"):
+        dpjax.dpsgd(row_loss, optax.sgd(0.1), mechanism(sampling.poisson(11, 2)), (X, Y))
     with pytest.raises(ValueError, match="expected one word"):
         mechanism(unit="one patient")
     with pytest.raises(ValueError, match="without: persons draws persons"):

@@ -50,8 +50,9 @@ def fedavg(
       loss: As for `dpjax.dpsgd`.
       server_optimizer: Any Optax optimizer; ``optax.sgd(1.0)`` is plain averaging, with momentum
         FedAvgM, and ``optax.adam`` FedAdam.
-      mechanism: The mechanism that runs and is accounted, with ``unit="client"``: its sampler
-        draws clients, its rule clips whole updates.
+      mechanism: The mechanism that runs and is accounted: its sampler draws clients, its rule
+        clips whole updates. ``unit`` is a word for one client, such as ``"client"`` or ``"user"``.
+        With ``adaptive`` all clients must count equally.
       clients: The examples, of ``mechanism.sampling.examples`` clients.
       client_optimizer: The optimizer of each client; it starts from its initial state each round.
       local_batch_size: Examples in a client's batch; its loss is their mean. By default all.
@@ -110,12 +111,18 @@ def fedavg(
     if weights is None:
         weights = Weights(values=np.ones(len(clients)))
     checks.instance(call, "weights", weights, Weights)
-    checks.one_of(call, "unit", mechanism.unit, ("client",), "Write Mechanism(unit='client').")
-    # The count of an adapted bound ignores weights. Estimated norms save nothing here, because a
-    # client's exact norm is free.
-    if mechanism.adaptive is not None or mechanism.clipping.projections is not None:
+    if not mechanism.of_clients:
         raise ValueError(
-            f"{call}: rounds have neither adaptive bounds nor estimated norms. Use clipping.flat."
+            f"{call}: the unit is one {mechanism.unit}, and {mechanism.sampling.name} draws "
+            f"{mechanism.sampling.unit}s. Write Mechanism(unit='client') and sampling.poisson."
+        )
+    # A client's exact norm is free, so estimated norms save nothing here.
+    if mechanism.clipping.projections is not None:
+        raise ValueError(f"{call}: rounds have no estimated norms. Use clipping.flat.")
+    # The count of an adapted bound ignores weights, and local steps do not know an adapted bound.
+    if mechanism.adaptive is not None and (project or np.ptp(weights.shares) > 0):
+        raise ValueError(
+            f"{call}: adaptive bounds with project=True or with unequal weights. Leave these out."
         )
     expected = mechanism.sampling.examples
     count = len(clients)
@@ -234,6 +241,8 @@ def scaled(
     ) -> tuple[PyTree, Any]:
         # The factor is a public constant. One of the drawn clients or weights reveals them.
         mean = jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), updates)
-        return server.update(mean, state, params, **extra_arguments(server, scale))
+        # The noise of the mean is relative to both factors.
+        bound_scale = scale * extra.get("bound_scale", 1.0)
+        return server.update(mean, state, params, **extra_arguments(server, bound_scale))
 
     return optax.GradientTransformationExtraArgs(server.init, update)

@@ -8,7 +8,8 @@ The object describes the *plan*. It is strict JSON: an infinite number is the wo
 | field | holds | in ``before`` |
 |---|---|---|
 | ``format`` | the version of this schema, `FORMAT` | |
-| ``unit`` | whose data are protected: ``"example"``, ``"client"``, or a word for a person | yes |
+| ``unit`` | whose data are protected: ``"example"``; a word for an owner of rows, where the \
+sampling is ``"persons"``; or a word for a client with all of its examples | yes |
 | ``neighbours`` | the neighbouring relation, such as ``"add-or-remove"`` | |
 | ``sampling`` | name, sizes, neighbours and `dpjax.types.Sampler.facts` | yes |
 | ``multiplier_and_steps`` | pairs: a noise multiplier and how many steps in turn have it | yes |

@@ -60,7 +60,8 @@ class Mechanism:
         released; see `dpjax.training.earlier`.
       unit: Whose data are protected; by default the sampler's ``unit``. With
         `dpjax.sampling.persons` it is any word for one person with all rows, such as
-        ``"patient"``; for `dpjax.federated`, ``"client"``.
+        ``"patient"``; with another sampler, any word for one client of `dpjax.federated` with all
+        of its examples, such as ``"client"`` or ``"user"``. `dpjax.dpsgd` refuses the latter.
       noise: A `dpjax.strategies` strategy for noise that is correlated over the steps.
         ``noise_multiplier`` is then no schedule. It is relative to what one example moves in all
         steps that the sampler lets it be in, or, where the sampler amplifies, to one participation.
@@ -129,8 +130,7 @@ class Mechanism:
         sampler = self.sampling
         unit = checked_unit("Mechanism", self.unit or sampler.unit)
         object.__setattr__(self, "unit", unit)
-        # Patients with several rows are not protected by a sampler of rows.
-        if (sampler.unit == "example") != (unit in ("example", "client")):
+        if sampler.unit != "example" and unit == "example":
             raise ValueError(
                 f"Mechanism(unit={unit!r}): {sampler.name} draws {sampler.unit}s. Draw with "
                 "sampling.persons for people, and with another sampler for rows or clients."
@@ -175,6 +175,11 @@ class Mechanism:
             for name, default in defaults.items()
             if default is not dataclasses.MISSING and getattr(self, name) != default
         ]
+
+    @property
+    def of_clients(self) -> bool:
+        """Whether the unit is a client with all of its examples, as in `dpjax.federated`."""
+        return self.unit != "example" and self.sampling.unit == "example"
 
     @property
     def relation(self) -> Neighbours:

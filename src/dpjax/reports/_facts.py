@@ -32,7 +32,7 @@ def facts_of(claim: Claim, ledger: Ledger | None, scaled_by: str | None) -> list
     mechanism = claim.mechanism
     relation = mechanism.relation.value
     rows = [
-        row("unit", f"one {mechanism.unit}"),
+        row("unit", _unit(mechanism)),
         row("neighbours", f"{relation}: {neighbours_of(mechanism)}"),
         _sampler(mechanism, len(claim.ran)),
         _clipping(mechanism),
@@ -50,6 +50,16 @@ def facts_of(claim: Claim, ledger: Ledger | None, scaled_by: str | None) -> list
     rows.append(_steps(mechanism, len(claim.ran), ledger))
     rows.append(row("delta", upwards(claim.delta, ".3g")))
     return rows
+
+
+def _unit(mechanism: Mechanism) -> str:
+    """Whose data are protected, and how the rows of one unit are known."""
+    unit = f"one {mechanism.unit}"
+    if mechanism.of_clients and mechanism.unit != "client":
+        return f"{unit}: a client with all of its examples"
+    if mechanism.sampling.unit != "example":
+        return f"{unit}: all rows of one owner"
+    return unit
 
 
 def neighbours_of(mechanism: Mechanism) -> str:

@@ -33,7 +33,9 @@ def references(mechanism: Mechanism, methods: Iterable[str]) -> Iterator[str]:
         key = entry.partition("{")[2].partition(",")[0]
         entries[key] = entry.strip()
     # A reader meets the names in this order; a rule without a paper has no row.
-    used = ["dpsgd", mechanism.unit, *methods, mechanism.sampling.name, mechanism.clipping.name]
+    used = ["dpsgd", *methods, mechanism.sampling.name, mechanism.clipping.name]
+    if mechanism.of_clients:
+        used.insert(1, "client")
     if mechanism.adaptive is not None:
         used.append("adaptive")
     if mechanism.preparation:

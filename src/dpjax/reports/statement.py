@@ -34,13 +34,6 @@ _ANYWAY = (
     "above",
     "per-step info (losses, norms, clipped fractions): computed before the noise",
 )
-_TOGETHER = {
-    "example": ("examples that belong together: the unit is one example, not one person",),
-    "client": (
-        "anyone who sees one client's update: noise is added to the sum of updates",
-        "clients that belong together: the unit is one client, with all of its examples",
-    ),
-}
 
 
 class Statement(str):
@@ -103,7 +96,7 @@ def statement(
     tables = [facts_of(claim, ledger, scaled_by), _epsilons(claim)]
     if _is_private(claim):
         tables.append([_for_a_paper(claim)])
-    uncovered = [*not_covered(held_out, mechanism.unit), *_never_covered(mechanism.unit)]
+    uncovered = [*not_covered(held_out, mechanism.unit), *_never_covered(mechanism)]
     works = references(mechanism, claim.epsilons)
     document = Document(_verdict(claim), tables, uncovered, "\n".join(works))
     return Statement(text_of(document))
@@ -225,9 +218,19 @@ def _for_a_paper(claim: Claim) -> Row:
     return row(PAPER, *textwrap.wrap(words, _WIDTH - COLUMN, break_on_hyphens=False))
 
 
-def _never_covered(unit: str) -> list[str]:
-    persons = (f"{unit}s that belong together, as in a family, and one {unit} who is there twice",)
-    belong_together = _TOGETHER.get(unit, persons)
+def _never_covered(mechanism: Mechanism) -> list[str]:
+    unit = mechanism.unit
+    if mechanism.of_clients:
+        belong_together = [
+            f"anyone who sees one {unit}'s update: noise is added to the sum of updates",
+            f"{unit}s that belong together: the unit is one {unit}, with all of its examples",
+        ]
+    elif unit == "example":
+        belong_together = ["examples that belong together: the unit is one example, not one person"]
+    else:
+        belong_together = [
+            f"{unit}s that belong together, as in a family, and one {unit} who is there twice"
+        ]
     return [
         *_ANYWAY,
         *belong_together,

@@ -237,7 +237,7 @@ class Run:
             return
         self._warned = True
         units = f"{self.mechanism.unit}s"
-        drawn = sum(int(np.sum(info.get(units, info["examples"]))) for info in self.infos)
+        drawn = sum(int(np.sum(info.get("clients", info["examples"]))) for info in self.infos)
         logging.warning(
             "fit: %d of %d %s up to step %d had no finite gradient. Look for NaN in the data, or "
             "lower the rate.",

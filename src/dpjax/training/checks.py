@@ -46,10 +46,12 @@ def check_kinds(recipe: Recipe) -> None:
         )
     hint = "Engines differ in speed alone."
     checks.one_of(name, "engine", recipe.engine, ("auto", *ENGINES), hint)
-    if recipe.mechanism.unit == "client":
+    # A sampler of rows does not protect patients with several rows.
+    if recipe.mechanism.of_clients:
         raise ValueError(
-            f"{name}: the mechanism's unit is 'client'; expected rows or people. For clients see "
-            "dpjax.federated."
+            f"{name}: the mechanism's unit is {recipe.mechanism.unit!r}, and "
+            f"{recipe.mechanism.sampling.name} draws rows. Draw with sampling.persons for people; "
+            "for clients see dpjax.federated."
         )
 
 
