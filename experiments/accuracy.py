@@ -169,7 +169,10 @@ CHANGES: dict[str, Changes] = {
         {"bound": 10, "rate": 0.1},
         {"bound": 3, "rate": 0.3},
     ],
-    "whitened": [],
+    "whitened": [
+        {"bound": 10, "rate": 0.1},
+        {"bound": 3, "rate": 1 / 3},
+    ],
 }
 # A rate that gains by a factor is changed by it once more; a trial is not repeated.
 LAST: Changes = [

@@ -56,7 +56,7 @@ NOISE_USERS = 1.9737
 SMALL = 1.0  # the bounds of table 2
 LARGE = 200.0
 LANGEVIN = 20.0  # the bound of SGLD, whose rate follows from noise and bound
-# As printed, SGLD adds noise of variance rate to a mean of gradients. The rate at this bound is
+# SGLD as printed adds noise of variance rate to a mean of gradients. The rate at this bound is
 # 0.0012; at smaller bounds it is larger, and noise moves the weights more.
 LANGEVIN_PRINTED = 10_000.0
 LOCAL = 10  # examples in a batch of a user: B of algorithm 4

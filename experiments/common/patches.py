@@ -208,9 +208,11 @@ class Whitening(NamedTuple):
     matrix: np.ndarray
 
     def __call__(self, rows: np.ndarray) -> np.ndarray:
-        """The map of rows, as single precision."""
-        parts = np.array_split(rows, max(1, len(rows) // 5_000))
-        return np.concatenate([(part - self.mean) @ self.matrix for part in parts])
+        """The map of rows, ``[..., numbers]``."""
+        flat = rows.reshape(-1, rows.shape[-1])  # else every row is a product of its own
+        parts = np.array_split(flat, max(1, len(flat) // 5_000))
+        mapped = np.concatenate([(part - self.mean) @ self.matrix for part in parts])
+        return mapped.reshape(*rows.shape[:-1], -1)
 
 
 def whitening(drawn: np.ndarray, power: float, directions: int) -> Whitening:
