@@ -55,11 +55,15 @@ def claims() -> Iterator[str]:
         yield f"      # {runs.spread(seeds)}"
 
 
+def text() -> str:
+    """The file."""
+    return "\n".join([HEAD, *claims()]) + "\n"
+
+
 def main(argv: list[str]) -> None:
     """Writes the file next to the results."""
     runs.only_flags(argv)
-    lines = [HEAD, *claims()]
-    (tables.RESULTS / "leaderboard.yml").write_text("\n".join(lines) + "\n")
+    (tables.RESULTS / "leaderboard.yml").write_text(text())
 
 
 if __name__ == "__main__":
