@@ -12,10 +12,11 @@ command   python -m experiments.accuracy --seeds=10 --cache_dir=FOLDER
 Each data set and model has a search on a split of the training set: the last 10,000 examples of a
 fixed order are held out, and no test example is read. Each was fixed before its final runs.
 At epsilon 3 it walks through `CHANGES` and `LAST`, and keeps what raises the accuracy of the held
-out examples; at 1 and 8 it walks on through `LAST`; rows at 2 take the choice at 3. Final runs
-train on the whole training set and read the test set once. ``--search`` runs only searches,
-``--row="mnist linear"`` one of them with its rows. ``--curves`` runs what was chosen at 3 once more
-on the split, with and without noise, and keeps the accuracy on the way.
+out examples; at 1 and 8 it walks on through `LAST`, or `SHORT` for whitened features; rows at 2
+take the choice at 3. Final runs train on the whole training set and read the test set once.
+``--search`` runs only searches, ``--row="mnist linear"`` one of them with its rows. ``--curves``
+runs what was chosen at 3 once more on the split, with and without noise, and keeps the accuracy on
+the way.
 
 Beside the file of results lies a card for each row, in `cards`, which `dpjax verify` recomputes.
 
