@@ -268,18 +268,11 @@ def shapes(model: Any, example: Any) -> Any:
     return jax.eval_shape(model.init, jax.random.key(0), example)["params"]
 
 
-def _ran(way: str) -> str:
-    """The row of MNIST that is compared with a printed number."""
-    if way == PLAIN:
-        return STEADY
-    return way
-
-
 def _claims() -> list[Claim]:
     claims = [
         Claim(
             f"{WORDS[task]}: {measure.upper()}, {way}",
-            () if task in ABSENT else [f"{task} {_ran(way)}"],
+            () if task in ABSENT else [f"{task} {way}"],
             number,
             measure=measure,
             why=ABSENT.get(task, ""),
