@@ -222,7 +222,7 @@ def whitening(drawn: np.ndarray, power: float, directions: int) -> Whitening:
       drawn: Features of leaves, ``[leaves, numbers]``.
       power: Each direction is divided by its standard deviation to this power: 1 whitens, and 0
         only turns the axes.
-      directions: The number of eigenvectors that are kept, those of the largest variances.
+      directions: The number of eigenvectors that are kept; their variances are the largest.
 
     Returns:
       The map. It keeps the mean square length of centred leaves, and reads no data.
