@@ -544,10 +544,11 @@ def published_at(dataset: str, place: int) -> tuple[float, bool]:
 
 
 def chosen_row(dataset: str, epsilon: float) -> str:
-    """The row of the model that was best on the split."""
+    """The row of the model that was best on the split, of models with three runs or more."""
     rows = load("accuracy")["rows"]
     names = [accuracy.named(dataset, model, epsilon) for model in accuracy.MODELS]
-    return max((name for name in names if name in rows), key=on_split, default="")
+    complete = [name for name in names if len(rows.get(name, {})) >= FEWEST]
+    return max(complete, key=on_split, default="")
 
 
 def trials_on(dataset: str) -> int:
