@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 from absl import flags
-from experiments import accuracy
+from experiments import accuracy, leaderboard
 from experiments.common import runs, tables
 from run_binary import run
 
@@ -55,6 +55,13 @@ def test_each_row_has_a_card_and_those_at_3_are_recomputed():
         assert card["epsilon"]["pld"]["value"] == pytest.approx(row["0"]["epsilon"], abs=1e-4)
         if name.endswith(" 3"):
             assert all(holds for holds, _ in verify.findings(card))
+
+
+@pytest.mark.thorough
+def test_the_public_list_repeats_committed_rows():
+    committed = (tables.RESULTS / "leaderboard.yml").read_text()
+    assert committed == leaderboard.text()
+    assert committed.count("epsilon: ") == len(accuracy.EPSILONS)
 
 
 def test_flags_beside_a_preset_win():
