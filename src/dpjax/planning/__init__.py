@@ -6,7 +6,7 @@ the data nor a loss, so nothing that it chooses costs privacy.
 """
 
 from dpjax.planning.pace import paced
-from dpjax.planning.plans import Planned, plan
+from dpjax.planning.plans import NO_SETTING, Planned, decay_for, plan
 from dpjax.planning.sizes import Size, other_sizes, size_for
 
-__all__ = ["Planned", "Size", "other_sizes", "paced", "plan", "size_for"]
+__all__ = ["NO_SETTING", "Planned", "Size", "decay_for", "other_sizes", "paced", "plan", "size_for"]

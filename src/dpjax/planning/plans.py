@@ -110,9 +110,13 @@ def plan(
 
 def optimizer_for(mechanism: Mechanism) -> optax.GradientTransformation:
     """The optimizer of a plan, for a mechanism that may be another one."""
-    # About the last tenth of the steps is averaged, where rates are small.
-    decay = max(0.0, 1 - 10 / max(1, mechanism.steps))
-    return optax.chain(paced(mechanism), training.average_parameters(decay))
+    average = training.average_parameters(decay_for(mechanism.steps))
+    return optax.chain(paced(mechanism), average)
+
+
+def decay_for(steps: int) -> float:
+    """The decay of a plan's average, which looks back over a tenth of the steps."""
+    return max(0.0, 1 - 10 / max(1, steps))
 
 
 def _reasons(mechanism: Mechanism, size: Size, parameters: int, target: str) -> dict[str, str]:
@@ -138,7 +142,7 @@ def _reasons(mechanism: Mechanism, size: Size, parameters: int, target: str) -> 
             f"Adam's, from {DRIFT * math.sqrt(3 / mechanism.steps):.3g} to 0: noise moves a "
             f"parameter by at most about {DRIFT:g} in the whole run."
         ),
-        "average": "of about the last 10 steps; it costs no privacy.",
+        "average": "of about the last tenth of the steps; it costs no privacy.",
     }
 
 
