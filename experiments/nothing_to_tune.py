@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import flags, logging
+from absl import flags
 from flax.traverse_util import unflatten_dict
 
 import dpjax
@@ -77,9 +77,8 @@ class Task(NamedTuple):
     loss: Callable[..., Any]
     start: Callable[[int], Any]
     outputs: Callable[[Any, Any], Any]  # of parameters and one input
-    frozen: Callable[[int], Any] | None = None
+    frozen: Any = None  # public leaves that are not trained
     range: tuple[float, float] | None = None  # of a target
-    per_epoch: bool = False  # whether the loss takes the epoch
 
 
 def of_model(model: Any, train: Any, test: Any, loss: Any, **options: Any) -> Task:
@@ -113,18 +112,19 @@ def of_text(name: str) -> Task:
         test = parts["test"]
         model = text.MODEL.clone(classes=len(kinds))
 
-        @functools.cache
         def base(seed: int) -> Any:
             tree = jax.jit(model.init)(jax.random.key(seed), jnp.asarray(train[0][0]))["params"]
             return text.flatten_dict(tree, sep="/")
 
     pattern = re.compile(text.TRAINED["embeddings and head"])
 
-    def start(seed: int) -> Any:
-        return {leaf: value for leaf, value in base(seed).items() if pattern.search(leaf)}
+    leaves = base(0)
+    trained = {leaf: value for leaf, value in leaves.items() if pattern.search(leaf)}
+    frozen = {leaf: value for leaf, value in leaves.items() if leaf not in trained}
 
-    def frozen(seed: int) -> Any:
-        return {leaf: value for leaf, value in base(seed).items() if not pattern.search(leaf)}
+    def start(seed: int) -> Any:
+        del seed  # a seed is one of noise and draws
+        return trained
 
     def outputs(params: Any, x: Any) -> Any:
         return model.apply({"params": unflatten_dict(params, sep="/")}, x)
@@ -148,13 +148,11 @@ def of_images(name: str, kind: str) -> Task:
     if name == "cifar10":  # the features of the searched row are not settings of training
         recipe = recipe._replace(mirrored="mean", opponent=True, standard=kind == "patches")
     train, test = ((x[:, 0], y) for x, y in accuracy.prepared(recipe, 0, 0))
-    if kind != "cnn":
-        model = models.by_name("scatter_linear", 10, torch_init=True)
-        return of_model(model, train, test, losses.cross_entropy)
-    network, choice = accuracy.CNNS[name]
+    network = "scatter_linear"
+    if kind == "cnn":  # with cross entropy: the other loss has settings that were searched
+        network, _ = accuracy.CNNS[name]
     model = models.by_name(network, 10, torch_init=True)
-    loss = losses.composite(**choice._asdict())
-    return of_model(model, train, test, loss, per_epoch=True)
+    return of_model(model, train, test, losses.cross_entropy)
 
 
 @functools.lru_cache(maxsize=1)
@@ -166,7 +164,9 @@ def task_of(name: str) -> Task:
     if where in declared.NAMES:
         table = declared.table(where)
         model = models.by_name(kind, classes=table.classes or 1, **declared.MODELS[kind])
-        loss = losses.cross_entropy if table.classes else losses.squared_error
+        loss = losses.squared_error
+        if table.classes:
+            loss = losses.cross_entropy
         return of_model(model, table.train, table.test, loss, range=table.target_range)
     return of_images(where, kind)
 
@@ -181,45 +181,49 @@ def measured(task: Task, params: Any) -> dict[str, float]:
     return {"rmse": (high - low) / 2 * float(metrics.rmse(outputs.reshape(-1), y.reshape(-1)))}
 
 
-def trained(task: Task, optimizer: Any, mechanism: Any, seed: int) -> dict[str, Any]:
+def algorithm_of(task: Task, optimizer: Any, mechanism: Any) -> Any:
+    """The training of a task."""
+    return dpjax.dpsgd(task.loss, optimizer, mechanism, task.train, frozen=task.frozen)
+
+
+def trained(task: Task, algorithm: Any, seed: int) -> dict[str, Any]:
     """One run."""
-    frozen = task.frozen(seed) if task.frozen else None
-    per_step = None
-    if task.per_epoch:
-        per_step = partial(accuracy.epoch_of, max(1, round(1 / mechanism.sampling.sampling_rate)))
-    algorithm = dpjax.dpsgd(
-        task.loss, optimizer, mechanism, task.train, frozen=frozen, per_step=per_step
-    )
     state = algorithm.init(task.start(seed), key=jax.random.key(seed))
-    state, _ = dpjax.fit(algorithm, state, evaluate_every=mechanism.steps, progress=False)
-    return measured(task, {**(frozen or {}), **training.averaged(state.optimizer)})
+    steps = algorithm.mechanism.steps
+    state, _ = dpjax.fit(algorithm, state, evaluate_every=steps, progress=False)
+    return measured(task, {**(task.frozen or {}), **training.averaged(state.optimizer)})
 
 
-@functools.cache
-def planned(examples: int, parameters: int, epsilon: float) -> Any:
-    """The plan, of public numbers."""
-    return dpjax.plan(examples, jnp.zeros(parameters), epsilon=epsilon, delta=runs.DELTA)
+@functools.lru_cache(maxsize=1)
+def planned(name: str, epsilon: float) -> Any:
+    """The run without a search: its plan is made of public numbers."""
+    task = task_of(name)
+    examples = len(task.train[1])
+    plan = dpjax.plan(examples, task.start(0), epsilon=epsilon, delta=runs.DELTA)
+    return algorithm_of(task, plan.optimizer, plan.mechanism)
 
 
 def untuned(name: str, epsilon: float, seed: int, folder: Any = None) -> dict[str, Any]:
-    """The run without a search."""
+    """A run without a search."""
     del folder
-    task = task_of(name)
-    sizes = [leaf.size for leaf in jax.tree.leaves(task.start(seed))]
-    plan = planned(len(task.train[1]), sum(sizes), epsilon)
-    facts = {"batch": plan.mechanism.batch_size, "steps": plan.mechanism.steps}
-    return {**trained(task, plan.optimizer, plan.mechanism, seed), **facts, "epsilon": epsilon}
+    algorithm = planned(name, epsilon)
+    return {
+        **trained(task_of(name), algorithm, seed),
+        "batch": algorithm.mechanism.batch_size,
+        "steps": algorithm.mechanism.steps,
+        "epsilon": epsilon,
+    }
 
 
-def of_grid(task: Task, setting: tuple[float, float], epsilon: float, seed: int) -> dict[str, Any]:
-    """A run with a setting of the grid."""
+def of_grid(task: Task, setting: tuple[float, float], epsilon: float) -> Any:
+    """The training with a setting of the grid."""
     bound, step = setting
     examples = len(task.train[1])
     batch = min(examples // 4, 2048)
     mechanism = runs.calibrated(examples, batch, GRID_STEPS, epsilon, bound)
     sgd = optax.sgd(step / bound, momentum=0.9)
     optimizer = optax.chain(sgd, training.average_parameters(0.95))
-    return trained(task, optimizer, mechanism, seed)
+    return algorithm_of(task, optimizer, mechanism)
 
 
 def better(run: Mapping[str, Any]) -> float:
@@ -228,30 +232,31 @@ def better(run: Mapping[str, Any]) -> float:
     return value if np.isfinite(value) else -np.inf
 
 
-@functools.cache
-def chosen(name: str, epsilon: float) -> tuple[float, float]:
-    """The best setting of the grid on a fifth of the training data; no test row is read."""
+@functools.lru_cache(maxsize=1)
+def chosen(name: str, epsilon: float) -> tuple[tuple[float, float], Any]:
+    """The best setting of the grid on a fifth of the training data, and its training on all."""
     task = task_of(name)
     order = np.random.default_rng(0).permutation(len(task.train[1]))
     cut = len(order) // 5
     kept = jax.tree.map(lambda array: array[order[cut:]], task.train)
     held = jax.tree.map(lambda array: array[order[:cut]], task.train)
-    split = task._replace(train=kept, test=held)
-    scores = {setting: better(of_grid(split, setting, epsilon, 0)) for setting in GRID}
-    return max(scores, key=scores.__getitem__)
+    split = task._replace(train=kept, test=held)  # no test row is read
+    scores = {s: better(trained(split, of_grid(split, s, epsilon), 0)) for s in GRID}
+    best = max(scores, key=scores.__getitem__)
+    return best, of_grid(task, best, epsilon)
 
 
 def searched(name: str, epsilon: float, seed: int, folder: Any = None) -> dict[str, Any]:
-    """The best setting of the grid on all training data, and the cost of its search."""
+    """A run with the best setting of the grid, and the cost of its search."""
     del folder
-    task = task_of(name)
-    setting = chosen(name, epsilon)
-    mechanism = runs.calibrated(
-        len(task.train[1]), min(len(task.train[1]) // 4, 2048), GRID_STEPS, epsilon, setting[0]
-    )
-    best = accounting.select_best(mechanism.event, runs.DELTA, runs=len(GRID))
-    result = of_grid(task, setting, epsilon, seed)
-    return {**result, "setting": list(setting), "best_of": best.epsilon_best}
+    setting, algorithm = chosen(name, epsilon)
+    event = algorithm.mechanism.event
+    best = accounting.select_best(event, runs.DELTA, runs=len(GRID))
+    return {
+        **trained(task_of(name), algorithm, seed),
+        "setting": list(setting),
+        "best_of": best.epsilon_best,
+    }
 
 
 def rows_of_search(results: Any, name: str, epsilon: float) -> list[Mapping[str, Any]]:
@@ -284,15 +289,13 @@ def tables(rows: Mapping[str, Any]) -> dict[str, str]:
     """The tables of the page."""
     written = {}
     head = ["task", "epsilon", "no search", "searched", "cost of the search", "no search, in total"]
-    results = runs.Results(None)
-    results.content["rows"] = dict(rows)
     for part, names in (("held-out", HELD_OUT), ("development", DEVELOPMENT)):
         lines = []
         for name, epsilon in itertools.product(names, EPSILONS):
             label = f"{name} at epsilon {epsilon:g}"
             found = list(rows.get(f"{label}, searched", {}).values())
             if name in SEARCHED:
-                found = rows_of_search(results, name, epsilon)
+                found = rows_of_search(None, name, epsilon)
             total = list(rows.get(f"{label}, in total", {}).values())
             cost = f"{found[0]['best_of']:.3g}" if found else ""
             here = list(rows.get(label, {}).values())
@@ -319,5 +322,4 @@ def main(results: Any) -> None:
 
 
 if __name__ == "__main__":
-    logging.set_verbosity(logging.ERROR)
     runs.guide("nothing_to_tune", tables, main, "data_dir", "cache_dir", "row", "part")
