@@ -9,9 +9,9 @@ command   python -m experiments.nothing_to_tune --seeds=5 --cache_dir=FOLDER
               --out=experiments/results/nothing_to_tune.json
 
 Development tasks chose `planning.pace.DRIFT` and the defaults of `planning.sizes`; held-out tasks
-ran after the method was fixed. Rows of MNIST and CIFAR-10 compare to those of
-`experiments.accuracy`, with their features. The other baselines are the best of `GRID` on a split
-of the training data, trained again on all of it. ``--row="wine"`` runs some tasks.
+ran after the method was fixed. Rows of MNIST and CIFAR-10 compare to the rows of
+`experiments.accuracy`, with their features. The other baselines are the best of `GRID` on a split of
+the training data, trained again on all of it. ``--row="wine"`` runs some tasks.
 
 A row "in total" is the run without a search at the epsilon that `accounting.select_best` charges
 for the search.
@@ -19,6 +19,7 @@ for the search.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -36,7 +37,7 @@ from absl import flags
 from flax.traverse_util import unflatten_dict
 
 import dpjax
-from dpjax import accounting, losses, metrics, models, training
+from dpjax import accounting, clipping, losses, metrics, models, training
 from experiments import accuracy, declared, text
 from experiments.common import runs
 
@@ -220,7 +221,8 @@ def of_grid(task: Task, setting: tuple[float, float], epsilon: float) -> Any:
     bound, step = setting
     examples = len(task.train[1])
     batch = min(examples // 4, 2048)
-    mechanism = runs.calibrated(examples, batch, GRID_STEPS, epsilon, bound)
+    mechanism = runs.calibrated(examples, batch, GRID_STEPS, epsilon, 1.0)
+    mechanism = dataclasses.replace(mechanism, clipping=clipping.flat(bound))
     sgd = optax.sgd(step / bound, momentum=0.9)
     optimizer = optax.chain(sgd, training.average_parameters(0.95))
     return algorithm_of(task, optimizer, mechanism)

@@ -247,7 +247,7 @@ def test_the_sentences_run(tmp_path):
 
 
 def test_the_tables_of_nothing_to_tune_are_current():
-    """``python -m experiments.nothing_to_tune --page docs/pages/nothing_to_tune.md`` writes them."""
+    """``python -m experiments.nothing_to_tune --page=...`` writes them."""
     page = (PAGES / "nothing_to_tune.md").read_text()
     tables = nothing_to_tune.tables(rows_of("nothing_to_tune"))
     assert markdown.filled(page, tables) == page

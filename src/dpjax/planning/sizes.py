@@ -97,7 +97,7 @@ def size_for(examples: int, epsilon: float, delta: float, most: float = math.inf
 
 
 def other_sizes(examples: int, epsilon: float, delta: float, most: float = math.inf) -> list[Size]:
-    """The planned size, and those of a half to eight times its examples.
+    """The planned size, and sizes with a half to eight times its examples.
 
     More time goes into larger batches until the noise is that of all examples.
     """

@@ -60,7 +60,7 @@ def flags_of(run: SavedRun) -> flags.FlagValues:
             given[name].value = value
     # No file records which flags were typed, and with them how the number of steps was chosen.
     given["steps"].value = sum(steps for _, steps in run.mechanism["multiplier_and_steps"])
-    # The folder has the values that were planned, and those of a run that was not.
+    # The folder has all values, planned or given.
     for name in ("steps", "batch_size", "clipping", "optimizer", "average"):
         given[name].present = 1
     return given
