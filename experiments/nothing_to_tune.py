@@ -10,8 +10,8 @@ command   python -m experiments.nothing_to_tune --seeds=5 --cache_dir=FOLDER
 
 Development tasks chose `planning.pace.DRIFT` and the defaults of `planning.sizes`; held-out tasks
 ran after the method was fixed. Rows of MNIST and CIFAR-10 compare to the rows of
-`experiments.accuracy`, with their features. The other baselines are the best of `GRID` on a split of
-the training data, trained again on all of it. ``--row="wine"`` runs some tasks.
+`experiments.accuracy`, with their features. The other baselines are the best of `GRID` on a split
+of the training data, trained again on all of it. ``--row="wine"`` runs some tasks.
 
 A row "in total" is the run without a search at the epsilon that `accounting.select_best` charges
 for the search.

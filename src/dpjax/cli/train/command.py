@@ -274,6 +274,8 @@ def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any]
         "columns": list(dataset.columns),
         "started": before.get("started", time.strftime("%Y-%m-%d %H:%M:%S")),
     }
+    if unsearched.is_whole(given):
+        facts["settings"] = planning.NO_SETTING
     facts = {name: fact for name, fact in facts.items() if fact}
 
     def describe(params: Any) -> None:
