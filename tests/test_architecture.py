@@ -22,7 +22,7 @@ FLOORS = {
     "core": """
         checks types trees meshes processes schedules _arrays _display _files _rounding
         _stream _versions verify clipping noise sampling strategies accounting mechanism
-        ledger gradients training reports data losses
+        ledger gradients training planning reports data losses
     """,
     "shelf": """
         models metrics scattering features diagnostics federated auditing testing

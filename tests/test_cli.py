@@ -562,3 +562,19 @@ def test_losses_of_another_distribution_are_no_verdict(tmp_path, monkeypatch, ca
     assert "1.000" in page, "every class is told apart"
     with pytest.raises(SystemExit, match=r"EXCEEDS ITS CLAIM: step$"):
         audit.conclude([sound._replace(refutes=True)], 1.0)
+
+
+def test_settings_that_no_flag_gives_are_planned_and_given_ones_are_kept(workshop):
+    def settings(*words):
+        given = copy.deepcopy(FLAGS)
+        given(["train", "--dataset=my.npz", "--model=linear", "--accountant=rdp", *words])
+        command.plan(given)
+        return given
+
+    given = settings()
+    assert (given.optimizer, given.clipping, given.bound) == ("paced", "automatic", 1.0)
+    assert round(given.epochs) == 200  # 48 rows are one batch
+    given = settings("--steps=40", "--bound=0.3", "--learning_rate=0.1", "--batch_size=20")
+    assert (given.optimizer, given.clipping, given.bound) == ("sgd", "flat", 0.3)
+    assert (given.steps, given.batch_size, given.average) == (40, 20, 0.75)
+    assert settings("--noise_multiplier=1", "--batch_size=20").optimizer == "sgd"

@@ -7,7 +7,16 @@ import statistics
 
 import pytest
 from absl import flags
-from experiments import declared, faults, membership, persons, sentences, settings, text
+from experiments import (
+    declared,
+    faults,
+    membership,
+    nothing_to_tune,
+    persons,
+    sentences,
+    settings,
+    text,
+)
 from experiments.common import markdown
 from run_binary import run
 from test_docs import PAGES, ROOT
@@ -235,3 +244,10 @@ def test_the_sentences_run(tmp_path):
     assert tuned["trained"] == 2 * 8 * (64 + 3 * 64), "two projections of rank 8"
     assert {count: len(found) for count, found in tuned["exposure"].items()} == {"1": 5, "10": 5}
     assert tuned["text"].startswith("the film")
+
+
+def test_the_tables_of_nothing_to_tune_are_current():
+    """``python -m experiments.nothing_to_tune --page=...`` writes them."""
+    page = (PAGES / "nothing_to_tune.md").read_text()
+    tables = nothing_to_tune.tables(rows_of("nothing_to_tune"))
+    assert markdown.filled(page, tables) == page

@@ -8,6 +8,7 @@ notes in `lives` when it begins and when it ends.
 import copy
 import json
 import math
+import re
 import sys
 
 import jax
@@ -65,6 +66,7 @@ def stand_in(tmp_path, monkeypatch):
         return [sys.executable, str(script), *search.options_of(*given)]
 
     monkeypatch.setattr(search, "command", command)
+    monkeypatch.setattr(search, "announce", lambda given, runs: None)  # no flags of train here
     monkeypatch.setattr(search, "_FREE", ("x",))
     mechanism = mechanism_with(100, 10, noise_multiplier=2.0, steps=50)
     (tmp_path / "card.json").write_text(json.dumps(described(mechanism)))
@@ -123,6 +125,27 @@ def test_a_search_trains_ranks_and_is_not_repeated(tmp_path, capsys):
     sweep(*words, "--noplot")
     assert "0 of 2 runs to do" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/*")} == before
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("words", "covered"),
+    [
+        (["--grid=bound=0.5,1,2"], "all 3 runs"),
+        (["--ranges=bound=0.5,1", "--random_runs=geometric:3"], "the best of a geometric number"),
+    ],
+)
+def test_the_price_of_a_search_is_printed_before_it_runs(words, covered, tmp_path, capsys):
+    given = copy.deepcopy(FLAGS)
+    given(["sweep", "--fixed=dataset=digits;model=linear;target_epsilon=1", *words])
+    trials = search.draw(given, search.candidates_of(given))
+    search.announce(given, {tmp_path / trial.name: trial for trial in trials})
+    printed = capsys.readouterr().out
+    assert covered in printed
+    (total,) = re.findall(r"--target_epsilon=([\d.]+)", printed)
+    assert 1.5 < float(total) < 3
+    if "random_runs" in "".join(words):
+        assert f"all {len(trials)}" not in printed  # their number is secret
 
 
 @pytest.mark.thorough

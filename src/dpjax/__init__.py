@@ -14,6 +14,7 @@
 | `gradients` | clipped sums of per-example gradients, by several engines | `clipped_grad` |
 | `training` | algorithms, the loop that drives them, and checkpoints | `dpsgd`, `fit` |
 | `meshes` | which devices share a run, of one process or of several | |
+| `planning` | a run without a search, from public numbers | `plan` |
 | `federated` | algorithms that protect a client instead of an example | |
 | `reports` | privacy statement, privacy card, page for a board | `statement` |
 | `verify` | reads a privacy card, and recomputes its epsilon without dpjax | |
@@ -57,6 +58,8 @@ __all__ = [
     "metrics",
     "models",
     "noise",
+    "plan",
+    "planning",
     "reports",
     "sampling",
     "scattering",
@@ -77,6 +80,7 @@ _HOMES = {
     "clipped_grad": "gradients",
     "dpsgd": "training",
     "fit": "training",
+    "plan": "planning",
     "statement": "reports",
 }
 
@@ -98,6 +102,7 @@ if TYPE_CHECKING:
         metrics,
         models,
         noise,
+        planning,
         reports,
         sampling,
         scattering,
@@ -112,6 +117,7 @@ if TYPE_CHECKING:
     from dpjax.clipping import clip_and_sum
     from dpjax.gradients import clipped_grad
     from dpjax.mechanism import Mechanism
+    from dpjax.planning import plan
     from dpjax.reports import statement
     from dpjax.training import dpsgd, fit
 else:

@@ -26,6 +26,7 @@ __all__ = ["COMMANDS", "main", "run_command"]
 COMMANDS = {
     "train": "train a model with differential privacy and report on it",
     "predict": "predict new rows with the released model of a run",
+    "plan": "plan a run without a search, and show what more time gains",
     "columns": "draft the declarations of a table's columns",
     "verify": "recompute the epsilon of a run from its privacy card",
     "report": "draw the figures and the page of a run's folder",

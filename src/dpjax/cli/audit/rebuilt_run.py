@@ -71,7 +71,9 @@ def flags_of(run: SavedRun) -> flags.FlagValues:
     given = run_files.flags_of(run.config or {})
     # No file records which flags were typed, and with them how the number of steps was chosen.
     given["steps"].value = sum(steps for _, steps in run.mechanism["multiplier_and_steps"])
-    given["steps"].present = 1
+    # The folder has all values, planned or given.
+    for name in ("steps", "batch_size", "clipping", "optimizer", "average"):
+        given[name].present = 1
     return given
 
 

@@ -9,7 +9,7 @@ MODELS = ("cifar_cnn", "cifar_dense_cnn", "linear", "mlp", "scatter_cifar_cnn")
 MODELS += ("scatter_cnn", "scatter_linear", "tempered_cnn", "text_transformer", "vit", "vit_base")
 MODELS += ("wide_resnet",)
 LOSSES = ("cross_entropy", "focal", "composite", "squared_error", "absolute", "huber")
-OPTIMIZERS = ("sgd", "nesterov", "adagrad", "rmsprop", "adam", "adamw", "dp_adam")
+OPTIMIZERS = ("sgd", "nesterov", "adagrad", "rmsprop", "adam", "adamw", "dp_adam", "paced")
 CURRICULA = ("exponential-down", "exponential-up", "piecewise-down", "piecewise-up", "linear-down")
 CURRICULA += ("linear-up", "quadratic-down", "quadratic-up", "logarithmic-up")
 

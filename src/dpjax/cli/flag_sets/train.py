@@ -3,7 +3,8 @@
 
 With no flags: a two-layer tanh network on the handwritten digits of scikit-learn (1,437
 training images), at epsilon 3 and delta 1e-5, with Poisson sampling and the tightest proven
-accountant.
+accountant.  Batch, epochs, clipping and step sizes are planned from public numbers (`dpjax plan`
+prints why); a flag that is given is kept.
 
 Examples:
   dpjax train --out=runs/demo
@@ -108,7 +109,8 @@ _model.several(
 
 _privacy = Group(FLAGS, "Privacy")
 _rules = ["flat", "grouped", "automatic", "normalized", "psac", "hard_threshold"]
-_privacy.choice("clipping", "flat", _rules, "Rule that bounds the gradient of one example.")
+_PLANNED = "; planned from sizes, epsilon and delta if not given"
+_privacy.choice("clipping", "flat", _rules, f"Rule that bounds one example's gradient{_PLANNED}.")
 _privacy.number("bound", 0.5, "Largest norm that one example adds to the sum, or to each group.")
 _privacy.whole("groups", 8, "Number of groups for --clipping=grouped.")
 _schedules = ["constant", *names.CURRICULA]
@@ -134,8 +136,8 @@ _privacy.choice(
     "balls_in_bins or shuffled.",
 )
 _privacy.whole("bands", 16, "Bands of correlated noise, and parts of cyclic_poisson.", 1)
-_privacy.whole("batch_size", 512, "Expected size of a batch.", 1)
-_privacy.number("epochs", 40, "Number of epochs.", 0)
+_privacy.whole("batch_size", 512, f"Expected size of a batch{_PLANNED}.", 1)
+_privacy.number("epochs", 40, f"Number of epochs{_PLANNED}.", 0)
 _privacy.whole("steps", None, "Number of steps, in place of --epochs.", 0, 2**31 - 1)
 _privacy.whole(
     "seed",
@@ -147,7 +149,7 @@ _privacy.whole(
 )
 
 _optimization = Group(FLAGS, "Optimization")
-_optimization.choice("optimizer", "sgd", names.OPTIMIZERS, "Optimizer.")
+_optimization.choice("optimizer", "sgd", names.OPTIMIZERS, f"Optimizer{_PLANNED}.")
 _optimization.number("learning_rate", 0.4, "Learning rate.", 0)
 _optimization.yes_no(
     "rate_per_512", False, "Scale the rate with the batch: times batch_size // 512."

@@ -21,7 +21,7 @@ from absl import app, flags
 
 from dpjax import accounting, noise
 from dpjax._files import held, read_json, replace, strict
-from dpjax._rounding import three_digits, upwards
+from dpjax._rounding import downwards, three_digits, upwards
 from dpjax.checks import Refused
 from dpjax.cli.compare import plot
 from dpjax.cli.flag_checks import require
@@ -31,6 +31,7 @@ from dpjax.cli.report.figures import RELEASED
 from dpjax.cli.report.load_run import read
 from dpjax.cli.sweep import child_processes, search_cost, search_space
 from dpjax.cli.sweep.search_space import Candidates, Trial, pairs, words
+from dpjax.cli.train import command as train
 
 Runs = Mapping[pathlib.Path, Trial]
 
@@ -58,6 +59,8 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
             if number_of_runs(given) is not None:
                 out.chmod(0o700)  # the names of subfolders tell how many ran
             runs = {out / trial.name: trial for trial in plan(given, out, tried)}
+            if runs.keys() - finished(runs).keys():
+                announce(given, runs)
             failed = run_missing(given, runs)
             conclude(given, out, runs)
     except (OSError, ValueError, Refused) as error:
@@ -155,6 +158,34 @@ def command(given: flags.FlagValues, trial: Trial, folder: pathlib.Path) -> list
             "--holdout=0: expected test rows, by which a search ranks its runs. Give test=FILE."
         )
     return [sys.executable, "-m", "dpjax", "train", *options]
+
+
+def announce(given: flags.FlagValues, runs: Runs) -> None:
+    """Prints what the search costs before it runs, and the run without a search at that cost."""
+    folder, trial = next(iter(runs.items()))
+    of_train = parsed(options_of(given, trial, folder))
+    planned = train.plan(of_train)
+    event = planned.mechanism.event
+    relation = planned.mechanism.relation
+    number = number_of_runs(given)
+    if number is None:
+        method = accounting.tightest(event, relation)
+        every_run = accounting.compose(*[event] * len(runs))
+        total = accounting.epsilon(every_run, of_train.delta, method, relation)
+        covered = f"all {len(runs)} runs"
+    else:
+        distribution, mean = number
+        total = accounting.select_best(
+            event, of_train.delta, runs=mean, distribution=distribution, neighbours=relation
+        ).epsilon_best
+        covered = f"the best of a {distribution} number, {mean:g} on average,"
+    print(
+        f"If all cost as the first one, epsilon {three_digits(planned.epsilon)}: {covered} will "
+        f"cost epsilon {three_digits(total)} at delta={upwards(of_train.delta, '.3g')}.\n"
+        f"Without a search, dpjax train --target_epsilon={downwards(total, '.3g')} costs as much, "
+        "and chooses no setting on these data.",
+        flush=True,
+    )
 
 
 def run_missing(given: flags.FlagValues, runs: Runs) -> int:

@@ -20,7 +20,7 @@ import optax
 from absl import app, flags
 
 import dpjax
-from dpjax import accounting, losses, models, processes, strategies, training
+from dpjax import accounting, losses, models, planning, processes, strategies, training
 from dpjax._rounding import three_digits
 from dpjax.cli.flag_sets import names
 from dpjax.mechanism import Spent
@@ -52,6 +52,7 @@ OPTIMIZERS: dict[str, Callable[[flags.FlagValues, Any, Any], optax.GradientTrans
     "adam": lambda _, rate, __: optax.adam(rate),
     "adamw": lambda _, rate, __: optax.adamw(rate),
     "dp_adam": lambda given, rate, mechanism: training.dp_adam(rate, mechanism, floor=given.floor),
+    "paced": lambda _, __, mechanism: planning.paced(mechanism),
 }
 
 

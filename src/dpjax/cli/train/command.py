@@ -19,7 +19,7 @@ import optax
 from absl import app, flags
 
 import dpjax
-from dpjax import data, features, losses, processes, training
+from dpjax import data, features, losses, planning, processes, training
 from dpjax._display import duration
 from dpjax._files import read_json
 from dpjax._rounding import three_digits, upwards
@@ -37,7 +37,7 @@ from dpjax.cli.report.measures import (
     others_and_guess,
     shown,
 )
-from dpjax.cli.train import build, inputs, run_files
+from dpjax.cli.train import build, inputs, run_files, unsearched
 from dpjax.cli.train.evaluation import Evaluation, first_parameters, held, rehearse
 
 # The library and the user's model raise these for flags that describe no run.
@@ -127,6 +127,7 @@ def plan(given: flags.FlagValues) -> Planned:
         dataset = load(given)
         classes = dataset.classes or 1  # a regression has one output
         examples = dataset.units
+        unsearched.apply(given, examples)
         # Calibration can take minutes at such a delta.
         if given.delta * examples >= 1:
             raise ValueError(
@@ -263,6 +264,8 @@ def announce(given: flags.FlagValues, planned: Planned) -> None:
         print(f"{given.preset}, as it stands, reaches a test accuracy of {result} %.")
     if dataset.columns:  # which column is the label
         print(dataset.name, dataset.note)
+    if unsearched.is_whole(given):
+        print(f"{planning.NO_SETTING} For the reasons of the plan: dpjax plan")
     words = f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g}"
     if mechanism.before:
         words += ", together with the earlier runs,"
@@ -291,6 +294,8 @@ def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any]
     }
     if given.columns:  # `dpjax predict` reads new rows by them
         facts["declared"] = data.Columns.read(given.columns).declared
+    if unsearched.is_whole(given):
+        facts["settings"] = planning.NO_SETTING
     facts = {name: fact for name, fact in facts.items() if fact}
 
     def describe(params: Any) -> None:

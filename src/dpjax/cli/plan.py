@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dpjax plan`: the run that `dpjax train` plans, with the time and the noise of other sizes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags
+
+import dpjax
+from dpjax import planning
+from dpjax._display import duration
+from dpjax.cli.train import build, command, inputs
+
+
+def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Prints the reasons of the plan, and a table of sizes."""
+    del argv
+    dataset = command.load(given)
+    try:
+        examples = dataset.units
+        model = build.build_model(given, dataset.classes or 1)
+        x = inputs.input_shape(given, dataset)
+        params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+        loss = dpjax.losses.of(model, build.build_loss(given, dataset.classes))
+        target = {"epsilon": given.target_epsilon, "delta": given.delta}
+        speed = speed_of(loss, model, x)
+        planned = dpjax.plan(
+            examples, params, **target, minutes=given.minutes, examples_per_second=speed
+        )
+    except ValueError as error:
+        raise app.UsageError(str(error)) from error
+    print(planned)
+    mechanism = planned.mechanism
+    chosen = (round(mechanism.batch_size), mechanism.steps)
+    most = np.inf
+    if given.minutes is not None:
+        most = 60 * given.minutes * speed
+    print(f"\n{'batch':>9}  {'steps':>6}  {'noise':>6}  time")
+    for size in planning.other_sizes(examples, **target, most=most):
+        line = f"{size.batch:>9,}  {size.steps:>6,}  {size.excess:>6.2f}  "
+        line += duration(size.examples / speed)
+        if (size.batch, size.steps) == chosen:
+            line += "  planned"
+        print(line)
+    print("Noise is relative to batches of all examples, at equal epsilon and steps.")
+    if given.minutes is not None:
+        batch, steps = chosen
+        print(f"To train: dpjax train --batch_size={batch} --steps={steps}, and the other flags.")
+
+
+def speed_of(loss: Any, model: Any, x: jax.ShapeDtypeStruct) -> float:
+    """Examples a second of private steps, measured on rows of zeros."""
+    rows = 1024
+    zeros = np.zeros((rows, *x.shape), x.dtype), np.zeros(rows, np.int32)
+    mechanism = dpjax.Mechanism(
+        sampling=dpjax.sampling.poisson(rows, rows),
+        clipping=dpjax.clipping.automatic(1.0),
+        noise_multiplier=1.0,
+        steps=4,
+    )
+    algorithm = dpjax.dpsgd(loss, planning.paced(mechanism), mechanism, zeros)
+    params = jax.jit(model.init)(jax.random.key(0), zeros[0][0])["params"]
+    state, _ = algorithm.step(algorithm.init(params))  # compiles
+    began = time.perf_counter()
+    for _ in range(3):
+        state, _ = algorithm.step(state)
+    jax.block_until_ready(state.params)
+    return 3 * rows / (time.perf_counter() - began)

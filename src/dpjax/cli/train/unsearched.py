@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of a run that no flag gives: planned from sizes, epsilon and delta."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from absl import flags
+
+from dpjax import planning
+
+# Who types one of these wants the optimizer of the flags.
+_RATES = ("optimizer", "learning_rate", "rate_per_512", "warmup_steps", "momentum", "floor")
+_BOUNDS = ("clipping", "bound", "groups")
+_LENGTHS = ("batch_size", "epochs", "steps")
+
+
+def is_planned(given: flags.FlagValues) -> bool:
+    """Whether noise follows from an epsilon, by the sampling that the plan is for."""
+    usual = given.sampling == "poisson" and given.noise == "white"
+    return usual and not given.preset and given.noise_multiplier is None
+
+
+def is_whole(given: flags.FlagValues) -> bool:
+    """Whether no setting was given."""
+    typed = [name for name in (*_RATES, *_BOUNDS, *_LENGTHS, "average") if given[name].present]
+    return is_planned(given) and not typed
+
+
+def apply(given: flags.FlagValues, examples: int) -> None:
+    """Sets the flags that were not typed; a flag that was typed is kept."""
+    if not is_planned(given):
+        return
+    size = planning.size_for(examples, given.target_epsilon, given.delta)
+    values: dict[str, Any] = {}
+    if not given["batch_size"].present:
+        values["batch_size"] = size.batch
+    batch = values.get("batch_size", given.batch_size)
+    steps = given.steps
+    if not given["steps"].present and not given["epochs"].present:
+        steps = size.steps
+        values["epochs"] = steps * batch / examples
+    if not any(given[name].present for name in _BOUNDS):
+        values.update(clipping="automatic", bound=1.0)
+    if not any(given[name].present for name in _RATES):
+        values["optimizer"] = "paced"
+    if not given["average"].present:
+        values["average"] = planning.decay_for(steps or round(given.epochs * examples / batch))
+    for name, value in values.items():
+        given[name].value = value

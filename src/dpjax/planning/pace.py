@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step size from the known noise: how far noise may move a parameter decides the rate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from dpjax import checks, trees
+from dpjax.mechanism import Mechanism
+from dpjax.types import PyTree
+
+DRIFT = 0.6
+"""Chosen on the development tasks of `experiments.nothing_to_tune`."""
+
+
+class PacedState(NamedTuple):
+    """The first moment of the private mean, the mean second moment of each leaf, and the step."""
+
+    step: Int[Array, ""]
+    first: PyTree
+    second: PyTree
+
+
+def paced(
+    mechanism: Mechanism, drift: float = DRIFT, b1: float = 0.9, b2: float = 0.99
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adam with a second moment for each leaf, and a rate that follows from the known noise.
+
+    Noise of standard deviation $\sigma$ is in every private mean. $\hat v_t$ is the mean of the
+    second moments of a leaf, and at least the variance of the noise, so the noise of a step is at
+    most the rate. Rates that fall from $\rho \sqrt{3 / T}$ to 0 over $T$ steps then move a
+    parameter by noise of a standard deviation of at most about $\rho$ in the whole run:
+
+    $$ \theta_{t+1} = \theta_t - \rho \sqrt{3 / T}\, (1 - t / T)\, \hat m_t
+       \big/ \sqrt{\max(\hat v_t, \sigma^2)} $$
+
+    Where noise hides the gradient, the path of a run is in proportion to epsilon and to the number
+    of examples. A loss that is multiplied by a number takes the same path, if the rule of the
+    mechanism normalises gradients.
+
+    Args:
+      mechanism: The mechanism of the run, which knows the noise of each step.
+      drift: $\rho$. The default suits parameters of networks with the usual initial scale and
+        inputs of the order of 1.
+      b1: Decay of the first moment.
+      b2: Decay of the second.
+
+    Returns:
+      An Optax optimizer for the private means of this mechanism. ``update`` takes ``bound_scale=``
+      where bounds change, as `dpjax.dpsgd` passes it.
+
+    Privacy:
+      Post-processing: moments of private means, and constants of the mechanism.
+
+    Example:
+      >>> import dpjax
+      >>> planned = dpjax.plan(60_000, jnp.zeros(10), epsilon=3.0, delta=1e-5)
+      >>> optimizer = paced(planned.mechanism)
+      >>> updates, _ = optimizer.update(jnp.ones(10), optimizer.init(jnp.zeros(10)))
+      >>> print(round(float(updates[0]), 3))  # 0.6 x (3 / 200) ^ 0.5
+      -0.073
+
+    References:
+      Kingma and Ba, "Adam", 2015. Panda et al., "A New Linear Scaling Rule for Private Adaptive
+      Hyperparameter Optimization", 2024: rate times steps in proportion to epsilon.
+    """
+    checks.instance("planning.paced", "mechanism", mechanism, Mechanism)
+    drift = checks.positive("planning.paced", "drift", drift)
+    steps = max(1, mechanism.steps)
+    first_rate = drift * math.sqrt(3 / steps)
+
+    def init(params: PyTree) -> PacedState:
+        zeros = trees.zeros_wide(params)  # in the dtype of private means
+        means = jax.tree.map(jnp.mean, zeros)
+        return PacedState(jnp.zeros((), jnp.int32), zeros, means)
+
+    def update(
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        bound_scale: Any = 1.0,
+        **extra: Any,
+    ) -> tuple[PyTree, PacedState]:
+        del params, extra
+        # Groups may have noise of their own; the largest variance is a safe floor for all.
+        deviations = jnp.stack(mechanism.deviations_on_mean(state.step)) * bound_scale
+        variance = jnp.square(jnp.max(deviations))
+        first = optax.tree_utils.tree_update_moment(updates, state.first, b1, 1)
+        squares = jax.tree.map(lambda g: jnp.mean(jnp.square(g)), updates)
+        second = optax.tree_utils.tree_update_moment(squares, state.second, b2, 1)
+        count = state.step + 1
+        rate = first_rate * (1 - state.step / steps)
+
+        def moved(m: Float[Array, "..."], v: Float[Array, ""]) -> Float[Array, "..."]:
+            unbiased = v / (1 - b2**count)
+            floor = jnp.maximum(unbiased, variance.astype(v.dtype))
+            direction = m / (1 - b1**count) / jnp.sqrt(jnp.where(floor > 0, floor, 1))
+            return (-rate * direction).astype(m.dtype)
+
+        updates = jax.tree.map(moved, first, second)
+        return updates, PacedState(count, first, second)
+
+    return optax.GradientTransformationExtraArgs(init, update)

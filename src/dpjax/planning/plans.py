@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole plan of private training, from public numbers: neither data nor losses are read."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from absl import logging
+
+from dpjax import checks, clipping, sampling, training, trees
+from dpjax._rounding import three_digits
+from dpjax.mechanism import Mechanism
+from dpjax.planning.pace import DRIFT, paced
+from dpjax.planning.sizes import Size, size_for
+from dpjax.types import PyTree
+
+NO_SETTING = "No setting was chosen on these data."
+
+
+class Planned(NamedTuple):
+    """A plan of private training; `print` it.
+
+    Attributes:
+      mechanism: What runs and is accounted.
+      optimizer: An Optax optimizer for the private means of this mechanism.
+        `dpjax.training.averaged` reads the averaged parameters of its state.
+      reasons: A sentence for each choice, by its name.
+    """
+
+    mechanism: Mechanism
+    optimizer: optax.GradientTransformation
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{name:<10}{reason}" for name, reason in self.reasons.items()]
+        return "\n".join([*lines, NO_SETTING])
+
+
+def plan(
+    examples: PyTree,
+    params: PyTree,
+    *,
+    epsilon: float,
+    delta: float,
+    minutes: float | None = None,
+    examples_per_second: float | None = None,
+) -> Planned:
+    """Plans private training without a search: batch, steps, noise, clipping and step sizes.
+
+    Args:
+      examples: The number of examples, or the training data: a tree of arrays with a leading axis.
+      params: The parameters that are trained, or their shapes.
+      epsilon: The most that training may cost.
+      delta: Choose it below 1 / examples.
+      minutes: How long training may take; by default as long as more time gains much. Batches
+        get smaller, and then steps fewer, until it fits.
+      examples_per_second: The speed of training, with which ``minutes`` are counted. By default
+        that of dense layers with as many parameters; convolutions are slower.
+
+    Returns:
+      A `Planned`, for any loss: each gradient is scaled to one length, so the scale of the loss
+      does not matter.
+
+    Privacy:
+      The plan reads public numbers only: sizes and the speed of this machine. Its mechanism costs
+      at most ``epsilon``, by its own accounting.
+
+    Example:
+      >>> import dpjax
+      >>> planned = dpjax.plan(60_000, {"w": jnp.zeros((784, 10))}, epsilon=3.0, delta=1e-5)
+      >>> planned.mechanism.steps, planned.mechanism.epsilon() <= 3.0
+      (200, True)
+
+      Then ``dpjax.dpsgd(loss, planned.optimizer, planned.mechanism, data)``.
+    """
+    if isinstance(examples, int):
+        count = checks.whole("plan", "examples", examples)
+    else:
+        count = trees.leading_size(examples, name="examples")
+    checks.positive("plan", "epsilon", epsilon)
+    most = math.inf
+    if minutes is not None:
+        minutes = checks.positive("plan", "minutes", minutes)
+        speed = examples_per_second
+        if speed is None:
+            speed = speed_of(params)
+        most = 60 * minutes * speed
+    size = size_for(count, epsilon, delta, most)
+    uncalibrated = Mechanism(
+        sampling=sampling.poisson(count, size.batch),
+        clipping=clipping.automatic(1.0),
+        noise_multiplier=1.0,
+        steps=size.steps,
+    )
+    mechanism = uncalibrated.calibrate(epsilon, delta)
+    parameters = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(params))
+    return Planned(
+        mechanism=mechanism,
+        optimizer=optimizer_for(mechanism),
+        reasons=_reasons(
+            mechanism, size, parameters, f"{three_digits(epsilon)} at delta {delta:g}"
+        ),
+    )
+
+
+def optimizer_for(mechanism: Mechanism) -> optax.GradientTransformation:
+    """The optimizer of a plan, for a mechanism that may be another one."""
+    average = training.average_parameters(decay_for(mechanism.steps))
+    return optax.chain(paced(mechanism), average)
+
+
+def decay_for(steps: int) -> float:
+    """The decay of a plan's average, which looks back over a tenth of the steps."""
+    return max(0.0, 1 - 10 / max(1, steps))
+
+
+def _reasons(mechanism: Mechanism, size: Size, parameters: int, target: str) -> dict[str, str]:
+    """Why each choice was made."""
+    multiplier = float(mechanism.multipliers[0])
+    deviation = float(mechanism.deviations_on_mean(0)[0])
+    ratio = math.inf
+    if deviation > 0:
+        ratio = 1 / (deviation * math.sqrt(parameters))
+    return {
+        "batch": (
+            f"{mechanism.batch_size:g} of {mechanism.sampling.examples:,}: noise about "
+            f"{100 * (size.excess - 1):.0f} % above that of whole batches."
+        ),
+        "steps": f"{mechanism.steps}: at equal travel, more of them change the noise little.",
+        "noise": (
+            f"multiplier {multiplier:.4g} for epsilon {target}; a gradient "
+            f"in which all examples agree is "
+            f"{ratio:.3g} times as long as the noise of its {parameters:,} parameters."
+        ),
+        "clipping": "every gradient is scaled to length 1, so the scale of the loss is irrelevant.",
+        "rate": (
+            f"Adam's, from {DRIFT * math.sqrt(3 / mechanism.steps):.3g} to 0: noise moves a "
+            f"parameter by at most about {DRIFT:g} in the whole run."
+        ),
+        "average": "of about the last tenth of the steps; it costs no privacy.",
+    }
+
+
+def speed_of(params: PyTree) -> float:
+    """Examples a second of a dense layer with as many parameters, measured on this machine."""
+    parameters = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(params))
+    width = max(1, math.isqrt(parameters))
+    rows = 1024
+
+    @jax.jit
+    def both_passes(x: Any, w: Any) -> Any:
+        y = x @ w
+        return x.T @ y, y @ w.T
+
+    arrays = jnp.ones((rows, width)), jnp.ones((width, width))
+    jax.block_until_ready(both_passes(*arrays))
+    began = time.perf_counter()
+    jax.block_until_ready(both_passes(*arrays))
+    seconds = time.perf_counter() - began
+    # Sampling, norms and the noise take as long as the products again.
+    speed = rows / (2 * seconds)
+    logging.info("plan: %g examples a second of %d parameters.", speed, parameters)
+    return speed

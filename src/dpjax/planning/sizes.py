@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch and steps: the noise of a step against the examples that it computes.
+
+The noise is estimated here by the central limit of Gaussian DP, in closed form. A plan is then
+calibrated by a proven accountant.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from scipy.optimize import root_scalar
+from scipy.stats import norm
+
+STEPS = 200
+"""The usual number of steps; noise in the parameters hardly depends on it at equal travel."""
+RATIO = 0.68
+"""The mu of a plan over the square root of steps times sampling rate: a tenth more noise than that
+of batches of all examples."""
+LEAST_BATCH = 1024
+"""A smaller batch saves little time, and its sampling adds to the noise."""
+_FEWEST_STEPS = 25
+
+
+class Size(NamedTuple):
+    """A batch and a number of steps.
+
+    Attributes:
+      batch: The expected number of examples of a step.
+      steps: The number of steps.
+      excess: Noise of the mean gradient relative to batches of all examples, at equal epsilon and
+        steps; an estimate, 1 or more.
+    """
+
+    batch: int
+    steps: int
+    excess: float
+
+    @property
+    def examples(self) -> int:
+        """How many examples all steps together compute."""
+        return self.batch * self.steps
+
+
+def gaussian_parameter(epsilon: float, delta: float) -> float:
+    r"""The $\mu$ of Gaussian DP with this epsilon and delta.
+
+    References:
+      Balle and Wang, "Improving the Gaussian Mechanism for Differential Privacy", 2018, theorem 8.
+    """
+
+    def surplus(mu: float) -> float:
+        second = math.exp(epsilon + norm.logcdf(-epsilon / mu - mu / 2))
+        return float(norm.cdf(-epsilon / mu + mu / 2)) - second - delta
+
+    # 1e-4 is below the parameter of every epsilon that trains anything.
+    bracket = (1e-4, 20 + 2 * math.sqrt(epsilon))
+    return root_scalar(surplus, bracket=bracket).root
+
+
+def sized(examples: int, batch: float, steps: int, mu: float) -> Size:
+    r"""A batch and steps with their excess $a / \sqrt{\log(1 + a^2)}$, $a = \mu / (q \sqrt T)$.
+
+    References:
+      Bu, Dong, Long and Su, "Deep Learning with Gaussian Differential Privacy", 2020: the central
+      limit $\mu = q \sqrt{T (e^{1 / \sigma^2} - 1)}$, solved for $\sigma$.
+    """
+    batch = min(examples, math.ceil(batch))
+    ratio = mu * examples / (batch * math.sqrt(steps))
+    excess = 1.0
+    if batch < examples:
+        excess = ratio / math.sqrt(math.log1p(ratio**2))
+    return Size(batch, steps, excess)
+
+
+def size_for(examples: int, epsilon: float, delta: float, most: float = math.inf) -> Size:
+    """The batch and steps of a plan that computes at most about ``most`` examples.
+
+    Args:
+      examples: The size of the data set.
+      epsilon: The target.
+      delta: The target.
+      most: How many examples all steps together may compute.
+    """
+    mu = gaussian_parameter(epsilon, delta)
+
+    steps = STEPS
+    batch = max(mu * examples / (RATIO * math.sqrt(steps)), LEAST_BATCH)
+    batch = min(batch, examples)
+    if batch * steps > most:
+        # Both shrink alike.
+        shrink = math.sqrt(most / (batch * steps))
+        steps = max(min(STEPS, _FEWEST_STEPS), round(steps * shrink))
+        batch = max(1.0, most / steps)
+    return sized(examples, batch, steps, mu)
+
+
+def other_sizes(examples: int, epsilon: float, delta: float, most: float = math.inf) -> list[Size]:
+    """The planned size, and sizes with a half to eight times its examples.
+
+    More time goes into larger batches until the noise is that of all examples.
+    """
+    mu = gaussian_parameter(epsilon, delta)
+    planned = size_for(examples, epsilon, delta, most)
+    others = []
+    for factor in (0.5, 1, 2, 4, 8):
+        batch = planned.batch * factor
+        steps = planned.steps
+        if planned.steps < STEPS and factor > 1:
+            steps = min(STEPS, round(planned.steps * factor**0.5))
+            batch = planned.examples * factor / steps
+        others.append(sized(examples, batch, steps, mu))
+    return list(dict.fromkeys(others))
