@@ -10,7 +10,7 @@ A noise multiplier in an event is relative to the *add-or-remove* sensitivity (o
 leaves). ``neighbours="replace-one"`` doubles the sensitivity, and only this package converts it.
 """
 
-from dpjax.accounting._calibration import calibrate, largest_steps
+from dpjax.accounting._calibration import calibrate, calibrate_risk, largest_steps
 from dpjax.accounting._loss_distributions import levels
 from dpjax.accounting._random_projections import with_projections
 from dpjax.accounting._selection import Selection, draw_runs, select_best
@@ -48,6 +48,7 @@ __all__ = [
     "RandomAllocationDpEvent",
     "Selection",
     "calibrate",
+    "calibrate_risk",
     "compose",
     "default_method",
     "delta",

@@ -5,6 +5,6 @@
 """
 
 from dpjax.mechanism.description import Mechanism
-from dpjax.mechanism.spent import Spent, Target
+from dpjax.mechanism.spent import Risk, Spent, Target
 
-__all__ = ["Mechanism", "Spent", "Target"]
+__all__ = ["Mechanism", "Risk", "Spent", "Target"]

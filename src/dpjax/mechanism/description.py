@@ -28,7 +28,14 @@ from dpjax.mechanism.correlated import (
     sensitivity_of,
 )
 from dpjax.mechanism.multipliers import growth, left_for_gradients, scaled
-from dpjax.mechanism.spent import Spent, Target, checked_queries, checked_unit, steps_event
+from dpjax.mechanism.spent import (
+    Risk,
+    Spent,
+    Target,
+    checked_queries,
+    checked_unit,
+    steps_event,
+)
 from dpjax.noise.multiplier import checked_multiplier, standard_deviations
 from dpjax.schedules import Planned
 from dpjax.strategies import Strategy
@@ -65,8 +72,8 @@ class Mechanism:
       noise: A `dpjax.strategies` strategy for noise that is correlated over the steps.
         ``noise_multiplier`` is then no schedule. It is relative to what one example moves in all
         steps that the sampler lets it be in, or, where the sampler amplifies, to one participation.
-      target: What `calibrate` chose the noise for: epsilon, delta and method. Statements, cards
-        and `dpjax.fit` take delta and method from it.
+      target: What `calibrate` chose the noise for: epsilon, delta and method, or the rates of an
+        attack. Statements, cards and `dpjax.fit` take delta and method from it.
 
     Example:
       >>> import dpjax
@@ -91,7 +98,7 @@ class Mechanism:
     unit: str = ""
     noise: Strategy | None = None
     # Not compared: two mechanisms of equal noise run and cost the same, however it was chosen.
-    target: Target | None = field(default=None, compare=False)
+    target: Target | Risk | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         hint = "Such as sampling.poisson(examples, batch_size)."
@@ -309,11 +316,18 @@ class Mechanism:
 
     def stated(self, delta: float | None, method: str | None) -> tuple[float, str]:
         """The delta and the method of a statement: as given, or else as in `target`."""
-        if delta is None:
-            if self.target is None:
-                raise TypeError("Mechanism: delta is missing. Calibrate, or give delta=.")
+        if delta is None and self.target is not None:
             delta = self.target.delta
+        if delta is None:
+            raise TypeError("Mechanism: delta is missing. Calibrate, or give delta=.")
         return delta, self._method(method)
+
+    @property
+    def risk(self) -> Risk | None:
+        """The rates of an attack that the noise was chosen for, if it was not an epsilon."""
+        if isinstance(self.target, Risk):
+            return self.target
+        return None
 
     def _warn_of_delta(self, delta: float) -> None:
         if delta >= 1 / self.sampling.examples:
@@ -353,12 +367,23 @@ class Mechanism:
         """The delta of the whole computation at ``epsilon``; methods as in `Mechanism.epsilon`."""
         return accounting.delta(self.event, epsilon, self._method(method), self.relation)
 
-    def calibrate(self, epsilon: float, delta: float, method: str | None = None) -> Mechanism:
+    def calibrate(
+        self,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        method: str | None = None,
+        *,
+        true_positive_rate: float | None = None,
+        false_positive_rate: float | None = None,
+    ) -> Mechanism:
         """This mechanism with all its noise scaled to cost at most ``epsilon``.
 
         Args:
           epsilon: The most that all planned steps may cost.
           delta: Choose it below 1 / examples.
+          true_positive_rate: In place of epsilon and delta: the most true positives that any
+            membership attack may have, by `dpjax.accounting.calibrate_risk` and so by "pld".
+          false_positive_rate: The attack's rate of false positives, such as 0.01.
           method: A proven `dpjax.accounting` method; by default `dpjax.accounting.tightest`.
             "pld" takes seconds and finds the least noise: for one epoch of MNIST in batches of
             256 at epsilon 3, a multiplier of 0.59 where "rdp" needs 0.65.
@@ -378,22 +403,36 @@ class Mechanism:
           >>> round(calibrated.noise_multiplier, 2), round(calibrated.epsilon(1e-5, "rdp"), 2)
           (0.7, 3.0)
         """
-        delta = checks.delta("Mechanism.calibrate", delta)
+        by_epsilon = epsilon is not None or delta is not None or method is not None
+        by_risk = true_positive_rate is not None or false_positive_rate is not None
         # 0 times any factor is 0, so bisection does not end.
         if not np.all(self.multipliers > 0):
             raise ValueError(
                 "Mechanism.calibrate: a noise multiplier is 0, and no factor makes that private."
             )
-        self._warn_of_delta(delta)
         # Bisection tries factors for which the check of adapted bounds raises.
         bare = dataclasses.replace(self, adaptive=None)
-        method = method or accounting.tightest(self.event, self.relation)
+
         # One factor for the whole schedule keeps its shape, and epsilon is monotone in it.
-        factor = accounting.calibrate(
-            lambda factor: bare.scaled(factor).event, epsilon, delta, method, self.relation
-        )
-        logging.info("Mechanism.calibrate: epsilon %g at delta %g, by %s.", epsilon, delta, method)
-        target = Target(float(epsilon), float(delta), method)
+        def make_event(factor: float) -> dp.DpEvent:
+            return bare.scaled(factor).event
+
+        target: Target | Risk
+        if epsilon is not None and delta is not None and not by_risk:
+            delta = checks.delta("Mechanism.calibrate", delta)
+            self._warn_of_delta(delta)
+            method = method or accounting.tightest(self.event, self.relation)
+            factor = accounting.calibrate(make_event, epsilon, delta, method, self.relation)
+            target = Target(float(epsilon), float(delta), method)
+        elif true_positive_rate is not None and false_positive_rate is not None and not by_epsilon:
+            target = Risk(float(true_positive_rate), float(false_positive_rate))
+            factor = accounting.calibrate_risk(make_event, *target, self.relation)
+        else:
+            raise TypeError(
+                "Mechanism.calibrate: expected epsilon and delta, or true_positive_rate and "
+                "false_positive_rate."
+            )
+        logging.info("Mechanism.calibrate: %s.", target)
         return dataclasses.replace(self.scaled(factor), target=target)
 
     def scaled(self, factor: float) -> Mechanism:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of an earlier run, and the target that a calibration met."""
+"""The cost of an earlier run, and the targets that a calibration met."""
 
 from __future__ import annotations
 
@@ -22,6 +22,17 @@ class Target(NamedTuple):
     epsilon: float
     delta: float
     method: str
+
+
+class Risk(NamedTuple):
+    """The most true positives of a membership attack that `dpjax.Mechanism.calibrate` was given."""
+
+    true_positive_rate: float
+    false_positive_rate: float
+
+    # Only loss distributions have the whole trade-off curve, and no delta belongs to it.
+    method = "pld"
+    delta = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpjax import accounting, checks
+from dpjax._rounding import upwards
 from dpjax.accounting.methods import true_positive_rates
 from dpjax.ledger import Ledger, counted
 from dpjax.mechanism import Mechanism, Spent
@@ -60,7 +61,9 @@ def claim_of(
     # The smallest of several upper bounds is an upper bound: data do not choose the method.
     best = min(proven, default=(math.inf, ""))
     _, bounded_by = best
-    if methods is not None and proven:
+    if mechanism.risk is not None:
+        bounded_by = mechanism.risk.method  # the noise was chosen by its curve
+    elif methods is not None and proven:
         # A run in progress names "rdp" first, because the curve of "pld" takes a second a row.
         _, bounded_by = proven[0]
     return Claim(
@@ -92,19 +95,38 @@ def _epsilons(
 
 def attacks(claim: Claim) -> tuple[tuple[float, float], ...]:
     """Pairs of a membership attack's rate of false positives, and its true positives at most."""
-    return _attacks(claim.mechanism, tuple(claim.ran.tolist()), claim.bounded_by)
+    rates = set(_FALSE_POSITIVES)
+    if claim.mechanism.risk is not None:
+        rates.add(claim.mechanism.risk.false_positive_rate)
+    multipliers = tuple(claim.ran.tolist())
+    return _attacks(claim.mechanism, multipliers, claim.bounded_by, tuple(sorted(rates)))
+
+
+def risk_reached(claim: Claim) -> float:
+    """The true positives that are proved at the rate of false ones that calibration was given."""
+    assert claim.mechanism.risk is not None
+    return dict(attacks(claim))[claim.mechanism.risk.false_positive_rate]
+
+
+def percent(rate: float) -> str:
+    """A rate in per cent, rounded up."""
+    # Round up before multiplying: 100 * 0.07 is above 7.
+    return f"{100 * float(upwards(rate, '.3g')):.3g} %"
 
 
 @functools.lru_cache(maxsize=16)  # card and board ask for the same rates
 def _attacks(
-    mechanism: Mechanism, multipliers: tuple[float, ...], method: str
+    mechanism: Mechanism,
+    multipliers: tuple[float, ...],
+    method: str,
+    false_positive_rates: tuple[float, ...],
 ) -> tuple[tuple[float, float], ...]:
     if not method:
-        return tuple((rate, 1.0) for rate in _FALSE_POSITIVES)
+        return tuple((rate, 1.0) for rate in false_positive_rates)
     event = mechanism.event_of(np.array(multipliers, np.float64))
     plan = mechanism.event if method == "pld" else None
-    rates = true_positive_rates(event, _FALSE_POSITIVES, method, mechanism.relation, plan)
-    return tuple(zip(_FALSE_POSITIVES, rates, strict=True))
+    rates = true_positive_rates(event, false_positive_rates, method, mechanism.relation, plan)
+    return tuple(zip(false_positive_rates, rates, strict=True))
 
 
 def not_covered(held_out: HeldOut | None, unit: str) -> list[str]:

@@ -18,6 +18,7 @@ _WORKS = MappingProxyType(
         "random_allocation": "feldman2025privacy",
         "grouped": "liu2021grouped",
         "adaptive": "andrew2021differentially",
+        "risk": "kulynych2024attack",
         "preparation": "tramer2021differentially",
         "psac": "xia2023differentially",
         "automatic": "bu2023automatic",
@@ -38,6 +39,8 @@ def references(mechanism: Mechanism, methods: Iterable[str]) -> Iterator[str]:
         used.insert(1, "client")
     if mechanism.adaptive is not None:
         used.append("adaptive")
+    if mechanism.risk is not None:
+        used.append("risk")
     if mechanism.preparation:
         used.append("preparation")
     for name in used:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dpjax._rounding import three_digits, upwards
 from dpjax.mechanism import Mechanism
-from dpjax.reports._claim import Claim, attacks, claim_of, not_covered
+from dpjax.reports._claim import Claim, attacks, claim_of, not_covered, percent
 from dpjax.types import HeldOut, Neighbours
 
 _INSTEAD = {
@@ -74,7 +74,7 @@ def board(
       ...
     """
     claim = claim_of("reports.board", mechanism, delta, **more)
-    rates = [f"  {_percent(wrong):<19}{_percent(right)}" for wrong, right in attacks(claim)]
+    rates = [f"  {percent(wrong):<19}{percent(right)}" for wrong, right in attacks(claim)]
     uncovered = [*not_covered(held_out, mechanism.unit), *_never_covered(claim)]
     return _PAGE.format(
         promise=_filled(_promise(claim)),
@@ -90,11 +90,18 @@ def _promise(claim: Claim) -> str:
         reason = claim.not_private or "No guarantee is proved for this computation."
         return f"Nothing is promised. {reason}"
     unit = claim.mechanism.unit
+    chosen = ""
+    risk = claim.mechanism.risk
+    if risk is not None:
+        chosen = (
+            f" The noise was chosen for a limit of {percent(risk.true_positive_rate)} true alarms "
+            f"at {percent(risk.false_positive_rate)} false ones, as in the table below."
+        )
     return (
         f"One {unit} is protected: there is a limit to how much all that was released can depend "
         f"on the data of one {unit}. It holds against everyone, whatever else they know, now or "
         f"later. In numbers: ({three_digits(epsilon)}, {upwards(claim.delta, '.3g')})-differential "
-        f"privacy, proved by {method.upper()}."
+        f"privacy, proved by {method.upper()}.{chosen}"
     )
 
 
@@ -127,11 +134,6 @@ def _never_covered(claim: Claim) -> list[str]:
             "who knows the random key of this run, which was supplied, can remove its noise"
         )
     return uncovered
-
-
-def _percent(rate: float) -> str:
-    # Round up before multiplying: 100 * 0.07 is above 7.
-    return f"{100 * float(upwards(rate, '.3g')):.3g} %"
 
 
 def _filled(words: str) -> str:

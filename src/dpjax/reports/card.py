@@ -5,6 +5,9 @@ A reader can recompute its epsilon without dpjax, as `dpjax.verify` does: number
 
 | field | holds |
 |---|---|
+| ``format`` | the version of this schema: 5; a card of format 4 has neither it nor the next two |
+| ``parameters`` | the SHA-256 of the released parameters (`dpjax.trees.digest`), or null |
+| ``risk`` | the rates of an attack that the noise was chosen for, or null |
 | ``mechanism`` | the plan, as `dpjax.mechanism.card` describes it and ``run.json`` holds it |
 | ``steps`` | how many planned steps count: the first ones, which ran; all, if results ended it |
 | ``claim`` | in words, how batches are drawn and what is proved for them |
@@ -27,13 +30,17 @@ from dpjax.accounting.methods import levels_of
 from dpjax.mechanism import Mechanism
 from dpjax.reports._claim import attacks, claim_of
 
+FORMAT = 5
 _PACKAGES = ("dpjax", "dp-accounting", "jax", "optax", "numpy")
 
 
-def card(mechanism: Mechanism, delta: float | None = None, **more: Any) -> dict[str, Any]:
+def card(
+    mechanism: Mechanism, delta: float | None = None, *, parameters: str | None = None, **more: Any
+) -> dict[str, Any]:
     """The facts of a statement as a JSON object, from which epsilon can be recomputed.
 
     The arguments are as in `dpjax.statement`: ``more`` are ``ledger``, ``supplied``, ``methods``.
+    ``parameters`` is the `dpjax.trees.digest` of the parameters that are released with the card.
 
     Returns:
       An object for ``json.dumps``; an infinite number is the word ``"inf"``.
@@ -54,7 +61,13 @@ def card(mechanism: Mechanism, delta: float | None = None, **more: Any) -> dict[
         method: {"value": float(value), "proven": accounting.METHODS[method].proven}
         for method, value in claim.epsilons.items()
     }
+    risk = None
+    if mechanism.risk is not None:
+        risk = mechanism.risk._asdict()
     facts = {
+        "format": FORMAT,
+        "parameters": parameters,
+        "risk": risk,
         "mechanism": mechanism.facts,
         "steps": len(claim.ran),
         "claim": mechanism.claim,

@@ -16,7 +16,7 @@ from dpjax._rounding import three_digits, upwards
 from dpjax._versions import version
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism
-from dpjax.reports._claim import Claim, claim_of, not_covered
+from dpjax.reports._claim import Claim, claim_of, not_covered, percent, risk_reached
 from dpjax.reports._document import COLUMN, PAPER, Document, Row, html_of, read, row, text_of
 from dpjax.reports._facts import facts_of, neighbours_of, range_of
 from dpjax.reports._references import references
@@ -105,7 +105,7 @@ def statement(
 def _verdict(claim: Claim) -> list[str]:
     _, method = claim.proven
     if _is_private(claim):
-        sentences = [f"{_guarantee(claim)}, as proved by {method.upper()}."]
+        sentences = [f"{_guarantee(claim)}, as proved by {method.upper()}.", *_risk(claim)]
     elif claim.not_private:
         sentences = [
             "This computation is NOT differentially private (epsilon is infinite).",
@@ -127,6 +127,18 @@ def _verdict(claim: Claim) -> list[str]:
             f"{unit} outright would satisfy it. Choose a smaller delta."
         )
     return sentences
+
+
+def _risk(claim: Claim) -> list[str]:
+    """The rates of an attack that the noise was chosen for, and the one that is proved."""
+    risk = claim.mechanism.risk
+    if risk is None:
+        return []
+    return [
+        f"At {percent(risk.false_positive_rate)} false alarms a membership attack has at most "
+        f"{percent(risk_reached(claim))} true ones; noise was chosen for "
+        f"{percent(risk.true_positive_rate)}."
+    ]
 
 
 def _is_private(claim: Claim) -> bool:

@@ -41,7 +41,7 @@ def write_released(
     # Loss distributions of many different steps take seconds, so only the last card has them.
     methods = None if last else ("rdp", "rdp-classic", method)
     facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
-    card = reports.card(mechanism, delta, **facts)
+    card = reports.card(mechanism, delta, parameters=trees.digest(params), **facts)
     facts["held_out"] = held_out
     board = reports.board(mechanism, delta, **facts)
     words = reports.statement(mechanism, delta, scaled_by=algorithm.scaled_by, **facts)

@@ -18,6 +18,7 @@ from absl import logging
 from dpjax.verify._epsilon import EPSILONS, by_losses, by_rdp, most_true_positives
 from dpjax.verify._matrices import require_hidden
 from dpjax.verify.facts import BOUNDS, Card, Unreadable, card_of
+from dpjax.verify.parameters import digest
 from dpjax.verify.steps import steps_of
 
 # The relative distance of bounds that grids of orders and of losses give.
@@ -26,11 +27,14 @@ TOLERANCE = 0.005
 LOOSE = 0.01
 # dp-accounting cuts 1e-15 off the distribution of each different step.
 SMALLEST_DELTA = 1e-12
+_PARAMS = "--params="
 _USAGE = """\
 usage: dpjax verify RUN, with a run's folder or its privacy.json, or a folder of runs
+       dpjax verify --params=FILE CARD
 
 Recomputes the epsilon of each method on the card, and how many true positives a membership attack
-can have, from the facts of the card, without dpjax.
+can have, from the facts of the card, without dpjax. Compares the card's SHA-256 with that of the
+parameters in FILE, by default the params.msgpack next to the card.
 A line begins with what was checked and ends with the verdict. The headline, which is the smallest
 bound on the card, comes first. In a folder of runs each run has its lines. The exit status is 0 if
 all claims hold, and 1 if one does not, or a card makes none, must not be published or cannot be
@@ -45,6 +49,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     if words is None:
         words = sys.argv[1:]
+    files = [word.removeprefix(_PARAMS) for word in words if word.startswith(_PARAMS)]
+    words = [word for word in words if not word.startswith(_PARAMS)]
     if list(words) in (["-h"], ["--help"]):
         print(_USAGE)
         return 0
@@ -56,7 +62,8 @@ def main(words: Sequence[str] | None = None) -> int:
     for path in runs:
         if len(runs) > 1:
             print(f"{path.parent}:")
-        statuses.append(verified(path, words[0] if len(runs) == 1 else str(path.parent)))
+        name = words[0] if len(runs) == 1 else str(path.parent)
+        statuses.append(verified(path, name, files))
     return max(statuses)
 
 
@@ -70,13 +77,17 @@ def cards_in(path: pathlib.Path) -> list[pathlib.Path]:
     return sorted(path.glob("*/privacy.json")) or [card]
 
 
-def verified(path: pathlib.Path, name: str) -> int:
-    """Prints a verdict for each claim of a card, and returns its exit status."""
+def verified(path: pathlib.Path, name: str, files: Sequence[str] = ()) -> int:
+    """Prints a verdict for each claim of a card, and returns its exit status.
+
+    ``files`` are those of ``--params``.
+    """
     logger = logging.get_absl_logger()
     before = logger.level
     logger.setLevel("CRITICAL")  # the library reports orders that do not converge
     try:
-        verdicts = list(findings(load(path)))
+        card = load(path)
+        verdicts = [*findings(card), *parameters(card, path, files)]
     except Unreadable as reason:
         print(f"{name}: {reason}", file=sys.stderr)
         return 1
@@ -137,6 +148,27 @@ def findings(facts: dict[str, Any]) -> Iterator[tuple[bool, str]]:
         raise Unreadable(f"the card cannot be accounted ({error}).") from error
 
 
+def parameters(
+    facts: dict[str, Any], path: pathlib.Path, files: Sequence[str] = ()
+) -> Iterator[tuple[bool, str]]:
+    """Yields whether files of parameters are those of a card; by default the one next to it."""
+    claimed = facts.get("parameters")
+    paths = list(map(pathlib.Path, files))
+    if claimed is None:
+        if paths:
+            yield False, f"{'parameters':12} no SHA-256 of them is on the card: DOES NOT HOLD"
+        return
+    if not paths:
+        paths = [path.with_name("params.msgpack")]
+        if not paths[0].exists():
+            yield True, f"{'parameters':12} none lie beside the card: give --params=FILE"
+            return
+    for file in paths:
+        same = digest(file) == claimed
+        verdict = "holds" if same else "DOES NOT HOLD"
+        yield same, f"{'parameters':12} of {file.name} have the SHA-256 on the card: {verdict}"
+
+
 def claims(card: Card) -> Iterator[tuple[bool, str]]:
     """Yields a verdict for each claimed epsilon."""
     claimed = {name: claim.value for name, claim in card.epsilon.items()}
@@ -171,6 +203,23 @@ def claims(card: Card) -> Iterator[tuple[bool, str]]:
             f"{'attacks':12} of {percent(false_positives)} false positives claim at most "
             f"{percent(true_positives)} true ones; recomputed {percent(rates)}: {verdict}",
         )
+    yield from risk(card, deltas)
+
+
+def risk(card: Card, deltas: np.ndarray) -> Iterator[tuple[bool, str]]:
+    """Yields a verdict on the rates of an attack that the noise was chosen for, if it was."""
+    if card.risk is None:
+        return
+    most = card.risk.true_positive_rate
+    wrong = card.risk.false_positive_rate
+    reached = most_true_positives(deltas, wrong)
+    sound = most >= reached * (1 - TOLERANCE)
+    verdict = "holds" if sound else "DOES NOT HOLD"
+    yield (
+        sound,
+        f"{'risk':12} of at most {percent([most])} true positives at {percent([wrong])} false "
+        f"ones; recomputed {percent([reached])}: {verdict}",
+    )
 
 
 def verdict_of(claimed: float, smallest: float, largest: float, delta: float) -> str:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-FORMAT = 4
+FORMAT = 5
+# The fields that a card of format 4 does not have.
+SINCE_FORMAT_5 = {"format": 4, "parameters": None, "risk": None}
 # The most steps with one multiplier: more take minutes, and no run has had them.
 MOST_STEPS = 10**8
 MOST_LEVELS = 256
@@ -149,9 +151,20 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Risk:
+    """The most true positives of an attack, at a rate of false ones, that noise was chosen for."""
+
+    true_positive_rate: Rate
+    false_positive_rate: Positive
+
+
+@dataclass(frozen=True, kw_only=True)
 class Card:
     """The plan, the number of its steps that ran, and the claims for these steps."""
 
+    format: Literal[4, 5]
+    parameters: str | None
+    risk: Risk | None
     mechanism: Mechanism
     steps: Annotated[int, Limits(0, 2**63)]
     claim: str
@@ -260,11 +273,16 @@ def kind_of(value: Any, where: str) -> type[Strategy]:
 def card_of(value: dict[str, Any]) -> Card:
     """Reads a card from its JSON object, and checks that its fields agree."""
     mechanism = value.get("mechanism")
-    version = mechanism.get("format") if isinstance(mechanism, dict) else FORMAT
-    if version != FORMAT:
+    version = value.get("format")
+    if version is None and isinstance(mechanism, dict):
+        version = mechanism.get("format")
+    if version not in (None, 4, FORMAT):
         raise Unreadable(
-            f"the card is of format {version!r}; expected {FORMAT}. Use the dpjax that wrote it."
+            f"the card is of format {version!r}; expected 4 or {FORMAT}. Use the dpjax that wrote "
+            "it."
         )
+    if "format" not in value:
+        value = SINCE_FORMAT_5 | value
     card = read(Card, value, "the card")
     for name, claim in card.epsilon.items():
         proven = name in BOUNDS

@@ -45,7 +45,9 @@ class Group:
         plain = flags.ArgumentSerializer()
         flags.DEFINE(_Path(), name, default, words, serializer=plain, **self._where)
 
-    def named(self, name: str, default: str, valid: Callable[[str], bool], *words: str) -> None:
+    def named(
+        self, name: str, default: str | None, valid: Callable[[Any], bool], *words: str
+    ) -> None:
         """A flag with a name that ``valid`` knows; ``words`` are the help, and the valid names."""
         self.path(name, default, "".join(words))
         values = self._where["flag_values"]

@@ -27,6 +27,7 @@ names another folder, and JAX_ENABLE_COMPILATION_CACHE=false keeps none.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from absl import flags
@@ -116,6 +117,13 @@ _privacy.whole("groups", 8, "Number of groups for --clipping=grouped.")
 _schedules = ["constant", *names.CURRICULA]
 _privacy.choice("noise_schedule", "constant", _schedules, "Noise multiplier over the epochs.")
 _privacy.number("target_epsilon", 3.0, "Scale the noise to this epsilon of the run.", 0)
+_privacy.named(
+    "risk",
+    None,
+    lambda word: word is None or re.fullmatch(r"[\d.e-]+@[\d.e-]+", word) is not None,
+    "Scale the noise to this risk of the run, in place of --target_epsilon: ",
+    "0.05@0.01 for an attack with at most 5 % true alarms at 1 % false ones.",
+)
 _privacy.number("noise_multiplier", None, "Noise, in place of --target_epsilon; scales a schedule.")
 _privacy.number(
     "max_epsilon",

@@ -177,6 +177,9 @@ def build_mechanism(
         noise=build_strategy(given, batches, steps),
         unit=unit,
     )
+    if given.risk is not None:
+        most, wrong = map(float, given.risk.split("@"))
+        return mechanism.calibrate(true_positive_rate=most, false_positive_rate=wrong)
     if given.noise_multiplier is None:
         # Calibration comes last, because epochs, schedule and preparation have a price too.
         return mechanism.calibrate(given.target_epsilon, given.delta, accountant(given, mechanism))

@@ -115,7 +115,9 @@ def require_extras(given: flags.FlagValues) -> None:
 def plan(given: flags.FlagValues) -> Planned:
     """Builds all parts of the run, and refuses flags that do not fit each other or the data."""
     # Two flags for one quantity: one of them has no effect.
-    for one, other in (("noise_multiplier", "target_epsilon"), ("steps", "epochs")):
+    several = [("noise_multiplier", "target_epsilon"), ("steps", "epochs")]
+    several += [("risk", "target_epsilon"), ("risk", "noise_multiplier")]
+    for one, other in several:
         if given[one].value is not None and given[other].present:
             raise app.UsageError(f"--{one} --{other}: expected one of the two, or --max_epsilon.")
     for name, declared in (("label", False), ("classes", False), ("unit_column", True)):
@@ -271,6 +273,8 @@ def announce(given: flags.FlagValues, planned: Planned) -> None:
         words += ", together with the earlier runs,"
     at = f"{three_digits(planned.epsilon)} at delta={upwards(given.delta, '.3g')}"
     print(f"{words} cost epsilon {at}, by {planned.method}", flush=True)
+    if given.risk is not None:
+        print(f"Noise is scaled to --risk={given.risk}: true alarms of an attack at false ones.")
     if given.seed is not None:
         print(f"--seed={given.seed} is no secret: epsilon holds against those who do not know it.")
 

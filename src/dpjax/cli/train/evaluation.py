@@ -7,6 +7,7 @@ Gradients of training examples may not be published, and are logged under "priva
 from __future__ import annotations
 
 import functools
+import json
 import pathlib
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 import dpjax
 from dpjax import data, diagnostics, losses, metrics, training, trees
-from dpjax._files import replace, replacing
+from dpjax._files import read_json, replace, replacing
 
 _SAMPLE = 128  # training examples whose gradients are measured
 
@@ -86,6 +87,10 @@ class Evaluation:
 
     def write(self, folder: pathlib.Path, params: Any) -> None:
         """Writes parameters, test predictions and norms into the folder."""
+        # These are the averaged parameters, and the card that `fit` wrote is of the last ones.
+        card = read_json(folder / "privacy.json")
+        card["parameters"] = trees.digest(params)
+        replace(folder / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)
         replace(folder / "params.msgpack", trees.serialized(params), public=True)
         if self.has_test:
             with replacing(folder / "evaluation.npz", public=self.is_public) as file:
