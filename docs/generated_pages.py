@@ -32,6 +32,7 @@ PAGES = {
     "results.md": ROOT / "experiments" / "results" / "README.md",
 }
 NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
+REFERENCE_BOOST = 0.5  # in the search: guides stand above functions with a similar name
 OPTIONS = "{show_root_heading: true, show_root_toc_entry: true, show_root_full_path: false}"
 MATHML = math_core.LatexToMathML(fancy_error=False)
 KINDS = ["function", "class", "attribute"]
@@ -49,7 +50,7 @@ def on_files(files, config):
         files.append(File.generated(config, name, content=content))
 
     for name, path in PAGES.items():
-        text = path.read_text().replace("](docs/pages/", "](")
+        text = re.sub(r'(\]\(|")docs/pages/', r"\1", path.read_text())
         if name == "index.md":
             text = text.partition(FIRST)[0] + NEXT
         add(name, NOT_SEARCHED * (name == "changelog.md") + text)
@@ -142,7 +143,7 @@ def room_page(room, names):
     listed = re.findall(r"`(\w+)", "".join(re.findall(r"^\|[^|]*", room.docstring.value, re.M)))
     rest = [f"| `{name}` | {sentence(room[name])} |" for name in names if name not in listed]
     parts = [
-        f"---\ntitle: {room.name}\n---",
+        f"---\ntitle: {room.name}\nsearch:\n  boost: {REFERENCE_BOOST}\n---",
         f"# `{room.path}` {{ #{room.path} }}",
         f"::: {room.path}\n    options: {{members: false}}",
         "\n".join(["| name | what it is |", "|---|---|", *rest] * bool(rest)),

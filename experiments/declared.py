@@ -188,12 +188,21 @@ def key_of(name: str, model: str, epsilon: float) -> str:
     return f"{name} {model} at epsilon {epsilon:g}"
 
 
+def shown(measure: str, value: float) -> str:
+    """A figure of the table: percent with one decimal, all others with three digits."""
+    if measure == "accuracy":
+        return f"{value:.1f}"
+    rounded = float(f"{value:.3g}")
+    if rounded >= 1000:
+        return f"{rounded:,.0f}"
+    return f"{rounded:.3g}"
+
+
 def tables(rows: Mapping[str, Any]) -> dict[str, str]:
     """The table of the page: means over seeds by epsilon, and the largest range of the private."""
     lines = []
     for name in NAMES:
         for measure, words in WORDS.items():
-            digits = ".1f" if measure == "accuracy" else ".3g"
             for model, model_words in (("linear", "linear"), ("mlp", "network")):
                 means = []
                 ranges = []
@@ -201,11 +210,12 @@ def tables(rows: Mapping[str, Any]) -> dict[str, str]:
                     runs_of = rows[key_of(name, model, epsilon)].values()
                     values = [run[measure] for run in runs_of if measure in run]
                     if values:
-                        means.append(f"{np.mean(values):{digits}}")
+                        means.append(shown(measure, np.mean(values)))
                         if math.isfinite(epsilon):
                             ranges.append(np.ptp(values))
                 if means:
-                    lines.append([name, model_words, words, *means, f"{max(ranges):{digits}}"])
+                    largest = shown(measure, max(ranges))
+                    lines.append([name, model_words, words, *means, largest])
     heads = ["table", "model", "measure", "epsilon 1", "epsilon 3", "epsilon 8", "not private"]
     return {"table": runs.table([*heads, "largest range of 5 seeds"], lines)}
 

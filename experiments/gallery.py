@@ -115,7 +115,8 @@ def gallery() -> tuple[str, dict[str, bytes]]:
         judged = [result for result, _ in tables.judged_claims(paper)]
         parts.append(f"## {paper.title}")
         for figure in drawn([paper]):
-            parts.append(f"### Figure {figure.name} of {paper.name}")
+            name = figure.name.replace("-", ", ")
+            parts.append(f"### {figure.figure.title} (figure {name})")
             if figure.picture is not None:
                 files[figure.file] = figure.picture
                 parts.append(f"![{figure.figure.shows}](gallery/{figure.file})")

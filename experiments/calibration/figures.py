@@ -131,17 +131,20 @@ def _lines(*ways: str) -> dict[str, dict[str, list[str]]]:
 
 FIGURES = {
     "1": Figure(
+        "Training loss under noise and under clipping",
         "Noise of any size hardly moves the loss in the limit of small steps, and clipping does. "
         "Here with digits in place of ViT.",
         [gaps],
         {"digits": {key.removeprefix("digits "): [key] for key in limits.FIGURE_1}},
     ),
     "2": Figure(
+        "Confidence, with a small and a large bound",
         "Confidence: with a small bound the model is sure of almost every example.",
         [CONFIDENCE],
         _lines(*FOUR),
     ),
     "6": Figure(
+        "Loss, accuracy and calibration error by step",
         "MNIST: a large bound has the lower loss and calibration error, at nearly the accuracy of "
         "a small one.",
         CURVES,
@@ -149,18 +152,21 @@ FIGURES = {
         judged=True,
     ),
     "6-right": Figure(
+        "Accuracy and calibration error by bound",
         'MNIST: "a clear accuracy-calibration trade-off": large bounds lower ECE and accuracy. '
         "Bounds other than 1 and 200 have one seed.",
         [bounds],
         _lines(SMALL, LARGE, *(f"R = {bound:g}" for bound in SWEEP)),
     ),
     "7": Figure(
+        "Reliability: accuracy by confidence",
         "MNIST: with bound 1 accuracy is below confidence; with bound 200 they agree.",
         [RELIABILITY],
         _lines(*FOUR),
         judged=True,
     ),
     "10": Figure(
+        "Errors of regressions, with a small and a large bound",
         "Regressions: a large bound is comparable to a small one, if not better.",
         [errors],
         {

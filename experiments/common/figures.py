@@ -22,12 +22,14 @@ class Figure(NamedTuple):
     """A figure of a paper.
 
     Attributes:
+      title: The heading in the gallery.
       shows: The caption: the figure of the paper, and its claim.
       draws: Functions that make panels from the runs of a title.
       lines: The keys of its rows, by title and line; the best row that ran is drawn.
       judged: Whether the verdicts on its rows stand below it.
     """
 
+    title: str
     shows: str
     draws: Sequence[Draw]
     lines: Mapping[str, Mapping[str, Sequence[str]]] = {}

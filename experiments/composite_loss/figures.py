@@ -34,6 +34,23 @@ INNER = (layers(WEIGHTS, 1, -1), layers(HIDDEN, 1, -1))
 NORMS = (gradients(1, 5, 10, 29, 39),)
 
 
+TITLES = {  # the headings
+    "1": "Logits, last weights and gradients under the composite loss and cross-entropy",
+    "2": "Sharpness of the loss",
+    "3": "Accuracy by epsilon, from pixels",
+    "4": "Accuracy by epsilon, from wavelets",
+    "5": "Weights and pre-activations of a hidden and of the last layer",
+    "6": "Gradient norms by epoch on CIFAR-10",
+    "7": "Angle between the clipped and the unclipped mean gradient",
+    "8": "Confusion of classes early in training",
+    "9": "Accuracy with parts of the composite loss",
+    "10": "Accuracy by threshold, beta and gamma of the composite loss",
+    "11": "Norms of the weights of all layers",
+    "12": "Norms of the pre-activations of all layers",
+    "13": "Confusion of classes, early and late",
+    "14": "Gradient norms by epoch on all data sets",
+    "15": "Accuracy with other errors of the logits",
+}
 SHOWS = {  # the captions
     "1": "CIFAR-10: the composite loss keeps logits, last weights and gradients smaller than "
     "cross-entropy does, and clipping turns the mean gradient less.",
@@ -87,6 +104,6 @@ def _lines(networks: Sequence[str], losses: Sequence[str]) -> dict[str, dict[str
 
 
 FIGURES = {
-    name: Figure(SHOWS[name], draws, _lines(networks, losses), name in JUDGED)
+    name: Figure(TITLES[name], SHOWS[name], draws, _lines(networks, losses), name in JUDGED)
     for name, (draws, networks, losses) in DRAWN.items()
 }

@@ -19,21 +19,24 @@ LINES = {
 }
 
 
-def _figure(shows: str, draw: Draw) -> Figure:
-    return Figure(shows, [draw], LINES, judged=True)
+def _figure(title: str, shows: str, draw: Draw) -> Figure:
+    return Figure(title, shows, [draw], LINES, judged=True)
 
 
 FIGURES = {
     "2": _figure(
+        "Training loss by step, one group and several",
         "Training loss: the proposed groups converge faster than DP-SGD and come close to training "
         "without noise. Here the loss is that of the drawn batches.",
         logged("step", "loss", ("step", "training loss")),
     ),
     "3": _figure(
+        "Test accuracy by step, one group and several",
         "Test accuracy by step: the groups are above DP-SGD at all times.",
         logged("step", "accuracy", ("step", _ACCURACY), 100),
     ),
     "4": _figure(
+        "Test accuracy by epsilon, one group and several",
         "Test accuracy by epsilon: at any printed epsilon the groups are above DP-SGD. Here "
         "epsilon is the true one, so groups with the paper's noise lie far to the right.",
         logged("epsilon", "accuracy", ("epsilon (rdp)", _ACCURACY), 100, "log"),

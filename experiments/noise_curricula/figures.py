@@ -76,9 +76,10 @@ def by_epsilon(title: str, runs: Runs) -> list[Panel]:
 
 
 FIGURES = {
-    "1": Figure("Falling noise by epoch, from 5 to 1.", [noise("down")]),
-    "2": Figure("Rising noise by epoch, from 1 to 5.", [noise("up")]),
+    "1": Figure("Falling noise", "Falling noise by epoch, from 5 to 1.", [noise("down")]),
+    "2": Figure("Rising noise", "Rising noise by epoch, from 1 to 5.", [noise("up")]),
     "4": Figure(
+        "Accuracy by epsilon, for eight noise schedules",
         "Accuracy against the logarithm of epsilon: their correlation is 0.848 (p 0.016), which "
         "takes seven points that the paper does not list. The eight of its table 3, drawn here as "
         "they ran, have 0.784 (p 0.021), so 0.848 is not to be compared with the value here.",

@@ -59,8 +59,9 @@ def _kinds(*kinds: str) -> dict[str, dict[str, list[str]]]:
 
 _FOUR = _kinds("ReLU, not private", "tanh, not private", "ReLU", "tanh")
 FIGURES = {
-    "1": Figure("Tempered sigmoids; s=2, T=2, o=1 is tanh.", [family]),
+    "1": Figure("Tempered sigmoids", "Tempered sigmoids; s=2, T=2, o=1 is tanh.", [family]),
     "2": Figure(
+        "Accuracy by scale, temperature and offset",
         "Accuracy of tempered sigmoids by scale, temperature and offset, at one epsilon: the best "
         "are near tanh. On average the best tenth has s, T, o = 1.97, 2.27, 1.15 (MNIST), 2.27, "
         "2.61, 1.28 (FashionMNIST) and 1.58, 3.00, 0.71 (CIFAR-10). No verdict: the average of all "
@@ -72,6 +73,7 @@ FIGURES = {
         },
     ),
     "3": Figure(
+        "Accuracy by epsilon, with tanh and with ReLU",
         "Accuracy by epsilon under DP-SGD: tanh is above ReLU throughout, and ends at 98.0 % "
         "(MNIST), 85.5 (FashionMNIST) and 63.84 (CIFAR-10), where ReLU has 96.6, 81.9 and 61.6. "
         "Verdicts are on table 3, whose 98.1, 86.1 and 66.2 follow a search of all settings.",
@@ -80,12 +82,14 @@ FIGURES = {
         judged=True,
     ),
     "4": Figure(
+        "Gradient norms before clipping, with tanh and with ReLU",
         "Norms of gradients before clipping: with ReLU they are more than 5 times as large with "
         "privacy as without; with tanh and privacy about as large as with ReLU and no privacy.",
         [logged("step", "norm", ("step", "norm of gradient"))],
         _FOUR,
     ),
     "5": Figure(
+        "Norms of the first activations, with tanh and with ReLU",
         "Norms of the first convolution's activations: with ReLU the norms grow under DP-SGD, with "
         "tanh they stay bounded. Older rows have norms of pre-activations alone, which tanh does "
         "not bound.",

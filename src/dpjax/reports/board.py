@@ -36,7 +36,7 @@ What an attacker could learn at most
   false alarms       true alarms, at most
 {rates}
 
-  Who guesses without looking has as many true as false alarms.
+  Guessing blindly gives equal rates, such as 1 % and 1 %.
 
 What is not covered
 
