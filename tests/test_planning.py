@@ -83,6 +83,7 @@ def moves(planned, means):
     return np.array(made), state
 
 
+@pytest.mark.thorough
 def test_pure_noise_moves_a_parameter_by_about_the_drift():
     rows = planned_for(1_000)
     mechanism = rows.mechanism
@@ -111,6 +112,7 @@ def test_steps_follow_from_released_means_and_their_scale_hardly_matters(planned
     assert np.max(np.abs(update)) < 1e-6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scale", [1.0, 1e3])
 def test_a_planned_run_learns_whatever_the_scale_of_its_loss(planned, scale):
     x = np.random.default_rng(1).normal(size=(ROWS, 3)).astype(np.float32)

@@ -80,7 +80,7 @@ def cards_in(path: pathlib.Path) -> list[pathlib.Path]:
 def verified(path: pathlib.Path, name: str, files: Sequence[str] = ()) -> int:
     """Prints a verdict for each claim of a card, and returns its exit status.
 
-    ``files`` are those of ``--params``.
+    ``files`` are the paths in ``--params``.
     """
     logger = logging.get_absl_logger()
     before = logger.level
@@ -151,7 +151,7 @@ def findings(facts: dict[str, Any]) -> Iterator[tuple[bool, str]]:
 def parameters(
     facts: dict[str, Any], path: pathlib.Path, files: Sequence[str] = ()
 ) -> Iterator[tuple[bool, str]]:
-    """Yields whether files of parameters are those of a card; by default the one next to it."""
+    """Yields whether files of parameters match the hash on a card; by default the file next to it."""
     claimed = facts.get("parameters")
     paths = list(map(pathlib.Path, files))
     if claimed is None:
