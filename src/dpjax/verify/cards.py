@@ -151,7 +151,7 @@ def findings(facts: dict[str, Any]) -> Iterator[tuple[bool, str]]:
 def parameters(
     facts: dict[str, Any], path: pathlib.Path, files: Sequence[str] = ()
 ) -> Iterator[tuple[bool, str]]:
-    """Yields whether files of parameters match the hash on a card; by default the file next to it."""
+    """Yields whether files of parameters match a card; by default the file next to the card."""
     claimed = facts.get("parameters")
     paths = list(map(pathlib.Path, files))
     if claimed is None:
