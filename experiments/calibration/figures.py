@@ -131,7 +131,7 @@ def _lines(*ways: str) -> dict[str, dict[str, list[str]]]:
 
 FIGURES = {
     "1": Figure(
-        "Training loss under noise and under clipping",
+        "Change of the test loss by noise and by clipping",
         "Noise of any size hardly moves the loss in the limit of small steps, and clipping does. "
         "Here with digits in place of ViT.",
         [gaps],

@@ -41,7 +41,7 @@ TITLES = {  # the headings
     "4": "Accuracy by epsilon, from wavelets",
     "5": "Weights and pre-activations of a hidden and of the last layer",
     "6": "Gradient norms by epoch on CIFAR-10",
-    "7": "Angle between the clipped and the unclipped mean gradient",
+    "7": "Cosine of the clipped and the unclipped mean gradient",
     "8": "Confusion of classes early in training",
     "9": "Accuracy with parts of the composite loss",
     "10": "Accuracy by threshold, beta and gamma of the composite loss",
