@@ -40,7 +40,7 @@ EPSILON = 8.0
 DELTA = 1e-3
 BATCH = 20
 RATES = (0.02, 0.1)
-BOUNDS = (0.1, 0.3, 1.0)
+BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0)
 TRIAL = 100  # the seed of trials
 
 
