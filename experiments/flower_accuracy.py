@@ -22,7 +22,6 @@ from __future__ import annotations
 import functools
 import importlib
 import random
-import tempfile
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,6 @@ import jax
 import numpy as np
 import optax
 
-import dpjax
 from dpjax import Mechanism, clipping, sampling
 from dpjax.federated import PrivateStrategy
 from experiments.common import flower_grid, runs
@@ -41,8 +39,8 @@ ROUNDS = 100
 EPSILON = 8.0
 DELTA = 1e-3
 BATCH = 20
-RATES = (0.02, 0.1, 0.5)
-BOUNDS = (0.1, 0.3, 1.0)
+RATES = (0.02, 0.1)
+BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0)
 TRIAL = 100  # the seed of trials
 
 
@@ -107,7 +105,7 @@ def multiplier(path: str) -> float:
     return calibrated
 
 
-def strategy(path: str, bound: float, directory: str) -> Any:
+def strategy(path: str, bound: float) -> Any:
     """The strategy of a path."""
     if path == "PrivateStrategy":
         mechanism = Mechanism(
@@ -121,8 +119,7 @@ def strategy(path: str, bound: float, directory: str) -> Any:
             mechanism,
             optax.sgd(1.0),
             population=population(),
-            budget=dpjax.ledger.Budget(epsilon=EPSILON + 0.01, delta=DELTA, method="pld"),
-            directory=directory,
+            directory="unused",
         )
     flower = importlib.import_module("flwr.serverapp.strategy")
     average = flower.FedAvg(fraction_train=DRAWN / CLIENTS, fraction_evaluate=0.0)
@@ -139,6 +136,20 @@ def strategy(path: str, bound: float, directory: str) -> Any:
     )
 
 
+def private_rounds(strategy: PrivateStrategy, start: Any, train: Any) -> np.ndarray:
+    """The weights after the rounds of `PrivateStrategy`, without messages, log and folder."""
+
+    def exchange(step: int, sent: Any, drawn: list[int]) -> Any:
+        del step
+        for client in drawn:
+            trained, _ = train(client, sent)
+            yield client, trained
+
+    rounds = strategy.algorithm(exchange, start)
+    state, _ = rounds.run(rounds.init(start), ROUNDS)
+    return np.asarray(state.params["w"])
+
+
 def measured(path: str, rate: float, bound: float, seed: int, *_: Any) -> dict[str, Any]:
     """The accuracy of one run."""
     clients, (x_test, y_test) = federation()
@@ -153,12 +164,15 @@ def measured(path: str, rate: float, bound: float, seed: int, *_: Any) -> dict[s
             examples = 1
         return trained(arrays, x, y, rate, generator), examples
 
-    with tempfile.TemporaryDirectory() as directory:
-        start = flower_grid.record({"w": np.zeros((x_test.shape[1], 10), np.float32)})
+    start = {"w": np.zeros((x_test.shape[1], 10), np.float32)}
+    if path == "PrivateStrategy":
+        weights = private_rounds(strategy(path, bound), start, train)
+    else:
         grid = flower_grid.Grid(population(), train)
-        runner = strategy(path, bound, directory)
-        result = runner.start(grid, start, num_rounds=ROUNDS)
-    guesses = np.argmax(x_test @ result.arrays["w"].numpy(), axis=1)
+        record = flower_grid.record(start)
+        result = strategy(path, bound).start(grid, record, num_rounds=ROUNDS)
+        weights = result.arrays["w"].numpy()
+    guesses = np.argmax(x_test @ weights, axis=1)
     noise = multiplier(path) / DRAWN
     return {"accuracy": 100 * float(np.mean(guesses == y_test)), "noise": noise}
 

@@ -2,7 +2,7 @@
 """Clients of Flower in the process of the server, for experiments on its strategies.
 
 `Grid` has the methods of Flower's ``Grid`` that a strategy calls. Messages, records and strategies
-come from the installed ``flwr``; nothing is sent.
+belong to the installed ``flwr``; nothing is sent.
 """
 
 from __future__ import annotations
