@@ -80,7 +80,7 @@ MISTAKES = {
     "clients": (
         {"mechanism": mechanism_with(unit="client")},
         ValueError,
-        "unit is 'client'; expected rows or people",
+        "unit is 'client', and poisson draws rows",
     ),
 }
 
