@@ -21,7 +21,8 @@ MUTANT = os.environ.get("DPJAX_TESTED_SOURCES")
 if MUTANT:  # a mutant that is not loaded is no test
     assert pathlib.Path(dpjax.__file__).is_relative_to(MUTANT), dpjax.__file__
 
-collect_ignore = ["guards.py"]  # A plugin of pytest's, loaded by its name.
+# A plugin of pytest's, loaded by its name; a deployment that imports packages of `make test-flower`.
+collect_ignore = ["guards.py", "flower_deployment.py"]
 
 # Tests of the rooms in which no dtype and no rank may be promoted silently.
 ROOMS = (
