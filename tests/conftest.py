@@ -21,7 +21,7 @@ MUTANT = os.environ.get("DPJAX_TESTED_SOURCES")
 if MUTANT:  # a mutant that is not loaded is no test
     assert pathlib.Path(dpjax.__file__).is_relative_to(MUTANT), dpjax.__file__
 
-# A plugin of pytest's, loaded by its name; a deployment that imports packages of `make test-flower`.
+# A plugin of pytest's, loaded by its name; a deployment, which needs packages of its own.
 collect_ignore = ["guards.py", "flower_deployment.py"]
 
 # Tests of the rooms in which no dtype and no rank may be promoted silently.
