@@ -320,8 +320,8 @@ KILLS = {
         ),
         kills(
             "strategies/toeplitz.py",
-            "np.abs(products) / np.sqrt(norms)",
-            "products / np.sqrt(norms)",
+            "np.abs(products) / np.sqrt(squares)",
+            "products / np.sqrt(squares)",
             case="signs-normalized",
         ),
         kills(

@@ -89,5 +89,5 @@ PAPER = Paper.of(
     note="The paper names no activation; what it says of its network implies ReLU. For\n"
     "CIFAR-10 its text has delta 1e-6 and its table 3 has 1e-5, which counts here. There groups\n"
     "and flat clipping ran at one rate; elsewhere each is at the best rate that ran.\n"
-    "Noise by smooth sensitivity, as the paper has it, depends on the data: epsilon is infinite.",
+    "Noise by smooth sensitivity did not run: its scale depends on the data, without a proof here.",
 )

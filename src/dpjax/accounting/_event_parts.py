@@ -96,21 +96,21 @@ def split(event: DpEvent, records: int = 1) -> Parts:
     # This stack replaces recursion, because a schedule composes thousands of events.
     stack = [(event, 1)]
     while stack:
-        leaf, count = stack.pop()
-        if not isinstance(leaf, DpEvent):
+        node, count = stack.pop()
+        if not isinstance(node, DpEvent):
             raise TypeError(
-                f"accounting: got {reprlib.repr(leaf)}; expected an event, such as mechanism.event."
+                f"accounting: got {reprlib.repr(node)}; expected an event, such as mechanism.event."
             )
-        match leaf:
+        match node:
             case dp_accounting.NoOpDpEvent():
                 pass
             case dp_accounting.NonPrivateDpEvent():
                 bare += count
             case dp_accounting.ComposedDpEvent():
-                stack.extend((event, count) for event in leaf.events)
+                stack.extend((part, count) for part in node.events)
             case dp_accounting.SelfComposedDpEvent():
-                stack.append((leaf.event, count * leaf.count))
-            # `not >` is also true of NaN, which must count as no noise.
+                stack.append((node.event, count * node.count))
+            # So little noise hides nothing. `not >` is also true of NaN, which counts as no noise.
             case (
                 dp_accounting.GaussianDpEvent(noise_multiplier=z)
                 | dp_accounting.LaplaceDpEvent(noise_multiplier=z)
@@ -126,19 +126,22 @@ def split(event: DpEvent, records: int = 1) -> Parts:
                 precisions.append(count / squared(z))
             case dp_accounting.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
                 rate = check_rate("accounting: PoissonSampledDpEvent", rate)
-                # Records of one user share the noise of a correlated run: nothing amplifies them.
-                shares_noise = records > 1 and isinstance(leaf, CorrelatedSampledDpEvent)
+                # Several records of a user move common rows of correlated noise, also in different
+                # steps. Their steps are not separate releases, so sampling is not counted.
+                shares_noise = records > 1 and isinstance(node, CorrelatedSampledDpEvent)
                 below = split(inner)
-                if rate == 1 or (rate > 0 and shares_noise):
-                    # Sampling at rate 1 does not amplify, so the inner events compose exactly.
+                if rate == 0:
+                    pass
+                elif rate == 1 or shares_noise:
+                    # The inner event counts as if it were not sampled.
                     stack.append((inner, count))
-                elif rate > 0 and (below.sampled or below.foreign):
+                elif below.sampled or below.foreign:
                     # Amplification has a closed form only for a Gaussian. Any other event stays
                     # foreign, and the accountant of dp_accounting handles or refuses it.
-                    foreign.append((leaf, count))
-                elif rate > 0 and not below.private:
+                    foreign.append((node, count))
+                elif not below.private:
                     bare += count
-                elif rate > 0 and below.precision and count:
+                elif below.precision and count:
                     # Several Gaussians on one sample act as one, which is amplified as a whole.
                     key = (rate, below.unsampled_multiplier)
                     sampled[key] = sampled.get(key, 0) + count
@@ -150,10 +153,10 @@ def split(event: DpEvent, records: int = 1) -> Parts:
                 if not below.private:
                     bare += count
                 elif not below.empty:
-                    foreign.append((leaf, count))
+                    foreign.append((node, count))
             case _:
-                foreign.append((leaf, count))
+                foreign.append((node, count))
     # Parts are sorted, and precisions are summed without rounding, because the order of composition
     # must not change the last digit of a claim.
-    counted = tuple((event, count) for event, count in foreign if count)
+    counted = tuple((part, count) for part, count in foreign if count)
     return Parts(dict(sorted(sampled.items())), math.fsum(precisions), counted, bare == 0)

@@ -43,11 +43,13 @@ def profile(parts: Parts, neighbours: str) -> Profile:
     Doroshenko et al., *Connect the dots: tighter discrete approximations of privacy loss
     distributions*, 2022.
     """
+    # The probability that the example is ever drawn bounds delta, also at epsilon 0.
     chance = _chance(parts)
+    # Loss distributions may take a minute, so they are computed at the first question that needs
+    # them.
     bounds = functools.cache(lambda: list(_bounds(parts, neighbours)))
 
     def epsilon_at(delta: float) -> float:
-        # A search for the least noise asks for small multipliers, whose losses take a minute each.
         if delta >= chance:
             return 0.0
         epsilons = [bound.epsilon(delta) for bound in bounds()]

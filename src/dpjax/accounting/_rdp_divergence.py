@@ -95,26 +95,28 @@ def _group(pairs: tuple[tuple[float, float], ...]) -> np.ndarray:
 
 def _divergences(z: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray:
     """The divergences of finite orders, ``[z, orders]``."""
+    # Start with the divergences without sampling. The rows of sampled steps are replaced below.
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        out = orders / (2 * z[:, None] ** 2)
+        divergences = orders / (2 * z[:, None] ** 2)
     sampled = np.flatnonzero((q > 0) & (q < 1) & (z > 0) & np.isfinite(z))
     # The moment of a whole order is a finite sum. Other orders need the integral.
     is_whole = orders == np.floor(orders)
     for column in np.flatnonzero(is_whole):
         log_a = _log_moment_whole(z[sampled], q[sampled], int(orders[column]))
-        out[sampled, column] = log_a / (orders[column] - 1)
+        divergences[sampled, column] = log_a / (orders[column] - 1)
     fractions = orders[~is_whole]
     if not fractions.size:
-        return out
-    for size, rows in _by_grid_size(z, sampled, fractions.max()).items():
+        return divergences
+    for grid_size, rows in _by_grid_size(z, sampled, fractions.max()).items():
         cells = np.ix_(rows, ~is_whole)
-        if size:
-            log_a = _log_moment_integral(z[rows], q[rows], fractions, size)
-            out[cells] = log_a / (fractions - 1)
+        if grid_size == 0:
+            # These multipliers are too small for the integral. A divergence rises with its order,
+            # so the next whole order gives an upper bound.
+            divergences[cells] = _divergences(z[rows], q[rows], np.ceil(fractions))
         else:
-            # A divergence rises with its order, so the next whole order is an upper bound.
-            out[cells] = _divergences(z[rows], q[rows], np.ceil(fractions))
-    return out
+            log_a = _log_moment_integral(z[rows], q[rows], fractions, grid_size)
+            divergences[cells] = log_a / (fractions - 1)
+    return divergences
 
 
 def _log_moment_whole(z: np.ndarray, q: np.ndarray, order: int) -> np.ndarray:

@@ -68,6 +68,7 @@ def for_groups(event: DpEvent, records: int) -> DpEvent:
     records = checks.whole("accounting.for_groups", "records", records)
     if records == 1:
         return event
+    # Random allocation becomes Gaussians without sampling: a user may have all records in one bin.
     parts = known_bins(split(event, records))
     if parts.foreign:
         raise ValueError(

@@ -251,18 +251,25 @@ def _window(
     deviation = math.sqrt(variance)
 
     def bound(angles: np.ndarray, under_p: bool) -> float:
-        """The least of ``(log E exp(angle * sum) - log tail) / angle``."""
-        log_moments = np.zeros(angles.size)
-        # Under P the factor of one step is weighted by itself, unless that step does not run.
-        weights = np.full(angles.size, (bins - count) / bins)
+        """The tightest of the bounds ``(log E exp(angle * sum) - log tail) / angle``.
+
+        Positive angles bound the sum from above, negative ones from below.
+        """
+        log_moments = np.zeros(angles.size)  # under Q
+        # Under P a uniform bin has its factor weighted by itself, unless its step did not run. So
+        # the moment under P is the moment under Q, times a mean over the bins.
+        p_over_q = np.full(angles.size, (bins - count) / bins)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for n, points, law in laws:
                 powers = np.exp(np.outer(angles, points))
                 moment = powers @ law
-                log_moments += n * (np.log(moment) + (angles * step) ** 2 / 8)
-                weights += n / bins * (powers @ (points * law)) / moment
+                weighted_moment = powers @ (points * law)
+                spreading = (angles * step) ** 2 / 8
+                log_moments += n * (np.log(moment) + spreading)
+                p_over_q += n / bins * weighted_moment / moment
             if under_p:
-                log_moments += angles * step + np.log(weights)
+                # Spreading multiplies the weighted moment by at most e^(angle * step).
+                log_moments += angles * step + np.log(p_over_q)
             bounds = (log_moments - math.log(tail)) / angles
         if angles[0] > 0:
             return float(np.nanmin(bounds))

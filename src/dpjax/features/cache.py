@@ -106,7 +106,8 @@ def cached(
       [0 2 4]
     """
     inputs = np.asarray(inputs)
-    # `str` is equal for bfloat16 and other void types, `name` for both byte orders.
+    # The name of a dtype leaves out the byte order. Its `str` has it, but is "<V2" for bfloat16, as
+    # for any other type of two bytes that NumPy does not know.
     kind = [inputs.dtype.name, inputs.dtype.str]
     facts = {"name": name, "kind": kind, "shape": inputs.shape, "settings": dict(settings)}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())

@@ -75,15 +75,19 @@ class Toeplitz(Strategy):
         values = np.asarray(self.values)
         # The number of terms in each column: the end of the run cuts off the last ones.
         terms = np.minimum(len(values), steps - np.arange(steps))
-        squares = np.ones(steps)
+        # Columns are divided by their norms if they are normalized, and by 1 otherwise.
+        squared_norms = np.ones(steps)
         if self.normalized:
-            squares = np.cumsum(values**2)[terms - 1]
+            squared_norms = np.cumsum(values**2)[terms - 1]
         diagonals = []
         for distance in range(len(values)):
+            # Columns i and i + distance have common rows from row i + distance until column i ends.
+            pairs = steps - distance
+            common_rows = terms[:pairs] - distance
             sums = np.cumsum(values[distance:] * values[: len(values) - distance])
-            products = sums[terms[: steps - distance] - 1 - distance]
-            norms = squares[: steps - distance] * squares[distance:]
-            diagonals.append(np.abs(products) / np.sqrt(norms))
+            products = sums[common_rows - 1]
+            squares = squared_norms[:pairs] * squared_norms[distance:]
+            diagonals.append(np.abs(products) / np.sqrt(squares))
         return diagonals
 
     def _next(self, z: PyTree, memory: PyTree, step: Any) -> tuple[PyTree, PyTree]:

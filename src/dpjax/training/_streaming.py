@@ -54,7 +54,9 @@ class Streamed:
         steps, epoch_key = _drawn(programs, state, count, placement.size)
 
         microbatches = itertools.chain.from_iterable(steps)
-        read = self._stream.batches(placement.own_rows(x.indices) for x in microbatches)
+        read = self._stream.batches(
+            placement.own_rows(microbatch.indices) for microbatch in microbatches
+        )
         block = layout.microbatches_in_block
         seen = []
         for step in steps:
@@ -62,12 +64,15 @@ class Streamed:
             for number, microbatch in enumerate(step, 1):
                 rows, mask = placement(next(read), microbatch.mask)
                 sums = programs.add((state, shared), rows, mask, sums)
-                if sums.gradients.high is not None and number % block == 0:
+                # A large draw is summed in blocks, to bound the rounding errors; see `Total`.
+                has_blocks = sums.gradients.high is not None
+                if has_blocks and number % block == 0:
                     sums = programs.settle(sums)
             state, seen_by_step = programs.finish(state, sums)
             seen.append(seen_by_step)
         state = state._replace(epoch_key=epoch_key)
-        return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(seen))
+        seen = jax.device_get(seen)
+        return state, jax.tree.map(lambda *of_steps: np.stack(of_steps), *seen)
 
 
 def _drawn(

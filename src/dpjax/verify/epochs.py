@@ -82,6 +82,7 @@ def merged(points: np.ndarray, masses: np.ndarray) -> Law:
     """Merges points to at most `POINTS`, dense where a law has much of its mass."""
     if points.size <= POINTS:
         return points, masses
+    # First sort the points into cells of equal width in their logarithm.
     logs = np.log(points)
     logs -= logs.min()
     cells = (logs * ((CELLS - 1) / logs.max())).astype(int)
@@ -89,15 +90,17 @@ def merged(points: np.ndarray, masses: np.ndarray) -> Law:
     occupied = np.flatnonzero(masses)
     masses = masses[occupied]
     sums = sums[occupied]
-    # A cell without points belongs to the next one.
+    # An occupied cell is widened by the empty ones before it.
     widths = np.diff(occupied, prepend=-1)
-    # The number of points grows with the sixth root of the density, because epsilon depends on the
-    # tails: of the laws without the example (masses) and with it (sums).
-    shares = (masses / masses.sum()) ** (1 / 6) + (sums / sums.sum()) ** (1 / 6)
-    places = np.cumsum(shares * widths ** (5 / 6))
-    cells = ((POINTS - 1) * places / places[-1]).astype(int)
-    masses, sums = binned(cells, masses, sums)
+    # Then merge neighbouring cells. The merged points are as dense as the sixth root of the density
+    # of mass, because epsilon depends on the tails: of the laws without the example (masses) and
+    # with it (sums). A cell has a share of (mass / width)^(1/6) * width of the merged points.
+    roots = (masses / masses.sum()) ** (1 / 6) + (sums / sums.sum()) ** (1 / 6)
+    places = np.cumsum(roots * widths ** (5 / 6))
+    merged_cells = ((POINTS - 1) * places / places[-1]).astype(int)
+    masses, sums = binned(merged_cells, masses, sums)
     occupied = masses > 0
+    # The mean of a merged cell is its point.
     return sums[occupied] / masses[occupied], masses[occupied]
 
 

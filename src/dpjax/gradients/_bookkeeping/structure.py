@@ -69,7 +69,10 @@ def slices(view: View) -> dict[int, tuple[int, ...]]:
 def _input_axes(
     equation: JaxprEqn, views: Sequence[View], shape: tuple[int, ...]
 ) -> Sequence[_InputAxes] | None:
-    """The axes of each input, for the axes of the result; None for an equation without a rule."""
+    """For each input, the input axis of every result axis; None for an equation without a rule.
+
+    The transpose of one matrix has ``[(1, 0)]``; its sum over the first axis has ``[[1]]``.
+    """
     name = equation.primitive.name
     parameters = equation.params
     if known(name).entrywise:
@@ -89,8 +92,9 @@ def _input_axes(
                 axes[axis] = input_axis
         return [axes]
     if name == "slice":
-        keeps_or_picks = [m in (n, 1) for n, m in zip(before, shape, strict=True)]
-        if all(keeps_or_picks):
+        # Each axis must be kept whole or give one entry. A longer part of an axis has no rule.
+        lengths = zip(before, shape, strict=True)
+        if all(length in (length_before, 1) for length_before, length in lengths):
             return [_broadcast_axes(before, shape)]
     if name == "reshape":
         return _reshaped_axes(before, shape)
@@ -98,7 +102,10 @@ def _input_axes(
 
 
 def _broadcast_axes(before: Sequence[int], shape: Sequence[int]) -> _InputAxes:
-    """Each axis of one length runs along; others, and all axes of a number, are repeated."""
+    """An axis runs along the input's axis if their lengths are equal, and repeats it otherwise.
+
+    The input has the rank of the result, or is a number, which all axes repeat.
+    """
     axes: list[int | None] = [None] * len(shape)
     for axis, length in enumerate(before):
         if length == shape[axis]:

@@ -78,19 +78,24 @@ def _as_written(parameters: dict[str, Any], x: Array, kernel: Array) -> Array:
 
 
 def _neighbours(parameters: dict[str, Any], x: Array, kernel: Array) -> int:
-    """The number of neighbours of an output row to compute together."""
+    """The number of neighbours of an output row to compute together; 1 where it does not help."""
     numbers = parameters["dimension_numbers"]
-    output_axis, channel_axis, *space = numbers.rhs_spec
     dilations = (*parameters["lhs_dilation"], *parameters["rhs_dilation"])
-    groups = parameters["feature_group_count"] * parameters["batch_group_count"]
+    is_dilated = any(dilation != 1 for dilation in dilations)
+    is_grouped = parameters["feature_group_count"] != 1 or parameters["batch_group_count"] != 1
     # With the channels last, neighbours along the last axis lie next to each other in memory.
-    channels_last = numbers.out_spec[1] == x.ndim - 1 and numbers.out_spec[-1] == x.ndim - 2
-    if not channels_last or x.dtype != jnp.float32 or {*dilations, groups} != {1}:
+    channels_at = numbers.out_spec[1]
+    neighbours_at = numbers.out_spec[-1]
+    channels_last = channels_at == x.ndim - 1 and neighbours_at == x.ndim - 2
+    if not channels_last or x.dtype != jnp.float32 or is_dilated or is_grouped:
         return 1
-    if kernel.shape[channel_axis] > _SLOW_INPUT_CHANNELS or kernel.shape[space[-1]] == 1:
+    output_axis, input_axis, *kernel_space = numbers.rhs_spec
+    kernel_width = kernel.shape[kernel_space[-1]]
+    if kernel.shape[input_axis] > _SLOW_INPUT_CHANNELS or kernel_width == 1:
         return 1
+    fast = -(-_FAST_OUTPUT_CHANNELS // kernel.shape[output_axis])  # rounded up
     columns = _columns(parameters, _row_length(parameters, x), kernel)
-    return min(columns, -(-_FAST_OUTPUT_CHANNELS // kernel.shape[output_axis]))
+    return min(columns, fast)
 
 
 def _row_length(parameters: dict[str, Any], x: Array) -> int:
