@@ -210,7 +210,7 @@ def tables(rows: Mapping[str, Any]) -> dict[str, str]:
                     runs_of = rows[key_of(name, model, epsilon)].values()
                     values = [run[measure] for run in runs_of if measure in run]
                     if values:
-                        means.append(shown(measure, np.mean(values)))
+                        means.append(shown(measure, float(np.mean(values))))
                         if math.isfinite(epsilon):
                             ranges.append(np.ptp(values))
                 if means:
