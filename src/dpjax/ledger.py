@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from dp_accounting import DpEvent, NonPrivateDpEvent
+from dp_accounting import DpEvent
 
 from dpjax import _files, accounting, checks, schedules
 from dpjax._rounding import upwards
@@ -400,7 +400,5 @@ class Account:
 
 def _event_of(facts: Mapping[str, Any]) -> DpEvent:
     """The privacy event of a described mechanism, and of the runs before it."""
-    if "inf" in facts["clipping"]["bounds"]:
-        return NonPrivateDpEvent()
     steps = sum(count for _, count in facts["multiplier_and_steps"])
     return accounting.compose(*(spent.event for spent in Spent.of_run(facts, steps)))

@@ -189,7 +189,7 @@ class DPClassifier(ClassifierMixin, _Private):
             self.classes_ = unique_labels(targets if self.targets is None else self.targets)
             unknown = np.setdiff1d(targets, self.classes_)
             if len(unknown):
-                raise ValueError(f"DPClassifier: class {unknown[0]!r} is not among targets=.")
+                raise ValueError(f"DPClassifier: class {unknown[0]} is not among targets=.")
             targets = np.searchsorted(self.classes_, targets).astype(np.int32)
         else:
             names = np.array(self._declared().class_names)
