@@ -73,8 +73,7 @@ class _Private(BaseEstimator):
         return twin
 
     def _declared(self) -> dpjax.data.Columns:
-        assert self.columns is not None
-        return dpjax.data.Columns.read(self.columns, self.unit_column)
+        return dpjax.data.Columns.read(self.columns or {}, self.unit_column)
 
     def _rows(self, X: Any, y: Any) -> tuple[np.ndarray, Any]:
         """Encoded features, and targets: of declared columns encoded ones, or else as given."""
@@ -89,13 +88,6 @@ class _Private(BaseEstimator):
         targets = declared.encode_targets(frame)
         check_consistent_length(x, targets)
         return x, targets
-
-    def _features(self, X: Any) -> np.ndarray:
-        """The encoded features of rows to predict."""
-        check_is_fitted(self, "params_")
-        if self.columns is None:
-            return self._scaled(validate_data(self, X, reset=False))
-        return self._declared().encode(X)
 
     def _scaled(self, X: np.ndarray) -> Float[np.ndarray, "rows features"]:
         """Maps the declared range of each feature to [-1, 1], and clips values beyond it."""
@@ -132,7 +124,11 @@ class _Private(BaseEstimator):
 
     def _outputs(self, X: Any) -> Float[np.ndarray, "rows outputs"]:
         """The outputs of the private model for each row."""
-        x = self._features(X)
+        check_is_fitted(self, "params_")
+        if self.columns is None:
+            x = self._scaled(validate_data(self, X, reset=False))
+        else:
+            x = self._declared().encode(X)
         return np.asarray(self._model.apply({"params": self.params_}, x), float)
 
     def __sklearn_tags__(self) -> Any:
@@ -171,9 +167,10 @@ class DPClassifier(ClassifierMixin, _Private):
       ``unit_column`` of persons, counts as public. **Not covered**: a score on held-out rows and
       what follows from it, such as ``best_params_`` of a search, is a release of these rows
       without noise. Add noise to scores and pay for the choice by
-      `dpjax.accounting.select_best`, or choose on public rows. With ``unit_column`` draw folds by
-      person (``GroupKFold``): otherwise a person is in training and test. A step of a pipeline
-      that learns from rows, such as ``StandardScaler``, is not covered either.
+      `dpjax.accounting.select_best`, or choose on public rows. Folds must not follow from values of
+      rows: stratified ones, the default for classifiers, do. Give ``cv=KFold(...)``, and with
+      ``unit_column`` folds of persons, ``GroupKFold(shuffle=True)``. A step of a pipeline that
+      learns from rows, such as ``StandardScaler``, is not covered either.
 
     Example:
       >>> model = DPRegressor(epsilon=3.0, feature_range=(0, 1), targets=(0, 2))
