@@ -75,6 +75,17 @@ def lock(path: pathlib.Path) -> int | None:
 
 
 @contextlib.contextmanager
+def turn(path: pathlib.Path) -> Iterator[None]:
+    """Waits for a lock file, and holds it during the block."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
 def held(directory: str | os.PathLike[str], name: str = "lock") -> Iterator[None]:
     """Holds a run's folder, which is made if necessary, by the lock file ``name``.
 

@@ -8,21 +8,31 @@ not depend on the data. If results chose it (`ended`), all planned steps count.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import hashlib
+import json
+import math
+import os
+import pathlib
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from dp_accounting import DpEvent
 
-from dpjax import accounting, checks, schedules
+from dpjax import _files, accounting, checks, schedules
 from dpjax._rounding import upwards
 from dpjax.checks import Refused
+from dpjax.mechanism import Mechanism, Spent
 from dpjax.types import Plan
 
-__all__ = ["Budget", "Ledger", "Refused", "admit", "affordable", "empty", "epsilon"]
+__all__ = ["Account", "Budget", "Ledger", "Refused", "admit", "affordable", "empty", "epsilon"]
 
 _WORDS = 4
+_THREADS = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,3 +279,126 @@ def _digest(mechanism: Plan) -> np.ndarray:
 def _multipliers(mechanism: Plan) -> np.ndarray:
     """The multiplier of each planned step, cached because a run needs them before each step."""
     return mechanism.multipliers
+
+
+class Account:
+    """A budget that several runs on the same data share, such as the fits of a search.
+
+    A copy is the same account, so `sklearn.base.clone` gives it to each clone. With a path, the
+    charges are in a file, and other processes charge it too. Otherwise only this process can.
+
+    Args:
+      budget: The most that all runs together may spend.
+      path: A JSON file of the charges; it is made if necessary.
+
+    Privacy:
+      The runs are composed as mechanisms of one epsilon each that were fixed in advance. Of a
+      choice that follows results of earlier runs, only the budget's epsilon is proved.
+
+    Example:
+      >>> import dpjax
+      >>> mechanism = dpjax.Mechanism(
+      ...     sampling=dpjax.sampling.poisson(examples=100, batch_size=10),
+      ...     clipping=dpjax.clipping.flat(bound=1.0),
+      ...     noise_multiplier=2.0,
+      ...     steps=20,
+      ... )
+      >>> account = Account(Budget(epsilon=2.0, delta=1e-5, method="rdp"))
+      >>> account.charge(mechanism)
+      >>> print(account)
+      charge    epsilon   in all
+           1       1.35     1.35
+      of a budget of 2 at delta=1e-05
+      >>> account.charge(mechanism)
+      Traceback (most recent call last):
+      dpjax.checks.Refused: ledger.Account: ...
+    """
+
+    def __init__(self, budget: Budget, path: str | os.PathLike[str] | None = None) -> None:
+        self.budget = checks.instance("ledger.Account", "budget", budget, Budget)
+        self.path = None
+        if path is not None:
+            # Absolute, because other processes may have another working directory.
+            self.path = pathlib.Path(path).absolute()
+        self._charges: list[dict[str, Any]] = []
+        self._process: int | None = os.getpid()
+
+    @property
+    def charges(self) -> list[dict[str, Any]]:
+        """The description of each mechanism that was charged, as on a privacy card."""
+        if self.path is not None and self.path.exists():
+            return _files.read_json(self.path)["charges"]
+        return self._charges
+
+    @property
+    def epsilon(self) -> float:
+        """The epsilon of all charges together, at the delta of the budget."""
+        return self._epsilon(self.charges)
+
+    def charge(self, mechanism: Mechanism) -> None:
+        """Records all steps of a mechanism, before they run.
+
+        Raises:
+          Refused: They exceed the budget, protect another unit, or run in a process that cannot
+            charge this account.
+        """
+        with self._turn():
+            charges = [*self.charges, mechanism.facts]
+            protected = {(facts["unit"], facts["neighbours"]) for facts in charges}
+            if len(protected) > 1:
+                raise Refused(f"ledger.Account: charges protect {sorted(protected)}; expected one.")
+            cost = 0.0
+            if math.isfinite(self.budget.epsilon):
+                cost = self._epsilon(charges)
+            if cost > self.budget.epsilon:
+                raise Refused(
+                    f"ledger.Account: this run would bring epsilon to {upwards(cost)} at "
+                    f"delta={upwards(self.budget.delta, '.6g')}; the budget is "
+                    f"{self.budget.epsilon:g}. Runs charged before: {len(charges) - 1}."
+                )
+            self._charges = charges
+            if self.path is not None:
+                _files.replace(self.path, json.dumps({"charges": charges}, allow_nan=False))
+
+    def _turn(self) -> contextlib.AbstractContextManager[Any]:
+        """What holds the account against other threads or processes."""
+        if self.path is not None:
+            return _files.turn(self.path.with_name(f"{self.path.name}.lock"))
+        if self._process == os.getpid():
+            return _THREADS
+        raise Refused(
+            "ledger.Account: another process made this account, and its charges are not in a file. "
+            "Make it with a path, or give a new account."
+        )
+
+    def _epsilon(self, charges: list[dict[str, Any]]) -> float:
+        if not charges:
+            return 0.0
+        neighbours = charges[0]["neighbours"]
+        event = accounting.compose(*map(_event_of, charges))
+        # A planned mechanism is calibrated by the tightest method too.
+        method = self.budget.method or accounting.tightest(event, neighbours)
+        return accounting.epsilon(event, self.budget.delta, method, neighbours)
+
+    def __str__(self) -> str:
+        lines = [f"{'charge':<10}epsilon   in all"]
+        charges = self.charges
+        for number in range(1, len(charges) + 1):
+            one = self._epsilon(charges[number - 1 : number])
+            total = self._epsilon(charges[:number])
+            lines.append(f"{number:>6}{upwards(one):>11}{upwards(total):>9}")
+        lines.append(f"of a budget of {self.budget.epsilon:g} at delta={self.budget.delta:g}")
+        return "\n".join(lines)
+
+    def __deepcopy__(self, memo: Any) -> Account:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy that is read from a pickle was not made by a process that can count its charges.
+        return {**vars(self), "_process": None}
+
+
+def _event_of(facts: Mapping[str, Any]) -> DpEvent:
+    """The privacy event of a described mechanism, and of the runs before it."""
+    steps = sum(count for _, count in facts["multiplier_and_steps"])
+    return accounting.compose(*(spent.event for spent in Spent.of_run(facts, steps)))

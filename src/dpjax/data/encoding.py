@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 
 from dpjax.data.declared import GAPS, Column, declarations, declared, text
 from dpjax.data.files import distinct, listed, read_table
@@ -107,6 +107,13 @@ class Columns(NamedTuple):
         check_columns(table, [name], allowed=table.names)
         cells = cells_of(table, {name: form.numbers})
         return targets_of(form, cells[name])
+
+    def owners(self, frame: Any) -> Int[np.ndarray, " rows"]:
+        """The person of each row, numbered, by the column ``unit``."""
+        table = opened(frame, "data.Columns.owners")
+        unit = str(self.unit)
+        check_columns(table, [unit], allowed=table.names)
+        return np.unique(cells_of(table, {unit: owner})[unit], return_inverse=True)[1]
 
 
 class Table(NamedTuple):
