@@ -27,6 +27,8 @@ COMMANDS = {
     "train": "train a model with differential privacy and report on it",
     "columns": "draft the declarations of a table's columns",
     "verify": "recompute the epsilon of a run from its privacy card",
+    "card": "write the privacy card of a run as a model card, or for a registry",
+    "export": "write the released model of a run as a file that needs no dpjax",
     "report": "draw the figures and the page of a run's folder",
     "compare": "draw the accuracy that runs reached for their epsilon on one page",
     "sweep": "train with many settings, and compute the privacy cost of the search",
