@@ -14,11 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
 from jax import export
 
-from dpjax import features, scattering, training
+from dpjax import scattering, training
 from dpjax._files import read_json, replace
 from dpjax.cli.flag_sets.train import FLAGS
 from dpjax.cli.train import build, inputs
@@ -32,9 +31,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
     if len(argv) != 2:
         raise app.UsageError("expected one run: dpjax export runs/demo")
     folder = pathlib.Path(argv[1])
-    path = folder / "model.jax"
-    if given.out is not None:
-        path = pathlib.Path(given.out)
+    path = pathlib.Path(given.out or folder / "model.jax")
     try:
         content = exported(folder)
     except (ImportError, LookupError, OSError, TypeError, ValueError) as error:
@@ -47,16 +44,16 @@ def exported(folder: pathlib.Path) -> bytes:
     """The program of the run in a folder, for any number of rows."""
     config = read_json(folder / "config.json")
     if "inputs" not in config:
-        raise ValueError("config.json has no shape of an input; expected one of this dpjax.")
+        raise ValueError("config.json has no shape of an input. Train with this dpjax.")
     trained = copy.deepcopy(FLAGS)
     trained(["train"])
     for name, value in config["flags"].items():
         if name in trained:
             trained[name].value = value
     moments = None
-    if trained.features != "none" and trained.normalization == "data":
-        answers = np.load(folder / MOMENTS)
-        moments = features.Moments(answers["mean"], answers["variance"])
+    normalization = inputs.build_normalization(trained, examples=2)  # any number has its noise
+    if normalization is not None:
+        moments = inputs.read_moments(folder / MOMENTS, normalization)
     model = build.build_model(trained, config["inputs"]["outputs"])
 
     def network_input(row: Any) -> Any:
