@@ -25,6 +25,7 @@ from scipy.integrate import quad
 from scipy.special import log_ndtr, logsumexp
 
 from dpjax import accounting, schedules
+from dpjax.accounting import profiles
 from dpjax.accounting._event_parts import NEIGHBOURS, split
 from dpjax.accounting._loss_distributions import composed, rounded
 from dpjax.accounting._pld import _accountant
@@ -781,3 +782,38 @@ def test_attacks_on_a_sampled_gaussian_are_those_of_neyman_and_pearson():
     best = np.maximum(joins, leaves)
     assert np.all(found >= best * (1 - 1e-9))
     np.testing.assert_allclose(found, best, rtol=2e-3)
+
+
+@kills(
+    "accounting/_calibration.py", "make_event(value), wrong, by,", "make_event(value), most, by,"
+)
+@pytest.mark.parametrize(("most", "less"), [(0.05, 1.65), (0.1, 1.84)])
+def test_noise_for_a_risk_is_that_of_the_curve_and_less_than_by_way_of_epsilon(most, less):
+    """Of a Gaussian at 1 % false positives, and of epsilon = ln(most / 0.01) at delta 1e-5."""
+    found = accounting.calibrate_risk(accounting.gaussian, most, 0.01)
+    signal = stats.norm.ppf(most) - stats.norm.ppf(0.01)
+    assert 1 / signal <= found <= (1 + 2e-4) / signal
+    assert accounting.true_positive_rate(accounting.gaussian(found), 0.01, "pld") <= most
+    by_epsilon = accounting.calibrate(accounting.gaussian, math.log(most / 0.01), 1e-5, "pld")
+    assert by_epsilon / found == pytest.approx(less, abs=0.005)
+    with pytest.raises(ValueError, match=r"true_positive_rate=0.005\): not reachable"):
+        accounting.calibrate_risk(accounting.gaussian, 0.005, 0.01)
+
+
+@pytest.mark.thorough
+def test_noise_for_a_risk_keeps_it_on_samples_in_both_orders():
+    """By thresholds of one step, as Neyman and Pearson; by the central limit's guess otherwise."""
+    q, alpha = 0.3, 0.01
+    z = accounting.calibrate_risk(lambda z: accounting.subsampled_gaussian(z, q, 1), 0.05, alpha)
+    tail = lambda t: (1 - q) * stats.norm.sf(t) + q * stats.norm.sf(t - 1 / z)  # noqa: E731
+    joins = tail(stats.norm.isf(alpha))
+    leaves = stats.norm.cdf(optimize.brentq(lambda t: 1 - tail(t) - alpha, -40, 40))
+    assert 0.05 * (1 - 2e-3) <= max(joins, leaves) <= 0.05
+    make = lambda z: accounting.subsampled_gaussian(z, MNIST, 100)  # noqa: E731
+    z = accounting.calibrate_risk(make, 0.05, alpha)
+    assert 0.05 * (1 - 1e-3) <= accounting.true_positive_rate(make(z), alpha, "pld") <= 0.05
+
+
+def test_a_mass_at_infinite_loss_is_counted_as_found_out():
+    bare = profiles.Profile(lambda delta: math.inf, lambda epsilon: 0.02)
+    assert most_true_positives(bare, 0.01) >= 0.03 * (1 - 1e-9)

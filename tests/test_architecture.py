@@ -123,7 +123,8 @@ def test_few_names_cross_packages_and_fewer_are_not_exported():
 
 
 def test_no_name_of_a_file_occurs_three_times():
-    names = collections.Counter(path.stem for path in FILES)
+    # A subcommand has its name twice: its flags, and what it runs.
+    names = collections.Counter(path.stem for path in FILES if path.parent.name != "flag_sets")
     assert {name for name, count in names.items() if count > 2} <= {"__init__", "__main__"}
 
 

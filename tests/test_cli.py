@@ -17,23 +17,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from absl import app
 from mutation import kills
 from small_mechanisms import mechanism_with
 
 import dpjax
-from dpjax import accounting, auditing, cli, data, features, ledger, models, schedules
+from dpjax import accounting, auditing, cli, data, features, ledger, models, schedules, verify
 from dpjax._files import held
-from dpjax.cli import audit, compare, compilation_cache
+from dpjax.cli import audit, compare, compilation_cache, export
 from dpjax.cli.audit import audit_command, rebuilt_run
 from dpjax.cli.audit import canaries as audit_canaries
 from dpjax.cli.audit import lines as audit_lines
 from dpjax.cli.audit import losses as audit_losses
+from dpjax.cli.card import public_cards
 from dpjax.cli.flag_sets import names
 from dpjax.cli.flag_sets.audit import FLAGS as AUDIT_FLAGS
+from dpjax.cli.flag_sets.card import FLAGS as CARD_FLAGS
+from dpjax.cli.flag_sets.export import FLAGS as EXPORT_FLAGS
 from dpjax.cli.flag_sets.train import FLAGS, settings
 from dpjax.cli.report import html_report
 from dpjax.cli.train import build, command, evaluation, inputs
+from dpjax.trees import digest
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -280,6 +285,7 @@ def test_a_model_of_the_user_is_a_module_a_class_or_a_function(workshop):
         ("--bound=-1", "flat.bound=-1.0.*Nothing was spent"),
         ("--steps=0", "expected a step"),
         ("--target_epsilon=2", "expected one of the two"),
+        ("--risk=0.05@0.01", "expected one of the two"),
         ("--max_epsilon=1 --noise_multiplier=0.5", "0 of 4 steps fit.*Nothing was spent"),
         ("--max_epsilon=0", "At 0 no step fits"),
         ("--optimizer=dp_adam --sampling=cyclic_poisson --noise=banded --bands=2", "dp_adam"),
@@ -371,6 +377,66 @@ def test_a_run_leaves_its_files_and_is_shown_again(workshop, tmp_path, capsys):
     assert more["flags"]["continue_from"] == str(tmp_path / "run")
 
 
+@pytest.mark.thorough
+@kills("cli/train/evaluation.py", 'card["parameters"] = trees.digest(params)', "pass", slow=True)
+def test_a_run_becomes_a_model_card_and_an_entry_of_a_registry(workshop, tmp_path, capsys):
+    given = parsed("--steps=2", "--risk=0.3@0.1", "--delta=1e-3", "--noreport", "--out=run")
+    command.execute(given, command.plan(given))
+    assert "Noise is scaled to --risk=0.3@0.1" in capsys.readouterr().out
+    assert verify.main([str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert "parameters   of params.msgpack have the SHA-256 of the card: holds" in said
+    assert "risk         of at most 30 % true positives at 10 % false ones" in said
+    card = json.loads((tmp_path / "run" / "privacy.json").read_text())
+    model_card = public_cards.model_card(tmp_path / "run")
+    _, block, text = model_card.split("---\n", 2)
+    assert yaml.safe_load(block)["tags"] == ["differential-privacy", "dpjax", "jax"]
+    assert "limit of 30 % true alarms at 10 % false ones" in " ".join(text.split())
+    entry = public_cards.registry_entry(tmp_path / "run")
+    deployment = yaml.safe_load(entry)["deployment"]
+    assert deployment["privacy_loss"]["privacy_unit"] == "one example"
+    claimed = float(deployment["privacy_loss"]["privacy_parameters"]["epsilon"])
+    assert 0 <= claimed - card["epsilon"]["pld"]["value"] < 0.01 * claimed
+    assert card["parameters"] in deployment["implementation"]["additional_information"]
+    given = copy.deepcopy(CARD_FLAGS)
+    given(["card", "--format=registry", "--out=entry.yaml"])
+    public_cards.run(given, ["card", "run"])
+    assert pathlib.Path("entry.yaml").read_text() == entry
+    (tmp_path / "run" / "privacy.json").write_text(json.dumps({**card, "epsilon": {}}))
+    with pytest.raises(app.UsageError, match="proves no epsilon"):
+        public_cards.run(given, ["card", "run"])
+
+
+LOADED = """
+import sys
+sys.modules["dpjax"] = None
+import jax, numpy as np
+from jax import export
+model = export.deserialize(open("model.jax", "rb").read())
+for rows in (1, 7):
+    np.save(f"{rows}.npy", jax.nn.softmax(model.call(np.load("x.npy")[:rows])))
+"""
+
+
+@pytest.mark.thorough
+def test_an_exported_model_predicts_without_dpjax(workshop, tmp_path):
+    pytest.importorskip("flatbuffers")  # jax.export writes with it
+    trained(tmp_path / "run")
+    given = copy.deepcopy(EXPORT_FLAGS)
+    given(["export", "--out=model.jax"])
+    export.run(given, ["export", "run"])
+    plan = planned()
+    x, _ = plan.dataset.test
+    np.save("x.npy", x)
+    subprocess.run([sys.executable, "-c", LOADED], check=True)
+    saved = np.load("run/evaluation.npz")["probabilities"]
+    for rows in (1, 7):
+        np.testing.assert_allclose(np.load(f"{rows}.npy"), saved[:rows], rtol=1e-5)
+    (tmp_path / "run" / "config.json").write_text("{}")
+    with pytest.raises(app.UsageError, match="no shape of an input"):
+        export.run(given, ["export", "run"])
+
+
 @kills("cli/train/evaluation.py", "low + (values + 1) / 2 * (high - low)", "values")
 @kills("cli/train/evaluation.py", "outputs[:, 1] - outputs[:, 0]", "outputs[:, 1]", slow=True)
 def test_two_classes_and_quantities_are_measured(tmp_path):
@@ -391,7 +457,9 @@ def test_two_classes_and_quantities_are_measured(tmp_path):
         assert row["r2"] == pytest.approx(1 - 0.25 * 3 / 2)
     dense = nn.Dense(1)  # whose first bias is 0, and all inputs are
     params = dense.init(jax.random.key(0), rows[0][0])["params"]
+    (tmp_path / "privacy.json").write_text("{}")
     evaluation.Evaluation(dense, None, None, quantity).write(tmp_path, params)
+    assert json.loads((tmp_path / "privacy.json").read_text()) == {"parameters": digest(params)}
     saved = np.load(tmp_path / "evaluation.npz")
     assert saved["predictions"].tolist() == [0, 0, 0]
     assert saved["targets"].tolist() == targets.tolist()

@@ -15,7 +15,7 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import clipping, sampling, schedules
 from dpjax._files import strict
-from dpjax.mechanism import Spent
+from dpjax.mechanism import Risk, Spent
 
 
 def make(examples=60_000, batch=600, **facts):
@@ -126,6 +126,21 @@ def test_a_calibrated_mechanism_remembers_what_it_was_calibrated_for():
     assert tight.scaled(2.0).target is None, "the noise is another"
     with pytest.raises(TypeError, match="delta is missing"):
         base.epsilon()
+
+
+def test_noise_is_calibrated_to_a_risk_in_place_of_an_epsilon():
+    base = make(1000, sampling=sampling.full(1000), steps=4)
+    chosen = base.calibrate(true_positive_rate=0.05, false_positive_rate=0.01)
+    assert chosen.target == chosen.risk == Risk(0.05, 0.01)
+    assert chosen.noise_multiplier == pytest.approx(2 * 1.46736, rel=2e-4)
+    assert chosen.epsilon(1e-5) == chosen.epsilon(1e-5, "pld"), "its method is that of the risk"
+    assert base.risk is None is chosen.scaled(2.0).risk
+    with pytest.raises(TypeError, match="delta is missing"):
+        chosen.epsilon()
+    both = {"true_positive_rate": 0.05, "false_positive_rate": 0.01}
+    for wrong in ({}, {"epsilon": 1.0}, {"true_positive_rate": 0.05}, {"delta": 1e-5, **both}):
+        with pytest.raises(TypeError, match="expected epsilon and delta, or true_positive_rate"):
+            base.calibrate(**wrong)
 
 
 def test_the_tightest_method_is_proven():

@@ -483,3 +483,25 @@ def test_no_mesh_changes_a_parameter(loss, engine):
     command = [sys.executable, "-c", EIGHT, loss, engine]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+DIGESTS = """
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from dpjax import trees
+
+params = {"w": np.arange(24, dtype=np.float32).reshape(4, 6), "b": np.float32(1)}
+mesh = Mesh(np.array(jax.devices()), ("model",))
+for axes in ((), ("model",), (None, "model")):
+    sharding = NamedSharding(mesh, PartitionSpec(*axes))
+    print(trees.digest({**params, "w": jax.device_put(params["w"], sharding)}))
+"""
+
+
+@pytest.mark.thorough
+def test_the_digest_of_parameters_does_not_depend_on_the_mesh():
+    devices = environment() | {"JAX_NUM_CPU_DEVICES": "2"}
+    program = [sys.executable, "-c", DIGESTS]
+    done = subprocess.run(program, env=devices, capture_output=True, text=True, check=True)
+    assert len(set(done.stdout.split())) == 1
+    assert len(done.stdout.split()) == 3

@@ -20,7 +20,7 @@ from small_mechanisms import mechanism_with
 import dpjax
 from dpjax import ledger, sampling, verify
 from dpjax.cli.report import load_run
-from dpjax.trees import serialized
+from dpjax.trees import digest, serialized
 
 DATA = (np.linspace(0, 1, 50).reshape(50, 1), np.linspace(0, 2, 50))
 
@@ -61,7 +61,8 @@ def test_every_row_leaves_card_statement_and_parameters(tmp_path):
     options = {"evaluate": evaluate, "evaluate_every": 2, "progress": False}
     state, _ = dpjax.fit(run, started(run), directory=tmp_path, **options)
     card, params = left(tmp_path)
-    assert card == json.loads(json.dumps(dpjax.reports.card(run.mechanism, ledger=state.ledger)))
+    facts = {"ledger": state.ledger, "parameters": digest(state.params)}
+    assert card == json.loads(json.dumps(dpjax.reports.card(run.mechanism, **facts)))
     assert card["delta"] == 1e-3, "the delta for which the noise was chosen"
     statement = dpjax.statement(run.mechanism, ledger=state.ledger)
     assert statement in (tmp_path / "statement.txt").read_text()

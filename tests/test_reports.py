@@ -293,6 +293,34 @@ def test_a_running_run_has_no_seconds_for_the_curve():
     assert all(more > less > wrong for (wrong, more), (_, less) in zip(rough, tight, strict=True))
 
 
+@kills(
+    "reports/_claim.py",
+    "if mechanism.risk is not None:\n        bounded",
+    "if False:\n        bounded",
+)
+def test_the_risk_that_was_given_is_stated_with_the_epsilon():
+    """By the curve of "pld" also while the run is in progress, and of the steps that ran."""
+    plan = make(sampling=sampling.full(1000), steps=4)
+    mechanism = plan.calibrate(true_positive_rate=0.2, false_positive_rate=0.02)
+    card = reports.card(mechanism, 1e-5, methods=["rdp", "pld"])
+    assert card["risk"] == {"true_positive_rate": 0.2, "false_positive_rate": 0.02}
+    rates = dict(card["true_positive_rates"])
+    assert set(rates) == {0.001, 0.01, 0.02, 0.1}
+    assert 0.199 < rates[0.02] <= 0.2
+    words = dpjax.statement(mechanism, 1e-5)
+    assert f"({three_digits(card['epsilon']['pld']['value'])}, 1e-05)-differentially" in words
+    said = "At 2 % false alarms a membership attack has at most"
+    assert f"  {said} 20 % true ones; noise was chosen for 20 %.\n" in words
+    assert "kulynych2024attack" in words
+    board = " ".join(reports.board(mechanism, 1e-5).split())
+    assert "chosen for a limit of 20 % true alarms at 2 % false ones" in board
+    assert " 2 % 20 % " in board
+    part = ledger.admit(ledger.empty(), mechanism, steps=1)
+    assert f"{said} 7.39 % true" in dpjax.statement(mechanism, 1e-5, ledger=part)
+    assert said not in dpjax.statement(plan, 1e-5)
+    assert reports.card(plan, 1e-5)["risk"] is None
+
+
 FOLDED = "References, as BibTeX"
 
 

@@ -17,7 +17,7 @@ from mutation import kills
 from scipy import stats
 from small_mechanisms import mechanism_with
 
-from dpjax import clipping, ledger, reports, sampling, strategies, verify
+from dpjax import clipping, ledger, reports, sampling, strategies, trees, verify
 from dpjax._rounding import three_digits, upwards
 from dpjax.accounting import _loss_distributions
 from dpjax.accounting._event_parts import split
@@ -218,8 +218,10 @@ CHANGES = [
     (["steps"], True, "the card.steps is True; expected a whole number"),
     (["mechanism", "before", 0, "randomness"], ..., "randomness is missing"),
     (["mechanism", "multiplier_and_steps"], [[1.2, 10**18]], "from 1, at most 100,000,000"),
-    (["remark"], "sound", "the card is not of format 4: remark is unknown"),
-    (["mechanism", "format"], 1, "the card is of format 1; expected 4"),
+    (["remark"], "sound", "the card is not of format 5: remark is unknown"),
+    (["format"], 6, "the card is of format 6; expected 4 or 5"),
+    (["risk"], ..., "risk is missing"),
+    (["mechanism", "format"], 1, "the card.mechanism.format is 1; expected one of 4"),
     (["mechanism", "sampling", "rates"], [[1.5, 1]], "is 1.5; expected a number from 0, at most 1"),
     (["mechanism", "sampling", "rates"], [], "the card cannot be accounted"),
     (
@@ -335,6 +337,28 @@ def test_gaussians_without_sampling_have_a_closed_form(moved, delta, expected):
         assert not verdicts(less)[0]
 
 
+@kills("verify/cards.py", "sound = most >= reached", "sound = True or reached")
+def test_the_risk_that_noise_was_chosen_for_is_recomputed():
+    chosen = mechanism(sampling=FULL, steps=4).calibrate(
+        true_positive_rate=0.05, false_positive_rate=0.01
+    )
+    card = json.loads(json.dumps(reports.card(chosen, DELTA)))
+    sound, lines = verdicts(card)
+    assert sound
+    assert lines[-1].startswith("risk         of at most 5 % true positives at 1 % false ones; rec")
+    less = changed(card, ["risk", "true_positive_rate"], 0.049)
+    assert verdicts(less)[1][-1].endswith(": DOES NOT HOLD")
+    assert not verdicts(less)[0]
+
+
+def test_a_card_of_format_4_is_read_too(honest):
+    old = {name: honest[name] for name in honest if name not in facts.SINCE_FORMAT_5}
+    assert verdicts(old) == verdicts(honest)
+    assert (
+        "of format 1; expected 4 or 5" in verdicts(changed(old, ["mechanism", "format"], 1))[1][0]
+    )
+
+
 # Files -------------------------------------------------------------------------------------
 
 
@@ -399,6 +423,29 @@ def test_the_command_says_how_it_is_used(capsys):
     assert verify.main([]) == 2
     assert verify.main(["--help"]) == 0
     assert capsys.readouterr().out.count("usage: dpjax verify RUN") == 2
+
+
+@kills("verify/cards.py", "same = digest(file) == claimed", "same = True")
+def test_parameters_are_those_of_the_card(tmp_path, capsys, honest, monkeypatch):
+    """By a reader of its own: narrow, whole and cut leaves, in any order of names."""
+    monkeypatch.setattr("flax.serialization.MAX_CHUNK_SIZE", 64)
+    params = {"b": jnp.ones((), jnp.bfloat16), "a": {"w": jnp.arange(40.0).reshape(8, 5)}}
+    card = {**honest, "parameters": trees.digest(params)}
+    near, other = tmp_path / "params.msgpack", tmp_path / "other.msgpack"
+    path = tmp_path / "privacy.json"
+    path.write_text(json.dumps(card))
+    assert not list(cards.parameters(card, path)), "without parameters"
+    near.write_bytes(trees.serialized(params))
+    other.write_bytes(trees.serialized({**params, "b": jnp.zeros((), jnp.bfloat16)}))
+    ((same, said),) = cards.parameters(card, path)
+    assert (same, said[12:]) == (True, " of params.msgpack have the SHA-256 of the card: holds")
+    assert list(cards.parameters(card, path, [str(near)])) == [(same, said)]
+    ((same, said),) = cards.parameters(card, path, [str(other)])
+    assert (same, said[-15:]) == (False, ": DOES NOT HOLD")
+    assert not list(cards.parameters(honest, path)), "a card without a digest"
+    assert not next(cards.parameters(honest, path, [str(near)]))[0]
+    assert verify.main([f"--params={path}", str(path)]) == 1
+    assert "privacy.json holds no parameters of a run" in capsys.readouterr().err
 
 
 def test_it_imports_nothing_else_of_dpjax():

@@ -29,6 +29,8 @@ COMMANDS = {
     "plan": "plan a run without a search, and show what more time gains",
     "columns": "draft the declarations of a table's columns",
     "verify": "recompute the epsilon of a run from its privacy card",
+    "card": "write the privacy card of a run as a model card, or for a registry",
+    "export": "write the released model of a run as a file that needs no dpjax",
     "report": "draw the figures and the page of a run's folder",
     "compare": "draw the accuracy that runs reached for their epsilon on one page",
     "sweep": "train with many settings, and compute the privacy cost of the search",

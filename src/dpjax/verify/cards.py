@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import operator
@@ -151,22 +152,16 @@ def findings(facts: dict[str, Any]) -> Iterator[tuple[bool, str]]:
 def parameters(
     facts: dict[str, Any], path: pathlib.Path, files: Sequence[str] = ()
 ) -> Iterator[tuple[bool, str]]:
-    """Yields whether files of parameters match a card; by default the file next to the card."""
+    """Yields whether parameters have the digest of a card: by default the file next to it."""
     claimed = facts.get("parameters")
     paths = list(map(pathlib.Path, files))
-    if claimed is None:
-        if paths:
-            yield False, f"{'parameters':12} no SHA-256 of them is on the card: DOES NOT HOLD"
-        return
-    if not paths:
-        paths = [path.with_name("params.msgpack")]
-        if not paths[0].exists():
-            yield True, f"{'parameters':12} none lie beside the card: give --params=FILE"
-            return
+    beside = path.with_name("params.msgpack")
+    if not paths and claimed is not None and beside.exists():
+        paths.append(beside)
     for file in paths:
         same = digest(file) == claimed
         verdict = "holds" if same else "DOES NOT HOLD"
-        yield same, f"{'parameters':12} of {file.name} have the SHA-256 on the card: {verdict}"
+        yield same, f"{'parameters':12} of {file.name} have the SHA-256 of the card: {verdict}"
 
 
 def claims(card: Card) -> Iterator[tuple[bool, str]]:
@@ -210,8 +205,7 @@ def risk(card: Card, deltas: np.ndarray) -> Iterator[tuple[bool, str]]:
     """Yields a verdict on the rates of an attack that the noise was chosen for, if it was."""
     if card.risk is None:
         return
-    most = card.risk.true_positive_rate
-    wrong = card.risk.false_positive_rate
+    most, wrong = dataclasses.astuple(card.risk)
     reached = most_true_positives(deltas, wrong)
     sound = most >= reached * (1 - TOLERANCE)
     verdict = "holds" if sound else "DOES NOT HOLD"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SHA-256 of the parameters in a ``params.msgpack``, by a reader of its own.
 
-Flax writes an array as the msgpack extension 1, which holds ``(shape, dtype, bytes)``, and one of
+Flax writes an array as an extension of msgpack, which holds ``(shape, dtype, bytes)``, and one of
 more than a gigabyte as a mapping of flat chunks. `dpjax.trees.digest` documents the digest.
 """
 
@@ -12,57 +12,44 @@ import json
 import pathlib
 from typing import Any, NamedTuple
 
-from dpjax.verify.facts import Unreadable
+import msgpack
 
-_ARRAY = 1
-_CHUNKED = "__msgpack_chunked_array__"
+from dpjax.verify.facts import Unreadable
 
 
 class Leaf(NamedTuple):
-    """An array, without a copy as numbers."""
+    """An array, whose numbers stay bytes."""
 
     shape: list[int]
     dtype: str
-    parts: list[bytes]
+    numbers: bytes
 
 
 def digest(path: pathlib.Path) -> str:
     """The digest of the parameters in a file, as `dpjax.trees.digest` has it of arrays."""
-    import msgpack  # Flax brings it; a card without parameters does not need it
-
     try:
-        content = msgpack.unpackb(path.read_bytes(), ext_hook=_array, strict_map_key=False)
-        leaves = {name: _whole(leaf) for name, leaf in content.items()}
-    except OSError as error:
-        raise Unreadable(f"{path.name} cannot be read ({error}).") from None
+        return _digest(path.read_bytes())
     except Exception as error:  # msgpack raises many kinds
         raise Unreadable(f"{path.name} holds no parameters of a run ({error}).") from None
+
+
+def _digest(content: bytes) -> str:
+    leaves = msgpack.unpackb(content, ext_hook=lambda _, array: Leaf(*msgpack.unpackb(array)))
     total = hashlib.sha256()
     for name in sorted(leaves):
         leaf = leaves[name]
-        total.update(f"{json.dumps([name, leaf.dtype, leaf.shape])}\n".encode())
-        for part in leaf.parts:
-            total.update(part)
+        if isinstance(leaf, dict):
+            chunks = _ordered(leaf["chunks"])
+            shape = _ordered(leaf["shape"])
+        else:
+            chunks = [leaf]
+            shape = leaf.shape
+        total.update(f"{json.dumps([name, chunks[0].dtype, shape])}\n".encode())
+        for chunk in chunks:
+            total.update(chunk.numbers)
     return total.hexdigest()
 
 
-def _array(kind: int, content: bytes) -> Leaf:
-    import msgpack
-
-    if kind != _ARRAY:
-        raise ValueError(f"extension {kind} is not an array")
-    shape, dtype, numbers = msgpack.unpackb(content)
-    return Leaf(list(shape), dtype, [numbers])
-
-
-def _whole(leaf: Any) -> Leaf:
-    """An array, whose chunks are joined if it was cut."""
-    if isinstance(leaf, Leaf):
-        return leaf
-    if not leaf[_CHUNKED]:
-        raise ValueError("a leaf is not an array")
-    count = len(leaf["chunks"])
-    chunks = [leaf["chunks"][str(place)] for place in range(count)]
-    shape = [leaf["shape"][str(axis)] for axis in range(len(leaf["shape"]))]
-    parts = [part for chunk in chunks for part in chunk.parts]
-    return Leaf(shape, chunks[0].dtype, parts)
+def _ordered(cut: dict[str, Any]) -> list[Any]:
+    """The entries of a mapping from places to them."""
+    return [cut[str(place)] for place in range(len(cut))]

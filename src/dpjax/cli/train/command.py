@@ -19,7 +19,7 @@ import optax
 from absl import app, flags
 
 import dpjax
-from dpjax import data, features, losses, planning, processes, training
+from dpjax import data, features, losses, planning, processes, training, trees
 from dpjax._display import duration
 from dpjax._files import read_json
 from dpjax._rounding import three_digits, upwards
@@ -219,7 +219,7 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
     if planned.per_epoch is None and dataset.owners is None:
         observed = planned.of_example
     evaluation = Evaluation(planned.model, observed, mechanism.clipping, dataset)
-    describe = describing(given, dataset)
+    describe = describing(given, planned.dataset)
 
     def evaluate(state: Any) -> dict[str, Any]:
         describe(state.params)
@@ -287,7 +287,10 @@ def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any]
     before = {}
     if (folder / "run.json").exists() and (folder / "config.json").exists():
         before = read_json(folder / "config.json")
+    train = dataset.train
+    x, _ = train.row if isinstance(train, data.Stream) else trees.one_row(train)
     facts = {
+        "inputs": {"shape": x.shape, "dtype": x.dtype.name, "outputs": dataset.classes or 1},
         "dataset": f"{dataset.name} {dataset.note}".strip(),
         "model": given.model,
         "class_names": dict(enumerate(dataset.class_names)),

@@ -87,7 +87,7 @@ class Evaluation:
 
     def write(self, folder: pathlib.Path, params: Any) -> None:
         """Writes parameters, test predictions and norms into the folder."""
-        # These are the averaged parameters, and the card that `fit` wrote is of the last ones.
+        # These parameters are averaged, and the card that `fit` wrote is of the last ones.
         card = read_json(folder / "privacy.json")
         card["parameters"] = trees.digest(params)
         replace(folder / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)

@@ -24,6 +24,7 @@ from dpjax.training import forget
 MOMENTS = "moments.npz"
 
 _WRITTEN = ["config.json", "evaluation.npz", "diagnostics.npz", "audit.json", "audit.html", MOMENTS]
+_WRITTEN += ["model.jax"]
 _WRITTEN += ["report.html", *[f"figures/{plot.name}.png" for plot in PLOTS]]
 
 

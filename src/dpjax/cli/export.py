@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dpjax export`: the released model of a run as a program of JAX, which needs no dpjax.
+
+Parameters, and the noised scale of features, are constants of the program. Both were paid for by
+the run, so the file may be released as its parameters may.
+"""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+from jax import export
+
+from dpjax import scattering, training
+from dpjax._files import read_json, replace
+from dpjax.cli.flag_sets.train import FLAGS
+from dpjax.cli.train import build, inputs
+from dpjax.cli.train.run_files import MOMENTS
+
+_PLATFORMS = ("cpu", "cuda", "tpu")
+
+
+def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Writes the program of the run that the command line names."""
+    if len(argv) != 2:
+        raise app.UsageError("expected one run: dpjax export runs/demo")
+    folder = pathlib.Path(argv[1])
+    path = pathlib.Path(given.out or folder / "model.jax")
+    try:
+        content = exported(folder)
+    except (ImportError, LookupError, OSError, TypeError, ValueError) as error:
+        raise app.UsageError(f"{folder}: {error}") from error
+    replace(path, content, public=True)
+    print(f"Wrote {path}, {len(content):,} bytes; `dpjax export --help` shows how to read it.")
+
+
+def exported(folder: pathlib.Path) -> bytes:
+    """The program of the run in a folder, for any number of rows."""
+    config = read_json(folder / "config.json")
+    if "inputs" not in config:
+        raise ValueError("config.json has no shape of an input. Train with this dpjax.")
+    trained = copy.deepcopy(FLAGS)
+    trained(["train"])
+    for name, value in config["flags"].items():
+        if name in trained:
+            trained[name].value = value
+    moments = None
+    normalization = inputs.build_normalization(trained, examples=2)  # any number has its noise
+    if normalization is not None:
+        moments = inputs.read_moments(folder / MOMENTS, normalization)
+    model = build.build_model(trained, config["inputs"]["outputs"])
+
+    def network_input(row: Any) -> Any:
+        if trained.features == "none":
+            return row
+        return inputs.scale(trained, scattering.scatter(row[None]), moments)[0]
+
+    shape = tuple(config["inputs"]["shape"])
+    dtype = jnp.dtype(config["inputs"]["dtype"])
+    row = jax.eval_shape(network_input, jax.ShapeDtypeStruct(shape, dtype))
+    like = jax.eval_shape(model.init, jax.random.key(0), row)["params"]
+    params = training.released_params(folder, like)
+
+    def outputs(row: Any) -> Any:
+        return model.apply({"params": params}, network_input(row))
+
+    (rows,) = export.symbolic_shape("rows")
+    x = jax.ShapeDtypeStruct((rows, *shape), dtype)
+    # `vmap` hides the unknown number of rows from the network.
+    program = export.export(jax.jit(jax.vmap(outputs)), platforms=_PLATFORMS)(x)
+    return bytes(program.serialize())
