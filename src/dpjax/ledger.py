@@ -292,8 +292,9 @@ class Account:
       path: A JSON file of the charges; it is made if necessary.
 
     Privacy:
-      The runs are composed as mechanisms of one epsilon each that were fixed in advance. Of a
-      choice that follows results of earlier runs, only the budget's epsilon is proved.
+      The runs are composed as mechanisms that were fixed in advance, as a grid of settings and its
+      folds are. The sum is not proved for a run whose noise or steps follow from results of
+      earlier ones.
 
     Example:
       >>> import dpjax
@@ -361,7 +362,7 @@ class Account:
                 _files.replace(self.path, json.dumps({"charges": charges}, allow_nan=False))
 
     def _turn(self) -> contextlib.AbstractContextManager[Any]:
-        """What holds the account against other threads or processes."""
+        """The lock of the account against other threads or processes."""
         if self.path is not None:
             return _files.turn(self.path.with_name(f"{self.path.name}.lock"))
         if self._process == os.getpid():

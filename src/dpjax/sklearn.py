@@ -33,7 +33,7 @@ _NO_RANGE = "Declare columns=, or feature_range=(low, high) from public knowledg
 
 
 class _Private(BaseEstimator):
-    """What both estimators share: encoding, the charge, and the run of a plan."""
+    """Encoding, the charge, and the run of a plan, which both estimators share."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class _Private(BaseEstimator):
         return self._own
 
     def __sklearn_clone__(self) -> Self:
-        twin = super().__sklearn_clone__()
+        twin: Any = super().__sklearn_clone__()
         twin._own = self.account_
         return twin
 
@@ -126,7 +126,8 @@ class _Private(BaseEstimator):
         """The outputs of the private model for each row."""
         check_is_fitted(self, "params_")
         if self.columns is None:
-            x = self._scaled(validate_data(self, X, reset=False))
+            given: Any = validate_data(self, X, reset=False)
+            x = self._scaled(given)
         else:
             x = self._declared().encode(X)
         return np.asarray(self._model.apply({"params": self.params_}, x), float)
@@ -192,7 +193,7 @@ class DPClassifier(ClassifierMixin, _Private):
             names = np.array(self._declared().class_names)
             given = np.asarray(y)
             if given.dtype.kind in "iuf":
-                names = names.astype(given.dtype)  # as y has them, so that scores compare equals
+                names = names.astype(given.dtype)  # as y has them, for scores to compare them
             self.classes_ = names
         return self._train(X, x, targets, len(self.classes_), dpjax.losses.cross_entropy)
 
