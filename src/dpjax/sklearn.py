@@ -153,7 +153,7 @@ class DPClassifier(ClassifierMixin, _Private):
         without a limit, which clones share; see ``account_``.
       feature_range: Without ``columns``: the least and the largest value, of all features or of
         each. Values beyond them are clipped. Choose them without a look at the rows.
-      targets: Without ``columns``: all classes. By default those of ``y``, which are then public.
+      targets: Without ``columns``: all classes. By default all in ``y``, which are then public.
       hidden_layer_sizes: Widths of hidden layers; by default the model is linear.
       rows_per_unit: The most rows of a person in a step.
 
