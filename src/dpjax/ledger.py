@@ -24,7 +24,7 @@ import numpy as np
 from dp_accounting import DpEvent
 
 from dpjax import _files, accounting, checks, schedules
-from dpjax._rounding import upwards
+from dpjax._rounding import three_digits, upwards
 from dpjax.checks import Refused
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.types import Plan
@@ -387,7 +387,7 @@ class Account:
         for number in range(1, len(charges) + 1):
             one = self._epsilon(charges[number - 1 : number])
             total = self._epsilon(charges[:number])
-            lines.append(f"{number:>6}{upwards(one):>11}{upwards(total):>9}")
+            lines.append(f"{number:>6}{three_digits(one):>11}{three_digits(total):>9}")
         lines.append(f"of a budget of {self.budget.epsilon:g} at delta={self.budget.delta:g}")
         return "\n".join(lines)
 

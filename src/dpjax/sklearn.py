@@ -252,4 +252,4 @@ class DPRegressor(RegressorMixin, _Private):
 
     def predict(self, X: Any) -> Float[np.ndarray, " rows"]:
         """The predicted target of each row, in the units of the target."""
-        return self._low + (self._outputs(X)[:, 0] + 1) * self._half
+        return (self._outputs(X)[:, 0] + 1) * self._half + self._low
