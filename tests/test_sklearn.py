@@ -97,11 +97,11 @@ def test_clones_share_the_account_of_their_original():
 @pytest.mark.thorough
 def test_each_fit_of_a_search_is_charged_and_the_search_stops_at_the_budget():
     x, y = rows()
-    model = DPClassifier(account=account(4.0), feature_range=(0, 10), targets=[False, True])
+    model = DPClassifier(account=account(4.5), feature_range=(0, 10), targets=[False, True])
     search = GridSearchCV(model, {"epsilon": [1.0, 2.0]}, cv=2).fit(x, y)
     book = model.account
     assert len(book.charges) == 2 * 2 + 1
-    assert 2.0 < book.epsilon <= 4.0
+    assert 4.0 < book.epsilon <= 4.5
     assert search.score(x, y) > 0.8
     with pytest.raises(dpjax.ledger.Refused, match="this run would bring epsilon"):
         cross_val_score(model, x, y, cv=2, error_score="raise")

@@ -24,7 +24,7 @@ import numpy as np
 from dp_accounting import DpEvent
 
 from dpjax import _files, accounting, checks, schedules
-from dpjax._rounding import upwards
+from dpjax._rounding import three_digits, upwards
 from dpjax.checks import Refused
 from dpjax.mechanism import Mechanism, Spent
 from dpjax.types import Plan
@@ -292,8 +292,9 @@ class Account:
       path: A JSON file of the charges; it is made if necessary.
 
     Privacy:
-      The runs are composed as mechanisms of one epsilon each that were fixed in advance. Of a
-      choice that follows results of earlier runs, only the budget's epsilon is proved.
+      The runs are composed as mechanisms that were fixed in advance, as a grid of settings and its
+      folds are. The sum is not proved for a run whose noise or steps follow from results of
+      earlier ones.
 
     Example:
       >>> import dpjax
@@ -361,7 +362,7 @@ class Account:
                 _files.replace(self.path, json.dumps({"charges": charges}, allow_nan=False))
 
     def _turn(self) -> contextlib.AbstractContextManager[Any]:
-        """What holds the account against other threads or processes."""
+        """The lock of the account against other threads or processes."""
         if self.path is not None:
             return _files.turn(self.path.with_name(f"{self.path.name}.lock"))
         if self._process == os.getpid():
@@ -386,7 +387,7 @@ class Account:
         for number in range(1, len(charges) + 1):
             one = self._epsilon(charges[number - 1 : number])
             total = self._epsilon(charges[:number])
-            lines.append(f"{number:>6}{upwards(one):>11}{upwards(total):>9}")
+            lines.append(f"{number:>6}{three_digits(one):>11}{three_digits(total):>9}")
         lines.append(f"of a budget of {self.budget.epsilon:g} at delta={self.budget.delta:g}")
         return "\n".join(lines)
 

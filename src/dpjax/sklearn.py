@@ -33,7 +33,7 @@ _NO_RANGE = "Declare columns=, or feature_range=(low, high) from public knowledg
 
 
 class _Private(BaseEstimator):
-    """What both estimators share: encoding, the charge, and the run of a plan."""
+    """Encoding, the charge, and the run of a plan, which both estimators share."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class _Private(BaseEstimator):
         return self._own
 
     def __sklearn_clone__(self) -> Self:
-        twin = super().__sklearn_clone__()
+        twin: Any = super().__sklearn_clone__()
         twin._own = self.account_
         return twin
 
@@ -126,7 +126,8 @@ class _Private(BaseEstimator):
         """The outputs of the private model for each row."""
         check_is_fitted(self, "params_")
         if self.columns is None:
-            x = self._scaled(validate_data(self, X, reset=False))
+            given: Any = validate_data(self, X, reset=False)
+            x = self._scaled(given)
         else:
             x = self._declared().encode(X)
         return np.asarray(self._model.apply({"params": self.params_}, x), float)
@@ -152,7 +153,7 @@ class DPClassifier(ClassifierMixin, _Private):
         without a limit, which clones share; see ``account_``.
       feature_range: Without ``columns``: the least and the largest value, of all features or of
         each. Values beyond them are clipped. Choose them without a look at the rows.
-      targets: Without ``columns``: all classes. By default those of ``y``, which are then public.
+      targets: Without ``columns``: all classes. By default all in ``y``, which are then public.
       hidden_layer_sizes: Widths of hidden layers; by default the model is linear.
       rows_per_unit: The most rows of a person in a step.
 
@@ -192,7 +193,7 @@ class DPClassifier(ClassifierMixin, _Private):
             names = np.array(self._declared().class_names)
             given = np.asarray(y)
             if given.dtype.kind in "iuf":
-                names = names.astype(given.dtype)  # as y has them, so that scores compare equals
+                names = names.astype(given.dtype)  # as y has them, for scores to compare them
             self.classes_ = names
         return self._train(X, x, targets, len(self.classes_), dpjax.losses.cross_entropy)
 
@@ -251,4 +252,4 @@ class DPRegressor(RegressorMixin, _Private):
 
     def predict(self, X: Any) -> Float[np.ndarray, " rows"]:
         """The predicted target of each row, in the units of the target."""
-        return self._low + (self._outputs(X)[:, 0] + 1) * self._half
+        return (self._outputs(X)[:, 0] + 1) * self._half + self._low
