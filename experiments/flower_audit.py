@@ -2,8 +2,8 @@
 """Audits one round of federated strategies over Flower, with a canary client.
 
 claim     clipping with noise of z C / K around FedAvg is refuted; `PrivateStrategy` never is
-verdict   open
-time      minutes
+verdict   20 of 20 audits refute the first, and none of 20 the second
+time      3 core minutes
 hardware  two CPU cores
 command   python -m experiments.flower_audit --out=experiments/results/flower_audit.json
 
