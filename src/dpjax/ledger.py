@@ -308,7 +308,7 @@ class Account:
       >>> account.charge(mechanism)
       >>> print(account)
       charge    epsilon   in all
-           1       1.35     1.35
+           1       1.23     1.23
       of a budget of 2 at delta=1e-05
       >>> account.charge(mechanism)
       Traceback (most recent call last):

@@ -99,10 +99,15 @@ class _Private(BaseEstimator):
         places = 2 * (X.astype(float) - low) / (high - low) - 1
         return np.clip(places, -1, 1).astype(np.float32)
 
+    def _network(self) -> dpjax.models.MLP:
+        """The model; made when it is needed, because its activation cannot be pickled."""
+        return dpjax.models.MLP(self._widths[:-1], classes=self._widths[-1])
+
     def _train(self, X: Any, x: np.ndarray, targets: np.ndarray, outputs: int, loss: Any) -> Self:
         """Charges a plan for these rows, and runs it."""
-        self._model = dpjax.models.MLP(tuple(self.hidden_layer_sizes), classes=outputs)
-        params = self._model.init(dpjax.noise.secret_key(), jnp.zeros(x.shape[1]))["params"]
+        self._widths = (*self.hidden_layer_sizes, outputs)
+        model = self._network()
+        params = model.init(dpjax.noise.secret_key(), jnp.zeros(x.shape[1]))["params"]
         units = len(x)
         owners = None
         if self.unit_column is not None:
@@ -115,7 +120,7 @@ class _Private(BaseEstimator):
             mechanism = dataclasses.replace(mechanism, sampling=batches, unit="")
         self.account_.charge(mechanism)
         algorithm = dpjax.dpsgd(
-            dpjax.losses.of(self._model, loss), planned.optimizer, mechanism, (x, targets)
+            dpjax.losses.of(model, loss), planned.optimizer, mechanism, (x, targets)
         )
         state, _ = dpjax.fit(algorithm, algorithm.init(params), progress=False)
         self.params_: PyTree = jax.device_get(dpjax.training.averaged(state))
@@ -130,7 +135,7 @@ class _Private(BaseEstimator):
             x = self._scaled(given)
         else:
             x = self._declared().encode(X)
-        return np.asarray(self._model.apply({"params": self.params_}, x), float)
+        return np.asarray(self._network().apply({"params": self.params_}, x), float)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
