@@ -405,6 +405,9 @@ def test_a_run_becomes_a_model_card_and_an_entry_of_a_registry(workshop, tmp_pat
     (tmp_path / "run" / "privacy.json").write_text(json.dumps({**card, "epsilon": {}}))
     with pytest.raises(app.UsageError, match="proves no epsilon"):
         public_cards.run(given, ["card", "run"])
+    for command_run in (public_cards.run, export.run):
+        with pytest.raises(app.UsageError, match="expected one run"):
+            command_run(given, ["card"])
 
 
 LOADED = """

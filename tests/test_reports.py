@@ -229,7 +229,7 @@ def test_a_notebook_shows_all_words_of_a_statement_and_no_others(mechanism):
     assert json.loads(json.dumps(words)) == words
 
 
-@kills("reports/board.py", "upwards(rate, '.3g')", "f'{rate:.3g}'")
+@kills("reports/_claim.py", "rounded(rate, '.3g')", "f'{rate:.3g}'")
 @pytest.mark.parametrize("neighbours", [None, "zero-out", "replace-one"])
 def test_a_board_reads_what_an_attacker_could_learn_at_most(neighbours):
     """The rates of the card, in words of the unit, rounded up."""
@@ -318,6 +318,8 @@ def test_the_risk_that_was_given_is_stated_with_the_epsilon():
     part = ledger.admit(ledger.empty(), mechanism, steps=1)
     assert f"{said} 7.39 % true" in dpjax.statement(mechanism, 1e-5, ledger=part)
     assert said not in dpjax.statement(plan, 1e-5)
+    odd = plan.calibrate(true_positive_rate=0.2, false_positive_rate=0.01999)
+    assert "At 1.99 % false alarms" in dpjax.statement(odd, 1e-5), "the curve rises"
     assert reports.card(plan, 1e-5)["risk"] is None
 
 

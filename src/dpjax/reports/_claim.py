@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -108,10 +108,10 @@ def risk_reached(claim: Claim) -> float:
     return dict(attacks(claim))[claim.mechanism.risk.false_positive_rate]
 
 
-def percent(rate: float) -> str:
-    """A rate in per cent, rounded up."""
-    # Round up before multiplying: 100 * 0.07 is above 7.
-    return f"{100 * float(upwards(rate, '.3g')):.3g} %"
+def percent(rate: float, rounded: Callable[[float, str], str] = upwards) -> str:
+    """A rate in per cent: true positives rounded up, and false ones down, so both claim less."""
+    # Round before multiplying: 100 * 0.07 is above 7.
+    return f"{100 * float(rounded(rate, '.3g')):.3g} %"
 
 
 @functools.lru_cache(maxsize=16)  # card and board ask for the same rates

@@ -11,7 +11,7 @@ import math
 import textwrap
 from typing import Any
 
-from dpjax._rounding import three_digits, upwards
+from dpjax._rounding import downwards, three_digits, upwards
 from dpjax.mechanism import Mechanism
 from dpjax.reports._claim import Claim, attacks, claim_of, not_covered, percent
 from dpjax.types import HeldOut, Neighbours
@@ -74,7 +74,9 @@ def board(
       ...
     """
     claim = claim_of("reports.board", mechanism, delta, **more)
-    rates = [f"  {percent(wrong):<19}{percent(right)}" for wrong, right in attacks(claim)]
+    rates = [
+        f"  {percent(wrong, downwards):<19}{percent(right)}" for wrong, right in attacks(claim)
+    ]
     uncovered = [*not_covered(held_out, mechanism.unit), *_never_covered(claim)]
     return _PAGE.format(
         promise=_filled(_promise(claim)),
@@ -95,7 +97,7 @@ def _promise(claim: Claim) -> str:
     if risk is not None:
         chosen = (
             f" The noise was chosen for a limit of {percent(risk.true_positive_rate)} true alarms "
-            f"at {percent(risk.false_positive_rate)} false ones, as in the table below."
+            f"at {percent(risk.false_positive_rate, downwards)} false ones, as in the table below."
         )
     return (
         f"One {unit} is protected: there is a limit to how much all that was released can depend "

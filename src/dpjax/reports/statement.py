@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Sequence
 
 from dpjax import accounting
-from dpjax._rounding import three_digits, upwards
+from dpjax._rounding import downwards, three_digits, upwards
 from dpjax._versions import version
 from dpjax.ledger import Ledger
 from dpjax.mechanism import Mechanism
@@ -134,8 +134,9 @@ def _risk(claim: Claim) -> list[str]:
     risk = claim.mechanism.risk
     if risk is None:
         return []
+    false_alarms = percent(risk.false_positive_rate, downwards)
     return [
-        f"At {percent(risk.false_positive_rate)} false alarms a membership attack has at most "
+        f"At {false_alarms} false alarms a membership attack has at most "
         f"{percent(risk_reached(claim))} true ones; noise was chosen for "
         f"{percent(risk.true_positive_rate)}."
     ]

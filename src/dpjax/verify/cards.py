@@ -195,7 +195,7 @@ def claims(card: Card) -> Iterator[tuple[bool, str]]:
         verdict = "holds" if sound else "DOES NOT HOLD"
         yield (
             sound,
-            f"{'attacks':12} of {percent(false_positives)} false positives claim at most "
+            f"{'attacks':12} of {exactly(false_positives)} false positives claim at most "
             f"{percent(true_positives)} true ones; recomputed {percent(rates)}: {verdict}",
         )
     yield from risk(card, deltas)
@@ -211,7 +211,7 @@ def risk(card: Card, deltas: np.ndarray) -> Iterator[tuple[bool, str]]:
     verdict = "holds" if sound else "DOES NOT HOLD"
     yield (
         sound,
-        f"{'risk':12} of at most {percent([most])} true positives at {percent([wrong])} false "
+        f"{'risk':12} of at most {percent([most])} true positives at {exactly([wrong])} false "
         f"ones; recomputed {percent([reached])}: {verdict}",
     )
 
@@ -276,6 +276,11 @@ def obstacles(card: Card) -> Iterator[tuple[bool, str]]:
 def percent(rates: Iterable[float]) -> str:
     """Rates in per cent, rounded up."""
     return ", ".join(f"{100 * float(upwards(rate)):.3g} %" for rate in rates)
+
+
+def exactly(rates: Iterable[float]) -> str:
+    """Rates in per cent, in as many digits as they have."""
+    return ", ".join(f"{float(100 * Decimal(repr(rate))):.15g} %" for rate in rates)
 
 
 def upwards(value: float, form: str = "#.3g") -> str:

@@ -136,7 +136,7 @@ def registry_entry(folder: pathlib.Path) -> str:
     unit = mechanism["unit"]
     multipliers = [multiplier for multiplier, _ in mechanism["multiplier_and_steps"]]
     attacks = [
-        f"{upwards(right, '.3g')} at {wrong:g}" for wrong, right in card["true_positive_rates"]
+        f"{upwards(right, '.3g')} at {wrong}" for wrong, right in card["true_positive_rates"]
     ]
     words = {
         "unit": f"one {unit}",
