@@ -304,12 +304,12 @@ class Account:
       ...     noise_multiplier=2.0,
       ...     steps=20,
       ... )
-      >>> account = Account(Budget(epsilon=2.0, delta=1e-5, method="rdp"))
+      >>> account = Account(Budget(epsilon=1.5, delta=1e-5, method="rdp"))
       >>> account.charge(mechanism)
       >>> print(account)
       charge    epsilon   in all
            1       1.23     1.23
-      of a budget of 2 at delta=1e-05
+      of a budget of 1.5 at delta=1e-05
       >>> account.charge(mechanism)
       Traceback (most recent call last):
       dpjax.checks.Refused: ledger.Account: ...

@@ -137,6 +137,10 @@ class _Private(BaseEstimator):
             x = self._declared().encode(X)
         return np.asarray(self._network().apply({"params": self.params_}, x), float)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A sampler is a function, which cannot be pickled.
+        return {k: v for k, v in super().__getstate__().items() if k != "mechanism_"}
+
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.non_deterministic = True
@@ -165,7 +169,7 @@ class DPClassifier(ClassifierMixin, _Private):
     Attributes:
       classes_: The classes, in the order of ``predict_proba``.
       params_: The private parameters.
-      mechanism_: What ran; `dpjax.statement` takes it.
+      mechanism_: What ran; `dpjax.statement` takes it. It is not in a pickle.
       account_: What all fits have spent; `print` it.
 
     Privacy:
