@@ -112,7 +112,7 @@ def test_each_fit_of_a_search_is_charged_and_the_search_stops_at_the_budget():
         cross_val_score(model, x, y, cv=2)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_declared_columns_of_persons_pipelines_and_targets():
     x, y = rows()
     frame = {"size": x[:, 0], "person": np.arange(400) // 4}
