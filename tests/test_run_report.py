@@ -207,7 +207,7 @@ def test_numbers_of_the_header_and_the_flags(whole):
     ):
         assert words in head, words
     assert "The key" not in head
-    assert "board.txt. What 1 < 2 words 10 % at most 30 % - a & b" in text(
+    assert "board.txt. What 1 < 2 words 10 %at most 30 % a & b" in text(
         parsed(whole / "report.html")
     )
     page = (whole / "report.html").read_text()
