@@ -7,7 +7,6 @@ the run, so the file may be released as its parameters may.
 
 from __future__ import annotations
 
-import copy
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -19,9 +18,7 @@ from jax import export
 
 from dpjax import scattering, training
 from dpjax._files import read_json, replace
-from dpjax.cli.flag_sets.train import FLAGS
-from dpjax.cli.train import build, inputs
-from dpjax.cli.train.run_files import MOMENTS
+from dpjax.cli.train import build, inputs, run_files
 
 _PLATFORMS = ("cpu", "cuda", "tpu")
 
@@ -45,15 +42,8 @@ def exported(folder: pathlib.Path) -> bytes:
     config = read_json(folder / "config.json")
     if "inputs" not in config:
         raise ValueError("config.json has no shape of an input. Train with this dpjax.")
-    trained = copy.deepcopy(FLAGS)
-    trained(["train"])
-    for name, value in config["flags"].items():
-        if name in trained:
-            trained[name].value = value
-    moments = None
-    normalization = inputs.build_normalization(trained, examples=2)  # any number has its noise
-    if normalization is not None:
-        moments = inputs.read_moments(folder / MOMENTS, normalization)
+    trained = run_files.flags_of(config)
+    moments = inputs.released_moments(folder / run_files.MOMENTS, trained)
     model = build.build_model(trained, config["inputs"]["outputs"])
 
     def network_input(row: Any) -> Any:

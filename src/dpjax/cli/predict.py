@@ -81,10 +81,7 @@ def network_inputs(folder: pathlib.Path, trained: flags.FlagValues, x: Any) -> A
     """The inputs of the network: the rows, or their features on the run's private scale."""
     if trained.features == "none":
         return jnp.asarray(x)
-    moments = None
-    if trained.normalization == "data":
-        answers = np.load(folder / MOMENTS)
-        moments = features.Moments(answers["mean"], answers["variance"])
+    moments = inputs.released_moments(folder / MOMENTS, trained)
     return inputs.scale(trained, jnp.asarray(features.scattered(x)), moments)
 
 

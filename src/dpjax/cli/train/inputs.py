@@ -100,3 +100,12 @@ def read_moments(path: pathlib.Path, normalization: features.Normalization) -> f
             "same flags."
         )
     return features.Moments(answers["mean"], answers["variance"])
+
+
+def released_moments(path: pathlib.Path, given: flags.FlagValues) -> features.Moments | None:
+    """The private moments of a finished run, if its flags asked for any."""
+    # The noise of the queries, which is compared here, does not depend on the number of examples.
+    normalization = build_normalization(given, examples=2)
+    if normalization is None:
+        return None
+    return read_moments(path, normalization)
