@@ -40,7 +40,7 @@ clientapp = "digits.faults:app"
 """
 
 FAULTS = '''
-"""The client of the page, which writes what it received, is slow, and fails as its node says."""
+"""The client of the page, which writes what it received, can be held, and fails by its node."""
 import hashlib, pathlib, time
 import numpy as np
 from flwr.app import ArrayRecord, Message, RecordDict
@@ -57,7 +57,8 @@ def train(message, context):
     content = hashlib.sha256(b"".join(array.tobytes() for array in model)).hexdigest()[:12]
     seen = pathlib.Path(node["seen"]) / f"{number} {message.metadata.run_id} {node['client']}"
     seen.write_text(content)
-    time.sleep(2)
+    while (seen.parent.parent / "hold").exists():
+        time.sleep(0.1)
     if node["client"] == 3:
         if number % 3 == 0:
             raise RuntimeError("a client fails")
@@ -185,7 +186,14 @@ class Deployment:
     def log(self, name):
         return (self.folder / f"{name}.log").read_text()
 
-    def until(self, holds, what, seconds=120):
+    def hold(self):
+        """Clients that are asked from now on wait, so a process can be killed in their round."""
+        (self.folder / "hold").touch()
+
+    def release(self):
+        (self.folder / "hold").unlink()
+
+    def until(self, holds, what, seconds=300):
         end = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < end, f"{what}: not within {seconds} s"

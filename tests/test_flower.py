@@ -168,7 +168,7 @@ def test_a_deployment_loses_nothing_and_repeats_nothing(tmp_path):
 
     plan = mechanism(sampling=sampling.poisson(10, 6), noise_multiplier=1.0, steps=9)
     epsilon = round(float(plan.epsilon_of(plan.multipliers[:7], 1e-2)) + 0.01, 2)
-    settings = {"drawn": 6, "noise": 1.0, "rounds": 9, "timeout": 15}
+    settings = {"drawn": 6, "noise": 1.0, "rounds": 9, "timeout": 30}
     here = Deployment(tmp_path, 10, **settings, epsilon=epsilon, delta=1e-2)
     log = tmp_path / "run" / "metrics.jsonl"
 
@@ -193,22 +193,29 @@ def test_a_deployment_loses_nothing_and_repeats_nothing(tmp_path):
         online = lambda: len(re.findall("Activated node_id", here.log("link"))) >= 4  # noqa: E731
         here.until(online, "4 nodes are online")
         here.run("run1")
+        here.until(rows, "round 1 ended")
+        here.hold()
         here.until(lambda: in_a_round(1), "a node works on a round")
-        (victim, *_) = in_a_round(1) or [0]
+        victim = in_a_round(1)[0]
         here.kill(f"node{victim}")
+        here.release()
         here.say(f"node {victim} killed with -9 in round {len(rows()) + 1}")
         killed_in = len(rows()) + 1
         here.until(lambda: len(rows()) >= killed_in, f"round {killed_in} ended without it")
         here.begin_node(victim, *cuts[victim])
+        here.hold()
         here.until(lambda: in_a_round(killed_in), "a node works on a round")
         here.kill_server_app()
+        here.release()
         here.say(f"the server app killed with -9 in round {len(rows()) + 1}")
         here.run("run2")
         done = len(rows())
         here.until(lambda: len(rows()) > done, f"a new run resumed: round {done + 1} ended")
+        here.hold()
         here.until(lambda: in_a_round(done + 1), "a node works on a round")
         here.kill_server_app()
         here.kill("link")
+        here.release()
         here.say(f"the server app and the link killed with -9 in round {len(rows()) + 1}")
         here.begin_link()
         done = len(rows())

@@ -239,9 +239,9 @@ class _Link:
                 content, nodes[client], kind, ttl=self.timeout, group_id=group
             )
             # One message at a time, because a link refuses large requests.
-            (name,) = self.grid.push_messages([message]) or [None]
-            if name:
-                waiting[name] = client
+            for name in self.grid.push_messages([message]):
+                if name:  # a message that the link refused has no name
+                    waiting[name] = client
         deadline = time.monotonic() + self.timeout
         while waiting and time.monotonic() < deadline:
             for name in list(waiting):
