@@ -187,7 +187,7 @@ class Deployment:
         return (self.folder / f"{name}.log").read_text()
 
     def hold(self):
-        """Clients that are asked from now on wait, so a process can be killed in their round."""
+        """Clients wait from their next message on, so a process can be killed in their round."""
         (self.folder / "hold").touch()
 
     def release(self):

@@ -16,7 +16,7 @@ from dpjax.mechanism import Mechanism
 from dpjax.types import PyTree
 
 DRIFT = 0.6
-"""Chosen on development tasks, before the held-out ones of `experiments.nothing_to_tune` ran."""
+"""Chosen on development tasks, before any held-out task of `experiments.nothing_to_tune` ran."""
 
 
 class PacedState(NamedTuple):
