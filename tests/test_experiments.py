@@ -51,7 +51,7 @@ def test_the_demo_keeps_its_promise(demo):
     # Progress and nothing else: no warnings, no noise of the libraries below.
     assert all(line.startswith("step ") for line in outcome.stderr.splitlines())
     assert (
-        "112 steps with noise multiplier 5.376 cost epsilon 3.00 at delta=1e-05, by pld"
+        "200 steps with noise multiplier 14.05 cost epsilon 3.00 at delta=1e-05, by pld"
         in outcome.stdout
     )
 
