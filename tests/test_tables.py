@@ -18,7 +18,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from absl import app
+from absl import app, logging
 from mutation import kills
 
 import dpjax
@@ -703,6 +703,8 @@ def test_persons_and_regressions_are_audited_from_elsewhere(folder, words, monke
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
+    # The level of a process that ends with its command must not reach the next tests.
+    monkeypatch.setattr(logging, "set_verbosity", lambda level: None)
     given = copy.deepcopy(audit_flags.FLAGS)
     given(["audit", "--canaries=10", "--steps=3", "--pairs=50", "--out=audit"])
     audit_command.run(given, ["audit", "../run"])
