@@ -15,7 +15,7 @@ from mutation import kills
 from small_mechanisms import mechanism_with
 from training_runs import DATA, algorithm_with, fit, make, start
 
-from dpjax import ledger, reports
+from dpjax import ledger, reports, trees
 from dpjax.training._progress import Progress
 
 
@@ -108,7 +108,8 @@ def test_an_evaluation_stops_the_run_and_the_ledger_has_what_ran(tmp_path, capsy
     assert (state.ledger.steps, options["evaluate"].call_count) == (8, 4)
     assert [(row["step"], row["stop"]) for row in rows] == [(2, 0), (4, 0), (6, 0), (8, 1)]
     card = json.loads((tmp_path / "privacy.json").read_text())
-    full = reports.card(algorithm.mechanism, 1e-5, ledger=state.ledger)
+    digest = trees.digest(state.params)
+    full = reports.card(algorithm.mechanism, 1e-5, ledger=state.ledger, parameters=digest)
     assert card == json.loads(json.dumps(full)), "the card of a last row has all methods"
     assert card["steps"] == algorithm.mechanism.steps
     assert rows[-1]["epsilon"] == card["epsilon"]["rdp"]["value"], "the row says no less"
