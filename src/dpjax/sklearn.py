@@ -138,8 +138,9 @@ class _Private(BaseEstimator):
         return np.asarray(self._network().apply({"params": self.params_}, x), float)
 
     def __getstate__(self) -> dict[str, Any]:
+        state: Any = super().__getstate__()
         # A sampler is a function, which cannot be pickled.
-        return {k: v for k, v in super().__getstate__().items() if k != "mechanism_"}
+        return {name: value for name, value in state.items() if name != "mechanism_"}
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
