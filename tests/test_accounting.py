@@ -642,8 +642,9 @@ TINY = [
 
 @kills(
     "accounting/_loss_distributions.py",
-    "if given <= off:\n            return math.inf\n        return float(epsilon(given - off))",
-    "return float(epsilon(given))",
+    "if delta <= rounding:\n            return math.inf\n        "
+    "return float(computed_epsilon(delta - rounding))",
+    "return float(computed_epsilon(delta))",
     case="43224",
 )
 @pytest.mark.parametrize(("rate", "multiplier", "n", "delta"), TINY, ids=[str(t[2]) for t in TINY])
