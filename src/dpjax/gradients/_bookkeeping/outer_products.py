@@ -138,7 +138,7 @@ def dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
     """The form of a matrix product of the view with the data.
 
     Its contracted axes are the inputs, its batch axes the blocks. The free axes of the data are the
-    positions, those of the view the outputs.
+    positions, and the free axes of the view are the outputs.
     """
     if cotangent.size == 0 or data[0].size == 0:
         return None  # the derivative gives the zeros of an empty product
@@ -146,7 +146,7 @@ def dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
     other = 1 - view
     contracted, batch = site.equation.params["dimension_numbers"]
     # Each contracted axis of the view with that of the data, in the order of the leaf's axes. So
-    # `cost.aligned` can compare two uses of one leaf, of which one is transposed.
+    # `cost.aligned` can compare two uses of one leaf, one of them transposed.
     pairs = list(zip(contracted[view], contracted[other], strict=True))
     pairs.sort(key=lambda pair: _leaf_axis(site, pair[0]))
     inputs = [view_axis for view_axis, _ in pairs]
@@ -358,7 +358,7 @@ def _leaf_axis(site: Site, axis: int) -> int:
     """The leaf's axis of an axis of the view in one round, or the same number if unknown."""
     if site.axes is None:
         return axis
-    sliced_scans = sum(site.stacks)  # each has an axis in front of those of one round
+    sliced_scans = sum(site.stacks)  # each has an axis in front of one round's axes
     return site.axes[sliced_scans + axis]
 
 

@@ -34,7 +34,7 @@ def patches(
     """The patches of images for a convolution with these parameters, in pieces along the entries.
 
     Args:
-      parameters: Those of the equation of the convolution.
+      parameters: The parameters of the convolution's equation.
       x: ``[examples, images, *space, channels]``, not padded.
       kernel: The lengths of the kernel.
       places: The lengths of the output.
