@@ -93,8 +93,9 @@ class Tree(Strategy):
         step = jnp.asarray(step)
         weights, precision = self._weights(step, jnp)
         sound = _streams.sound(step, self.steps)
-        # A step is the last one of a node on as many levels as its number has trailing ones. The
-        # sum of the largest of these nodes is that of its left siblings' sums and this noise.
+        # A step ends a node on as many levels above it as its number has trailing ones. The largest
+        # of these nodes is a left sibling, whose sum is kept in the slot of its level: this noise
+        # plus the sums of the left siblings within it.
         ended = jnp.cumprod((step >> np.arange(levels)) & 1)
         slot = jnp.sum(ended)
 
@@ -135,18 +136,19 @@ class Tree(Strategy):
             node = step >> level
             is_right = node & 1
             last_node = (self.steps - 1) >> level
+            # The node to the right is full, or the last one, or after the run.
             variance_of_right = numpy.where(
                 node + 1 < last_node, full[level], last[level] * (node + 1 == last_node)
             )
             # The steps of a right sibling are still free, the steps of a left one are known.
             sibling_variance = numpy.where(is_right, 0.0, variance_of_right)
-            # The parent's sum measures the node's sum with the sibling's as noise.
-            measured = precision / (1 + precision * sibling_variance)
-            # The node's own noise has the precision 1: a weighted mean.
-            share = measured / (measured + 1)
+            # The node's sum is the parent's sum minus the sibling's.
+            from_parent = precision / (1 + precision * sibling_variance)
+            # The node's own row in H adds the precision 1 to its sum.
+            share = from_parent / (from_parent + 1)
             weights = [weight * share for weight in weights]
             weights[level] = -share * is_right
-            precision = measured + 1
+            precision = from_parent + 1
         dtype = np.float64 if numpy is np else np.float32
         return numpy.asarray(weights, dtype=dtype), precision
 

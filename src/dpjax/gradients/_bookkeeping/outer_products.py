@@ -137,12 +137,12 @@ def _by_round(place: Callable[[Array], Array], rounds: int) -> Callable[[Array],
 def dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | None:
     """The form of a matrix product of the view with the data.
 
-    Its contracted axes are the inputs, its batch axes the blocks. The free axes of the data are the
-    positions, and the free axes of the view are the outputs.
+    Its contracted axes are the inputs, and its batch axes, which are not the examples, the blocks.
+    The free axes of the data are the positions, and the free axes of the view are the outputs.
     """
     if cotangent.size == 0 or data[0].size == 0:
         return None  # the derivative gives the zeros of an empty product
-    view = site.operand
+    view = site.operand  # the view is the left operand, 0, or the right one, 1
     other = 1 - view
     contracted, batch = site.equation.params["dimension_numbers"]
     # Each contracted axis of the view with that of the data, in the order of the leaf's axes. So
@@ -163,9 +163,10 @@ def dot_general(site: Site, data: Sequence[Array], cotangent: Array) -> Outer | 
     groups = (batch[other], free, inputs_of_data)
     sizes = [math.prod(x.shape[lead + axis] for axis in axes) for axes in groups]
     x = _arranged(x, lead, [*batch[other], *free, *inputs_of_data], sizes)
-    x = jnp.swapaxes(x, -1, -2)  # blocks, inputs, positions
+    x = jnp.swapaxes(x, -1, -2)  # [batch, *rounds, blocks, inputs, positions]
     blocks, positions, _ = sizes
     # The cotangent has the batch axes, then the free axes of the left operand, then of the right.
+    # It becomes [batch, *rounds, blocks, positions, outputs].
     if view == 1:
         g = cotangent.reshape(*cotangent.shape[:lead], blocks, positions, -1)
     else:
@@ -274,10 +275,10 @@ def _transposed(
     # The axes of entries and of channels become one.
     outputs_of_pieces = [piece.reshape(piece.shape[0], -1, *piece.shape[3:]) for piece in pieces]
     patch = jnp.concatenate(outputs_of_pieces, axis=1)
-    patch = patch.reshape(*around, patch.shape[1], -1)  # .., outputs, positions
+    patch = patch.reshape(*around, patch.shape[1], -1)  # [*around, outputs, positions]
     channels = x.shape[-1]
     output_channels = g.shape[-1]
-    x = jnp.moveaxis(x.reshape(*around, -1, channels), -1, lead)  # .., channels, positions
+    x = jnp.moveaxis(x.reshape(*around, -1, channels), -1, lead)  # [*around, inputs, positions]
     output_axis, channel_axis, *space = parameters["dimension_numbers"].rhs_spec
 
     def place(gradient: Array) -> Array:
@@ -298,7 +299,10 @@ def _transposed_back(array: Array, order: Sequence[int]) -> Array:
 
 
 def _last_channels(x: Array, spec: Sequence[int]) -> Array:
-    """``[merged, images, *space, channels]`` from arrays with the axes of ``spec``, behind one."""
+    """``[merged, images, *space, channels]``, from an array with these axes in another order.
+
+    ``spec`` has the axes of images, channels and space, counted behind the first one.
+    """
     images, channels, *space = spec
     order = [1 + axis for axis in (images, *space, channels)]
     return jnp.transpose(x, (0, *order))
