@@ -44,22 +44,23 @@ class Folder:
             self.close = stack.pop_all().close
 
     def _open(self, stack: contextlib.ExitStack) -> None:
-        """Locks the folder, and compares the run in it with this one."""
+        """Locks the folder until ``stack`` closes, and compares the run in it with this one."""
         # The lock comes first: another process may write the files that are read below.
         stack.enter_context(held(self.path))
         path = self.path / "run.json"
         if path.exists():
-            before = read_json(path)
-            check_format(before.get("mechanism"), f"fit(directory={str(self.path)!r})")
-            lines = _differences(before, self.identity)
-            if not lines:
+            there = read_json(path)
+            check_format(there.get("mechanism"), f"fit(directory={str(self.path)!r})")
+            differences = _differences(there, self.identity)
+            if not differences:
                 self.is_resumed = True
                 return
             # A run that spent nothing gives way, for example one whose first step did not compile.
             # Queries of a preparation are spent before the first step.
-            if released_steps(self.path) or before.get("mechanism", {}).get("preparation"):
+            if released_steps(self.path) or there.get("mechanism", {}).get("preparation"):
                 raise Refused(
-                    f"fit(directory={str(self.path)!r}): another run is there:\n{''.join(lines)}"
+                    f"fit(directory={str(self.path)!r}): another run is there:\n"
+                    f"{''.join(differences)}"
                     "Use its settings, or another folder with before=training.earlier(folder)."
                 )
             _remove(self.path)
@@ -68,12 +69,14 @@ class Folder:
     def latest(self, like: Any) -> Restored | None:
         """The last checkpoint, if any. Refuses released steps without one: they must not rerun."""
         latest = None
+        restored_steps = 0
         why = "no checkpoint is as late"
         try:
             latest = self.checkpoints.latest(like)
         except Damaged as damage:
             why = str(damage)
-        restored_steps = 0 if latest is None else latest.state.ledger.steps
+        if latest is not None:
+            restored_steps = latest.state.ledger.steps
         steps = processes.from_first(lambda: released_steps(self.path))
         if steps > restored_steps:
             raise Refused(
