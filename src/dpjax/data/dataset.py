@@ -63,7 +63,9 @@ class Dataset(NamedTuple, Generic[_Train]):
     @property
     def units(self) -> int:
         """The number of persons in the training part; without owners, of training examples."""
-        return self.examples if self.owners is None else int(self.owners.max()) + 1
+        if self.owners is None:
+            return self.examples
+        return int(self.owners.max()) + 1
 
     def rows(self, indices: np.ndarray) -> Split:
         """The training examples at these indices; a `Stream` reads them from the disk."""

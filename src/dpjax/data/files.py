@@ -20,7 +20,7 @@ from dpjax.data.sources import Source
 _OF_ARROW = (".parquet", ".arrow", ".feather")
 _LISTED = 10  # faults of a table in one error
 _PARTS = ("train", "test")
-# The names of a part's arrays: Keras's, Keras's with encoded images, and MedMNIST's.
+# The names of a part's inputs and labels: Keras's, Keras's with encoded images, and MedMNIST's.
 _LAYOUTS = (("x_{}", "y_{}"), ("png_{}", "y_{}"), ("jpeg_{}", "y_{}"), ("{}_images", "{}_labels"))
 
 
@@ -33,9 +33,9 @@ def read(name: str, source: Source, path: Path) -> Dataset[Split]:
         return table(name, source, rows[:, :-1], rows[:, -1])
     arrays = read_arrays(path, f"data.load({name!r})")
     for images, labels in _LAYOUTS:
-        keys = {key.format(part) for part in _PARTS for key in (images, labels)}
+        expected = {key.format(part) for part in _PARTS for key in (images, labels)}
         # A file may hold further arrays.
-        if keys <= set(arrays):
+        if expected <= set(arrays):
             parts = []
             for part in _PARTS:
                 x = unit(_pixels(arrays, images, part, call), call)
@@ -75,10 +75,12 @@ def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
 
 
 def _read_csv(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
+    """The first line as names, and the others as rows; empty lines are left out."""
     try:
         content = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{call}: expected a table of text in UTF-8 ({error}).") from error
+    # The separator is the one that the first line has most often.
     first, _, _ = content.partition("\n")
     separator = max(",;\t", key=first.count)
     # `splitlines` ends a line at characters that a label may hold.
@@ -90,13 +92,14 @@ def _read_csv(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
             if row:
                 lines.append(row)
     except csv.Error as error:
-        what = f"{call}: row {len(lines)}: {error}; expected quotation marks in pairs."
-        raise ValueError(what) from error
+        fault = f"{call}: row {len(lines)}: {error}; expected quotation marks in pairs."
+        raise ValueError(fault) from error
     header, *rows = lines or [[]]
     return header, rows
 
 
 def _read_arrow(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
+    """The names of the columns, and the rows with each cell as a word."""
     checks.importable(call, "pyarrow")
     import pyarrow
     from pyarrow import feather, parquet
@@ -215,7 +218,10 @@ def _note(arrays: Mapping[str, np.ndarray], images: str) -> str:
 
 
 def _pixels(arrays: Mapping[str, np.ndarray], images: str, part: str, call: str) -> np.ndarray:
-    """The images of a part; JPEG and PNG streams lie in one buffer, one behind the other."""
+    """The images of a part, ``[examples, height, width]`` and channels, if there are several.
+
+    JPEG and PNG streams lie in one buffer, one behind the other.
+    """
     x = arrays[images.format(part)]
     if images not in ("png_{}", "jpeg_{}"):
         return x
