@@ -6,8 +6,9 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +61,7 @@ def read_table(path: Path, call: str) -> tuple[list[str], list[list[str]]]:
         header, rows = _read_csv(path, call)
     header = distinct([name.strip() for name in header], call)
     # A table without names loses its first row; pandas writes its index without a name.
-    if len(header) < 2 or "" in header or any(map(_is_number, header)):
+    if len(header) < 2 or "" in header or any(reads(float, name) for name in header):
         raise ValueError(
             f"{call}: expected the names of at least two columns: df.to_csv(path, index=False)."
         )
@@ -201,9 +202,10 @@ def table(name: str, source: Source, x: np.ndarray, y: np.ndarray) -> Dataset[Sp
     return Dataset(name, *hold_out(rows, source.test_size), source.classes, source.note)
 
 
-def _is_number(word: str) -> bool:
+def reads(read: Callable[[str], Any], word: str) -> bool:
+    """Whether a function takes a word, and raises no ValueError."""
     try:
-        float(word)
+        read(word)
     except ValueError:
         return False
     return True

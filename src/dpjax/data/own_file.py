@@ -98,9 +98,7 @@ def load_file(
         test_rows = (x[in_test], y[in_test])
         held_out = HeldOut(len(held))
         notes.append(f"{len(held)} of {len(y)} rows are held out for the test")
-    note = ""
-    if notes:
-        note = f"({'; '.join(notes)})"
+    note = f"({'; '.join(notes)})" if notes else ""
     return Dataset(
         name=Path(path).stem,
         train=train,

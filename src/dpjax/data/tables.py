@@ -26,7 +26,7 @@ from dpjax.data.encoding import (
     readers,
     targets_of,
 )
-from dpjax.data.files import read_table
+from dpjax.data.files import read_table, reads
 from dpjax.types import HeldOut
 
 
@@ -165,17 +165,9 @@ def _kind_of(words: Collection[str]) -> str:
     """The first kind that most cells have, of those without a gap."""
     cells = [word for word in words if word.lower() not in GAPS]
     for kind, read in _GUESSES.items():
-        if 2 * sum(_reads(read, cell) for cell in cells) > len(cells):
+        if 2 * sum(reads(read, cell) for cell in cells) > len(cells):
             return kind
     return "category"
-
-
-def _reads(read: Callable[[str], Any], word: str) -> bool:
-    try:
-        read(word)
-    except ValueError:
-        return False
-    return True
 
 
 _GUESSES: Mapping[str, Callable[[str], Any]] = MappingProxyType(

@@ -64,11 +64,8 @@ class WideResNet(nn.Module):
         for stage in range(3):
             channels = 2**stage * 16 * self.width
             for block in range(blocks):
-                # The first block of a later stage halves the sides.
-                stride = 1
-                if stage > 0 and block == 0:
-                    stride = 2
-                x = self._block(x, channels, stride)
+                halves_sides = stage > 0 and block == 0
+                x = self._block(x, channels, stride=2 if halves_sides else 1)
         x = self._normed(x).mean(axis=(-3, -2))
         return _parts.dense(self, x, self.classes)
 

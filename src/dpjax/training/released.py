@@ -44,9 +44,7 @@ def write_released(
     mechanism: Any = algorithm.mechanism
     # None stands for all methods. Loss distributions of many different steps take seconds, so only
     # the last card has them.
-    methods = None
-    if not last:
-        methods = ("rdp", "rdp-classic", method)
+    methods = None if last else ("rdp", "rdp-classic", method)
     facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
     card = reports.card(mechanism, delta, parameters=trees.digest(params), **facts)
     facts["held_out"] = held_out

@@ -69,14 +69,12 @@ class Folder:
     def latest(self, like: Any) -> Restored | None:
         """The last checkpoint, if any. Refuses released steps without one: they must not rerun."""
         latest = None
-        restored_steps = 0
         why = "no checkpoint is as late"
         try:
             latest = self.checkpoints.latest(like)
         except Damaged as damage:
             why = str(damage)
-        if latest is not None:
-            restored_steps = latest.state.ledger.steps
+        restored_steps = 0 if latest is None else latest.state.ledger.steps
         steps = processes.from_first(lambda: released_steps(self.path))
         if steps > restored_steps:
             raise Refused(

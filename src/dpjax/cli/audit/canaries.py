@@ -18,7 +18,10 @@ _KNOWN = 2_000  # rows whose gradients the attacker subtracts
 
 
 def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int) -> Line:
-    """Trains once more, with canaries that join by fair coins, and guesses which joined."""
+    """Trains once more, with canaries that join by fair coins, and guesses which joined.
+
+    ``count`` is the number of canaries, by default a quarter of the rows, at most 1000.
+    """
     planned = rebuilt.planned
     examples = rebuilt.dataset.examples
     delta = rebuilt.run.delta
@@ -28,7 +31,7 @@ def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int) -> Line:
         raise app.UsageError(f"--canaries={count}: expected 10 or more, below the {examples} rows.")
     draw = np.random.default_rng(0)
     places, rows = with_canaries(rebuilt.dataset, count, planned.persons, draw)
-    members = draw.random(count) < 0.5
+    members = draw.random(count) < 0.5  # which canaries join
     known = draw.permutation(np.setdiff1d(np.arange(examples), places))[:_KNOWN]
     # The plan keeps all steps, although few run: correlated noise is designed for the whole run.
     sampler = auditing.without(planned.mechanism.sampling, places[~members])
@@ -36,14 +39,11 @@ def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int) -> Line:
     steps = min(steps, mechanism.steps)
     recording = auditing.recording(planned.optimizer)
     algorithm = planned.algorithm(mechanism, rows, optimizer=recording)
+    canaries = jax.tree.map(lambda leaf: jnp.asarray(leaf[places]), rows)
+    others = jax.tree.map(lambda leaf: jnp.asarray(leaf[known]), rows)
+    state = algorithm.init(rebuilt.first, jax.random.key(0))
     scores, _ = auditing.score_canaries(
-        algorithm,
-        algorithm.init(rebuilt.first, jax.random.key(0)),
-        steps,
-        planned.of_example,
-        jax.tree.map(lambda leaf: jnp.asarray(leaf[places]), rows),
-        jax.tree.map(lambda leaf: jnp.asarray(leaf[known]), rows),
-        per_step=planned.per_step,
+        algorithm, state, steps, planned.of_example, canaries, others, per_step=planned.per_step
     )
     right, guesses = auditing.guess_members(scores, members, count // 5)
     curve, assumed = curve_of(mechanism, steps)
@@ -66,8 +66,12 @@ def curve_of(mechanism: dpjax.Mechanism, steps: int) -> tuple[Any, str]:
 def with_canaries(
     dataset: dpjax.data.Dataset, count: int, persons: bool, draw: np.random.Generator
 ) -> tuple[np.ndarray, Any]:
-    """The places of canaries among rows or persons, and the data with them."""
-    train = jax.tree.map(np.array, dataset.train)
+    """The places of canaries among rows or persons, and the data with them.
+
+    Without ``persons``, inputs are ``[examples, ...]``. With them, they are ``[persons, rows,
+    ...]``, and a mask says which rows are real; all rows of a canary are.
+    """
+    train = jax.tree.map(np.array, dataset.train)  # a copy, into which canaries are written
     places = draw.choice(dataset.examples, count, replace=False)
     if persons:
         (x, y), real = train
@@ -82,10 +86,11 @@ def with_canaries(
         noise = draw.normal(size=(count, *x.shape[1:]))
         if persons:
             noise[:] = noise[:, :1]  # rows of a canary are equal, so their gradients add up
+        # A canary is as long as the example that it replaces.
         replaced_norms = np.linalg.norm(x[places].reshape(count, -1), axis=1)
         noise_norms = np.linalg.norm(noise.reshape(count, -1), axis=1)
-        lengths = replaced_norms / noise_norms
-        x[places] = noise * lengths.reshape(-1, *[1] * (x.ndim - 1))
+        scale = replaced_norms / noise_norms
+        x[places] = noise * scale.reshape(-1, *[1] * (x.ndim - 1))
     if dataset.classes is None:
         labels = draw.choice([-1.0, 1.0], count)  # the ends of a target's range
     else:

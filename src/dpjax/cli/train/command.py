@@ -9,7 +9,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import flax.errors
@@ -19,7 +18,7 @@ import optax
 from absl import app, flags
 
 import dpjax
-from dpjax import data, features, losses, planning, processes, training, trees
+from dpjax import data, features, losses, planning, processes, training
 from dpjax._display import duration
 from dpjax._files import read_json
 from dpjax._rounding import three_digits, upwards
@@ -112,18 +111,22 @@ def require_extras(given: flags.FlagValues) -> None:
     require("dpjax train", *modules, otherwise=otherwise)
 
 
-def plan(given: flags.FlagValues) -> Planned:
-    """Builds all parts of the run, and refuses flags that do not fit each other or the data."""
+def require_consistent(given: flags.FlagValues) -> None:
+    """Refuses flags that contradict each other."""
     # Two flags for one quantity: one of them has no effect.
     several = [("noise_multiplier", "target_epsilon"), ("steps", "epochs")]
     several += [("risk", "target_epsilon"), ("risk", "noise_multiplier")]
     for one, other in several:
         if given[one].value is not None and given[other].present:
             raise app.UsageError(f"--{one} --{other}: expected one of the two, or --max_epsilon.")
-    for name, declared in (("label", False), ("classes", False), ("unit_column", True)):
-        if given[name].value and bool(given.columns) != declared:
-            need = "with" if declared else "without"
+    for name, need in (("label", "without"), ("classes", "without"), ("unit_column", "with")):
+        if given[name].value and bool(given.columns) != (need == "with"):
             raise app.UsageError(f"--{name}: expected {need} --columns, which declares the label.")
+
+
+def plan(given: flags.FlagValues) -> Planned:
+    """Builds all parts of the run, and refuses flags that do not fit each other or the data."""
+    require_consistent(given)
     try:
         # Data come first, because classes, sizes and sampling rate follow from them.
         dataset = load(given)
@@ -201,16 +204,13 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
     dataset = inputs.with_features(given, planned.dataset)
     processes.from_first(lambda: run_files.prepare(folder, overwrite=given.overwrite))
     moments = None
-    if planned.normalization is not None:
+    normalization = planned.normalization
+    if normalization is not None:
+        features_of_rows, _ = dataset.train
+        path = folder / run_files.MOMENTS
         # The first process releases the moments, because only it writes files.
         moments = processes.from_first(
-            partial(
-                inputs.release_once,
-                folder / run_files.MOMENTS,
-                planned.normalization,
-                dataset.train[0],
-                given.seed,
-            )
+            lambda: inputs.release_once(path, normalization, features_of_rows, given.seed)
         )
     dataset = inputs.with_scale(given, dataset, moments)
     algorithm = planned.algorithm(mechanism, dataset.train, budget=planned.budget)
@@ -287,8 +287,7 @@ def describing(given: flags.FlagValues, dataset: data.Dataset) -> Callable[[Any]
     before = {}
     if (folder / "run.json").exists() and (folder / "config.json").exists():
         before = read_json(folder / "config.json")
-    train = dataset.train
-    x, _ = train.row if isinstance(train, data.Stream) else trees.one_row(train)
+    x = inputs.row_of(dataset)
     facts = {
         "inputs": {"shape": x.shape, "dtype": x.dtype.name, "outputs": dataset.classes or 1},
         "dataset": f"{dataset.name} {dataset.note}".strip(),
