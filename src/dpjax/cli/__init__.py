@@ -54,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _run_named(words: Sequence[str] | None) -> None:
-    """Runs the subcommand that the first of these words names; by default those of `sys.argv`."""
+    """Runs the subcommand that the first word names; by default of the words in `sys.argv`."""
     typed = sys.argv[1:] if words is None else words
     name, *rest = typed or ["--help"]
     if name in _HELP:

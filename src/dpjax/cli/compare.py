@@ -163,6 +163,7 @@ def curve(group: RunGroup, axis: str, measure: str) -> tuple[np.ndarray, np.ndar
 def draw(groups: list[RunGroup], badge: str) -> bytes:
     """The first measure against epsilon and against steps, as PNG; ``badge`` is its note."""
     runs = [run for group in groups for run in group.runs]
+    # Each of these texts begins with a space: " at delta 1e-5, by pld".
     stated = " or".join(sorted({stated_at(run) for run in runs} - {""}))
     measure = measures_of(runs)[0]
     unit = " (%)" if measure in PER_CENT else ""
@@ -252,19 +253,19 @@ def protected(runs: Iterable[SavedRun]) -> list[str]:
 
 def price(runs: list[SavedRun]) -> str:
     """The cost of all runs together, by adding up, or why their costs do not add."""
-    chosen = (
+    caveat = (
         "To choose among runs by private data, also by a part held out of them, has a cost of its "
         "own, which no number here includes. "
     )
     kinds = protected(runs)
     if len(kinds) > 1:
-        return f"{chosen}Their costs do not add: these runs protect {' and '.join(kinds)}."
+        return f"{caveat}Their costs do not add: these runs protect {' and '.join(kinds)}."
     epsilon = sum(run.epsilon for run in runs)
     delta = float(sum(Decimal(repr(run.delta)) for run in runs))  # three times 1e-5 is 3e-5
     if math.isinf(epsilon):
         return "One of these runs has no proven epsilon, so neither have all of them together."
     together = f"All {len(runs)} together cost" if len(runs) > 1 else "It costs"
     return (
-        f"{chosen}{together} at most epsilon {three_digits(epsilon)} at delta "
+        f"{caveat}{together} at most epsilon {three_digits(epsilon)} at delta "
         f"{upwards(delta, '.3g')}."
     )

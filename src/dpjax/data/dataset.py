@@ -118,6 +118,7 @@ def units_held_out(call: str, units: int, fraction: float | None) -> np.ndarray:
     if fraction == 0:
         return numbers[:0]
     size = max(1, int(units * fraction))
+    # `hold_out` splits pairs of arrays; here both are the numbers.
     _, (held, _) = hold_out((numbers, numbers), size)
     return held
 

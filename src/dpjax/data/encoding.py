@@ -64,8 +64,7 @@ class Columns(NamedTuple):
     @property
     def learnt(self) -> tuple[str, Column]:
         """The one label or target, by its name."""
-        forms = self.forms.items()
-        learnt = {name: form for name, form in forms if form is not None and form.learnt}
+        learnt = {name: form for name, form in self.forms.items() if form and form.learnt}
         if len(learnt) != 1:
             raise ValueError(
                 f"data.Columns: got {[*learnt]} to be learnt; expected one label or one target."

@@ -101,8 +101,7 @@ def stream(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset
         train = Stream(range(len(y)), example=lambda i: (x[i], y[i]))
         return Dataset(name, train, dataset.test, dataset.classes, dataset.note)
     parts = _from_tfds(name, source, folder)
-    test = _whole(parts["test"])
-    dataset = Dataset(name, parts["train"], test, source.classes, source.note)
+    dataset = Dataset(name, parts["train"], _whole(parts["test"]), source.classes, source.note)
     return checked(dataset, source.shape, "TensorFlow Datasets")
 
 

@@ -39,15 +39,15 @@ def trained(
 
     ``index`` is the number of the client, and ``key`` orders its rows.
     """
-    start = clients.starts[index]  # of its rows among those of all clients
+    start = clients.starts[index]  # the first of its rows
     count = clients.counts[index]
     size = local.batch_size
     batches = -(-count // size)
     # Each round has a fresh optimizer. A state that is kept carries a client's data into the next
     # draw of the client, outside the accounting.
-    optimizer = local.optimizer.init(trees.widened(params))
+    optimizer_state = local.optimizer.init(trees.widened(params))
     # The loop carries the update in float32: a bfloat16 parameter rounds small steps to nothing.
-    carry = _State(jnp.zeros(()), trees.zeros_wide(params), optimizer)
+    carry = _State(jnp.zeros(()), trees.zeros_wide(params), optimizer_state)
 
     def epoch(number: Int[Array, ""], carry: _State) -> _State:
         # Sorting random numbers puts the client's rows in a random order, with padding behind them,
@@ -78,7 +78,7 @@ class _State(NamedTuple):
     losses: Float[Array, ""]
     """The sum of the mean losses of all batches so far."""
     update: PyTree
-    """The client's parameters minus those of the server."""
+    """The client's parameters minus the server's."""
     optimizer: Any
 
 
@@ -87,7 +87,7 @@ def _after_batch(
 ) -> _State:
     """One step of the client's optimizer, on the mean loss of one batch.
 
-    ``params`` are those of the server, and ``real`` is False for padding.
+    ``params`` are the server's, and ``real`` is False for padding.
     """
     here = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, carry.update)
 

@@ -198,7 +198,7 @@ def remote_rounds(
         # The mean divides by the public total of the shares.
         optimizer=scaled(optimizer, clients / weights.total_share),
         mechanism=mechanism,
-        engine="vmap",
+        engine="vmap",  # the update of a client exists as a whole
         weights=lambda step, params, reply: reply.share,
         # One reply is in memory at a time.
         microbatch_size=1,

@@ -84,7 +84,7 @@ def of(model: nn.Module, loss: ExampleLoss, **options: Any) -> LossFn:
         if isinstance(params, Mapping) and {"params", "batch_stats"} & params.keys():
             raise ValueError(f"losses.of: got the variables {sorted(params)}. {_STATE}")
         x, y, *epoch = unpacked("of", example)
-        if frozen is not None:
+        if frozen is not None:  # the other part of the parameters
             params = unflatten_dict({**flatten_dict(frozen), **flatten_dict(params)})
         # The arguments of the loss after output and target.
         arguments: dict[str, Any] = {}

@@ -175,9 +175,7 @@ class TextTransformer(nn.Module):
         segments = None
         if isinstance(x, tuple | list):
             tokens, segments = x
-        real = jnp.ones(tokens.shape, bool)
-        if self.padding is not None:
-            real = tokens != self.padding
+        real = jnp.ones(tokens.shape, bool) if self.padding is None else tokens != self.padding
         table = partial(nn.Embed, features=self.width, embedding_init=_parts.embedding_init(self))
         h = table(self.vocabulary, name="token")(tokens)
         smallest = tokens  # of the number of a token and that of its segment
@@ -259,8 +257,8 @@ class ViT(nn.Module):
         tokens = jnp.broadcast_to(token[0], (*h.shape[:-2], 1, self.width))
         h = jnp.concatenate([tokens, h], axis=-2)
         h = _encoder(self, h.shape[-2], "pre-norm")(h)
-        of_class_token = h[..., 0, :]
-        return _parts.dense(self, of_class_token, self.classes, name="head")
+        # The class token is the first position.
+        return _parts.dense(self, h[..., 0, :], self.classes, name="head")
 
 
 class Decoder(nn.Module):

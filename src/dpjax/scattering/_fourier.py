@@ -67,7 +67,8 @@ def filtered(
     r"""The spectra of a field after convolution with each wavelet, subsampled by ``step``.
 
     ``wavelets`` are real spectra, ``[angles, rows, columns]``. Convolution multiplies spectra.
-    Subsampling by $s$ takes the mean of the $s^2$ equal tiles of a spectrum:
+    Subsampling by $s$ takes the mean of the $s^2$ equal tiles of a spectrum, which have whole
+    blocks:
 
     $$ \hat y(k_1, k_2) = \frac1{s^2} \sum_{a, b < s}
        (\hat x \hat\psi)(k_1 + a n_1 / s,\ k_2 + b n_2 / s) $$
@@ -96,8 +97,10 @@ def moduli(spectrum: Array, blocks: int) -> Float[Array, "rows *images_and_paths
     from_real = np.hstack([cosines, sines]).T  # what x adds to the real and the imaginary part
     from_imaginary = np.hstack([-sines, cosines]).T  # what y adds
     matrix = _parts(from_real, from_imaginary, blocks).T
-    of_columns = on_columns(spectrum, matrix / (rows * columns))
-    # The same formula for rows: sums with cosines, and with sines.
+    of_columns = on_columns(
+        spectrum, matrix / (rows * columns)
+    )  # [..., real and imaginary columns]
+    # The same formula for rows: even are the sums with cosines, and odd those with sines.
     cosines, sines = _waves(np.arange(rows // 2 + 1), np.arange(rows), rows)
     even, odd = jnp.split(on_rows(np.concatenate([cosines, sines]), of_columns), 2)
     even_real, even_imaginary = jnp.split(even, 2, axis=-1)

@@ -94,11 +94,11 @@ def _cascade(images: Array, J: int, L: int) -> Array:
     """The features of one part of the images: all paths of order 0, 1 and 2.
 
     A path is a choice of wavelets. Arrays are ``[rows, images, paths, columns]``, where each
-    channel is an image: so transforms are products with matrices on either side.
+    channel is an image, so transforms are products with matrices on either side.
     """
-    field = _field(images, J)
+    field = _field(images, J)  # without the axis of paths
     bank = filter_bank(field.shape[0], field.shape[-1], J, L)
-    spectrum = spectrum_of(field, 2 ** (J - 1))
+    spectrum = spectrum_of(field, 2 ** (J - 1))  # blocks for the coarsest scale, which folds most
     first_order = [_response(spectrum, bank, j, 0) for j in range(J)]
     averages = [_average(field, bank, 0)[:, :, None]]
     averages += [_average(modulus, bank, j) for j, modulus in enumerate(first_order)]

@@ -73,7 +73,7 @@ class InMemory:
 def _compiled(recipe: Recipe, shardings: tuple[Any, ...] | None, structure: Any) -> Any:
     """Compiles several steps of `private_step`, for states of this structure.
 
-    ``shardings`` are those of the state's leaves, or None on a single device.
+    ``shardings`` has one for each leaf of the state, or is None on a single device.
     """
 
     def several(

@@ -77,7 +77,7 @@ class Run:
         self.infos: list[Mapping[str, Any]] = []
         self.dispatch_size = 1  # in steps
         self.saved_at = time.monotonic()
-        self.board = None
+        self.board = None  # of TensorBoard
         self._warned = False
         if folder is not None:
             self._resume(folder)

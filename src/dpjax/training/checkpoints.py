@@ -146,7 +146,7 @@ class Checkpoints:
             raise Damaged(f"{self.directory}/{step} is damaged ({_first_line(error)}).") from error
 
     def _read(self, step: int) -> tuple[dict[str, np.ndarray], Mapping[str, Any]]:
-        """What `_write` was given for a step; the leaves are checked against their digest."""
+        """The leaves and the facts that `_write` received; compares the digest of the leaves."""
 
         def read(**items: Any) -> Any:
             return self.manager.restore(step, args=self.args.Composite(**items))

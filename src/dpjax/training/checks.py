@@ -46,7 +46,8 @@ def check_kinds(recipe: Recipe) -> None:
         )
     hint = "Engines differ in speed alone."
     checks.one_of(name, "engine", recipe.engine, ("auto", *ENGINES), hint)
-    # A sampler of rows does not protect patients with several rows.
+    # The unit is another word than the sampler's, such as patient. A sampler of rows does not
+    # protect patients with several rows.
     if recipe.mechanism.of_clients:
         raise ValueError(
             f"{name}: the mechanism's unit is {recipe.mechanism.unit!r}, and "

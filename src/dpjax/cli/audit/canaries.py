@@ -32,7 +32,7 @@ def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int) -> Line:
     draw = np.random.default_rng(0)
     places, rows = with_canaries(rebuilt.dataset, count, planned.persons, draw)
     members = draw.random(count) < 0.5  # which canaries join
-    known = draw.permutation(np.setdiff1d(np.arange(examples), places))[:_KNOWN]
+    known_places = draw.permutation(np.setdiff1d(np.arange(examples), places))[:_KNOWN]
     # The plan keeps all steps, although few run: correlated noise is designed for the whole run.
     sampler = auditing.without(planned.mechanism.sampling, places[~members])
     mechanism = dataclasses.replace(planned.mechanism, sampling=sampler, preparation=(), before=())
@@ -40,19 +40,20 @@ def audit_canaries(rebuilt: Rebuilt, count: int | None, steps: int) -> Line:
     recording = auditing.recording(planned.optimizer)
     algorithm = planned.algorithm(mechanism, rows, optimizer=recording)
     canaries = jax.tree.map(lambda leaf: jnp.asarray(leaf[places]), rows)
-    others = jax.tree.map(lambda leaf: jnp.asarray(leaf[known]), rows)
+    known = jax.tree.map(lambda leaf: jnp.asarray(leaf[known_places]), rows)
     state = algorithm.init(rebuilt.first, jax.random.key(0))
     scores, _ = auditing.score_canaries(
-        algorithm, state, steps, planned.of_example, canaries, others, per_step=planned.per_step
+        algorithm, state, steps, planned.of_example, canaries, known, per_step=planned.per_step
     )
+    # Only a fifth of the canaries are guessed, those with the clearest scores.
     right, guesses = auditing.guess_members(scores, members, count // 5)
     curve, assumed = curve_of(mechanism, steps)
     bound = auditing.epsilon_lower_bound(
         right, guesses, canaries=count, delta=delta, confidence=OF_A_RUN, curve=curve
     )
     claimed = mechanism.epsilon_of(mechanism.multipliers[:steps], delta, planned.method)
-    words = f"{right} of {guesses} guesses right, {count} canaries, {steps} steps; {assumed}"
-    return Line("canaries in a second run", words, bound, claimed, OF_A_RUN, bound > claimed)
+    measured = f"{right} of {guesses} guesses right, {count} canaries, {steps} steps; {assumed}"
+    return Line("canaries in a second run", measured, bound, claimed, OF_A_RUN, bound > claimed)
 
 
 def curve_of(mechanism: dpjax.Mechanism, steps: int) -> tuple[Any, str]:
@@ -69,7 +70,7 @@ def with_canaries(
     """The places of canaries among rows or persons, and the data with them.
 
     Without ``persons``, inputs are ``[examples, ...]``. With them, they are ``[persons, rows,
-    ...]``, and a mask says which rows are real; all rows of a canary are.
+    ...]``, with a mask that is False for padding; a canary has no padding.
     """
     train = jax.tree.map(np.array, dataset.train)  # a copy, into which canaries are written
     places = draw.choice(dataset.examples, count, replace=False)

@@ -105,7 +105,7 @@ def of_persons(planned: Planned, dataset: dpjax.data.Dataset) -> tuple[Planned, 
     become ``((x, y), mask)``, each ``[persons, rows of a person, ...]``.
     """
     most = planned.mechanism.sampling.most_rows or 1
-    # Rows by person: row order[i] is number numbers[i] among those of the person owners[i].
+    # Rows by person: row order[i] is the row numbers[i] of the person owners[i].
     owners = np.asarray(dataset.owners)
     order = np.argsort(owners, kind="stable")
     owners = owners[order]

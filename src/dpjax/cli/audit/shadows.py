@@ -24,8 +24,8 @@ _ATTACKED = 1_000  # members, and as many others, that are scored
 def attack_shadows(rebuilt: Rebuilt, count: int) -> Iterator[Attack]:
     """Trains ``count`` models on halves of the attacked rows, and scores each row by them.
 
-    Attacked are ``size`` members and as many other rows. A shadow model trains on the data of the
-    run with half of the attacked rows in the places of the members.
+    The attacked rows are ``size`` members and as many others. A shadow model trains on the data of
+    the run with half of the attacked rows in the places of the members.
     """
     dataset = rebuilt.dataset
     draw = np.random.default_rng(0)

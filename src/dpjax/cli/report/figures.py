@@ -241,17 +241,18 @@ def calibration(figure: Figure, run: SavedRun) -> str:
     them.
     """
     logits, labels = _predictions(run)
-    counts, confidence, right = map(np.asarray, metrics.reliability(logits, labels))
+    # Each is [bins].
+    counts, confidence, rates = map(np.asarray, metrics.reliability(logits, labels))
     # An empty bin has no accuracy; a dot at 0 claims one.
     filled = counts > 0
     figure.set_size_inches(WIDTH, 4.0)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     above.plot([0, 1], [0, 1], "--", color=PALETTE["muted"], linewidth=1, label="confidence")
-    above.vlines(confidence[filled], confidence[filled], right[filled], color=_BLUE)
+    above.vlines(confidence[filled], confidence[filled], rates[filled], color=_BLUE)
     # The root keeps small bins visible: the last one usually holds most predictions.
     areas = 8 + 90 * np.sqrt(counts[filled] / counts.sum())
     look = {"color": _BLUE, "label": "accuracy", "linewidths": 0, "zorder": 3}
-    above.scatter(confidence[filled], right[filled], areas, **look)
+    above.scatter(confidence[filled], rates[filled], areas, **look)
     above.set(ylabel="accuracy", ylim=(-0.03, 1.03))
     legend(above)
     below.stairs(counts, np.linspace(0, 1, len(counts) + 1), fill=True, color=_BLUE, alpha=0.55)

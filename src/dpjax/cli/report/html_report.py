@@ -161,8 +161,7 @@ def _tiles(run: SavedRun) -> Iterator[_Tile]:
 
 def _tile_html(tile: _Tile) -> str:
     small = f"<dd><small>{escape(tile.small)}</small></dd>" if tile.small else ""
-    name = escape(tile.name)
-    return f'<div><dt>{name}</dt><dd class="big">{tile.value}</dd>{small}</div>'
+    return f'<div><dt>{escape(tile.name)}</dt><dd class="big">{tile.value}</dd>{small}</div>'
 
 
 def _delta(run: SavedRun) -> str:

@@ -116,7 +116,7 @@ def plan(given: flags.FlagValues, folder: pathlib.Path, tried: Candidates) -> li
 
 
 def draw(given: flags.FlagValues, tried: Candidates) -> list[Trial]:
-    """Draws all runs of the search."""
+    """Draws all runs of the search: a random number of them, or as many as the flags name."""
     generator = np.random.default_rng(given.seed)
     number = number_of_runs(given)
     if number is not None:

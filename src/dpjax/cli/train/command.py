@@ -158,8 +158,9 @@ def plan(given: flags.FlagValues) -> Planned:
         # The budget comes last, because only the whole plan has a price.
         budget = None
         if given.max_epsilon is not None:
-            most = given.max_epsilon
-            budget = dpjax.ledger.Budget(epsilon=most, delta=given.delta, method=method)
+            budget = dpjax.ledger.Budget(
+                epsilon=given.max_epsilon, delta=given.delta, method=method
+            )
         dpjax.ledger.require(dpjax.ledger.empty(), mechanism, mechanism.steps, budget)
     except _MISTAKES as error:
         raise app.UsageError(f"{error}\nNothing was spent, nothing in --out touched.") from error

@@ -146,8 +146,8 @@ def rehearse(
 ) -> None:
     """Traces the loss of one example without data, and raises if a part does not fit another.
 
-    ``x`` is the shape of an input, ``params`` are those of an earlier run, and ``epochs`` is
-    whether the loss takes the epoch.
+    ``x`` is the shape of an input, ``params`` are the parameters of an earlier run, and ``epochs``
+    is whether the loss takes the epoch.
     """
     fresh = jax.eval_shape(model.init, jax.random.key(0), x).get("params", {})
     outputs = jax.eval_shape(model.apply, {"params": fresh}, x)
