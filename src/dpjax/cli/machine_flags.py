@@ -56,8 +56,8 @@ def mesh_in_force(text: str | None, processes: int | None = 1) -> Iterator[None]
                 jax.config.update("jax_num_cpu_devices", meshes.host_devices())
         yield
         return
-    # It has no effect on accelerators. If JAX ran already, `parse` reports the missing devices, and
-    # a text that does not describe a mesh.
+    # The setting has no effect on accelerators. If JAX ran already, or the text does not describe a
+    # mesh, `parse` raises below.
     with contextlib.suppress(ValueError, RuntimeError):
         devices = math.prod(int(axis.partition(":")[2]) for axis in text.split(","))
         if processes is not None:

@@ -244,7 +244,7 @@ def run_rounds(
     within_budget = asked
     affordable = ledger.affordable(mechanism, algorithm.budget)
     if affordable < mechanism.steps:
-        # `fit` refuses all rounds of a run that exceeds its budget, so it gets only those that fit.
+        # `fit` refuses a run that exceeds its budget, so it gets only the rounds that fit.
         within_budget = min(asked, affordable)
     state, rows = training.fit(
         algorithm,

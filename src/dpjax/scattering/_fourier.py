@@ -97,9 +97,8 @@ def moduli(spectrum: Array, blocks: int) -> Float[Array, "rows *images_and_paths
     from_real = np.hstack([cosines, sines]).T  # what x adds to the real and the imaginary part
     from_imaginary = np.hstack([-sines, cosines]).T  # what y adds
     matrix = _parts(from_real, from_imaginary, blocks).T
-    of_columns = on_columns(
-        spectrum, matrix / (rows * columns)
-    )  # [..., real and imaginary columns]
+    # The result has the real part of all columns, and then the imaginary part.
+    of_columns = on_columns(spectrum, matrix / (rows * columns))
     # The same formula for rows: even are the sums with cosines, and odd those with sines.
     cosines, sines = _waves(np.arange(rows // 2 + 1), np.arange(rows), rows)
     even, odd = jnp.split(on_rows(np.concatenate([cosines, sines]), of_columns), 2)

@@ -153,7 +153,7 @@ class _Placement:
     def __call__(self, rows: PyTree, drawn: np.ndarray) -> tuple[PyTree, Any]:
         """A microbatch with padding, on the devices: its rows and its mask, ``[size, ...]``.
 
-        ``rows`` are those that this process read, and ``drawn`` is the mask of the microbatch
+        ``rows`` are the rows that this process read, and ``drawn`` is the mask of the microbatch
         without padding.
         """
         mask = np.zeros((self.size, *drawn.shape[1:]), bool)

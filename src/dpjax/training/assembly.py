@@ -111,11 +111,13 @@ class _Assembly:
             if self.of_one is not None:
                 loss_of_one, row = self.of_one
                 Traced(loss_of_one).check(params, row, name)
+            # The loss is traced with the shardings of the mesh that the user chose.
             if mesh is not None:
                 params = meshes.placed(params, mesh)
             elif not self.stream:
                 meshes.refuse_explicit(name, "data", self.data)
             self._check_loss(params)
+            # Without a mesh of the user, shapes decide on which devices the run lies.
             home = self.home(params)
             if home is not None:
                 params = meshes.placed(params, home)

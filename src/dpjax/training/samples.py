@@ -27,7 +27,7 @@ class SamplesState(NamedTuple):
     ring: PyTree
     """The parameters' tree, each leaf ``[count, ...]``; sample i is in slot i mod count."""
     taken: Int[Array, ""]
-    """How many samples were written, also those that were overwritten since."""
+    """How many samples were written, including overwritten ones."""
     step: Int[Array, ""]
 
 

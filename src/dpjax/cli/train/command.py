@@ -150,6 +150,7 @@ def plan(given: flags.FlagValues) -> Planned:
         per_epoch = None
         if given.loss == "composite":
             per_epoch = build.steps_per_epoch(given, examples)
+        # The file of an earlier run's parameters, if this run begins there.
         earlier = given.continue_from and processes.from_first(
             pathlib.Path(given.continue_from, "params.msgpack").read_bytes
         )
@@ -272,8 +273,8 @@ def announce(given: flags.FlagValues, planned: Planned) -> None:
     words = f"{mechanism.steps} steps with noise multiplier {np.mean(mechanism.multipliers):.4g}"
     if mechanism.before:
         words += ", together with the earlier runs,"
-    at = f"{three_digits(planned.epsilon)} at delta={upwards(given.delta, '.3g')}"
-    print(f"{words} cost epsilon {at}, by {planned.method}", flush=True)
+    epsilon = f"epsilon {three_digits(planned.epsilon)} at delta={upwards(given.delta, '.3g')}"
+    print(f"{words} cost {epsilon}, by {planned.method}", flush=True)
     if given.risk is not None:
         print(f"Noise is scaled to --risk={given.risk}: true alarms of an attack at false ones.")
     if given.seed is not None:
@@ -321,7 +322,7 @@ def report(given: flags.FlagValues, dataset: data.Dataset) -> None:
     print((folder / "statement.txt").read_text().partition("\n\nReferences\n")[0])
     run = read(folder)
     config = read_json(folder / "config.json")
-    for name, value in list(measured(run).items())[:1]:
+    for name, value in list(measured(run).items())[:1]:  # without test rows there is none
         reached = f"{MEASURES[name]} {shown(name, value)} on {dataset.name} {dataset.note}"
         print(f"\n{_sentence(reached)} {first_and_guess(run)}")
     others = others_and_guess(run)
