@@ -8,6 +8,9 @@ ARGS ?=
 # Which of experiments/benchmarks: steps, accounting, allocation, frozen, llm,
 # optimizers, strategies or zoo.
 BENCH ?= steps
+# Of `make test-slow`.
+PART ?= 1
+PARTS ?= 12
 # Of `make docs-open`.
 PORT ?= 8000
 # Versions as the lock has them. Newer ones: `make test VENV=.venv-newest LOCK= PYTHON=...`.
@@ -23,7 +26,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-llm test-keras test-flower format lint types docs docs-open
+.PHONY: help demo test test-all test-slow test-llm test-keras test-flower format lint types docs docs-open
 .PHONY: archives dist sbom audit lock bench bench-peers clean rebuild
 .DELETE_ON_ERROR:
 
@@ -38,6 +41,9 @@ test: $(VENV)/ready-dev ## run the tests of the guarantee, in four minutes
 
 test-all: $(VENV)/ready-dev ## run all tests, also the slow ones (hours)
 	$(PY) -m pytest -p tests.guards -n auto --dist worksteal -q -m "" $(ARGS)
+
+test-slow: $(VENV)/ready-dev ## run one part of the slow tests, at most an hour: PART=1 to 12
+	$(PY) -m pytest -p tests.parts --part $(PART)/$(PARTS) -n auto --dist worksteal -q -m slow --durations=15 $(ARGS)
 
 test-llm: $(TUNIX)/ready ## run Tunix's language models and their page, in an environment of their own
 	$(TUNIX)/bin/python -m pytest -q -m "" -k "llm or tunix" tests/test_llm.py tests/test_llm_program.py \
