@@ -221,6 +221,8 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
 def jl(bound: float, projections: int = 50) -> Clipping:
     r"""Clips by norms that are estimated from random projections, in forward mode.
 
+    Experimental: the rounding of the reverse pass is not counted.
+
     With $r$ directions $u_j$ of independent standard normal numbers, the same for all
     examples of a step,
 
