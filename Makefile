@@ -93,7 +93,7 @@ sbom: archives $(VERSIONS) $(VENV)/ready-release ## list what the wheel installs
 	  --output-file build/sbom.cdx.json build/sbom/bin/python
 
 audit: $(VENV)/ready-release ## compare the locked versions with the index's database of vulnerabilities
-	$(PY) -m pip_audit --require-hashes -r .ci/lock.txt
+	$(PY) -m pip_audit --strict --disable-pip --require-hashes -r .ci/lock.txt
 
 lock: $(VENV)/ready-release ## write .ci/lock*.txt: new requirements, or with ARGS=--upgrade new versions
 	$(call lock,.ci/lock.txt,--extra all --extra build --extra dev --extra docs $(ARGS))
