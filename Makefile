@@ -42,7 +42,7 @@ test: $(VENV)/ready-dev ## run the tests of the guarantee, in four minutes
 test-all: $(VENV)/ready-dev ## run all tests, also the slow ones (hours)
 	$(PY) -m pytest -p tests.guards -n auto --dist worksteal -q -m "" $(ARGS)
 
-test-slow: $(VENV)/ready-dev ## run one part of the slow tests, at most an hour: PART=1 to 12
+test-slow: $(VENV)/ready-dev ## run one of twelve parts of the slow tests: PART=1 to 12
 	$(PY) -m pytest -p tests.parts --part $(PART)/$(PARTS) -n auto --dist worksteal -q -m slow --durations=15 $(ARGS)
 
 test-llm: $(TUNIX)/ready ## run Tunix's language models and their page, in an environment of their own
