@@ -44,7 +44,7 @@ test: $(VENV)/ready-dev ## run the tests of the guarantee, in four minutes
 test-all: $(VENV)/ready-dev ## run all tests, also the slow ones (hours)
 	$(PY) -m pytest -p tests.guards -n auto --dist worksteal -q -m "" $(ARGS)
 
-test-slow: $(VENV)/ready-dev ## run one part of the slow tests, at most an hour: PART=1 to 12
+test-slow: $(VENV)/ready-dev ## run one of twelve parts of the slow tests: PART=1 to 12
 	$(PY) -m pytest -p tests.parts --part $(PART)/$(PARTS) -n auto --dist worksteal -q -m slow --durations=15 $(ARGS)
 
 test-llm: $(TUNIX)/ready ## run Tunix's language models and their page, in an environment of their own
@@ -98,7 +98,7 @@ sbom: archives $(VERSIONS) $(VENV)/ready-release ## list what the wheel installs
 	  --output-file build/sbom.cdx.json build/sbom/bin/python
 
 audit: $(VENV)/ready-release ## compare the locked versions with the index's database of vulnerabilities
-	$(PY) -m pip_audit --require-hashes -r .ci/lock.txt
+	$(PY) -m pip_audit --strict --disable-pip --require-hashes -r .ci/lock.txt
 
 lock: $(VENV)/ready-release ## write .ci/lock*.txt: new requirements, or with ARGS=--upgrade new versions
 	$(call lock,.ci/lock.txt,--extra all --extra build --extra dev --extra docs $(ARGS))

@@ -37,7 +37,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         raise app.UsageError("expected one table: dpjax columns my.csv > columns.toml")
     try:
         kinds = kinds_of(pathlib.Path(argv[1]), argv[1])
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         raise app.UsageError(str(error)) from error
     print(_HEAD)
     for name, kind in kinds.items():

@@ -105,6 +105,8 @@ def require_extras(given: flags.FlagValues) -> None:
     otherwise = ""
     if given.dataset == "digits":
         modules.append("sklearn")
+    if given.dataset.endswith((".parquet", ".arrow", ".feather")):
+        modules.append("pyarrow")
     if given.report:
         modules.append("matplotlib.figure")
         otherwise = ", or give --noreport"
