@@ -84,6 +84,7 @@ class _Private(BaseEstimator):
             return self._scaled(X), y
         declared = self._declared()
         x = declared.encode(X)
+        # The target is a column of X, or else y.
         frame = X
         if y is not None:
             frame = {declared.learnt[0]: np.asarray(y)}

@@ -41,6 +41,7 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
         raise app.UsageError(str(error)) from error
     print(_HEAD)
     for name, kind in kinds.items():
+        # TOML needs quotes around names with other characters.
         key = name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name)
-        word, _, _ = kind.partition(",")
+        word, _, _ = kind.partition(",")  # "date" of "date, day first"
         print("\n".join([f"[{key}]", f'kind = "{word}"', *_DRAFTS[kind], ""]))

@@ -47,6 +47,7 @@ def exported(folder: pathlib.Path) -> bytes:
     model = build.build_model(trained, config["inputs"]["outputs"])
 
     def network_input(row: Any) -> Any:
+        """The row itself, or its features on the run's scale."""
         if trained.features == "none":
             return row
         return inputs.scale(trained, scattering.scatter(row[None]), moments)[0]

@@ -56,15 +56,15 @@ def run(given: flags.FlagValues, argv: Sequence[str]) -> None:
 def speed_of(loss: Any, model: Any, x: jax.ShapeDtypeStruct) -> float:
     """Examples a second of private steps, measured on rows of zeros."""
     rows = 1024
-    zeros = np.zeros((rows, *x.shape), x.dtype), np.zeros(rows, np.int32)
+    data = np.zeros((rows, *x.shape), x.dtype), np.zeros(rows, np.int32)
     mechanism = dpjax.Mechanism(
         sampling=dpjax.sampling.poisson(rows, rows),
         clipping=dpjax.clipping.automatic(1.0),
         noise_multiplier=1.0,
         steps=4,
     )
-    algorithm = dpjax.dpsgd(loss, planning.paced(mechanism), mechanism, zeros)
-    params = jax.jit(model.init)(jax.random.key(0), zeros[0][0])["params"]
+    algorithm = dpjax.dpsgd(loss, planning.paced(mechanism), mechanism, data)
+    params = jax.jit(model.init)(jax.random.key(0), np.zeros(x.shape, x.dtype))["params"]
     state, _ = algorithm.step(algorithm.init(params))  # compiles
     began = time.perf_counter()
     for _ in range(3):

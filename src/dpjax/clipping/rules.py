@@ -209,7 +209,7 @@ def hard_threshold(bound: float, screen: float | None = None, *, groups: Groups 
     screen = checks.number(call, "screen", screen, hint)
     # (C / Z) g has norm at most C for |g| at most Z, so the sensitivity is C and not Z.
     scale = 1.0
-    if screen != bound:
+    if screen != bound:  # both may be infinite or 0, and their quotient is then NaN
         scale = bound / checks.positive(call, "screen", screen, hint)
 
     def wish(norms: Norms) -> Norms:
