@@ -13,6 +13,8 @@ PART ?= 1
 PARTS ?= 12
 # Of `make docs-open`.
 PORT ?= 8000
+# The last commit that `make subjects` trusts.
+SINCE ?= main
 # Versions as the lock has them. Newer ones: `make test VENV=.venv-newest LOCK= PYTHON=...`.
 VENV ?= .venv
 LOCK ?= .ci/lock.txt
@@ -28,7 +30,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-slow test-llm test-keras test-flower format lint types docs docs-open
-.PHONY: paper archives dist sbom audit lock bench bench-peers clean rebuild
+.PHONY: paper archives dist sbom audit lock subjects bench bench-peers clean rebuild
 .DELETE_ON_ERROR:
 
 help: ## say what can be made
@@ -65,6 +67,9 @@ lint: $(VENV)/ready-dev ## check format, lint and types
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m pyright --pythonpath $(PY)
+
+subjects: ## check that subjects of commits since SINCE have at most 72 characters
+	@! git log --no-merges --format=%s $(SINCE)..HEAD | grep -E '^.{73}'
 
 types: $(VENV)/ready-dev ## check types
 	$(PY) -m pyright --pythonpath $(PY)

@@ -462,7 +462,7 @@ def write_card(results: runs.Results, name: str, recipe: Recipe) -> None:
 
 
 def looks_of(results: runs.Results, dataset: str, model: str) -> int:
-    """How many trials of the file read the split, those of earlier walks too."""
+    """How many trials of the file read the split, in this walk and in earlier ones."""
     mark = f"{results.mark}split: {named(dataset, model, 1.0).removesuffix('1')}"
     return sum(name.startswith(mark) for name in results.content["rows"])
 
