@@ -25,11 +25,12 @@ TUNIX := .venv-tunix
 KERAS := .venv-keras
 FLOWER := .venv-flower
 PY := $(VENV)/bin/python
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-slow test-llm test-keras test-flower format lint types docs docs-open
-.PHONY: archives dist sbom audit lock subjects bench bench-peers clean rebuild
+.PHONY: paper archives dist sbom audit lock subjects bench bench-peers clean rebuild
 .DELETE_ON_ERROR:
 
 help: ## say what can be made
@@ -74,12 +75,18 @@ types: $(VENV)/ready-dev ## check types
 	$(PY) -m pyright --pythonpath $(PY)
 
 docs: $(VENV)/ready-dev ## build the documentation in build/docs; a warning fails it
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -f docs/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -f docs/mkdocs.yml -d ../build/docs/$(VERSION)
+	$(PY) docs/site_root.py build/docs
 	@echo "dpjax: open build/docs/index.html, or serve it with make docs-open"
 
 docs-open: docs ## build the documentation and serve it at 127.0.0.1:8000, or PORT=
 	@echo "dpjax: open http://127.0.0.1:$(PORT)/ in a browser; Ctrl-C ends the server"
 	@$(PY) -m http.server --bind 127.0.0.1 --directory build/docs $(PORT) >/dev/null
+
+paper: $(VENV)/ready-run ## draw the paper's figures, and set it in build/paper/paper.html
+	@$(PIP) install -q pypandoc_binary==1.17
+	$(PY) paper/build.py
+	@echo "dpjax: open build/paper/paper.html"
 
 archives: $(VENV)/ready-run ## build wheel and sdist in dist, to the byte as any other clone of this commit
 	@rm -rf dist

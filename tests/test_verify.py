@@ -481,7 +481,7 @@ def test_an_advisory_lists_versions_or_digests_of_sources(monkeypatch, honest):
     for options, expected in ((correlated, True), ({"sampling": BATCHES["bins"]}, False)):
         assert is_affected({**card_of(methods=["rdp"], **options), "sources": None}) is expected
     (advisory,) = advisories.ADVISORIES
-    assert f"| {advisory.name} |" in (ROOT_FOLDER / "SECURITY.md").read_text()
+    assert f"| `{advisory.name}` |" in (ROOT_FOLDER / "SECURITY.md").read_text()
     for listed, expected in (
         ({"versions": (honest["versions"]["dpjax"],)}, True),
         ({"sources": (honest["sources"],)}, True),
