@@ -75,8 +75,8 @@ def _poles_and_zeros(logs_of_gaps: np.ndarray, steps: int) -> tuple[Rates, Rates
 def variance(poles: Rates, zeros: Rates, steps: int, workload: Workload, error: str) -> Values:
     r"""The mean or last variance of W / c, a series of powers with weights $w_i$.
 
-    The powers $p_i = e^{-\rho_i}$ are those of 1, of the momentum, and of the zeros. Row t has the
-    squared norm $\sum_{ij} w_i w_j \sum_{\tau \le t} (p_i p_j)^\tau$.
+    The powers $p_i = e^{-\rho_i}$ are 1, the momentum and the zeros. Row t has the squared norm
+    $\sum_{ij} w_i w_j \sum_{\tau \le t} (p_i p_j)^\tau$.
     """
     constant_rates = [0.0]
     if workload.momentum:
