@@ -36,9 +36,10 @@ def least_error(
 ) -> tuple[Series, Series]:
     """Scales and decays of the buffered Toeplitz matrix of least error.
 
-    The search is over one number for each pole and each zero, from which `_poles_and_zeros` makes
+    The search is over a number for each pole and each zero, the log of the gap between neighbouring
     rates.
     """
+    # The rows of x + directions: in row i, number i has a tiny imaginary part.
     directions = 1j * _TINY * np.eye(2 * buffers)
 
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
