@@ -51,7 +51,7 @@ def norms(
 
     Args:
       leaf: The number of the leaf.
-      entries: All sites of the leaf.
+      entries: All sites of the leaf, with the data and cotangents of the batch.
       leaves: All leaves of the parameters.
       exact: As for `leaf_sums.placed`.
 
