@@ -70,8 +70,8 @@ def _uses(sites: Sequence[Site]) -> str:
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
     """Rows as lines with columns of equal width.
 
-    A row has three words and a number. A shorter row ends with a long word, such as a reason, which
-    takes the rest of the line.
+    A row has four words, the last one a number. A shorter row has a last word, such as a reason,
+    that takes the rest of the line.
     """
     widths = [0, 0, 0]  # of all columns but the numbers
     for *words, _ in rows:

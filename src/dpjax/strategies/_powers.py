@@ -36,9 +36,10 @@ def least_error(
 ) -> tuple[Series, Series]:
     """Scales and decays of the buffered Toeplitz matrix of least error.
 
-    The search is over one number for each pole and each zero, from which `_poles_and_zeros` makes
+    The search is over a number for each pole and each zero, the log of the gap between neighbouring
     rates.
     """
+    # The rows of x + directions: in row i, number i has a tiny imaginary part.
     directions = 1j * _TINY * np.eye(2 * buffers)
 
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
@@ -75,8 +76,8 @@ def _poles_and_zeros(logs_of_gaps: np.ndarray, steps: int) -> tuple[Rates, Rates
 def variance(poles: Rates, zeros: Rates, steps: int, workload: Workload, error: str) -> Values:
     r"""The mean or last variance of W / c, a series of powers with weights $w_i$.
 
-    The powers $p_i = e^{-\rho_i}$ belong to 1, to the momentum and to the zeros. Row t has the
-    squared norm $\sum_{ij} w_i w_j \sum_{\tau \le t} (p_i p_j)^\tau$.
+    The powers $p_i = e^{-\rho_i}$ are 1, the momentum and the zeros. Row t has the squared norm
+    $\sum_{ij} w_i w_j \sum_{\tau \le t} (p_i p_j)^\tau$.
     """
     constant_rates = [0.0]
     if workload.momentum:

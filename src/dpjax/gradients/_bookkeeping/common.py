@@ -9,6 +9,8 @@ needed for them: with $D_i$ from all other sites,
 $$ \lVert D_i + c_i R \rVert^2
    = \lVert D_i \rVert^2 + 2 \langle D_i, c_i R \rangle + \lVert c_i R \rVert^2, \qquad
    \sum_i f_i (D_i + c_i R) = \sum_i f_i D_i + \Big( \sum_i f_i c_i \Big) R. $$
+
+An *entry* is a site with its data and cotangents of a batch.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class Common(NamedTuple):
         return scales.reshape(*lead, *shape)
 
     def sum(self, factors: Squares) -> Array:
-        """The sum over examples; those with factor 0 contribute exactly 0."""
+        """The sum over examples; an example with factor 0 contributes exactly 0."""
+        # Otherwise scales that are not finite give 0 * NaN.
         counts = factors.reshape(-1, *(1,) * len(self.axes)) != 0
         scales = jnp.where(counts, self.scales, 0)
         total_scales = self.spread(weighted_sum(scales, factors))
@@ -78,7 +81,7 @@ def divided(
     for leaf, entries in entries_of_leaves.items():
         sites = [entry.site for entry in entries]
         forms = [forms_by_id[id(entry)] for entry in entries]
-        chosen = common_sites(leaf, leaves[leaf], sites, forms)  # positions in `entries`
+        chosen = common_sites(leaf, leaves[leaf], sites, forms)  # their numbers
         others[leaf] = [entry for k, entry in enumerate(entries) if k not in chosen]
         if chosen:
             # Inner products with a common gradient read the numbers that the sum reads.

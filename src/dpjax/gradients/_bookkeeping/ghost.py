@@ -76,7 +76,7 @@ def _with_norms(
     """The uses of each leaf, from its sites or, if it is materialised, its gradients."""
     uses_of_leaves: dict[int, _LeafUses] = {}
     for i, gradient in gradients.items():
-        norms = trees.group_norms([gradient], (0,), 1)[:, 0]
+        norms = trees.group_norms([gradient], (0,), 1)[:, 0]  # the leaf as the only group
         uses_of_leaves[i] = _LeafUses(norms**2, Pieces([gradient]))
     entries, commons = divided(entries, leaves)
     gradients_of_computed = computed(entries, leaves)

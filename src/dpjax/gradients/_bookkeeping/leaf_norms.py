@@ -51,7 +51,7 @@ def norms(
 
     Args:
       leaf: The number of the leaf.
-      entries: All sites of the leaf.
+      entries: All sites of the leaf, with the data and cotangents of the batch.
       leaves: All leaves of the parameters.
       exact: As for `leaf_sums.placed`.
 
@@ -108,6 +108,8 @@ def _gram_norms(forms: Sequence[Outer]) -> Squares:
 
     Here $a$ and $b$ are sites, $h$ is a block, and $s$ and $t$ are positions of the two sites.
     """
+    # The numbers of a `short` form are exact in one pass of an accelerator, and differences from
+    # their mean are not. Row numbers have no mean.
     if _platforms.on_cpu() and not any(form.indexed for form in forms):
         forms = [_centred(forms)]
     first = forms[0].g

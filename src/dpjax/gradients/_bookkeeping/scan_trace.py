@@ -65,6 +65,7 @@ def scan_sites(equation: JaxprEqn, inputs: list[Any], book: Book, walk: Walk) ->
         arguments: list[Any] = [*constants, *carry, *rows]
         inner.sizes = {j: view.value.size for j, view in enumerate(entering.values())}
         for j, (i, view) in enumerate(entering.items()):
+            # A view may read leaves that are behind a `stop_gradient`: it is not trained.
             arguments[i] = inner.enter(j, arguments[i], trained=bool(view.leaves))
         outputs = walk(program.jaxpr, program.consts, arguments, inner)
         return plain(outputs, inner, "the carry of a scan")

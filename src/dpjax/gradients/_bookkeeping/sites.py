@@ -89,7 +89,7 @@ class Book:
         self.taps = taps
         self.sites: list[Site] = []
         self.data: list[tuple[Array, ...]] = []
-        self.sizes: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}  # the number of entries of each leaf
 
     def materialise(self, leaves: Iterable[int], reason: str) -> None:
         for leaf in leaves:

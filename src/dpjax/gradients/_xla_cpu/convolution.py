@@ -140,8 +140,9 @@ def _neighbours_together(parameters: dict[str, Any], count: int, x: Array, kerne
     pixels_read = (rounds * count - 1) * stride + kernel.shape[last_axis]
     missing = max(0, pixels_read - row_length)
 
-    # Zeros let a non-finite pixel reach neighbours, but never another example.
     def moved(places: int) -> Array:
+        """The kernel of output number ``places`` of a round, padded to what all of them read."""
+        # Zeros let a non-finite pixel reach neighbours, but never another example.
         edges = [(0, 0, 0)] * kernel.ndim
         edges[last_axis] = (places * stride, (count - 1 - places) * stride, 0)
         return jax.lax.pad(kernel, jnp.zeros((), kernel.dtype), edges)
