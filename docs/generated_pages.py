@@ -29,6 +29,8 @@ PAGES = {
     "index.md": ROOT / "README.md",
     "contributing.md": ROOT / "CONTRIBUTING.md",
     "changelog.md": ROOT / "CHANGELOG.md",
+    "security.md": ROOT / "SECURITY.md",
+    "conduct.md": ROOT / "CODE_OF_CONDUCT.md",
     "results.md": ROOT / "experiments" / "results" / "README.md",
 }
 NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
@@ -51,6 +53,8 @@ def on_files(files, config):
 
     for name, path in PAGES.items():
         text = re.sub(r'(\]\(|")docs/pages/', r"\1", path.read_text())
+        for page, source in PAGES.items():
+            text = text.replace(f"]({source.name})", f"]({page})")
         if name == "index.md":
             text = text.partition(FIRST)[0] + NEXT
         add(name, NOT_SEARCHED * (name == "changelog.md") + text)

@@ -226,7 +226,7 @@ def test_equal_steps_are_counted_wherever_they_stand():
     assert many == accounting.subsampled_gaussian(1.0, 0.1, 1_000_000)
 
 
-@kills("accounting/_event_parts.py", "sampled.get(key, 0) + count", "count", case="rdp")
+@kills("accounting/_event_parts.py", "sampled.get(step, 0) + count", "count", case="rdp")
 @pytest.mark.parametrize("method", ["rdp", "rdp-classic", "pld"])
 def test_singletons_equal_grouped(method):
     step = dp_accounting.PoissonSampledDpEvent(0.01, dp_accounting.GaussianDpEvent(1.38))
@@ -642,8 +642,9 @@ TINY = [
 
 @kills(
     "accounting/_loss_distributions.py",
-    "if given <= off:\n            return math.inf\n        return float(epsilon(given - off))",
-    "return float(epsilon(given))",
+    "if delta <= rounding:\n            return math.inf\n        "
+    "return float(computed_epsilon(delta - rounding))",
+    "return float(computed_epsilon(delta))",
     case="43224",
 )
 @pytest.mark.parametrize(("rate", "multiplier", "n", "delta"), TINY, ids=[str(t[2]) for t in TINY])

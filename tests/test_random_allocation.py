@@ -65,7 +65,7 @@ GOLDEN = {
 
 
 @kills("accounting/random_allocation.py", "np.append(0, up)", "np.append(up, 0)", case="golden0")
-@kills("accounting/random_allocation.py", "plain * n * power", "plain * power", case="golden0")
+@kills("accounting/random_allocation.py", "sum_q * n * others", "sum_q * others", case="golden0")
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("golden", [*SHORT, pytest.param(LONG, marks=pytest.mark.thorough)])
 def test_epsilon_is_just_above_a_bound_from_below(golden):

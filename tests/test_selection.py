@@ -20,7 +20,7 @@ SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": math.inf}
 ALL = pytest.mark.parametrize("distribution", SHAPES)
 
 
-@kills("accounting/_selection.py", "(1 - 1 / second) * r + tail / second", "(1 - 1 / second) * r")
+@kills("accounting/_selection.py", "(1 - 1 / b) * r + tail / b", "(1 - 1 / b) * r")
 @pytest.mark.parametrize(("runs", "best"), [(10, 5.0490), (50, 6.0113)])
 def test_published_figures_of_the_reference_run(runs, best):
     found = select_best(MNIST, 1e-5, runs=runs)
@@ -98,7 +98,7 @@ def test_more_runs_and_a_smaller_delta_cost_more(distribution, z, runs, deltas):
     assert few.epsilon_best <= many.epsilon_best + 1e-9
 
 
-@kills("accounting/_selection.py", "np.max(each", "np.min(each")
+@kills("accounting/_selection.py", "np.max(curves", "np.min(curves")
 @ALL
 def test_settings_that_may_be_drawn_cost_at_least_the_dearest_of_them(distribution):
     often = accounting.subsampled_gaussian(1.0, 0.01, 1000)

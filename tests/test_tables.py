@@ -5,6 +5,7 @@ import copy
 import csv
 import datetime
 import importlib
+import json
 import os
 import pathlib
 import pickle
@@ -24,6 +25,7 @@ from mutation import kills
 import dpjax
 from dpjax import data, training
 from dpjax.cli import columns as drafts
+from dpjax.cli import predict
 from dpjax.cli.audit import audit_command, rebuilt_run
 from dpjax.cli.flag_sets import audit as audit_flags
 from dpjax.cli.flag_sets import sweep as sweep_flags
@@ -655,10 +657,18 @@ def test_a_run_predicts_new_rows_in_another_process_without_its_declarations(fol
         name: frame[name] for name in reversed(HEADER) if name not in (learnt, "note", "patient")
     }
     written(folder / "new.csv", zip(*few.values(), strict=True), [*few])
-    (folder / declared).unlink()
+    (folder / declared).rename("elsewhere.toml")
     done = subprocess.run(
         [*run, "predict", "run", "new.csv"], check=True, capture_output=True, text=True
     )
+    config = json.loads(pathlib.Path("run/config.json").read_text())
+    for name in ("declared", "classes"):  # as an earlier version wrote it
+        config.pop(name, None)
+    pathlib.Path("run/config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"does not hold the declared .* --columns={declared}"):
+        predict.predicted(pathlib.Path("run"), "new.csv")
+    again = predict.predicted(pathlib.Path("run"), "new.csv", declarations="elsewhere.toml")
+    assert again == done.stdout
     header, *lines = csv.reader(done.stdout.splitlines())
     given = copy.deepcopy(FLAGS)
     given(["train", "--model=linear"])

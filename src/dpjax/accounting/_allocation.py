@@ -53,12 +53,11 @@ _WORD = 2.0**-32
 def divergence(event: AllocatedGaussianDpEvent, orders: np.ndarray) -> np.ndarray:
     """Rényi divergence for an example that joins or leaves, ``[orders]``."""
     precision = event.noise_multiplier**-2
-    shared = np.asarray(event.overlaps) * precision
-    steps = np.arange(1, math.ceil(orders.max()))
-    exponents = np.multiply.outer(steps, shared)
-    sums = np.asarray(logsumexp(exponents, axis=1))
-    rises = sums - math.log(shared.size)
-    return _bound(rises, orders, shared.max(), shared.mean(), shared.size)
+    overlaps = np.asarray(event.overlaps) * precision  # bounds on K_1b, for each bin b
+    j = np.arange(1, math.ceil(orders.max()))
+    sums = np.asarray(logsumexp(np.multiply.outer(j, overlaps), axis=1))
+    rises = sums - math.log(overlaps.size)
+    return _bound(rises, orders, overlaps.max(), overlaps.mean(), overlaps.size)
 
 
 def divergence_of_epoch(event: RandomAllocationDpEvent, orders: np.ndarray) -> np.ndarray:
@@ -66,9 +65,9 @@ def divergence_of_epoch(event: RandomAllocationDpEvent, orders: np.ndarray) -> n
     least = event.noise_multipliers[0][0]  # counted for all bins
     precision = least**-2
     bins = event.batches
-    steps = np.arange(1, math.ceil(orders.max()))
+    j = np.arange(1, math.ceil(orders.max()))
     other_bins = math.log1p(-1 / bins)
-    same_bin = steps * precision - math.log(bins)
+    same_bin = j * precision - math.log(bins)
     rises = np.logaddexp(other_bins, same_bin)
     return _bound(rises, orders, precision, precision / bins, bins)
 
@@ -76,9 +75,10 @@ def divergence_of_epoch(event: RandomAllocationDpEvent, orders: np.ndarray) -> n
 def _bound(
     rises: np.ndarray, orders: np.ndarray, largest: float, mean: float, bins: int
 ) -> np.ndarray:
-    """The divergence from ``rises``, which are ``log E_b exp(j K_1b)`` for whole j.
+    """The divergence at ``orders``, from ``rises``: ``log E_b exp(j K_1b)`` for j = 1, 2, ...
 
-    Here ``largest`` and ``mean`` are of ``K_1b``.
+    ``largest`` and ``mean`` are those of ``K_1b`` over the bins b. The rise of j is the difference
+    of ``log A`` from order j to j + 1.
     """
     above = math.log1p(bins * _WORD)
     # log A is convex in the order, so it is below the chord between two whole orders.

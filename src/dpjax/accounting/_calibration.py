@@ -108,15 +108,16 @@ def calibrate_risk(
 
     @functools.cache
     def reached(value: float, by: str = "pld") -> float:
+        """The true positives at a parameter, by an accounting method."""
         return rate_of(make_event(value), wrong, by, neighbours)
 
-    def signal(rate: float) -> float:
-        """The distance of two Gaussians with this rate, which is nearly a power of the noise."""
+    def distance(rate: float) -> float:
+        """Of the means of two Gaussians with this rate: it is nearly a power of the parameter."""
         return float(ndtri(rate) - ndtri(wrong))
 
     with contextlib.suppress(ValueError):  # the central limit does not know every event
         guess = least(lambda value: reached(value, "gdp"), most, 1e-2, "true_positive_rate")
-        value = from_near(lambda value: signal(reached(value)), signal(most), guess)
+        value = from_near(lambda value: distance(reached(value)), distance(most), guess)
         if value is not None and reached(value) <= most:
             return value
     return least(reached, most, _TIGHTNESS["pld"], "true_positive_rate")
@@ -150,14 +151,16 @@ def largest_steps(
     def spent(steps: int) -> float:
         return epsilon_of(make_event(steps), delta, method, neighbours)
 
+    # Double the steps until they cost too much; half of them still fit.
     high = 1
     while spent(high) <= epsilon:
         if high == maximum:
             return high
         high = min(maximum, 2 * high)
+    # The answer is the first number after which one more step costs too much.
     steps = range(high // 2, high)
-    fitting = bisect.bisect_left(steps, True, key=lambda n: spent(n + 1) > epsilon)
-    return steps[fitting]
+    place = bisect.bisect_left(steps, True, key=lambda n: spent(n + 1) > epsilon)
+    return steps[place]
 
 
 def least(
@@ -184,8 +187,8 @@ def from_near(
     # The secants are in logarithms, because epsilon is nearly a power of the parameter. The power
     # is about -3/2 for sampled steps.
     slope = -1.5
-    aim = math.log(target) - tight / 2
-    last: tuple[float, float] | None = None
+    log_aim = math.log(target) - tight / 2
+    previous: tuple[float, float] | None = None
     for _ in range(8):
         epsilon = spent(value)
         if not 0 < epsilon < math.inf:
@@ -194,12 +197,13 @@ def from_near(
             return value
         log_value = math.log(value)
         log_epsilon = math.log(epsilon)
-        if last:
-            slope = (log_epsilon - last[1]) / (log_value - last[0])
+        if previous is not None:
+            previous_value, previous_epsilon = previous
+            slope = (log_epsilon - previous_epsilon) / (log_value - previous_value)
         if not slope < -0.5:
-            return None
-        last = (log_value, log_epsilon)
-        value = value * math.exp((aim - log_epsilon) / slope)
+            return None  # too flat for a secant; NaN included
+        previous = (log_value, log_epsilon)
+        value = value * math.exp((log_aim - log_epsilon) / slope)
     return None
 
 
@@ -215,12 +219,12 @@ def _bracket(spent: Callable[[float], float], target: float, name: str) -> tuple
                 f"accounting.calibrate({name}={target}): not reachable; at parameter "
                 f"{low:.3g} {name} is {spent(low):.4g}. Make before= or features cheaper."
             )
-    factor = 2.0
+    divisor = 2.0
     while spent(low) <= target:
         high = low
-        low = low / factor
-        # Steps grow, because a PLD takes seconds and a delta above the rates needs no noise.
-        factor *= factor
+        low = low / divisor
+        # The divisor grows, because a PLD takes seconds and a delta above the rates needs no noise.
+        divisor *= divisor
         if low < 1e-9:
             raise ValueError(
                 f"accounting.calibrate({name}={target}): nothing to calibrate; {name} is "

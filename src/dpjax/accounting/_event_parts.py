@@ -58,7 +58,11 @@ class Parts(NamedTuple):
 
 
 def as_sampled(parts: Parts) -> Parts:
-    """Replaces random allocations by Poisson samples whose losses have the same variance."""
+    """Replaces random allocations by Poisson samples whose losses have about the same variance.
+
+    In an epoch of t bins, n of them with multiplier z, these have the variance
+    ``n / t^2 (exp(1 / z^2) - 1)``. That is one sample at the rate ``sqrt(n) / t``.
+    """
     sampled = dict(parts.sampled)
     others = []
     for event, count in parts.foreign:
@@ -93,7 +97,8 @@ def split(event: DpEvent, records: int = 1) -> Parts:
     precisions: list[float] = []
     foreign: list[tuple[DpEvent, int]] = []
     bare = 0  # how often something is released without noise
-    # This stack replaces recursion, because a schedule composes thousands of events.
+    # The events that are left, each with its count. This stack replaces recursion, because a
+    # schedule composes thousands of events.
     stack = [(event, 1)]
     while stack:
         node, count = stack.pop()
@@ -131,7 +136,7 @@ def split(event: DpEvent, records: int = 1) -> Parts:
                 shares_noise = records > 1 and isinstance(node, CorrelatedSampledDpEvent)
                 below = split(inner)
                 if rate == 0:
-                    pass
+                    pass  # nothing is drawn
                 elif rate == 1 or shares_noise:
                     # The inner event counts as if it were not sampled.
                     stack.append((inner, count))
@@ -143,8 +148,8 @@ def split(event: DpEvent, records: int = 1) -> Parts:
                     bare += count
                 elif below.precision and count:
                     # Several Gaussians on one sample act as one, which is amplified as a whole.
-                    key = (rate, below.unsampled_multiplier)
-                    sampled[key] = sampled.get(key, 0) + count
+                    step = (rate, below.unsampled_multiplier)
+                    sampled[step] = sampled.get(step, 0) + count
             case (
                 dp_accounting.SampledWithoutReplacementDpEvent(event=inner)
                 | RepeatAndSelectDpEvent(event=inner)
@@ -153,7 +158,7 @@ def split(event: DpEvent, records: int = 1) -> Parts:
                 if not below.private:
                     bare += count
                 elif not below.empty:
-                    foreign.append((node, count))
+                    foreign.append((node, count))  # whole, for dp_accounting
             case _:
                 foreign.append((node, count))
     # Parts are sorted, and precisions are summed without rounding, because the order of composition

@@ -52,20 +52,23 @@ def composed(parts: Parts, grid: float, neighbours: str) -> PrivacyLossDistribut
 
 def proven(loss: PrivacyLossDistribution | PLDAccountant, parts: Parts) -> Profile:
     """The profile of a distribution or an accountant, plus `error`, which neither includes."""
-    off = error(parts)
+    rounding = error(parts)
     if isinstance(loss, PLDAccountant):
-        epsilon = loss.get_epsilon
-        delta = loss.get_delta
+        computed_epsilon = loss.get_epsilon
+        computed_delta = loss.get_delta
     else:
-        epsilon = loss.get_epsilon_for_delta
-        delta = loss.get_delta_for_epsilon
+        computed_epsilon = loss.get_epsilon_for_delta
+        computed_delta = loss.get_delta_for_epsilon
 
-    def epsilon_at(given: float) -> float:
-        if given <= off:
+    def epsilon_at(delta: float) -> float:
+        if delta <= rounding:
             return math.inf
-        return float(epsilon(given - off))
+        return float(computed_epsilon(delta - rounding))
 
-    return Profile(epsilon_at, lambda given: float(delta(given)) + off)
+    def delta_at(epsilon: float) -> float:
+        return float(computed_delta(epsilon)) + rounding
+
+    return Profile(epsilon_at, delta_at)
 
 
 def error(parts: Parts) -> float:

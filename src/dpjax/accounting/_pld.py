@@ -78,27 +78,31 @@ def _chance(parts: Parts) -> float:
 
 def _bounds(parts: Parts, neighbours: str) -> Iterator[Profile]:
     """Upper bounds of one profile; their least is therefore an upper bound too."""
-    if steps := _random_projections.steps_of(parts):
-        yield _random_projections.profile(steps, parts, neighbours)
+    projected = _random_projections.steps_of(parts)
+    if projected:
+        # No other bound holds where norms are estimated.
+        yield _random_projections.profile(projected, parts, neighbours)
         return
     if not parts.sampled and not parts.foreign:
         yield _unsampled(parts, neighbours)
         return
     # RDP, and the same steps without sampling, limit the answer where a coarse grid makes it large.
     yield from _by_rdp(parts, neighbours)
-    extra = math.fsum(count / z**2 for (_, z), count in parts.sampled.items())
-    plain = parts._replace(sampled={}, precision=parts.precision + extra)
+    sampled_precision = math.fsum(count / z**2 for (_, z), count in parts.sampled.items())
+    without_sampling = parts._replace(sampled={}, precision=parts.precision + sampled_precision)
     if parts.foreign:
-        yield from _by_rdp(plain, neighbours)
+        yield from _by_rdp(without_sampling, neighbours)
     else:
-        yield _unsampled(plain, neighbours)
+        yield _unsampled(without_sampling, neighbours)
+    # Loss distributions do not take events of random bins as they are: a known bin costs no less,
+    # and whole epochs have losses of their own.
     known = _allocation.known_bins(parts)
     if known != parts:
         yield from _bounds(known, neighbours)
         yield from _by_epochs(parts, neighbours)
         return
     if _size(parts, neighbours) > _FAR:
-        return
+        return  # RDP is near enough
     grid = _grid(parts, neighbours)
     if parts.foreign:
         yield proven(_accountant(parts, grid, neighbours), parts)
@@ -108,14 +112,18 @@ def _bounds(parts: Parts, neighbours: str) -> Iterator[Profile]:
 
 def _by_epochs(parts: Parts, neighbours: str) -> Iterator[Profile]:
     """A bound by losses of whole epochs of random allocation, if all other parts are Gaussians."""
-    epochs = [(e, n) for e, n in parts.foreign if isinstance(e, RandomAllocationDpEvent)]
-    like = as_sampled(parts)
-    rest = _allocation.known_bins(parts._replace(foreign=like.foreign))
+    epochs = [
+        (event, count)
+        for event, count in parts.foreign
+        if isinstance(event, RandomAllocationDpEvent)
+    ]
+    alike = as_sampled(parts)  # for the size of losses
+    rest = _allocation.known_bins(parts._replace(foreign=alike.foreign))
     # An example that is replaced stays in its bin: `known_bins` bounds it.
     if not epochs or rest.foreign or neighbours == "replace-one":
         return
-    if _size(like, neighbours) <= _FAR:
-        grid = _grid(like._replace(foreign=()), neighbours)
+    if _size(alike, neighbours) <= _FAR:
+        grid = _grid(alike._replace(foreign=()), neighbours)
         yield random_allocation.profile(epochs, rest, grid, neighbours)
 
 
@@ -158,21 +166,23 @@ def _accountant(parts: Parts, grid: float, neighbours: str) -> PLDAccountant:
 
 
 def _grid(parts: Parts, neighbours: str) -> float:
-    """The grid of losses: small relative to the losses of a step, if memory allows it."""
+    """The distance between losses: an eighth of the deviation of a step, if memory allows it."""
     usual = MIXED if parts.foreign else GRID
     span = _span(parts, neighbours)
     # A huge epsilon on the usual grid needs more points than memory has.
     if span > usual * _POINTS:
-        return usual * 2.0 ** math.ceil(math.log2(span / usual / _POINTS))
+        doublings = math.ceil(math.log2(span / usual / _POINTS))
+        return usual * 2.0**doublings
     if parts.foreign:
         return usual
     # Rounding adds up to the square of the grid to the variance of each step. On the usual grid
     # this is most of the variance of a million steps with losses of 1e-4.
-    squares = [n * q**2 * math.expm1(min(z**-2, 700)) for (q, z), n in parts.sampled.items()]
+    variances = [n * q**2 * math.expm1(min(z**-2, 700)) for (q, z), n in parts.sampled.items()]
     steps = sum(parts.sampled.values())
-    deviation = math.sqrt(math.fsum(squares) / steps)
+    deviation = math.sqrt(math.fsum(variances) / steps)
     wanted = max(deviation / _FINE, span / _FEWER, usual / 1024)
-    # A slightly longer run has the same quarter power of two, so its steps are in the cache.
+    # The grid is rounded to a power of two. So a slightly longer run has the same grid, and its
+    # steps are in the cache. Few distinct steps have a grid no coarser than the usual one.
     power = math.floor(4 * math.log2(wanted / usual)) / 4
     if len(parts.sampled) <= _MANY:
         power = min(0, math.floor(power))
@@ -188,22 +198,26 @@ def _span(parts: Parts, neighbours: str) -> float:
     spans = [_size(parts, neighbours), smallest**-2 / 2 + 10 / smallest]
     for event, count in parts.foreign:
         if isinstance(event, MixtureOfGaussiansDpEvent) and event.standard_deviation > 0:
-            spans.append(_spread(event, count))
+            spans.append(_span_of_mixtures(event, count))
     return 2 * max(spans)
 
 
-def _spread(event: MixtureOfGaussiansDpEvent, count: int) -> float:
-    """A rough upper bound on the losses of mixtures, in one step and in all steps."""
+def _span_of_mixtures(event: MixtureOfGaussiansDpEvent, count: int) -> float:
+    """A rough upper bound on the loss of one such step, and of all ``count``.
+
+    All steps together have a larger loss than the Chernoff bound, the least over orders a of
+    ``(log E exp((a - 1) loss) - log 1e-9) / (a - 1)``, with a chance of 1e-9.
+    """
     odds = np.array(event.sampling_probs)
     signals = np.array(event.sensitivities) / event.standard_deviation
-    largest = signals[odds > 1e-25].max()  # the library truncates others
-    # This is a Chernoff bound over a few orders. By Jensen's inequality the moment of a mixture is
-    # at most the mixture of the moments. The moments of steps add.
     orders = 1 + np.geomspace(1e-3, 10, 50)
-    exponents = np.outer(orders * (orders - 1) / 2, signals**2)
+    # By Jensen's inequality the moment of a mixture is at most the mixture of the moments of its
+    # Gaussians. The logarithms of moments of steps add.
+    log_moments = np.outer(orders * (orders - 1) / 2, signals**2)
     with np.errstate(all="ignore"):  # the sum of exponentials overflows before its logarithm
-        moments = count * np.asarray(logsumexp(exponents, b=odds, axis=1)) - math.log(1e-9)
-    all_steps = np.min(moments / (orders - 1))
+        log_moment = np.asarray(logsumexp(log_moments, b=odds, axis=1))
+    all_steps = np.min((count * log_moment - math.log(1e-9)) / (orders - 1))
+    largest = signals[odds > 1e-25].max()  # the library truncates others
     one_step = largest**2 / 2 + 10 * largest
     return float(max(all_steps, one_step))
 

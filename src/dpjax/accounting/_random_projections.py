@@ -81,7 +81,7 @@ def with_projections(event: DpEvent, projections: int) -> DpEvent:
 def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
     """The profile of parts with these steps, by loss distributions."""
     for q, z, r in steps:
-        # `not >` is also true of NaN, which counts as no noise.
+        # Such a step is not private. `not >` is also true of NaN, which counts as no noise.
         if not z > BARE or (q == 1 and _beyond(z, r) >= _RARE):
             return profiles.gaussian(math.inf)
     # The mixture is over one random scale. Replace-one needs the joint law of two.
@@ -95,9 +95,10 @@ def profile(steps: Steps, parts: Parts, neighbours: str) -> Profile:
         )
     total = composed(parts, MIXED, neighbours)
     for projections in {r for _, _, r in steps}:
-        same = {(q, z): count for (q, z, r), count in steps.items() if r == projections}
-        for (q, z), count in rounded(same, _LEVELS).items():
-            total = total.compose(_mixture(q, z, projections, neighbours).self_compose(count))
+        equal = {(q, z): count for (q, z, r), count in steps.items() if r == projections}
+        for (q, z), count in rounded(equal, _LEVELS).items():
+            step = _mixture(q, z, projections, neighbours)
+            total = total.compose(step.self_compose(count))
     return proven(total, parts)
 
 
@@ -125,17 +126,20 @@ def _mixture(q: float, z: float, r: int, neighbours: str) -> library.PrivacyLoss
     )
     if beyond >= _RARE:
         return total
-    # The levels divide the chance and not s, so each has a known probability. Rounding s up to the
-    # end of its level never lowers the loss.
-    bulk = np.linspace(1.0, _RARE, _BULK, endpoint=False)
-    chances = np.concatenate([bulk, np.geomspace(_RARE, beyond, _TAIL)])
-    values = np.sqrt(r / stats.chi2(r).ppf(chances))
-    weight = beyond
+    # The levels divide the chance of a larger s, and not s, so each level has a known probability.
+    # Rounding s up to the end of its level never lowers the loss.
+    likely = np.linspace(1.0, _RARE, _BULK, endpoint=False)
+    rare = np.geomspace(_RARE, beyond, _TAIL)
+    chances = np.concatenate([likely, rare])
+    scales = np.sqrt(r / stats.chi2(r).ppf(chances))
+    probabilities = -np.diff(chances)
     # The loop starts with the rarest scale, because mixing rescales earlier weights.
-    for s, share in zip(values[:0:-1], -np.diff(chances)[::-1], strict=True):
-        one = one_step(q, z / float(s), MIXED, neighbours)
-        total = total.compute_mixture(one, weight / (weight + float(share)))
-        weight += float(share)
+    mixed = beyond  # the probability of all that is in `total`
+    for scale, probability in zip(scales[:0:-1], probabilities[::-1], strict=True):
+        step = one_step(q, z / float(scale), MIXED, neighbours)
+        with_step = mixed + float(probability)
+        total = total.compute_mixture(step, mixed / with_step)
+        mixed = with_step
     return total
 
 

@@ -67,6 +67,7 @@ def classic(parts: Parts, neighbours: str) -> Profile:
 def total(parts: Parts, neighbours: str) -> np.ndarray:
     """The sum of the divergences of all parts, ``[orders]`` on `ORDERS`."""
     swap = neighbours == "replace-one"
+    squared_factor = 4 if swap else 1  # a replacement moves a sum twice as far
     if swap and parts.sampled:
         raise ValueError(
             "accounting: RDP has no proof for Poisson sampling, 'replace-one'. Use method='pld'."
@@ -74,9 +75,7 @@ def total(parts: Parts, neighbours: str) -> np.ndarray:
     # An example and its replacement are in the same bin. Given the bin, the noise is plain.
     if swap:
         parts = _allocation.known_bins(parts)
-    # The divergence of a Gaussian is order / (2 z^2). Replace-one doubles the signal, so it
-    # multiplies the divergence by 4.
-    squared_factor = 4 if swap else 1
+    # The divergence of a Gaussian is order / (2 z^2).
     divergence = ORDERS * parts.precision / 2 * squared_factor
     if parts.sampled:
         counts = np.array(list(parts.sampled.values()), np.float64)

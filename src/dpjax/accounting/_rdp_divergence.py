@@ -65,17 +65,18 @@ def renyi_divergence(
         raise ValueError(
             "accounting.renyi_divergence: expected orders > 1, multipliers >= 0, rates in [0, 1]."
         )
-    out = np.empty((z.size, orders.size))
-    finite = np.isfinite(orders)
     shape = z.shape
     z = z.ravel()
     q = q.ravel()
+    divergences = np.empty((z.size, orders.size))
+    is_finite = np.isfinite(orders)
     for start in range(0, z.size, _CHUNK):
         rows = slice(start, start + _CHUNK)
-        out[rows, finite] = _divergences(z[rows], q[rows], orders[finite])
-    out[:, ~finite] = np.inf  # a sampled Gaussian has unbounded loss
-    out[(q == 0) | np.isinf(z)] = 0.0
-    return out.reshape(*shape, orders.size)
+        divergences[rows, is_finite] = _divergences(z[rows], q[rows], orders[is_finite])
+    divergences[:, ~is_finite] = np.inf  # a sampled Gaussian has unbounded loss
+    releases_nothing = (q == 0) | np.isinf(z)
+    divergences[releases_nothing] = 0.0
+    return divergences.reshape(*shape, orders.size)
 
 
 def curves(pairs: list[tuple[float, float]]) -> np.ndarray:
@@ -94,7 +95,7 @@ def _group(pairs: tuple[tuple[float, float], ...]) -> np.ndarray:
 
 
 def _divergences(z: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray:
-    """The divergences of finite orders, ``[z, orders]``."""
+    """The divergences of finite orders, ``[z, orders]``, of multipliers and their rates ``[z]``."""
     # Start with the divergences without sampling. The rows of sampled steps are replaced below.
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         divergences = orders / (2 * z[:, None] ** 2)
@@ -107,6 +108,7 @@ def _divergences(z: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray
     fractions = orders[~is_whole]
     if not fractions.size:
         return divergences
+    # Rows whose integrals have equally many points are computed together.
     for grid_size, rows in _by_grid_size(z, sampled, fractions.max()).items():
         cells = np.ix_(rows, ~is_whole)
         if grid_size == 0:
@@ -135,7 +137,7 @@ def _log_moment_whole(z: np.ndarray, q: np.ndarray, order: int) -> np.ndarray:
 
 
 def _by_grid_size(z: np.ndarray, rows: np.ndarray, top: float) -> dict[int, np.ndarray]:
-    """Groups rows by the number of points of their integral; 0 stands for too many."""
+    """Groups rows by the number of points of their integral up to order ``top``; 0: too many."""
     # The integrand in u = x/z is analytic in a strip of half-width pi*z. The error is therefore
     # exp(-2 pi (pi z) / step).
     steps = np.minimum(0.4, 0.8 * z[rows])
@@ -146,13 +148,17 @@ def _by_grid_size(z: np.ndarray, rows: np.ndarray, top: float) -> dict[int, np.n
 
 
 def _log_moment_integral(z: np.ndarray, q: np.ndarray, orders: np.ndarray, size: int) -> np.ndarray:
-    """``A - 1 = E[f^alpha - 1 - alpha (f - 1)]`` over u = x/z, by the trapezoid rule."""
+    """``log A``, ``[z, orders]``, by the trapezoid rule on ``size`` points of u = x / z.
+
+    The integral is ``A - 1 = E[f^alpha - 1 - alpha (f - 1)]``, over the standard Gaussian u.
+    """
     z = z[:, None]
     q = q[:, None]
+    # The integrand of the largest order has its peak at order / z. Arrays are [z, size] from here.
     step = (orders.max() / z + 2 * _TAIL) / (size - 1)
     u = -_TAIL + step * np.arange(size)
     log_weight = -(u**2) / 2 + np.log(step / np.sqrt(2 * np.pi))
-    log_ratio = u / z - 1 / (2 * z**2)
+    log_ratio = u / z - 1 / (2 * z**2)  # without sampling
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         # A ratio f near 1 is 1 plus a small number, and `logaddexp` loses its digits. A large ratio
         # overflows in `expm1`.
@@ -160,13 +166,14 @@ def _log_moment_integral(z: np.ndarray, q: np.ndarray, orders: np.ndarray, size:
         far = np.logaddexp(np.log1p(-q), np.log(q) + log_ratio)
         log_f = np.where(log_ratio < 1, near, far)
         excess = np.expm1(log_f)
-        blocks = np.array_split(orders, math.ceil(orders.size * log_f.size / _BLOCK))
-        log_gaps = []
-        for block in blocks:
+        # Several orders at a time, as many as fit into the caches: [orders, z, size].
+        block_count = math.ceil(orders.size * log_f.size / _BLOCK)
+        log_integrals = []
+        for block in np.array_split(orders, block_count):
             if block.size:
                 log_gap = _log_gap(log_f, excess, block[:, None, None])
-                log_gaps.append(_summed(log_gap + log_weight))
-    return np.logaddexp(0, np.concatenate(log_gaps).T)
+                log_integrals.append(_summed(log_gap + log_weight))
+    return np.logaddexp(0, np.concatenate(log_integrals).T)
 
 
 def _summed(logs: np.ndarray) -> np.ndarray:
@@ -177,7 +184,11 @@ def _summed(logs: np.ndarray) -> np.ndarray:
 
 
 def _log_gap(log_f: np.ndarray, excess: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """``log(f^alpha - 1 - alpha (f - 1))``, the distance of the power from its tangent."""
+    """``log(f^alpha - 1 - alpha (f - 1))``, the distance of the power from its tangent at 1.
+
+    ``excess`` is f - 1. The shapes are ``[z, size]``, and those of the order and of the answer
+    ``[orders, 1, 1]`` and ``[orders, z, size]``.
+    """
     power = order * log_f
     slope = order * excess
     # This is the logarithm of the tangent where it is positive. Above e^30 only its slope matters.

@@ -111,10 +111,11 @@ def select_best(
     if not math.isfinite(epsilon_one):
         return Selection(math.inf, math.inf, math.inf, runs)
     # The theorems take one divergence curve, which bounds every run.
-    each = [_rdp_accountant.total(split(run), neighbours) for run in events]
-    one = np.max(each, axis=0)
-    epsilon_best = _rdp_accountant.to_epsilon(row.divergence(one, runs), delta)
-    epsilon_all = _rdp_accountant.to_epsilon(math.ceil(runs) * one, delta)
+    curves = [_rdp_accountant.total(split(run), neighbours) for run in events]
+    of_one_run = np.max(curves, axis=0)
+    of_best_run = row.divergence(of_one_run, runs)
+    epsilon_best = _rdp_accountant.to_epsilon(of_best_run, delta)
+    epsilon_all = _rdp_accountant.to_epsilon(math.ceil(runs) * of_one_run, delta)
     return Selection(epsilon_one, epsilon_best, epsilon_all, runs)
 
 
@@ -129,20 +130,20 @@ def draw_runs(key: Key, runs: float, distribution: str = "geometric") -> int:
       [18, 3, 1, 9, 13, 4]
     """
     row, runs = _checked("accounting.draw_runs", distribution, runs)
-    own = jax.random.fold_in(key, Purpose.RUNS)
-    words = np.asarray(jax.random.bits(own, (2, 2), "uint32"), np.uint64)
-    bits = words[:, 0] << 20 | words[:, 1] >> 12
+    key = jax.random.fold_in(key, Purpose.RUNS)
+    words = np.asarray(jax.random.bits(key, (2, 2), "uint32"), np.uint64)
+    bits = words[:, 0] << 20 | words[:, 1] >> 12  # two numbers of 52 bits
     # Odd multiples of 2^-53 are exact in a double, and neither 0 nor 1.
-    uniform = (2 * bits + 1) / 2**53
-    return row.draw(runs, float(uniform[0]), float(uniform[1]))
+    first, second = ((2 * bits + 1) / 2**53).tolist()
+    return row.draw(runs, first, second)
 
 
 def _truncated(one: np.ndarray, runs: float, eta: float, tail: float) -> np.ndarray:
     """The curve by theorem 2, where ``tail`` is log(1 / gamma)."""
-    # The second order may be 1, where the factor of r is 0.
-    second = np.append(1.0, ORDERS)
+    # The second order b may be 1, where the factor of r is 0.
+    b = np.append(1.0, ORDERS)
     r = np.append(0.0, one)
-    least = np.min((1 - 1 / second) * r + tail / second)
+    least = np.min((1 - 1 / b) * r + tail / b)
     return one + (1 + eta) * least + math.log(runs) / (ORDERS - 1)
 
 

@@ -162,14 +162,14 @@ def scheduled_gaussian(multipliers: ArrayLike, sampling_rate: ArrayLike) -> DpEv
     rates = np.asarray(sampling_rate, np.float64)
     zs = np.asarray(multipliers, np.float64)
     rates, zs = np.broadcast_arrays(rates, zs)
+    pair_of_step = np.stack([rates.ravel(), zs.ravel()], axis=-1)
     # Runs of equal steps are joined first, because sorting ten million steps takes 15 seconds.
-    steps = np.stack([rates.ravel(), zs.ravel()], axis=-1)
-    rows, lengths = schedules.runs_of(steps)
+    pairs, lengths = schedules.runs_of(pair_of_step)
     # Equal pairs are joined, because an accountant's time grows with the number of distinct steps.
-    pairs, which = np.unique(rows, axis=0, return_inverse=True)
-    counts = np.bincount(which.ravel(), lengths)
+    distinct, place = np.unique(pairs, axis=0, return_inverse=True)
+    counts = np.bincount(place.ravel(), lengths)
     steps = []
-    for (rate, multiplier), count in zip(pairs, counts, strict=True):
+    for (rate, multiplier), count in zip(distinct, counts, strict=True):
         steps.append(subsampled_gaussian(multiplier, rate, int(count)))
     return compose(*steps)
 
@@ -183,24 +183,31 @@ def sampled_gaussian(
     rates: Sequence[Sequence[Any]],
     cycle: int,
 ) -> DpEvent:
-    """Gaussian steps on the batches of a sampler; arguments as for `dpjax.sampling.stated`."""
+    """Gaussian steps with these multipliers, ``[steps]``, on the batches of a sampler.
+
+    The other arguments are as for `dpjax.sampling.stated`.
+    """
     if event is Event.NONE:
         return dp_accounting.NonPrivateDpEvent()
     if event is Event.SUBSET:
         return without_replacement(multipliers, examples, int(batch_size))
     if event is Event.ALLOCATION:
         return random_allocation(multipliers, cycle)
-    starts = np.arange(0, len(multipliers), cycle)
-    least = np.minimum.reduceat(multipliers, starts) if len(multipliers) else multipliers
-    values, steps = map(np.asarray, zip(*rates, strict=True))
-    rows = np.searchsorted(np.cumsum(steps), np.arange(len(least)), side="right")
-    return scheduled_gaussian(least, values[np.minimum(rows, len(values) - 1)])
+    # An example is in one step of a cycle, so a cycle counts as one step with its least noise.
+    least = multipliers
+    if len(multipliers):
+        starts = np.arange(0, len(multipliers), cycle)
+        least = np.minimum.reduceat(multipliers, starts)
+    # Each row of ``rates`` is a rate and the number of steps that have it; the last row stays.
+    values, lengths = map(np.asarray, zip(*rates, strict=True))
+    rows = np.searchsorted(np.cumsum(lengths), np.arange(len(least)), side="right")
+    rows = np.minimum(rows, len(values) - 1)
+    return scheduled_gaussian(least, values[rows])
 
 
 def without_replacement(multipliers: ArrayLike, examples: int, batch_size: int) -> DpEvent:
     """Gaussian steps, each on a uniform batch of a fixed size; equal steps are grouped."""
-    each = np.asarray(multipliers, np.float64)
-    values, counts = np.unique(each, return_counts=True)
+    values, counts = np.unique(np.asarray(multipliers, np.float64), return_counts=True)
     steps = []
     for z, count in zip(values.tolist(), counts.tolist(), strict=True):
         noise = dp_accounting.GaussianDpEvent(z)
@@ -223,31 +230,33 @@ def random_allocation(multipliers: ArrayLike, batches: int) -> DpEvent:
     values = np.asarray(multipliers, np.float64)
     if batches == 1:
         return scheduled_gaussian(values, 1.0)
-    ends = len(values) - len(values) % batches
+    in_whole_epochs = len(values) - len(values) % batches
+    whole_epochs = values[:in_whole_epochs].reshape(-1, batches)
+    last_epoch = values[in_whole_epochs:]
     # Runs of equal epochs are joined first, because there can be a million of them.
-    whole = values[:ends].reshape(-1, batches)
-    rows, lengths = schedules.runs_of(np.sort(whole, axis=1))
-    epochs: Counter[tuple[tuple[float, int], ...]] = Counter()
+    rows, lengths = schedules.runs_of(np.sort(whole_epochs, axis=1))
+    counts: Counter[tuple[tuple[float, int], ...]] = Counter()
     for row, count in zip(rows, lengths, strict=True):
-        epochs[_grouped(row)] += int(count)
-    epochs[_grouped(np.sort(values[ends:]))] += 1
-    steps = []
-    for pairs, count in epochs.items():
-        if pairs:
+        counts[_grouped(row)] += int(count)
+    counts[_grouped(np.sort(last_epoch))] += 1
+    epochs = []
+    for pairs, count in counts.items():
+        if pairs:  # none if all noise was infinite, or no step is left for a last epoch
             epoch = RandomAllocationDpEvent(batches, pairs)
-            steps.append(dp_accounting.SelfComposedDpEvent(epoch, count))
-    return compose(*steps)
+            epochs.append(dp_accounting.SelfComposedDpEvent(epoch, count))
+    return compose(*epochs)
 
 
 def _grouped(multipliers: np.ndarray) -> tuple[tuple[float, int], ...]:
     """Sorted multipliers of an epoch as pairs (multiplier, steps), of at most `_DISTINCT`."""
     # A step with infinite noise releases nothing, like a step that did not run.
-    row = multipliers[multipliers != np.inf]
-    if len(schedules.runs_of(row)[0]) > _DISTINCT:
-        share = -(-row.size // _DISTINCT)
-        row = row[np.arange(row.size) // share * share]
-    distinct, bins = schedules.runs_of(row)
-    return tuple(zip(distinct.tolist(), bins.tolist(), strict=True))
+    finite = multipliers[multipliers != np.inf]
+    values, counts = schedules.runs_of(finite)
+    if len(values) > _DISTINCT:
+        # Cut into equal shares; the first multiplier of a share is its least.
+        share = -(-finite.size // _DISTINCT)
+        values, counts = schedules.runs_of(finite[np.arange(finite.size) // share * share])
+    return tuple(zip(values.tolist(), counts.tolist(), strict=True))
 
 
 def compose(*events: DpEvent) -> DpEvent:

@@ -62,10 +62,10 @@ def most_true_positives(profile: Profile, false_positive_rate: float) -> float:
 
     # The bound is convex in exp(slope), so one search finds the least. It is nearly 1 outside.
     interval = (-16.0, -math.log(false_positive_rate))
-    found = optimize.minimize_scalar(
+    search = optimize.minimize_scalar(
         bound, bounds=interval, method="bounded", options={"xatol": 1e-3}
     )
-    return min(1.0, bound(0.0), float(found.fun))
+    return min(1.0, bound(0.0), float(search.fun))
 
 
 class Estimate(float):
@@ -101,8 +101,8 @@ def central_limit(parts: Parts, neighbours: str) -> Profile:
     squared_factor = 4 if neighbours == "replace-one" else 1
     squares = [parts.precision * squared_factor]
     for (q, z), count in parts.sampled.items():
-        # Such a step hides nothing, and the exponential overflows.
         if z**-2 > 700:
+            # Such a step hides nothing, and the exponential overflows.
             return gaussian(math.inf)
         squares.append(count * q**2 * math.expm1(z**-2))
     return gaussian(math.sqrt(math.fsum(squares)))

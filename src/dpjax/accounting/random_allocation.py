@@ -54,6 +54,7 @@ _POINTS = 2**22  # of the lattice, which take a second
 _UNIT = 2.0**-52  # the distance of floats above 1
 _QUIET = 1e4  # a larger multiplier counts as this one, whose factors are 1 up to rounding
 _SHARE = 1e-3  # the part of delta that all infinite losses together may have
+_ROUGH = 1e-6  # the delta for which losses are computed before the delta of an epsilon is known
 _BELOW = 2.0  # with steps above e^-2 times the factors at delta, known bins cost no more
 
 Epochs: TypeAlias = list[tuple[RandomAllocationDpEvent, int]]
@@ -61,13 +62,19 @@ Groups: TypeAlias = list[tuple[float, int]]  # multipliers, and how many bins ra
 
 
 def profile(epochs: Epochs, rest: Parts, grid: float, neighbours: str) -> Profile:
-    """The profile of the composed losses of epochs and of the Gaussians of ``rest``."""
+    """The profile of the composed losses of epochs and of the Gaussians of ``rest``.
+
+    Masses that no lattice can hold become infinite losses, which add to delta. They are kept to
+    `_SHARE` of it, so the losses depend on the delta in question.
+    """
+    # Sorted, because the order of composition must not change the last digit of a claim.
     epochs = sorted(epochs, key=lambda row: (row[0].batches, row[0].noise_multipliers))
     parts = rest._replace(foreign=tuple(epochs))
-    count = sum(n for _, n in epochs)
+    epoch_count = sum(times for _, times in epochs)
 
     @functools.cache
     def with_tail(tail: float) -> Profile:
+        """The profile if about this mass of each epoch becomes an infinite loss."""
         if not all(_fits(event, tail) for event, _ in epochs):
             return Profile(lambda delta: math.inf, lambda epsilon: 1.0)
         total = composed(rest, grid, neighbours)
@@ -77,25 +84,29 @@ def profile(epochs: Epochs, rest: Parts, grid: float, neighbours: str) -> Profil
 
     def for_delta(delta: float) -> Profile:
         # The tail is a power of two, because similar deltas then have the same cached losses.
-        tail = max(delta, 1e-300) * _SHARE / count
+        tail = max(delta, 1e-300) * _SHARE / epoch_count
         return with_tail(2.0 ** math.floor(math.log2(tail)))
 
+    def epsilon_at(delta: float) -> float:
+        return for_delta(delta).epsilon(delta)
+
     def delta_at(epsilon: float) -> float:
-        rough = for_delta(1e-6).delta(epsilon)
-        # The tail for 1e-6 is a small part of a larger delta. At 1 the lattice did not fit.
-        if 1e-6 < rough < 1:
+        rough = for_delta(_ROUGH).delta(epsilon)
+        # A delta above `_ROUGH` is precise already. At 1 no lattice fitted, and one with a larger
+        # tail may fit.
+        if _ROUGH < rough < 1:
             return rough
         return min(rough, for_delta(rough).delta(epsilon))
 
-    return Profile(lambda delta: for_delta(delta).epsilon(delta), delta_at)
+    return Profile(epsilon_at, delta_at)
 
 
 class _Laws(NamedTuple):
-    """Masses of the ratio on a lattice."""
+    """The laws of the ratio S on a lattice; all arrays are ``[points]``."""
 
-    ratios: np.ndarray
-    with_it: np.ndarray  # under P
-    without: np.ndarray  # under Q
+    ratios: np.ndarray  # the values of S
+    p_masses: np.ndarray  # their masses under P, with the example
+    q_masses: np.ndarray  # their masses under Q, without it
     lost: float  # the mass of P above the largest factor
     step: float  # between neighbouring sums of factors
 
@@ -105,38 +116,37 @@ def loss(event: RandomAllocationDpEvent, grid: float, tail: float) -> PrivacyLos
     """The loss of one epoch; a few times ``tail`` of the mass becomes an infinite loss."""
     bins = event.batches
     groups = [(min(z, _QUIET), n) for z, n in event.noise_multipliers]
-    least = groups[0][0]
+    # A usual factor, with g about 0, moves by this if g moves by one.
     deviation = min(math.exp(-1 / (2 * z**2)) / z for z, _ in groups)
     fine = deviation / _FINE
     leaves = _laws(groups, bins, tail, tail, fine)
     joins = leaves
+    # Little noise: the lattice is too coarse for small ratios, so these get a lattice of their own.
     if leaves.step > fine:
         fine = max(fine, _UNIT * bins / tail)  # finer lattices have a larger `_error`
+        least, _ = groups[0]
         above = _mass_above(least, fine * _POINTS / 2)
         joins = _laws(groups, bins, tail, above, fine)
     return PrivacyLossDistribution(
-        _with_example(leaves, bins, grid, tail), _without_example(joins, bins, grid, tail)
+        _loss_if_it_leaves(leaves, bins, grid, tail), _loss_if_it_joins(joins, bins, grid, tail)
     )
 
 
-def _with_example(laws: _Laws, bins: int, grid: float, tail: float) -> DensePLDPmf:
-    """The loss under P, ``log(P / Q)``."""
-    inside = laws.ratios > 0
-    mass = laws.with_it
-    losses = np.log(laws.ratios[inside])
-    infinite = laws.lost + tail + _error(mass, bins, laws.step)
-    return _on_grid(mass[inside], losses, grid, infinite)
+def _loss_if_it_leaves(laws: _Laws, bins: int, grid: float, tail: float) -> DensePLDPmf:
+    """The loss ``log(P / Q)`` under P."""
+    positive = laws.ratios > 0
+    losses = np.log(laws.ratios[positive])
+    infinite = laws.lost + tail + _error(laws.p_masses, bins, laws.step)
+    return _on_grid(laws.p_masses[positive], losses, grid, infinite)
 
 
-def _without_example(laws: _Laws, bins: int, grid: float, tail: float) -> DensePLDPmf:
-    """The loss under Q, ``log(Q / P)``."""
-    inside = laws.ratios > 0
-    mass = laws.without
-    # A ratio of 0 under Q is an infinite loss.
-    zero = float(mass[~inside].sum())
-    losses = -np.log(laws.ratios[inside])
-    infinite = zero + tail + _error(mass, bins, laws.step)
-    return _on_grid(mass[inside], losses, grid, infinite)
+def _loss_if_it_joins(laws: _Laws, bins: int, grid: float, tail: float) -> DensePLDPmf:
+    """The loss ``log(Q / P)`` under Q; it is infinite where the ratio is 0."""
+    positive = laws.ratios > 0
+    losses = -np.log(laws.ratios[positive])
+    zero = float(laws.q_masses[~positive].sum())
+    infinite = zero + tail + _error(laws.q_masses, bins, laws.step)
+    return _on_grid(laws.q_masses[positive], losses, grid, infinite)
 
 
 def _laws(groups: Groups, bins: int, tail: float, above: float, step: float) -> _Laws:
@@ -144,46 +154,60 @@ def _laws(groups: Groups, bins: int, tail: float, above: float, step: float) -> 
 
     The step is larger than given if the lattice needs more than `_POINTS` points.
     """
-    idle = bins - sum(n for _, n in groups)
-    largest = _largest(groups[0][0], above)
+    idle = bins - sum(n for _, n in groups)  # bins whose step did not run add 1 to the sum
+    step, first, size = _lattice(groups, bins, tail, above, step)
+    # Fourier transforms of laws of the sum of all factors so far: ``sum_q`` under Q, and ``sums_p``
+    # added up over its bins, where the factor of this one bin has its law under P.
+    sum_q = np.ones(1)
+    sums_p = np.zeros(1)
+    lost = 0.0
+    for z, n in groups:
+        places = np.arange(math.ceil(_largest(z, above) / step) + 1)
+        points = step * places
+        masses, beyond = _factor(z, points)
+        # A factor can exceed the window. The transform repeats outside it.
+        wrapped = places % size
+        factor_q = np.fft.rfft(np.bincount(wrapped, masses, size))
+        factor_p = np.fft.rfft(np.bincount(wrapped, points * masses, size))
+        # The product rule: the bin under P is one of those so far, or one of these n.
+        others = factor_q ** (n - 1)
+        sums_p = sums_p * others * factor_q + sum_q * n * others * factor_p
+        sum_q = sum_q * others * factor_q
+        lost += n * beyond / bins
+    sum_p = (sums_p + idle * sum_q) / bins
+    # The transform holds the point of number k at place k modulo ``size``.
+    p_masses = np.roll(np.fft.irfft(sum_p, size), -first)
+    q_masses = np.roll(np.fft.irfft(sum_q, size), -first)
+    sums = step * (first + np.arange(size))
+    return _Laws(
+        ratios=(sums + idle) / bins,
+        p_masses=p_masses.clip(0),
+        q_masses=q_masses.clip(0),
+        lost=lost,
+        step=step,
+    )
+
+
+def _lattice(
+    groups: Groups, bins: int, tail: float, above: float, step: float
+) -> tuple[float, int, int]:
+    """The lattice of the sum of factors: its step, the number of its first point, and its size."""
+    least, _ = groups[0]
+    largest = _largest(least, above)
     step = max(step, largest * 2.0**-40)  # floats next to the largest factor are further apart
     low, top = _window(groups, bins, tail, above, step)
     coarser = max(top - low, largest) / _POINTS
     if coarser > step:
         step = coarser
         low, top = _window(groups, bins, tail, above, step)
-    first = math.floor(low / step)
     points = (top - low) / step + 4
     size = 2 ** math.ceil(math.log2(points))
-    # `plain` is the transform of the law of all factors so far. `chosen` is that of the sum of laws
-    # in which one factor has its law under P, by the product rule.
-    plain = np.ones(1)
-    chosen = np.zeros(1)
-    lost = 0.0
-    for z, n in groups:
-        last = math.ceil(_largest(z, above) / step)
-        places = np.arange(last + 1)
-        law, beyond = _spread(z, step * places)
-        # A factor can exceed the window. The transform repeats outside it.
-        wrapped = places % size
-        under_p = step * places * law
-        factor = np.fft.rfft(np.bincount(wrapped, law, size))
-        weighted = np.fft.rfft(np.bincount(wrapped, under_p, size))
-        power = factor ** (n - 1)
-        chosen = chosen * power * factor + plain * n * power * weighted
-        plain = plain * power * factor
-        lost += n * beyond / bins
-    mixture = (chosen + idle * plain) / bins
-    with_it = np.roll(np.fft.irfft(mixture, size), -first)
-    without = np.roll(np.fft.irfft(plain, size), -first)
-    sums = step * (first + np.arange(size))
-    ratios = (sums + idle) / bins
-    return _Laws(ratios, with_it.clip(0), without.clip(0), lost, step)
+    return step, math.floor(low / step), size
 
 
 def _fits(event: RandomAllocationDpEvent, tail: float) -> bool:
     """Whether a lattice up to the largest factor is fine enough for the factors at about delta."""
-    least = event.noise_multipliers[0][0]
+    least, _ = event.noise_multipliers[0]
     likely = min(0.5, tail / _SHARE)
     range_of_logs = float(ndtri(likely) - ndtri(tail)) / least
     finite = _largest_log(least, tail) < 300  # the square of e^355 overflows
@@ -205,86 +229,95 @@ def _mass_above(z: float, factor: float) -> float:
     return float(ndtr(1 / (2 * z) - z * math.log(factor)))
 
 
-def _spread(z: float, points: np.ndarray) -> tuple[np.ndarray, float]:
-    """The masses of a factor under Q on sorted points from 0, and the mass of P above the last."""
+def _factor(z: float, points: np.ndarray) -> tuple[np.ndarray, float]:
+    """A factor L, rounded to sorted points from 0: its masses under Q, and the lost mass of P.
+
+    The mass q of an interval between two points, whose mass under P is ``p = E[L; interval]``, goes
+    to both of them. The upper one gets ``(p - lower q) / (upper - lower)``, which keeps p. Above
+    the last point no upper one exists, so the excess of p is lost.
+    """
     with np.errstate(divide="ignore"):
-        normals = z * np.log(points) + 1 / (2 * z)
-    at = np.append(normals, np.inf)
-    outside = _between(at)
-    inside = _between(at - 1 / z)
-    # An interval has mass q under Q and m under P, which is E[L; interval]. Its upper end gets u
-    # and its lower end q - u, which keeps the mean m.
-    missing = inside - points * outside
-    up = missing[:-1] / np.diff(points)
-    up = np.clip(up, 0, outside[:-1])
-    law = outside - np.append(up, 0) + np.append(0, up)
-    return law, max(0.0, float(missing[-1]))
+        g = z * np.log(points) + 1 / (2 * z)  # where L is a point
+    ends = np.append(g, np.inf)
+    q = _between(ends)
+    p = _between(ends - 1 / z)  # under P the mean of g is 1 / z
+    excess = p - points * q
+    up = excess[:-1] / np.diff(points)
+    up = np.clip(up, 0, q[:-1])
+    masses = q - np.append(up, 0) + np.append(0, up)
+    return masses, max(0.0, float(excess[-1]))
 
 
-def _between(at: np.ndarray) -> np.ndarray:
+def _between(ends: np.ndarray) -> np.ndarray:
     """The masses of a standard Gaussian between sorted numbers, with all digits in both tails."""
-    below = np.diff(ndtr(at))
-    above = -np.diff(ndtr(-at))
-    return np.where(at[:-1] > 0, above, below)
+    below = np.diff(ndtr(ends))
+    above = -np.diff(ndtr(-ends))
+    return np.where(ends[:-1] > 0, above, below)
 
 
 def _window(
     groups: Groups, bins: int, tail: float, above: float, step: float
 ) -> tuple[float, float]:
-    """A range of the sum of factors: mass ``tail`` is below under Q, and above under P.
+    r"""A range (a, b) of the sum X of factors: mass ``tail`` is below it under Q, above it under P.
 
-    Both ends are Chernoff bounds. Spreading a factor over a ``step`` adds at most
-    ``(angle * step)^2 / 8`` to the logarithm of its moment (Hoeffding), and under P at most
-    ``angle * step``.
+    Both ends are Chernoff bounds, each with the best of 400 exponents $t > 0$:
+
+    $$ \Pr_Q(X < a) \le e^{t a}\, \mathbb{E}_Q e^{-t X}, \quad
+       \Pr_P(X > b) \le e^{-t b}\, \mathbb{E}_P e^{t X} . $$
     """
-    count = sum(n for _, n in groups)
     largest = max(_largest(z, above) for z, _ in groups)
-    variance = 0.0
-    laws = []
+    variance = 0.0  # of X under Q
+    coarse_factors = []
     for z, n in groups:
-        normals = np.linspace(-12, 1 / z - float(ndtri(above)), 1000)
-        points = np.exp(normals / z - 1 / (2 * z**2))
+        g = np.linspace(-12, 1 / z - float(ndtri(above)), 1000)
+        points = np.exp(g / z - 1 / (2 * z**2))
         points = np.concatenate([[0], points, [points[-1] + step]])
-        law, _ = _spread(z, points)
-        laws.append((n, points, law))
-        variance += n * float(law @ (points - 1) ** 2)
+        masses, _ = _factor(z, points)
+        coarse_factors.append((n, points, masses))
+        variance += n * float(masses @ (points - 1) ** 2)
     deviation = math.sqrt(variance)
+    t = np.geomspace(1e-2 / (deviation + largest), 1e4 / deviation, 400)
+    log_q, _ = _log_moments(coarse_factors, bins, -t, step)
+    _, log_p = _log_moments(coarse_factors, bins, t, step)
+    low = float(np.nanmax((log_q - math.log(tail)) / -t))
+    top = float(np.nanmin((log_p - math.log(tail)) / t))
+    return max(0.0, low), top
 
-    def bound(angles: np.ndarray, under_p: bool) -> float:
-        """The tightest of the bounds ``(log E exp(angle * sum) - log tail) / angle``.
 
-        Positive angles bound the sum from above, negative ones from below.
-        """
-        log_moments = np.zeros(angles.size)  # under Q
-        # Under P a uniform bin has its factor weighted by itself, unless its step did not run. So
-        # the moment under P is the moment under Q, times a mean over the bins.
-        p_over_q = np.full(angles.size, (bins - count) / bins)
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            for n, points, law in laws:
-                powers = np.exp(np.outer(angles, points))
-                moment = powers @ law
-                weighted_moment = powers @ (points * law)
-                spreading = (angles * step) ** 2 / 8
-                log_moments += n * (np.log(moment) + spreading)
-                p_over_q += n / bins * weighted_moment / moment
-            if under_p:
-                # Spreading multiplies the weighted moment by at most e^(angle * step).
-                log_moments += angles * step + np.log(p_over_q)
-            bounds = (log_moments - math.log(tail)) / angles
-        if angles[0] > 0:
-            return float(np.nanmin(bounds))
-        return float(np.nanmax(bounds))
+def _log_moments(
+    factors: list[tuple[int, np.ndarray, np.ndarray]], bins: int, t: np.ndarray, step: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Upper bounds on ``log E exp(t X)`` under Q and under P, ``[t]``.
 
-    angles = np.geomspace(1e-2 / (deviation + largest), 1e4 / deviation, 400)
-    low = max(0.0, bound(-angles, under_p=False))
-    return low, bound(angles, under_p=True)
+    ``factors`` has for each group of factors their number, their points and the masses of these.
+    Rounding a factor to a lattice of this ``step`` adds at most ``(t step)^2 / 8`` to the logarithm
+    of its moment (Hoeffding), and at most ``t step`` if it is under P.
+    """
+    log_q = np.zeros(t.size)
+    # Under P one factor, of a uniform bin, is weighted by itself. So the moment under P is that
+    # under Q times a mean over the bins, in which a bin whose step did not run counts as 1.
+    idle = bins - sum(n for n, _, _ in factors)
+    p_over_q = np.full(t.size, idle / bins)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        for n, points, masses in factors:
+            powers = np.exp(np.outer(t, points))
+            moment = powers @ masses
+            weighted_moment = powers @ (points * masses)
+            log_q += n * (np.log(moment) + (t * step) ** 2 / 8)
+            p_over_q += n / bins * weighted_moment / moment
+        log_p = log_q + (t * step + np.log(p_over_q))
+    return log_q, log_p
 
 
 def _on_grid(mass: np.ndarray, losses: np.ndarray, grid: float, infinite: float) -> DensePLDPmf:
-    """Spreads masses to a grid of losses, which keeps their mass under both laws."""
+    """Spreads the mass m of each loss to two points of a grid, and keeps it under both laws.
+
+    Its mass under the other law is ``m exp(-loss)``. So the upper point gets
+    ``m (1 - exp(lower - loss)) / (1 - exp(-grid))``.
+    """
     below = np.floor(losses / grid)
-    moved = mass * np.expm1(below * grid - losses)
-    up = np.clip(moved / math.expm1(-grid), 0, mass)
+    excess = mass * np.expm1(below * grid - losses)
+    up = np.clip(excess / math.expm1(-grid), 0, mass)
     first = int(below.min())
     places = (below - first).astype(int)
     size = places.max() + 2

@@ -43,6 +43,8 @@ MetricRecord = Any
 class PrivateStrategy:
     r"""Federated averaging with differential privacy for clients, as a strategy of Flower.
 
+    Experimental: it follows the messages of Flower, and was tried on one machine.
+
     The formula of a round is that of `fedavg`. A client is any Flower `ClientApp` that replies with
     the model it has trained, as for Flower's own ``FedAvg``; it may use NumPy, PyTorch or JAX.
 

@@ -45,6 +45,7 @@ class Terms(NamedTuple):
     delta: float
     method: str
     held_out: HeldOut | None = None
+    settings: str | None = None
 
     def has_row(self, done: int) -> bool:
         """Whether the log has a row of this step."""
@@ -237,6 +238,7 @@ class Run:
                 self.terms.method,
                 last=self.over,
                 held_out=self.terms.held_out,
+                settings=self.terms.settings,
             )
 
     def _warn_of_dropped(self) -> None:

@@ -37,6 +37,7 @@ def fit(
     save_every: int | None = None,
     progress: bool | Follow = True,
     held_out: HeldOut | None = None,
+    settings: str | None = None,
 ) -> tuple[Any, list[dict[str, Any]]]:
     """Runs an algorithm, and resumes an interrupted run.
 
@@ -65,6 +66,8 @@ def fit(
         evaluation instead, as `dpjax.cli.report.live_plot` makes one.
       held_out: The units that were held out for ``evaluate``, as `dpjax.data.Dataset.held_out` has
         them. No epsilon covers them, so the statements in the folder name them.
+      settings: How settings were chosen, in a sentence such as `dpjax.planning.NO_SETTING`; the
+        statements in the folder have it.
 
     Returns:
       The last state, and the rows of the log. ``row["private"]`` was computed from private
@@ -130,7 +133,7 @@ def fit(
       12
     """
     terms = _checked(algorithm, state, steps, evaluate_every, save_every, delta, method)
-    terms = terms._replace(held_out=held_out)
+    terms = terms._replace(held_out=held_out, settings=settings)
     # Processes compare their states first. Otherwise one of them may raise an error below while the
     # others wait for it.
     without_keys = state._replace(key=None, noise_key=None, epoch_key=None)

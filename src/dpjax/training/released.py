@@ -31,6 +31,7 @@ def write_released(
     *,
     last: bool,
     held_out: HeldOut | None = None,
+    settings: str | None = None,
 ) -> None:
     """Writes card, statements and parameters of a state.
 
@@ -48,6 +49,7 @@ def write_released(
     facts: dict[str, Any] = {"ledger": state.ledger, "methods": methods}
     card = reports.card(mechanism, delta, parameters=trees.digest(params), **facts)
     facts["held_out"] = held_out
+    facts["settings"] = settings
     board = reports.board(mechanism, delta, **facts)
     words = reports.statement(mechanism, delta, scaled_by=algorithm.scaled_by, **facts)
     replace(path / "privacy.json", json.dumps(card, indent=2) + "\n", public=True)

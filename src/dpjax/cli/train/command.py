@@ -229,6 +229,9 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
 
     first = first_parameters(planned.model, dataset, planned.earlier)
     key = None if given.seed is None else jax.random.key(given.seed)
+    how_chosen = None
+    if unsearched.is_whole(given):
+        how_chosen = planning.NO_SETTING
     state, _ = dpjax.fit(
         algorithm,
         algorithm.init(first, key),
@@ -240,6 +243,7 @@ def execute(given: flags.FlagValues, planned: Planned) -> None:
         configuration=configuration(given),
         save_every=given.save_every,
         held_out=dataset.held_out,
+        settings=how_chosen,
     )
     average = held(training.averaged(state.optimizer))
     if processes.first_process():
