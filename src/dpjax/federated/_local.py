@@ -89,7 +89,7 @@ def _after_batch(
 
     ``params`` are the server's, and ``real`` is False for padding.
     """
-    here = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, carry.update)
+    of_client = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, carry.update)
 
     def mean_loss(params: PyTree) -> Float[Array, ""]:
         losses = jax.vmap(local.loss, (None, 0))(params, examples)
@@ -97,16 +97,16 @@ def _after_batch(
         return jnp.sum(jnp.where(real, losses, 0)) / jnp.sum(real).astype(losses.dtype)
 
     # XLA on CPU compiles gradients of convolutions inside a loop to naive loops; `fast` avoids it.
-    loss, gradient = jax.value_and_grad(fast(mean_loss))(here)
-    change, optimizer = local.optimizer.update(
-        trees.widened(gradient), carry.optimizer, trees.widened(here)
+    loss, gradient = jax.value_and_grad(fast(mean_loss))(of_client)
+    change, optimizer_state = local.optimizer.update(
+        trees.widened(gradient), carry.optimizer, trees.widened(of_client)
     )
     update = jax.tree.map(lambda u, c: u + c.astype(u.dtype), carry.update, change)
     if local.within is not None:
         # The update is clipped like one example, so groups and norms mean the same as in the step.
         one_row = jax.tree.map(lambda x: x[None], update)
         update, _, _ = clipping.clip(_ball(local.within, params), one_row)
-    return _State(carry.losses + loss, update, optimizer)
+    return _State(carry.losses + loss, update, optimizer_state)
 
 
 def _ball(rule: Clipping, params: PyTree) -> Clipping:

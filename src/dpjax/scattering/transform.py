@@ -66,8 +66,8 @@ def _scatter(images: Array, J: int, L: int) -> Array:
     """Transforms the images in parts, whose size changes only speed and memory."""
     count = images.shape[0]
     part_size = max(1, min(count, _part_size(images, J, L)))
-    # A loop takes equal parts, and the remaining images are one more: padding computes unused
-    # features.
+    # The loop takes equal parts. The remaining images are a part of their own, because padding
+    # computes unused features.
     in_loop = count // part_size * part_size
     parts = images[:in_loop].reshape(-1, part_size, *images.shape[1:])
     features = jax.lax.map(lambda part: _cascade(part, J, L), parts)

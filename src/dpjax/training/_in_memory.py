@@ -52,7 +52,7 @@ class InMemory:
         """The state after ``count`` steps, and their sums ``[count, ...]``; donates ``state``."""
         mesh = self._home(state.params)
         data, shared = self._held_on(mesh)
-        # The cache of programs has these two as its key.
+        # Shardings and structure of the state are the key of the cache of programs.
         leaves, structure = jax.tree.flatten(state)
         shardings = None
         if mesh is not None:

@@ -250,7 +250,7 @@ def _loop(run: Run, stop: Stop, show: Progress, evaluate: Evaluate | None) -> No
     interrupted = False
 
     def release() -> None:
-        """The step after the last call of `run.save`: its row, its files and its line."""
+        """Releases the last step, which is saved: its row, its files, and the progress line."""
         run.release(evaluate, show.take_rate())
         show.line(run.rows)
 

@@ -44,7 +44,7 @@ def private_step(
       shared: Arrays that the loss takes after the example, such as frozen weights, or None.
 
     Returns:
-      The next state, which may be released, and secret sums for the observer.
+      The next state, whose parameters may be released, and secret sums for the observer.
     """
     # line 3: sample
     sampler = recipe.mechanism.sampling

@@ -20,6 +20,7 @@ def page_of(lines: Sequence[Line], attacks: Sequence[Attack], run: SavedRun) -> 
 
 
 def _sections(lines: Sequence[Line], attacks: Sequence[Attack], run: SavedRun) -> Iterator[str]:
+    """All bounds next to their claims, then the curves of all attacks, and the classes of each."""
     yield f'<h1>Audit of {escape(run.path.name)}</h1>\n<p class="badge private">{PRIVATE}</p>'
     bounds = {}
     for line in lines:

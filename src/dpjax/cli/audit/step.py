@@ -28,7 +28,7 @@ def audit_step(rebuilt: Rebuilt, pairs: int) -> auditing.Separation:
     mechanism = planned.mechanism
     places = spread(dataset.examples, _MOST)
     rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[places]), dataset.train)
-    if planned.per_step is not None:
+    if planned.per_step is not None:  # the loss takes the epoch, which is 0 in the first step
         rows = (*rows, jnp.zeros(len(places), jnp.int32))
     clipped = dpjax.clipped_grad(planned.of_example, mechanism.clipping)(rebuilt.first, rows)
     # A dropped row has factor 0 and a norm that is not finite, and moves nothing.

@@ -88,9 +88,9 @@ def training_loss(figure: Figure, run: SavedRun) -> str:
 def noise(figure: Figure, run: SavedRun) -> str:
     """Noise schedule.
 
-    The noise multiplier that is accounted at each step. For fresh noise under fixed bounds it is
-    the standard deviation of the noise on the sum, divided by the sensitivity of the sum. It
-    follows from the mechanism only.
+    The noise multiplier that is accounted at each step. If noise is fresh and bounds are fixed, it
+    is the standard deviation of the noise on the sum, divided by the sensitivity of the sum. It
+    follows from the mechanism alone.
     """
     if run.card is None:
         raise run.missing("privacy.json")
