@@ -170,7 +170,7 @@ def test_multipliers_differ_by_bin_and_by_epoch():
 
 
 @kills("accounting/events.py", "// share * share]", "// share * share + share - 1]")
-@kills("verify/steps.py", "rows[place - place % share]", "rows[0]")
+@kills("verify/steps.py", "finite[place - place % share]", "finite[0]")
 @pytest.mark.thorough
 def test_many_multipliers_are_rounded_down():
     falling = np.linspace(2, 1, 48)

@@ -162,7 +162,12 @@ def test_lists_of_distinct_indices_are_equally_likely():
 
 
 @pytest.mark.thorough
-@kills("sampling/sparse.py", "(high == highest) & (low > last)", "low > last + 2**shift", slow=True)
+@kills(
+    "sampling/sparse.py",
+    "(high == last_high) & (low > last_low)",
+    "low > last_low + 2**shift",
+    slow=True,
+)
 @pytest.mark.parametrize("examples", [3, 97, 1024])
 @pytest.mark.sample(3)
 def test_a_permutation_sends_no_two_indices_to_one(examples):

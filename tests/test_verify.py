@@ -591,7 +591,7 @@ KILLS = {
         kills("verify/_matrices.py", "np.all(falling == column)", "True", case="rising", slow=True),
         kills(
             "sampling/events.py",
-            "strategies.apart(1, -(-steps // cycle))",
+            "strategies.apart(1, number_of_cycles)",
             "strategies.cycles(cycle)",
         ),
         kills(

@@ -34,6 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import jax
@@ -87,34 +88,20 @@ def random_allocation(examples: int, batches: int) -> Sampler:
     batches = checked_count("random_allocation", "batches", batches, examples)
     batch_size = examples / batches
     capacity = examples
-    piece = None
+    batch = partial(_batch_of_bins, examples, batches)
     kind = "random"
     if is_sparse(examples, batch_size):
+        kind = "pseudo-random"
         # Bernstein's inequality for a binomial size: exp(-60) is below 2^-86.
         room = batch_size + 20 + math.sqrt(400 + 120 * batch_size)
         capacity = min(examples, math.ceil(room))
-        piece = _pieces(examples, batches)
-        kind = "pseudo-random"
+        batch = _batch_of_order(examples, batches, capacity)
     description = stated(examples, batch_size, event="allocation", cycle=batches)
 
     def draw(key: Key, step: Any, epoch_key: Key = None) -> Draw:
         if epoch_key is None:
             epoch_key = description["bins"].key(key, step)
-        number = step % batches
-        if piece is None:
-            return listed(bins_of(epoch_key, examples, batches) == number)
-        for_order, for_sizes = jax.random.split(epoch_key)
-        start, size = piece(for_sizes, number)
-        # Padding lies before the last pieces: beyond the order, cycles may never return to it.
-        first = jnp.minimum(start, examples - capacity)
-        indices = permuted(for_order, examples, np.arange(capacity), first)
-        places = jnp.arange(capacity, dtype=jnp.int32)
-        place = start - first
-        drawn = (places >= place) & (places < place + size)
-        # The draw is in the order of the data, so a stream reads forwards.
-        ordered = jnp.sort(jnp.where(drawn, indices, LARGEST))
-        mask = places < size
-        return Draw(jnp.where(mask, ordered, indices), mask)
+        return batch(epoch_key, step % batches)
 
     return Sampler(
         name="random_allocation",
@@ -125,10 +112,42 @@ def random_allocation(examples: int, batches: int) -> Sampler:
     )
 
 
+def _batch_of_bins(examples: int, batches: int, epoch_key: Key, number: Any) -> Draw:
+    """The examples whose bin in an epoch has this number."""
+    return listed(bins_of(epoch_key, examples, batches) == number)
+
+
+def _batch_of_order(examples: int, batches: int, capacity: int) -> Callable[[Key, Any], Draw]:
+    """From the key of an epoch and a batch's number to a piece of the pseudo-random order."""
+    piece = _pieces(examples, batches)
+
+    def batch(epoch_key: Key, number: Any) -> Draw:
+        for_order, for_sizes = jax.random.split(epoch_key)
+        start, size = piece(for_sizes, number)
+        # `capacity` places of the order are read. Near its end they begin before the piece: there
+        # is nothing beyond the order, and cycles may never return to it.
+        first = jnp.minimum(start, examples - capacity)
+        indices = permuted(for_order, examples, np.arange(capacity), first)
+        places = jnp.arange(capacity, dtype=jnp.int32)
+        start_of_piece = start - first
+        in_piece = (places >= start_of_piece) & (places < start_of_piece + size)
+        # The draw is in the order of the data, so a stream reads forwards.
+        ordered = jnp.sort(jnp.where(in_piece, indices, LARGEST))
+        mask = places < size
+        return Draw(jnp.where(mask, ordered, indices), mask)
+
+    return batch
+
+
 def bins_of(key: Key, size: int, bins: int) -> Int[Array, " size"]:
-    """Independent uniform bins; -1, which is none, with probability below bins * 2^-64."""
+    """Independent uniform bins; -1, which is none, with probability below bins * 2^-64.
+
+    A bin is a number of 64 random bits modulo ``bins``, by long division in 32 bits.
+    """
     words = jax.random.bits(key, (size, _COIN), jnp.uint32)
-    last = 2 ** (32 * _COIN) - 2 ** (32 * _COIN) % bins - 1
+    numbers = 2 ** (32 * _COIN)
+    # Numbers above the last multiple of ``bins`` make some bins likelier.
+    last = numbers - numbers % bins - 1
     # The bits of the second word join the remainder a few at a time, so it stays below 2^32.
     remainder = words[:, 0] % bins
     width = 32 - bins.bit_length()
@@ -145,22 +164,26 @@ def bins_of(key: Key, size: int, bins: int) -> Int[Array, " size"]:
 def _pieces(
     examples: int, bins: int
 ) -> Callable[[Key, Any], tuple[Int[Array, ""], Int[Array, ""]]]:
-    """From a key and a bin to the start and the size of its piece of the order."""
+    """From a key and a bin's number to the start and the size of its piece of the order."""
     slack = 11 * math.isqrt(examples)
-    least, tails = poisson_table(Fraction((examples - slack) * 2**32 // bins, 2**32))
+    # A short fraction, rounded down: on average all sizes together leave `slack` examples.
+    mean = Fraction((examples - slack) * 2**32 // bins, 2**32)
+    least, tails = poisson_table(mean)
 
     def piece(key: Key, number: Any) -> tuple[Int[Array, ""], Int[Array, ""]]:
         for_table, for_rest = jax.random.split(key)
         words = jax.random.bits(for_table, (bins, _WORDS), jnp.uint32)
-        sizes = least + _fallen(words, jnp.asarray(tails))
+        sizes = least + _fallen(words, jnp.asarray(tails))  # Poisson, [bins]
+        # The rest of the examples choose a bin one by one.
         rest = examples - jnp.sum(sizes, dtype=jnp.int32)
         most = 2 * slack + 2
         chosen = bins_of(for_rest, most, bins)
         is_rest = jnp.arange(most, dtype=jnp.int32) < rest
         chosen = jnp.where(is_rest, chosen, -1)
 
-        before = jnp.arange(bins, dtype=jnp.int32) < number
-        start = jnp.sum(jnp.where(before, sizes, 0), dtype=jnp.int32)
+        # A piece starts after the pieces of all bins before it.
+        is_before = jnp.arange(bins, dtype=jnp.int32) < number
+        start = jnp.sum(jnp.where(is_before, sizes, 0), dtype=jnp.int32)
         start += jnp.sum((chosen >= 0) & (chosen < number), dtype=jnp.int32)
         size = sizes[number] + jnp.sum(chosen == number, dtype=jnp.int32)
         return start, size
@@ -169,8 +192,12 @@ def _pieces(
 
 
 def poisson_table(mean: Fraction) -> tuple[int, np.ndarray]:
-    """A number, and the probabilities ``[numbers, words]`` of more than it: 1 more, 2 more, ..."""
-    # The weights go from the likeliest number outwards, until one is 2^-104 of the largest.
+    """A table of the Poisson law: its least number, and the probabilities of more, in order.
+
+    They are of at least 1 more, 2 more, ..., in units of 2^-96, as words ``[numbers, words]``.
+    """
+    # Neighbouring weights have the ratio mean / number. They go from the likeliest number outwards,
+    # until one is 2^-104 of the largest.
     numerator, denominator = mean.as_integer_ratio()
     mode = int(mean)
     above = [2**128]
@@ -180,6 +207,7 @@ def poisson_table(mean: Fraction) -> tuple[int, np.ndarray]:
     while below[-1] > 2**24 and len(below) <= mode:
         below.append(below[-1] * denominator * (mode + 1 - len(below)) // numerator)
     least = mode + 1 - len(below)
+    # The mode is in both lists.
     weights = np.array([*below[:0:-1], *above], object)
     sums_of_larger = np.cumsum(weights[:0:-1])[::-1]
     tails = sums_of_larger * 2 ** (32 * _WORDS) // weights.sum()
@@ -188,14 +216,13 @@ def poisson_table(mean: Fraction) -> tuple[int, np.ndarray]:
 
 
 def _fallen(words: UInt[Array, "n words"], tails: UInt[Array, "m words"]) -> Int[Array, " n"]:
-    """How many of the falling numbers are above each word, by bisection."""
-    top = len(tails).bit_length() - 1
+    """How many of the falling ``tails`` are above each number, bit by bit of this count."""
+    highest_bit = len(tails).bit_length() - 1
 
     def body(i: Int[Array, ""], count: Array) -> Array:
-        larger = count + (1 << (top - i))
+        larger = count + (1 << (highest_bit - i))
         above = less(words, tails[jnp.minimum(larger, len(tails)) - 1])
         return jnp.where((larger <= len(tails)) & above, larger, count)
 
-    return jax.lax.fori_loop(
-        jnp.int32(0), jnp.int32(top + 1), body, jnp.zeros(len(words), jnp.int32)
-    )
+    start = jnp.zeros(len(words), jnp.int32)
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(highest_bit + 1), body, start)

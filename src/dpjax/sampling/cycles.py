@@ -57,9 +57,9 @@ def cyclic_poisson(examples: int, batch_size: float, *, cycle: int) -> Sampler:
     largest = largest_word(rate)
 
     def draw(key: Key, step: Any, fresh: Key | None = None) -> Draw:
+        # Parts last for the run. Two runs from one state have coins of their own, from `fresh`.
         parts = parts_of(trees.step_key(key, Purpose.PARTS, 0), examples, cycle)
         here = parts == step % cycle
-        # Parts last for the run. Two runs from one state have coins of their own.
         for_coins = key if fresh is None else fresh
         key = trees.step_key(for_coins, Purpose.SAMPLING, step)
         return coins(key, jnp.full(examples, largest, jnp.uint32), here)

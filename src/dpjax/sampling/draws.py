@@ -51,20 +51,22 @@ def fold(
         )
     which, of = share
     drawn = draw.size
+    apart = of * size  # from one microbatch of a share to the next
     # Without padding, `dynamic_slice` shifts the last microbatches back, over rows already added.
-    pads = [(0, of * size)]
+    pads = [(0, apart)]
     if draw.mask.ndim == 2:
         pads.append((0, 0))  # the rows of a person
     indices = jnp.pad(draw.indices, pads)
     masks = jnp.pad(draw.mask, pads)
 
     # A while loop ends at the size of the draw, so Poisson draws of all sizes run in one program.
+    # The loop carries the start of the next microbatch and the total.
     def body(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
         start, total = carry
         rows = jax.lax.dynamic_slice_in_dim(indices, start, size)
         mask = jax.lax.dynamic_slice_in_dim(masks, start, size)
         # Devices take turns, so their shares differ by one microbatch at most.
-        return start + of * size, add(rows, mask, total)
+        return start + apart, add(rows, mask, total)
 
     # All shares end with the first share: the other devices wait for one whose loop ends early.
     def more(carry: tuple[Int[Array, ""], T]) -> Any:
@@ -78,7 +80,7 @@ def fold(
     count, settle = block
 
     def body_of_blocks(carry: tuple[Int[Array, ""], T]) -> tuple[Int[Array, ""], T]:
-        end = carry[0] + count * of * size
+        end = carry[0] + count * apart
         start, total = jax.lax.while_loop(lambda c: more(c) & (c[0] < end), body, carry)
         return start, settle(total)
 

@@ -40,8 +40,8 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
 
     if is_sparse(examples, batch_size):
         kind = "pseudo-randomly shuffled"
-        # Batch t has every steps-th place of the permutation from t: sums of int64 constants and
-        # an int32 step, because JAX has no int64 by default.
+        # Batch t has the places t, t + steps, t + 2 steps, ... of the permutation, for the steps of
+        # an epoch. They are int64 constants plus an int32, because JAX has no int64 by default.
         places = np.arange(batch_size) * (examples // batch_size)
 
         def batch(key: Key, epoch: Any, number: Any) -> Array:
@@ -50,7 +50,7 @@ def shuffled(examples: int, batch_size: int) -> Sampler:
     else:
         kind = "shuffled"
 
-        # Every step shuffles the whole data set again: a cached order is state.
+        # Every step shuffles the whole data set again, because a cached order is state.
         def batch(key: Key, epoch: Any, number: Any) -> Array:
             order = jax.random.permutation(trees.step_key(key, Purpose.SAMPLING, epoch), examples)
             return jax.lax.dynamic_slice_in_dim(order, number * batch_size, batch_size)
@@ -128,10 +128,13 @@ def _epochs(
     place: str | None,
     fingerprint: str | None = None,
 ) -> Sampler:
-    """A sampler whose batches are disjoint in an epoch: ``batch(key, epoch, number)``."""
+    """A sampler whose batches are disjoint in an epoch.
+
+    ``batch(key, epoch, number)`` gives the examples of a batch, ``[batch_size]``.
+    """
     # A last, smaller batch has no place in a compiled step.
     steps = examples // batch_size
-    # The step is an int32, and does not end a longer epoch.
+    # A step is an int32, so a longer epoch never ends, and the divisor must fit too.
     turn = min(steps, LARGEST)
 
     def draw(key: Key, step: Any) -> Draw:

@@ -76,7 +76,7 @@ def stated(
     }
 
     def event_of(multipliers: np.ndarray) -> DpEvent:
-        # Here, because drawing batches does not need this library, which imports most of SciPy.
+        # Imported here: draws of batches do not need this package, which loads most of SciPy.
         from dpjax.accounting.events import sampled_gaussian
 
         return sampled_gaussian(
@@ -89,9 +89,10 @@ def stated(
         )
 
     def participation(steps: int) -> strategies.Participation:
-        # The last batch of a cycle can share an example with the first one of the next.
         if place == Place.ANY:
-            return strategies.apart(1, -(-steps // cycle))
+            # The last batch of a cycle can share an example with the first one of the next.
+            number_of_cycles = -(-steps // cycle)
+            return strategies.apart(1, number_of_cycles)
         return strategies.cycles(cycle)
 
     def key_of_cycle(key: Key, step: Any) -> Key:
@@ -100,6 +101,7 @@ def stated(
     def key_of_run(key: Key, step: Any) -> Key:
         return trees.step_key(key, Purpose.PARTS, 0)
 
+    # Which key decides the bins of examples, and for how many steps.
     bins = None
     if kind is Event.ALLOCATION:
         bins = Bins(cycle, key_of_cycle)
@@ -120,7 +122,8 @@ def stated(
 def from_facts(facts: Mapping[str, Any]) -> Sampler:
     """The sampler under ``"sampling"`` of a privacy card: it costs what it did, and cannot draw."""
     named = dict(facts)
-    name, neighbours = named.pop("name"), named.pop("neighbours")
+    name = named.pop("name")
+    neighbours = named.pop("neighbours")
     if "event" not in named:
         raise ValueError(
             f"sampling.from_facts: the sampler {name!r} states no event. Give what the run spent "

@@ -29,9 +29,10 @@ def largest_word(rate: float) -> np.uint32:
     return np.uint32(math.floor(rate * WORDS) - 1)
 
 
-def coins(key: Key, below: Array, some: Any) -> Draw:
-    """Draws each eligible example whose uniform 32-bit word is at most its threshold."""
-    return listed((jax.random.bits(key, below.shape, jnp.uint32) <= below) & some)
+def coins(key: Key, largest: Array, eligible: Any) -> Draw:
+    """Draws each eligible example whose uniform 32-bit word is at most its ``largest``."""
+    words = jax.random.bits(key, largest.shape, jnp.uint32)
+    return listed((words <= largest) & eligible)
 
 
 def poisson(examples: int, batch_size: float) -> Sampler:
@@ -207,17 +208,17 @@ def scored(
         )
     # The largest rate of a row holds for every example: the accounting must not reveal who is in
     # which bin.
-    largest = table.max(axis=1)
+    counted_rates = [[float(rate), steps_per_row] for rate in table.max(axis=1)]
     bin_of = jnp.asarray(places, jnp.int32)
-    thresholds = np.maximum(np.floor(table * WORDS) - 1, 0)
-    below = jnp.asarray(thresholds.astype(np.uint32))
-    # At rate 0 the threshold is 0, and a word of 0 is not above it.
-    some = jnp.asarray(table > 0)
+    words = np.maximum(np.floor(table * WORDS) - 1, 0)
+    largest = jnp.asarray(words.astype(np.uint32))  # of the words that draw, [rows, bins]
+    # At rate 0 a word of 0 is not above the largest, so these bins are not eligible.
+    eligible = jnp.asarray(table > 0)
 
     def draw(key: Key, step: Any) -> Draw:
         row = jnp.minimum(step // steps_per_row, len(table) - 1)
         key = trees.step_key(key, Purpose.SAMPLING, step)
-        return coins(key, below[row][bin_of], some[row][bin_of])
+        return coins(key, largest[row][bin_of], eligible[row][bin_of])
 
     return Sampler(
         name="scored",
@@ -227,5 +228,5 @@ def scored(
         claim="Poisson sampling at a rate for each bin of public scores; the largest is counted",
         fingerprint=trees.fingerprint([np.asarray(places, np.int64), table]),
         independent=True,
-        **stated(places.size, batch_size, rates=[[float(rate), steps_per_row] for rate in largest]),
+        **stated(places.size, batch_size, rates=counted_rates),
     )

@@ -62,14 +62,14 @@ def persons(owners: ArrayLike, batch_size: float, most_rows: int = 1) -> Sampler
     # Rows are ordered by person, so the shapes of a draw do not depend on how many each one owns.
     ordered = jnp.asarray(np.argsort(ids, kind="stable"), jnp.int32)
     sizes = jnp.asarray(counts)
-    starts = jnp.asarray(np.cumsum(counts) - counts, jnp.int32)
+    starts = jnp.asarray(np.cumsum(counts) - counts, jnp.int32)  # of a person in `ordered`
 
     def draw(key: Key, step: Any) -> Draw:
         people = of_people.draw(key, step)
-        count = sizes[people.indices].astype(jnp.int32)
+        count = sizes[people.indices].astype(jnp.int32)  # the rows of each drawn person
         taken = jnp.minimum(count, most_rows)
         places = subsets(trees.step_key(key, Purpose.ROWS, step), count, taken, most_rows)
-        real = jnp.arange(most_rows)[None] < taken[:, None]
+        real = jnp.arange(most_rows)[None] < taken[:, None]  # [people, most_rows]
         # Padding is a row of the same person: zeros or other people's rows may have NaN gradients.
         places = jnp.where(real, places, places[:, :1])
         indices = ordered[starts[people.indices][:, None] + places]

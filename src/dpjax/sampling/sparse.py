@@ -110,32 +110,34 @@ def scattered(key: Key, examples: int, block: Block) -> Draw:
     balls, words = block.tails.shape
     for_numbers, for_cells = jax.random.split(key)
     random_words = jax.random.bits(for_numbers, (1, blocks, words), jnp.uint32)
+    # Ball j of a block falls if the block's random number is below the probability of j balls.
     falls = less(random_words, jnp.asarray(block.tails)[:, None])  # [balls, blocks]
     cells = jax.random.bits(for_cells, (balls, blocks), jnp.uint32) >> (32 - block.shift)
 
     # The last block may be cut: its cells beyond the data set hold no example.
-    complete = jnp.arange(blocks, dtype=jnp.uint32) < (examples >> block.shift)
+    is_complete = jnp.arange(blocks, dtype=jnp.uint32) < (examples >> block.shift)
     cells_of_last = examples & (2**block.shift - 1)
-    real = complete[None] | (cells < cells_of_last)
+    holds_example = is_complete[None] | (cells < cells_of_last)
     repeated = _repeated(cells, jnp.sum(falls, axis=0, dtype=jnp.int32))
-    chosen = falls & real & ~repeated
+    hits = falls & holds_example & ~repeated
 
-    # The draw is in the order of blocks, so a stream reads forwards.
-    draw = listed(chosen.T.reshape(-1))
+    # The places of the hits among all balls, in the order of blocks: a stream reads forwards.
+    hit = listed(hits.T.reshape(-1))
     # Padding repeats the drawn examples in turn.
-    turns = jnp.arange(draw.mask.size, dtype=jnp.int32) % jnp.maximum(draw.size, 1)
-    places = draw.indices[turns]
-    numbers = (places // balls).astype(jnp.uint32)
-    indices = _joined(numbers, cells.T.reshape(-1)[places], block.shift, examples)
+    turns = jnp.arange(hit.mask.size, dtype=jnp.int32) % jnp.maximum(hit.size, 1)
+    places = hit.indices[turns]
+    block_of_place = (places // balls).astype(jnp.uint32)
+    cell_of_place = cells.T.reshape(-1)[places]
+    indices = _joined(block_of_place, cell_of_place, block.shift, examples)
     # An empty draw has nothing to repeat, so each of its places names another example.
     counted = jnp.arange(len(indices), dtype=jnp.uint32)
-    others = _joined(jnp.zeros_like(counted), counted, _WIDEST, examples)
-    return Draw(jnp.where(draw.size > 0, indices, others), draw.mask)
+    padding = _joined(jnp.zeros_like(counted), counted, _WIDEST, examples)
+    return Draw(jnp.where(hit.size > 0, indices, padding), hit.mask)
 
 
 def less(words: UInt[Array, "*a words"], than: UInt[Array, "*b words"]) -> Bool[Array, "..."]:
     """Whether one number is below another; the most significant word first."""
-    below = jnp.zeros((), bool)
+    below = jnp.zeros((), bool)  # by the words so far, from the least significant one
     for i in reversed(range(words.shape[-1])):
         a = words[..., i]
         b = than[..., i]
@@ -172,10 +174,11 @@ def distinct(key: Key, examples: int, size: int) -> Array:
 
 
 def _uniform(key: Key, examples: int, size: int) -> UInt[Array, "size 2"]:
-    """Independent uniform indices, in two digits of base 2^31: words beyond are drawn again."""
+    """Independent uniform indices, in two digits of base 2^31: numbers beyond are drawn again."""
     last = examples - 1
-    highest = last >> _WIDEST
-    high_shift = 32 - highest.bit_length()
+    last_high = last >> _WIDEST
+    # A random word is shifted to as many bits as a digit of the last index needs.
+    high_shift = 32 - last_high.bit_length()
     low_shift = 32 - min(last.bit_length(), _WIDEST)
     limit = jnp.array([[examples >> _WIDEST, examples % 2**_WIDEST]], jnp.uint32)
 
@@ -183,15 +186,15 @@ def _uniform(key: Key, examples: int, size: int) -> UInt[Array, "size 2"]:
         words = jax.random.bits(key, (size, 2), jnp.uint32)
         # A digit of no bits is 0, and a shift by 32 bits is not defined.
         high = jnp.zeros(size, jnp.uint32)
-        if highest:
+        if last_high:
             high = words[:, 0] >> high_shift
         low = words[:, 1] >> low_shift
         return jnp.stack([high, low], axis=1)
 
-    def beyond(indices: Array) -> Array:
+    def is_beyond(indices: Array) -> Array:
         return ~less(indices, limit)
 
-    return _redrawn(key, size, draw, beyond)
+    return _redrawn(key, size, draw, is_beyond)
 
 
 def _redrawn(
@@ -223,44 +226,51 @@ def _found_before(indices: UInt[Array, "size 2"]) -> Bool[Array, " size"]:
 
 
 def permuted(key: Key, examples: int, starts: np.ndarray, offset: int | Int[Array, ""]) -> Array:
-    """Where the pseudo-random permutation of a key sends ``starts + offset``, int64 and int32."""
-    # A Feistel network of two digits: each round adds a pseudo-random function of one digit to the
-    # other, so every round can be undone and no two indices meet. Numbers beyond the data set are
-    # sent on until they return, which is a permutation of the others.
+    """Where the pseudo-random permutation of a key sends the indices ``starts + offset``.
+
+    ``starts`` are int64 on the host, and ``offset`` is an int32, because JAX has no int64.
+
+    An index is two digits: ``high * 2**shift + low``. In a Feistel network each round adds a
+    pseudo-random function of one digit to the other, so every round can be undone and no two
+    indices meet. Numbers beyond the data set are sent on until they return (cycle walking), which
+    is a permutation of the others.
+    """
     shift = (examples - 1).bit_length() // 2
-    mask = 2**shift - 1
-    highest, last = divmod(examples - 1, 2**shift)
+    low_mask = 2**shift - 1
+    last_high, last_low = divmod(examples - 1, 2**shift)
     secret = jax.random.bits(key, (2,), jnp.uint32)
     offset = jnp.asarray(offset, jnp.uint32)
-    low = jnp.asarray(starts & mask, jnp.uint32) + (offset & mask)
+    low = jnp.asarray(starts & low_mask, jnp.uint32) + (offset & low_mask)
     carry = low >> shift
     high = jnp.asarray(starts >> shift, jnp.uint32) + (offset >> shift) + carry
-    low = low & mask
+    low = low & low_mask
 
-    def mixed(round_: Array, digit: Array) -> tuple[Array, Array]:
+    def random_words(round_: Array, digit: Array) -> tuple[Array, Array]:
         words = threefry_2x32(secret, jnp.stack([digit, jnp.full_like(digit, round_)]))
         return words[0], words[1]
 
-    def round_pair(i: Array, digits: tuple[Array, Array]) -> tuple[Array, Array]:
+    def two_rounds(i: Array, digits: tuple[Array, Array]) -> tuple[Array, Array]:
         high, low = digits
-        a, b = mixed(2 * i, low)
-        # 42 bits modulo the number of upper digits, which is at most 2^22.
-        more = (((a % (highest + 1)) << 10) | (b >> 22)) % (highest + 1)
-        high = (high + more) % (highest + 1)
-        added, _ = mixed(2 * i + 1, high)
-        return high, (low + added) & mask
+        word, more = random_words(2 * i, low)
+        # 42 bits modulo the number of high digits, which is at most 2^22.
+        high_count = last_high + 1
+        added = (((word % high_count) << 10) | (more >> 22)) % high_count
+        high = (high + added) % high_count
+        word, _ = random_words(2 * i + 1, high)
+        return high, (low + word) & low_mask
 
     def walk(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        high, low, outside = state
+        high, low, is_outside = state
         pairs = jnp.uint32(_ROUNDS // 2)
-        sent_high, sent_low = jax.lax.fori_loop(jnp.uint32(0), pairs, round_pair, (high, low))
-        high = jnp.where(outside, sent_high, high)
-        low = jnp.where(outside, sent_low, low)
-        return high, low, (high == highest) & (low > last)
+        sent_high, sent_low = jax.lax.fori_loop(jnp.uint32(0), pairs, two_rounds, (high, low))
+        high = jnp.where(is_outside, sent_high, high)
+        low = jnp.where(is_outside, sent_low, low)
+        return high, low, (high == last_high) & (low > last_low)
 
     def any_outside(state: tuple[Array, Array, Array]) -> Array:
         return jnp.any(state[2])
 
+    # Every index is sent once.
     state = high, low, jnp.ones_like(high, bool)
     high, low, _ = jax.lax.while_loop(any_outside, walk, state)
     return _joined(high, low, shift, examples)

@@ -84,6 +84,7 @@ def largest(noise: Strategy, most: int, apart: int) -> float:
     norms = column_norms(noise)
     if bands(noise) <= apart:  # the columns of a pattern do not overlap
         return chosen(norms**2, most, apart)
+    # An entry of X is at most the product of the norms of its two columns.
     bound = chosen(norms, most, apart) ** 2
     if isinstance(noise, Tree):
         bound = min(bound, by_nodes(noise, most, apart))
@@ -100,6 +101,11 @@ def largest(noise: Strategy, most: int, apart: int) -> float:
         raise Unreadable(
             f"columns of {noise.steps:,} steps meet and do not fall: too many to compute."
         )
+    return by_matrix(noise, most, apart, bound)
+
+
+def by_matrix(noise: Strategy, most: int, apart: int, bound: float) -> float:
+    """As `largest`, from all entries of X; ``bound`` is another upper bound."""
     c = matrix(noise)
     x = np.abs(c.T @ c)
     if apart > 1:
@@ -160,16 +166,19 @@ def column_norms(noise: Strategy) -> np.ndarray:
 
 def matrix(noise: Strategy) -> np.ndarray:
     """The matrix C, ``[steps, steps]``."""
-    steps = np.arange(noise.steps)
+    steps = noise.steps
     if isinstance(noise, Tree):
-        # X counts the nodes above both of two steps; C is its Cholesky factor from the last step.
-        above = [np.equal.outer(steps >> level, steps >> level) for level in range(levels(noise))]
-        common = np.sum(above, axis=0) * 1.0
-        return np.linalg.cholesky(common[::-1, ::-1])[::-1, ::-1].T
+        # X counts the nodes above both of two steps.
+        x = np.zeros((steps, steps))
+        for level in range(levels(noise)):
+            nodes = np.arange(steps) >> level
+            x += np.equal.outer(nodes, nodes)
+        # X is C^T C with a lower triangular C, so C^T is a Cholesky factor from the last step.
+        return np.linalg.cholesky(x[::-1, ::-1])[::-1, ::-1].T
     column = first_column(noise)
-    c = np.zeros((noise.steps, noise.steps))
-    for step in steps:
-        c[step:, step] = column[: noise.steps - step]
+    c = np.zeros((steps, steps))
+    for step in range(steps):
+        c[step:, step] = column[: steps - step]
     if is_normalized(noise):
         c = c / np.linalg.norm(c, axis=0)
     return c
@@ -179,7 +188,7 @@ def first_column(noise: Strategy) -> np.ndarray:
     """The first column of a Toeplitz C, ``[steps]``."""
     steps = noise.steps
     if isinstance(noise, Buffered):
-        powers = np.array(noise.decays)[:, None] ** np.arange(steps - 1)
+        powers = np.array(noise.decays)[:, None] ** np.arange(steps - 1)  # [decays, steps - 1]
         return np.append(1.0, np.array(noise.scales) @ powers)
     assert isinstance(noise, Toeplitz | InverseToeplitz)
     values = np.array(noise.values)
@@ -187,10 +196,13 @@ def first_column(noise: Strategy) -> np.ndarray:
         raise Unreadable("noise is correlated by a matrix without an inverse: its diagonal has 0.")
     if isinstance(noise, Toeplitz):
         return np.pad(values, (0, steps - len(values)))
-    column = np.eye(1, steps)[0] / values[0]  # of the inverse series, by long division
+    # The values are the first column of C^-1. Long division of power series inverts it.
+    column = np.zeros(steps)
+    column[0] = 1 / values[0]
     for k in range(1, steps):
-        divisor = values[1 : k + 1]
-        column[k] = -(divisor @ column[k - len(divisor) : k][::-1]) / values[0]
+        others = values[1 : k + 1]
+        before = column[k - len(others) : k][::-1]
+        column[k] = -(others @ before) / values[0]
     return column
 
 
@@ -208,15 +220,15 @@ def saved(run: Run, orders: np.ndarray) -> np.ndarray:
     if run.sampling.place != "random" or noise.steps > LARGEST or multiplier <= 0:
         return 0 * orders
     sizes = np.abs(matrix(noise))
-    moves = np.array([sizes[:, first::bins].sum(axis=1) for first in range(bins)])
-    products = moves @ moves.T / noise.sensitivity**2  # K, for multiplier 1
-    overlaps = np.sort(products, axis=1).max(axis=0)  # at least the sorted entries of every row
+    moves = np.array([sizes[:, first::bins].sum(axis=1) for first in range(bins)])  # M^T
+    k = moves @ moves.T / noise.sensitivity**2  # K for multiplier 1, [bins, bins]
+    overlaps = np.sort(k, axis=1).max(axis=0)  # at least the sorted entries of every row
     if np.mean(overlaps) > 0.75:  # the card does not count what is saved here
         return 0 * orders
     # A bin of 32 random bits, modulo the number of bins, is this much likelier than 1 / bins.
     odds = (1 + bins / 2**32) / bins
     overlaps = overlaps / multiplier**2
-    log_moments = [0.0]
+    log_moments = [0.0]  # of order 1; each whole order adds a factor of the product
     for j in range(1, math.ceil(max(orders))):
         top = j * overlaps[-1]
         log_mean = top + math.log(odds * np.exp(j * overlaps - top).sum())

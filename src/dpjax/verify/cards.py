@@ -60,13 +60,13 @@ def main(words: Sequence[str] | None = None) -> int:
     if len(words) != 1 or words[0].startswith("-"):
         print(_USAGE)
         return 2
-    runs = cards_in(pathlib.Path(words[0]))
+    paths = cards_in(pathlib.Path(words[0]))
+    if len(paths) == 1:
+        return verified(paths[0], words[0], files)
     statuses = []
-    for path in runs:
-        if len(runs) > 1:
-            print(f"{path.parent}:")
-        name = words[0] if len(runs) == 1 else str(path.parent)
-        statuses.append(verified(path, name, files))
+    for path in paths:
+        print(f"{path.parent}:")
+        statuses.append(verified(path, str(path.parent), files))
     return max(statuses)
 
 
@@ -179,7 +179,8 @@ def claims(card: Card) -> Iterator[tuple[bool, str]]:
     smallest, best = min((value, name) for name, value in exact.items())
     # The headline of a statement is the smallest bound, so it comes first.
     for name, value in sorted(bounds.items(), key=operator.itemgetter(1)):
-        verdict = verdict_of(value, smallest, exact.get(name, math.inf), card.delta)
+        by_method = exact.get(name, math.inf)
+        verdict = verdict_of(value, smallest, by_method, card.delta)
         yield (
             verdict == "holds",
             f"{name:12} claims epsilon {upwards(value)} for one {card.mechanism.unit} at "
@@ -191,17 +192,23 @@ def claims(card: Card) -> Iterator[tuple[bool, str]]:
             True,
             f"{name:12} estimates epsilon {upwards(claimed[name])}: not checked, and no bound",
         )
-    false_positives, true_positives = zip(*card.true_positive_rates, strict=True)
-    if min(true_positives) < 1:
-        rates = [most_true_positives(deltas, rate) for rate in false_positives]
-        sound = no_less(card, deltas)
-        verdict = "holds" if sound else "DOES NOT HOLD"
-        yield (
-            sound,
-            f"{'attacks':12} of {exactly(false_positives)} false positives claim at most "
-            f"{percent(true_positives)} true ones; recomputed {percent(rates)}: {verdict}",
-        )
+    yield from attacks(card, deltas)
     yield from risk(card, deltas)
+
+
+def attacks(card: Card, deltas: np.ndarray) -> Iterator[tuple[bool, str]]:
+    """Yields a verdict on the claimed rates of attacks, unless they claim nothing."""
+    false_positives, true_positives = zip(*card.true_positive_rates, strict=True)
+    if min(true_positives) == 1:
+        return
+    rates = [most_true_positives(deltas, rate) for rate in false_positives]
+    sound = no_less(card, deltas)
+    verdict = "holds" if sound else "DOES NOT HOLD"
+    yield (
+        sound,
+        f"{'attacks':12} of {exactly(false_positives)} false positives claim at most "
+        f"{percent(true_positives)} true ones; recomputed {percent(rates)}: {verdict}",
+    )
 
 
 def risk(card: Card, deltas: np.ndarray) -> Iterator[tuple[bool, str]]:
@@ -247,12 +254,12 @@ def recomputed(card: Card, bounds: dict[str, float]) -> tuple[dict[str, float], 
     if steps is None:
         return dict.fromkeys(BOUNDS, math.inf), np.ones_like(EPSILONS)
     exact, deltas = by_rdp(card, steps)
-    smallest = exact.get("rdp", math.inf)
-    open_claims = min(bounds.values()) < smallest * (1 - TOLERANCE) or not no_less(card, deltas)
+    by_divergences = exact.get("rdp", math.inf)
+    epsilons_hold = min(bounds.values()) >= by_divergences * (1 - TOLERANCE)
     # Loss distributions take seconds. They can confirm a claim that Rényi divergences cannot.
-    if "pld" in bounds or open_claims:
+    if "pld" in bounds or not epsilons_hold or not no_less(card, deltas):
         epsilon, deltas_by_losses = by_losses(card, steps)
-        exact["pld"] = min(epsilon, smallest)
+        exact["pld"] = min(epsilon, by_divergences)
         deltas = np.minimum(deltas, deltas_by_losses)
     return exact, deltas
 

@@ -96,8 +96,8 @@ def merged(points: np.ndarray, masses: np.ndarray) -> Law:
     # of mass, because epsilon depends on the tails: of the laws without the example (masses) and
     # with it (sums). A cell has a share of (mass / width)^(1/6) * width of the merged points.
     roots = (masses / masses.sum()) ** (1 / 6) + (sums / sums.sum()) ** (1 / 6)
-    places = np.cumsum(roots * widths ** (5 / 6))
-    merged_cells = ((POINTS - 1) * places / places[-1]).astype(int)
+    shares = np.cumsum(roots * widths ** (5 / 6))
+    merged_cells = ((POINTS - 1) * shares / shares[-1]).astype(int)
     masses, sums = binned(merged_cells, masses, sums)
     occupied = masses > 0
     # The mean of a merged cell is its point.

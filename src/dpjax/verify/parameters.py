@@ -34,11 +34,12 @@ def digest(path: pathlib.Path) -> str:
 
 
 def _digest(content: bytes) -> str:
+    """Hashes each array's name, dtype and shape, and then its numbers, in the order of names."""
     leaves = msgpack.unpackb(content, ext_hook=lambda _, array: Leaf(*msgpack.unpackb(array)))
     total = hashlib.sha256()
     for name in sorted(leaves):
         leaf = leaves[name]
-        if isinstance(leaf, dict):
+        if isinstance(leaf, dict):  # cut into chunks
             chunks = _ordered(leaf["chunks"])
             shape = _ordered(leaf["shape"])
         else:
@@ -50,6 +51,6 @@ def _digest(content: bytes) -> str:
     return total.hexdigest()
 
 
-def _ordered(cut: dict[str, Any]) -> list[Any]:
-    """The entries of a mapping from places to them."""
-    return [cut[str(place)] for place in range(len(cut))]
+def _ordered(entries: dict[str, Any]) -> list[Any]:
+    """The list that Flax wrote as a mapping from ``"0"``, ``"1"``, ... to its entries."""
+    return [entries[str(place)] for place in range(len(entries))]

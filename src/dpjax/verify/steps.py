@@ -32,6 +32,11 @@ class Step(NamedTuple):
         """Whether it is more than a Gaussian on all the data."""
         return self.rate < 1 or self.subset is not None or bool(self.epoch)
 
+    @property
+    def releases(self) -> bool:
+        """Whether anything about an example can be in it."""
+        return self.rate > 0 and self.multiplier < math.inf
+
 
 def steps_of(card: Card) -> Counter[Step] | None:
     """The sums that the runs of a card released, at its levels; None if one had no noise."""
@@ -54,13 +59,7 @@ def steps_of(card: Card) -> Counter[Step] | None:
     all_planned = earlier + steps_of_run(card.mechanism, planned(card.mechanism))
     noisy = Counter(map(Step, queries)) + at_levels(card, steps, all_planned)
     # A sum with infinite noise or at rate 0 releases nothing.
-    return Counter(
-        {
-            step: count
-            for step, count in noisy.items()
-            if step.rate > 0 and step.multiplier < math.inf
-        }
-    )
+    return Counter({step: count for step, count in noisy.items() if step.releases})
 
 
 def planned(run: Run) -> np.ndarray:
@@ -77,7 +76,7 @@ def first_steps(card: Card) -> np.ndarray:
 
 
 def steps_of_run(run: Run, pairs: np.ndarray) -> Counter[Step]:
-    """The steps of one run with these multipliers."""
+    """The steps of one run, with these pairs of a multiplier and a count, ``[pairs, 2]``."""
     sampling = run.sampling
     multipliers, counts = pairs.T
     if run.projections is not None:
@@ -87,15 +86,17 @@ def steps_of_run(run: Run, pairs: np.ndarray) -> Counter[Step]:
         return Counter(map(Step, multipliers[:1].tolist()))
     if sampling.event == "allocation":
         return epochs(np.repeat(multipliers, counts.astype(int)), sampling.cycle)
-    if sampling.cycle > 1 or len(sampling.rates) > 1:  # rates depend on the places of steps
+    if sampling.cycle > 1 or len(sampling.rates) > 1:
+        # The cost depends on the places of steps, so each step is counted by itself. An example is
+        # in one batch of a cycle, at an unknown place: the least noise is counted.
         multipliers = np.repeat(multipliers, counts.astype(int))
-        # An example is in one batch of a cycle, at an unknown place: the least noise is counted.
         starts = np.arange(0, len(multipliers), sampling.cycle)
         if len(starts):
             multipliers = np.minimum.reduceat(multipliers, starts)
         counts = np.ones(len(multipliers))
-    rates, lasts = np.array(sampling.rates).T
-    rows = np.searchsorted(np.cumsum(lasts), np.arange(len(multipliers)), side="right")
+    # The card's rates are pairs, of a rate and the number of steps that have it.
+    rates, lengths = np.array(sampling.rates).T
+    rows = np.searchsorted(np.cumsum(lengths), np.arange(len(multipliers)), side="right")
     rates = rates[np.minimum(rows, len(rates) - 1)]  # later steps have the last rate
     subset = None
     if sampling.event == "subset":
@@ -111,13 +112,13 @@ def epochs(multipliers: np.ndarray, bins: int) -> Counter[Step]:
     steps: Counter[Step] = Counter()
     for start in range(0, len(multipliers), bins):
         of_epoch = multipliers[start : start + bins]
-        rows = np.sort(of_epoch[of_epoch < math.inf]).tolist()
-        if len(set(rows)) > DISTINCT:  # each sixteenth counts with its least noise
-            share = math.ceil(len(rows) / DISTINCT)
-            rows = [rows[place - place % share] for place in range(len(rows))]
-        if rows:
-            counts = tuple(sorted(Counter(rows).items()))
-            steps[Step(rows[0], bins=bins, epoch=counts)] += 1
+        finite = np.sort(of_epoch[of_epoch < math.inf]).tolist()
+        if len(set(finite)) > DISTINCT:  # each sixteenth counts with its least noise
+            share = math.ceil(len(finite) / DISTINCT)
+            finite = [finite[place - place % share] for place in range(len(finite))]
+        if finite:
+            counts = tuple(sorted(Counter(finite).items()))
+            steps[Step(finite[0], bins=bins, epoch=counts)] += 1
     return steps
 
 
@@ -130,15 +131,16 @@ def at_levels(card: Card, steps: Counter[Step], plan: Counter[Step]) -> Counter[
         return steps
     count = card.levels.levels
     planned_rates = {step.rate for step in sampled}
-    multipliers = grid({step.multiplier for step in sampled}, card.levels.smallest, count)
+    planned_multipliers = {step.multiplier for step in sampled}
     rates = grid(planned_rates, min(planned_rates, default=1.0), count)
+    multipliers = grid(planned_multipliers, card.levels.smallest, count)
     rounded: Counter[Step] = Counter()
     for step, times in steps.items():
         if is_rounded(step):
             above = np.searchsorted(rates, step.rate)
-            below = np.searchsorted(multipliers, step.multiplier, side="right") - 1
             step = step._replace(rate=float(rates[above]))
-            if below >= 0:
+            below = np.searchsorted(multipliers, step.multiplier, side="right") - 1
+            if below >= 0:  # a multiplier below all levels stays
                 step = step._replace(multiplier=float(multipliers[below]))
         rounded[step] += times
     return rounded
@@ -146,7 +148,7 @@ def at_levels(card: Card, steps: Counter[Step], plan: Counter[Step]) -> Counter[
 
 def is_rounded(step: Step) -> bool:
     """Whether it is a Poisson sample that releases anything."""
-    return step.subset is None and 0 < step.rate < 1 and step.multiplier < math.inf
+    return step.subset is None and step.rate < 1 and step.releases
 
 
 def grid(values: set[float], smallest: float, count: int) -> np.ndarray:
