@@ -315,7 +315,7 @@ def walk(results: Any, name: str, epsilon: float) -> None:
         total = best[0]["best_of"]
         for seed in runs.seeds():
             results.of(f"{row}, in total", seed, partial(untuned, name, total))
-    print(*line_of(results.content["rows"], name, epsilon), sep="  ", flush=True)
+    print(*line_of(results.content["rows"], name, epsilon, results.mark), sep="  ", flush=True)
 
 
 def rows_of(rows: Rows, name: str, epsilon: float, mark: str = "") -> list[list[Run]]:
@@ -363,9 +363,9 @@ def tables(rows: Rows) -> dict[str, str]:
     return texts
 
 
-def line_of(rows: Rows, name: str, epsilon: float) -> list[str]:
+def line_of(rows: Rows, name: str, epsilon: float, mark: str = "") -> list[str]:
     """The line of a task at one epsilon, with the core seconds of its first run and of others."""
-    plain, best, total = rows_of(rows, name, epsilon)
+    plain, best, total = rows_of(rows, name, epsilon, mark)
     cost = ""
     if best:
         cost = f"{best[0]['best_of']:.3g}"
@@ -387,24 +387,26 @@ def spread(done: list[Run]) -> str:
 def verdict(rows: Rows, names: tuple[str, ...], epsilon: float) -> str:
     """How many tasks meet the goal at one epsilon, and by how much the others miss it."""
     compared = 0
-    ahead = 0
-    missed = []
+    behind = []
+    behind_in_total = []
     for name in names:
         plain, best, total = ([score(run) for run in d] for d in rows_of(rows, name, epsilon))
         if not total:
             continue
         compared += 1
-        ahead += np.mean(total) > np.mean(best)
-        behind = np.mean(best) - np.mean(plain)
-        if behind > tolerance(name, plain, best):
-            missed.append(f"{name} by {behind:.2g}")
+        gap = np.mean(best) - np.mean(plain)
+        if gap > tolerance(name, plain, best):
+            behind.append(f"{name} by {gap:.2g}")
+        if np.mean(total) <= np.mean(best):
+            behind_in_total.append(name)
     if not compared:
         return f"* Epsilon {epsilon:g}: not run."
-    within = compared - len(missed)
     return (
-        f"* Epsilon {epsilon:g}: {within} of {compared} tasks are within the tolerance at equal "
-        f"epsilon, and {ahead} of {compared} are ahead at equal total epsilon. Behind by more: "
-        f"{', '.join(missed) or 'none'}. Not run: {len(names) - compared} of {len(names)}."
+        f"* Epsilon {epsilon:g}: {compared - len(behind)} of {compared} tasks are within the "
+        f"tolerance at equal epsilon, and {compared - len(behind_in_total)} of {compared} are "
+        f"ahead at equal total epsilon. Behind by more: {', '.join(behind) or 'none'}. "
+        f"Behind in total: {', '.join(behind_in_total) or 'none'}. "
+        f"Not run: {len(names) - compared} of {len(names)}."
     )
 
 
